@@ -1,0 +1,39 @@
+# Everything here makes what it needs: a virtual environment in .venv, with manyhands installed in it.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint bench clean
+
+.venv/installed: pyproject.toml
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "manyhands needs Python 3.11 or newer, this is " + sys.version'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch>=2.6,<2.14' numpy
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	touch $@
+
+.venv/installed-dev: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+demo: .venv/installed  ## train the digits task alone and on two workers
+	@echo '$$ manyhands train digits --workers 1'
+	@$(BIN)/manyhands train digits --workers 1
+	@echo
+	@echo '$$ manyhands train digits --workers 2'
+	@$(BIN)/manyhands train digits --workers 2
+
+test: lint  ## everything: format, lint, types, layers, tests
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+lint: .venv/installed-dev  ## format, lint, types, layers
+	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: .venv/installed  ## the measured claims, each beside its peer
+	$(BIN)/python benchmarks/all_reduce.py
+	$(BIN)/python benchmarks/step.py
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build dist

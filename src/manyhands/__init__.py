@@ -1,0 +1,118 @@
+"""manyhands trains one PyTorch program on many workers, exactly, and measures whether it was worth it.
+
+Public names load when first used: `import manyhands` alone imports neither torch nor anything else that is slow.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from manyhands import callbacks as callbacks
+    from manyhands import tasks as tasks
+    from manyhands.callbacks import Callback as Callback
+    from manyhands.callbacks import EarlyStopping as EarlyStopping
+    from manyhands.callbacks import MLflow as MLflow
+    from manyhands.callbacks import Progress as Progress
+    from manyhands.callbacks import TensorBoard as TensorBoard
+    from manyhands.callbacks import WandB as WandB
+    from manyhands.data.share import epoch_order as epoch_order
+    from manyhands.engines.local import Local as Local
+    from manyhands.engines.torchrun import Torchrun as Torchrun
+    from manyhands.errors import BadInput as BadInput
+    from manyhands.errors import ManyhandsError as ManyhandsError
+    from manyhands.errors import PeerLost as PeerLost
+    from manyhands.errors import Preempted as Preempted
+    from manyhands.errors import UnknownName as UnknownName
+    from manyhands.errors import Unsupported as Unsupported
+    from manyhands.errors import WorkerFailed as WorkerFailed
+    from manyhands.events import Event as Event
+    from manyhands.launching import launch as launch
+    from manyhands.preparing import is_first as is_first
+    from manyhands.preparing import prepare as prepare
+    from manyhands.preparing import weight as weight
+    from manyhands.preparing import worker as worker
+    from manyhands.run import Run as Run
+    from manyhands.strategies.allreduce import AllReduce as AllReduce
+    from manyhands.strategies.base import Needs as Needs
+    from manyhands.strategies.base import State as State
+    from manyhands.strategies.base import Strategy as Strategy
+    from manyhands.strategies.ensemble import Ensemble as Ensemble
+    from manyhands.strategies.local_sgd import LocalSGD as LocalSGD
+    from manyhands.strategies.solo import Solo as Solo
+    from manyhands.task import Task as Task
+    from manyhands.training import train as train
+    from manyhands.worker import Worker as Worker
+
+__version__ = "0.1.0"
+
+_MODULES = ("callbacks", "tasks")
+_WHERE = {
+    "AllReduce": "strategies.allreduce",
+    "BadInput": "errors",
+    "Callback": "callbacks",
+    "EarlyStopping": "callbacks",
+    "Ensemble": "strategies.ensemble",
+    "Event": "events",
+    "Local": "engines.local",
+    "LocalSGD": "strategies.local_sgd",
+    "MLflow": "callbacks",
+    "ManyhandsError": "errors",
+    "Needs": "strategies.base",
+    "PeerLost": "errors",
+    "Preempted": "errors",
+    "Progress": "callbacks",
+    "Run": "run",
+    "Solo": "strategies.solo",
+    "State": "strategies.base",
+    "Strategy": "strategies.base",
+    "Task": "task",
+    "TensorBoard": "callbacks",
+    "Torchrun": "engines.torchrun",
+    "UnknownName": "errors",
+    "Unsupported": "errors",
+    "WandB": "callbacks",
+    "Worker": "worker",
+    "WorkerFailed": "errors",
+    "epoch_order": "data.share",
+    "is_first": "preparing",
+    "launch": "launching",
+    "prepare": "preparing",
+    "train": "training",
+    "weight": "preparing",
+    "worker": "preparing",
+}
+__all__ = [*_WHERE, *_MODULES, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"manyhands.{name}")
+    if name not in _WHERE:
+        raise AttributeError(f"module 'manyhands' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"manyhands.{_WHERE[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+class _Package(ModuleType):
+    """`manyhands.worker` is a function here and a module on disk: importing the module does not hide the function."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _WHERE and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return importlib.import_module, (
+            __name__,
+        )  # a function of a notebook may refer to `mh`; pickle knows plain modules only
+
+
+sys.modules[__name__].__class__ = _Package

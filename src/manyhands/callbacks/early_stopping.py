@@ -1,0 +1,76 @@
+"""Stop when validation no longer gets better."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Literal
+
+from typing_extensions import override
+
+from manyhands.callbacks.base import Callback, Said
+from manyhands.errors import BadInput
+from manyhands.events import Event
+from manyhands.keep import HIGHER
+
+LOG = logging.getLogger("manyhands")
+
+
+@dataclass(kw_only=True)
+class EarlyStopping(Callback):
+    """Ends the run at the `patience`-th validation in a row that was no better than the best before.
+
+    A NaN is never better. It counts from the beginning of a launch: a resumed run has its patience anew.
+    """
+
+    metric: str = "validation_loss"
+    """A name that validation reports; another one is a BadInput that lists those that came."""
+    patience: int = 3
+    """Validations without improvement; raise it when validation is noisy."""
+    min_delta: float = 0.0
+    """Better means better by more than this."""
+    mode: Literal["auto", "min", "max"] = "auto"
+    """auto: max for names that end in accuracy, auc, f1, precision, recall, score, r2, bleu or map, as in `keep`; min for all others."""
+
+    best: float | None = field(default=None, init=False)
+    failures: int = field(default=0, init=False)  # validations since the best
+
+    def __post_init__(self) -> None:
+        if self.patience < 1:
+            raise BadInput(f"EarlyStopping: patience must be at least 1 validation, not {self.patience}")
+        if not self.min_delta >= 0:
+            raise BadInput(f"EarlyStopping: min_delta must be 0 or more, not {self.min_delta}")
+        if self.mode not in ("auto", "min", "max"):
+            raise BadInput(f"EarlyStopping: mode must be auto, min or max, not {self.mode!r}")
+
+    @override
+    def on_start(self, event: Event) -> None:
+        self.best, self.failures = None, 0
+
+    @override
+    def on_validation(self, event: Event) -> Said:
+        metrics = event.values["metrics"]
+        if self.metric not in metrics:
+            raise BadInput(
+                f"EarlyStopping: validation reported no {self.metric!r} but {', '.join(metrics) or 'nothing'}: name one of these"
+            )
+        if self._better(metrics[self.metric]):
+            self.best, self.failures = metrics[self.metric], 0
+            return None
+        self.failures += 1
+        return "stop" if self.failures >= self.patience else None
+
+    @override
+    def on_end(self, event: Event) -> None:
+        if event.type == "end" and self.best is None and not self.failures:
+            LOG.warning(
+                "EarlyStopping watched %s, and there was no validation: give the task validation_data", self.metric
+            )
+
+    def _better(self, value: float) -> bool:
+        if value != value:
+            return False
+        if self.best is None:
+            return True
+        higher = self.mode == "max" or (self.mode == "auto" and self.metric.endswith(HIGHER))
+        return value > self.best + self.min_delta if higher else value < self.best - self.min_delta

@@ -1,0 +1,213 @@
+"""How far the run is: a bar on a terminal, a line in a notebook, JSON lines for programs, silence for pipes."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from typing import IO, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
+from typing_extensions import override
+
+from manyhands.callbacks.base import Callback
+from manyhands.errors import UnknownName
+from manyhands.events import Event
+
+MODES = ("auto", "json", "quiet")
+DRAW_EVERY_S = 0.2
+RECENT_S = 5.0  # rows/s and the time left are of so many last seconds
+
+
+class Progress(Callback):
+    """Shows epoch, step, loss, rows/s and the time left, drawn at most five times a second from the driver's own thread.
+
+    log: "auto" draws a bar on standard error where that is a terminal, a line under the cell in a notebook, and nothing
+    elsewhere; "json" prints every event as a line of JSON on standard output, a step's being the row of all workers;
+    "quiet" prints nothing.
+    """
+
+    def __init__(
+        self, log: str = "auto", *, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        if log not in MODES:
+            raise UnknownName(f"no log mode {log!r}: choose one of {', '.join(MODES)}")
+        self._log = log
+        self._console = console
+        self._clock = clock
+        self._display: _Display | None = None
+        self._pace = Pace()
+        self._drawn_s = -math.inf
+        self._metrics: dict[str, float] = {}
+
+    @override
+    def on_start(self, event: Event) -> None:
+        self._pace = Pace(event.values.get("total_steps"), event.values.get("epochs"))
+        if self._log == "auto":
+            self._display = _display_on(self._console or Console(stderr=True))
+        self._print_json(event)
+
+    @override
+    def on_step(self, event: Event) -> None:
+        self._pace.step(event)
+        self._print_json(event)
+        if self._display is not None and self._clock() - self._drawn_s >= DRAW_EVERY_S:
+            self._drawn_s = self._clock()
+            self._display.draw(self._pace)
+
+    @override
+    def on_validation(self, event: Event) -> None:
+        self._print_json(event)
+        if self._display is not None:
+            best = "   best so far" if event.values.get("best") else ""
+            self._display.say(f"step {event.step:,}   {metrics_text(event.values['metrics'])}{best}")
+
+    @override
+    def on_epoch(self, event: Event) -> None:
+        self._print_json(event)
+
+    @override
+    def on_notice(self, event: Event) -> None:
+        self._print_json(event)
+
+    @override
+    def on_end(self, event: Event) -> None:
+        self._print_json(event)
+        if self._display is not None:
+            self._display.draw(self._pace)
+            self._display.close()
+            self._display = None
+
+    def _print_json(self, event: Event) -> None:
+        if self._log == "json":
+            out: IO[str] = self._console.file if self._console is not None else sys.stdout
+            out.write(event.to_json() + "\n")
+            out.flush()
+
+
+class Pace:
+    """How far a run is, and how fast it went lately."""
+
+    def __init__(self, total_steps: int | None = None, epochs: int | None = None) -> None:
+        self.total_steps, self.epochs = total_steps, epochs
+        self.ticks, self.epoch, self.loss = 0, 0, math.nan
+        self._recent: deque[tuple[float, int]] = deque()  # (seconds, rows)
+
+    def step(self, event: Event) -> None:
+        """Take the row of a tick."""
+        values = event.values
+        self.ticks, self.epoch = values["tick"] + 1, values["epoch"] + 1
+        self.loss = self.loss if values["loss"] is None else values["loss"]
+        self._recent.append((event.time_s, values["rows"]))
+        while event.time_s - self._recent[0][0] > RECENT_S:
+            self._recent.popleft()
+
+    def rows_per_s(self) -> float | None:
+        """Of the last five seconds; None before there are two steps."""
+        seconds = self._seconds()
+        return sum(rows for _, rows in list(self._recent)[1:]) / seconds if seconds else None
+
+    def left_s(self) -> float | None:
+        """Seconds to the last step at the pace of the last five, None where the end is not known."""
+        seconds = self._seconds()
+        if not seconds or self.total_steps is None:
+            return None
+        return (self.total_steps - self.ticks) * seconds / (len(self._recent) - 1)
+
+    def _seconds(self) -> float:
+        return self._recent[-1][0] - self._recent[0][0] if self._recent else 0.0
+
+    def text(self) -> str:
+        """One line: `epoch 2/5   step 120/410   loss 0.4121   2,345 rows/s   0:00:12 left`."""
+        of_epochs = f"/{self.epochs}" if self.epochs else ""
+        of_steps = f"/{self.total_steps:,}" if self.total_steps else ""
+        parts = [f"epoch {self.epoch}{of_epochs}", f"step {self.ticks:,}{of_steps}", f"loss {self.loss:.4g}"]
+        rate, left = self.rows_per_s(), self.left_s()
+        if rate is not None:
+            parts.append(f"{rate:,.0f} rows/s")
+        if left is not None:
+            parts.append(f"{clock_text(left)} left")
+        return "   ".join(parts)
+
+
+def clock_text(seconds: float) -> str:
+    """75 -> 0:01:15"""
+    whole = max(0, round(seconds))
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+def metrics_text(metrics: dict[str, Any]) -> str:
+    """{"a": .5} -> `a 0.5000`, numbers to four digits."""
+    return "   ".join(
+        f"{name} {value:.4f}" if 1e-3 <= abs(value) < 1e4 else f"{name} {value:.4g}" for name, value in metrics.items()
+    )
+
+
+class _Display(ABC):
+    """Somewhere to draw."""
+
+    @abstractmethod
+    def draw(self, pace: Pace) -> None: ...
+
+    @abstractmethod
+    def say(self, line: str) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+def _display_on(console: Console) -> _Display | None:
+    if console.is_jupyter:
+        return _Notebook()
+    return _Terminal(console) if console.is_terminal else None
+
+
+class _Terminal(_Display):
+    """A bar of rich's without its thread; what others print meanwhile goes above it."""
+
+    def __init__(self, console: Console) -> None:
+        columns = (BarColumn(bar_width=16), TextColumn("{task.description}", markup=False))
+        self._bar = Bar(*columns, console=console, auto_refresh=False, transient=True)
+        self._task = self._bar.add_task("starting", total=None)
+        self._bar.start()
+
+    @override
+    def draw(self, pace: Pace) -> None:
+        self._bar.update(
+            self._task, completed=pace.ticks, total=pace.total_steps, description=pace.text(), refresh=True
+        )
+
+    @override
+    def say(self, line: str) -> None:
+        self._bar.console.print(line, highlight=False, markup=False)
+
+    @override
+    def close(self) -> None:
+        self._bar.stop()
+
+
+class _Notebook(_Display):
+    """One output under the cell that is rewritten; rich's own would need ipywidgets."""
+
+    def __init__(self) -> None:
+        from IPython.display import display
+
+        self._lines: list[str] = []
+        self._handle = display({"text/plain": "starting"}, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+
+    @override
+    def draw(self, pace: Pace) -> None:
+        self._handle.update({"text/plain": "\n".join([*self._lines, pace.text()])}, raw=True)
+
+    @override
+    def say(self, line: str) -> None:
+        self._lines.append(line)
+
+    @override
+    def close(self) -> None:
+        pass

@@ -1,0 +1,220 @@
+"""Experiment trackers: numbers of a run to TensorBoard, MLflow or Weights & Biases, without ever holding it up."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import queue
+import threading
+import time
+from abc import abstractmethod
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
+
+from manyhands.callbacks.base import Callback
+from manyhands.errors import BadInput
+from manyhands.events import Event
+
+LOG = logging.getLogger("manyhands")
+QUEUE = 4096  # rows that may wait for the tracker
+CLOSING_S = 10.0  # how long a run waits at its end for what is still to be sent
+STEP_VALUES = ("loss", "rate", "input_s", "compute_s", "exchange_s", "wait_s", "bytes")
+
+Row = tuple[int, dict[str, float]]  # step, numbers by name
+
+
+class Tracker(Callback):
+    """Sends numbers from a daemon thread of its own, best effort: training neither waits for a tracker nor fails with it.
+
+    Rows wait in a bounded queue; those that find it full are dropped and counted. The first failure of the tracker is
+    logged as a warning and ends the sending. Missing the library is a BadInput at once, at construction.
+    """
+
+    _library: str  # the module to import
+    _install: str  # what pip installs it by
+
+    def __init__(self) -> None:
+        if importlib.util.find_spec(self._library) is None:
+            raise BadInput(
+                f"{type(self).__name__} needs {self._library}, which is not installed: pip install {self._install}"
+            )
+        self.dropped = 0
+        self._queue: queue.Queue[Row | None] = queue.Queue(QUEUE)
+        self._thread: threading.Thread | None = None
+        self._failed = threading.Event()
+        self._run_failed = False
+
+    # -- what a tracker is: three methods, called on the tracker's thread --------------------------------------------
+
+    @abstractmethod
+    def _open(self, facts: dict[str, Any]) -> None:
+        """Connect. facts: the values of `start`."""
+
+    @abstractmethod
+    def _write(self, step: int, numbers: dict[str, float]) -> None:
+        """Send one row."""
+
+    @abstractmethod
+    def _finish(self, failed: bool) -> None:
+        """Send the rest and disconnect. failed: the run did not come to its end."""
+
+    # -- on the driver's thread --------------------------------------------------------------------------------------
+
+    @override
+    def on_start(self, event: Event) -> None:
+        self._thread = threading.Thread(
+            target=self._work, args=(event.values,), name=f"manyhands-{type(self).__name__}", daemon=True
+        )
+        self._thread.start()
+
+    @override
+    def on_step(self, event: Event) -> None:
+        self._offer(event.step, {name: event.values[name] for name in STEP_VALUES if event.values[name] is not None})
+
+    @override
+    def on_validation(self, event: Event) -> None:
+        self._offer(event.step, event.values["metrics"])
+
+    @override
+    def on_end(self, event: Event) -> None:
+        if self._thread is None:
+            return
+        self._run_failed = event.type == "failed"
+        self._offer(event.step, event.values.get("metrics", {}))
+        deadline = time.monotonic() + CLOSING_S
+        self._ask_to_finish(deadline)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            self._warn(
+                f"is still sending after {CLOSING_S:.0f} s: about {self._queue.qsize()} rows may be missing there"
+            )
+        elif self.dropped:
+            self._warn(
+                f"did not keep up: {self.dropped} rows were dropped (all are in the run directory's events.jsonl)"
+            )
+        self._thread = None
+
+    def _offer(self, step: int, numbers: dict[str, float]) -> None:
+        if self._thread is None or self._failed.is_set():
+            return
+        try:
+            self._queue.put_nowait((step, numbers))
+        except queue.Full:
+            self.dropped += 1
+
+    def _ask_to_finish(self, deadline: float) -> None:
+        try:
+            self._queue.put(None, timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Full:
+            self._failed.set()  # ends the thread at its next row
+
+    # -- on the tracker's thread -------------------------------------------------------------------------------------
+
+    def _work(self, facts: dict[str, Any]) -> None:
+        try:
+            self._open(facts)
+            while (row := self._queue.get()) is not None and not self._failed.is_set():
+                self._write(*row)
+            self._finish(self._run_failed)
+        except Exception as problem:  # noqa: BLE001 - another's library on the network may raise anything; the run must go on
+            self._failed.set()
+            self._drain()
+            self._warn(f"failed and gets no more of this run: {type(problem).__name__}: {problem}")
+
+    def _drain(self) -> None:
+        try:
+            while True:
+                self._queue.get_nowait()
+        except queue.Empty:
+            return
+
+    def _warn(self, what: str) -> None:
+        LOG.warning("%s %s", type(self).__name__, what)
+
+
+class TensorBoard(Tracker):
+    """Event files that `tensorboard --logdir DIRECTORY` shows. Failing to write them is a warning."""
+
+    _library, _install = "tensorboard", "tensorboard"
+
+    def __init__(self, directory: str | Path) -> None:
+        super().__init__()
+        self._directory = str(directory)
+
+    @override
+    def _open(self, facts: dict[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(self._directory)
+
+    @override
+    def _write(self, step: int, numbers: dict[str, float]) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
+
+    @override
+    def _finish(self, failed: bool) -> None:
+        self._writer.close()
+
+
+class MLflow(Tracker):
+    """A run in an MLflow experiment: the task's facts as parameters, all numbers as metrics.
+
+    tracking_uri: None is MLflow's own setting (MLFLOW_TRACKING_URI). run_name: None lets MLflow invent one.
+    """
+
+    _library, _install = "mlflow", "mlflow-skinny"
+
+    def __init__(
+        self, experiment: str = "manyhands", *, tracking_uri: str | None = None, run_name: str | None = None
+    ) -> None:
+        super().__init__()
+        self._experiment, self._uri, self._run_name = experiment, tracking_uri, run_name
+
+    @override
+    def _open(self, facts: dict[str, Any]) -> None:
+        mlflow = importlib.import_module("mlflow")
+        self._metric = mlflow.entities.Metric
+        self._client = mlflow.MlflowClient(tracking_uri=self._uri)
+        found = self._client.get_experiment_by_name(self._experiment)
+        experiment = found.experiment_id if found is not None else self._client.create_experiment(self._experiment)
+        self._run = self._client.create_run(experiment, run_name=self._run_name).info.run_id
+        for name, value in facts.items():
+            self._client.log_param(self._run, name, value)
+
+    @override
+    def _write(self, step: int, numbers: dict[str, float]) -> None:
+        now_ms = int(time.time() * 1000)
+        self._client.log_batch(
+            self._run, metrics=[self._metric(name, float(value), now_ms, step) for name, value in numbers.items()]
+        )
+
+    @override
+    def _finish(self, failed: bool) -> None:
+        self._client.set_terminated(self._run, status="FAILED" if failed else "FINISHED")
+
+
+class WandB(Tracker):
+    """A run in a Weights & Biases project. `options` go to `wandb.init` as they are (name, entity, mode, …)."""
+
+    _library, _install = "wandb", "wandb"
+
+    def __init__(self, project: str = "manyhands", **options: Any) -> None:
+        super().__init__()
+        self._project, self._options = project, options
+
+    @override
+    def _open(self, facts: dict[str, Any]) -> None:
+        wandb = importlib.import_module("wandb")
+        self._run = wandb.init(project=self._project, config=facts, **self._options)
+
+    @override
+    def _write(self, step: int, numbers: dict[str, float]) -> None:
+        self._run.log(numbers, step=step)
+
+    @override
+    def _finish(self, failed: bool) -> None:
+        self._run.finish(exit_code=1 if failed else 0)

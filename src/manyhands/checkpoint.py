@@ -1,0 +1,130 @@
+"""Checkpoints on disk: written whole or not at all, verified before they are believed.
+
+A checkpoint is a folder `step-00000120/` of one safetensors and one JSON file a rank, and `manifest.json`, written
+last, with every file's SHA-256. It is made under a temporary name, synced, then renamed. The newest two are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from manyhands.comm.group import Group
+from manyhands.errors import BadInput
+
+KEPT = 2
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint; `ranks` files of each kind."""
+
+    path: Path
+    tick: int
+    ranks: int
+
+    def tensors(self, rank: int) -> dict[str, Tensor]:
+        return safetensors.torch.load_file(self.path / f"rank-{rank:05d}.safetensors")
+
+    def values(self, rank: int) -> dict[str, Any]:
+        return dict(json.loads((self.path / f"rank-{rank:05d}.json").read_text()))
+
+
+def save(folder: Path, tick: int, group: Group, tensors: dict[str, Tensor], values: dict[str, Any]) -> Path:
+    """Write this rank's part of a checkpoint; a collective. Returns where it lies, the same on all ranks.
+
+    OSError (a full disk, say) passes through: nothing under the final name exists then.
+    """
+    final = folder / f"step-{tick:08d}"
+    partial = folder / f"step-{tick:08d}.partial"
+    if group.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob("*.partial"):
+            shutil.rmtree(old)
+        partial.mkdir()
+    group.barrier()
+    written = _write_rank(partial, group.rank, tensors, values)
+    files = {name: digest for part in group.all_gather_json(written) for name, digest in part.items()}
+    if group.rank == 0:
+        manifest = {"format": FORMAT, "tick": tick, "ranks": group.size, "sha256": files}
+        _write_synced(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
+        _sync_folder(partial)
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+        _sync_folder(folder)
+        for old in _folders(folder)[:-KEPT]:
+            shutil.rmtree(old)
+    group.barrier()
+    return final
+
+
+def newest(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
+    """The newest checkpoint whose every file is what its manifest says; each damaged one is named to `warn`.
+
+    None where there is no checkpoint at all; BadInput where there are some and all are damaged.
+    """
+    folders = _folders(folder)
+    for path in reversed(folders):
+        try:
+            return _verified(path)
+        except (OSError, ValueError, KeyError, SafetensorError) as problem:
+            warn(f"checkpoint {path} is damaged and left out: {problem}")
+    if folders:
+        raise BadInput(f"all {len(folders)} checkpoints in {folder} are damaged: start again in another run directory")
+    return None
+
+
+def _folders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("step-*") if path.is_dir() and path.suffix != ".partial")
+
+
+def _verified(path: Path) -> Checkpoint:
+    manifest = json.loads((path / MANIFEST).read_text())
+    if manifest["format"] != FORMAT:
+        raise ValueError(f"it has format {manifest['format']}, this version reads {FORMAT}")
+    for name, digest in manifest["sha256"].items():
+        with (path / name).open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                raise ValueError(f"{name} is not what was written")
+    return Checkpoint(path, manifest["tick"], manifest["ranks"])
+
+
+def _write_rank(folder: Path, rank: int, tensors: dict[str, Tensor], values: dict[str, Any]) -> dict[str, str]:
+    own = {
+        name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()
+    }  # a view would save all its storage
+    files = {
+        f"rank-{rank:05d}.safetensors": safetensors.torch.save(own),
+        f"rank-{rank:05d}.json": json.dumps(values).encode(),
+    }
+    for name, data in files.items():
+        _write_synced(folder / name, data)
+    return {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,105 @@
+"""The options of the command, one line each; cli.py says which command takes which."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from manyhands.errors import BadInput, UnknownName
+
+DEBUG = "manyhands.debug"  # set in the context by --debug
+LOG_MODES = ("auto", "json", "quiet")
+
+
+def _option(panel: str, *names: str, help: str, **more: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel, show_default=more.pop("show_default", False), **more)
+
+
+def _debug(ctx: typer.Context, value: bool) -> bool:
+    ctx.meta[DEBUG] = value
+    return value
+
+
+def _patience(value: str | None) -> str | None:
+    _, colon, patience = (value or "").partition(":")
+    if colon and not patience.isdigit():
+        raise BadInput(
+            f"--early-stopping must be METRIC or METRIC:PATIENCE, with a number of validations; not {value!r}"
+        )
+    return value
+
+
+def _log_mode(value: str) -> str:
+    if value not in LOG_MODES:
+        raise UnknownName(f"no log mode {value!r}: choose one of {', '.join(LOG_MODES)}")
+    return value
+
+
+def _run(*names: str, help: str, **more: Any) -> Any:
+    return _option("The run", *names, help=help, **more)
+
+
+def _task(*names: str, help: str, **more: Any) -> Any:
+    return _option("The task's fields (each overrides the task's own)", *names, help=help, **more)
+
+
+def _watch(*names: str, help: str, **more: Any) -> Any:
+    return _option("What is shown and kept", *names, help=help, **more)
+
+
+TaskSpec = Annotated[
+    str, typer.Argument(help="A name, digits:batch_size=32 with options, or file.py:NAME.", show_default=False)
+]
+Script = Annotated[Path, typer.Argument(help="A Python script that calls manyhands.prepare(...).", show_default=False)]
+ScriptArguments = Annotated[
+    list[str] | None, typer.Argument(help="All that follows the script is the script's.", show_default=False)
+]
+
+Workers = Annotated[int | None, _run("--workers", "-n", help="How many; default: one per GPU, else 1.")]
+Strategy = Annotated[
+    str, _run("--strategy", "-s", help="How they agree: see `manyhands strategies`.", show_default=True)
+]
+ScriptStrategy = Annotated[
+    str,
+    _run(
+        "--strategy",
+        "-s",
+        help="How they agree: see `manyhands strategies`.",
+        show_default=True,
+        envvar="MANYHANDS_STRATEGY",
+    ),
+]
+Engine = Annotated[str, _run("--engine", help="Where they run: see `manyhands engines`.", show_default=True)]
+Device = Annotated[str, _run("--device", help="auto, cpu or cuda.", show_default=True)]
+Threads = Annotated[int | None, _run("--threads-per-worker", help="Default: usable cores / workers.", min=1)]
+Timeout = Annotated[float, _run("--timeout", help="Seconds without progress that end a run.", show_default=True)]
+MaxSeconds = Annotated[float | None, _run("--max-seconds", help="Stop after so long.")]
+Debug = Annotated[bool, _run("--debug", help="Show the traceback of every error.", callback=_debug)]
+
+Epochs = Annotated[int | None, _task("--epochs", help="Passes over the data.")]
+MaxSteps = Annotated[int | None, _task("--max-steps", help="End after so many.")]
+BatchSize = Annotated[int | None, _task("--batch-size", help="GLOBAL rows a step.")]
+BatchSizePerWorker = Annotated[int | None, _task("--batch-size-per-worker", help="The other way to say it.")]
+MicroBatchSize = Annotated[int | None, _task("--micro-batch-size", help="Rows a forward, to save memory.")]
+Seed = Annotated[int | None, _task("--seed", help="Of parameters, order and dropout.")]
+Precision = Annotated[str | None, _task("--precision", help="float32 or bf16-mixed.")]
+ClipNorm = Annotated[float | None, _task("--clip-norm", help="Clip the gradient's norm to it.")]
+NoShuffle = Annotated[bool, _task("--no-shuffle", help="Rows in their own order.")]
+LoaderProcesses = Annotated[int | None, _task("--loader-processes", help="Load rows in so many, per worker.")]
+
+RunDirectory = Annotated[Path | None, _watch("--run-dir", help="Events, checkpoints, result; default: runs/TASK-TIME.")]
+Resume = Annotated[bool, _watch("--resume", help="Go on from the newest checkpoint in it.")]
+ValidateEvery = Annotated[str, _watch("--validate-every", help="epoch, or a number of steps.", show_default=True)]
+CheckpointEvery = Annotated[str, _watch("--checkpoint-every", help="epoch, or a number of steps.", show_default=True)]
+Keep = Annotated[str, _watch("--keep", help="last, or best:METRIC.", show_default=True)]
+Nonfinite = Annotated[str, _watch("--nonfinite", help="Gradients with NaN: raise, or skip them.", show_default=True)]
+Stopping = Annotated[
+    str | None, _watch("--early-stopping", help="Stop when METRIC\\[:PATIENCE] gets no better.", callback=_patience)
+]
+TensorBoardFolder = Annotated[Path | None, _watch("--tensorboard", help="Write event files to this folder.")]
+Log = Annotated[
+    str,
+    _watch("--log", help="auto (a bar on a terminal), json (events), quiet.", callback=_log_mode, show_default=True),
+]

@@ -1,0 +1,1 @@
+"""Groups: the workers' collectives."""

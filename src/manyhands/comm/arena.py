@@ -1,0 +1,133 @@
+"""Memory that the workers of one host share: one sparse memfd per rank, mapped by all of them.
+
+Nothing has a name, so nothing can be left behind and a small /dev/shm does not matter. A page costs memory once it is
+written; the kernel takes everything back when the last mapping is gone.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import resource
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from manyhands.errors import BadInput, ManyhandsError
+
+_LARGEST = 1 << 40  # bytes a rank: sparse, so that peers have room for whatever size is learned later
+_SMALLEST = 1 << 26
+_ADDRESSES = 1 << 45  # bytes of addresses for all ranks together: x86-64 gives a process 2**47
+_ALIGN = 4096
+
+
+class SharedMemory:
+    """What an engine makes before it starts the workers."""
+
+    @staticmethod
+    def create(size: int) -> list[int]:
+        """One memfd per rank, for `SharedMemoryGroup` on all `size` workers (inherited by fork, or passed by SCM_RIGHTS).
+
+        The descriptors are close-on-exec and the caller's: it closes them once the workers have theirs.
+        Raises ManyhandsError where the system has no memory to lend.
+        """
+        fds: list[int] = []
+        try:
+            for rank in range(size):
+                fds.append(os.memfd_create(f"manyhands-{rank}", os.MFD_CLOEXEC))
+            length = _largest(size)
+            while not _truncated(fds, length):
+                length //= 2
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+        return fds
+
+
+def _largest(size: int) -> int:
+    """Bytes a rank that `size` ranks can map into one process."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    room = _ADDRESSES if limit == resource.RLIM_INFINITY else min(_ADDRESSES, limit // 2)
+    length = _LARGEST
+    while length > _SMALLEST and length * size > room:
+        length //= 2
+    return length
+
+
+def _truncated(fds: Sequence[int], length: int) -> bool:
+    """Make all files `length` bytes long; False where the system finds that too much and a smaller one may do."""
+    try:
+        for fd in fds:
+            os.ftruncate(fd, length)
+    except OSError as error:
+        if error.errno not in (errno.EFBIG, errno.EINVAL, errno.ENOMEM, errno.ENOSPC):
+            raise
+        if length <= _SMALLEST:
+            raise ManyhandsError(
+                f"shared memory of {len(fds)} × {length >> 20} MB was expected; the system said: {error.strerror}. "
+                "Raise the limit on file sizes (ulimit -f) or on memory."
+            ) from error
+        return False
+    return True
+
+
+class Arena:
+    """All ranks' memory, as one of them sees it. Offsets are in bytes from the start of a rank's own memory.
+
+    Tensors made by `view` keep their mapping alive: they stay valid after `close`.
+    """
+
+    def __init__(self, rank: int, fds: Sequence[int]) -> None:
+        """Map every descriptor; they stay the caller's and may be closed afterwards."""
+        self.rank = rank
+        self.length = min(os.fstat(fd).st_size for fd in fds)
+        self.maps = [_mapped(fd, self.length) for fd in fds]
+        self._next = 0
+        first = self.view(rank, 0, 1, torch.uint8)
+        self._base = first.data_ptr()
+
+    def reserve(self, nbytes: int) -> int:
+        """The offset of `nbytes` more bytes, zero and page-aligned. The same on all ranks that ask in the same order."""
+        offset = self._next
+        end = -(-(offset + nbytes) // _ALIGN) * _ALIGN
+        if end > self.length:
+            raise BadInput(
+                f"{nbytes} bytes of shared memory were asked for; {self.length - offset} of {self.length} are free: "
+                "raise the limit on addresses or file sizes (ulimit -v, ulimit -f), or use fewer workers"
+            )
+        self._next = end
+        return offset
+
+    def view(self, rank: int, offset: int, n: int, dtype: torch.dtype) -> Tensor:
+        """[n] elements of `rank`'s memory from `offset` on."""
+        if n == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self.maps[rank], dtype=dtype, count=n, offset=offset)
+
+    def locate(self, tensor: Tensor) -> int:
+        """The offset at which a contiguous `tensor` lies in this rank's own memory, or -1."""
+        offset = tensor.data_ptr() - self._base
+        return offset if 0 <= offset < self._next else -1
+
+    def close(self) -> None:
+        """Let go of the mappings; each is unmapped with the last tensor that lies in it. Idempotent.
+
+        Nothing is closed explicitly: a tensor holds the mapping but not an export of its buffer, so `mmap.close` would
+        take the memory away under it.
+        """
+        self.maps = []
+
+
+def _mapped(fd: int, length: int) -> mmap.mmap:
+    try:
+        memory = mmap.mmap(fd, length)
+    except OSError as error:
+        raise ManyhandsError(
+            f"{length >> 20} MB of addresses were expected for a worker's shared memory; the system said: {error.strerror}. "
+            "Raise the limit on addresses (ulimit -v), or use fewer workers."
+        ) from error
+    memory.madvise(mmap.MADV_DONTDUMP)  # else a core file would hold every worker's tensors
+    return memory

@@ -1,0 +1,70 @@
+"""What every group refuses, in the same words."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyhands.errors import BadInput
+
+MEAN_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def check_mean(tensor: Tensor, weight: float, bits: int) -> None:
+    """BadInput unless `tensor` can be averaged, `weight` is finite and not negative, and `bits` is a non-negative int."""
+    if tensor.dtype not in MEAN_DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in MEAN_DTYPES)
+        raise BadInput(
+            f"a mean needs a tensor of {names}; got {tensor.dtype}: sum it with all_reduce_, or convert it first"
+        )
+    if not 0 <= weight < math.inf:
+        raise BadInput(
+            f"a weight is a finite number of at least 0; got {weight}: look at what the loss returned as its weight"
+        )
+    if bits < 0:
+        raise BadInput(f"bits is a non-negative int; got {bits}: set bits with `|`, clear none with `~`")
+
+
+def check_sum(tensor: Tensor) -> None:
+    """BadInput unless sums of `tensor`'s dtype have a meaning."""
+    if tensor.dtype == torch.bool or tensor.is_complex():
+        raise BadInput(
+            f"a sum needs a tensor of real numbers; got {tensor.dtype}: convert it to an integer or floating dtype first"
+        )
+
+
+def check_rank(rank: int, size: int, what: str) -> None:
+    """BadInput unless `rank` is in range(size); `what` names the argument."""
+    if not 0 <= rank < size:
+        raise BadInput(f"{what} is a rank in range({size}); got {rank}")
+
+
+def check_peer(rank: int, own: int, size: int, what: str) -> None:
+    """BadInput unless `rank` is another rank than `own`."""
+    check_rank(rank, size, what)
+    if rank == own:
+        raise BadInput(f"{what} is another rank than one's own; got {rank} on rank {own}: copy the tensor instead")
+
+
+def slice_of(rank: int, size: int, n: int) -> tuple[int, int]:
+    """[start, stop) of the slice of n elements that belongs to `rank`."""
+    return rank * n // size, (rank + 1) * n // size
+
+
+def json_bytes(value: Any) -> bytes:
+    """`value` as JSON text; BadInput if it is none."""
+    try:
+        return json.dumps(value, separators=(",", ":")).encode()
+    except (TypeError, ValueError) as error:
+        raise BadInput(
+            f"all_gather_json takes a JSON value (None, numbers, strings, lists, dicts of them); got one where {error}"
+        ) from error
+
+
+def bits_bytes(bits: int) -> bytes:
+    """`bits` as little-endian bytes, none for 0."""
+    return bits.to_bytes((bits.bit_length() + 7) // 8, "little") if bits else b""

@@ -1,0 +1,94 @@
+"""The contract of a group: the collectives through which the workers of a run agree.
+
+All ranks call the same operations in the same order. A group never waits for ever: when a peer is gone, or there was
+no progress for `timeout_s`, every waiting rank raises `PeerLost`, and the group is unusable from then on.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyhands.comm.ledger import Ledger
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """What came back beside a mean: the float64 sum of all weights, and the OR of all bits."""
+
+    weight: float
+    bits: int
+
+
+class Handle(ABC):
+    """A mean that was started; the tensor must not be touched before `wait()` returned. Handles are waited for in the order they were started."""
+
+    @abstractmethod
+    def wait(self) -> Total: ...
+
+
+class Group(ABC):
+    """`size` workers, of which this is `rank`. See the module's docstring for what holds of every operation."""
+
+    rank: int
+    size: int
+    ledger: Ledger
+    waited_s: float = 0.0  # seconds this rank waited for its peers to arrive, summed over all operations
+    step: int = 0  # the caller's step, for error messages; the loop sets it
+
+    @abstractmethod
+    def allocate(self, n: int, dtype: torch.dtype) -> Tensor:
+        """Zeros [n] in memory the group works on without copies. Same order and arguments on all ranks."""
+
+    @abstractmethod
+    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0) -> Handle:
+        """Begin `mean_`; communication may overlap with what the caller does until `Handle.wait()`."""
+
+    def mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0) -> Total:
+        """Replace `tensor` [n] on every rank by the weighted mean over ranks: sum of tensor·(weight/total).
+
+        The result has the same bits on every rank. Total weight 0 leaves every rank's tensor as it was. A rank of
+        weight 0 receives the others' mean, and what it held does not count, NaN included. With one rank nothing is
+        multiplied. `bits` is any non-negative int; the OR of all comes back. n may be 0 (then only words travel).
+        """
+        return self.start_mean_(tensor, weight, bits).wait()
+
+    @abstractmethod
+    def all_reduce_(self, tensor: Tensor) -> None:
+        """Sum over ranks, in place, the same bits on every rank."""
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """[n] on every rank -> [size, n]."""
+
+    @abstractmethod
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        """[n] on every rank -> this rank's [r·n//size, (r+1)·n//size) of the sum."""
+
+    @abstractmethod
+    def broadcast_(self, tensor: Tensor, source: int) -> None:
+        """Every rank gets `source`'s tensor, in place."""
+
+    @abstractmethod
+    def send(self, tensor: Tensor, target: int) -> None:
+        """Point to point; `target` calls `receive_` with a tensor of the same shape and dtype."""
+
+    @abstractmethod
+    def receive_(self, tensor: Tensor, source: int) -> None:
+        """Fill `tensor` with what `source` sends."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return once all ranks are here."""
+
+    @abstractmethod
+    def all_gather_json(self, value: Any) -> list[Any]:
+        """Every rank's JSON value (of any length), in rank order."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give memory, descriptors and sockets back; idempotent."""

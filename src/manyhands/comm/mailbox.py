@@ -1,0 +1,74 @@
+"""Point to point through shared memory: a ring of chunks for each pair of ranks, in the sender's memory."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+from torch import Tensor
+
+from manyhands.comm.arena import Arena
+from manyhands.comm.board import Board
+from manyhands.comm.signature import describe, itemsize
+from manyhands.comm.waiting import Waiting, fence
+from manyhands.errors import ManyhandsError
+
+_RING = 4  # chunks laid out and not yet taken
+_CHUNK = 1 << 18  # bytes
+_HEADER = struct.Struct("<QQ")
+_SLOT = _CHUNK + 4096  # a header, then the chunk on a page of its own
+
+
+class Mailbox:
+    """Sends and receives flat byte tensors; a message of up to 1 MB leaves without waiting for its receiver."""
+
+    def __init__(self, arena: Arena, board: Board, waiting: Waiting) -> None:
+        self._arena, self._board, self._waiting = arena, board, waiting
+        self._start = arena.reserve(board.size * _RING * _SLOT)
+        self._sent, self._taken = [0] * board.size, [0] * board.size
+
+    def send(self, data: Tensor, signature: int, target: int, step: int) -> None:
+        """Lay out `data` (uint8 [n], any device) for `target`, waiting where the ring is full."""
+        rank = self._board.rank
+        for start in range(0, max(1, data.numel()), _CHUNK):
+            sent = self._sent[target]
+            self._waiting.until(target, self._board.taken(rank), sent - _RING + 1, "send", step)
+            place = self._place(target, sent)
+            _HEADER.pack_into(self._arena.maps[rank], place, signature, data.numel())
+            piece = data[start : start + _CHUNK]
+            self._arena.view(rank, place + 4096, len(piece), torch.uint8).copy_(piece)
+            fence()
+            self._sent[target] = sent + 1
+            self._board.raise_to(self._board.sent(target), sent + 1)
+
+    def receive(self, data: Tensor, signature: int, source: int, step: int) -> None:
+        """Fill `data` (uint8 [n], any device) with what `source` sends. Raises ManyhandsError when that is something else."""
+        rank = self._board.rank
+        for start in range(0, max(1, data.numel()), _CHUNK):
+            taken = self._taken[source]
+            self._waiting.until(source, self._board.sent(rank), taken + 1, "receive_", step)
+            place = self._place(rank, taken)
+            came = _HEADER.unpack_from(self._arena.maps[source], place)
+            if came != (signature, data.numel()):
+                self._refuse(came, (signature, data.numel()), source, step)
+            piece = data[start : start + _CHUNK]
+            piece.copy_(self._arena.view(source, place + 4096, len(piece), torch.uint8))
+            fence()
+            self._taken[source] = taken + 1
+            self._board.raise_to(self._board.taken(source), taken + 1)
+
+    def _place(self, target: int, chunk: int) -> int:
+        return self._start + (target * _RING + chunk % _RING) * _SLOT
+
+    def _refuse(self, came: tuple[int, ...], expected: tuple[int, int], source: int, step: int) -> None:
+        self._board.give_up(self._board.rank)
+        raise self._waiting.fail(
+            ManyhandsError(
+                f"worker {self._board.rank} expected {_words(*expected)} from worker {source} at step {step}; "
+                f"{_words(*came)} came: give send and receive_ tensors of the same shape and dtype"
+            )
+        )
+
+
+def _words(signature: int, nbytes: int) -> str:
+    return describe(signature, nbytes // itemsize(signature))

@@ -1,0 +1,81 @@
+"""The group of one worker: every collective is the identity."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from manyhands.comm.checks import check_mean, check_sum, json_bytes
+from manyhands.comm.group import Group, Handle, Total
+from manyhands.comm.ledger import Ledger
+from manyhands.errors import BadInput
+
+
+class _Finished(Handle):
+    def __init__(self, total: Total) -> None:
+        self._total = total
+
+    @override
+    def wait(self) -> Total:
+        return self._total
+
+
+class SoloGroup(Group):
+    """One worker. Nothing is copied, multiplied or counted; values that come back are fresh, as in any group."""
+
+    def __init__(self) -> None:
+        self.rank, self.size, self.ledger = 0, 1, Ledger()
+
+    @override
+    def allocate(self, n: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(n, dtype=dtype)
+
+    @override
+    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0) -> Handle:
+        check_mean(tensor, weight, bits)
+        return _Finished(Total(float(weight), bits))
+
+    @override
+    def all_reduce_(self, tensor: Tensor) -> None:
+        check_sum(tensor)
+
+    @override
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().clone().unsqueeze(0)
+
+    @override
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        check_sum(tensor)
+        return tensor.detach().reshape(-1).clone()
+
+    @override
+    def broadcast_(self, tensor: Tensor, source: int) -> None:
+        self._refuse_peer(source)
+
+    @override
+    def send(self, tensor: Tensor, target: int) -> None:
+        raise BadInput("a group of one worker has nobody to send to")
+
+    @override
+    def receive_(self, tensor: Tensor, source: int) -> None:
+        raise BadInput("a group of one worker has nobody to receive from")
+
+    @override
+    def barrier(self) -> None:
+        pass
+
+    @override
+    def all_gather_json(self, value: Any) -> list[Any]:
+        return [json.loads(json_bytes(value))]
+
+    @override
+    def close(self) -> None:
+        pass
+
+    def _refuse_peer(self, rank: int) -> None:
+        if rank != 0:
+            raise BadInput(f"no rank {rank} in a group of one worker: its only rank is 0")

@@ -1,0 +1,1 @@
+"""Data: who reads which rows (share, feed), and from what (sources)."""

@@ -1,0 +1,143 @@
+"""Batches: nested dicts, tuples, lists and dataclasses whose leaves are columns of equally many rows.
+
+A column is a tensor or array whose first dimension counts rows, or a list or tuple of plain values (strings, numbers).
+Numbers, strings, None and tensors without dimensions belong to the whole batch: they are neither counted nor cut.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manyhands.errors import BadInput
+
+PLAIN = (str, bytes, int, float, bool, complex, type(None), np.generic)
+
+
+def rows_of(batch: Any) -> int:
+    """How many rows a batch has. Raises BadInput where its columns disagree, or where it has none."""
+    lengths = {path: len(column) for path, column in columns(batch)}
+    if not lengths:
+        raise BadInput(
+            f"a batch must hold tensors or arrays whose first dimension counts rows (alone, or in dicts, tuples, lists, dataclasses); got {describe(batch)}"
+        )
+    counts = set(lengths.values())
+    if len(counts) > 1:
+        listing = ", ".join(f"{path or 'batch'}: {n}" for path, n in lengths.items())
+        raise BadInput(f"the columns of a batch must have equally many rows; got {listing}. Let collate make them so")
+    return counts.pop()
+
+
+def slice_rows(batch: Any, start: int, stop: int) -> Any:
+    """Rows [start, stop) of a batch, in the same structure; tensors and arrays are views."""
+    return map_columns(batch, lambda column: column[start:stop])
+
+
+def first_rows(batch: Any, n: int) -> Any:
+    """The first `n` rows of a batch (all, if it has fewer)."""
+    return slice_rows(batch, 0, n)
+
+
+def row_at(batch: Any, i: int) -> Any:
+    """One row of a batch, without its first dimension, in the same structure."""
+    return map_columns(batch, lambda column: column[i])
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on `device`; a copy to CUDA goes through pinned memory and does not wait.
+
+    Arrays and lists stay as they are. An object of the user's own is moved by its own `to`, where it has one.
+    """
+    return map_leaves(batch, lambda leaf: _move(leaf, device))
+
+
+def _move(leaf: Any, device: torch.device) -> Any:
+    if isinstance(leaf, Tensor):
+        if leaf.device == device:
+            return leaf
+        if device.type == "cuda" and leaf.device.type == "cpu":
+            return leaf.pin_memory().to(device, non_blocking=True)
+        return leaf.to(device)
+    move = None if _is_column(leaf) or isinstance(leaf, PLAIN) else getattr(leaf, "to", None)
+    return leaf if move is None else move(device)
+
+
+def columns(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, column) of every column, in order; paths look like `['x'][0]` or `.field`."""
+    if _is_column(batch):
+        yield path, batch
+    else:
+        for step, child in _children(batch):
+            yield from columns(child, path + step)
+
+
+def map_columns(batch: Any, function: Callable[[Any], Any]) -> Any:
+    """The same structure with `function` applied to every column."""
+    return map_leaves(batch, lambda leaf: function(leaf) if _is_column(leaf) else leaf)
+
+
+def map_leaves(batch: Any, function: Callable[[Any], Any]) -> Any:
+    """The same structure with `function` applied to everything that is no container."""
+    if _is_column(batch):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        return _like_mapping(batch, {key: map_leaves(value, function) for key, value in batch.items()})
+    if isinstance(batch, list | tuple):
+        return like_sequence(batch, [map_leaves(value, function) for value in batch])
+    if _is_dataclass(batch):
+        return replace(batch, **{f.name: map_leaves(getattr(batch, f.name), function) for f in fields(batch) if f.init})
+    return function(batch)
+
+
+def like_sequence(model: Any, values: list[Any]) -> Any:
+    """`values` as the kind of list, tuple or named tuple that `model` is."""
+    if hasattr(model, "_fields"):
+        return type(model)(*values)
+    return type(model)(values)
+
+
+def describe(value: Any) -> str:
+    """A type in a few words, for errors: `dict of str (x, y)`, `Tensor []`."""
+    if isinstance(value, Tensor | np.ndarray):
+        return f"{type(value).__name__} of shape {list(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"{type(value).__name__} with keys {', '.join(map(str, value)) or '(none)'}"
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__} of {', '.join(sorted({type(item).__name__ for item in value})) or 'nothing'}"
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+
+
+def _is_column(value: Any) -> bool:
+    if isinstance(value, Tensor | np.ndarray):
+        return value.ndim > 0
+    if isinstance(value, list) or type(value) is tuple:
+        return bool(value) and all(isinstance(item, PLAIN) for item in value)
+    return False
+
+
+def _is_dataclass(value: Any) -> bool:
+    return is_dataclass(value) and not isinstance(value, type)
+
+
+def _children(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        return [(f"[{key!r}]", child) for key, child in value.items()]
+    if isinstance(value, list | tuple):
+        return [(f"[{i}]", child) for i, child in enumerate(value)]
+    if _is_dataclass(value):
+        return [(f".{f.name}", getattr(value, f.name)) for f in fields(value)]
+    return []
+
+
+def _like_mapping(model: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    if isinstance(model, MutableMapping):  # a copy keeps what a subclass carries beside its items
+        clone = copy.copy(model)
+        clone.update(values)
+        return clone
+    return values

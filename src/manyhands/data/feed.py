@@ -1,0 +1,90 @@
+"""A feed: what one worker reads of a source, epoch by epoch, on its device."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+
+import torch
+
+from manyhands.data.batch import to_device
+from manyhands.data.prefetch import prefetch
+from manyhands.data.source import Order, Reading, Slice, Slices, Source
+from manyhands.errors import BadInput
+
+__all__ = ["DEFAULT_BATCH_SIZE", "Feed", "Slice"]
+
+DEFAULT_BATCH_SIZE = 64
+
+
+class Feed:
+    """One worker's slices of every global batch of a source.
+
+    Over all ranks, each index of an epoch's order is handed out exactly once. Everything depends on (seed, epoch, rank,
+    size, batch size) alone: the same arguments give the same bits, from any first tick on.
+
+    Where the source draws no random numbers and reading costs more than a thread's hand-over (large gathers, files, Hugging Face
+    datasets), a thread reads two batches ahead. A Dataset's own code runs in the caller's thread, because a thread that
+    drew from the process's generators would make the model's dropout depend on timing; `loader_processes` takes it
+    into processes, with generators of their own.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        rank: int = 0,
+        size: int = 1,
+        batch_size: int | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        order: Order | None = None,
+        device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable
+    ) -> None:
+        """`batch_size` is global; default: the source's own, else 64. `order`: epoch -> row indices, the same on all ranks.
+
+        Raises BadInput for fewer than one row a worker, a rank not in range(size), and what the source cannot do.
+        """
+        self.source, self.device = source, device
+        self.batch_size = batch_size or source.batch_size or DEFAULT_BATCH_SIZE
+        if not 0 <= rank < size:
+            raise BadInput(f"rank must be in range(size), not rank={rank} of size={size}")
+        if self.batch_size < size:
+            raise BadInput(
+                f"batch_size={self.batch_size} is fewer than one row for each of {size} workers: raise it to {size}, or take fewer workers"
+            )
+        self._reading = Reading(
+            rank=rank, size=size, batch_size=self.batch_size, seed=seed, shuffle=shuffle, order=order
+        )
+        self.rows = source.epoch_rows(self._reading)
+        """Handed out in an epoch by all workers together; None: unsized."""
+        self.ticks = source.ticks(self._reading)
+        """Global batches an epoch, the same on all workers; None: unsized."""
+
+    def epoch(self, epoch: int, first_tick: int = 0) -> Slices:
+        """This worker's slices of an epoch from `first_tick` on.
+
+        Sized: exactly one a tick, some empty. Unsized: until this worker's rows are out. Earlier ticks are not loaded (a
+        stream reads and drops them). Closing the generator, or dropping it, ends threads and processes at once.
+        """
+        reading = self._of_epoch(epoch, first_tick)
+        slices = self.source.slices(reading)
+        if self.source.in_background(reading):
+            slices = prefetch(slices)
+        with closing(slices):
+            for part in slices:
+                yield self._here(part)
+
+    def _of_epoch(self, epoch: int, first_tick: int) -> Reading:
+        reading = replace(self._reading, epoch=epoch, first_tick=first_tick)
+        if reading.order is not None and self.source.epoch_rows(reading) != self.rows:
+            raise BadInput(
+                f"order({epoch}) has {self.source.epoch_rows(reading)} indices, order(0) had {self.rows}: give as many in each epoch, so that "
+                "the number of steps is known"
+            )
+        return reading
+
+    def _here(self, part: Slice) -> Slice:
+        if part.batch is None or self.device.type == "cpu":
+            return part
+        return Slice(to_device(part.batch, self.device), part.rows, part.global_rows, part.index)

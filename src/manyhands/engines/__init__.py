@@ -1,0 +1,90 @@
+"""Engines: where workers run. One engine is one module here and one row of the catalogue. Importing this loads nothing else."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from manyhands.engines.base import Engine
+
+CATALOGUE: dict[str, str] = {
+    "local": "manyhands.engines.local:Local",
+    "torchrun": "manyhands.engines.torchrun:Torchrun",
+}
+"""{name: "module:class"}: what a spec string may name; nothing is imported before it is asked for."""
+
+HINTS = {
+    "fork": "local",
+    "multiprocessing": "local",
+    "processes": "local",
+    "elastic": "torchrun",
+    "distributed": "torchrun",
+}
+"""What others call them."""
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def engine_of(engine: Engine | str) -> Engine:
+    """The engine that an object or a spec string means; "auto" is where this process already is.
+
+    That is: the run whose worker this process is, else torchrun where its variables are set, else `local`.
+    """
+    from manyhands import spec
+    from manyhands.engines.base import Engine
+    from manyhands.errors import BadInput
+
+    if isinstance(engine, Engine):
+        return engine
+    if not isinstance(engine, str):
+        raise BadInput(f"engine must be an engine or its spec string, such as 'local', not {type(engine).__name__}")
+    if engine == "auto":
+        inside = _inside()
+        if inside is not None:
+            return inside
+        engine = "torchrun" if under_torchrun() else "local"
+    name, options = spec.parse(engine)
+    made = spec.make(spec.find(name, CATALOGUE, "engine", HINTS), options, f"engine {name}")
+    if not isinstance(made, Engine):
+        raise BadInput(
+            f"{name} is a {type(made).__name__}, not an Engine: derive it from manyhands.engines.base.Engine"
+        )
+    return made
+
+
+def under_torchrun() -> bool:
+    """Whether a launcher that sets torchrun's variables started this process."""
+    return all(name in os.environ for name in _TORCHRUN)
+
+
+def default_workers(engine: Engine) -> int:
+    """As many as there are where a launcher has decided it; else one per visible GPU, at least 1. Touches no GPU."""
+    if engine.name == "inside":
+        from manyhands.engines.inside import Inside
+
+        assert isinstance(engine, Inside)
+        return engine.worker.size
+    if engine.name == "torchrun":
+        return int(os.environ.get("WORLD_SIZE", "1"))
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
+def _inside() -> Engine | None:
+    if "manyhands.worker" not in sys.modules:  # nobody can have made this process a worker then
+        return None
+    from manyhands.engines.inside import Inside
+    from manyhands.worker import current
+
+    worker = current()
+    return None if worker is None else Inside(worker=worker)
+
+
+def own_rank(engine: Engine) -> int:
+    """This process's rank under an engine whose workers all make the same call."""
+    from manyhands.engines.inside import Inside
+
+    return engine.worker.rank if isinstance(engine, Inside) else int(os.environ.get("RANK", "0"))

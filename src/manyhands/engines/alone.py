@@ -1,0 +1,77 @@
+"""A run of one worker, in the calling process: a breakpoint works, nothing is sent anywhere."""
+
+from __future__ import annotations
+
+import socket
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+from manyhands.comm.solo import SoloGroup
+from manyhands.engines.base import Launch
+from manyhands.engines.cores import threads_per_worker
+from manyhands.engines.in_process import InProcess
+from manyhands.errors import ManyhandsError, WorkerFailed
+from manyhands.worker import Worker, current, set_current
+
+T = TypeVar("T")
+
+
+def run_here(program: Callable[[Worker], T], plan: Launch) -> T:
+    """The program's value. Errors as `Engine.launch` says; the original one is the cause."""
+    line = InProcess(plan.observer)
+    threads = threads_per_worker(1, plan.threads_per_worker)
+    worker = Worker(
+        host=socket.gethostname(),
+        device=pick_device(plan.device, 0),
+        group=SoloGroup(),
+        coordinator=line,
+        threads=threads,
+    )
+    with as_current(worker):
+        return run_as(worker, program, line)
+
+
+def run_as(worker: Worker, program: Callable[[Worker], T], line: InProcess) -> T:
+    """Run the program; manyhands' own errors and the observer's pass, any other becomes `WorkerFailed`."""
+    try:
+        return program(worker)
+    except ManyhandsError:
+        raise
+    except Exception as error:
+        if error is line.observers_error:
+            raise
+        raise WorkerFailed(
+            f"worker {worker.rank} on {worker.host} failed in phase {line.phase} at step {line.step}: {type(error).__name__}: {error}",
+            rank=worker.rank,
+            host=worker.host,
+            phase=line.phase,
+            step=line.step,
+            detail="".join(traceback.format_exception(error)),
+            error=type(error).__name__,
+        ) from error
+
+
+@contextmanager
+def as_current(worker: Worker) -> Iterator[None]:
+    """Within, this process is that worker, with its number of threads; afterwards what it was."""
+    before, threads = current(), torch.get_num_threads()
+    set_current(worker)
+    torch.set_num_threads(worker.threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        set_current(before)
+
+
+def pick_device(wanted: str, local_rank: int) -> torch.device:
+    """`auto`: this worker's own GPU where there are any (shared in turn if there are too few), else the CPU."""
+    if wanted != "auto":
+        return torch.device(wanted)
+    if torch.cuda.is_available():
+        return torch.device("cuda", local_rank % torch.cuda.device_count())
+    return torch.device("cpu")

@@ -1,0 +1,64 @@
+"""The contract of an engine: it starts workers, gives each its Worker, and brings back what they return."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from manyhands.events import Event
+
+if TYPE_CHECKING:  # both import torch; a command starts the fork server before it does
+    from manyhands.server.client import ServerSpec
+    from manyhands.worker import Worker
+
+T = TypeVar("T")
+
+
+class Observer:
+    """The driver's ear: the engine calls it, always from the thread that called `launch`.
+
+    The engine learns from it whether to stop; `train()` gives one that records, draws progress and asks callbacks.
+    """
+
+    def event(self, event: Event) -> None:
+        """A worker emitted this."""
+
+    def answer(self, event: Event) -> dict[str, Any]:
+        """A worker asks this and waits for the answer (a small JSON dict)."""
+        return {}
+
+    def stopping(self) -> str:
+        """Polled about ten times a second: a reason to ask all workers to stop, or "" """
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What an engine needs to know of a run."""
+
+    workers: int  # how many
+    server: ServerSpec | None = None  # what server the strategy wants
+    timeout_s: float = 300.0  # without any progress for so long, a worker counts as hung
+    threads_per_worker: int | None = None  # None: usable cores / workers, at least 1
+    device: str = "auto"  # auto: one visible GPU a worker, else cpu
+    observer: Observer = field(default_factory=Observer)
+
+
+class Engine(ABC):
+    """Where workers run. An engine is a frozen dataclass whose fields are its options; it knows nothing of algorithms."""
+
+    name: ClassVar[str]
+    in_place: ClassVar[bool] = (
+        False  # every worker is a process that makes the same call of `launch`, and gets its own value
+    )
+
+    @abstractmethod
+    def launch(self, program: Callable[[Worker], T], plan: Launch) -> list[T]:
+        """Run `program` on every worker; its values in rank order.
+
+        The first error of any worker is raised here: `BadInput` as it was, anything else as `WorkerFailed` with that
+        worker's traceback, rank, host, phase and step. After it returned or raised, no process, socket or memory of
+        the run is left.
+        """

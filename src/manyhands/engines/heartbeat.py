@@ -1,0 +1,153 @@
+"""A worker's line to its driver: a thread that says four times a second where the worker is, and carries its events."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from typing import Any, NoReturn
+
+from typing_extensions import override
+
+from manyhands.comm.group import Group
+from manyhands.engines.control import Closed, Wire
+from manyhands.engines.coordinator import COMPILING
+from manyhands.engines.status import Status
+from manyhands.errors import ManyhandsError
+from manyhands.events import Event
+from manyhands.worker import Coordinator
+
+BEAT_S = 0.25
+ANSWER_S = 600.0
+"""The driver may be busy (a callback that writes, say) for so long; if it dies, that is seen at once."""
+
+
+class DriverLine(Coordinator):
+    """Heartbeats and events go over `wire`, phase and step into `status` besides; `timeout_s` is how long the driver may leave it unread, if more than ANSWER_S.
+
+    Once the driver is gone this process and all its children are killed: there is nobody to return to.
+    """
+
+    def __init__(self, wire: Wire, timeout_s: float, status: Status | None = None) -> None:
+        self._wire, self._status = wire, status
+        self._timeout_s = max(timeout_s, ANSWER_S)
+        self._now = ("start", 0)
+        self._seen, self._seen_at = self._now, time.monotonic()
+        self._compiling = 0
+        self._asking = False  # the driver's turn: no silence of this worker's
+        self._outbox: deque[str] = deque()
+        self._sending = threading.Lock()
+        self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._stop = ""
+        self._closed = False
+        wire.sock.settimeout(self._timeout_s)
+        os.register_at_fork(after_in_child=wire.close)  # a loader's process must not keep the line open
+        _watch_compilers(self)
+
+    def start(self) -> None:
+        threading.Thread(target=self._serve, name="manyhands-heartbeat", daemon=True).start()
+
+    @override
+    def progress(self, phase: str, step: int) -> None:
+        self._now = (phase, step)
+        if self._status is not None:
+            self._status.write(phase, step)
+
+    @override
+    def emit(self, event: Event) -> None:
+        self._outbox.append(json.dumps(vars(event)))  # here, so that what is no JSON raises where it was said
+
+    @override
+    def ask(self, event: Event) -> dict[str, Any]:
+        self._asking = True
+        try:
+            self._send({"type": "ask", "event": vars(event)})
+            return self._answers.get(timeout=self._timeout_s)
+        except queue.Empty:
+            raise ManyhandsError(
+                f"the driver did not answer {event.type!r} within {self._timeout_s:.0f} s: is a callback stuck? Else give a longer timeout_s"
+            ) from None
+        finally:
+            self._asking, self._seen_at = False, time.monotonic()
+
+    @override
+    def should_stop(self) -> str:
+        return self._stop
+
+    @override
+    def collect(self, group: Group) -> None:
+        """Nothing to do: events are on their way."""
+
+    def last(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+        """Send the final message, after all events; heartbeats end."""
+        self._closed = True
+        self._send(message, fds)
+
+    def where(self) -> tuple[str, int]:
+        """(phase, step) as the driver will see them."""
+        return (COMPILING, self._now[1]) if self._compiling else self._now
+
+    def compiling(self, change: int) -> None:
+        self._compiling += change
+        self._seen_at = time.monotonic()
+
+    def _serve(self) -> None:
+        next_beat = time.monotonic()
+        while not self._closed:
+            if self._wire.readable(next_beat - time.monotonic()):
+                self._read()
+            elif not self._closed:
+                self._send(None)
+                next_beat = time.monotonic() + BEAT_S
+
+    def _read(self) -> None:
+        try:
+            messages = self._wire.receive()
+        except Closed:
+            end_this_group()
+        for body, _ in messages:
+            if body["type"] == "answer":
+                self._answers.put(body["value"])
+            else:
+                self._stop = body["reason"]
+
+    def _send(self, message: dict[str, Any] | None, fds: tuple[int, ...] = ()) -> None:
+        """A heartbeat with what is in the outbox, then the message: nothing overtakes an event."""
+        with self._sending:
+            events = [self._outbox.popleft() for _ in range(len(self._outbox))]
+            try:
+                self._wire.send_text(self._beat(events))
+                if message is not None:
+                    self._wire.send(message, fds)
+            except (BrokenPipeError, ConnectionResetError):
+                end_this_group()
+            except TimeoutError:
+                sys.stderr.write(f"manyhands: the driver read nothing for {self._timeout_s:.0f} s; this worker ends\n")
+                end_this_group()
+
+    def _beat(self, events: list[str]) -> str:
+        now = self.where()
+        if now != self._seen:
+            self._seen, self._seen_at = now, time.monotonic()
+        idle_s = 0.0 if self._asking else time.monotonic() - self._seen_at
+        place = json.dumps({"phase": now[0], "step": now[1], "idle_s": idle_s})
+        return f'{{"type":"beat",{place[1:-1]},"events":[{",".join(events)}]}}'
+
+
+def end_this_group() -> NoReturn:
+    """Kill this worker and the children it has: its process group is its own."""
+    os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def _watch_compilers(line: DriverLine) -> None:
+    """torch.compile says when it works, if it is there: minutes without a step are progress then."""
+    module = sys.modules.get("torch._dynamo.callback")
+    if module is not None:
+        module.callback_handler.register_start_callback(lambda *_: line.compiling(1))
+        module.callback_handler.register_end_callback(lambda *_: line.compiling(-1))

@@ -1,0 +1,110 @@
+"""Engine `local`: the processes of this machine, forked from a small server of our own. One worker runs right here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+
+from typing_extensions import override
+
+from manyhands.engines.base import Engine, Launch
+from manyhands.engines.spawner import Spawner
+from manyhands.errors import BadInput, Unsupported
+
+if TYPE_CHECKING:
+    from manyhands.worker import Worker
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Slot:
+    """Where a started fork server waits for its run. All slots are equal: they are no option of the engine's."""
+
+    spawner: Spawner | None = field(default=None, compare=False)
+    keep: bool = field(default=False, compare=False)
+
+    def __reduce__(self) -> tuple[type[_Slot], tuple[()]]:
+        return _Slot, ()
+
+    def take(self) -> Spawner:
+        """The waiting server, or a new one (the first time, or while another thread's run has it)."""
+        spawner, self.spawner = self.spawner, None
+        if spawner is not None and not spawner.alive:
+            spawner.kill()
+            spawner = None
+        return spawner or Spawner()
+
+    def give_back(self, spawner: Spawner) -> None:
+        if self.keep and self.spawner is None and spawner.alive:
+            self.spawner = spawner
+        else:
+            spawner.close()
+
+    def close(self) -> None:
+        spawner, self.spawner = self.spawner, None
+        if spawner is not None:
+            spawner.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local(Engine):
+    """Workers on this machine: processes that start at once, share memory, and never outlive the run.
+
+    They do not import the caller's main again, so no `__main__` guard is needed; lambdas, notebooks and stdin work.
+    As a context manager it keeps one warm fork server for several launches; without, each launch has its own.
+    """
+
+    name: ClassVar[str] = "local"
+    _slot: _Slot = field(default_factory=_Slot, init=False, repr=False, compare=False)
+
+    def prestart(self) -> Self:
+        """Begin to load torch for the workers now; the next launch uses it. Whoever may not launch calls `close`."""
+        if self._slot.spawner is None and sys.platform == "linux":
+            self._slot.spawner = Spawner()
+        return self
+
+    def close(self) -> None:
+        """End a fork server that waits for a launch. Idempotent."""
+        self._slot.close()
+
+    def __enter__(self) -> Self:
+        self._slot.keep = True
+        return self.prestart()
+
+    def __exit__(self, *_: object) -> None:
+        self._slot.keep = False
+        self.close()
+
+    @override
+    def launch(self, program: Callable[[Worker], T], plan: Launch) -> list[T]:
+        _check(plan)
+        if plan.workers == 1:
+            from manyhands.engines.alone import run_here
+
+            if not self._slot.keep:
+                self.close()  # a server that was started early is not needed
+            return [run_here(program, plan)]
+        return self._launch(program, plan)
+
+    def _launch(self, program: Callable[[Worker], T], plan: Launch) -> list[Any]:
+        from manyhands.engines.driver import Driver
+
+        spawner = self._slot.take()
+        try:
+            return Driver(spawner, plan).run(program)
+        finally:
+            self._slot.give_back(spawner)
+
+
+def _check(plan: Launch) -> None:
+    if plan.workers < 1:
+        raise BadInput(f"workers must be at least 1, not {plan.workers}")
+    if plan.server is not None:
+        raise Unsupported(
+            "engine local has no parameter server yet: use a strategy that exchanges through the group (manyhands strategies)"
+        )
+    if plan.workers > 1 and sys.platform != "linux":
+        raise Unsupported(f"several workers need Linux, this is {sys.platform}: on Windows use WSL2, or give workers=1")

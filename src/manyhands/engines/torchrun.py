@@ -1,0 +1,157 @@
+"""Engine `torchrun`: this process is a worker already, started by torchrun (or anything that sets its variables)."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, ClassVar, TypeVar, cast
+
+import torch
+import torch.distributed
+from typing_extensions import override
+
+from manyhands.comm.group import Group
+from manyhands.comm.torch_backend import TorchGroup
+from manyhands.engines.alone import as_current, pick_device, run_as
+from manyhands.engines.base import Engine, Launch
+from manyhands.engines.cores import threads_per_worker
+from manyhands.engines.in_process import InProcess
+from manyhands.engines.inside import Gathering
+from manyhands.engines.sharing import adopt, host_identity
+from manyhands.errors import BadInput, Unsupported
+from manyhands.worker import Alone, Coordinator, Worker
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """What torchrun's variables say of this process."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    @classmethod
+    def from_environment(cls) -> Place:
+        """Raises BadInput where a variable is missing or no whole number."""
+        place = cls(
+            rank=_number("RANK"),
+            size=_number("WORLD_SIZE"),
+            local_rank=_number("LOCAL_RANK"),
+            local_size=_number("LOCAL_WORLD_SIZE", default="1"),
+        )
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            _variable(name)
+        if not 0 <= place.rank < place.size:
+            raise BadInput(f"RANK must be in range(WORLD_SIZE), not {place.rank} of {place.size}")
+        return place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Torchrun(Engine):
+    """Runs the program in this process, as the worker that torchrun made it.
+
+    The network is the launcher's choice: MASTER_ADDR and MASTER_PORT are followed as they are, and torch.distributed
+    connects without encryption; keep it on a network that you trust. Ranks that all live on one host use shared memory
+    instead. `launch` returns a list with this rank's value in its place and None for the others. Errors are raised on
+    the rank where they happen, and torchrun ends the others; other ranks' events arrive at each `collect`.
+    """
+
+    name: ClassVar[str] = "torchrun"
+    in_place: ClassVar[bool] = True
+
+    @override
+    def launch(self, program: Callable[[Worker], T], plan: Launch) -> list[T]:
+        if plan.server is not None:
+            raise Unsupported(
+                "engine torchrun starts no parameter server: use engine local, or a strategy that needs none"
+            )
+        here = InProcess(plan.observer)
+        rank = Place.from_environment().rank
+        with joined(plan, Gathering(rank, plan.observer, here)) as worker:
+            values: list[Any] = [None] * worker.size
+            values[rank] = run_as(worker, program, here)
+        return cast(list[T], values)
+
+
+@contextmanager
+def joined(plan: Launch, coordinator: Coordinator | None = None) -> Iterator[Worker]:
+    """Within, this process is its rank's Worker (`manyhands.worker.current()`); collective to enter.
+
+    A torch.distributed process group that exists already is used and left; one made here is destroyed at the end.
+    """
+    place = Place.from_environment()
+    if plan.workers != place.size:
+        raise BadInput(
+            f"workers={plan.workers} under torchrun with WORLD_SIZE={place.size}: leave workers out, torchrun decides"
+        )
+    device = pick_device(plan.device, place.local_rank)
+    with _process_group(place, device, plan.timeout_s):
+        group = _group(place, device, plan.timeout_s)
+        worker = Worker(
+            rank=place.rank,
+            size=place.size,
+            host=socket.gethostname(),
+            device=device,
+            group=group,
+            coordinator=coordinator or Alone(),
+            threads=threads_per_worker(place.local_size, plan.threads_per_worker),
+            local_rank=place.local_rank,
+        )
+        try:
+            with as_current(worker):
+                yield worker
+        finally:
+            group.close()
+
+
+@contextmanager
+def _process_group(place: Place, device: torch.device, timeout_s: float) -> Iterator[None]:
+    if torch.distributed.is_initialized():
+        yield
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    own_gpu = device.type == "cuda" and place.local_size <= torch.cuda.device_count()
+    backend = "nccl" if own_gpu else "gloo"
+    torch.distributed.init_process_group(
+        backend, rank=place.rank, world_size=place.size, timeout=timedelta(seconds=timeout_s)
+    )
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def _group(place: Place, device: torch.device, timeout_s: float) -> Group:
+    """Shared memory where all ranks are on one host and their tensors on the CPU, else torch's own collectives."""
+    group = TorchGroup(timeout_s=timeout_s, device=device)
+    if device.type != "cpu" or place.size == 1:
+        return group
+    identities = group.all_gather_json(host_identity())
+    if len(set(identities)) > 1:
+        return group
+    try:
+        return adopt(group, [socket.gethostname()] * place.size, timeout_s)
+    finally:
+        group.close()
+
+
+def _variable(name: str) -> str:
+    value = os.environ.get(name)
+    if value is None:
+        raise BadInput(f"engine torchrun needs the variable {name}: start with torchrun --nproc-per-node N script.py")
+    return value
+
+
+def _number(name: str, default: str | None = None) -> int:
+    text = os.environ.get(name, default) if default is not None else _variable(name)
+    if text is None or not text.isdecimal():
+        raise BadInput(f"the variable {name} must be a whole number, not {text!r}")
+    return int(text)

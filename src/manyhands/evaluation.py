@@ -1,0 +1,127 @@
+"""Metrics of the one answer: the consensus of all replicas, evaluated on all workers together."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhands import random_state
+from manyhands.comm.group import Group
+from manyhands.data.batch import rows_of
+from manyhands.data.feed import Feed
+from manyhands.replica import Replica
+from manyhands.task import Task
+
+
+class AveragedOutputs(nn.Module):
+    """An ensemble as one model: its output is the mean of the members' outputs (tensors, or tuples and dicts of them)."""
+
+    def __init__(self, members: list[nn.Module]) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(members)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return _mean_of([member(*inputs, **named) for member in self.members])
+
+
+def _mean_of(outputs: list[Any]) -> Any:
+    first = outputs[0]
+    if isinstance(first, dict):
+        return {key: _mean_of([output[key] for output in outputs]) for key in first}
+    if isinstance(first, list | tuple):
+        return type(first)(_mean_of(list(parts)) for parts in zip(*outputs, strict=True))
+    return torch.stack(outputs).mean(0)
+
+
+def mean_buffers(model: nn.Module, group: Group) -> dict[str, Tensor]:
+    """A copy of the model's buffers: floating ones averaged over the group, integer ones their maximum."""
+    mean = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    if group.size > 1:
+        for buffer in mean.values():
+            if buffer.is_floating_point():
+                group.mean_(buffer)
+            else:
+                buffer.copy_(group.all_gather(buffer.to(torch.int64).reshape(-1)).amax(0).reshape(buffer.shape))
+    return mean
+
+
+@contextmanager
+def holding(replica: Replica, parameters: Tensor, buffers: dict[str, Tensor]) -> Iterator[nn.Module]:
+    """The replica's model in evaluation mode with these parameters [D'] and buffers; everything is put back afterwards."""
+    model = replica.model
+    modes = [(module, module.training) for module in model.modules()]
+    own = None if parameters is replica.parameters else replica.parameters.clone()
+    own_buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    with torch.no_grad(), random_state.kept():
+        replica.set_parameters(parameters)
+        _fill_buffers(model, buffers)
+        model.eval()
+        try:
+            yield model
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            _fill_buffers(model, own_buffers)
+            if own is not None:
+                replica.set_parameters(own)
+
+
+def ensemble_of(replica: Replica, group: Group) -> AveragedOutputs:
+    """All ranks' models as one."""
+    parameters = group.all_gather(replica.parameters)  # [N, D']
+    buffers = {name: group.all_gather(buffer.reshape(-1)) for name, buffer in replica.model.named_buffers()}  # [N, …]
+    members = []
+    for rank in range(group.size):
+        member = copy.deepcopy(replica.model)
+        load(member, replica.named(parameters[rank]), {name: rows[rank] for name, rows in buffers.items()})
+        members.append(member)
+    return AveragedOutputs(members).eval()
+
+
+def load(model: nn.Module, parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
+    """Copy values by name into a model's parameters and buffers."""
+    own = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, value in parameters.items():
+            own[name].copy_(value)
+        _fill_buffers(model, buffers)
+
+
+def _fill_buffers(model: nn.Module, buffers: dict[str, Tensor]) -> None:
+    own = dict(model.named_buffers())
+    for name, value in buffers.items():
+        own[name].copy_(value.reshape(own[name].shape))
+
+
+def evaluate(
+    task: Task, model: nn.Module, feed: Feed, group: Group, progress: Callable[[int], None]
+) -> dict[str, float]:
+    """The task's metrics over all rows of `feed`, the same on every rank: weighted means over batches and ranks.
+
+    progress: called with each batch's number.
+    """
+    sums: dict[str, tuple[float, float]] = {}
+    with torch.no_grad(), closing(feed.epoch(0)) as slices:
+        for part in slices:
+            progress(part.index)
+            if part.batch is None:
+                continue
+            with torch.autocast(feed.device.type, dtype=torch.bfloat16, enabled=task.precision == "bf16-mixed"):
+                metrics = task.metrics(model, part.batch)
+            for name, measure in metrics.items():
+                mean, weight = measure if isinstance(measure, tuple) else (measure, rows_of(part.batch))
+                if weight:
+                    total, weights = sums.get(name, (0.0, 0.0))
+                    sums[name] = total + float(mean) * float(weight), weights + float(weight)
+    everyone = group.all_gather_json(sums)
+    names = dict.fromkeys(name for one in everyone for name in one)
+    return {name: _ratio([one[name] for one in everyone if name in one]) for name in names}
+
+
+def _ratio(parts: list[list[float]]) -> float:
+    return sum(total for total, _ in parts) / sum(weight for _, weight in parts)

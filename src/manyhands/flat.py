@@ -1,0 +1,121 @@
+"""Flat vectors: all trainable parameters of a model in one allocation, so that an exchange is one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from manyhands.errors import BadInput, Unsupported
+
+ALIGNMENT_BYTES = 128  # tight packing changes results by an ulp: vectorised kernels treat unaligned ends apart
+
+
+class Layout:
+    """Where each trainable parameter of a model lies in a flat vector [D'].
+
+    Parameters stand in the order of `model.named_parameters()`, a tied one once, each from a 128-byte boundary; the
+    gaps are padding, always zero. D is the number of trainable numbers, D' ≥ D the length with padding.
+    Raises BadInput for a model without trainable parameters, with lazy ones or with several dtypes or devices.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        _check(trainable)
+        self.names = [name for name, _ in trainable]
+        self.parameters = [p for _, p in trainable]
+        self.dtype, self.device = self.parameters[0].dtype, self.parameters[0].device
+        self.shapes = [p.shape for p in self.parameters]
+        self.strides = [_dense_stride(p) for p in self.parameters]
+        self.sizes = [p.numel() for p in self.parameters]
+        unit = max(1, ALIGNMENT_BYTES // self.dtype.itemsize)
+        self.offsets: list[int] = []
+        end = 0
+        for size in self.sizes:
+            self.offsets.append(end)
+            end += -(-size // unit) * unit
+        self.padded = end  # D'
+        self.size = sum(self.sizes)  # D
+
+    def views(self, vector: Tensor) -> list[Tensor]:
+        """Every parameter's part of `vector` [D'], in its shape and memory format."""
+        return [
+            vector.as_strided(shape, stride, vector.storage_offset() + offset)
+            for shape, stride, offset in zip(self.shapes, self.strides, self.offsets, strict=True)
+        ]
+
+    def named(self, vector: Tensor) -> dict[str, Tensor]:
+        """{parameter name: its view of `vector` [D']}"""
+        return dict(zip(self.names, self.views(vector), strict=True))
+
+    def unpadded(self, vector: Tensor) -> Tensor:
+        """[D'] -> [D], a copy, each parameter in row-major order."""
+        return torch.cat([view.reshape(-1) for view in self.views(vector)])
+
+    def attach(self, vector: Tensor) -> None:
+        """Copy the parameters into `vector` [D'] and make each a view of it."""
+        with torch.no_grad():
+            for p, view in zip(self.parameters, self.views(vector), strict=True):
+                view.copy_(p)
+                p.data = view
+
+    def detach(self) -> None:
+        """Give every parameter memory of its own again."""
+        for p in self.parameters:
+            p.data = p.data.clone(memory_format=torch.preserve_format)
+            p.grad = None
+
+    def check_attached(self, model: nn.Module, vector: Tensor) -> None:
+        """Raise Unsupported, by name, if something replaced a parameter of `model` or re-pointed it away from `vector`."""
+        now, start, item = dict(model.named_parameters()), vector.data_ptr(), self.dtype.itemsize
+        moved = [
+            name
+            for name, p, offset in zip(self.names, self.parameters, self.offsets, strict=True)
+            if now.get(name) is not p or (p.numel() and p.data_ptr() != start + offset * item) or p.dtype != self.dtype
+        ]
+        if moved:
+            raise Unsupported(
+                f"{', '.join(moved[:5])}{' …' if len(moved) > 5 else ''} no longer lie where training put them: "
+                "load_state_dict(assign=True), model.to(...), .double() and replaced parameters must come before training "
+                "begins; load_state_dict without assign copies in place and may come at any time"
+            )
+
+
+def _check(trainable: list[tuple[str, nn.Parameter]]) -> None:
+    if not trainable:
+        raise BadInput("the model has no trainable parameters: at least one must have requires_grad=True")
+    lazy = [name for name, p in trainable if isinstance(p, UninitializedParameter)]
+    if lazy:
+        raise BadInput(
+            f"{', '.join(lazy[:5])} are lazy and have no shape yet: run the model once on a batch in the function that builds it"
+        )
+    for what, key in (("dtypes", lambda p: p.dtype), ("devices", lambda p: p.device)):
+        _check_one_kind(what, key, trainable)
+
+
+def _check_one_kind(
+    what: str, key: Callable[[nn.Parameter], object], trainable: list[tuple[str, nn.Parameter]]
+) -> None:
+    kinds: dict[object, list[str]] = {}
+    for name, p in trainable:
+        kinds.setdefault(key(p), []).append(name)
+    if len(kinds) > 1:
+        listing = "; ".join(
+            f"{kind}: {', '.join(names[:5])}{' …' if len(names) > 5 else ''}" for kind, names in kinds.items()
+        )
+        raise BadInput(
+            f"the trainable parameters have several {what} ({listing}): convert the model to one, or freeze the others"
+        )
+
+
+def _dense_stride(p: Tensor) -> tuple[int, ...]:
+    """The parameter's own strides if it fills its memory without gaps (channels_last, say), else row-major ones."""
+    order = sorted(range(p.dim()), key=lambda d: p.stride(d))
+    expected = 1
+    for d in order:
+        if p.size(d) != 1 and p.stride(d) != expected:
+            return torch.empty(p.shape, device="meta").stride()
+        expected *= p.size(d)
+    return p.stride()

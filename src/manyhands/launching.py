@@ -1,0 +1,169 @@
+"""`launch` calls a function on every worker; `run_script` runs a script on every worker, as `manyhands run` does."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from manyhands.engines import default_workers, engine_of
+from manyhands.engines.base import Engine, Launch
+from manyhands.engines.coordinator import USER
+from manyhands.errors import BadInput, WorkerFailed
+
+if TYPE_CHECKING:  # they import torch, and the workers' fork server can do that at the same time
+    from manyhands.strategies.base import Strategy
+    from manyhands.worker import Worker
+
+T = TypeVar("T")
+
+VARIABLE = "MANYHANDS_STRATEGY"
+
+_chosen: Strategy | None = None
+
+
+def launched_strategy() -> Strategy | str | None:
+    """What this process was told to use: `launch(strategy=…)`, else the variable MANYHANDS_STRATEGY, else None."""
+    return _chosen or os.environ.get(VARIABLE) or None
+
+
+def launch(
+    function: Callable[..., T],
+    *args: Any,
+    workers: int | None = None,
+    strategy: Strategy | str | None = None,
+    engine: Engine | str = "auto",
+    threads_per_worker: int | None = None,
+    timeout_s: float = 300.0,
+) -> list[T]:
+    """Call `function(*args)` on every worker, and return every rank's value in rank order.
+
+    Inside, `mh.worker()` is the current Worker and `mh.prepare` uses `strategy`. workers=None: one per visible GPU,
+    else 1; one worker runs in this process. The function, its arguments and what it returns travel by pickle, so
+    lambdas and functions of a notebook will do. `timeout_s`: a worker that trains without progress for so long counts
+    as hung; the function's own code outside the loop may take as long as it likes, unless another worker waits for it.
+
+    Raises `BadInput` as a worker raised it, or `WorkerFailed` with the worker's traceback.
+    """
+    place = engine_of(engine)
+    plan = _plan(place, workers, threads_per_worker, timeout_s)
+    return place.launch(_Call(function, args, strategy), plan)
+
+
+def run_script(
+    path: str | Path,
+    args: Sequence[str] = (),
+    *,
+    workers: int | None = None,
+    strategy: Strategy | str | None = None,
+    engine: Engine | str = "auto",
+    threads_per_worker: int | None = None,
+    timeout_s: float = 300.0,
+) -> int:
+    """Run a script on every worker as `python path *args` would; its exit code (the first that is not 0, or 0).
+
+    Ranks other than the first are quiet: see `quiet_other_ranks`. Raises `BadInput` if there is no such file, and
+    `WorkerFailed` for an exception.
+    """
+    if not Path(path).is_file():
+        raise BadInput(f"no script {str(path)!r} (looked from {Path.cwd()}): give the path of a Python file")
+    place = engine_of(engine)
+    plan = _plan(place, workers, threads_per_worker, timeout_s)
+    try:
+        place.launch(_Script(str(path), tuple(args), strategy), plan)
+    except SystemExit as end:  # one worker, in this process
+        return end.code if isinstance(end.code, int) else 0
+    except WorkerFailed as error:
+        if error.error == "SystemExit":
+            return error.exit_code
+        raise
+    return 0
+
+
+def _plan(engine: Engine, workers: int | None, threads_per_worker: int | None, timeout_s: float) -> Launch:
+    count = default_workers(engine) if workers is None else workers
+    if count < 1:
+        raise BadInput(f"workers must be at least 1, not {count}")
+    return Launch(workers=count, threads_per_worker=threads_per_worker, timeout_s=timeout_s)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The program of `launch`."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    strategy: Strategy | str | None
+
+    def __call__(self, worker: Worker) -> Any:
+        worker.coordinator.progress(USER, 0)
+        with _choose(self.strategy):
+            return self.function(*self.args)
+
+
+@dataclass(frozen=True)
+class _Script:
+    """The program of `run_script`."""
+
+    path: str
+    args: tuple[str, ...]
+    strategy: Strategy | str | None
+
+    def __call__(self, worker: Worker) -> None:
+        from manyhands.quiet import quiet_other_ranks
+
+        worker.coordinator.progress(USER, 0)
+        quiet_other_ranks(worker.rank, worker.size)
+        with _choose(self.strategy), _command_line(self.path, self.args):
+            try:
+                runpy.run_path(self.path, run_name="__main__")
+            except SystemExit as end:
+                raise SystemExit(_exit_code(end.code)) from None
+
+
+def _exit_code(code: object) -> int:
+    """As the interpreter has it: None is 0, and a text goes to standard error and is 1."""
+    if code is None or isinstance(code, int):
+        return code or 0
+    sys.stderr.write(f"{code}\n")
+    return 1
+
+
+@contextmanager
+def _choose(strategy: Strategy | str | None) -> Iterator[None]:
+    """Within, `launched_strategy` says this strategy; None leaves what was there."""
+    global _chosen
+    before, variable = _chosen, os.environ.get(VARIABLE)
+    if isinstance(strategy, str):
+        _chosen, os.environ[VARIABLE] = None, strategy
+    elif strategy is not None:
+        _chosen = strategy
+    try:
+        yield
+    finally:
+        _chosen = before
+        _restore(variable)
+
+
+def _restore(variable: str | None) -> None:
+    if variable is None:
+        os.environ.pop(VARIABLE, None)
+    else:
+        os.environ[VARIABLE] = variable
+
+
+@contextmanager
+def _command_line(path: str, args: Sequence[str]) -> Iterator[None]:
+    """Within, sys.argv and sys.path are what `python path *args` has."""
+    argv, before = list(sys.argv), list(sys.path)
+    sys.argv[:] = [path, *args]
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv[:], sys.path[:] = argv, before

@@ -1,0 +1,79 @@
+"""What each worker of a training run is told, where it stands, and what it brings back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from manyhands.checkpoint import Checkpoint
+from manyhands.errors import BadInput
+from manyhands.keep import Keep
+from manyhands.strategies.base import Strategy
+from manyhands.task import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What each worker of a training run is told."""
+
+    task: Task
+    strategy: Strategy
+    validate_every: str | int = "epoch"
+    checkpoint_every: str | int = "epoch"
+    keep: Keep = field(default_factory=Keep)
+    nonfinite: str = "raise"
+    max_seconds: float | None = None
+    checkpoints: Path | None = None  # the folder; None: write none
+    resume_from: Checkpoint | None = None
+    everywhere: bool = False  # every rank is a driver of its own (torchrun, a script's train()) and gets the answer
+    finished: bool = False  # rank 0 found a finished run: nobody trains
+
+
+State = tuple[dict[str, Tensor], dict[str, Tensor]]  # parameters and buffers by name
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What each worker brings back: the same on all ranks, but that `states` are where the answer is wanted."""
+
+    states: list[State]  # the answer's; an ensemble's, one a member
+    metrics: dict[str, float]
+    workers: list[dict[str, Any]]  # by rank: rows, unused, ledger
+    steps: int
+    ticks: int
+    rounds: int
+    reason: str  # why it stopped before the end, or ""
+    facts: dict[str, Any]
+
+
+@dataclass
+class Place:
+    """Where the loop stands; JSON in a checkpoint."""
+
+    epoch: int = 0
+    epoch_tick: int = 0  # ticks done in this epoch
+    tick: int = 0
+    rows: int = 0
+    unused: int = 0
+    rounds: int = 0
+
+
+def build_model(task: Task) -> nn.Module:
+    """The task's module, or what its function builds under the current seed."""
+    model = task.model if isinstance(task.model, nn.Module) else task.model()
+    if not isinstance(model, nn.Module):
+        raise BadInput(f"model must be an nn.Module or a function that returns one; it returned {type(model).__name__}")
+    return model
+
+
+def global_batch(task: Task, workers: int, own: int | None = None) -> int:
+    """Rows of a global batch: as given, per worker times workers, a DataLoader's own, or 64."""
+    size = task.batch_size or (task.batch_size_per_worker or 0) * workers or own or 64
+    if size < workers:
+        raise BadInput(
+            f"batch_size={size} is fewer than one row for each of {workers} workers: raise batch_size to at least {workers}, or take fewer workers"
+        )
+    return size

@@ -1,0 +1,227 @@
+"""The driver's ear during `train()`: writes down every event, puts the workers' numbers together, asks the callbacks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from typing_extensions import override
+
+from manyhands import event_log
+from manyhands.callbacks.base import Callback
+from manyhands.engines.base import Observer
+from manyhands.errors import BadInput
+from manyhands.event_log import EventLog
+from manyhands.events import Event
+from manyhands.history import History
+from manyhands.run import Run
+
+LOG = logging.getLogger("manyhands")
+
+
+class Recorder(Observer):
+    """Records one launch; a context manager around it, so that what was recorded is on the disk when it is left.
+
+    Nothing is written and no callback is called before the first event: a run that never began leaves an empty
+    directory, and of torchrun's many processes only the one that hears the events records (`records`).
+
+    workers: how many report each tick. directory: where events.jsonl goes, or None. clock: steady seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        workers: int,
+        directory: Path | None = None,
+        callbacks: Iterable[Callback] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.records = False
+        self.warnings: list[str] = []
+        self._history = History(workers)
+        self._directory = directory
+        self._callbacks = tuple(callbacks)
+        self._clock = clock
+        self._began_s = clock()
+        self._before_s = 0.0  # of earlier launches
+        self._offsets: dict[int, float] = {}  # rank -> the driver's clock less the worker's
+        self._reason, self._reason_said, self._ended = "", False, False
+        self._log: EventLog | None = None
+        for callback in self._callbacks:
+            if not isinstance(callback, Callback):
+                raise BadInput(
+                    f"callbacks must be objects of classes derived from manyhands.Callback, not {callback!r}"
+                )
+
+    # -- what train() calls ------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        self._began_s = self._clock()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is not None and self.records and not self._ended:
+                self._over("failed", error=type(error).__name__, message=str(error))
+        finally:
+            self._close()
+
+    def preload(self, tick: int) -> None:
+        """Take over the history of the launches before, up to the checkpoint at `tick` from which this one goes on."""
+        path = self._directory / event_log.FILE if self._directory is not None else None
+        if path is not None and path.exists():
+            self._history.preload(event_log.steps_that_count(path, tick))
+            self._before_s = max((row["seconds"] for row in self._history.rows), default=0.0)
+
+    def warn(self, message: str) -> None:
+        """Something the user should see that is no error: logged, written down, shown in the summary."""
+        self._take(self._event("warning", message=message), begins=False)
+
+    def stop(self, reason: str) -> None:
+        """Ask all workers to stop at the same step. Only sets a field: signal handlers may call it. The first reason stays."""
+        self._reason = self._reason or reason
+
+    def end(self, run: Run) -> None:
+        """The run is done: tells `run.info` what only the driver heard (warnings, each worker's seconds of compute), then the callbacks."""
+        for row in self._history.close():
+            self._tell_step(row)
+        if not self.records:
+            return
+        if run.info.get("stopped") and not self._reason_said:
+            self.stop(run.info["stopped"])
+            self._say_reason()
+        run.info |= {
+            "warnings": list(self.warnings),
+            "compute_s": [s for _, s in sorted(self._history.compute_s.items())],
+        }
+        self._over("end", metrics=run.metrics, seconds=run.seconds)
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """A row for each tick (docs/events.md)."""
+        return self._history.rows
+
+    def timing(self) -> dict[str, float]:
+        """{input, compute, exchange, wait}: seconds, the mean over workers."""
+        return self._history.timing()
+
+    # -- what the engine calls ---------------------------------------------------------------------------------------
+
+    @override
+    def event(self, event: Event) -> None:
+        self._take(self._on_own_clock(event))
+
+    @override
+    def answer(self, event: Event) -> dict[str, Any]:
+        self._take(self._on_own_clock(event))
+        return {"stop": self._reason} if self._reason else {}
+
+    @override
+    def stopping(self) -> str:
+        if self._log is not None:
+            self._log.poll(self._clock())
+        self._say_reason()
+        return self._reason
+
+    # -- one event ---------------------------------------------------------------------------------------------------
+
+    def _take(self, event: Event, begins: bool = True) -> None:
+        """Write an event down and tell whom it concerns; warnings before the first event wait for it to be written."""
+        if event.type == "warning" and event.values["message"] not in self.warnings:
+            self.warnings.append(event.values["message"])
+            LOG.warning("%s", event.values["message"])
+        if not self.records and begins:
+            self._begin(event)
+        if self._log is not None:
+            self._log.write(event)
+            self._log.poll(self._clock())
+        if self.records:
+            self._dispatch(event)
+
+    def _begin(self, event: Event) -> None:
+        self.records = True
+        if self._directory is not None:
+            self._log = EventLog(self._directory / event_log.FILE)
+        for message in self.warnings:
+            if event.values.get("message") != message:
+                self._take(self._event("warning", message=message))
+
+    def _dispatch(self, event: Event) -> None:
+        if event.type == "step":
+            row = self._history.add(event)
+            if row is not None:
+                self._tell_step(row)
+        elif event.type in ("epoch", "validation"):
+            for callback in self._callbacks:
+                self._obey(
+                    callback, callback.on_epoch(event) if event.type == "epoch" else callback.on_validation(event)
+                )
+        elif event.type == "start":
+            for callback in self._callbacks:
+                callback.on_start(event)
+        else:
+            for callback in self._callbacks:
+                callback.on_notice(event)
+
+    def _tell_step(self, row: dict[str, Any]) -> None:
+        if self._callbacks:
+            event = Event(type="step", time_s=row["seconds"], tick=row["tick"], step=row["step"], values=row)
+            for callback in self._callbacks:
+                self._obey(callback, callback.on_step(event))
+
+    def _obey(self, callback: Callback, said: object) -> None:
+        if said == "stop":
+            self.stop("callback")
+        elif said is not None:
+            raise BadInput(f'a callback returns "stop" or None; {type(callback).__name__} returned {said!r}')
+
+    def _say_reason(self) -> None:
+        if self._reason and self.records and not self._reason_said:
+            self._reason_said = True
+            self._take(self._event("stop", reason=self._reason))
+
+    def _over(self, type: str, **values: Any) -> None:
+        """The last event. Every callback hears it, whatever another one raises; what was raised goes on."""
+        event, self._ended = self._event(type, **values), True
+        try:
+            if self._log is not None:
+                self._log.write(event)
+        finally:
+            _tell_end(self._callbacks, event)
+
+    def _close(self) -> None:
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    # -- time --------------------------------------------------------------------------------------------------------
+
+    def _now_s(self) -> float:
+        return round(self._before_s + self._clock() - self._began_s, 6)
+
+    def _event(self, type: str, **values: Any) -> Event:
+        last = self._history.rows[-1] if self._history.rows else {"tick": 0, "step": 0}
+        return Event(type=type, time_s=self._now_s(), tick=last["tick"], step=last["step"], values=values)
+
+    def _on_own_clock(self, event: Event) -> Event:
+        """The event in the driver's seconds: clocks differ by what the fastest delivery so far took, at most."""
+        if event.rank is None:
+            return event
+        offset = min(self._now_s() - event.time_s, self._offsets.get(event.rank, float("inf")))
+        self._offsets[event.rank] = offset
+        return replace(event, time_s=round(event.time_s + offset, 6))
+
+
+def _tell_end(callbacks: tuple[Callback, ...], event: Event) -> None:
+    if callbacks:
+        try:
+            callbacks[0].on_end(event)
+        finally:
+            _tell_end(callbacks[1:], event)

@@ -1,0 +1,200 @@
+"""A Run: what came of training a task."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from manyhands import event_log, events, summary
+from manyhands.advise import Advice, Measured, advise
+from manyhands.engines.cores import usable_cores
+from manyhands.history import History
+
+TENSORS = ("model", "models", "parameters")
+_ELSEWHERE = (*TENSORS, "history", "directory")  # fields that result.json does not hold
+
+
+@dataclass(kw_only=True, repr=False)
+class Run:
+    """The result of `train()`: a model, and what it took."""
+
+    model: nn.Module
+    """With the final parameters, or the best that `keep` kept; an ensemble's averages its members' outputs."""
+    models: list[nn.Module]
+    """One, or all members of an ensemble."""
+    parameters: Tensor
+    """[D] the model's trainable parameters, flat and unpadded, in the model's order."""
+    metrics: dict[str, float]
+    """{"validation_loss", "test_accuracy", …}"""
+    history: list[dict[str, Any]]
+    """A row of numbers a tick, all workers together (docs/events.md); pandas.DataFrame takes it as it is."""
+    rows: dict[str, Any]
+    """Rows consumed: {"total": int, "workers": [int, …], "unused": int}; the unused had their gradient dropped or skipped."""
+    timing: dict[str, float]
+    """Seconds of the training loop, mean over workers: {"input", "compute", "exchange", "wait"}."""
+    ledger: dict[str, dict[str, int]]
+    """What all workers sent: {operation: {"bytes", "messages"}}."""
+    staleness: dict[str, int] = field(default_factory=dict)
+    """{versions: pushes}, of server strategies."""
+    seconds: float
+    """Of the launch, from the call of `train()` to its result."""
+    steps: int
+    """Optimizer steps of one worker."""
+    rounds: int
+    """Exchanges among replicas."""
+    generations: int = 1
+    """Memberships the run had; 1 where no worker was lost or joined."""
+    directory: Path | None = None
+    """Of events.jsonl, checkpoints and result.json; None where nothing was written."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """What ran: task, strategy, engine, workers, device, threads, batch_size, batch_size_per_worker, rate, effective_rate,
+    total_steps, parameters, stopped ("" or why it ended early), warnings, command, host, cores, versions."""
+
+    def __post_init__(self) -> None:
+        self.info = {**environment(), **self.info}
+
+    # -- for people --------------------------------------------------------------------------------------------------
+
+    def summary(self) -> str:
+        """A block of plain text, at most 100 columns but for the last line: `Advice: …`."""
+        return summary.text(self._facts(), self.advice())
+
+    def advice(self) -> Advice:
+        """What the measured split of time says about the next run."""
+        info = self.info
+        return advise(
+            Measured(
+                workers=info.get("workers", 1),
+                steps=len(self.history),
+                **{f"{part}_s": self.timing.get(part, 0.0) for part in ("input", "compute", "exchange", "wait")},
+                strategy=info.get("strategy", ""),
+                threads_per_worker=info.get("threads", 1),
+                cores=info["cores"],
+                device=info.get("device", "cpu"),
+                compute_of_workers_s=info.get("compute_s", []),
+            )
+        )
+
+    def __repr__(self) -> str:
+        metrics = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items())
+        return f"<Run of {self.info.get('task', 'a task')}: {self.steps} step{'' if self.steps == 1 else 's'}, {self.seconds:.1f} s{', ' if metrics else ''}{metrics}>"
+
+    def _repr_html_(self) -> str:
+        return summary.html(self._facts(), self.advice())
+
+    # -- the model at work -------------------------------------------------------------------------------------------
+
+    def predict(
+        self, data: Any, forward: Callable[[nn.Module, Any], Any] | None = None, *, batch_size: int = 256
+    ) -> Any:
+        """The model's outputs for all rows of `data`, in row order, on the CPU: a tensor [rows, …], or a tuple or dict of such.
+
+        data: anything that a task takes as data. A batch of it that is a pair counts as (inputs, targets), and the model
+        gets the inputs; any other batch goes to the model as it is. forward: (model, batch) -> outputs does it otherwise.
+        In evaluation mode and without gradients; the model is left in the mode it was in.
+        """
+        from manyhands.data.feed import Feed
+        from manyhands.data.sources import open_source
+
+        call = forward if forward is not None else _predict_inputs
+        place = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+        feed = Feed(open_source(data), rank=0, size=1, batch_size=batch_size, seed=0, shuffle=False, device=place)
+        with _evaluating(self.model), closing(feed.epoch(0)) as slices:
+            return _joined([_on_cpu(call(self.model, part.batch)) for part in slices if part.batch is not None])
+
+    # -- on disk -----------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        """All but tensors and history (whose truth is events.jsonl), as result.json has it; NaN as in docs/events.md."""
+        return events.to_json({f.name: getattr(self, f.name) for f in fields(self) if f.name not in _ELSEWHERE})
+
+    @classmethod
+    def from_json(cls, saved: str | dict[str, Any], *, directory: Path | None = None, **tensors: Any) -> Self:
+        """The Run that wrote this JSON (text, or what json.loads made of it); its history is read from the directory's events.jsonl.
+
+        tensors: model, models and parameters, as in the constructor.
+        """
+        values = events.from_json(saved if isinstance(saved, str) else json.dumps(saved))
+        path = directory / event_log.FILE if directory is not None else None
+        history = History(values["info"].get("workers", 1))
+        if path is not None and path.exists():
+            history.preload(event_log.steps_that_count(path))
+        return cls(**values, **tensors, history=history.rows, directory=directory)
+
+    def save(self, path: Path) -> None:
+        """Write `to_json` to a file: whole, synced and renamed into place, or not at all (OSError)."""
+        text, partial = self.to_json(), path.with_name(path.name + ".partial")
+        try:
+            with partial.open("w") as file:
+                file.write(text + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def _facts(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in (*TENSORS, "history")} | {
+            "ticks": len(self.history)
+        }
+
+
+def environment() -> dict[str, Any]:
+    """What a run says of the machine, the versions and the command it ran with."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        own = version("manyhands")
+    except PackageNotFoundError:  # run from the source tree
+        own = "not installed"
+    return {
+        "host": platform.node(),
+        "cores": usable_cores(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "manyhands": own},
+        "command": shlex.join(sys.argv),
+    }
+
+
+def _predict_inputs(model: nn.Module, batch: Any) -> Any:
+    return model(batch[0] if isinstance(batch, list | tuple) and len(batch) == 2 else batch)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _on_cpu(outputs: Any) -> Any:
+    if isinstance(outputs, dict):
+        return {name: _on_cpu(value) for name, value in outputs.items()}
+    return tuple(_on_cpu(value) for value in outputs) if isinstance(outputs, list | tuple) else outputs.cpu()
+
+
+def _joined(parts: list[Any]) -> Any:
+    """Batches' outputs one after the other; tuples and dicts member by member."""
+    first = parts[0]
+    if isinstance(first, dict):
+        return {name: _joined([part[name] for part in parts]) for name in first}
+    return (
+        tuple(_joined(list(members)) for members in zip(*parts, strict=True))
+        if isinstance(first, tuple)
+        else torch.cat(parts)
+    )

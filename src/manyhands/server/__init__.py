@@ -1,0 +1,1 @@
+"""The shared, versioned store of parameters."""

@@ -1,0 +1,235 @@
+"""Spec strings: `name`, `name:option=value,…`, `path.py:Name:option=value,…` — and back from a dataclass to its string."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from manyhands.errors import BadInput, UnknownName
+
+_OPENING, _CLOSING = "[({", "])}"
+
+
+def split_commas(text: str) -> list[str]:
+    """Split at commas outside brackets and quotes; quotes are kept."""
+    parts, depth, quote, start = [], 0, "", 0
+    for i, char in enumerate(text):
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "\"'":
+            quote = char
+        elif char in _OPENING:
+            depth += 1
+        elif char in _CLOSING:
+            depth -= 1
+        elif char == "," and depth == 0:
+            parts.append(text[start:i])
+            start = i + 1
+    if depth or quote:
+        raise BadInput(f"unbalanced {'quote' if quote else 'bracket'} in {text!r}")
+    return [*parts, text[start:]]
+
+
+def split_list(text: str) -> list[str]:
+    """A list of specs: `solo,local-sgd:period=8,warmup=3,allreduce` is three; an item with `=` before any `:` goes on with the one before."""
+    specs: list[str] = []
+    for item in split_commas(text):
+        before_colon = item.split(":", 1)[0]
+        if "=" in before_colon and specs:
+            specs[-1] += ("," if ":" in specs[-1] else ":") + item
+        else:
+            specs.append(item)
+    return [spec.strip() for spec in specs if spec.strip()]
+
+
+def parse(spec: str) -> tuple[str, dict[str, str]]:
+    """(name, {option: text}); for `path.py:Name:…` the name is `path.py:Name`."""
+    name, _, rest = spec.strip().partition(":")
+    if name.endswith(".py"):
+        inner, _, rest = rest.partition(":")
+        if not inner:
+            raise BadInput(f"{spec!r} names a file but nothing in it: write {name}:NAME")
+        name = f"{name}:{inner}"
+    options: dict[str, str] = {}
+    for item in split_commas(rest) if rest else []:
+        key, equals, value = item.partition("=")
+        if not equals or not key.strip():
+            raise BadInput(f"cannot read {item!r} in {spec!r}: expected option=value")
+        options[key.strip().replace("-", "_")] = value.strip().strip("\"'")
+    return name, options
+
+
+def convert(name: str, text: Any, hint: Any) -> Any:
+    """`text` as the type that an option's annotation says; a value that is no string passes as it is."""
+    if not isinstance(text, str):
+        return text
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return _convert_union(name, text, get_args(hint))
+    if origin is Literal:
+        if text in (allowed := [str(value) for value in get_args(hint)]):
+            return get_args(hint)[allowed.index(text)]
+        raise BadInput(f"{name} must be one of {', '.join(allowed)}, not {text!r}")
+    if hint is bool:
+        return _convert_bool(name, text)
+    if hint in (int, float):
+        return _convert_number(name, text, hint)
+    if hint is type(None):
+        if text.lower() in ("none", ""):
+            return None
+        raise BadInput(f"{name} must be none, not {text!r}")
+    if hint in (str, Any, Path):
+        return Path(text) if hint is Path else text
+    raise BadInput(f"{name} cannot be given in a string; give it from Python")
+
+
+def _convert_number(name: str, text: str, hint: type[int] | type[float]) -> int | float:
+    try:
+        return hint(text)
+    except ValueError:
+        raise BadInput(f"{name} must be a {'whole number' if hint is int else 'number'}, not {text!r}") from None
+
+
+def _convert_union(name: str, text: str, hints: tuple[Any, ...]) -> Any:
+    problems = []
+    for hint in sorted(hints, key=lambda h: h is str):  # the most permissive last
+        try:
+            return convert(name, text, hint)
+        except BadInput as problem:
+            problems.append(str(problem))
+    raise BadInput("; or ".join(dict.fromkeys(problems)))
+
+
+def _convert_bool(name: str, text: str) -> bool:
+    if text.lower() in ("true", "yes", "on", "1", "false", "no", "off", "0"):
+        return text.lower() in ("true", "yes", "on", "1")
+    raise BadInput(f"{name} must be true or false, not {text!r}")
+
+
+def options_of(maker: Callable[..., Any]) -> dict[str, Any]:
+    """{option: annotation} of a dataclass's fields or a function's parameters; `**fields` stands for those of Task."""
+    hints = get_type_hints(maker if is_dataclass(maker) or inspect.isroutine(maker) else maker.__init__)
+    if is_dataclass(maker):
+        return {f.name: hints[f.name] for f in fields(maker) if f.init}
+    options: dict[str, Any] = {}
+    for parameter in inspect.signature(maker).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            from manyhands.task import Task
+
+            options = {**options_of(Task), **options}
+        elif parameter.name != "self":
+            options[parameter.name] = hints.get(parameter.name, Any)
+    return options
+
+
+def make(maker: Callable[..., Any], options: Mapping[str, Any], what: str) -> Any:
+    """Call `maker` with options given as text; `what` names it in errors ("strategy local-sgd")."""
+    hints = options_of(maker)
+    for name in options:
+        if name not in hints:
+            listing = f"its options are {', '.join(hints)}" if hints else "it has no options"
+            raise UnknownName(f"{what} has no option {name!r}{_did_you_mean(name, list(hints))}: {listing}")
+    return maker(**{name: convert(f"{what}: {name}", value, hints[name]) for name, value in options.items()})
+
+
+def find(name: str, catalogue: Mapping[str, str], kind: str, hints: Mapping[str, str] | None = None) -> Any:
+    """What a catalogue ({name: "module:attribute"}) or a user's file (`path.py:Name`) holds under this name."""
+    if ".py:" in name:
+        path, _, attribute = name.partition(":")
+        return _attribute(load_file(Path(path)), attribute, path)
+    if name not in catalogue:
+        hint = (hints or {}).get(name.lower().replace("_", "-"))
+        tail = f" (what others call {name} is {hint!r} here)" if hint else _did_you_mean(name, list(catalogue))
+        raise UnknownName(f"no {kind} {name!r}{tail}: known are {', '.join(catalogue)}, or your own as file.py:Name")
+    module, _, attribute = catalogue[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _attribute(module: types.ModuleType, attribute: str, path: str) -> Any:
+    if not hasattr(module, attribute):
+        names = [name for name in vars(module) if not name.startswith("_")]
+        raise UnknownName(
+            f"{path} has no {attribute!r}{_did_you_mean(attribute, names)}: it defines {', '.join(names) or 'nothing'}"
+        )
+    return getattr(module, attribute)
+
+
+def load_file(path: Path) -> types.ModuleType:
+    """Import a user's file under its own name, with its folder on the path as `python file.py` has it."""
+    if not path.is_file():
+        raise BadInput(f"no file {str(path)!r} (looked from {Path.cwd()})")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    name = path.stem
+    loaded = sys.modules.get(name)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(path.resolve()):
+        return loaded
+    specification = importlib.util.spec_from_file_location(name, path.resolve())
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[name] = module
+    try:
+        specification.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise BadInput(f"{path} failed to import: {type(error).__name__}: {error}{_where(error, path)}") from error
+    return module
+
+
+def _where(error: BaseException, path: Path) -> str:
+    lines = []
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == str(path.resolve()):
+            lines.append(trace.tb_lineno)
+        trace = trace.tb_next
+    return f" (line {lines[-1]})" if lines else ""
+
+
+def to_spec(instance: Any, name: str) -> str:
+    """The string that makes this dataclass again: its name and the options that differ from their defaults."""
+    parts = []
+    for field in fields(instance):
+        value = getattr(instance, field.name)
+        default = (
+            field.default
+            if field.default is not MISSING
+            else field.default_factory()
+            if field.default_factory is not MISSING
+            else MISSING
+        )
+        if value != default:
+            parts.append(f"{field.name}={_to_text(value)}")
+    return name + (":" + ",".join(parts) if parts else "")
+
+
+def _to_text(value: Any) -> str:
+    text = {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+    if value is None:
+        return "none"
+    return f'"{text}"' if "," in text else text
+
+
+def _did_you_mean(name: str, names: list[str]) -> str:
+    close = difflib.get_close_matches(name, names, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def type_text(hint: Any) -> str:
+    """How a type is shown to people: `int | "end"`."""
+    if get_origin(hint) is Literal:
+        return " | ".join(str(value) for value in get_args(hint))
+    if get_origin(hint) in (Union, types.UnionType):
+        return " | ".join(type_text(part) for part in get_args(hint))
+    return "none" if hint is type(None) else getattr(hint, "__name__", str(typing.cast(Any, hint)))

@@ -1,0 +1,68 @@
+"""The catalogue of strategies: one line each. Specs (`local-sgd:period=8`) become objects here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from manyhands import spec
+from manyhands.errors import BadInput, UnknownName
+
+if TYPE_CHECKING:
+    from manyhands.strategies.base import Strategy
+
+CATALOGUE = {
+    "solo": "manyhands.strategies.solo:Solo",
+    "allreduce": "manyhands.strategies.allreduce:AllReduce",
+    "local-sgd": "manyhands.strategies.local_sgd:LocalSGD",
+    "ensemble": "manyhands.strategies.ensemble:Ensemble",
+}
+
+ELSEWHERE = {  # what other systems call them
+    "ddp": "allreduce",
+    "all-reduce": "allreduce",
+    "horovod": "allreduce",
+    "data-parallel": "allreduce",
+    "sync": "allreduce",
+    "mirrored": "allreduce",
+    "fedavg": "local-sgd",
+    "localsgd": "local-sgd",
+    "local": "local-sgd",
+    "parameter-averaging": "local-sgd",
+    "averaging": "local-sgd:period=end",
+    "post-local-sgd": "local-sgd:warmup=100",
+    "single": "solo",
+    "none": "solo",
+    "adag": "agn",  # dist-keras' name for what its author's thesis calls accumulated gradient normalisation
+    "experimental": "distance",
+    "async": "downpour",
+    "asgd": "downpour",
+    "aeasgd": "easgd",
+}
+
+NOT_BUILT = ("diloco", "gossip", "downpour", "agn", "dynsgd", "distance", "easgd", "eamsgd", "quorum", "hogwild")
+
+
+def strategy_of(given: Strategy | str) -> Strategy:
+    """The strategy that an object or a spec string names. Raises UnknownName, listing what there is."""
+    from manyhands.strategies.base import Strategy
+
+    if isinstance(given, Strategy):
+        return given
+    if not isinstance(given, str):
+        raise BadInput(f"strategy must be a Strategy or a string such as 'local-sgd:period=8', not {given!r}")
+    name, options = spec.parse(given)
+    here = ELSEWHERE.get(name.lower().replace("_", "-"), name)
+    if here in NOT_BUILT:
+        called = f" (what others call {name})" if here != name else ""
+        raise UnknownName(
+            f"strategy {here}{called} is not built yet: known are {', '.join(CATALOGUE)}, or your own as file.py:Name"
+        )
+    maker = spec.find(name, CATALOGUE, "strategy", ELSEWHERE)
+    if not (isinstance(maker, type) and issubclass(maker, Strategy)):
+        raise BadInput(f"{name} is not a Strategy: derive the class from manyhands.Strategy")
+    return spec.make(maker, options, f"strategy {name}")  # type: ignore[no-any-return]
+
+
+def spec_of(strategy: Strategy) -> str:
+    """The string that names this strategy with its options."""
+    return spec.to_spec(strategy, strategy.name)

@@ -1,0 +1,88 @@
+"""The contract of a strategy: how replicas agree. One algorithm is one file beside this one.
+
+The loop calls, in this order: `start` once; then for every tick `before_backward`, the replica's own backward, and
+`exchange`; `finish` when an epoch's rows are out; `consensus` whenever the one answer is wanted.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from torch import Tensor
+
+from manyhands.server.client import ServerSpec
+from manyhands.worker import Worker
+
+if TYPE_CHECKING:
+    from manyhands.replica import Replica
+
+
+VOTE_EVERY = (
+    64  # ticks between exchanges of control bits where rounds are farther apart: a stop is obeyed within so many
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a strategy needs beyond a replica; `train()` refuses engines that cannot give it before anything starts."""
+
+    server: bool = False  # a parameter server
+    one_host: bool = False  # all workers on one machine
+    one_model: bool = (
+        True  # all replicas start equal and there is one answer; False: N models, whose outputs are averaged
+    )
+    mean_gradient: bool = (
+        False  # every step applies the group's mean gradient: `prepare` then averages right after backward
+    )
+
+
+@dataclass(kw_only=True)
+class State:
+    """What a strategy remembers between ticks: tensors [D'], numbers. Checkpointed per rank, by field name."""
+
+    def merge(self, others: list[Self], rank: int, size: int) -> Self:
+        """This rank's state when a checkpoint of len(others) ranks is resumed with `size` ranks. Default: the first's."""
+        return others[rank] if len(others) == size else others[0]
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f.name: v for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)}
+
+    def numbers(self) -> dict[str, Any]:
+        return {f.name: v for f in fields(self) if isinstance(v := getattr(self, f.name), int | float | str | bool)}
+
+
+class Strategy(ABC):
+    """How replicas agree. Subclasses are frozen dataclasses: their fields are the options a spec string can set."""
+
+    name: ClassVar[str]
+    source: ClassVar[str]  # title, authors, year
+    summary: ClassVar[str]  # what is exchanged, in a line
+    consistency: ClassVar[str]  # synchronous | periodic | async | bounded | elastic | …
+    needs: ClassVar[Needs] = Needs()
+
+    def server(self) -> ServerSpec | None:
+        """The server this strategy wants, or none."""
+        return None
+
+    @abstractmethod
+    def start(self, replica: Replica, worker: Worker) -> State:
+        """Agree on the initial parameters; called once, before the first tick, also when a checkpoint will be loaded."""
+
+    def before_backward(self, replica: Replica, worker: Worker, state: Any) -> None:  # noqa: B027
+        """Prepare the gradient: move to a look-ahead point, begin to overlap. Most strategies do nothing here."""
+
+    @abstractmethod
+    def exchange(self, replica: Replica, worker: Worker, state: Any) -> bool:
+        """The gradient is here: talk, and call `replica.apply()` at most once, where the paper does.
+
+        Returns whether anybody still has rows, as far as this worker knows: True between rounds.
+        """
+
+    def finish(self, replica: Replica, worker: Worker, state: Any) -> None:  # noqa: B027
+        """An epoch's rows are out: complete the open round. Idempotent; an empty window changes nothing."""
+
+    def consensus(self, replica: Replica, worker: Worker, state: Any) -> Tensor:
+        """The one answer [D'], the same on every rank: what is validated, kept as best and returned."""
+        return replica.parameters

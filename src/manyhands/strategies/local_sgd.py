@@ -1,0 +1,104 @@
+"""Local SGD: workers step alone, and average their parameters every `period` steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from torch import Tensor
+from typing_extensions import override
+
+from manyhands.errors import BadInput
+from manyhands.strategies.base import VOTE_EVERY, State, Strategy
+from manyhands.worker import Worker
+
+if TYPE_CHECKING:
+    from manyhands.replica import Replica
+
+
+@dataclass(kw_only=True)
+class LocalSGDState(State):
+    """The open window: what happened since the last average."""
+
+    ticks: int = 0
+    weight: float = 0.0
+    touched: int = 0  # bits: parameters stepped in this window
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSGD(Strategy):
+    """Periodic parameter averaging.
+
+    Source: Local SGD Converges Fast and Communicates Little, Sebastian U. Stich, 2019; with `warmup`, post-local SGD of
+    Don't Use Large Mini-Batches, Use Local SGD, Tao Lin, Sebastian U. Stich, Kumar Kshitij Patel, Martin Jaggi, 2020.
+
+    1. Every worker takes `period` steps of its own optimizer on its own slices.
+    2. All parameters are replaced by their mean, weighted by what the loss counted in the window.
+
+    Deviations: weights (the papers have equal shards), the optimizer's state, and a last, shorter window at an epoch's
+    end. Averaging after one SGD step equals one large-batch step; for Adam it does not.
+    """
+
+    period: int | Literal["end"] = 8
+    """Steps between averages; `end`: one average, at the end of training. Raise it when exchange takes long, lower it when accuracy falls."""
+    optimizer_state: Literal["averaged", "kept", "reset"] = "averaged"
+    """Momentum and moments at an average: averaged too (costs as many bytes again per vector), kept by each worker, or reset."""
+    warmup: int = 0
+    """Steps of all-reduce before the first window; raise it when training is unstable at the start."""
+
+    name: ClassVar[str] = "local-sgd"
+    source: ClassVar[str] = "Local SGD Converges Fast and Communicates Little, Stich, 2019"
+    summary: ClassVar[str] = "parameters (and optimizer state), every `period` steps"
+    consistency: ClassVar[str] = "periodic"
+
+    def __post_init__(self) -> None:
+        if self.period != "end" and self.period < 1:
+            raise BadInput(f"strategy local-sgd: period must be at least 1, or end; not {self.period}")
+        if self.warmup < 0:
+            raise BadInput(f"strategy local-sgd: warmup must be 0 or more steps, not {self.warmup}")
+
+    @override
+    def start(self, replica: Replica, worker: Worker) -> LocalSGDState:
+        replica.agree(worker.group)
+        return LocalSGDState()
+
+    @override
+    def exchange(self, replica: Replica, worker: Worker, state: LocalSGDState) -> bool:
+        if replica.tick < self.warmup:
+            replica.mean_gradients(worker.group)
+            replica.apply()
+            return replica.anybody_has_rows
+        weight = replica.weight
+        if replica.apply():
+            state.weight += weight
+            state.touched |= replica.touched
+        state.ticks += 1
+        if state.ticks == self.period:
+            self._average(replica, worker, state)
+        elif state.ticks % VOTE_EVERY == 0:
+            replica.vote(worker.group)
+        else:
+            return True
+        return replica.anybody_has_rows
+
+    @override
+    def finish(self, replica: Replica, worker: Worker, state: LocalSGDState) -> None:
+        if state.ticks and (self.period != "end" or replica.last):
+            self._average(replica, worker, state)
+
+    @override
+    def consensus(self, replica: Replica, worker: Worker, state: LocalSGDState) -> Tensor:
+        if not state.ticks:
+            return replica.parameters
+        mean = replica.parameters.clone()
+        worker.group.mean_(mean, state.weight)
+        return mean
+
+    def _average(self, replica: Replica, worker: Worker, state: LocalSGDState) -> None:
+        total = replica.mean_(worker.group, replica.parameters, state.weight, state.touched)
+        if total.weight:
+            if self.optimizer_state == "averaged":
+                replica.optimizer_state.average(worker.group, state.weight, total.bits)
+            elif self.optimizer_state == "reset":
+                replica.optimizer_state.reset()
+        state.ticks, state.weight, state.touched = 0, 0.0, 0

@@ -1,0 +1,159 @@
+"""How a Run reads: a block of text for terminals, a table for notebooks. Pure functions of the run's facts."""
+
+from __future__ import annotations
+
+import html as escape
+import textwrap
+from typing import Any
+
+from manyhands.advise import Advice
+from manyhands.history import PARTS
+
+WIDTH = 100
+LABEL = 11
+BAR = 24  # characters of a full bar
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+
+Lines = list[tuple[str, str]]  # (label, text); an empty label goes on with the one before
+
+
+def text(facts: dict[str, Any], advice: Advice) -> str:
+    """The summary of a run. facts: the fields of Run but for its tensors and history, and `ticks`, how many rows that has."""
+    body = [
+        line
+        for label, content in lines(facts)
+        for line in textwrap.wrap(
+            content,
+            WIDTH,
+            initial_indent=f"  {label:{LABEL}}",
+            subsequent_indent=" " * (LABEL + 2),
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+        or [""]
+    ]
+    return "\n".join([headline(facts), *body, f"Advice: {advice.text}"])
+
+
+def html(facts: dict[str, Any], advice: Advice) -> str:
+    """The same as a small table."""
+    rows = "".join(
+        f'<tr><th style="text-align:left">{escape.escape(label)}</th><td style="text-align:left"><pre style="margin:0">{escape.escape(content)}</pre></td></tr>'
+        for label, content in lines(facts)
+    )
+    return f"<div><b>{escape.escape(headline(facts))}</b><table>{rows}</table><p><b>Advice:</b> {escape.escape(advice.text)}</p></div>"
+
+
+def headline(facts: dict[str, Any]) -> str:
+    """`digits: allreduce on 2 workers (engine local, cpu, 1 thread each)`"""
+    info = facts["info"]
+    workers, threads = info.get("workers", 1), info.get("threads", 1)
+    each = "" if workers == 1 else " each"
+    place = f"engine {info.get('engine', 'local')}, {info.get('device', 'cpu')}, {_count(threads, 'thread')}{each}"
+    return f"{info.get('task', 'task')}: {info.get('strategy', '')} on {_count(workers, 'worker')} ({place})"
+
+
+def lines(facts: dict[str, Any]) -> Lines:
+    """All lines between headline and advice; those with nothing to say are left out."""
+    return [
+        *_result(facts),
+        *_speed(facts),
+        *_batch(facts),
+        *_time(facts),
+        *_exchanged(facts),
+        *_unusual(facts),
+        *([("directory", str(facts["directory"]))] if facts["directory"] is not None else []),
+    ]
+
+
+def _result(facts: dict[str, Any]) -> Lines:
+    metrics = [f"{name} {_number(value)}" for name, value in facts["metrics"].items()]
+    return [("result" if i == 0 else "", "   ".join(metrics[i : i + 3])) for i in range(0, len(metrics), 3)]
+
+
+def _speed(facts: dict[str, Any]) -> Lines:
+    loop_s, total = sum(facts["timing"].values()), facts["rows"]["total"]
+    rate = f"{_number(total / loop_s)} rows/s in the loop" if loop_s else ""
+    parts = (
+        f"{facts['seconds']:.1f} s in all",
+        rate,
+        _count(facts["steps"], "step"),
+        _count(facts["rounds"], "round"),
+        _count(total, "row"),
+    )
+    return [("speed", "   ".join(part for part in parts if part))]
+
+
+def _batch(facts: dict[str, Any]) -> Lines:
+    info = facts["info"]
+    if "batch_size" not in info:
+        return []
+    total = "not known (a stream)" if info.get("total_steps") is None else f"{info['total_steps']:,}"
+    rates = f"rate {_number(info['rate'])}   effective rate {_number(info['effective_rate'])}"
+    return [
+        ("batch", f"{info['batch_size']:,} rows, {_number(info['batch_size_per_worker'])} a worker   {rates}"),
+        ("planned", f"total steps {total}   parameters {info['parameters']:,}"),
+    ]
+
+
+def _time(facts: dict[str, Any]) -> Lines:
+    timing = facts["timing"]
+    total = sum(timing.values())
+    if not total:
+        return []
+    return [
+        (
+            "time" if part == PARTS[0] else "",
+            f"{part:<9}{timing[part]:9.2f} s {100 * timing[part] / total:5.1f} %  {bar(timing[part] / total)}".rstrip(),
+        )
+        for part in PARTS
+    ]
+
+
+def bar(share: float) -> str:
+    """`share` in [0, 1] as block characters, to an eighth of one."""
+    eighths = round(share * BAR * 8)
+    return ("█" * (eighths // 8) + _EIGHTHS[eighths % 8]).rstrip()
+
+
+def _exchanged(facts: dict[str, Any]) -> Lines:
+    ledger = facts["ledger"]
+    sent = sum(entry["bytes"] for entry in ledger.values())
+    if not sent:
+        return []
+    messages = sum(entry["messages"] for entry in ledger.values())
+    parts = ", ".join(
+        f"{name.rstrip('_')} {_bytes(entry['bytes'])}" for name, entry in ledger.items() if entry["bytes"]
+    )
+    return [("exchanged", f"{_bytes(sent)} by all workers in {_count(messages, 'message')}: {parts}")]
+
+
+def _unusual(facts: dict[str, Any]) -> Lines:
+    info, unused = facts["info"], facts["rows"]["unused"]
+    found: Lines = []
+    if unused:
+        found.append(("unused", f"{_count(unused, 'row')} whose gradient was dropped or skipped"))
+    if facts["generations"] > 1:
+        found.append(("members", f"changed {_count(facts['generations'] - 1, 'time')}"))
+    if info.get("stopped"):
+        found.append(("stopped", f"before the end: {info['stopped']}"))
+    found += [("warning", message) for message in info.get("warnings", [])]
+    return found
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _number(value: float) -> str:
+    """Four digits that matter, no more."""
+    if abs(value) < 1e15 and value == int(value):
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _bytes(number: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if number >= size:
+            return f"{number / size:,.1f} {unit}"
+    return f"{number} B"

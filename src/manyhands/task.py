@@ -1,0 +1,171 @@
+"""A task: one program to train, declared, so that it can be run anywhere, compared, checked and resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from manyhands.errors import BadInput, UnknownName
+
+PRECISIONS = ("float32", "bf16-mixed")
+Measure = Tensor | tuple[Tensor, Any]  # a mean over the batch, or (mean, weight)
+Loss = Callable[[nn.Module, Any], Measure]
+Evaluate = Callable[[nn.Module, Any], Mapping[str, Measure]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is trained. Every field is data or a function, so that each worker can build the same thing from the same seed."""
+
+    model: nn.Module | Callable[[], nn.Module]
+    """A module, which holds the final weights afterwards; or a function that builds one, called on every worker under `seed`."""
+    loss: Loss
+    """(model, batch) -> the mean over the batch, or (mean, weight) where the mean's denominator is not the number of rows."""
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    """(model) -> its optimizer."""
+    train_data: Any
+    """Dataset, dict or tuple of equally long arrays, DataLoader, IterableDataset, DataFrame, path, or a function giving one."""
+    validation_data: Any = None
+    """Rows on which `evaluate` runs during training."""
+    test_data: Any = None
+    """Rows on which `evaluate` runs once, with the final parameters."""
+    evaluate: Evaluate | None = None
+    """(model, batch) -> {name: mean or (mean, weight)}, one forward for all metrics. Default: {"loss": loss}."""
+    batch_size: int | None = None
+    """GLOBAL rows a step: rank r of N takes rows [r·b//N, (r+1)·b//N) of each global batch. Default 64, or a DataLoader's own."""
+    batch_size_per_worker: int | None = None
+    """The other way to say it; the global batch is then this times the number of workers."""
+    micro_batch_size: int | None = None
+    """Rows a forward; lower it when memory is short. The gradient of a step stays that of the whole batch."""
+    epochs: int = 1
+    """Passes over the training data by all workers together."""
+    max_steps: int | None = None
+    """End after so many ticks, wherever the epoch is."""
+    schedule: Callable[[torch.optim.Optimizer, int], Any] | None = None
+    """(optimizer, total_steps) -> a PyTorch scheduler, stepped after every optimizer step."""
+    clip_norm: float | None = None
+    """Clip the gradient's 2-norm to this before each step."""
+    precision: str = "float32"
+    """float32: no autocast (float64 comes from the model); bf16-mixed: forward under bfloat16 autocast."""
+    order: Callable[[int], Any] | None = None
+    """epoch -> row indices, for weighted or curriculum sampling. Default: mh.epoch_order(rows, seed, epoch)."""
+    loader_processes: int = 0
+    """Processes that load rows for each worker; raise it when the summary says input-bound and rows cost Python time."""
+    seed: int = 0
+    """Of initial parameters, order and dropout."""
+    shuffle: bool = True
+    """False: rows in their own order, every epoch."""
+    collate: Callable[[list[Any]], Any] | None = None
+    """[row, …] -> batch. Default: torch's default_collate."""
+    name: str = "task"
+    """How the summary calls it."""
+
+    def __post_init__(self) -> None:
+        self._check_functions()
+        if self.batch_size is not None and self.batch_size_per_worker is not None:
+            raise BadInput(
+                f"batch_size={self.batch_size} (global) and batch_size_per_worker={self.batch_size_per_worker} were both given: give one of them"
+            )
+        for field in ("batch_size", "batch_size_per_worker", "micro_batch_size", "epochs", "max_steps"):
+            _check_count(field, getattr(self, field))
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise BadInput(f"clip_norm must be a number above 0, not {self.clip_norm!r}; leave it out to not clip")
+        if self.precision not in PRECISIONS:
+            raise UnknownName(f"no precision {self.precision!r}: choose one of {', '.join(PRECISIONS)}")
+        if self.loader_processes < 0:
+            raise BadInput(f"loader_processes must be 0 or more, not {self.loader_processes}")
+
+    def _check_functions(self) -> None:
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            raise BadInput(
+                f"optimizer must be a function (model) -> optimizer, not a {type(self.optimizer).__name__} instance, because every worker builds "
+                f"its own: optimizer=lambda model: torch.optim.{type(self.optimizer).__name__}(model.parameters(), ...)"
+            )
+        for field, form in (("loss", "(model, batch)"), ("optimizer", "(model)"), ("model", "an nn.Module or ()")):
+            if not callable(getattr(self, field)):
+                raise BadInput(f"{field} must be {form} -> ..., a function; got {getattr(self, field)!r}")
+        if isinstance(self.model, type):
+            return
+        if self.train_data is None:
+            raise BadInput(
+                "train_data is missing: give a Dataset, arrays, a DataLoader, a path, or a function giving one of these"
+            )
+
+    def with_fields(self, **changes: Any) -> Self:
+        """A copy with these fields changed; a field that does not exist is an UnknownName that lists those that do."""
+        check_fields(changes)
+        if "batch_size" in changes and "batch_size_per_worker" not in changes:
+            changes["batch_size_per_worker"] = None
+        if "batch_size_per_worker" in changes and "batch_size" not in changes:
+            changes["batch_size"] = None
+        return replace(self, **changes)
+
+    @classmethod
+    def supervised(cls, *, criterion: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy, **task_fields: Any) -> Self:
+        """A task on (inputs, targets) batches: loss = criterion(model(inputs), targets), a mean; accuracy where targets are classes."""
+        check_fields(task_fields)
+        reduction = getattr(criterion, "reduction", "mean")
+        if reduction != "mean":
+            raise BadInput(f"criterion must average over the batch (reduction='mean'), not reduction={reduction!r}")
+        return cls(**{"loss": SupervisedLoss(criterion), "evaluate": SupervisedMetrics(criterion), **task_fields})
+
+    def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Measure]:
+        """`evaluate`, or the loss alone."""
+        return self.evaluate(model, batch) if self.evaluate is not None else {"loss": self.loss(model, batch)}
+
+
+def check_fields(names: Mapping[str, Any]) -> None:
+    """Raise UnknownName for a name that is no field of Task."""
+    known = [field.name for field in fields(Task)]
+    for name in names:
+        if name not in known:
+            raise UnknownName(f"a task has no field {name!r}: its fields are {', '.join(known)}")
+
+
+def _check_count(field: str, value: Any) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise BadInput(f"{field} must be a whole number of at least 1, not {value!r}")
+
+
+@dataclass(frozen=True)
+class SupervisedLoss:
+    """criterion(model(inputs), targets) for (inputs, targets) batches, with the weight that the criterion's mean divides by."""
+
+    criterion: Callable[[Tensor, Tensor], Tensor]
+
+    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Measure:
+        inputs, targets = batch
+        mean = self.criterion(model(inputs), targets)
+        weight = counted(self.criterion, targets)
+        return mean if weight is None else (mean, weight)
+
+
+@dataclass(frozen=True)
+class SupervisedMetrics:
+    """{"loss", "accuracy"} of one forward; accuracy only where targets are class numbers."""
+
+    criterion: Callable[[Tensor, Tensor], Tensor]
+
+    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Measure]:
+        inputs, targets = batch
+        outputs = model(inputs)
+        mean = self.criterion(outputs, targets)
+        weight = counted(self.criterion, targets)
+        metrics: dict[str, Measure] = {"loss": mean if weight is None else (mean, weight)}
+        if not targets.is_floating_point() and outputs.dim() == targets.dim() + 1:
+            metrics["accuracy"] = (outputs.argmax(1) == targets).double().mean(), targets.numel()
+        return metrics
+
+
+def counted(criterion: Any, targets: Tensor) -> float | None:
+    """What a criterion's mean divides by where that is not the number of rows: class weights, targets not ignored."""
+    if not isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss) or targets.is_floating_point():
+        return None
+    kept = targets[targets != criterion.ignore_index]
+    weights = criterion.weight
+    return float(kept.numel()) if weights is None else float(weights.to(kept.device)[kept].double().sum())

@@ -1,0 +1,113 @@
+"""What a program sees of the cluster it runs on: its place, its group, its server, and a line to the driver."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from manyhands.comm.group import Group
+from manyhands.comm.solo import SoloGroup
+from manyhands.events import Event
+from manyhands.server.client import Server
+
+
+class Coordinator(ABC):
+    """A worker's line to the driver. Only the worker's main thread calls it; none of the calls but `ask` waits."""
+
+    @abstractmethod
+    def progress(self, phase: str, step: int) -> None:
+        """Say what this worker does now (start, input, compute, exchange, wait, validation, checkpoint, end).
+
+        Costs well under a microsecond: it sets a field, which a heartbeat carries to the driver. A driver that sees no
+        new (phase, step) for `timeout_s` declares the worker hung.
+        """
+
+    @abstractmethod
+    def emit(self, event: Event) -> None:
+        """Send an event to the driver; it arrives soon, in order, and costs the worker microseconds."""
+
+    @abstractmethod
+    def ask(self, event: Event) -> dict[str, Any]:
+        """Send an event and wait for the driver's answer to it (all that was emitted before has arrived by then)."""
+
+    @abstractmethod
+    def collect(self, group: Group) -> None:
+        """A collective at an epoch's end: bring all ranks' events to the driver where they do not get there by themselves."""
+
+    @abstractmethod
+    def should_stop(self) -> str:
+        """The reason why the driver wants the run to stop ("preempted", "callback", …), or "" """
+
+
+class Alone(Coordinator):
+    """No driver: for tests, and for scripts outside a run."""
+
+    def progress(self, phase: str, step: int) -> None:
+        pass
+
+    def emit(self, event: Event) -> None:
+        pass
+
+    def ask(self, event: Event) -> dict[str, Any]:
+        return {}
+
+    def collect(self, group: Group) -> None:
+        pass
+
+    def should_stop(self) -> str:
+        return ""
+
+
+@dataclass(kw_only=True)
+class Worker:
+    """One worker of a run, as the program on it sees the run."""
+
+    rank: int = 0
+    size: int = 1
+    host: str = "localhost"
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    generation: int = 0
+    group: Group = field(default_factory=SoloGroup)
+    server: Server | None = None
+    clock: Callable[[], float] = time.perf_counter
+    coordinator: Coordinator = field(default_factory=Alone)
+    threads: int = 1
+    local_rank: int = 0
+
+    def emit(self, type: str, *, tick: int = 0, step: int = 0, **values: Any) -> None:
+        """Send an event of this worker to the driver."""
+        self.coordinator.emit(self._event(type, tick, step, values))
+
+    def ask(self, type: str, *, tick: int = 0, step: int = 0, **values: Any) -> dict[str, Any]:
+        """Send an event of this worker to the driver and wait for its answer."""
+        return self.coordinator.ask(self._event(type, tick, step, values))
+
+    def _event(self, type: str, tick: int, step: int, values: dict[str, Any]) -> Event:
+        return Event(
+            type=type,
+            time_s=self.clock(),
+            generation=self.generation,
+            rank=self.rank,
+            tick=tick,
+            step=step,
+            values=values,
+        )
+
+
+_current: Worker | None = None
+
+
+def current() -> Worker | None:
+    """The Worker that this process is, if an engine made it one."""
+    return _current
+
+
+def set_current(worker: Worker | None) -> None:
+    """For engines: say which Worker this process is."""
+    global _current
+    _current = worker

@@ -1,0 +1,131 @@
+"""What is drawn, printed, or left out."""
+
+import io
+import json
+import sys
+import types
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from manyhands.callbacks import Progress
+from manyhands.callbacks.progress import Pace, clock_text, metrics_text
+from manyhands.errors import UnknownName
+from manyhands.events import Event
+
+START = Event(type="start", values={"total_steps": 40, "epochs": 2})
+
+
+def step(tick: int, time_s: float, loss: float | None = 0.5) -> Event:
+    return Event(
+        type="step",
+        time_s=time_s,
+        tick=tick,
+        step=tick + 1,
+        values={"tick": tick, "epoch": 0, "loss": loss, "rows": 32},
+    )
+
+
+def whole_run(progress: Progress) -> None:
+    progress.on_start(START)
+    for tick in range(20):
+        progress.on_step(step(tick, tick * 0.1))
+    progress.on_validation(
+        Event(type="validation", step=20, values={"metrics": {"validation_loss": 0.25}, "best": True})
+    )
+    progress.on_epoch(Event(type="epoch", values={"epoch": 1, "rows": 640}))
+    progress.on_end(Event(type="end", values={"metrics": {}, "seconds": 2.0}))
+
+
+def test_a_terminal_gets_a_bar_and_a_line_a_validation() -> None:
+    out = io.StringIO()
+    whole_run(Progress(console=Console(file=out, force_terminal=True, width=120)))
+    assert "epoch 1/2   step 20/40   loss 0.5   320 rows/s   0:00:02 left" in out.getvalue()
+    assert "step 20   validation_loss 0.2500   best so far" in out.getvalue()
+
+
+def test_it_draws_at_most_five_times_a_second() -> None:
+    now = [0.0]
+    progress = Progress(console=Console(file=io.StringIO(), force_terminal=True), clock=lambda: now[0])
+    progress.on_start(START)
+    drawn: list[int] = []
+    progress._display.draw = lambda pace: drawn.append(pace.ticks)  # type: ignore[union-attr,method-assign]
+    for tick in range(10):
+        progress.on_step(step(tick, tick * 0.1))
+        now[0] += 0.1
+    assert len(drawn) <= 5
+    progress.on_end(Event(type="end", values={}))
+
+
+def test_without_a_terminal_nothing_is_shown() -> None:
+    out = io.StringIO()
+    whole_run(Progress(console=Console(file=out)))
+    assert out.getvalue() == ""
+
+
+def test_quiet_shows_nothing_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    out = io.StringIO()
+    whole_run(Progress("quiet", console=Console(file=out, force_terminal=True)))
+    assert (out.getvalue(), *capsys.readouterr()) == ("", "", "")
+
+
+def test_json_is_a_line_an_event_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress("json")
+    progress.on_notice(Event(type="warning", values={"message": "m"}))
+    whole_run(progress)
+    out, err = capsys.readouterr()
+    assert [json.loads(line)["type"] for line in out.splitlines()] == [
+        "warning",
+        "start",
+        *["step"] * 20,
+        "validation",
+        "epoch",
+        "end",
+    ]
+    assert err == ""
+
+
+def test_a_notebook_gets_one_output_that_is_rewritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+
+    class Handle:
+        def update(self, data: dict[str, str], raw: bool) -> None:
+            shown.append(data["text/plain"])
+
+    def display(data: dict[str, str], raw: bool, display_id: bool) -> Handle:
+        return Handle()
+
+    fake: Any = types.ModuleType("IPython.display")
+    fake.display = display
+    monkeypatch.setitem(sys.modules, "IPython.display", fake)
+    whole_run(Progress(console=Console(file=io.StringIO(), force_jupyter=True)))
+    assert shown[0].startswith("epoch 1/2   step 1/40")
+    assert shown[-1].startswith("step 20   validation_loss 0.2500   best so far\nepoch 1/2   step 20/40")
+
+
+def test_the_pace_is_that_of_the_last_five_seconds() -> None:
+    pace = Pace(total_steps=1000)
+    pace.step(step(0, 0.0))
+    assert (pace.rows_per_s(), pace.left_s()) == (None, None)
+    for tick in range(1, 11):
+        pace.step(step(tick, 100.0 + tick))  # a compile took 100 s; then a step a second
+    assert pace.rows_per_s() == pytest.approx(32.0)
+    assert pace.left_s() == pytest.approx(989.0)
+
+
+def test_a_stream_has_no_end_to_show_and_an_empty_tick_keeps_the_loss() -> None:
+    pace = Pace()
+    pace.step(step(0, 0.0, loss=0.25))
+    pace.step(step(1, 1.0, loss=None))
+    assert pace.text() == "epoch 1   step 2   loss 0.25   32 rows/s"
+
+
+def test_numbers_for_people() -> None:
+    assert clock_text(3675.4) == "1:01:15"
+    assert metrics_text({"a": 0.5, "b": 1e-5, "c": 123456.0}) == "a 0.5000   b 1e-05   c 1.235e+05"
+
+
+def test_an_unknown_mode_lists_those_that_are() -> None:
+    with pytest.raises(UnknownName, match="auto, json, quiet"):
+        Progress("loud")

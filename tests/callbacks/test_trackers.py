@@ -1,0 +1,188 @@
+"""Trackers never hold a run up: not when they are slow, not when they fail. Their libraries are faked at the boundary, but TensorBoard's."""
+
+import logging
+import sys
+import threading
+import types
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manyhands.callbacks import MLflow, TensorBoard, WandB, trackers
+from manyhands.callbacks.trackers import Tracker
+from manyhands.errors import BadInput
+from manyhands.events import Event
+
+START = Event(type="start", values={"total_steps": 2, "batch_size": 8})
+END = Event(type="end", step=2, values={"metrics": {"test_loss": 0.125}, "seconds": 1.0})
+ROW = {
+    "loss": 0.5,
+    "rate": 0.1,
+    "input_s": 0.0,
+    "compute_s": 0.1,
+    "exchange_s": 0.0,
+    "wait_s": 0.0,
+    "bytes": 8,
+    "rows": 8,
+}
+
+
+def step(number: int, **values: Any) -> Event:
+    return Event(type="step", step=number, values=ROW | values)
+
+
+def whole_run(tracker: Tracker, end: Event = END) -> None:
+    tracker.on_start(START)
+    tracker.on_step(step(1))
+    tracker.on_step(step(2, loss=None))
+    tracker.on_validation(Event(type="validation", step=2, values={"metrics": {"validation_loss": 0.25}}))
+    tracker.on_end(end)
+
+
+class Recording(Tracker):
+    """Keeps what it gets; waits or fails where it is told to."""
+
+    _library, _install = "json", "json"
+
+    def __init__(self, gate: threading.Event | None = None, fails: str = "") -> None:
+        super().__init__()
+        self.gate, self.fails = gate, fails
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.end = ""
+
+    def _open(self, facts: dict[str, Any]) -> None:
+        if self.fails == "open":
+            raise ConnectionError("no route")
+
+    def _write(self, step: int, numbers: dict[str, float]) -> None:
+        if self.gate is not None:
+            assert self.gate.wait(30)
+        if self.fails == "write":
+            raise ConnectionError("no route")
+        self.rows.append((step, numbers))
+
+    def _finish(self, failed: bool) -> None:
+        self.end = "failed" if failed else "done"
+
+
+def test_steps_validations_and_the_result_arrive_in_order() -> None:
+    tracker = Recording()
+    whole_run(tracker)
+    assert [number for number, _ in tracker.rows] == [1, 2, 2, 2]
+    assert tracker.rows[0][1]["loss"] == 0.5
+    assert "loss" not in tracker.rows[1][1]
+    assert [row for _, row in tracker.rows[2:]] == [{"validation_loss": 0.25}, {"test_loss": 0.125}]
+    assert tracker.end == "done"
+
+
+def test_a_failed_run_is_told_as_one() -> None:
+    tracker = Recording()
+    whole_run(tracker, Event(type="failed", values={"error": "WorkerFailed", "message": "m"}))
+    assert tracker.end == "failed"
+
+
+def test_a_slow_tracker_drops_rows_and_counts_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(trackers, "QUEUE", 3)
+    gate = threading.Event()
+    tracker = Recording(gate)
+    tracker.on_start(START)
+    for number in range(100):
+        tracker.on_step(step(number))
+    gate.set()
+    with caplog.at_level(logging.WARNING):
+        tracker.on_end(END)
+    assert tracker.dropped >= 96
+    assert tracker.dropped + len(tracker.rows) == 101
+    assert f"{tracker.dropped} rows were dropped" in caplog.text
+
+
+def test_a_tracker_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(trackers, "CLOSING_S", 0.05)
+    gate = threading.Event()
+    with caplog.at_level(logging.WARNING):
+        whole_run(Recording(gate))
+    gate.set()
+    assert "Recording is still sending" in caplog.text
+
+
+@pytest.mark.parametrize("fails", ["open", "write"])
+def test_a_failure_is_one_warning_and_the_run_goes_on(fails: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        whole_run(Recording(fails=fails))
+    assert [record.message for record in caplog.records] == [
+        "Recording failed and gets no more of this run: ConnectionError: no route"
+    ]
+
+
+def test_a_run_that_never_began_needs_no_end() -> None:
+    Recording().on_end(END)
+
+
+@pytest.mark.parametrize(
+    ("make", "package"), [(MLflow, "mlflow-skinny"), (WandB, "wandb"), (lambda: TensorBoard("d"), "tensorboard")]
+)
+def test_a_missing_library_is_said_at_once(make: Any, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(BadInput, match=f"pip install {package}"):
+        make()
+
+
+def fake_module(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: Any) -> None:
+    module = types.ModuleType(name)
+    module.__spec__ = ModuleSpec(name, None)
+    for attribute, value in attributes.items():
+        setattr(module, attribute, value)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+class Calls:
+    """Any method may be called; the calls are kept."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            self.made.append((name, args, options))
+            return types.SimpleNamespace(experiment_id="7", info=types.SimpleNamespace(run_id="r"))
+
+        return call
+
+    def of(self, name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        return [(args, options) for made, args, options in self.made if made == name]
+
+
+def test_mlflow_gets_facts_as_parameters_and_numbers_as_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Calls()
+    entities = types.SimpleNamespace(Metric=lambda key, value, timestamp, step: (key, value, step))
+    fake_module(monkeypatch, "mlflow", MlflowClient=lambda tracking_uri: client, entities=entities)
+    whole_run(MLflow("mine", run_name="one"))
+    assert client.of("create_run") == [(("7",), {"run_name": "one"})]
+    assert client.of("log_param") == [(("r", "total_steps", 2), {}), (("r", "batch_size", 8), {})]
+    assert ("loss", 0.5, 1) in client.of("log_batch")[0][1]["metrics"]
+    assert client.of("log_batch")[-1][1]["metrics"] == [("test_loss", 0.125, 2)]
+    assert client.of("set_terminated") == [(("r",), {"status": "FINISHED"})]
+
+
+def test_wandb_gets_numbers_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, asked = Calls(), {}
+    fake_module(monkeypatch, "wandb", init=lambda **options: asked.update(options) or run)
+    whole_run(WandB("mine", mode="offline"))
+    assert asked == {"project": "mine", "config": START.values, "mode": "offline"}
+    assert run.of("log")[-1] == (({"test_loss": 0.125},), {"step": 2})
+    assert run.of("finish") == [((), {"exit_code": 0})]
+
+
+@pytest.mark.filterwarnings("default")  # of tensorboard's own imports
+def test_tensorboard_writes_files_that_its_reader_reads(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    whole_run(TensorBoard(tmp_path))
+    read = EventAccumulator(str(tmp_path))
+    read.Reload()
+    assert [(scalar.step, scalar.value) for scalar in read.Scalars("loss")] == [(1, 0.5)]
+    assert read.Scalars("test_loss")[0].value == 0.125

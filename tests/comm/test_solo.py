@@ -1,0 +1,20 @@
+"""The group of one worker takes the exam of groups."""
+
+import pytest
+import torch
+
+from manyhands.comm.group import Total
+from manyhands.comm.solo import SoloGroup
+from manyhands.testing.group_exam import GROUP_EXAM
+
+
+@pytest.mark.parametrize("check", GROUP_EXAM.values(), ids=GROUP_EXAM.keys())
+def test_exam(check):
+    check(SoloGroup())
+
+
+def test_total_weight_zero_is_legal():
+    tensor = torch.tensor([float("nan"), 1.0])
+    assert SoloGroup().mean_(tensor, 0.0, 3) == Total(0.0, 3)
+    assert tensor[0].isnan()
+    assert tensor[1] == 1

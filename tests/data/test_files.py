@@ -1,0 +1,80 @@
+"""data/files.py: .npz, .npy, .parquet and .txt."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from manyhands.data.feed import Feed
+from manyhands.data.sources import open_source
+from manyhands.errors import BadInput
+
+
+def read(data, **options):
+    return [part.batch for part in Feed(open_source(data, **options), batch_size=3, shuffle=False).epoch(0)]
+
+
+def test_npz_and_npy(tmp_path):
+    x, y = np.arange(8.0).reshape(4, 2), np.arange(4)
+    np.savez(tmp_path / "data.npz", x=x, y=y)
+    np.save(tmp_path / "x.npy", x)
+    first, last = read(str(tmp_path / "data.npz"))
+    assert torch.equal(first["x"], torch.from_numpy(x[:3]))
+    assert last["y"].tolist() == [3]
+    assert torch.equal(torch.cat(read(tmp_path / "x.npy")), torch.from_numpy(x))
+    shuffled = next(Feed(open_source(tmp_path / "x.npy"), batch_size=4).epoch(0)).batch
+    assert sorted(shuffled[:, 0].tolist()) == [0, 2, 4, 6]
+
+
+def test_arrays_of_objects_are_never_unpickled(tmp_path):
+    np.savez(tmp_path / "data.npz", x=np.array([{}, {}], dtype=object))
+    with pytest.raises(BadInput, match="without unpickling"):
+        open_source(tmp_path / "data.npz")
+
+
+def test_a_parquet_file_and_a_folder_of_them_in_the_order_of_their_names(tmp_path):
+    for name, start in (("b.parquet", 3), ("a.parquet", 0)):
+        pq.write_table(
+            pa.table({"x": list(range(start, start + 3)), "v": [[float(i)] * 2 for i in range(3)]}), tmp_path / name
+        )
+    assert read(tmp_path / "b.parquet")[0]["x"].tolist() == [3, 4, 5]
+    batches = read(tmp_path)
+    assert torch.cat([batch["x"] for batch in batches]).tolist() == list(range(6))
+    assert batches[0]["v"].shape == (3, 2)
+
+
+def test_text_rows_are_lines(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes("eins\n\nzwei drei\r\nvierß".encode())
+    assert read(path) == [["eins", "", "zwei drei"], ["vierß"]]
+    assert read(path, collate=lambda lines: torch.tensor([len(line) for line in lines]))[0].tolist() == [4, 0, 9]
+    seen = [line for part in Feed(open_source(path), batch_size=2).epoch(0) for line in part.batch]
+    assert sorted(seen) == ["", "eins", "vierß", "zwei drei"]
+    path.write_bytes(b"a\nb\n")
+    assert read(path) == [["a", "b"]]
+
+
+def test_text_that_is_not_utf8_names_its_line(tmp_path):
+    (tmp_path / "text.txt").write_bytes(b"a\n\xff\n")
+    with pytest.raises(BadInput, match="line 2 of .* is not UTF-8"):
+        read(tmp_path / "text.txt")
+
+
+def test_what_cannot_be_read_is_refused(tmp_path):
+    (tmp_path / "data.csv").write_text("1,2")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "empty").mkdir()
+    for name in ("broken.npz", "broken.npy", "broken.parquet"):
+        (tmp_path / name).write_text("no such format")
+    for name, message in [
+        ("missing.npz", "no file or folder"),
+        ("data.csv", "expected .npz"),
+        ("empty.txt", "has no rows"),
+        ("empty", "holds no .parquet file"),
+        ("broken.npz", "cannot be read as .npz"),
+        ("broken.npy", "cannot be read as .npy"),
+        ("broken.parquet", "cannot be read as Parquet"),
+    ]:
+        with pytest.raises(BadInput, match=message):
+            open_source(tmp_path / name)

@@ -1,0 +1,100 @@
+"""data/sources.py: everything a user may give becomes a source, and everything else an error."""
+
+import pytest
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+from manyhands.data.arrays import Columns
+from manyhands.data.datasets import Rows
+from manyhands.data.feed import Feed
+from manyhands.data.sources import open_source
+from manyhands.data.streams import Stream
+from manyhands.errors import BadInput
+
+X = torch.arange(5.0)
+
+
+class Squares(Dataset):
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, i):
+        return {"x": torch.tensor(float(i)), "y": i * i}
+
+    def __call__(self):
+        raise AssertionError("a dataset that can be called is still a dataset")
+
+
+class Endless(Dataset):
+    def __getitem__(self, i):
+        return i
+
+
+class OldStyle:
+    """Rows by __getitem__ alone: an iterable to Python."""
+
+    def __getitem__(self, i):
+        if i == 3:
+            raise IndexError
+        return i
+
+    def __iter__(self):
+        return (self[i] for i in range(3))
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "rows"),
+    [
+        (X, Columns, 5),
+        ((X, X), Columns, 5),
+        ({"x": X.numpy(), "y": [1, 2, 3, 4, 5]}, Columns, 5),
+        (TensorDataset(X, X), Columns, 5),
+        (Squares(), Rows, 5),
+        ([(X, 0), (X, 1)], Rows, 2),
+        (range(9), Rows, 9),
+        (OldStyle(), Stream, None),
+        ((i for i in range(3)), Stream, None),
+        (lambda: (X, X), Columns, 5),
+        (lambda: iter([1]), Stream, None),
+        (Squares, Rows, 5),
+    ],
+)
+def test_what_data_becomes(data, kind, rows):
+    source = open_source(data)
+    assert type(source) is kind
+    assert source.rows == rows
+
+
+def test_rows_of_a_dataset_are_collated_by_torch():
+    batch = next(Feed(open_source(Squares()), batch_size=3, shuffle=False).epoch(0)).batch
+    assert batch["x"].tolist() == [0.0, 1.0, 2.0]
+    assert batch["y"].tolist() == [0, 1, 4]
+
+
+def test_a_list_is_rows_and_a_tuple_is_columns():
+    assert open_source([X, X]).rows == 2
+    assert open_source((X, X)).rows == 5
+
+
+@pytest.mark.parametrize("data", [None, 3, 2.5, {1, 2}, b"abc", object(), lambda: 3])
+def test_anything_else_is_refused_with_what_is_accepted(data):
+    with pytest.raises(BadInput, match="expected a tensor or array; a dict, tuple"):
+        open_source(data)
+
+
+def test_empty_data_and_unequal_lengths_are_refused():
+    for data in ([], {}, (), (X[:0],), list):
+        with pytest.raises(BadInput, match=r"has no (rows|columns)"):
+            open_source(data)
+    with pytest.raises(BadInput, match="equally long"):
+        open_source((X, X[:4]))
+
+
+def test_a_dataset_without_a_length_is_refused():
+    with pytest.raises(BadInput, match="Endless has no __len__"):
+        open_source(Endless())
+
+
+def test_a_function_that_returns_a_function_is_refused():
+    with pytest.raises(BadInput, match="the data function returned"):
+        open_source(lambda: open_source)

@@ -1,0 +1,69 @@
+"""A driver in a process of its own, for tests that kill it, and what is left of it afterwards."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+MARK = "MANYHANDS_TEST_MARK"
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    """Return as soon as the condition holds; fail if it does not in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.01)
+
+
+class Script:
+    """A driver in a process of its own, and every process that descends from it, found by a mark in their environment."""
+
+    def __init__(self, folder: Path, text: str, *arguments: str, stdin: str | None = None) -> None:
+        self.mark = uuid.uuid4().hex
+        path = folder / "script.py"
+        path.write_text(textwrap.dedent(text))
+        source = Path(__file__).resolve().parents[2] / "src"
+        environment = {**os.environ, MARK: self.mark, "PYTHONPATH": str(source), "PYTHONUNBUFFERED": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-" if stdin is not None else str(path), *arguments],
+            stdin=subprocess.PIPE if stdin is not None else None,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=folder,
+            start_new_session=True,
+        )
+        if stdin is not None:
+            assert self.process.stdin is not None
+            self.process.stdin.write(textwrap.dedent(stdin))
+            self.process.stdin.close()
+            self.process.stdin = None
+
+    def line(self) -> str:
+        """The next line that it prints."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def end(self, timeout_s: float = 60.0) -> tuple[int, str, str]:
+        """(exit code, standard output, standard error)"""
+        out, err = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, out, err
+
+    def processes(self) -> list[int]:
+        """Everything of it that lives, the driver included."""
+        return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and self._ours(entry)]
+
+    def _ours(self, entry: Path) -> bool:
+        try:
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            return state != "Z" and f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            return False

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import pytest
+
+from manyhands.engines.coordinator import START_S, Coordinator, Failed, Failure, Finished, Hung, how_it_ended
+
+
+def started(size: int = 2, timeout_s: float = 10.0) -> Coordinator:
+    coordinator = Coordinator(size, timeout_s, now=0.0)
+    for rank in range(size):
+        coordinator.started(rank, now=0.0)
+    return coordinator
+
+
+def failure(rank: int, secondary: bool = False) -> Failure:
+    return Failure(rank=rank, phase="compute", step=3, message=f"from {rank}", secondary=secondary)
+
+
+def test_finished_once_all_returned() -> None:
+    coordinator = started()
+    coordinator.returned(0)
+    assert coordinator.verdict(1.0) is None
+    coordinator.returned(1)
+    assert coordinator.verdict(1.0) == Finished()
+
+
+def test_exit_after_the_value_is_no_failure() -> None:
+    coordinator = started(1)
+    coordinator.returned(0)
+    coordinator.exited(0, 0, "here", 1.0)
+    assert coordinator.verdict(1.0) == Finished()
+
+
+def test_death_names_rank_host_phase_and_step() -> None:
+    """CASE 21."""
+    coordinator = started()
+    coordinator.beat(1, "compute", 12, 0.0, now=5.0)
+    coordinator.exited(1, -11, "alpha", 5.1)
+    verdict = coordinator.verdict(5.1)
+    assert isinstance(verdict, Failed)
+    assert verdict.failure.message == "worker 1 on alpha was killed by signal 11 (SIGSEGV) in phase compute at step 12"
+
+
+def test_first_error_wins() -> None:
+    coordinator = started(3)
+    coordinator.raised(failure(2), 1.0)
+    coordinator.raised(failure(0), 1.0)
+    assert coordinator.verdict(1.0) == Failed(failure(2))
+
+
+def test_lost_peer_waits_for_the_root_cause() -> None:
+    coordinator = started(3)
+    coordinator.raised(failure(0, secondary=True), 1.0)
+    assert coordinator.verdict(1.4) is None
+    coordinator.raised(failure(2), 1.45)
+    assert coordinator.verdict(1.45) == Failed(failure(2))
+
+
+def test_lost_peer_is_told_when_no_cause_comes() -> None:
+    coordinator = started(3)
+    coordinator.raised(failure(0, secondary=True), 1.0)
+    coordinator.raised(failure(1, secondary=True), 1.1)
+    assert coordinator.verdict(1.5) == Failed(failure(0, secondary=True))
+
+
+def test_hang_blames_the_stalest_that_does_not_wait() -> None:
+    coordinator = started(3)
+    coordinator.beat(0, "exchange", 7, 0.0, now=1.0)
+    coordinator.beat(1, "compute", 7, 0.0, now=2.0)
+    coordinator.beat(2, "compute", 8, 0.0, now=11.5)
+    assert coordinator.verdict(10.9) is None
+    assert coordinator.verdict(12.0) == Hung(1, 10.0)
+
+
+def test_idle_seconds_of_a_heartbeat_count() -> None:
+    coordinator = started(1)
+    coordinator.beat(0, "compute", 1, idle_s=9.0, now=20.0)
+    assert coordinator.verdict(20.9) is None
+    assert coordinator.verdict(21.0) == Hung(0, 10.0)
+
+
+def test_all_waiting_is_a_hang_too() -> None:
+    coordinator = started()
+    coordinator.beat(0, "exchange", 7, 0.0, now=1.0)
+    coordinator.beat(1, "wait", 7, 0.0, now=2.0)
+    assert coordinator.verdict(12.0) == Hung(0, 11.0)
+
+
+def test_compiling_is_progress_while_heartbeats_come() -> None:
+    coordinator = started()
+    coordinator.beat(0, "exchange", 0, 0.0, now=1.0)
+    for now in range(2, 40):
+        coordinator.beat(1, "compile", 0, float(now), now=float(now))
+        assert coordinator.verdict(float(now)) is None
+    assert coordinator.verdict(49.0) == Hung(1, 49.0)
+
+
+def test_user_code_may_take_long_unless_somebody_waits_for_it() -> None:
+    coordinator = started()
+    for rank in (0, 1):
+        coordinator.beat(rank, "user", 0, 0.0, now=1.0)
+    assert coordinator.verdict(1000.0) is None
+    coordinator.beat(0, "exchange", 0, 0.0, now=1000.0)
+    assert coordinator.verdict(1009.0) is None
+    assert coordinator.verdict(1010.0) == Hung(1, 1009.0)
+
+
+def test_stale_work_is_blamed_before_older_user_code() -> None:
+    coordinator = started(3)
+    coordinator.beat(0, "user", 0, 0.0, now=1.0)
+    coordinator.beat(1, "compute", 4, 0.0, now=2.0)
+    coordinator.beat(2, "exchange", 4, 0.0, now=1.5)
+    assert coordinator.verdict(12.0) == Hung(1, 10.0)
+
+
+def test_deadline_begins_when_the_process_is_there() -> None:
+    coordinator = Coordinator(1, timeout_s=1.0, now=0.0)
+    assert coordinator.verdict(START_S - 1) is None
+    assert coordinator.verdict(START_S) == Hung(0, START_S)
+    coordinator.started(0, START_S)
+    assert coordinator.verdict(START_S + 0.9) is None
+
+
+def test_the_drivers_own_work_is_excused() -> None:
+    coordinator = started(1)
+    coordinator.excuse(30.0)
+    assert coordinator.verdict(39.9) is None
+    assert coordinator.verdict(40.0) == Hung(0, 10.0)
+
+
+def test_table_has_a_row_a_worker() -> None:
+    coordinator = started()
+    coordinator.beat(0, "compute", 41, 0.0, now=2.0)
+    coordinator.returned(1)
+    rows = [[cell.strip() for cell in row.split("|")] for row in coordinator.table(14.5).splitlines()]
+    assert rows == [
+        ["rank", "last step", "phase", "seconds since progress"],
+        ["0", "41", "compute", "12.5"],
+        ["1", "0", "returned", ""],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [(0, "exit code 0 before it returned"), (-9, "SIGKILL; if nobody killed it"), (-64, "signal 64")],
+)
+def test_how_it_ended(status: int, words: str) -> None:
+    assert words in how_it_ended(status)

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from typing import Any
+
+from manyhands.engines.base import Observer
+from manyhands.engines.in_process import InProcess
+from manyhands.events import Event
+
+
+class Counting(Observer):
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.polls = 0
+        self.reason = ""
+
+    def event(self, event: Event) -> None:
+        self.events.append(event)
+
+    def answer(self, event: Event) -> dict[str, Any]:
+        return {"step": event.step}
+
+    def stopping(self) -> str:
+        self.polls += 1
+        return self.reason
+
+
+def test_events_and_questions_go_straight_to_the_observer() -> None:
+    observer = Counting()
+    line = InProcess(observer)
+    line.emit(Event(type="step", step=1))
+    assert line.ask(Event(type="lease", step=2)) == {"step": 2}
+    assert observer.events == [Event(type="step", step=1)]
+
+
+def test_the_observer_is_asked_ten_times_a_second() -> None:
+    observer, now = Counting(), 0.0
+    line = InProcess(observer, clock=lambda: now)
+    for tick in range(1000):  # ten seconds
+        now = tick / 100
+        line.should_stop()
+    assert 90 <= observer.polls <= 101
+
+
+def test_a_reason_to_stop_stays() -> None:
+    observer, now = Counting(), 0.0
+    line = InProcess(observer, clock=lambda: now)
+    observer.reason = "callback"
+    assert line.should_stop() == "callback"
+    observer.reason, now = "", 5.0
+    assert line.should_stop() == "callback"

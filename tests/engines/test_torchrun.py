@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pytest
+
+from manyhands.engines import engine_of
+from manyhands.engines.base import Launch
+from manyhands.engines.torchrun import Place, Torchrun
+from manyhands.errors import BadInput, Unsupported
+from manyhands.server.client import ServerSpec
+
+VARIABLES = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1",
+}
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_the_place_comes_from_the_environment() -> None:
+    assert Place.from_environment() == Place(rank=3, size=4, local_rank=1, local_size=2)
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
+def test_a_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.delenv(name)
+    with pytest.raises(BadInput, match=f"needs the variable {name}: start with torchrun"):
+        Place.from_environment()
+
+
+@pytest.mark.parametrize(("name", "value"), [("RANK", "x"), ("RANK", "4"), ("WORLD_SIZE", "-1")])
+def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(BadInput, match=name):
+        Place.from_environment()
+
+
+def test_another_number_of_workers_is_refused() -> None:
+    with pytest.raises(BadInput, match="workers=2 under torchrun with WORLD_SIZE=4"):
+        Torchrun().launch(lambda worker: None, Launch(workers=2))
+
+
+def test_no_server() -> None:
+    with pytest.raises(Unsupported, match="starts no parameter server"):
+        Torchrun().launch(lambda worker: None, Launch(workers=4, server=ServerSpec(rule="add")))
+
+
+def test_auto_is_torchrun_under_torchrun() -> None:
+    assert engine_of("auto") == Torchrun()

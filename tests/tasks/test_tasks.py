@@ -1,0 +1,30 @@
+"""tasks/__init__.py: tasks by name, loaded when they are asked for."""
+
+import subprocess
+import sys
+
+import pytest
+
+from manyhands import spec, tasks
+from manyhands.task import Task
+
+
+@pytest.mark.parametrize("name", tasks.CATALOGUE)
+def test_each_name_makes_a_task_of_that_name_with_options_from_text(name):
+    maker = spec.find(name, tasks.CATALOGUE, "task")
+    task = spec.make(maker, {"batch_size": "32", "epochs": "5"}, f"task {name}")
+    assert isinstance(task, Task)
+    assert (task.name, task.batch_size, task.epochs) == (name, 32, 5)
+    assert getattr(tasks, name) is maker
+    assert getattr(tasks, name) is maker  # a second time: no submodule has taken its place
+    assert tasks.SUMMARIES[name]
+
+
+def test_an_unknown_task_is_named():
+    with pytest.raises(AttributeError, match="digits, chars"):
+        _ = tasks.mnist
+
+
+def test_listing_tasks_loads_no_torch():
+    code = "import sys; from manyhands import tasks; assert set(tasks.CATALOGUE) <= set(dir(tasks)); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == 0

@@ -1,0 +1,110 @@
+"""Checkpoints: whole or not at all, verified before they are believed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from manyhands import checkpoint, random_state
+from manyhands.comm.solo import SoloGroup
+from manyhands.errors import BadInput
+from manyhands.testing.threads import together
+
+
+def save(folder: Path, tick: int) -> Path:
+    return checkpoint.save(folder, tick, SoloGroup(), {"w": torch.full((3,), float(tick))}, {"tick": tick})
+
+
+def never(message: str) -> None:
+    pytest.fail(message)
+
+
+def test_the_newest_two_are_kept_and_the_newest_is_found(tmp_path: Path) -> None:
+    for tick in (1, 5, 30, 200):
+        save(tmp_path, tick)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000030", "step-00000200"]
+    found = checkpoint.newest(tmp_path, never)
+    assert found is not None
+    assert (found.tick, found.ranks) == (200, 1)
+    assert torch.equal(found.tensors(0)["w"], torch.full((3,), 200.0))
+    assert found.values(0) == {"tick": 200}
+
+
+def test_every_rank_writes_its_own_part(tmp_path: Path) -> None:
+    together(3, lambda w: checkpoint.save(tmp_path, 7, w.group, {"w": torch.tensor([w.rank])}, {"rank": w.rank}))
+    found = checkpoint.newest(tmp_path, never)
+    assert found is not None
+    assert [int(found.tensors(rank)["w"]) for rank in range(3)] == [0, 1, 2]
+    assert [found.values(rank)["rank"] for rank in range(3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest"])
+def test_a_damaged_one_is_named_and_the_older_one_used(tmp_path: Path, damage: str) -> None:
+    save(tmp_path, 1)
+    newest = save(tmp_path, 2)
+    file = newest / ("manifest.json" if damage == "manifest" else "rank-00000.safetensors")
+    data = file.read_bytes()
+    if damage == "remove":
+        file.unlink()
+    else:
+        file.write_bytes(data[:-3] if damage in ("truncate", "manifest") else data[:-1] + bytes([data[-1] ^ 1]))
+    said: list[str] = []
+    found = checkpoint.newest(tmp_path, said.append)
+    assert found is not None
+    assert found.tick == 1
+    assert len(said) == 1
+    assert newest.name in said[0]
+
+
+def test_all_damaged_is_an_error_and_none_is_none(tmp_path: Path) -> None:
+    assert checkpoint.newest(tmp_path, never) is None
+    assert checkpoint.newest(tmp_path / "nothing", never) is None
+    (save(tmp_path, 1) / "manifest.json").unlink()
+    with pytest.raises(BadInput, match="all 1 checkpoints .* are damaged"):
+        checkpoint.newest(tmp_path, lambda message: None)
+
+
+def test_a_save_that_fails_leaves_the_older_one_and_is_cleaned_up_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "_write_synced", full)
+        with pytest.raises(OSError, match="No space left"):
+            save(tmp_path, 2)
+    found = checkpoint.newest(tmp_path, never)
+    assert found is not None
+    assert found.tick == 1
+    save(tmp_path, 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
+
+
+def test_a_view_is_saved_without_the_rest_of_its_memory(tmp_path: Path) -> None:
+    whole = torch.zeros(1_000_000)
+    path = checkpoint.save(tmp_path, 1, SoloGroup(), {"w": whole[5:9]}, {})
+    assert (path / "rank-00000.safetensors").stat().st_size < 1000
+
+
+def test_random_state_comes_back_whole() -> None:
+    import random
+
+    import numpy as np
+
+    def draw() -> tuple[float, float, float, float]:
+        return float(torch.rand(())), float(np.random.rand()), float(np.random.randn()), random.gauss(0, 1)
+
+    with random_state.kept():
+        random_state.seed_all(3)
+        np.random.randn()  # leaves a cached normal draw
+        random.gauss(0, 1)
+        tensors, values = random_state.capture()
+        first = draw()
+        assert draw() != first
+        random_state.restore(tensors, values)
+        assert draw() == first

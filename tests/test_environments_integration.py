@@ -1,0 +1,560 @@
+"""Where people run it: scripts, stdin, notebooks, containers, odd folders; and what is left when it ends, however it ends.
+
+Every program here is a process of its own with a home, a temporary folder and a working folder of its own, and afterwards
+no process of it lives. What the engine alone shows is in tests/engines; this is whole runs of `train` and of the command.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner, Result
+
+import manyhands as mh
+from manyhands import cli
+
+SOURCE = Path(__file__).resolve().parents[1] / "src"
+MARK = "MANYHANDS_TEST_MARK"
+COMMAND = [sys.executable, "-c", "import manyhands.cli; manyhands.cli.main()"]
+DEADLINE_S = 100.0
+
+SCRIPT = """
+    import torch
+    import manyhands as mh
+
+    rows = torch.arange(64.0).reshape(16, 4) / 64
+    run = mh.train(
+        model=lambda: torch.nn.Linear(4, 1),
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        train_data=rows, batch_size=4, epochs=2, workers=2,
+    )
+    print(run.steps, run.rows["workers"])
+"""
+SAYS = "8 [16, 16]\n"
+
+TASK = """
+    import torch
+    import manyhands as mh
+
+    def task(width: int = 1) -> mh.Task:
+        return mh.Task(
+            model=lambda: torch.nn.Linear(4, width),
+            loss=lambda model, batch: model(batch).square().mean(),
+            optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+            train_data=torch.arange(64.0).reshape(16, 4) / 64,
+            batch_size=4,
+            epochs=2,
+        )
+"""
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float) -> None:
+    """Return as soon as the condition holds; fail if it does not in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.01)
+
+
+@dataclass
+class Place:
+    """Folders of its own, and the processes started in them, found by a mark in their environment."""
+
+    root: Path
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for folder in (self.work, self.home, self.temporary):
+            folder.mkdir(parents=True)
+
+    @property
+    def work(self) -> Path:
+        return self.root / "work"
+
+    @property
+    def home(self) -> Path:
+        return self.root / "home"
+
+    @property
+    def temporary(self) -> Path:
+        return self.root / "temporary"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        own = {MARK: self.mark, "HOME": str(self.home), "TMPDIR": str(self.temporary), "PYTHONPATH": str(SOURCE)}
+        return os.environ | own | {"PYTHONDONTWRITEBYTECODE": "1"}
+
+    def write(self, name: str, text: str) -> Path:
+        path = self.work / name
+        path.write_text(textwrap.dedent(text))
+        return path
+
+    def start(self, *words: Any, stdin: Any = subprocess.DEVNULL, cwd: Path | None = None) -> subprocess.Popen[str]:
+        """In a process group of its own, as a terminal starts a command."""
+        process = subprocess.Popen(
+            [str(word) for word in words],
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=cwd or self.work,
+            env=self.environment,
+            start_new_session=True,
+        )
+        self.started.append(process)
+        return process
+
+    def run(self, *words: Any, **options: Any) -> tuple[int, str, str]:
+        """(exit code, standard output, standard error)"""
+        return end(self.start(*words, **options))
+
+    def processes(self) -> list[int]:
+        """All that live, whoever their parent is now."""
+        return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and self._ours(entry)]
+
+    def _ours(self, entry: Path) -> bool:
+        try:
+            dead = (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            return not dead and f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            return False
+
+    def left(self) -> list[str]:
+        """Files (torch makes an empty folder for its compiler) that a program left behind in its home, in its temporary folder and beside itself."""
+        return sorted(str(p.relative_to(self.root)) for p in self.root.rglob("*") if not p.is_dir())
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=DEADLINE_S)
+    return process.returncode, out, err
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    """Afterwards nothing that was started here lives."""
+    made = Place(tmp_path / "place")
+    yield made
+    survivors = made.processes()
+    for pid in survivors:
+        os.kill(pid, signal.SIGKILL)
+    for process in made.started:
+        process.communicate(timeout=10)
+    assert not survivors
+
+
+# Scripts and notebooks
+
+
+@pytest.mark.parametrize("how", ["file", "stdin"])
+def test_a_script_without_a_guard(how: str, place: Place) -> None:
+    path = place.write("script.py", SCRIPT)
+    if how == "file":
+        assert place.run(sys.executable, path) == (0, SAYS, "")
+    else:
+        with path.open() as text:
+            assert place.run(sys.executable, "-", stdin=text) == (0, SAYS, "")
+    assert place.left() == ["work/script.py"]
+
+
+CELL = """
+import os
+import re
+{script}
+print(open(f"/proc/{{os.getpid()}}/task/{{os.getpid()}}/children").read().split())
+run
+"""
+
+
+def test_a_notebook_trains_twice_and_keeps_no_process(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CASE 28: the functions are lambdas of the cell; its output ends with the run, shown as its summary."""
+    nbformat = pytest.importorskip("nbformat")
+    preprocessors = pytest.importorskip("nbconvert.preprocessors")
+    for name, value in place.environment.items():
+        monkeypatch.setenv(name, value)
+    cell = CELL.format(script=textwrap.dedent(SCRIPT))
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for _ in range(2)])
+    runner = preprocessors.ExecutePreprocessor(timeout=DEADLINE_S, kernel_name="python3")
+    runner.preprocess(notebook, {"metadata": {"path": str(place.work)}})
+    for done in notebook.cells:
+        printed = "".join(output.text for output in done.outputs if output.output_type == "stream")
+        shown = [output.data["text/html"] for output in done.outputs if output.output_type == "execute_result"]
+        assert printed == f"{SAYS}[]\n"
+        assert len(shown) == 1
+        assert "allreduce on 2 workers" in shown[0]
+        assert "Advice" in shown[0]
+
+
+# Containers
+
+
+def namespace(place: Place, mounts: list[str], command: str) -> tuple[int, str, str]:
+    """Run a shell command after mounts that nothing outside sees; skips where they are not permitted."""
+    if shutil.which("unshare") is None:
+        pytest.skip("needs the program unshare (util-linux)")
+    private = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--mount"]
+    setup = "set -e\n" + "\n".join(mounts)
+    code, _, err = place.run(*private, "sh", "-c", setup)
+    if code != 0:
+        pytest.skip(f"private mounts are not permitted here: {err.strip()}")
+    return place.run(*private, "sh", "-c", f"{setup}\n{command}")
+
+
+def python(path: Path) -> str:
+    return shlex.join([sys.executable, str(path)])
+
+
+BIG = """
+    import os
+    import torch
+    import manyhands as mh
+
+    room = os.statvfs("/dev/shm")
+    print(room.f_blocks * room.f_frsize // 2**20, os.listdir("/dev/shm"))
+    run = mh.train(
+        model=lambda: torch.nn.Linear(4000, 5000, bias=False),
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        train_data=torch.ones(4, 4000), batch_size=2, epochs=1, workers=2,
+    )
+    print(run.steps, run.parameters.numel(), os.listdir("/dev/shm"))
+"""
+
+
+def test_shared_memory_of_64_mb(place: Place) -> None:
+    """As in a container: parameters and gradients of two workers are 320 MB."""
+    small = "mount -t tmpfs -o size=64m tmpfs /dev/shm"
+    done = namespace(place, [small], python(place.write("big.py", BIG)))
+    assert done == (0, "64 []\n2 20000000 []\n", "")
+
+
+def test_nothing_is_written_where_nothing_can_be(place: Place) -> None:
+    """run_dir=None needs no folder. Torch will not start without one for temporary files, which stays empty but for torch's own."""
+    path = place.write("script.py", SCRIPT)
+    folders = ["/tmp", "/dev/shm", place.work, place.home]
+    readonly = [f"mount --bind {folder} {folder} && mount -o remount,bind,ro {folder}" for folder in folders]
+    mounts = [*readonly, "mount -o remount,bind,ro /", f"mount -t tmpfs tmpfs {place.temporary}"]
+    tried = "; ".join(f"touch {folder}/x 2>/dev/null && echo {folder}" for folder in folders)
+    show = f"find {place.temporary} -mindepth 1 -not -name 'torchinductor_*'; {tried}; true"
+    assert namespace(place, mounts, f"{python(path)}; {show}") == (0, SAYS, "")
+
+
+QUOTA = """
+    import torch
+    import manyhands as mh
+    from manyhands.engines.cores import usable_cores
+
+    print(usable_cores(), mh.launch(lambda: torch.get_num_threads(), workers=1))
+"""
+
+
+@pytest.fixture
+def one_core() -> Iterator[Path]:
+    """A control group that may use one core; removed again."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one core only: a quota of one changes nothing")
+    group = _groups_folder() / f"manyhands-test-{uuid.uuid4().hex[:8]}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    try:
+        _limit(group)
+        yield group
+    finally:
+        group.rmdir()
+
+
+def _groups_folder() -> Path:
+    """Where this process's control groups for CPU are: version 1's, else version 2's."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "cpu" in controllers.split(","):
+            return Path("/sys/fs/cgroup/cpu") / path.lstrip("/")
+        if controllers == "":
+            unified = Path("/sys/fs/cgroup") / path.lstrip("/")
+    return unified
+
+
+def _limit(group: Path) -> None:
+    try:
+        if (group / "cpu.cfs_quota_us").exists():
+            (group / "cpu.cfs_quota_us").write_text((group / "cpu.cfs_period_us").read_text())
+        else:
+            (group / "cpu.max").write_text("100000 100000")
+    except OSError as error:
+        pytest.skip(f"no CPU quota can be set here: {error}")
+
+
+def test_a_cpu_quota_is_the_number_of_cores(place: Place, one_core: Path) -> None:
+    path = place.write("quota.py", QUOTA)
+    join = f"echo $$ > {one_core}/cgroup.procs && exec {python(path)}"
+    assert place.run("sh", "-c", join) == (0, "1 [1]\n", "")
+    wait_until(lambda: not (one_core / "cgroup.procs").read_text(), timeout_s=5)
+
+
+# The command: odd folders, the user's file, resume
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    path = folder / "events.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    found = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [event for event in found if event["type"] == kind]
+
+
+def ticks(folder: Path) -> list[tuple[int, int]]:
+    """(tick, rank) of every step of a run: one that went on from its checkpoint has each once."""
+    return sorted((event["tick"], event["rank"]) for event in events(folder, "step"))
+
+
+def test_a_users_file_in_a_folder_of_many_odd_characters_and_resumed(place: Place) -> None:
+    folder = place.work / "läufe und 実行" / ("a long name " * 12).strip() / ("viele Hände " * 8).strip()
+    assert len(str(folder)) > 200
+    place.write("my_module.py", TASK)
+    words = [*COMMAND, "train", "my_module.py:task:width=3", "--workers", "2", "--run-dir", folder]
+    code, out, err = place.run(*words)
+    assert (code, err) == (0, "")
+    assert " ".join(str(folder.relative_to(place.work)).split()) in " ".join(out.split())
+    assert len(events(folder, "step")) == 2 * 8
+    code, out, err = place.run(*words, "--resume", "--epochs", "3")
+    assert (code, err) == (0, "")
+    assert ticks(folder) == [(tick, rank) for tick in range(12) for rank in (0, 1)]
+    assert json.loads((folder / "result.json").read_text())["steps"] == 12
+
+
+def test_two_commands_at_once_do_not_meet(place: Place) -> None:
+    """CASE 23: started in the same second in the same folder, each has its own directory, events and result."""
+    place.write("my_module.py", TASK)
+    same_second = f"import time; time.strftime = lambda *_: 'now'; {COMMAND[-1]}"
+    words = [sys.executable, "-c", same_second, "train", "my_module.py:task", "--workers", "2", "--seed"]
+    both = [place.start(*words, seed) for seed in (1, 2)]
+    for process in both:
+        code, _, err = end(process)
+        assert (code, err) == (0, "")
+    folders = sorted((place.work / "runs").iterdir())
+    assert len(folders) == 2
+    for folder in folders:
+        assert len(events(folder, "step")) == 2 * 8
+    first, second = ([event["values"]["loss"] for event in events(folder, "step")] for folder in folders)
+    assert sorted(first) != sorted(second)
+
+
+# However it ends
+
+
+ENDS = """
+    import os
+    import torch
+    import manyhands as mh
+
+    class Ends(mh.Callback):
+        def on_step(self, event):
+            {how}
+
+    mh.train(
+        model=lambda: torch.nn.Linear(4, 1),
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        train_data=torch.ones(16, 4), batch_size=4, epochs=10**6, workers=2, callbacks=[Ends()],
+    )
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code"), [("raise RuntimeError('a mistake of my own')", 1), ("os.kill(os.getpid(), 9)", -signal.SIGKILL)]
+)
+def test_nothing_is_left(how: str, code: int, place: Place) -> None:
+    """CASES 22, 28: after an exception of the user's and after kill -9 of the driver; success is in the tests above."""
+    path = place.write("ends.py", ENDS.format(how=how))
+    before = shared_memory()
+    ended, out, err = place.run(sys.executable, path)
+    assert (ended, out) == (code, "")
+    assert ("RuntimeError: a mistake of my own" in err) == (code == 1)
+    wait_until(lambda: not place.processes(), timeout_s=2)
+    assert place.left() == ["work/ends.py"]
+    assert shared_memory() <= before
+
+
+def shared_memory() -> set[str]:
+    """Names in /dev/shm that could be ours or torch's."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("manyhands", "torch", "psm", "sem"))}
+
+
+def started(place: Place, folder: Path, *options: str) -> subprocess.Popen[str]:
+    """The command, training until it is stopped; returns once it has made a step."""
+    words = ["train", "digits", "--workers", "2", "--epochs", "10000", "--validate-every", "1000000"]
+    process = place.start(*COMMAND, *words, "--run-dir", folder, *options)
+    wait_until(lambda: events(folder, "step") or process.poll() is not None, DEADLINE_S)
+    assert process.poll() is None, process.communicate(timeout=10)
+    return process
+
+
+def test_ctrl_c(place: Place) -> None:
+    """CASES 22, 28: the signal reaches the whole process group, as a terminal sends it."""
+    process = started(place, place.work / "run")
+    began = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    assert end(process) == (130, "", "manyhands: interrupted\n")
+    wait_until(lambda: not place.processes(), timeout_s=began + 5 - time.monotonic())
+    assert {name.split("/")[1] for name in place.left()} == {"run"}
+
+
+def test_sigterm_and_resume(place: Place) -> None:
+    """CASE 19's way of being interrupted: a checkpoint is written, and `--resume` goes on with the step after it."""
+    folder = place.work / "run"
+    process = started(place, folder, "--checkpoint-every", "1000000")
+    process.send_signal(signal.SIGTERM)
+    code, out, err = end(process)
+    assert (code, out) == (75, "")
+    assert err.startswith("manyhands: stopped at step")
+    assert "--resume" in err
+    assert str(folder) in err
+    assert not place.processes()
+    (saved,) = (folder / "checkpoints").iterdir()
+    tick = json.loads((saved / "manifest.json").read_text())["tick"]
+    words = ["train", "digits", "--workers", "2", "--epochs", "10000", "--max-steps", str(tick + 2)]
+    code, out, err = place.run(*COMMAND, *words, "--run-dir", folder, "--resume")
+    assert (code, err) == (0, "")
+    assert ticks(folder) == [(number, rank) for number in range(tick + 2) for rank in (0, 1)]
+
+
+# Bad input: one line, exit code 2
+
+
+def net() -> nn.Module:
+    return nn.Linear(4, 1)
+
+
+def task(**fields: Any) -> mh.Task:
+    given = {
+        "model": net,
+        "loss": lambda model, batch: model(batch).square().mean(),
+        "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        "train_data": torch.ones(16, 4),
+        "batch_size": 4,
+    }
+    return mh.Task(**(given | fields))
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.wide = nn.Linear(4, 4), nn.Linear(4, 1).double()
+
+
+TASKS: dict[str, Callable[[], mh.Task]] = {
+    "good": task,
+    "vector": lambda: task(loss=lambda model, batch: model(batch)),
+    "empty": lambda: task(train_data=torch.ones(0, 4)),
+    "both": lambda: task(batch_size_per_worker=2),
+    "frozen": lambda: task(model=lambda: nn.Linear(4, 1).requires_grad_(False)),
+    "instance": lambda: task(optimizer=torch.optim.SGD(net().parameters(), lr=0.1)),
+    "mixed": lambda: task(model=Mixed),
+}
+
+BAD = {
+    "unknown task": ("mnist", "no task 'mnist'.*known are digits, chars"),
+    "unknown strategy": ("digits --strategy alreduce", "no strategy 'alreduce' .did you mean 'allreduce'"),
+    "another system's strategy": ("digits --strategy ddp", "what others call ddp is 'allreduce' here"),
+    "a strategy not built": ("digits --strategy adag", "agn .what others call adag. is not built yet"),
+    "unknown option": ("digits --strategy local-sgd:perod=8", "no option 'perod' .did you mean 'period'.*period, "),
+    "unknown option of a task": ("digits:epoch=8", "no option 'epoch' .did you mean 'epochs'"),
+    "unknown engine": ("digits --engine slurm", "no engine 'slurm'.*known are local, torchrun"),
+    "no file": ("nowhere.py:task", "no file 'nowhere.py'"),
+    "a file that fails": ("broken.py:task", r"broken.py failed to import: ZeroDivisionError.*line 2"),
+    "no such name": ("tasks.py:god", "tasks.py has no 'god' .did you mean 'good'"),
+    "not a task": ("tasks.py:net", "not a manyhands.Task"),
+    "loss is no scalar": ("tasks.py:vector", "the loss must be one number"),
+    "no rows": ("tasks.py:empty", "no rows"),
+    "no workers": ("tasks.py:good --workers 0", "workers must be .*at least 1, not 0"),
+    "fewer rows than workers": ("tasks.py:good --workers 5", "batch_size"),
+    "both batch sizes": ("tasks.py:both", "batch_size.*batch_size_per_worker"),
+    "nothing to train": ("tasks.py:frozen", "trainable parameter"),
+    "optimizer instance": (
+        "tasks.py:instance",
+        "optimizer must be a function .model. -> optimizer, not a SGD instance",
+    ),
+    "mixed types": ("tasks.py:mixed", "float64: wide.weight"),
+    "an existing directory": ("tasks.py:good --run-dir used", "run directory used exists: resume it"),
+    "a file as directory": ("tasks.py:good --run-dir tasks.py", "run directory tasks.py is a file"),
+    "both batch sizes as options": (
+        "tasks.py:good --batch-size 4 --batch-size-per-worker 2",
+        "batch_size.*batch_size_per_worker",
+    ),
+}
+
+
+@pytest.fixture
+def here(place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """A working folder with files of tasks, good and bad, and a used run directory."""
+    monkeypatch.chdir(place.work)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    place.write("broken.py", "\ntask = 1 / 0\n")
+    place.write("tasks.py", f"from {__name__} import TASKS, net\nglobals().update(TASKS)\n")
+    (place.work / "used").mkdir()
+    (place.work / "used" / "notes.txt").write_text("mine\n")
+    yield place
+    sys.modules.pop("tasks", None)  # the next test's is another file
+
+
+def invoke(words: str) -> Result:
+    arguments = ["train", *shlex.split(words)]
+    if "--workers" not in arguments:
+        arguments += ["--workers", "1"]
+    return CliRunner().invoke(cli.app, arguments, prog_name="manyhands", env={"COLUMNS": "200", "NO_COLOR": "1"})
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_is_one_clear_line(what: str, here: Place) -> None:
+    """CASE 20 among them: no name is taken for another; nothing of the user's is touched."""
+    words, says = BAD[what]
+    done = invoke(words)
+    assert done.exit_code == 2, done.output
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith("manyhands: ")
+    assert re.search(says, done.stderr), done.stderr
+    assert [path.name for path in (here.work / "used").iterdir()] == ["notes.txt"]
+
+
+def test_debug_shows_the_traceback_of_bad_input(here: Place) -> None:
+    done = invoke("tasks.py:instance --debug")
+    assert done.exit_code == 2
+    assert done.stderr.startswith("Traceback")
+    assert "BadInput: optimizer must be a function" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("train my_module.py:task --workers 5", "batch_size"),
+        ("train my_module.py:bad --workers 2", "the loss must be one number"),
+    ],
+)
+def test_bad_input_of_a_real_command(words: str, says: str, place: Place) -> None:
+    """Found before any worker starts, and found on the workers: the same one line."""
+    place.write("my_module.py", TASK + "\n    bad = task().with_fields(loss=lambda model, batch: model(batch))\n")
+    code, out, err = place.run(*COMMAND, *words.split())
+    assert (code, out) == (2, "")
+    assert err.startswith("manyhands: ")
+    assert err.count("\n") == 1
+    assert says in err

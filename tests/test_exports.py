@@ -1,0 +1,128 @@
+"""The public names: every one resolves, none is loaded before it is asked for, and the catalogues and docs agree with them."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import manyhands as mh
+from manyhands import engines, strategies, tasks
+from manyhands.engines.base import Engine
+from manyhands.strategies.base import Strategy
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = Path(mh.__file__)
+CATALOGUES = {"strategies": strategies.CATALOGUE, "engines": engines.CATALOGUE, "tasks": tasks.CATALOGUE}
+
+
+def fresh(code: str) -> str:
+    """What a new interpreter prints; it ends with an error if the code does."""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+def test_importing_loads_nothing_heavy() -> None:
+    heavy = ["torch", "numpy", "pandas", "pyarrow", "rich", "typer", "cloudpickle", "safetensors", "IPython"]
+    assert fresh(f"import sys, manyhands; print(sorted(set({heavy}) & set(sys.modules)))") == "[]"
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_every_name_resolves_in_a_fresh_interpreter_in_any_order(backwards: bool) -> None:
+    """`worker` is a function here and a module on disk: importing the module does not hide the function."""
+    code = f"""
+import inspect, manyhands as mh
+for name in sorted(mh.__all__, reverse={backwards}):
+    assert getattr(mh, name) is getattr(mh, name), name
+import manyhands.run, manyhands.task, manyhands.worker
+print(inspect.isfunction(mh.worker), inspect.isfunction(mh.train), inspect.ismodule(mh.tasks), inspect.isclass(mh.Run))
+"""
+    assert fresh(code) == "True True True True"
+
+
+def test_a_name_from_here_is_the_thing_itself_not_a_copy() -> None:
+    for name, module in mh._WHERE.items():
+        assert getattr(mh, name) is getattr(importlib.import_module(f"manyhands.{module}"), name), name
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'manyhands' has no attribute 'trian'"):
+        _ = mh.trian
+
+
+def test_dir_lists_what_there_is() -> None:
+    assert dir(mh) == sorted(set(mh.__all__))
+
+
+def test_type_checkers_and_the_interpreter_see_the_same_names() -> None:
+    """The imports under TYPE_CHECKING and the lazy table name the same things in the same modules."""
+    assert _typed() == {name: f"manyhands.{module}" for name, module in mh._WHERE.items()} | dict.fromkeys(
+        mh._MODULES, "manyhands"
+    )
+
+
+def _typed() -> dict[str, str]:
+    """{name: module} of the imports that only type checkers see; each must be `import name as name`, a re-export."""
+    block = next(
+        node
+        for node in ast.parse(PACKAGE.read_text()).body
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    )
+    typed = {}
+    for node in block.body:
+        assert isinstance(node, ast.ImportFrom), ast.unparse(node)
+        for alias in node.names:
+            assert alias.asname == alias.name, f"{ast.unparse(node)} is not a re-export"
+            typed[alias.name] = str(node.module)
+    return typed
+
+
+@pytest.mark.parametrize(("catalogue", "name"), [(kind, name) for kind, rows in CATALOGUES.items() for name in rows])
+def test_every_catalogue_entry_imports(catalogue: str, name: str) -> None:
+    module, _, attribute = CATALOGUES[catalogue][name].partition(":")
+    made = getattr(importlib.import_module(module), attribute)
+    if catalogue == "tasks":
+        assert callable(made)
+        assert name in tasks.SUMMARIES
+    else:
+        base = {"strategies": Strategy, "engines": Engine}[catalogue]
+        assert issubclass(made, base)
+        assert made.name == name
+        assert getattr(mh, made.__name__) is made
+
+
+def test_hints_lead_somewhere() -> None:
+    """What others call it is a name of ours, built or not; and no name of ours is taken for another (CASE 20)."""
+    known = {*strategies.CATALOGUE, *strategies.NOT_BUILT}
+    assert {target.partition(":")[0] for target in strategies.ELSEWHERE.values()} <= known
+    assert not known & strategies.ELSEWHERE.keys()
+    assert set(engines.HINTS.values()) <= engines.CATALOGUE.keys()
+    assert not engines.CATALOGUE.keys() & engines.HINTS.keys()
+
+
+def test_each_strategy_has_its_row_and_its_options_in_the_docs() -> None:
+    text = (ROOT / "docs/strategies.md").read_text()
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| `")
+    ]
+    described = {row[0].strip("`") for row in rows if len(row) == 6 and not row[1].startswith("`")}
+    options = {(row[0].strip("`"), row[1].strip("`")) for row in rows if row[1].startswith("`")}
+    assert described == strategies.CATALOGUE.keys()
+    assert options == {(name, option) for name in strategies.CATALOGUE for option in _options(name)}
+
+
+def _options(name: str) -> list[str]:
+    from manyhands import spec
+
+    return list(spec.options_of(spec.find(name, strategies.CATALOGUE, "strategy")))
+
+
+def test_one_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert mh.__version__ == project["version"]

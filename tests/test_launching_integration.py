@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from manyhands.engines.local import Local
+from manyhands.errors import BadInput, UnknownName, WorkerFailed
+from manyhands.launching import launch, launched_strategy, run_script
+from manyhands.strategies.local_sgd import LocalSGD
+from manyhands.worker import current
+
+
+@pytest.fixture(scope="module")
+def local() -> Iterator[Local]:
+    with Local() as engine:
+        yield engine
+
+
+@pytest.fixture(autouse=True)
+def no_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MANYHANDS_STRATEGY", raising=False)
+
+
+def place() -> tuple[int, int]:
+    worker = current()
+    assert worker is not None
+    return worker.rank, worker.size
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_launch_returns_every_ranks_value(local: Local, workers: int) -> None:
+    values = launch(lambda a, b: (place(), a + b), 1, 2, workers=workers, engine=local)
+    assert values == [((rank, workers), 3) for rank in range(workers)]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("strategy", ["local-sgd:period=8", LocalSGD(period=8), None])
+def test_strategy_is_said_inside_and_forgotten_after(
+    local: Local, workers: int, strategy: LocalSGD | str | None
+) -> None:
+    values = launch(launched_strategy, workers=workers, strategy=strategy, engine=local)
+    assert values == [strategy] * workers
+    assert launched_strategy() is None
+
+
+def test_no_workers(local: Local) -> None:
+    with pytest.raises(BadInput, match="workers must be at least 1, not 0"):
+        launch(place, workers=0, engine=local)
+
+
+def test_unknown_engine() -> None:
+    with pytest.raises(UnknownName, match="no engine 'multiprocessing'.*is 'local' here"):
+        launch(place, engine="multiprocessing")
+
+
+SCRIPT = """
+    import os, sys
+    import torch
+    from helper_beside_the_script import NAME
+    from manyhands.worker import current
+    rank = current().rank
+    print(NAME, __name__, sys.argv[1:], os.environ["MANYHANDS_STRATEGY"])
+    torch.save(rank, f"saved{rank}")
+    class InMain: pass
+    if len(sys.argv) > 2:
+        sys.exit(eval(sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "helper_beside_the_script.py").write_text("NAME = 'helper'\n")
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "script.py"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_script_runs_as_main_and_the_first_rank_alone_is_heard(
+    local: Local, path: Path, workers: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_script(path, ["a"], workers=workers, strategy="allreduce", engine=local) == 0
+    out, err = capfd.readouterr()
+    assert out == "helper __main__ ['a'] allreduce\n"
+    assert err.count("print nothing to standard output") == workers - 1
+    assert [name for name in os.listdir() if name.startswith("saved")] == ["saved0"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(("argument", "code"), [("0", 0), ("None", 0), ("7", 7), ("'a text'", 1), ("7 * rank", 7)])
+def test_exit_codes_come_through(
+    local: Local, path: Path, workers: int, argument: str, code: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    expected = 0 if workers == 1 and "rank" in argument else code
+    assert run_script(path, ["a", argument], workers=workers, strategy="allreduce", engine=local) == expected
+    assert ("a text" in capfd.readouterr().err) == ("text" in argument)
+
+
+def test_an_exception_of_the_script(local: Local, path: Path) -> None:
+    with pytest.raises(WorkerFailed, match="NameError: name 'undefined' is not defined"):
+        run_script(path, ["a", "undefined"], workers=2, strategy="allreduce", engine=local)
+
+
+def test_no_such_script(local: Local) -> None:
+    with pytest.raises(BadInput, match=r"no script 'missing\.py'"):
+        run_script("missing.py", workers=2, engine=local)

@@ -1,0 +1,166 @@
+"""The user's own loop on real processes: local workers, whole scripts, torchrun."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils.data import DataLoader, TensorDataset
+
+import manyhands as mh
+import plain
+from manyhands.engines.local import Local
+from manyhands.launching import launch, run_script
+from manyhands.strategies.local_sgd import LocalSGD
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
+
+
+def train(optimizer: str, prepare: bool, workers: int = 0, accumulate: int = 1) -> Tensor:
+    """39 rows in batches of 12, shuffled by the global generator; three epochs; the flat parameters."""
+    torch.manual_seed(0)
+    model: Any = plain.mlp()
+    rule = plain.OPTIMIZERS[optimizer](model)
+    loader: Any = DataLoader(TensorDataset(*plain.rows(39)), batch_size=12, shuffle=True, num_workers=workers)
+    if prepare:
+        model, rule, loader = mh.prepare(model, rule, loader)
+    schedule = CosineAnnealingLR(rule, 12)
+    for _ in range(3):
+        for i, (x, y) in enumerate(loader):
+            if i % accumulate == 0:
+                rule.zero_grad()
+            plain.cross_entropy(model, (x, y)).backward()
+            if (i + 1) % accumulate == 0:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                rule.step()
+                schedule.step()
+    return plain.flat(model)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
+def test_four_workers_equal_the_plain_script(local: Local, optimizer: str) -> None:
+    """CASE 2: with the plain script's own random order, a cosine schedule, clipping, a last batch of 3 rows on 4 workers."""
+    expected = train(optimizer, prepare=False)
+    for got in launch(train, optimizer, True, workers=4, engine=local, threads_per_worker=1):
+        assert (got - expected).abs().max() < 1e-10
+
+
+def test_loader_processes_and_accumulation(local: Local) -> None:
+    """CASE 2: each worker's own loader process loads its rows alone."""
+    expected = train("adamw", False, 0, 2)
+    for got in launch(train, "adamw", True, 1, 2, workers=2, engine=local, threads_per_worker=1):
+        assert (got - expected).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("strategy", [LocalSGD(period=3), "local-sgd:period=3"])
+def test_launch_says_the_strategy(local: Local, strategy: LocalSGD | str) -> None:
+    """All workers end equal, and elsewhere than under allreduce."""
+    first, second = launch(train, "adamw", True, workers=2, strategy=strategy, engine=local, threads_per_worker=1)
+    assert torch.equal(first, second)
+    assert not torch.allclose(first, train("adamw", prepare=False), atol=1e-6)
+
+
+class Shuffled:
+    """An iterable of batches that shuffles by Python's own generator, before and while it is read."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        order = list(range(12))
+        random.shuffle(order)
+        for start in (0, 4, 8):
+            yield torch.tensor(order[start : start + 4]) + 100 * random.randrange(2)
+
+
+def draw() -> tuple[list[int], float]:
+    random.seed()
+    model: Any = nn.Linear(1, 1)
+    loader: Any = Shuffled()
+    model, _, loader = mh.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    rows = [row for _ in range(2) for batch in loader for row in batch.tolist()]
+    return rows, torch.rand(()).item()
+
+
+def test_one_order_for_all_and_dropout_for_each(local: Local) -> None:
+    """CASE 18: every row once a pass though each process was seeded apart; what the loop itself draws differs by rank."""
+    (first, noise), (second, other_noise) = launch(draw, workers=2, engine=local)
+    both = [
+        a + b for a, b in zip(*([rows[i : i + 2] for i in range(0, 12, 2)] for rows in (first, second)), strict=True)
+    ]
+    for epoch in (both[:3], both[3:]):
+        assert sorted(row % 100 for batch in epoch for row in batch) == list(range(12))
+    assert all(len({row // 100 for row in batch}) == 1 for batch in both)
+    assert noise != other_noise
+
+
+@pytest.mark.parametrize("name", ["plain.py", "gan.py"])
+def test_examples_run_alone_and_together(
+    local: Local, name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The first worker prints, once; plain.py prints what it prints alone, as far as it shows digits."""
+    monkeypatch.setattr(sys, "argv", [name])
+    arguments = ["--epochs", "2" if name == "plain.py" else "10"]
+    printed = []
+    for workers in (1, 2):
+        assert run_script(EXAMPLES / name, arguments, workers=workers, engine=local, threads_per_worker=1) == 0
+        printed.append(capfd.readouterr().out)
+    assert [text.count("epoch") for text in printed] == [2 if name == "plain.py" else 1] * 2
+    if name == "plain.py":
+        assert [line.split()[-1][:2] for line in printed[0].splitlines()] == [
+            line.split()[-1][:2] for line in printed[1].splitlines()
+        ]
+
+
+TORCHRUN = """
+import torch
+from test_preparing_integration import train
+import manyhands as mh
+for optimizer in ("adamw",):
+    got, worker = train(optimizer, prepare=True), mh.worker()
+    print("size", worker.size)
+    others = worker.group.all_gather(got)
+    torch.save(others, "all.pt")
+"""
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    """CASE 2: the same file; the other ranks print and save nothing, and nothing is left."""
+    (tmp_path / "script.py").write_text(TORCHRUN)
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "script.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": paths, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("size 2") == 1
+    both = torch.load(tmp_path / "all.pt")
+    assert torch.equal(both[0], both[1])
+    assert (both[0] - train("adamw", prepare=False)).abs().max() < 1e-10
+    assert not list(tmp_path.glob("manyhands*"))
+
+
+def uneven() -> None:
+    model: Any = plain.mlp()
+    model, rule = mh.prepare(model, plain.OPTIMIZERS["sgd"](model))
+    if mh.is_first():
+        raise ZeroDivisionError("only here")
+    plain.cross_entropy(model, plain.rows(4)).backward()
+    rule.step()
+
+
+def test_an_error_on_one_worker_is_the_one_the_user_sees(local: Local) -> None:
+    """CASE 21: not that of the worker that waited in backward."""
+    with pytest.raises(mh.WorkerFailed, match="ZeroDivisionError: only here"):
+        launch(uneven, workers=2, engine=local)

@@ -1,0 +1,227 @@
+"""What README and docs show is true: their Python and shell snippets run as they stand, their links and tests exist.
+
+A fence with a comment `<!-- not run: why -->` above it is left out. Python blocks of a page share one namespace. A ```diff
+block is a script before and after: its new side is saved as train.py for the shell lines of its page. Commands that train
+get `--max-steps`, so that all of this takes seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from manyhands import spec
+from manyhands.cli import app
+from manyhands.engines.local import Local
+from manyhands.strategies import CATALOGUE
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+SCRIPT_S = 60.0
+ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """A fenced block of a page."""
+
+    page: Path
+    line: int  # of its first line of content, from 1
+    language: str
+    text: str
+    runs: bool
+
+
+def snippets(page: Path) -> Iterator[Snippet]:
+    """All fenced blocks of a page, in order."""
+    fence: tuple[str, int, bool] | None = None
+    lines = page.read_text().splitlines()
+    for i, line in enumerate(lines):
+        if line.startswith("```") and fence is None:
+            fence = line.removeprefix("```"), i + 1, not lines[i - 1].startswith("<!-- not run:")
+        elif line == "```" and fence is not None:
+            language, start, runs = fence
+            yield Snippet(page, start + 1, language, "\n".join(lines[start:i]) + "\n", runs)
+            fence = None
+    assert fence is None, f"{page.name}: the block from line {fence and fence[1]} is never closed"
+
+
+def of(language: str) -> list[Snippet]:
+    """The blocks of all pages in one language that run."""
+    return [part for page in PAGES for part in snippets(page) if part.language == language and part.runs]
+
+
+def pages_with(language: str) -> list[Path]:
+    return list(dict.fromkeys(part.page for part in of(language)))
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The words of every shell line of a page, comments left out."""
+    lines = [line for part in of("bash") if part.page == page for line in part.text.splitlines()]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def script(new: bool) -> str:
+    """README's diff as the script before or after it."""
+    (diff,) = of("diff")
+    lines = [line for line in diff.text.splitlines() if line[:1] != ("-" if new else "+")]
+    return "\n".join(line[1:] for line in lines) + "\n"
+
+
+def run(words: list[str], folder: Path) -> str:
+    """Standard output of a program that must end well."""
+    done = subprocess.run(words, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=SCRIPT_S)
+    assert done.returncode == 0, f"{shlex.join(words)} ended with {done.returncode}:\n{done.stderr}"
+    return done.stdout
+
+
+def command(words: list[str]) -> Result:
+    """The command `manyhands`, in this process, which has torch already."""
+    assert words[0] == "manyhands"
+    return CliRunner().invoke(app, words[1:], prog_name="manyhands")
+
+
+@pytest.fixture
+def warm(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a snippet launches here uses the tests' warm fork server, which has loaded torch already."""
+    launch = Local._launch
+    monkeypatch.setattr(Local, "prestart", lambda self: self)
+    monkeypatch.setattr(Local, "_launch", lambda self, program, plan: launch(local, program, plan))
+
+
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize("page", pages_with("python"), ids=lambda page: page.name)
+def test_python_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions of a snippet belong to `__main__`, as those of a script or a notebook do."""
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for part in of("python"):
+        if part.page == page:
+            padded = "\n" * (part.line - 1) + part.text  # a traceback then points into the page
+            exec(compile(padded, str(page), "exec"), namespace)
+
+
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize("page", pages_with("bash"), ids=lambda page: page.name)
+def test_commands_of_tasks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for i, words in enumerate(commands(page)):
+        if words[0] == "manyhands" and words[1] != "run":
+            done = command([*words, *limits(words, tmp_path / str(i))])
+            assert done.exit_code == 0, f"{shlex.join(words)} ended with {done.exit_code}:\n{done.output}"
+            assert words[1] != "train" or "Advice: " in done.output or "--help" in words
+
+
+def limits(words: list[str], folder: Path) -> list[str]:
+    """What makes a command short: two steps, and a directory of its own where it says none."""
+    if words[1] != "train" or "--help" in words:
+        return []
+    return ["--max-steps", "2", *([] if "--run-dir" in words else ["--run-dir", str(folder)])]
+
+
+def test_the_diff_changes_nothing_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """CASE 1: through the user's own loop."""
+    printed = []
+    for name, new in (("plain.py", False), ("train.py", True)):
+        (tmp_path / name).write_text(script(new))
+        runpy.run_path(str(tmp_path / name), run_name="__main__")
+        printed.append(capsys.readouterr().out)
+    assert script(True) != script(False)
+    assert printed[0] == printed[1]
+    assert printed[0].count("epoch") == 3
+
+
+@pytest.mark.usefixtures("warm")
+def test_commands_of_the_script_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The first rank prints, the others are quiet."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(script(new=True))
+    ran = [words for words in commands(ROOT / "README.md") if words[-1] == "train.py" and words[0] != "python"]
+    assert [words[0] for words in ran] == ["manyhands", "torchrun"]
+    assert command(ran[0]).exit_code == 0
+    assert capfd.readouterr().out.count("epoch") == 3
+    assert run(ran[1], tmp_path).count("epoch") == 3
+
+
+def test_only_known_programs_are_shown() -> None:
+    """What no test above runs must say so, with a comment above it."""
+    shown = {words[0] for page in PAGES for words in commands(page)}
+    assert shown <= {"manyhands", "python", "torchrun"}
+    assert {part.language for page in PAGES for part in snippets(page)} <= {"python", "bash", "diff", "json", "text"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        if path.startswith("http"):
+            continue
+        file = (page.parent / path) if path else page
+        assert file.exists(), f"{page.name} links to {target}, which is not there"
+        assert not anchor or anchor in anchors(file), f"{page.name} links to {target}: {file.name} has no such heading"
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page as its links name them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    assert [page.name for page in PAGES if f"{page.name})" not in index and page.name != "index.md"] == []
+
+
+def test_the_tests_that_guarantees_name_exist() -> None:
+    named = re.findall(r"`(\w+)::(\w+)`", (ROOT / "docs" / "guarantees.md").read_text())
+    named.remove(("file", "test"))
+    assert len(named) > 30
+    there = {
+        (path.stem.removeprefix("test_"), name)
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^def test_(\w+)\(", path.read_text(), re.MULTILINE)
+    }
+    assert [f"{file}::{name}" for file, name in named if (file, name) not in there] == []
+
+
+def test_the_table_of_strategies_is_the_catalogue() -> None:
+    rows = table(ROOT / "docs" / "strategies.md", "| strategy | exchanges |")
+    shown = [(row[0].strip("`"), row[2], row[-1]) for row in rows]
+    assert shown == [(name, maker.consistency, maker.source) for name, maker in makers().items()]
+
+
+def test_the_table_of_options_is_what_strategies_have() -> None:
+    rows = table(ROOT / "docs" / "strategies.md", "| strategy | option |")
+    shown = [(row[0].strip("`"), row[1].strip("`"), row[3].strip("`")) for row in rows]
+    there = [(name, field) for name, maker in makers().items() for field in fields(maker) if field.init]
+    assert shown == [(name, field.name, str(field.default).replace("False", "false")) for name, field in there]
+
+
+def makers() -> dict[str, Any]:
+    """{name: class} of all strategies."""
+    return {name: spec.find(name, CATALOGUE, "strategy") for name in CATALOGUE}
+
+
+def table(page: Path, begins: str) -> list[list[str]]:
+    """The cells of a table's rows, below its header, which begins so."""
+    lines = page.read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(begins))
+    rows = []
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows

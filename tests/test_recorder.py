@@ -1,0 +1,288 @@
+"""The driver's ear: what is written, what callbacks hear, what stops a run."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from manyhands.callbacks.base import Callback
+from manyhands.errors import BadInput, ManyhandsError
+from manyhands.events import Event
+from manyhands.recorder import Recorder
+from manyhands.run import Run
+
+
+class Clock:
+    """Time that the test sets."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Heard(Callback):
+    """Writes down its calls; says stop where it is told to."""
+
+    def __init__(self, stop_on: str = "") -> None:
+        self.calls: list[str] = []
+        self.events: list[Event] = []
+        self.stop_on = stop_on
+
+    def _hear(self, name: str, event: Event) -> Literal["stop"] | None:
+        self.calls.append(name)
+        self.events.append(event)
+        return "stop" if name == self.stop_on else None
+
+    def on_start(self, event: Event) -> None:
+        self._hear("start", event)
+
+    def on_step(self, event: Event) -> Literal["stop"] | None:
+        return self._hear("step", event)
+
+    def on_validation(self, event: Event) -> Literal["stop"] | None:
+        return self._hear("validation", event)
+
+    def on_epoch(self, event: Event) -> Literal["stop"] | None:
+        return self._hear("epoch", event)
+
+    def on_notice(self, event: Event) -> None:
+        self._hear(event.type, event)
+
+    def on_end(self, event: Event) -> None:
+        self._hear(event.type, event)
+
+
+START = Event(type="start", rank=0, values={"total_steps": 2})
+
+
+def step(rank: int, tick: int = 0, time_s: float = 0.0, **values: Any) -> Event:
+    default = {"epoch": 0, "loss": 1.0, "weight": 4.0, "rows": 4, "unused": 0, "rate": 0.1, "bytes": 8, "round": True}
+    seconds = {"input_s": 0.1, "compute_s": 0.2, "exchange_s": 0.3, "wait_s": 0.4}
+    return Event(type="step", rank=rank, tick=tick, step=tick + 1, time_s=time_s, values=default | seconds | values)
+
+
+def ask(type: str, **values: Any) -> Event:
+    return Event(type=type, rank=0, values={"epoch": 1, **values})
+
+
+def run_of(recorder: Recorder, **info: Any) -> Run:
+    model = torch.nn.Linear(1, 1)
+    return Run(
+        model=model,
+        models=[model],
+        parameters=torch.zeros(2),
+        metrics={"test_loss": 0.5},
+        history=recorder.history,
+        rows={"total": 8, "workers": [4, 4], "unused": 0},
+        timing=recorder.timing(),
+        ledger={},
+        seconds=2.0,
+        steps=1,
+        rounds=1,
+        info=info,
+    )
+
+
+def record(recorder: Recorder, *events: Event) -> None:
+    with recorder:
+        for event in events:
+            recorder.event(event)
+
+
+def end_within(recorder: Recorder) -> None:
+    with recorder:
+        recorder.end(run_of(recorder))
+
+
+def lines(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+
+
+def test_every_event_is_a_line_and_callbacks_get_rows_of_all_workers(tmp_path: Path) -> None:
+    heard = Heard()
+    with Recorder(workers=2, directory=tmp_path, callbacks=[heard]) as recorder:
+        recorder.event(START)
+        recorder.event(step(1, loss=2.0))
+        recorder.event(step(0))
+        assert recorder.answer(ask("validation", metrics={"validation_loss": 1.0}, best=True)) == {}
+        assert recorder.answer(ask("epoch", rows=8)) == {}
+        recorder.event(Event(type="checkpoint", rank=0, values={"path": "p", "seconds": 0.1}))
+        run = run_of(recorder)
+        recorder.end(run)
+    assert [line["type"] for line in lines(tmp_path)] == [
+        "start",
+        "step",
+        "step",
+        "validation",
+        "epoch",
+        "checkpoint",
+        "end",
+    ]
+    assert heard.calls == ["start", "step", "validation", "epoch", "checkpoint", "end"]
+    assert heard.events[1].values["loss"] == 1.5
+    assert heard.events[1].values is recorder.history[0]
+    assert heard.events[-1].values == {"metrics": {"test_loss": 0.5}, "seconds": 2.0}
+    assert run.info["compute_s"] == [0.2, 0.2]
+
+
+@pytest.mark.parametrize("asked", ["validation", "epoch"])
+def test_stop_on_an_asked_event_is_the_answer_to_it(asked: str) -> None:
+    with Recorder(workers=1, callbacks=[Heard(stop_on=asked)]) as recorder:
+        recorder.event(START)
+        assert recorder.answer(ask(asked, metrics={}, best=False)) == {"stop": "callback"}
+
+
+def test_stop_on_a_step_is_seen_by_polling_and_written_once(tmp_path: Path) -> None:
+    with Recorder(workers=1, directory=tmp_path, callbacks=[Heard(stop_on="step")]) as recorder:
+        recorder.event(START)
+        assert recorder.stopping() == ""
+        recorder.event(step(0))
+        assert [recorder.stopping(), recorder.stopping()] == ["callback", "callback"]
+    assert [line["values"] for line in lines(tmp_path) if line["type"] == "stop"] == [{"reason": "callback"}]
+
+
+def test_the_first_reason_to_stop_stays_and_is_given_to_who_asks() -> None:
+    with Recorder(workers=1) as recorder:
+        recorder.event(START)
+        recorder.stop("preempted")
+        recorder.stop("callback")
+        assert recorder.stopping() == "preempted"
+        assert recorder.answer(ask("epoch", rows=1)) == {"stop": "preempted"}
+
+
+def test_a_reason_that_only_the_workers_know_is_written_at_the_end(tmp_path: Path) -> None:
+    with Recorder(workers=1, directory=tmp_path) as recorder:
+        recorder.event(START)
+        recorder.end(run_of(recorder, stopped="max_seconds"))
+    assert [line["type"] for line in lines(tmp_path)] == ["start", "stop", "end"]
+
+
+def test_a_callbacks_error_ends_the_run_and_all_callbacks_hear_of_it(tmp_path: Path) -> None:
+    """CASE 21: nothing is swallowed."""
+
+    class Broken(Callback):
+        def on_step(self, event: Event) -> None:
+            raise RuntimeError("mine")
+
+        def on_end(self, event: Event) -> None:
+            raise RuntimeError("and mine again")
+
+    heard = Heard()
+    recorder = Recorder(workers=1, directory=tmp_path, callbacks=[Broken(), heard])
+    with pytest.raises(RuntimeError, match="and mine again") as caught:
+        record(recorder, START, step(0))
+    assert str(caught.value.__context__) == "mine"
+    assert heard.calls == ["start", "failed"]
+    assert lines(tmp_path)[-1]["values"] == {"error": "RuntimeError", "message": "mine"}
+
+
+def test_a_callback_that_says_anything_else_than_stop_is_told_so() -> None:
+    class Chatty(Callback):
+        def on_step(self, event: Event) -> Any:
+            return True
+
+    with pytest.raises(BadInput, match="Chatty returned True"):
+        record(Recorder(workers=1, callbacks=[Chatty()]), START, step(0))
+
+
+def test_what_is_no_callback_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"derived from manyhands\.Callback"):
+        Recorder(workers=1, callbacks=[print])  # type: ignore[list-item]
+
+
+def test_a_run_that_never_began_leaves_nothing_and_calls_nobody(tmp_path: Path) -> None:
+    heard = Heard()
+    recorder = Recorder(workers=1, directory=tmp_path, callbacks=[heard])
+    recorder.warn("of a checkpoint")
+    with pytest.raises(ValueError, match="early"), recorder:
+        raise ValueError("early")
+    assert not recorder.records
+    assert heard.calls == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_end_is_told_once_also_when_a_callback_fails_at_it() -> None:
+    class Broken(Callback):
+        def on_end(self, event: Event) -> None:
+            raise RuntimeError("at the end")
+
+    heard = Heard()
+    recorder = Recorder(workers=1, callbacks=[Broken(), heard])
+    recorder.event(START)
+    with pytest.raises(RuntimeError, match="at the end"):
+        end_within(recorder)
+    assert heard.calls == ["start", "end"]
+
+
+def test_warnings_are_logged_once_written_and_summed_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    heard = Heard()
+    with caplog.at_level(logging.WARNING), Recorder(workers=1, directory=tmp_path, callbacks=[heard]) as recorder:
+        recorder.warn("before the run")
+        recorder.event(START)
+        for _ in range(2):
+            recorder.event(Event(type="warning", rank=0, values={"message": "from a worker"}))
+        run = run_of(recorder)
+        recorder.end(run)
+    assert [record.message for record in caplog.records] == ["before the run", "from a worker"]
+    assert [line["type"] for line in lines(tmp_path)] == ["warning", "start", "warning", "warning", "end"]
+    assert heard.calls == ["warning", "start", "warning", "warning", "end"]
+    assert run.info["warnings"] == ["before the run", "from a worker"]
+
+
+def test_times_are_in_the_drivers_seconds() -> None:
+    clock = Clock()
+    with Recorder(workers=2, clock=clock) as recorder:
+        clock.now += 5.0
+        recorder.event(step(0, time_s=77.0))  # as fast as can be: worker 0's clock is 72 ahead
+        clock.now += 1.0
+        recorder.event(step(0, tick=1, time_s=77.5))  # half a second on the way
+        recorder.event(step(1, time_s=300.0))
+        recorder.event(step(1, tick=1, time_s=300.0))
+    assert [row["seconds"] for row in recorder.history] == [6.0, 6.0]
+    with Recorder(workers=1, clock=clock) as recorder:
+        clock.now += 5.0
+        recorder.event(step(0, time_s=77.0))
+        clock.now += 1.0
+        recorder.event(step(0, tick=1, time_s=77.5))
+    assert [row["seconds"] for row in recorder.history] == [5.0, 5.5]
+
+
+def test_a_resumed_launch_has_the_whole_history_and_its_clock_goes_on(tmp_path: Path) -> None:
+    clock = Clock()
+    with Recorder(workers=1, directory=tmp_path, clock=clock) as first:
+        first.event(START)
+        for tick in range(3):
+            clock.now += 1.0
+            first.event(step(0, tick, time_s=clock.now))
+    second = Recorder(workers=1, directory=tmp_path, clock=clock)
+    second.preload(2)
+    with second:
+        second.event(Event(type="start", rank=0, tick=2, time_s=clock.now))
+        clock.now += 1.0
+        second.event(step(0, 2, time_s=clock.now, loss=9.0))
+    assert [(row["tick"], row["loss"], row["seconds"]) for row in second.history] == [
+        (0, 1.0, 1.0),
+        (1, 1.0, 2.0),
+        (2, 9.0, 3.0),
+    ]
+    assert second.timing()["compute"] == pytest.approx(0.6)
+
+
+def test_ticks_of_workers_that_were_stopped_apart_still_count() -> None:
+    heard = Heard()
+    with Recorder(workers=2, callbacks=[heard]) as recorder:
+        recorder.event(START)
+        recorder.event(step(0))
+        recorder.end(run_of(recorder))
+    assert heard.calls == ["start", "step", "end"]
+    assert recorder.history[0]["rows"] == 4
+
+
+def test_a_full_disk_is_an_error_that_the_user_sees(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").symlink_to("/dev/full")
+    with pytest.raises(ManyhandsError, match="No space left"), Recorder(workers=1, directory=tmp_path) as recorder:
+        recorder.event(START)

@@ -1,0 +1,110 @@
+"""Spec strings, there and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+
+from manyhands import spec
+from manyhands.errors import BadInput, UnknownName
+from manyhands.strategies import spec_of, strategy_of
+from manyhands.strategies.local_sgd import LocalSGD
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    period: int | Literal["end"] = 8
+    alpha: float = 0.5
+    master: str = "local"
+    flag: bool = False
+    limit: float | None = None
+    mode: Literal["a", "b"] = "a"
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "options"),
+    [
+        ("solo", "solo", {}),
+        ("local-sgd:period=8,optimizer-state=kept", "local-sgd", {"period": "8", "optimizer_state": "kept"}),
+        ("spark:master=local-cluster[2,1,1024],x=1", "spark", {"master": "local-cluster[2,1,1024]", "x": "1"}),
+        ("spark:master=spark://host:7077", "spark", {"master": "spark://host:7077"}),
+        ('s:m="a,b"', "s", {"m": "a,b"}),
+        ("dir/my.py:Mine:alpha=.1", "dir/my.py:Mine", {"alpha": ".1"}),
+        ("my.py:task", "my.py:task", {}),
+    ],
+)
+def test_parse(text: str, name: str, options: dict[str, str]) -> None:
+    assert spec.parse(text) == (name, options)
+
+
+@pytest.mark.parametrize("text", ["a:b", "my.py", "a:x=[1", "a:=3", 'a:x="1'])
+def test_what_cannot_be_read_is_bad_input(text: str) -> None:
+    with pytest.raises(BadInput, match="expected option=value|names a file|unbalanced"):
+        spec.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "specs"),
+    [
+        ("solo,local-sgd:period=8,warmup=3,allreduce", ["solo", "local-sgd:period=8,warmup=3", "allreduce"]),
+        ("solo, downpour", ["solo", "downpour"]),
+        ("a:m=x[1,2],b", ["a:m=x[1,2]", "b"]),
+        ("local-sgd,period=2", ["local-sgd:period=2"]),
+        ("a,b:x=spark://h:1,y=2", ["a", "b:x=spark://h:1,y=2"]),
+    ],
+)
+def test_lists(text: str, specs: list[str]) -> None:
+    assert spec.split_list(text) == specs
+
+
+def test_values_take_the_types_of_the_options() -> None:
+    made = spec.make(
+        Options, {"period": "end", "alpha": "1e-1", "flag": "yes", "limit": "none", "mode": "b", "master": "3"}, "x"
+    )
+    assert made == Options(period="end", alpha=0.1, flag=True, limit=None, mode="b", master="3")
+    assert spec.make(Options, {"period": "3", "limit": "2"}, "x") == Options(period=3, limit=2.0)
+    for name, value in (("period", "x"), ("alpha", "x"), ("flag", "x"), ("mode", "c")):
+        with pytest.raises(BadInput, match=f"x: {name} must be"):
+            spec.make(Options, {name: value}, "x")
+
+
+def test_unknown_names_list_what_there_is_and_hint() -> None:
+    with pytest.raises(UnknownName, match="no option 'alfa' .did you mean 'alpha'..: its options are period, alpha"):
+        spec.make(Options, {"alfa": "1"}, "x")
+    with pytest.raises(UnknownName, match="no strategy 'fedavg' .what others call fedavg is 'local-sgd' here"):
+        strategy_of("fedavg")
+
+
+@pytest.mark.parametrize(
+    "text", ["solo", "allreduce", "allreduce:overlap=true", "local-sgd", "local-sgd:period=end,warmup=3", "ensemble"]
+)
+def test_strategies_there_and_back(text: str) -> None:
+    assert spec_of(strategy_of(text)) == text
+    assert strategy_of(spec_of(strategy_of(text))) == strategy_of(text)
+
+
+def test_objects_and_strings_name_the_same() -> None:
+    assert strategy_of("local-sgd:period=3") == LocalSGD(period=3)
+    assert strategy_of(LocalSGD(period=3)) == LocalSGD(period=3)
+    for bad in ("local-sgd:period=0", "local-sgd:warmup=-1"):
+        with pytest.raises(BadInput):
+            strategy_of(bad)
+
+
+def test_to_spec_quotes_commas() -> None:
+    text = spec.to_spec(Options(master="a,b"), "x")
+    assert text == 'x:master="a,b"'
+    assert spec.make(Options, spec.parse(text)[1], "x") == Options(master="a,b")
+
+
+def test_strategies_of_the_users_own_file(tmp_path) -> None:
+    file = tmp_path / "own_strategy.py"
+    file.write_text(
+        "from dataclasses import dataclass\nfrom manyhands.strategies.solo import Solo\n"
+        "@dataclass(frozen=True, kw_only=True)\nclass Mine(Solo):\n    alpha: float = 0.0\nclass Other: pass\n"
+    )
+    assert strategy_of(f"{file}:Mine:alpha=.1").alpha == 0.1
+    with pytest.raises(BadInput, match="is not a Strategy"):
+        strategy_of(f"{file}:Other")

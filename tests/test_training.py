@@ -1,0 +1,399 @@
+"""train() on one worker, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import manyhands as mh
+import plain
+from manyhands.callbacks.base import Callback
+from manyhands.events import Event
+
+
+def task(**fields: Any) -> mh.Task:
+    return mh.Task(
+        **{
+            "model": plain.mlp,
+            "loss": plain.cross_entropy,
+            "optimizer": plain.OPTIMIZERS["adamw"],
+            "train_data": plain.rows(39),
+            "batch_size": 12,
+            "epochs": 2,
+            **fields,
+        }
+    )
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    """The plain loop runs with as many threads as train()."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def train(given: Any, **options: Any) -> mh.Run:
+    return mh.train(given, threads_per_worker=1, **options)
+
+
+def cosine(optimizer: torch.optim.Optimizer, total: int = 8) -> Any:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)
+
+
+@pytest.mark.parametrize("strategy", ["solo", "allreduce", "local-sgd:period=3"])
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+def test_one_worker_is_a_plain_loop_bit_for_bit(strategy: str, optimizer: str) -> None:
+    """CASE 1: through train(), with a schedule and clipping."""
+    make = plain.OPTIMIZERS[optimizer]
+    expected, _ = plain.plain_loop(
+        plain.mlp, make, plain.rows(39), batch_size=12, epochs=2, schedule=cosine, clip_norm=0.1
+    )
+    run = train(task(optimizer=make, schedule=cosine, clip_norm=0.1), strategy=strategy)
+    assert torch.equal(run.parameters, plain.flat(expected))
+    assert (run.steps, run.rows) == (8, {"total": 78, "workers": [78], "unused": 0})
+
+
+def test_dropout_draws_what_a_plain_loop_draws() -> None:
+    make = lambda: nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double()  # noqa: E731
+    expected, _ = plain.plain_loop(make, plain.OPTIMIZERS["sgd"], plain.rows(39), batch_size=12, epochs=2)
+    run = train(task(model=make, optimizer=plain.OPTIMIZERS["sgd"], validation_data=plain.rows(5)))
+    assert torch.equal(run.parameters, plain.flat(expected))
+
+
+def test_a_given_module_holds_the_final_weights_and_memory_of_its_own() -> None:
+    model = plain.mlp()
+    before = plain.flat(model).clone()
+    run = train(task(model=model))
+    assert run.model is model
+    assert torch.equal(plain.flat(model), run.parameters)
+    assert not torch.equal(before, run.parameters)
+    assert all(p.untyped_storage().nbytes() == p.numel() * 8 for p in model.parameters())
+
+
+def test_the_callers_random_state_and_threads_are_left_alone() -> None:
+    torch.manual_seed(5)
+    np.random.seed(5)
+    expected = torch.rand(1), np.random.rand()
+    torch.manual_seed(5)
+    np.random.seed(5)
+    train(task(validation_data=plain.rows(5)))
+    assert (torch.rand(1), np.random.rand()) == expected
+    assert torch.get_num_threads() == 1
+
+
+def test_fields_override_and_no_task_object_is_needed() -> None:
+    x, y = plain.rows(20, torch.float32)
+    run = mh.train(
+        model=plain.mlp(torch.float32),
+        loss=plain.cross_entropy,
+        optimizer=plain.OPTIMIZERS["sgd"],
+        train_data=(x, y),
+        batch_size=8,
+    )
+    assert run.steps == 3
+    assert train(task(), epochs=3).steps == 12
+    assert train(task(), batch_size_per_worker=39).steps == 2
+    assert train(task(), max_steps=5).steps == 5
+
+
+def test_metrics_are_means_over_all_rows_of_the_final_parameters() -> None:
+    test = plain.rows(17, seed=4)
+    run = train(
+        mh.Task.supervised(
+            **{**vars(task()), "loss": task().loss, "test_data": test, "validation_data": test, "evaluate": None}
+        )
+    )
+    with torch.no_grad():
+        expected = plain.cross_entropy(run.model, test).item()
+    assert run.metrics["test_loss"] == pytest.approx(expected, abs=1e-12)
+    assert run.metrics["validation_loss"] == pytest.approx(expected, abs=1e-12)
+
+
+def test_supervised_counts_accuracy_and_what_the_criterion_counts() -> None:
+    x, y = plain.rows(20)
+    y[:5] = -100
+    criterion = nn.CrossEntropyLoss(weight=plain.CLASS_WEIGHTS)
+    supervised = mh.Task.supervised(
+        model=plain.mlp,
+        optimizer=plain.OPTIMIZERS["sgd"],
+        criterion=criterion,
+        train_data=(x, y),
+        test_data=(x, y),
+        batch_size=7,
+    )
+    run = train(supervised)
+    assert run.metrics["test_loss"] == pytest.approx(criterion(run.model(x), y).item(), abs=1e-12)
+    assert run.history[0]["weight"] == pytest.approx(float(plain.CLASS_WEIGHTS[run_rows(y, 7)].sum()))
+
+
+def run_rows(y: torch.Tensor, batch_size: int) -> torch.Tensor:
+    first = y[torch.as_tensor(mh.epoch_order(len(y), 0, 0)[:batch_size])]
+    return first[first >= 0]
+
+
+class Watch(Callback):
+    """Remembers what it hears, and says stop at an event of a type and number."""
+
+    def __init__(self, at: tuple[str, int] = ("", 0)) -> None:
+        self.heard: list[Event] = []
+        self.at = at
+
+    def _note(self, event: Event) -> str | None:
+        self.heard.append(event)
+        return "stop" if (event.type, sum(e.type == event.type for e in self.heard)) == self.at else None
+
+    def on_step(self, event: Event) -> str | None:
+        return self._note(event)
+
+    def on_epoch(self, event: Event) -> str | None:
+        return self._note(event)
+
+    def on_validation(self, event: Event) -> str | None:
+        return self._note(event)
+
+
+def test_callbacks_hear_all_and_may_stop() -> None:
+    watch = Watch()
+    train(task(validation_data=plain.rows(5)), callbacks=[watch])
+    kinds = [event.type for event in watch.heard]
+    assert (kinds.count("step"), kinds.count("epoch"), kinds.count("validation")) == (8, 2, 2)
+    run = train(task(epochs=50), callbacks=[Watch(("epoch", 3))])
+    assert run.steps == 12
+    assert run.info["stopped"] == "callback"
+
+
+def test_validation_every_few_steps() -> None:
+    watch = Watch()
+    train(task(validation_data=plain.rows(5)), callbacks=[watch], validate_every=3)
+    assert [event.tick for event in watch.heard if event.type == "validation"] == [2, 5]
+
+
+def test_early_stopping_ends_and_best_is_kept() -> None:
+    """The validation loss falls, then rises, with labels that have nothing to do with the rows' own."""
+    data, wrong = plain.rows(39), (plain.rows(39)[0], (plain.rows(39)[1] + 1) % 3)
+    watch = Watch()
+    given = task(train_data=data, validation_data=wrong, epochs=40)
+    run = train(given, callbacks=[mh.EarlyStopping(patience=2), watch], keep="best:validation_loss")
+    losses = [event.values["metrics"]["validation_loss"] for event in watch.heard if event.type == "validation"]
+    best = losses.index(min(losses))
+    assert len(losses) == best + 1 + 2 < 40
+    assert run.metrics["validation_loss"] == losses[best]
+    with torch.no_grad():
+        assert plain.cross_entropy(run.model, wrong).item() == pytest.approx(losses[best], abs=1e-12)
+
+
+def test_skipped_steps_are_counted_and_raising_names_the_step() -> None:
+    x, y = plain.rows(36)
+    x[3] = float("nan")
+    given = task(train_data=(x, y), epochs=1, shuffle=False)
+    with pytest.raises(mh.ManyhandsError, match="gradient of step 0 is not finite"):
+        train(given)
+    run = train(given, nonfinite="skip")
+    assert (run.steps, run.rows["unused"]) == (2, 12)
+    assert run.parameters.isfinite().all()
+
+
+def test_max_seconds_stops_and_resume_goes_on(tmp_path: Path) -> None:
+    run = train(task(epochs=10**6), max_seconds=0.2, run_dir=tmp_path / "run")
+    assert run.info["stopped"] == "max_seconds"
+    assert run.steps > 0
+    assert train(task(epochs=10**6), max_seconds=0.2, run_dir=tmp_path / "run", resume=True).steps > run.steps
+
+
+def test_order_of_the_users_own() -> None:
+    seen = []
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        seen.append(batch[2].tolist())
+        return plain.cross_entropy(model, batch[:2])
+
+    train(
+        task(
+            train_data=(*plain.rows(10), torch.arange(10)),
+            loss=loss,
+            order=lambda epoch: np.arange(10)[::-1].copy(),
+            batch_size=4,
+            epochs=1,
+        )
+    )
+    assert sum(seen, []) == list(range(9, -1, -1))
+
+
+def test_predictions_come_in_row_order() -> None:
+    run = train(task())
+    x, _ = plain.rows(11, seed=9)
+    assert torch.allclose(run.predict(x), run.model(x).detach())
+
+
+# -- the run directory -----------------------------------------------------------------------------------------------
+
+
+def test_a_run_directory_holds_everything_and_resumes_as_the_same_run(tmp_path: Path) -> None:
+    folder = tmp_path / ("deep" * 50) / "run"
+    run = train(task(validation_data=plain.rows(5)), run_dir=folder)
+    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert {"start", "step", "validation", "epoch", "checkpoint", "end"} <= {line["type"] for line in lines}
+    assert len(list((folder / "checkpoints").iterdir())) == 2
+    assert json.loads((folder / "result.json").read_text())["info"]["versions"]["torch"] == torch.__version__
+    again = train(task(validation_data=plain.rows(5)), run_dir=folder, resume=True)
+    assert torch.equal(again.parameters, run.parameters)
+    assert (again.steps, again.metrics, len(again.history)) == (run.steps, run.metrics, len(run.history))
+
+
+def test_interrupted_and_resumed_is_uninterrupted(tmp_path: Path) -> None:
+    """CASE 19: optimizer, schedule, data position, dropout's random state, best kept."""
+    make = lambda: nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double()  # noqa: E731
+
+    def step_down(optimizer: torch.optim.Optimizer, total: int) -> Any:
+        return torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 6], gamma=0.3)
+
+    for strategy in ("allreduce", "local-sgd:period=3"):
+        given = task(model=make, epochs=4, schedule=step_down, validation_data=plain.rows(5))
+        options: dict[str, Any] = {"strategy": strategy, "keep": "best:validation_loss", "checkpoint_every": 3}
+        whole = train(given, **options)
+        folder = tmp_path / strategy.replace(":", "-")
+        part = train(given, run_dir=folder, callbacks=[Watch(("step", 6))], **options)
+        assert 0 < part.steps < whole.steps
+        (folder / "result.json").unlink()
+        resumed = train(given, run_dir=folder, resume=True, **options)
+        assert torch.equal(resumed.parameters, whole.parameters)
+        assert resumed.metrics == whole.metrics
+        assert [row["loss"] for row in resumed.history] == [row["loss"] for row in whole.history]
+
+
+def test_more_epochs_go_on_from_a_finished_run(tmp_path: Path) -> None:
+    whole = train(task(epochs=4))
+    train(task(epochs=2), run_dir=tmp_path / "run")
+    assert torch.equal(train(task(epochs=4), run_dir=tmp_path / "run", resume=True).parameters, whole.parameters)
+
+
+def test_more_epochs_go_on_along_the_new_schedule(tmp_path: Path) -> None:
+    """OneCycleLR refuses more steps than it was made for; the new schedule is wound on to the same step instead."""
+
+    def one_cycle(optimizer: torch.optim.Optimizer, total: int) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total)
+
+    for schedule in (one_cycle, lambda o, total: torch.optim.lr_scheduler.CosineAnnealingLR(o, total)):
+        folder = tmp_path / schedule.__name__
+        whole = train(task(epochs=4, schedule=schedule))
+        train(task(epochs=2, schedule=schedule), run_dir=folder)
+        resumed = train(task(epochs=4, schedule=schedule), run_dir=folder, resume=True)
+        rates = [[row["rate"] for row in run.history[8:]] for run in (resumed, whole)]
+        assert len(rates[0]) == 8
+        assert rates[0] == pytest.approx(rates[1], rel=1e-12)
+
+
+class Broken(Callback):
+    def on_epoch(self, event: Event) -> str | None:
+        raise RuntimeError("my own callback")
+
+
+def test_a_callbacks_error_is_the_callbacks() -> None:
+    with pytest.raises(RuntimeError, match="my own callback"):
+        train(task(), callbacks=[Broken()])
+
+
+def test_a_damaged_checkpoint_is_named_and_the_older_one_used(tmp_path: Path) -> None:
+    whole = train(task(epochs=3))
+    train(task(epochs=2), run_dir=tmp_path / "run")
+    newest = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]
+    file = newest / "rank-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    resumed = train(task(epochs=3), run_dir=tmp_path / "run", resume=True)
+    assert torch.equal(resumed.parameters, whole.parameters)
+    assert any(
+        newest.name in warning and "rank-00000.safetensors is not what was written" in warning
+        for warning in resumed.info["warnings"]
+    )
+
+
+def test_resuming_something_else_is_refused(tmp_path: Path) -> None:
+    train(task(), run_dir=tmp_path / "run")
+    with pytest.raises(mh.BadInput, match="batch_size was 12 and is 6"):
+        train(task(epochs=3, batch_size=6), run_dir=tmp_path / "run", resume=True)
+    with pytest.raises(mh.BadInput, match=r"parameters are not this model's"):
+        train(task(epochs=3, model=lambda: nn.Linear(5, 3).double()), run_dir=tmp_path / "run", resume=True)
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"workers": 0}, "workers must be"),
+        ({"workers": 2.5}, "workers must be"),
+        ({"workers": 13}, "batch_size=12 is fewer than one row for each of 13 workers"),
+        ({"workers": 2, "strategy": "solo"}, "solo is one worker"),
+        ({"strategy": "ddp"}, "what others call ddp is 'allreduce'"),
+        ({"strategy": "adag"}, "agn .what others call adag. is not built yet: known are solo"),
+        ({"strategy": "local-sgd:perod=3"}, "did you mean 'period'"),
+        ({"strategy": "local-sgd:period=often"}, "period must be a whole number.*or.*end"),
+        ({"engine": "yarn"}, "no engine 'yarn'"),
+        ({"keep": "worst"}, "keep must be"),
+        ({"keep": "best:beauty", "validation_data": plain.rows(3)}, "no metric 'beauty' among validation_loss"),
+        ({"keep": "best:validation_loss"}, "keep.*needs validation_data"),
+        ({"nonfinite": "ignore"}, "nonfinite must be"),
+        ({"validate_every": 0}, "validate_every must be"),
+        ({"max_seconds": -1}, "max_seconds must be"),
+        ({"resume": True}, "needs a run directory"),
+        ({"epochs": 0}, "epochs must be"),
+        ({"batch_size": 4, "batch_size_per_worker": 4}, "both given"),
+        ({"precision": "fp8"}, "no precision 'fp8'"),
+        ({"learning_rate": 0.1}, "no field 'learning_rate'"),
+        ({"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)}, "not a SGD instance"),
+        ({"train_data": (torch.zeros(0, 5), torch.zeros(0))}, "no rows|length 0|empty"),
+        ({"train_data": (torch.zeros(3, 5), torch.zeros(4))}, "3.*4"),
+        ({"train_data": 7}, "cannot read data"),
+        ({"model": nn.Linear(1, 1).requires_grad_(False)}, "no trainable parameters"),
+        ({"model": lambda: 3}, "returned int"),
+        ({"schedule": cosine, "train_data": lambda: (row for row in [])}, "a schedule needs the number of steps"),
+    ],
+)
+def test_bad_input_is_one_clear_error(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(mh.BadInput, match=f"(?s){message}") as caught:
+        train(task(), **options)
+    assert caught.value.exit_code == 2
+
+
+def test_tasks_by_name() -> None:
+    with pytest.raises(mh.UnknownName, match="no task 'digts'.*did you mean 'digits'"):
+        mh.train("digts")
+    with pytest.raises(mh.BadInput, match="no file 'nowhere.py'"):
+        mh.train("nowhere.py:task")
+    with pytest.raises(mh.BadInput, match="nothing to train: model, loss, optimizer, train_data missing"):
+        mh.train()
+
+
+def test_tasks_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "a_file_of_tasks.py"
+    file.write_text(
+        "from manyhands.tasks import digits\ntask = digits(epochs=1)\ndef make(width: int = 1): return task.with_fields(seed=width)\n"
+    )
+    assert mh.train(f"{file}:task:max_steps=2,epochs=3").steps == 2
+    assert mh.train(f"{file}:make:width=7", max_steps=1).steps == 1
+    with pytest.raises(mh.UnknownName, match="has no 'tusk'.*did you mean 'task'"):
+        mh.train(f"{file}:tusk")
+    (tmp_path / "broken_tasks.py").write_text("x = 1\nraise RuntimeError('no')\n")
+    with pytest.raises(mh.BadInput, match=r"failed to import: RuntimeError: no \(line 2\)"):
+        mh.train(f"{tmp_path / 'broken_tasks.py'}:task")
+
+
+def test_an_existing_run_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "something").touch()
+    with pytest.raises(mh.BadInput, match="exists: resume it"):
+        train(task(), run_dir=tmp_path)
+    with pytest.raises(mh.BadInput, match="is a file"):
+        train(task(), run_dir=tmp_path / "something")
+    assert train(task(), run_dir=tmp_path / "new", resume=True).steps == 8
