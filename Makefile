@@ -34,6 +34,7 @@ lint: .venv/installed-dev  ## format, lint, types, layers
 bench: .venv/installed  ## the measured claims, each beside its peer
 	$(BIN)/python benchmarks/all_reduce.py
 	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/start.py
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build dist

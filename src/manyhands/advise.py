@@ -160,7 +160,10 @@ def _solo(m: Measured) -> Advice | None:
     elif idle > 0:
         text = f"try --workers 2: a step computes {_ms(m)} ms, and {idle} of {m.cores} cores {'is' if idle == 1 else 'are'} idle."
     elif m.cores > 1:
-        text = f"one process already has all {m.cores} cores; --workers 2 rarely gains more than a tenth here ({_ms(m)} ms a step)."
+        text = (
+            f"one process already has all {m.cores} cores ({_ms(m)} ms a step): --workers 2 gains only where its threads wait for "
+            "each other; try it and compare rows/s."
+        )
     else:
         text = f"one process is right: there is one core, and a second worker would share it ({_ms(m)} ms a step)."
     return Advice(kind="solo", text=text, numbers=numbers)
