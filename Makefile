@@ -5,7 +5,7 @@ BIN := .venv/bin
 .PHONY: demo test lint bench clean
 
 .venv/installed: pyproject.toml
-	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "manyhands needs Python 3.11 or newer, this is " + sys.version'
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "manyhands needs Python 3.11 or newer, this is " + sys.version + "; say which: make PYTHON=python3.12 demo"'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch>=2.6,<2.14' numpy
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -108,3 +109,35 @@ def test_random_state_comes_back_whole() -> None:
         assert draw() != first
         random_state.restore(tensors, values)
         assert draw() == first
+
+
+def test_what_was_passed_over_as_damaged_does_not_count_as_kept(tmp_path: Path) -> None:
+    for tick in (1, 2, 9):
+        save(tmp_path, tick)
+    (tmp_path / "step-00000009" / "manifest.json").unlink()
+    save(tmp_path, 3)  # by the run resumed from 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+
+
+def test_a_copy_of_the_users_own_is_left_alone(tmp_path: Path) -> None:
+    shutil.copytree(save(tmp_path, 1), tmp_path / "step-00000001-good")
+    for tick in (2, 3):
+        save(tmp_path, tick)
+    assert (tmp_path / "step-00000001-good" / "manifest.json").exists()
+
+
+def test_a_resumed_run_may_discard_what_is_newer(tmp_path: Path) -> None:
+    for tick in (1, 2):
+        save(tmp_path, tick)
+    checkpoint.discard_newer(tmp_path, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+@pytest.mark.parametrize("manifest", ["[]", "7", '{"format": 1, "sha256": []}', '{"format": 1}'])
+def test_a_manifest_that_is_none_is_damage(tmp_path: Path, manifest: str) -> None:
+    save(tmp_path, 1)
+    (save(tmp_path, 2) / "manifest.json").write_text(manifest)
+    said: list[str] = []
+    found = checkpoint.newest(tmp_path, said.append)
+    assert found is not None
+    assert (found.tick, len(said)) == (1, 1)

@@ -204,6 +204,7 @@ def test_what_follows_the_script_is_the_scripts(monkeypatch: pytest.MonkeyPatch)
         "workers": 4,
         "strategy": "local-sgd:period=8",
         "engine": "local",
+        "threads_per_worker": None,
         "timeout_s": 300.0,
     }
 

@@ -8,7 +8,7 @@ import torch
 import plain
 from manyhands.comm.solo import SoloGroup
 from manyhands.errors import BadInput
-from manyhands.keep import Keep
+from manyhands.keep import Keep, higher_is_better
 from manyhands.replica import Replica
 
 
@@ -36,7 +36,7 @@ def test_the_direction_follows_the_metric(text: str, metric: str, value: float) 
 
 
 def test_nan_is_never_best() -> None:
-    assert best("best:x", "x", [float("nan"), 2.0, float("nan")]) == 2.0
+    assert best("best:min:x", "x", [float("nan"), 2.0, float("nan")]) == 2.0
 
 
 def test_last_keeps_nothing() -> None:
@@ -53,13 +53,39 @@ def test_anything_else_is_refused(text: str) -> None:
 
 def test_a_checkpoint_brings_the_best_back() -> None:
     replica = Replica(plain.mlp(), plain.OPTIMIZERS["sgd"], group=SoloGroup())
-    keep = Keep.parse("best:x")
+    keep = Keep.parse("best:min:x")
     keep.offer({"x": 1.0}, replica.parameters, {"b": torch.ones(2)})
     tensors, values = keep.capture(replica)
-    again = Keep.parse("best:x")
+    again = Keep.parse("best:min:x")
     again.restore(replica, tensors, values)
     assert again.parameters is not None
     assert torch.equal(again.parameters, replica.parameters)
     assert torch.equal(again.buffers["b"], torch.ones(2))
     assert again.metrics == {"x": 1.0}
     assert not again.offer({"x": 1.0}, replica.parameters, {})
+
+
+@pytest.mark.parametrize(
+    ("metric", "higher"),
+    [
+        ("validation_f1_macro", True),
+        ("validation_mAP", True),
+        ("mIoU", True),
+        ("top1", True),
+        ("log_likelihood", True),
+        ("validation_bits_per_character", False),
+        ("VALIDATION_LOSS", False),
+        ("rmse", False),
+        ("neg_log_likelihood", None),
+        ("accuracy_loss", None),
+        ("mapping", None),
+        ("beauty", None),
+    ],
+)
+def test_the_words_of_a_name_say_which_way_is_better(metric: str, higher: bool | None) -> None:
+    assert higher_is_better(metric) is higher
+
+
+def test_a_name_that_does_not_say_is_asked_about() -> None:
+    with pytest.raises(BadInput, match="write best:max:beauty or best:min:beauty"):
+        Keep.parse("best:beauty")

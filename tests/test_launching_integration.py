@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -108,3 +112,65 @@ def test_an_exception_of_the_script(local: Local, path: Path) -> None:
 def test_no_such_script(local: Local) -> None:
     with pytest.raises(BadInput, match=r"no script 'missing\.py'"):
         run_script("missing.py", workers=2, engine=local)
+
+
+OWN_HANDLER = """
+import os, pathlib, signal, sys, time
+import manyhands as mh
+
+def save(number, frame):
+    pathlib.Path(sys.argv[1], f"saved-{mh.worker().rank}").touch()
+    sys.exit(75)
+
+signal.signal(signal.SIGTERM, save)
+pathlib.Path(sys.argv[1], f"ready-{mh.worker().rank}").touch()
+deadline = time.monotonic() + 30
+while time.monotonic() < deadline:
+    time.sleep(0.02)
+"""
+
+NO_HANDLER = OWN_HANDLER.replace("signal.signal(signal.SIGTERM, save)", "")
+
+
+@pytest.mark.parametrize(("script", "code", "saved"), [(OWN_HANDLER, 75, 2), (NO_HANDLER, 143, 0)])
+def test_sigterm_reaches_the_script_on_every_worker(tmp_path: Path, script: str, code: int, saved: int) -> None:
+    """A script that saves its work on SIGTERM can do so, as under `python script.py`."""
+    (tmp_path / "script.py").write_text(script)
+    command = [
+        sys.executable,
+        "-c",
+        "from manyhands.cli import main; main()",
+        "run",
+        "-n",
+        "2",
+        "script.py",
+        str(tmp_path),
+    ]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("ready-*"))) < 2:
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=20)
+    assert process.returncode == code, error
+    assert len(list(tmp_path.glob("saved-*"))) == saved
+
+
+def test_threads_and_exit_functions_of_a_script_finish(local: Local, tmp_path: Path) -> None:
+    """As the interpreter ends them: a thread that still saves is waited for, then atexit runs; also after an error."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import atexit, pathlib, sys, threading, time\nimport manyhands as mh\n"
+        "place = pathlib.Path(sys.argv[1])\nrank = mh.worker().rank\n"
+        "def save():\n    time.sleep(0.2)\n    (place / f'thread-{rank}').touch()\n"
+        "atexit.register(lambda: (place / f'exit-{rank}-{(place / f\"thread-{rank}\").exists()}').touch())\n"
+        "threading.Thread(target=save).start()\n"
+        "if len(sys.argv) > 2: sys.exit(3)\n"
+    )
+    assert run_script(script, [str(tmp_path)], workers=2, engine=local) == 0
+    assert {path.name for path in tmp_path.iterdir()} >= {"thread-0", "thread-1", "exit-0-True", "exit-1-True"}
+    for path in [*tmp_path.glob("thread-*"), *tmp_path.glob("exit-*")]:
+        path.unlink()
+    assert run_script(script, [str(tmp_path), "fail"], workers=1, engine=local) == 3

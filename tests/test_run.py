@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from manyhands.event_log import EventLog
 from manyhands.events import Event
@@ -68,6 +69,18 @@ def test_forward_says_how_and_its_outputs_may_have_parts() -> None:
     assert torch.equal(found["a"], 2 * ROWS)
     assert torch.equal(found["b"][0], ROWS[:, 0])
     assert torch.equal(found["b"][1][0], ROWS + 1)
+
+
+def test_a_shuffling_loader_is_read_in_the_order_of_its_rows() -> None:
+    def collate(rows: list[Any]) -> Tensor:
+        return torch.stack([row["x"] for row in rows])
+
+    rows, chunks = [{"x": row} for row in ROWS], ROWS.split(4)
+    loader = DataLoader(rows, batch_size=3, shuffle=True, drop_last=True, collate_fn=collate)  # type: ignore[arg-type]
+    assert torch.equal(run_of().predict(loader), 2 * ROWS)
+    assert torch.equal(run_of().predict(DataLoader(TensorDataset(ROWS, ROWS), shuffle=True)), 2 * ROWS)
+    assert torch.equal(run_of().predict(DataLoader(chunks, batch_size=None, shuffle=True)), 2 * ROWS)  # type: ignore[arg-type]
+    assert torch.equal(run_of().predict(rows, batch_size=4, collate=collate), 2 * ROWS)
 
 
 def test_result_json_is_valid_and_makes_the_run_again(tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
 from manyhands import spec
 from manyhands.errors import BadInput, UnknownName
 from manyhands.strategies import spec_of, strategy_of
+from manyhands.strategies.base import State, Strategy
 from manyhands.strategies.local_sgd import LocalSGD
 
 
@@ -108,3 +109,34 @@ def test_strategies_of_the_users_own_file(tmp_path) -> None:
     assert strategy_of(f"{file}:Mine:alpha=.1").alpha == 0.1
     with pytest.raises(BadInput, match="is not a Strategy"):
         strategy_of(f"{file}:Other")
+
+
+def test_an_option_without_annotation_takes_its_defaults_type() -> None:
+    def make(width=32, rate=0.5, deep=False, kind="a", other=None):  # type: ignore[no-untyped-def]
+        return width, rate, deep, kind, other
+
+    texts = {"width": "64", "rate": "1", "deep": "yes", "kind": "3", "other": "3"}
+    assert spec.make(make, texts, "x") == (64, 1.0, True, "3", "3")
+    with pytest.raises(BadInput, match="x: width must be a whole number"):
+        spec.make(make, {"width": "wide"}, "x")
+
+
+def test_a_strategy_of_the_users_own_needs_no_name() -> None:
+    class Mine(Strategy):
+        def start(self, replica, worker):  # type: ignore[no-untyped-def]
+            return State()
+
+        def exchange(self, replica, worker, state):  # type: ignore[no-untyped-def]
+            return True
+
+    assert (Mine.name, Mine.source, Mine.summary, Mine.consistency) == ("mine", "", "", "")
+    assert strategy_of("local-sgd").name == "local-sgd"
+
+
+@pytest.mark.parametrize(
+    "options", [{"period": 2.5}, {"period": True}, {"period": "2"}, {"warmup": 1.5}, {"optimizer_state": "mean"}]
+)
+def test_local_sgd_takes_whole_numbers_and_known_words(options: dict[str, Any]) -> None:
+    """CASE 20"""
+    with pytest.raises(BadInput, match=f"local-sgd: {next(iter(options))} must be"):
+        LocalSGD(**options)

@@ -41,7 +41,7 @@ def _one_thread() -> Any:
 
 
 def train(given: Any, **options: Any) -> mh.Run:
-    return mh.train(given, threads_per_worker=1, **options)
+    return mh.train(given, **{"threads_per_worker": 1, **options})
 
 
 def cosine(optimizer: torch.optim.Optimizer, total: int = 8) -> Any:
@@ -173,7 +173,7 @@ def test_callbacks_hear_all_and_may_stop() -> None:
 def test_validation_every_few_steps() -> None:
     watch = Watch()
     train(task(validation_data=plain.rows(5)), callbacks=[watch], validate_every=3)
-    assert [event.tick for event in watch.heard if event.type == "validation"] == [2, 5]
+    assert [event.tick for event in watch.heard if event.type == "validation"] == [2, 5, 7]  # and at the end
 
 
 def test_early_stopping_ends_and_best_is_kept() -> None:
@@ -231,6 +231,19 @@ def test_predictions_come_in_row_order() -> None:
     run = train(task())
     x, _ = plain.rows(11, seed=9)
     assert torch.allclose(run.predict(x), run.model(x).detach())
+
+
+def test_a_rate_that_is_a_tensor_is_recorded(tmp_path: Path) -> None:
+    run = train(
+        task(optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=torch.tensor(0.1))), run_dir=tmp_path / "run"
+    )
+    assert run.history[0]["rate"] == pytest.approx(0.1)
+
+
+def test_the_last_validation_is_heard_also_where_max_steps_ends_the_run() -> None:
+    watch = Watch()
+    train(task(validation_data=plain.rows(5), epochs=5), callbacks=[watch], validate_every=7, max_steps=7)
+    assert [event.type for event in watch.heard].count("validation") == 1
 
 
 # -- the run directory -----------------------------------------------------------------------------------------------
@@ -321,6 +334,14 @@ def test_resuming_something_else_is_refused(tmp_path: Path) -> None:
     train(task(), run_dir=tmp_path / "run")
     with pytest.raises(mh.BadInput, match="batch_size was 12 and is 6"):
         train(task(epochs=3, batch_size=6), run_dir=tmp_path / "run", resume=True)
+    with pytest.raises(mh.BadInput, match="rows was 39 and is 38"):
+        train(task(epochs=3, train_data=plain.rows(38)), run_dir=tmp_path / "run", resume=True)
+    with pytest.raises(mh.BadInput, match="strategy was allreduce and is local-sgd"):
+        train(task(epochs=3), run_dir=tmp_path / "run", resume=True, strategy="local-sgd")
+    with pytest.raises(mh.BadInput, match="finished run .* is of strategy allreduce, not local-sgd"):
+        train(task(), run_dir=tmp_path / "run", resume=True, strategy="local-sgd")
+    with pytest.raises(mh.BadInput, match="finished run's parameters are not this model's"):
+        train(task(model=lambda: nn.Linear(5, 3).double()), run_dir=tmp_path / "run", resume=True)
     with pytest.raises(mh.BadInput, match=r"parameters are not this model's"):
         train(task(epochs=3, model=lambda: nn.Linear(5, 3).double()), run_dir=tmp_path / "run", resume=True)
 
@@ -341,12 +362,17 @@ def test_resuming_something_else_is_refused(tmp_path: Path) -> None:
         ({"strategy": "local-sgd:period=often"}, "period must be a whole number.*or.*end"),
         ({"engine": "yarn"}, "no engine 'yarn'"),
         ({"keep": "worst"}, "keep must be"),
-        ({"keep": "best:beauty", "validation_data": plain.rows(3)}, "no metric 'beauty' among validation_loss"),
+        ({"keep": "best:beauty", "validation_data": plain.rows(3)}, "write best:max:beauty or best:min:beauty"),
+        ({"keep": "best:max:beauty", "validation_data": plain.rows(3)}, "no metric 'beauty' among validation_loss"),
         ({"keep": "best:validation_loss"}, "keep.*needs validation_data"),
         ({"nonfinite": "ignore"}, "nonfinite must be"),
         ({"validate_every": 0}, "validate_every must be"),
         ({"max_seconds": -1}, "max_seconds must be"),
         ({"resume": True}, "needs a run directory"),
+        ({"run_dir": "/proc/none"}, "cannot make the run directory"),
+        ({"device": "gpu"}, "no device 'gpu'"),
+        ({"threads_per_worker": 0}, "threads_per_worker must be"),
+        ({"optimizer": lambda m: torch.optim.LBFGS(m.parameters())}, "LBFGS"),
         ({"epochs": 0}, "epochs must be"),
         ({"batch_size": 4, "batch_size_per_worker": 4}, "both given"),
         ({"precision": "fp8"}, "no precision 'fp8'"),

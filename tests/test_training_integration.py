@@ -115,6 +115,29 @@ def test_streams_of_unequal_length_end_together(local: Local) -> None:
         assert sorted(run.rows["workers"]) == [0, 2, 10, 140]
 
 
+def test_ten_shards_on_two_workers(local: Local) -> None:
+    """CASE 18: one of 5,120 rows, eight of 6,144, one of 5,728; five shards a worker, of unequal sums."""
+    lengths = [5120, *[6144] * 8, 5728]
+    for strategy in ("allreduce", "local-sgd:period=8"):
+        given = task(train_data=Counting(lengths), schedule=None, epochs=1, batch_size=512)
+        run = train(given, local, 2, strategy=strategy)
+        assert run.rows == {"total": 60_000, "workers": [sum(lengths[::2]), sum(lengths[1::2])], "unused": 0}
+
+
+class Counting(torch.utils.data.IterableDataset):
+    """Shards of rows, each the same row: only how many there are matters."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths, self.num_shards = lengths, len(lengths)
+
+    def shard(self, num_shards: int, index: int) -> Counting:
+        return Counting(self.lengths[index::num_shards])
+
+    def __iter__(self) -> Any:
+        row = (torch.ones(5, dtype=torch.float64), torch.tensor(1))
+        return (row for length in self.lengths for _ in range(length))
+
+
 class Sharded(torch.utils.data.IterableDataset):
     def __init__(self, lengths: list[int], mine: int | None = None) -> None:
         self.lengths, self.mine, self.num_shards = lengths, mine, len(lengths)
@@ -162,9 +185,23 @@ def test_another_number_of_workers_goes_on_from_the_same_parameters(local: Local
 
 def test_a_stop_is_obeyed_at_the_same_step_by_all(local: Local) -> None:
     """A worker that stopped alone would leave the others waiting in their next exchange."""
-    for strategy in ("allreduce", "local-sgd:period=4", "local-sgd:period=end", "ensemble"):
-        run = train(task(epochs=10**6, schedule=None), local, 2, strategy=strategy, max_seconds=0.3, timeout_s=20)
+    for strategy in ("allreduce", "local-sgd:period=4", "local-sgd:period=16", "local-sgd:period=end", "ensemble"):
+        run = train(task(epochs=10**5, schedule=None), local, 2, strategy=strategy, max_seconds=0.3, timeout_s=20)
         assert run.info["stopped"] == "max_seconds"
+        assert run.seconds < 5
+
+
+def test_an_ensembles_best_is_each_members_own(local: Local, tmp_path: Path) -> None:
+    data = plain.rows(36)
+    given = task(model=Dropping, train_data=data, validation_data=(data[0], (data[1] + 1) % 3), epochs=6, schedule=None)
+    options: dict[str, Any] = {"strategy": "ensemble", "keep": "best:validation_loss", "workers": 2}
+    run = train(given, local, **options)
+    loss = nn.functional.cross_entropy(run.model(data[0]), (data[1] + 1) % 3).item()
+    assert run.metrics["validation_loss"] == pytest.approx(loss, abs=1e-12)
+    train(given.with_fields(epochs=3), local, run_dir=tmp_path / "run", **options)
+    resumed = train(given, local, run_dir=tmp_path / "run", resume=True, **options)
+    assert torch.equal(resumed.parameters, run.parameters)
+    assert resumed.metrics == run.metrics
 
 
 def test_a_workers_exception_is_what_the_user_sees(local: Local) -> None:

@@ -1,7 +1,8 @@
 """Checkpoints on disk: written whole or not at all, verified before they are believed.
 
 A checkpoint is a folder `step-00000120/` of one safetensors and one JSON file a rank, and `manifest.json`, written
-last, with every file's SHA-256. It is made under a temporary name, synced, then renamed. The newest two are kept.
+last, with every file's SHA-256. It is made under a temporary name, synced, then renamed. The newest two are kept;
+those newer than the one being saved were passed over at resume, because they are damaged, and are removed.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def save(folder: Path, tick: int, group: Group, tensors: dict[str, Tensor], valu
 
     OSError (a full disk, say) passes through: nothing under the final name exists then.
     """
-    final = folder / f"step-{tick:08d}"
-    partial = folder / f"step-{tick:08d}.partial"
+    final = folder / _name(tick)
+    partial = folder / f"{_name(tick)}.partial"
     if group.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob("*.partial"):
@@ -65,10 +66,18 @@ def save(folder: Path, tick: int, group: Group, tensors: dict[str, Tensor], valu
             shutil.rmtree(final)
         partial.rename(final)
         _sync_folder(folder)
+        discard_newer(folder, tick)
         for old in _folders(folder)[:-KEPT]:
             shutil.rmtree(old)
     group.barrier()
     return final
+
+
+def discard_newer(folder: Path, tick: int) -> None:
+    """Remove checkpoints newer than `tick`, at which a run goes on: `newest` passed them over, and they must not count as kept."""
+    for path in _folders(folder):
+        if _tick(path) > tick:
+            shutil.rmtree(path)
 
 
 def newest(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
@@ -80,15 +89,25 @@ def newest(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
     for path in reversed(folders):
         try:
             return _verified(path)
-        except (OSError, ValueError, KeyError, SafetensorError) as problem:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as problem:
             warn(f"checkpoint {path} is damaged and left out: {problem}")
     if folders:
         raise BadInput(f"all {len(folders)} checkpoints in {folder} are damaged: start again in another run directory")
     return None
 
 
+def _name(tick: int) -> str:
+    return f"step-{tick:08d}"
+
+
 def _folders(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("step-*") if path.is_dir() and path.suffix != ".partial")
+    """All checkpoints, oldest first; not what has another name (a copy of the user's), which is never removed."""
+    return sorted((path for path in folder.glob("step-*") if path.is_dir() and _tick(path) >= 0), key=_tick)
+
+
+def _tick(path: Path) -> int:
+    number = path.name.removeprefix("step-")
+    return int(number) if number.isdecimal() else -1
 
 
 def _verified(path: Path) -> Checkpoint:
@@ -128,3 +147,11 @@ def _sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file so that it holds all of `data`, synced, or is not there (OSError)."""
+    partial = path.with_name(path.name + ".partial")
+    _write_synced(partial, data)
+    partial.replace(path)
+    _sync_folder(path.parent)

@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from manyhands import cli_options as options
-from manyhands.errors import ManyhandsError
+from manyhands.errors import BadInput, ManyhandsError
 
 if TYPE_CHECKING:
     from manyhands.callbacks.base import Callback
@@ -125,6 +125,8 @@ def train(
     [bold]manyhands train my.py:task --run-dir runs/mine --resume[/bold]
     [bold]manyhands train digits --log json | jq .values.loss[/bold]
     """
+    if resume and run_dir is None:
+        raise BadInput("--resume needs --run-dir: name the directory of the run that is to go on")
     with _started(engine, workers) as place:
         from manyhands.training import train as train_task
 
@@ -155,6 +157,7 @@ def run(
     arguments: options.ScriptArguments = None,
     workers: options.Workers = None,
     strategy: options.ScriptStrategy = "allreduce",
+    threads_per_worker: options.Threads = None,
     timeout: options.Timeout = 300.0,
     debug: options.Debug = False,
 ) -> None:
@@ -172,6 +175,7 @@ def run(
             workers=workers,
             strategy=strategy,
             engine=place,
+            threads_per_worker=threads_per_worker,
             timeout_s=timeout,
         )
     raise typer.Exit(code)
@@ -206,8 +210,14 @@ def default_run_dir(task: str) -> Path:
     name, _, rest = task.partition(":")
     if name.endswith(".py"):
         name = f"{Path(name).stem}-{rest.partition(':')[0]}"
-    end = os.environ.get("TORCHELASTIC_RUN_ID") or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    end = _torchrun_id() or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     return Path("runs") / re.sub(r"[^A-Za-z0-9_.-]+", "-", f"{name or 'task'}-{end}")
+
+
+def _torchrun_id() -> str | None:
+    """What all processes of one torchrun call know; "none" is its default for every call, so its port tells them apart."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    return f"{name}-{os.environ.get('MASTER_PORT', '')}" if name == "none" else name
 
 
 def _task_fields(given: dict[str, Any]) -> dict[str, Any]:
@@ -219,7 +229,9 @@ def _task_fields(given: dict[str, Any]) -> dict[str, Any]:
 @contextmanager
 def _started(engine: str, workers: int | None) -> Iterator[Engine | str]:
     """The engine; where it is `local` and will fork, its server loads torch while this process does."""
-    if engine not in ("auto", "local") or (workers or 1) < 2 or "TORCHELASTIC_RUN_ID" in os.environ:
+    from manyhands.engines import under_torchrun
+
+    if engine not in ("auto", "local") or (workers or 1) < 2 or under_torchrun():
         yield engine
         return
     from manyhands.engines.local import Local

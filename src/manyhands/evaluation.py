@@ -39,12 +39,14 @@ def _mean_of(outputs: list[Any]) -> Any:
 
 
 def mean_buffers(model: nn.Module, group: Group) -> dict[str, Tensor]:
-    """A copy of the model's buffers: floating ones averaged over the group, integer ones their maximum."""
+    """A copy of the model's buffers: floating and complex ones averaged over the group, integer and bool ones their maximum."""
     mean = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     if group.size > 1:
         for buffer in mean.values():
             if buffer.is_floating_point():
                 group.mean_(buffer)
+            elif buffer.is_complex():
+                group.mean_(torch.view_as_real(buffer))
             else:
                 buffer.copy_(group.all_gather(buffer.to(torch.int64).reshape(-1)).amax(0).reshape(buffer.shape))
     return mean

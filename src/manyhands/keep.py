@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,12 +12,45 @@ from torch import Tensor
 from manyhands.errors import BadInput
 from manyhands.replica import Replica
 
-HIGHER = ("accuracy", "auc", "f1", "precision", "recall", "score", "r2", "bleu", "map")
+HIGHER = frozenset(
+    [
+        "acc",
+        "accuracy",
+        "auc",
+        "auroc",
+        "f1",
+        "iou",
+        "miou",
+        "dice",
+        "map",
+        "ap",
+        "psnr",
+        "ssim",
+        "bleu",
+        "rouge",
+        "r2",
+        "precision",
+        "recall",
+        "score",
+        "top1",
+        "top5",
+        "likelihood",
+    ]
+)
+LOWER = frozenset(["loss", "error", "perplexity", "bits", "nll", "mse", "mae", "rmse", "wer", "cer"])
+NEGATED = frozenset(("neg", "negative"))  # what such a name means is anybody's guess
+
+
+def higher_is_better(metric: str) -> bool | None:
+    """Which way a metric gets better, read off the words of its name (`validation_f1_macro`); None where they do not say."""
+    words = set(re.split(r"[^a-z0-9]+", metric.casefold()))
+    higher, lower = bool(words & HIGHER), bool(words & LOWER)
+    return None if higher == lower or words & NEGATED else higher
 
 
 @dataclass
 class Keep:
-    """`last`, or `best:METRIC` — the highest of accuracy, auc, f1, …, the lowest of anything else; `best:max:METRIC` says it outright."""
+    """`last`, or `best:METRIC`: the highest accuracy, auc, f1, …, the lowest loss, error, …; `best:max:METRIC`, `best:min:METRIC` say it outright."""
 
     metric: str = ""  # "": keep the last
     higher: bool = False
@@ -27,7 +61,7 @@ class Keep:
 
     @classmethod
     def parse(cls, text: str) -> Keep:
-        """Raises BadInput for anything but the forms above."""
+        """Raises BadInput for anything but the forms above, and where METRIC does not say which way is better."""
         if text == "last":
             return cls()
         kind, _, metric = text.partition(":")
@@ -35,7 +69,12 @@ class Keep:
         if kind != "best" or not metric or (colon and mode not in ("max", "min")):
             raise BadInput(f'keep must be "last", "best:METRIC", "best:max:METRIC" or "best:min:METRIC", not {text!r}')
         name = rest if colon else metric
-        return cls(metric=name, higher=mode == "max" if colon else name.endswith(HIGHER))
+        higher = mode == "max" if colon else higher_is_better(name)
+        if higher is None:
+            raise BadInput(
+                f"keep: whether more or less of {name!r} is better does not show in its name: write best:max:{name} or best:min:{name}"
+            )
+        return cls(metric=name, higher=higher)
 
     def offer(self, metrics: dict[str, float], parameters: Tensor, buffers: dict[str, Tensor]) -> bool:
         """See a validation; whether it is the best so far (then a copy of it is kept). The same on all ranks."""

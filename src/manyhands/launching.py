@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from manyhands.engines import default_workers, engine_of
-from manyhands.engines.base import Engine, Launch
+from manyhands.engines.base import Engine, Launch, Observer
 from manyhands.engines.coordinator import USER
 from manyhands.errors import BadInput, WorkerFailed
+from manyhands.signals import sigterm_to
 
 if TYPE_CHECKING:  # they import torch, and the workers' fork server can do that at the same time
     from manyhands.strategies.base import Strategy
@@ -43,6 +45,8 @@ def launch(
 ) -> list[T]:
     """Call `function(*args)` on every worker, and return every rank's value in rank order.
 
+    Where every worker makes this call itself (torchrun, a script under `manyhands run`), the list holds this rank's own
+    value, and None for the others. Ranks other than the first are quiet: see `quiet_other_ranks`.
     Inside, `mh.worker()` is the current Worker and `mh.prepare` uses `strategy`. workers=None: one per visible GPU,
     else 1; one worker runs in this process. The function, its arguments and what it returns travel by pickle, so
     lambdas and functions of a notebook will do. `timeout_s`: a worker that trains without progress for so long counts
@@ -67,15 +71,18 @@ def run_script(
 ) -> int:
     """Run a script on every worker as `python path *args` would; its exit code (the first that is not 0, or 0).
 
-    Ranks other than the first are quiet: see `quiet_other_ranks`. Raises `BadInput` if there is no such file, and
+    Ranks other than the first are quiet: see `quiet_other_ranks`. SIGTERM reaches the script on every worker, as it
+    would reach `python path`; `train()` inside then checkpoints, and Preempted is raised here. Raises `BadInput` if there is no such file, and
     `WorkerFailed` for an exception.
     """
     if not Path(path).is_file():
         raise BadInput(f"no script {str(path)!r} (looked from {Path.cwd()}): give the path of a Python file")
     place = engine_of(engine)
     plan = _plan(place, workers, threads_per_worker, timeout_s)
+    observer = _Preemption()
     try:
-        place.launch(_Script(str(path), tuple(args), strategy), plan)
+        with sigterm_to(observer.stop) if plan.workers > 1 else nullcontext():
+            place.launch(_Script(str(path), tuple(args), strategy), replace(plan, observer=observer))
     except SystemExit as end:  # one worker, in this process
         return end.code if isinstance(end.code, int) else 0
     except WorkerFailed as error:
@@ -83,6 +90,19 @@ def run_script(
             return error.exit_code
         raise
     return 0
+
+
+class _Preemption(Observer):
+    """Passes SIGTERM on to the workers."""
+
+    def __init__(self) -> None:
+        self._reason = ""
+
+    def stop(self, reason: str) -> None:
+        self._reason = reason
+
+    def stopping(self) -> str:
+        return self._reason
 
 
 def _plan(engine: Engine, workers: int | None, threads_per_worker: int | None, timeout_s: float) -> Launch:
@@ -101,7 +121,10 @@ class _Call:
     strategy: Strategy | str | None
 
     def __call__(self, worker: Worker) -> Any:
+        from manyhands.quiet import quiet_other_ranks
+
         worker.coordinator.progress(USER, 0)
+        quiet_other_ranks(worker.rank, worker.size)
         with _choose(self.strategy):
             return self.function(*self.args)
 
@@ -119,11 +142,18 @@ class _Script:
 
         worker.coordinator.progress(USER, 0)
         quiet_other_ranks(worker.rank, worker.size)
+        if worker.size > 1:
+            signal.signal(signal.SIGTERM, _terminated)
         with _choose(self.strategy), _command_line(self.path, self.args):
             try:
                 runpy.run_path(self.path, run_name="__main__")
             except SystemExit as end:
                 raise SystemExit(_exit_code(end.code)) from None
+
+
+def _terminated(number: int, frame: object) -> None:
+    """SIGTERM in a script that does not handle it itself."""
+    raise SystemExit(128 + number)
 
 
 def _exit_code(code: object) -> int:

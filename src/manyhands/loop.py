@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from manyhands import checkpoint, evaluation, random_state, snapshot
 from manyhands.checkpoint import Checkpoint
+from manyhands.comm.solo import SoloGroup
 from manyhands.data.feed import Feed, Slice
 from manyhands.data.sources import open_source
 from manyhands.errors import BadInput
 from manyhands.plan import Outcome, Place, Plan, State, build_model, global_batch
 from manyhands.replica import STOP, Replica
+from manyhands.run import environment
 from manyhands.worker import Worker
 
 EMPTY = Slice(batch=None, rows=0, global_rows=None, index=-1)
@@ -52,6 +54,7 @@ class Loop:
         self.reason = ""
         self.began = worker.clock()
         self.validation_feed = self._feed(plan.task.validation_data) if plan.task.validation_data is not None else None
+        self.test_feed = self._feed(plan.task.test_data) if plan.task.test_data is not None else None
         if plan.resume_from is not None:
             self._resume(plan.resume_from)
         self._pending: dict[str, Any] | None = None
@@ -102,6 +105,8 @@ class Loop:
             self._epoch()
         if self.reason and self._saved != self.place.tick:
             self._save()
+        if self.reason != "preempted" and self._judged != self.place.tick:
+            self._validate(last=True)  # the newest metrics are those of the final parameters
 
     def _finished(self) -> bool:
         return bool(self.reason) or (self.task.max_steps is not None and self.place.tick >= self.task.max_steps)
@@ -116,6 +121,7 @@ class Loop:
         if complete:
             place.epoch, place.epoch_tick = place.epoch + 1, 0
         self._finish(last=place.epoch == self.task.epochs or self._finished())
+        self._stopped()  # a strategy whose rounds are longer than an epoch hears it only now
         self._end_epoch()
 
     def _ticks(self) -> bool:
@@ -125,11 +131,11 @@ class Loop:
         with closing(self.train_feed.epoch(self.place.epoch, self.place.epoch_tick)) as slices:
             for part in self._turns(slices):
                 self.turn(part)
-                if self._stopped() or self._finished():
+                if self._stopped():
                     return False
                 self._between()
-                if self.reason:
-                    return False
+                if self._finished():
+                    return not self.reason and self.place.epoch_tick == self.ticks_per_epoch
         return True
 
     def _turns(self, slices: Iterator[Slice]) -> Generator[Slice, None, None]:
@@ -189,7 +195,7 @@ class Loop:
             exchange_s=end - middle - apply_s - wait_s,
             wait_s=wait_s,
             round=replica.rounds > rounds,
-            rate=replica.optimizer.param_groups[0]["lr"],
+            rate=float(replica.optimizer.param_groups[0]["lr"]),
         )
 
     def _count(self, part: Slice) -> None:
@@ -217,7 +223,8 @@ class Loop:
     def _finish(self, last: bool) -> None:
         """Let the strategy close its open round; its seconds belong to the last tick's exchange."""
         worker, replica = self.worker, self.replica
-        replica.last = last
+        replica.check()
+        replica.last, replica.stop = last, self._wants_stop()
         start, wait_s, rounds = worker.clock(), worker.group.waited_s, replica.rounds
         self.plan.strategy.finish(replica, worker, self.state)
         wait_s = worker.group.waited_s - wait_s
@@ -279,11 +286,14 @@ class Loop:
         if said:
             self.reason = said[0]
 
-    def _validate(self) -> None:
+    def _validate(self, last: bool = False) -> None:
+        """Judge, and tell; a stop that is answered after the last tick says nothing any more."""
         metrics, best = self._judge()
         if metrics:
             self.worker.coordinator.collect(self.worker.group)
-            self._obey(self._ask("validation", metrics=metrics, best=best))
+            answer = self._ask("validation", metrics=metrics, best=best)
+            if not last:
+                self._obey(answer)
 
     def _judge(self) -> tuple[dict[str, float], bool]:
         """Validation metrics of the consensus as it is now, offered to `keep`; ({}, False) without validation data."""
@@ -291,9 +301,14 @@ class Loop:
             return {}, False
         self._judged = self.place.tick
         consensus = self.plan.strategy.consensus(self.replica, self.worker, self.state)
-        buffers = evaluation.mean_buffers(self.replica.model, self.worker.group)
+        buffers = self._buffers()
         metrics = self._evaluate(self.validation_feed, consensus, buffers, "validation_")
         return metrics, self.plan.keep.offer(metrics, consensus, buffers)
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """Those of the one answer, or this rank's own where there are N."""
+        group = self.worker.group if self.plan.strategy.needs.one_model else SoloGroup()
+        return evaluation.mean_buffers(self.replica.model, group)
 
     _judged = -1  # the tick of the newest validation
 
@@ -318,9 +333,10 @@ class Loop:
         self._saved = self.place.tick
         self.worker.coordinator.progress("checkpoint", self.replica.step)
         start = self.worker.clock()
-        place = {**vars(self.place), "total": self.total_ticks(), "fingerprint": self._fingerprint()}
+        facts = {"total": self.total_ticks(), "threads": torch.get_num_threads(), "fingerprint": self._fingerprint()}
+        place = {**vars(self.place), **facts}
         tensors, values = snapshot.capture(self.replica, self.state, place)
-        kept_tensors, values["keep"] = self.plan.keep.capture(self.replica) if self.worker.rank == 0 else ({}, None)
+        kept_tensors, values["keep"] = self.plan.keep.capture(self.replica) if self._keeps_best() else ({}, None)
         path = checkpoint.save(
             self.plan.checkpoints, self.place.tick, self.worker.group, {**tensors, **kept_tensors}, values
         )
@@ -333,11 +349,12 @@ class Loop:
                 seconds=self.worker.clock() - start,
             )
 
+    def _keeps_best(self) -> bool:
+        """Whether this rank's checkpoint holds what is best: rank 0's is everybody's, an ensemble's member is its own."""
+        return self.worker.rank == 0 or not self.plan.strategy.needs.one_model
+
     def _resume(self, saved: Checkpoint) -> None:
-        total, rank, size = self.total_ticks(), self.worker.rank, self.worker.size
-        self.state, place = snapshot.restore(saved, self.replica, self.state, rank, size, total)
-        del place["total"]
-        was, now = place.pop("fingerprint"), self._fingerprint()
+        was, now = saved.values(0)["place"]["fingerprint"], self._fingerprint()
         if was != now:
             differing = ", ".join(
                 f"{key} was {was.get(key)} and is {now.get(key)}" for key in now if was.get(key) != now.get(key)
@@ -345,17 +362,26 @@ class Loop:
             raise BadInput(
                 f"cannot resume from {saved.path}: {differing}. Give what it was, or start in another run directory"
             )
+        total, rank, size = self.total_ticks(), self.worker.rank, self.worker.size
+        self.state, place = snapshot.restore(saved, self.replica, self.state, rank, size, total)
+        for fact in ("total", "threads", "fingerprint"):
+            del place[fact]
         self.place = Place(**place)
+        if rank == 0 and self.plan.checkpoints is not None:
+            checkpoint.discard_newer(self.plan.checkpoints, saved.tick)  # they were passed over: they are damaged
         if saved.ranks != self.worker.size:  # what was counted by ranks that are no more stands with rank 0
             places = [saved.values(rank)["place"] for rank in range(saved.ranks)] if self.worker.rank == 0 else []
             self.place.rows, self.place.unused = sum(p["rows"] for p in places), sum(p["unused"] for p in places)
-        self.replica.rounds = self.place.rounds
-        self.plan.keep.restore(self.replica, saved.tensors(0), saved.values(0)["keep"])
+        self.replica.rounds, self.replica.tick = self.place.rounds, max(0, self.place.tick - 1)
+        source = rank if self._keeps_best() else 0
+        self.plan.keep.restore(self.replica, saved.tensors(source), saved.values(source)["keep"])
 
     def _fingerprint(self) -> dict[str, Any]:
-        """What must be the same for a data position to mean the same."""
+        """What must be the same for a checkpoint to mean the same."""
         return {
+            "strategy": self.plan.strategy.name,
             "seed": self.task.seed,
+            "rows": self.train_feed.rows,
             "batch_size": self.train_feed.batch_size,
             "ticks_per_epoch": self.ticks_per_epoch,
             "shuffle": self.task.shuffle,
@@ -372,8 +398,8 @@ class Loop:
             "total_steps": self.total_ticks(),
             "batch_size": self.train_feed.batch_size,
             "batch_size_per_worker": self.train_feed.batch_size / size,
-            "rate": groups[0]["lr"],
-            "effective_rate": groups[0]["lr"],
+            "rate": float(groups[0]["lr"]),
+            "effective_rate": float(groups[0]["lr"]),
             "parameters": self.replica.layout.size,
             "threads": torch.get_num_threads(),
             "device": str(self.worker.device),
@@ -382,22 +408,20 @@ class Loop:
     def _announce(self) -> None:
         self.facts = self._facts()
         if self.worker.rank == 0:
-            self.worker.emit("start", tick=self.place.tick, step=self.replica.step, **self.facts)
+            self.worker.emit("start", tick=self.place.tick, step=self.replica.step, **self.facts, **environment())
         self.worker.group.barrier()
 
     def outcome(self) -> Outcome:
         """The consensus, or the best that was kept, its metrics, and all workers' counts."""
         worker, replica, keep = self.worker, self.replica, self.plan.keep
-        if self.reason != "preempted" and self._judged != self.place.tick:
-            self._judge()  # the newest metrics are those of the final parameters
         worker.coordinator.progress("end", replica.step)
         consensus = self.plan.strategy.consensus(replica, worker, self.state)
-        buffers = evaluation.mean_buffers(replica.model, worker.group)
+        buffers = self._buffers()
         metrics = dict(keep.newest)
         if keep.parameters is not None:
             consensus, buffers, metrics = keep.parameters, keep.buffers, dict(keep.metrics)
-        if self.task.test_data is not None and self.reason != "preempted":
-            metrics |= self._evaluate(self._feed(self.task.test_data), consensus, buffers, "test_")
+        if self.test_feed is not None and self.reason != "preempted":
+            metrics |= self._evaluate(self.test_feed, consensus, buffers, "test_")
         worker.coordinator.collect(worker.group)
         own = {"rows": self.place.rows, "unused": self.place.unused, "ledger": worker.group.ledger.as_dict()}
         return Outcome(
@@ -417,7 +441,8 @@ class Loop:
         if self.plan.strategy.needs.one_model:
             named = self.replica.named(parameters)
             return [(_own(named), _own(buffers))] if wanted else []
-        members = evaluation.ensemble_of(self.replica, self.worker.group).members
+        with evaluation.holding(self.replica, parameters, buffers):
+            members = evaluation.ensemble_of(self.replica, self.worker.group).members
         trainable = self.replica.layout.names
         states = [({n: p for n, p in m.named_parameters() if n in trainable}, dict(m.named_buffers())) for m in members]
         return [(_own(p), _own(b)) for p, b in states] if wanted else []

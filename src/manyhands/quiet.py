@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,13 +25,20 @@ def quiet_other_ranks(rank: int, size: int) -> None:
     if rank == 1:
         others = "worker 1" if size == 2 else f"workers 1 to {size - 1}"
         sys.stderr.write(
-            f"manyhands: {others} of {size} print nothing to standard output, and torch.save writes nothing there\n"
+            f"manyhands: {others} of {size} print nothing to standard output, and torch.save writes no files there\n"
         )
     nowhere = open(os.devnull, "w")  # noqa: SIM115 - open for the rest of the process's life
     atexit.register(nowhere.close)
     sys.stdout = nowhere
-    torch.save = torch.serialization.save = _save_nothing
+    torch.save = torch.serialization.save = _saving_no_files(torch.save)
 
 
-def _save_nothing(*_: Any, **__: Any) -> None:
-    """`torch.save` on the other ranks: the first rank's file is the one."""
+def _saving_no_files(save: Callable[..., None]) -> Callable[..., None]:
+    """`torch.save` on the other ranks: the first rank's file is the one. What goes to memory or a pipe is no file, and pickle needs it."""
+
+    def save_elsewhere(obj: Any, f: Any, *options: Any, **named: Any) -> None:
+        name = getattr(f, "name", None)  # an open file's path; a pipe's is its number
+        if not isinstance(f, str | os.PathLike) and not isinstance(name, str):
+            save(obj, f, *options, **named)
+
+    return save_elsewhere

@@ -15,10 +15,12 @@ from manyhands.errors import BadInput, ManyhandsError, Unsupported
 from manyhands.flat import Layout
 from manyhands.optimizer_state import OptimizerState
 from manyhands.task import Measure
+from manyhands.worker import Worker
 
 MORE, STOP, NONFINITE = 1, 2, 4  # the control bits; bit CONTROL_BITS + i says that parameter i got a gradient
 CONTROL_BITS = 3
 _CONTROL = (1 << CONTROL_BITS) - 1
+VOTE_EVERY_S, VOTE_AT_MOST = 1.0, 256  # a stop is heard within about so many seconds, and within so many ticks
 BUCKET_BYTES = 4 << 20  # of one slice given to `on_ready`: large enough to amortise a message, small enough to overlap
 
 
@@ -74,6 +76,11 @@ class Replica:
         self.heard = 0  # control bits of the last exchange in this tick, OR of all ranks
         self.rounds = 0  # exchanges so far
         self.apply_seconds = 0.0
+        self._unvoted, self._vote_after, self._voted_s = (
+            0,
+            1,
+            0.0,
+        )  # ticks since the last vote, until the next; its time
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
@@ -252,9 +259,20 @@ class Replica:
         total = self.listen(group.mean_(vector, weight, self.bits() & _CONTROL | bits << CONTROL_BITS))
         return Total(total.weight, total.bits >> CONTROL_BITS)
 
-    def vote(self, group: Group) -> None:
-        """Exchange the control bits alone, for strategies whose rounds are far apart."""
-        self.listen(group.mean_(self.parameters[:0], 0.0, self.bits() & _CONTROL))
+    def vote(self, worker: Worker) -> bool:
+        """For ticks without an exchange: swap the control bits alone, about once a second. Whether it did in this tick.
+
+        How many ticks a second holds is measured at each vote and agreed on, so that all ranks vote at the same ticks.
+        """
+        self._unvoted += 1
+        if self._unvoted < self._vote_after:
+            return False
+        now = worker.clock()
+        pace = torch.tensor([(now - self._voted_s) / self._unvoted], dtype=torch.float64)  # seconds a tick
+        self.listen(worker.group.mean_(pace, 1.0, self.bits() & _CONTROL))
+        self._vote_after = max(1, min(VOTE_AT_MOST, int(VOTE_EVERY_S / max(float(pace), 1e-9))))
+        self._unvoted, self._voted_s = 0, worker.clock()
+        return True
 
     @property
     def anybody_has_rows(self) -> bool:
@@ -318,6 +336,10 @@ def _build(make: Callable[[nn.Module], torch.optim.Optimizer], model: nn.Module)
     optimizer = make(model)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise BadInput(f"optimizer(model) must return a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise Unsupported(
+            "LBFGS evaluates the model several times a step, which no exchange can follow: take another optimizer"
+        )
     return optimizer
 
 

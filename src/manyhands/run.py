@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from manyhands import event_log, events, summary
 from manyhands.advise import Advice, Measured, advise
@@ -96,12 +97,20 @@ class Run:
     # -- the model at work -------------------------------------------------------------------------------------------
 
     def predict(
-        self, data: Any, forward: Callable[[nn.Module, Any], Any] | None = None, *, batch_size: int = 256
+        self,
+        data: Any,
+        forward: Callable[[nn.Module, Any], Any] | None = None,
+        *,
+        batch_size: int = 256,
+        collate: Callable[[list[Any]], Any] | None = None,
     ) -> Any:
         """The model's outputs for all rows of `data`, in row order, on the CPU: a tensor [rows, …], or a tuple or dict of such.
 
         data: anything that a task takes as data. A batch of it that is a pair counts as (inputs, targets), and the model
         gets the inputs; any other batch goes to the model as it is. forward: (model, batch) -> outputs does it otherwise.
+        A DataLoader stands for its dataset: every row of it once, in the dataset's order, whatever its sampler and
+        `drop_last` say, loaded by its own collate function and processes. collate: [row, …] -> batch, as the task's, for
+        rows that torch's default_collate cannot join; a BadInput beside a DataLoader, which has its own.
         In evaluation mode and without gradients; the model is left in the mode it was in.
         """
         from manyhands.data.feed import Feed
@@ -109,7 +118,8 @@ class Run:
 
         call = forward if forward is not None else _predict_inputs
         place = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
-        feed = Feed(open_source(data), rank=0, size=1, batch_size=batch_size, seed=0, shuffle=False, device=place)
+        source = open_source(_in_row_order(data, batch_size), collate=collate)
+        feed = Feed(source, rank=0, size=1, batch_size=batch_size, seed=0, shuffle=False, device=place)
         with _evaluating(self.model), closing(feed.epoch(0)) as slices:
             return _joined([_on_cpu(call(self.model, part.batch)) for part in slices if part.batch is not None])
 
@@ -164,6 +174,23 @@ def environment() -> dict[str, Any]:
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "manyhands": own},
         "command": shlex.join(sys.argv),
     }
+
+
+def _in_row_order(data: Any, batch_size: int) -> Any:
+    """A DataLoader as one without its sampler; anything else as it is."""
+    if not isinstance(data, DataLoader) or isinstance(data.dataset, IterableDataset):
+        return data
+    return DataLoader(
+        data.dataset,
+        batch_size=None if data.batch_sampler is None else batch_size,
+        collate_fn=data.collate_fn,
+        num_workers=data.num_workers,
+        pin_memory=data.pin_memory,
+        timeout=data.timeout,
+        worker_init_fn=data.worker_init_fn,
+        multiprocessing_context=data.multiprocessing_context,
+        prefetch_factor=data.prefetch_factor,
+    )
 
 
 def _predict_inputs(model: nn.Module, batch: Any) -> Any:

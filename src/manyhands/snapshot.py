@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from manyhands import random_state
 from manyhands.checkpoint import Checkpoint
-from manyhands.errors import BadInput
+from manyhands.errors import BadInput, Unsupported
+from manyhands.optimizer_state import counts_on_device
 from manyhands.replica import Replica
 from manyhands.strategies.base import State
 
@@ -19,7 +22,10 @@ Parts = tuple[dict[str, Tensor], dict[str, Any]]  # tensors by name, JSON values
 
 
 def capture(replica: Replica, state: State, place: dict[str, Any]) -> Parts:
-    """This rank's part; `place` is where the loop stands."""
+    """This rank's part; `place` is where the loop stands.
+
+    Raises Unsupported, by name, for an optimizer that remembers of a parameter what is neither a tensor nor JSON.
+    """
     tensors: dict[str, Tensor] = {}
     _put(tensors, "parameters", replica.named(replica.parameters))
     _put(tensors, "buffers", dict(replica.model.named_buffers()))
@@ -44,31 +50,34 @@ def restore(
 ) -> tuple[State, dict[str, Any]]:
     """Put this rank back where the checkpoint stood; returns its strategy state and `place`.
 
-    With as many ranks as it was written by, bit for bit. With another number: the mean of the written replicas (which
-    are equal in synchronous strategies, and then kept as they are), rank 0's optimizer and schedule, the strategy's own
-    `merge`, and each rank's random state as it is now. Where `total`, the number of steps planned, is another than it
-    was, the schedule is the new one's, wound on to the same step.
+    With as many ranks as it was written by, bit for bit. With another number: the strategy's own `merge`, which may
+    refuse (nothing has changed then); the mean of the written replicas, weighted by what each counted in its open
+    window (equal ones, as synchronous strategies have, are kept as they are); rank 0's optimizer and schedule; each
+    rank's random state as it is now. Where `total`, the number of steps planned, is another than it was, the schedule
+    is the new one's, wound on to the same step.
     """
     same = checkpoint.ranks == size
-    source = rank if same else 0
-    tensors, values = checkpoint.tensors(source), checkpoint.values(source)
-    _fill(replica.named(replica.parameters), "parameters", tensors if same else _mean_parameters(checkpoint))
+    parts = [checkpoint.tensors(r) for r in ([rank] if same else range(checkpoint.ranks))]
+    numbers = [checkpoint.values(r) for r in ([rank] if same else range(checkpoint.ranks))]
+    states = [
+        _restore_state(replica, state, part, number["strategy"]) for part, number in zip(parts, numbers, strict=True)
+    ]
+    merged = states[0] if same else state.merge(states, rank, size)
+    tensors, values = parts[0], numbers[0]
+    _fill(
+        replica.named(replica.parameters), "parameters", _mean_parameters(parts, [s.weight_of_window() for s in states])
+    )
     _fill(dict(replica.model.named_buffers()), "buffers", tensors)
     rescheduled = replica.schedule is not None and values["place"]["total"] != total
     _restore_optimizer(replica, tensors, values["optimizer"], hyperparameters=not rescheduled)
     if rescheduled:
         _wind(replica, values["schedule"]["last_epoch"])
     elif replica.schedule is not None:
-        replica.schedule.load_state_dict(_scheduler_state(values["schedule"]))
+        replica.schedule.load_state_dict(_unpacked(values["schedule"]))
     replica.step = values["step"]
     if same:
         random_state.restore(_take(tensors, "random"), values["random"])
-        return _restore_state(replica, state, tensors, values["strategy"]), values["place"]
-    states = [
-        _restore_state(replica, state, checkpoint.tensors(r), checkpoint.values(r)["strategy"])
-        for r in range(checkpoint.ranks)
-    ]
-    return state.merge(states, rank, size), values["place"]
+    return merged, values["place"]
 
 
 def _put(tensors: dict[str, Tensor], prefix: str, named: dict[str, Tensor]) -> None:
@@ -107,14 +116,16 @@ def _difference(sources: dict[str, Tensor], targets: dict[str, Tensor]) -> str:
     return "; ".join(sorted(lines)[:5])
 
 
-def _mean_parameters(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    first = checkpoint.tensors(0)
-    parts = [checkpoint.tensors(r) for r in range(1, checkpoint.ranks)]
-    for name, tensor in _take(first, "parameters").items():
-        others = [part[f"parameters/{name}"] for part in parts]
-        if not all(torch.equal(tensor, other) for other in others):
-            first[f"parameters/{name}"] = torch.stack([tensor, *others]).mean(0)
-    return first
+def _mean_parameters(parts: list[dict[str, Tensor]], weights: list[float]) -> dict[str, Tensor]:
+    """The ranks' parameters under their names in a checkpoint: their weighted mean, or themselves where they are equal."""
+    shares = [weight / sum(weights) if any(weights) else 1 / len(weights) for weight in weights]
+    return {name: _mean([part[name] for part in parts], shares) for name in parts[0] if name.startswith("parameters/")}
+
+
+def _mean(tensors: list[Tensor], shares: list[float]) -> Tensor:
+    if all(torch.equal(tensors[0], other) for other in tensors[1:]):
+        return tensors[0]
+    return torch.stack([tensor * share for tensor, share in zip(tensors, shares, strict=True) if share]).sum(0)
 
 
 def _optimizer_state(replica: Replica, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -125,12 +136,21 @@ def _optimizer_state(replica: Replica, tensors: dict[str, Tensor]) -> dict[str, 
             if isinstance(value, Tensor):
                 tensors[f"optimizer/{key}/{name}"] = value
             else:
-                values.setdefault(name, {})[key] = value
-    groups = [
-        {key: _plain(value) for key, value in group.items() if key != "params"}
-        for group in replica.optimizer.param_groups
-    ]
+                values.setdefault(name, {})[key] = _json_value(replica, key, name, value)
+    groups = [_plain({k: v for k, v in group.items() if k != "params"}) for group in replica.optimizer.param_groups]
     return {"values": values, "groups": groups}
+
+
+def _json_value(replica: Replica, key: str, name: str, value: Any) -> Any:
+    plain = value.item() if isinstance(value, np.generic) else value
+    try:
+        json.dumps(plain)
+    except TypeError:
+        raise Unsupported(
+            f"cannot write a checkpoint: {type(replica.optimizer).__name__} keeps {key!r} of {name} as a {type(value).__name__}, "
+            "which is neither a tensor nor a JSON value; take another optimizer, or train without a run directory"
+        ) from None
+    return plain
 
 
 def _wind(replica: Replica, steps: int) -> None:
@@ -148,18 +168,29 @@ def _restore_optimizer(
         raise BadInput(
             f"the checkpoint's optimizer has {len(saved['groups'])} parameter groups, this one {len(replica.optimizer.param_groups)}"
         )
-    replica.optimizer_state.reset()
-    for name, p in _optimized(replica):
-        state = dict(saved["values"].get(name, {}))
-        for key, tensor in _take(tensors, "optimizer").items():
-            kind, _, owner = key.partition("/")
-            if owner == name:
-                state[kind] = tensor.clone() if kind == "step" else tensor.to(p.device)
-        if state:
-            replica.optimizer.state[p] = state
     if hyperparameters:
         for group, values in zip(replica.optimizer.param_groups, saved["groups"], strict=True):
             group.update({key: _like(value, group.get(key)) for key, value in values.items()})
+    replica.optimizer_state.reset()
+    states: dict[str, dict[str, Any]] = {name: dict(values) for name, values in saved["values"].items()}
+    for key, tensor in _take(tensors, "optimizer").items():
+        kind, _, owner = key.partition("/")
+        states.setdefault(owner, {})[kind] = tensor
+    on_device = counts_on_device(replica.optimizer)
+    for name, p in _optimized(replica):
+        if name in states:
+            replica.optimizer.state[p] = {k: _placed(k, v, p, p in on_device) for k, v in states[name].items()}
+
+
+def _placed(kind: str, value: Any, p: Tensor, counts_on_device: bool) -> Any:
+    """State in aligned memory of its own, on its parameter's device; `step` is on the CPU unless it is counted on the device."""
+    if not isinstance(value, Tensor):
+        return value
+    if kind == "step":
+        return value.to(p.device if counts_on_device else "cpu", copy=True)
+    if value.shape == p.shape:
+        return torch.empty_like(p, dtype=value.dtype).copy_(value)  # in the parameter's memory format
+    return value.to(p.device, copy=True)
 
 
 def _optimized(replica: Replica) -> Iterable[tuple[str, Tensor]]:
@@ -178,13 +209,14 @@ def _restore_state(replica: Replica, state: State, tensors: dict[str, Tensor], n
 
 def _plain(value: Any) -> Any:
     """JSON for hyperparameters and scheduler states; what JSON cannot hold (functions) is left to be rebuilt by the task."""
-    if isinstance(value, Tensor):
-        return value.tolist()
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        return _plain(value.tolist())
     if isinstance(value, dict):
-        kept = {key: plain for key, item in value.items() if (plain := _plain(item)) is not _UNSAVED}
-        return (
-            kept if all(isinstance(key, str) for key in kept) else {_PAIRS: [[key, item] for key, item in kept.items()]}
-        )
+        pairs = [[_plain(key), _plain(item)] for key, item in value.items()]
+        kept = [pair for pair in pairs if not any(part is _UNSAVED for part in pair)]
+        if isinstance(value, Counter):
+            return {_COUNTS: kept}
+        return dict(kept) if all(isinstance(key, str) for key, _ in kept) else {_PAIRS: kept}
     if isinstance(value, list | tuple):
         items = [_plain(item) for item in value]
         return _UNSAVED if any(item is _UNSAVED for item in items) else items
@@ -192,17 +224,31 @@ def _plain(value: Any) -> Any:
 
 
 _UNSAVED = object()
-_PAIRS = (
-    "pairs of a dict whose keys are no strings"  # JSON has string keys only: MultiStepLR counts milestones by number
-)
+_PAIRS = "pairs of a dict whose keys are no strings"  # JSON has string keys only
+_COUNTS = "pairs of a Counter"  # MultiStepLR counts its milestones by number
 
 
-def _scheduler_state(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: Counter(dict(v[_PAIRS])) if isinstance(v, dict) and _PAIRS in v else v for key, v in values.items()}
+def _unpacked(value: Any) -> Any:
+    """What `_plain` packed, at any depth (SequentialLR's state holds its schedulers'); tuples stay lists, but for keys."""
+    if isinstance(value, list):
+        return [_unpacked(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    for mark, kind in ((_PAIRS, dict), (_COUNTS, Counter)):
+        if mark in value:
+            return kind({_key(key): _unpacked(item) for key, item in value[mark]})
+    return {key: _unpacked(item) for key, item in value.items()}
+
+
+def _key(value: Any) -> Any:
+    return tuple(_key(item) for item in value) if isinstance(value, list) else value
 
 
 def _like(value: Any, model: Any) -> Any:
     """`value` from JSON in the type that the optimizer had there: betas are a tuple, a capturable rate is a tensor."""
+    value = _unpacked(value)
     if isinstance(model, tuple):
         return tuple(value)
+    if isinstance(model, np.ndarray | np.generic):
+        return np.asarray(value, model.dtype)[()]
     return torch.tensor(value, dtype=model.dtype, device=model.device) if isinstance(model, Tensor) else value

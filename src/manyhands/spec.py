@@ -116,7 +116,7 @@ def _convert_bool(name: str, text: str) -> bool:
 
 
 def options_of(maker: Callable[..., Any]) -> dict[str, Any]:
-    """{option: annotation} of a dataclass's fields or a function's parameters; `**fields` stands for those of Task."""
+    """{option: annotation, or its default's type} of a dataclass's fields or a function's parameters; `**fields` stands for those of Task."""
     hints = get_type_hints(maker if is_dataclass(maker) or inspect.isroutine(maker) else maker.__init__)
     if is_dataclass(maker):
         return {f.name: hints[f.name] for f in fields(maker) if f.init}
@@ -127,8 +127,13 @@ def options_of(maker: Callable[..., Any]) -> dict[str, Any]:
 
             options = {**options_of(Task), **options}
         elif parameter.name != "self":
-            options[parameter.name] = hints.get(parameter.name, Any)
+            options[parameter.name] = hints.get(parameter.name, _type_of(parameter.default))
     return options
+
+
+def _type_of(default: Any) -> Any:
+    """What an option without annotation takes: its default's type, so that `width=64` for `def make(width=32)` is a number."""
+    return type(default) if type(default) in (bool, int, float, str) else Any
 
 
 def make(maker: Callable[..., Any], options: Mapping[str, Any], what: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -86,11 +87,17 @@ class Task:
                 f"optimizer must be a function (model) -> optimizer, not a {type(self.optimizer).__name__} instance, because every worker builds "
                 f"its own: optimizer=lambda model: torch.optim.{type(self.optimizer).__name__}(model.parameters(), ...)"
             )
-        for field, form in (("loss", "(model, batch)"), ("optimizer", "(model)"), ("model", "an nn.Module or ()")):
-            if not callable(getattr(self, field)):
-                raise BadInput(f"{field} must be {form} -> ..., a function; got {getattr(self, field)!r}")
-        if isinstance(self.model, type):
-            return
+        schedule: Any = self.schedule
+        if isinstance(schedule, torch.optim.lr_scheduler.LRScheduler):
+            kind = type(schedule).__name__
+            raise BadInput(
+                f"schedule must be a function (optimizer, total_steps) -> scheduler, not a {kind} instance, because every worker builds its "
+                f"own: schedule=lambda optimizer, total_steps: torch.optim.lr_scheduler.{kind}(optimizer, ...)"
+            )
+        for field, form in _FUNCTIONS.items():
+            given = getattr(self, field)
+            if not callable(given) and not (field in _OPTIONAL and given is None):
+                raise BadInput(f"{field} must be {form} -> ..., a function; got {given!r}")
         if self.train_data is None:
             raise BadInput(
                 "train_data is missing: give a Dataset, arrays, a DataLoader, a path, or a function giving one of these"
@@ -109,14 +116,23 @@ class Task:
     def supervised(cls, *, criterion: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy, **task_fields: Any) -> Self:
         """A task on (inputs, targets) batches: loss = criterion(model(inputs), targets), a mean; accuracy where targets are classes."""
         check_fields(task_fields)
-        reduction = getattr(criterion, "reduction", "mean")
-        if reduction != "mean":
+        reduction = _argument(criterion, "reduction", "mean")
+        if reduction not in ("mean", "batchmean"):  # batchmean: KL divergence's name for the mean over rows
             raise BadInput(f"criterion must average over the batch (reduction='mean'), not reduction={reduction!r}")
         return cls(**{"loss": SupervisedLoss(criterion), "evaluate": SupervisedMetrics(criterion), **task_fields})
 
     def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Measure]:
         """`evaluate`, or the loss alone."""
         return self.evaluate(model, batch) if self.evaluate is not None else {"loss": self.loss(model, batch)}
+
+
+_OPTIONAL = {
+    "evaluate": "(model, batch)",
+    "schedule": "(optimizer, total_steps)",
+    "order": "(epoch)",
+    "collate": "([row, ...])",
+}
+_FUNCTIONS = {"loss": "(model, batch)", "optimizer": "(model)", "model": "an nn.Module or ()", **_OPTIONAL}
 
 
 def check_fields(names: Mapping[str, Any]) -> None:
@@ -147,7 +163,7 @@ class SupervisedLoss:
 
 @dataclass(frozen=True)
 class SupervisedMetrics:
-    """{"loss", "accuracy"} of one forward; accuracy only where targets are class numbers."""
+    """{"loss", "accuracy"} of one forward; accuracy only where targets are class numbers, over those not ignored."""
 
     criterion: Callable[[Tensor, Tensor], Tensor]
 
@@ -158,14 +174,44 @@ class SupervisedMetrics:
         weight = counted(self.criterion, targets)
         metrics: dict[str, Measure] = {"loss": mean if weight is None else (mean, weight)}
         if not targets.is_floating_point() and outputs.dim() == targets.dim() + 1:
-            metrics["accuracy"] = (outputs.argmax(1) == targets).double().mean(), targets.numel()
+            metrics["accuracy"] = _accuracy(outputs.argmax(1), targets, _ignored(self.criterion))
         return metrics
 
 
 def counted(criterion: Any, targets: Tensor) -> float | None:
-    """What a criterion's mean divides by where that is not the number of rows: class weights, targets not ignored."""
-    if not isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss) or targets.is_floating_point():
+    """What a criterion's mean divides by where that is not the number of rows: class weights, targets not ignored.
+
+    Known of cross-entropy and negative log-likelihood, as module, function or functools.partial of the function; None
+    for any other criterion, and for targets that are probabilities.
+    """
+    ignored = _ignored(criterion)
+    if ignored is None or targets.is_floating_point():
         return None
-    kept = targets[targets != criterion.ignore_index]
-    weights = criterion.weight
-    return float(kept.numel()) if weights is None else float(weights.to(kept.device)[kept].double().sum())
+    kept = targets != ignored
+    weights: Tensor | None = _argument(criterion, "weight", None)
+    if weights is None:
+        return float(kept.count_nonzero())
+    return float(weights.to(targets.device)[targets[kept]].double().sum())
+
+
+def _ignored(criterion: Any) -> int | None:
+    """The class number that this criterion leaves out, None where it leaves out none."""
+    function = criterion.func if isinstance(criterion, partial) else criterion
+    if isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss) or function in (F.cross_entropy, F.nll_loss):
+        return int(_argument(criterion, "ignore_index", -100))
+    return None
+
+
+def _argument(criterion: Any, name: str, default: Any) -> Any:
+    """An argument that a criterion was made with: a module's attribute, a functools.partial's keyword."""
+    if isinstance(criterion, partial):
+        return criterion.keywords.get(name, default)
+    return getattr(criterion, name, default)
+
+
+def _accuracy(predicted: Tensor, targets: Tensor, ignored: int | None) -> tuple[Tensor, int]:
+    """(the share of right ones among the targets not ignored, their number)"""
+    right = predicted == targets
+    if ignored is not None:
+        right = right[targets != ignored]
+    return right.double().mean(), right.numel()

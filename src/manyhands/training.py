@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,14 +17,16 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from manyhands import checkpoint, engines, evaluation, random_state
+from manyhands import checkpoint, engines, evaluation, random_state, spec
 from manyhands.callbacks.base import Callback
 from manyhands.callbacks.progress import Progress
+from manyhands.comm.group import Group
 from manyhands.data.sources import open_source
 from manyhands.engines.base import Engine, Launch
-from manyhands.errors import BadInput, Preempted, Unsupported
+from manyhands.errors import BadInput, Preempted, UnknownName, Unsupported
 from manyhands.flat import Layout
 from manyhands.keep import Keep
 from manyhands.loop import work
@@ -34,6 +38,7 @@ from manyhands.strategies import spec_of, strategy_of
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task, check_fields
 from manyhands.task_specs import task_of
+from manyhands.worker import Worker
 
 CHECKPOINTS, FINAL, RESULT = "checkpoints", "model.safetensors", "result.json"
 
@@ -85,7 +90,8 @@ def train(
         workers=workers,
         directory=None if run_dir is None else Path(run_dir),
     )
-    asked.check(servers=servers, nonfinite=nonfinite, max_seconds=max_seconds, timeout_s=timeout_s)
+    asked.check(servers=servers, nonfinite=nonfinite, max_seconds=max_seconds, timeout_s=timeout_s, resume=resume)
+    _check_place(device, threads_per_worker)
     plan = Plan(
         task=asked.task,
         strategy=asked.strategy,
@@ -96,12 +102,12 @@ def train(
         max_seconds=max_seconds,
         checkpoints=asked.directory / CHECKPOINTS if asked.directory else None,
     )
-    finished = _open_directory(asked, resume) if asked.first else None
+    finished, refusal = _open_directory(asked, resume)
     if finished is not None and not asked.in_place:
         return _finished(asked, finished)
     plan = replace(plan, everywhere=asked.in_place, finished=finished is not None)
     launch = Launch(workers=asked.count, threads_per_worker=threads_per_worker, device=device, timeout_s=timeout_s)
-    return _Training(asked, plan, _shown(callbacks), launch, resume).run()
+    return _Training(asked, plan, _shown(callbacks), launch, resume, refusal).run()
 
 
 def _shown(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
@@ -128,6 +134,15 @@ def _task(task: Task | str | None, task_fields: dict[str, Any]) -> Task:
             f"nothing to train: {', '.join(missing)} missing; give a task, or its fields (model=, loss=, optimizer=, train_data=)"
         )
     return Task(**task_fields)
+
+
+def _check_place(device: str, threads: int | None) -> None:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(device)):
+        raise UnknownName(f"no device {device!r}: give auto, cpu, cuda (each worker its own GPU) or cuda:0")
+    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
+        raise BadInput(
+            f"threads_per_worker must be a whole number of at least 1, not {threads!r}; leave it out for usable cores / workers"
+        )
 
 
 def _every(name: str, value: str | int) -> str | int:
@@ -169,7 +184,7 @@ class _Asked:
         """Whether this process is the one that looks after the run directory."""
         return not self.in_place or engines.own_rank(self.engine) == 0
 
-    def check(self, *, servers: int, nonfinite: str, max_seconds: float | None, timeout_s: float) -> None:
+    def check(self, *, servers: int, nonfinite: str, max_seconds: float | None, timeout_s: float, resume: bool) -> None:
         """Raise BadInput for what cannot be, before anything starts."""
         if self.workers is not None and (
             isinstance(self.workers, bool) or not isinstance(self.workers, int) or self.workers < 1
@@ -182,6 +197,8 @@ class _Asked:
         for name, value in (("max_seconds", max_seconds), ("timeout_s", timeout_s)):
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise BadInput(f"{name} must be a positive number of seconds, not {value!r}")
+        if resume and self.directory is None:
+            raise BadInput("resume needs a run directory: give run_dir (--run-dir)")
         self._check_strategy()
         self._check_data()
 
@@ -207,23 +224,38 @@ class _Asked:
         global_batch(self.task, self.count, own)
 
 
-def _open_directory(asked: _Asked, resume: bool) -> dict[str, Any] | None:
+def _open_directory(asked: _Asked, resume: bool) -> tuple[dict[str, Any] | None, str]:
+    """(the result of the finished run that lies there, "") or (None, why the directory is refused); nothing on other ranks.
+
+    Raises BadInput instead where nobody else has to hear why.
+    """
+    if asked.directory is None or not asked.first:
+        return None, ""
+    try:
+        return _make_directory(asked.directory, asked.task, resume), ""
+    except BadInput as error:
+        if not asked.in_place:
+            raise
+        return None, str(error)
+
+
+def _make_directory(directory: Path, task: Task, resume: bool) -> dict[str, Any] | None:
     """Make the run directory, or refuse it; the result of the finished run that lies there if there is no more to do."""
-    directory = asked.directory
-    if directory is None:
-        if resume:
-            raise BadInput("resume needs a run directory: give run_dir (--run-dir)")
-        return None
     if directory.exists() and not directory.is_dir():
         raise BadInput(f"run directory {directory} is a file: give another path")
     if directory.is_dir() and any(directory.iterdir()) and not resume:
         raise BadInput(f"run directory {directory} exists: resume it (resume=True, --resume), or give another")
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise BadInput(
+            f"cannot make the run directory {directory}: {problem.strerror}; give another (run_dir=, --run-dir)"
+        ) from None
     result = directory / RESULT
     if not result.exists():
         return None
     saved: dict[str, Any] = json.loads(result.read_text())
-    return None if _more_is_asked(asked.task, saved["info"]) else saved
+    return None if _more_is_asked(task, saved["info"]) else saved
 
 
 def _more_is_asked(task: Task, info: dict[str, Any]) -> bool:
@@ -237,7 +269,17 @@ def _more_is_asked(task: Task, info: dict[str, Any]) -> bool:
 
 def _finished(asked: _Asked, saved: dict[str, Any]) -> Run:
     """The Run that lies finished in the run directory."""
-    tensors = safetensors.torch.load_file(_file(asked, FINAL))
+    was = saved["info"]["strategy"]
+    if spec.parse(was)[0] != asked.strategy.name:
+        raise BadInput(
+            f"the finished run in {asked.directory} is of strategy {was}, not {asked.strategy.name}: give another run directory"
+        )
+    try:
+        tensors = safetensors.torch.load_file(_file(asked, FINAL))
+    except (OSError, SafetensorError) as problem:
+        raise BadInput(
+            f"the finished run in {asked.directory} has lost its parameters ({problem}): start again in another run directory"
+        ) from None
 
     def part(prefix: str) -> dict[str, Tensor]:
         return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
@@ -251,22 +293,35 @@ class _Training:
     """One launch: recorder, workers, and the Run made of what they bring back."""
 
     def __init__(
-        self, asked: _Asked, plan: Plan, callbacks: tuple[Callback, ...], launch: Launch, resume: bool
+        self,
+        asked: _Asked,
+        plan: Plan,
+        callbacks: tuple[Callback, ...],
+        launch: Launch,
+        resume: bool,
+        refusal: str = "",
     ) -> None:
-        self.asked, self.launch = asked, launch
+        self.asked, self.launch, self.refusal = asked, launch, refusal
+        self.signals = ExitStack()
         self.recorder = Recorder(workers=launch.workers, directory=asked.directory, callbacks=callbacks)
         self.plan = replace(plan, resume_from=self._newest(plan.checkpoints) if resume else None)
 
     def _newest(self, folder: Path | None) -> checkpoint.Checkpoint | None:
         assert folder is not None
-        found = checkpoint.newest(folder, self.recorder.warn)
-        if found is not None:
+        found = checkpoint.newest(folder, self.recorder.warn if self.asked.first else lambda message: None)
+        if found is not None and self.asked.first:
             self.recorder.preload(found.tick)
+            if (
+                found.ranks == self.launch.workers
+                and self.launch.threads_per_worker is None
+                and not self.asked.engine.in_place
+            ):
+                self.launch = replace(self.launch, threads_per_worker=found.values(0)["place"]["threads"])
         return found
 
     def run(self) -> Run:
         start = time.monotonic()
-        with self.recorder, sigterm_to(self.recorder.stop):
+        with self.recorder, self.signals:
             outcome = self._launched()
             if outcome is None:
                 return _finished(self.asked, json.loads(_file(self.asked, RESULT).read_text()))
@@ -281,9 +336,27 @@ class _Training:
         return run
 
     def _launched(self) -> Outcome | None:
+        program: Callable[[Worker], Outcome | None] = self._together
+        if not self.asked.in_place:
+            program = partial(work, self.plan)
+            self._obey_sigterm()
         with random_state.kept():
-            outcomes = self.asked.engine.launch(partial(work, self.plan), replace(self.launch, observer=self.recorder))
+            outcomes = self.asked.engine.launch(program, replace(self.launch, observer=self.recorder))
         return next((outcome for outcome in outcomes if outcome is not None), None)
+
+    def _obey_sigterm(self) -> None:
+        """Until the run is over."""
+        self.signals.enter_context(sigterm_to(self.recorder.stop))
+
+    def _together(self, worker: Worker) -> Outcome | None:
+        """The program where every worker makes this very call, once they have met.
+
+        Until then SIGTERM ends this process: torchrun sends it where a peer has failed, and nothing else would end the wait.
+        """
+        self._obey_sigterm()
+        start = self.plan.resume_from
+        _agree(worker.group, self.refusal, self.asked.directory, None if start is None else start.tick)
+        return work(self.plan, worker)
 
     def _run_of(self, outcome: Outcome, seconds: float) -> Run:
         workers = outcome.workers
@@ -330,8 +403,27 @@ class _Training:
         for i, (parameters, buffers) in enumerate(outcome.states):
             tensors |= {f"{i}/parameters/{name}": tensor.contiguous() for name, tensor in parameters.items()}
             tensors |= {f"{i}/buffers/{name}": tensor.contiguous() for name, tensor in buffers.items()}
-        safetensors.torch.save_file(tensors, _file(self.asked, FINAL))
+        checkpoint.write_whole(_file(self.asked, FINAL), safetensors.torch.save(tensors))
         run.save(_file(self.asked, RESULT))
+
+
+def _agree(group: Group, refusal: str, directory: Path | None, tick: int | None) -> None:
+    """A collective: raise BadInput on all ranks where rank 0 refuses the run directory, or where ranks see different ones."""
+    own = {"refusal": refusal, "directory": None if directory is None else str(directory), "tick": tick}
+    first, *others = group.all_gather_json(own)
+    if first["refusal"]:
+        raise BadInput(first["refusal"])
+    for rank, said in enumerate(others, start=1):
+        if said["directory"] != first["directory"]:
+            raise BadInput(
+                f"run_dir is {first['directory']} on worker 0 and {said['directory']} on worker {rank}: give all workers the same "
+                "(a name with the time in it is made before they start)"
+            )
+        if said["tick"] != first["tick"]:
+            raise BadInput(
+                f"the newest checkpoint in {first['directory']}/{CHECKPOINTS} is of tick {first['tick']} on worker 0 and of tick {said['tick']} on worker {rank}: "
+                "put the run directory where all hosts see the same files"
+            )
 
 
 def _file(asked: _Asked, name: str) -> Path:
@@ -349,9 +441,19 @@ def _models(task: Task, states: list[State]) -> list[nn.Module]:
             with random_state.kept():
                 random_state.seed_all(task.seed)
                 model = copy.deepcopy(task.model) if isinstance(task.model, nn.Module) else build_model(task)
+        _check_same(model, parameters)
         evaluation.load(model, parameters, buffers)
         models.append(model)
     return models
+
+
+def _check_same(model: nn.Module, parameters: dict[str, Tensor]) -> None:
+    """Raise BadInput where a finished run's parameters are not this model's."""
+    shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+    if shapes != {name: tensor.shape for name, tensor in parameters.items()}:
+        raise BadInput(
+            "the finished run's parameters are not this model's: give the model it was made with, or another run directory"
+        )
 
 
 def _answer(models: list[nn.Module]) -> dict[str, Any]:

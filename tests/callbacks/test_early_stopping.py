@@ -59,3 +59,10 @@ def test_a_run_without_validation_is_told_so(caplog: pytest.LogCaptureFixture) -
 def test_options_that_cannot_be(options: dict[str, object]) -> None:
     with pytest.raises(BadInput, match=f"EarlyStopping: {next(iter(options))} must be"):
         EarlyStopping(**options)  # type: ignore[arg-type]
+
+
+def test_a_metric_whose_better_way_is_not_known_is_asked_about() -> None:
+    with pytest.raises(BadInput, match="'beauty' is better .* give mode="):
+        EarlyStopping(metric="beauty")
+    assert said(EarlyStopping(metric="beauty", mode="max", patience=1), 1.0, 2.0, 2.0) == [None, None, "stop"]
+    assert said(EarlyStopping(metric="validation_F1_macro", patience=1), 0.5, 0.6, 0.6) == [None, None, "stop"]

@@ -11,7 +11,7 @@ from typing_extensions import override
 from manyhands.callbacks.base import Callback, Said
 from manyhands.errors import BadInput
 from manyhands.events import Event
-from manyhands.keep import HIGHER
+from manyhands.keep import higher_is_better
 
 LOG = logging.getLogger("manyhands")
 
@@ -30,7 +30,7 @@ class EarlyStopping(Callback):
     min_delta: float = 0.0
     """Better means better by more than this."""
     mode: Literal["auto", "min", "max"] = "auto"
-    """auto: max for names that end in accuracy, auc, f1, precision, recall, score, r2, bleu or map, as in `keep`; min for all others."""
+    """auto: read off the metric's name as `keep` does (an accuracy: max, a loss: min); a name that does not say is a BadInput."""
 
     best: float | None = field(default=None, init=False)
     failures: int = field(default=0, init=False)  # validations since the best
@@ -42,6 +42,10 @@ class EarlyStopping(Callback):
             raise BadInput(f"EarlyStopping: min_delta must be 0 or more, not {self.min_delta}")
         if self.mode not in ("auto", "min", "max"):
             raise BadInput(f"EarlyStopping: mode must be auto, min or max, not {self.mode!r}")
+        if self.mode == "auto" and higher_is_better(self.metric) is None:
+            raise BadInput(
+                f'EarlyStopping: whether more or less of {self.metric!r} is better does not show in its name: give mode="max" or mode="min"'
+            )
 
     @override
     def on_start(self, event: Event) -> None:
@@ -72,5 +76,5 @@ class EarlyStopping(Callback):
             return False
         if self.best is None:
             return True
-        higher = self.mode == "max" or (self.mode == "auto" and self.metric.endswith(HIGHER))
+        higher = self.mode == "max" or (self.mode == "auto" and higher_is_better(self.metric))
         return value > self.best + self.min_delta if higher else value < self.best - self.min_delta

@@ -55,8 +55,8 @@ def engine_of(engine: Engine | str) -> Engine:
 
 
 def under_torchrun() -> bool:
-    """Whether a launcher that sets torchrun's variables started this process."""
-    return all(name in os.environ for name in _TORCHRUN)
+    """Whether a launcher that sets torchrun's variables started this process, as one of several."""
+    return all(name in os.environ for name in _TORCHRUN) and os.environ["WORLD_SIZE"] != "1"
 
 
 def default_workers(engine: Engine) -> int:

@@ -14,7 +14,7 @@ from manyhands.comm.solo import SoloGroup
 from manyhands.engines.base import Launch
 from manyhands.engines.cores import threads_per_worker
 from manyhands.engines.in_process import InProcess
-from manyhands.errors import ManyhandsError, WorkerFailed
+from manyhands.errors import BadInput, ManyhandsError, WorkerFailed
 from manyhands.worker import Worker, current, set_current
 
 T = TypeVar("T")
@@ -69,9 +69,11 @@ def as_current(worker: Worker) -> Iterator[None]:
 
 
 def pick_device(wanted: str, local_rank: int) -> torch.device:
-    """`auto`: this worker's own GPU where there are any (shared in turn if there are too few), else the CPU."""
-    if wanted != "auto":
+    """`auto`, `cuda`: this worker's own GPU where there are any (shared in turn if there are too few), else the CPU."""
+    if wanted not in ("auto", "cuda"):
         return torch.device(wanted)
     if torch.cuda.is_available():
         return torch.device("cuda", local_rank % torch.cuda.device_count())
+    if wanted == "cuda":
+        raise BadInput("device cuda was asked for, and torch sees no GPU here: give device auto or cpu")
     return torch.device("cpu")

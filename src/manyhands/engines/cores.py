@@ -13,7 +13,10 @@ def usable_cores(root: Path = Path("/")) -> int:
 
     `root` is where /proc and /sys are found, for tests.
     """
-    return max(1, math.floor(min([float(len(os.sched_getaffinity(0))), *_quotas(root)])))
+    own = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )  # macOS has no affinity
+    return max(1, math.floor(min([float(own), *_quotas(root)])))
 
 
 def threads_per_worker(workers_here: int, wanted: int | None = None) -> int:

@@ -18,12 +18,18 @@ _POLL_S = 0.1
 
 
 class InProcess(Coordinator):
-    """Calls the observer directly. Nobody watches for a hang: a debugger may hold this worker as long as it likes."""
+    """Calls the observer directly. Nobody watches for a hang: a debugger may hold this worker as long as it likes.
 
-    def __init__(self, observer: Observer, clock: Callable[[], float] = time.monotonic) -> None:
+    poll_s: so long it is not asked again whether to stop; 0 where a stop shall be obeyed at the very next tick.
+    """
+
+    def __init__(
+        self, observer: Observer, clock: Callable[[], float] = time.monotonic, poll_s: float = _POLL_S
+    ) -> None:
         self._observer = observer
         self._clock = clock
-        self._asked_at = -_POLL_S
+        self._poll_s = poll_s
+        self._asked_at = -poll_s
         self._reason = ""
         self.observers_error: Exception | None = None  # what the observer (a user's callback, a full disk) raised
         self.phase, self.step = "start", 0
@@ -48,8 +54,8 @@ class InProcess(Coordinator):
 
     @override
     def should_stop(self) -> str:
-        """Asks the observer about ten times a second, not at every tick."""
-        if not self._reason and self._clock() - self._asked_at >= _POLL_S:
+        """Asks the observer every `poll_s`, not at every tick."""
+        if not self._reason and self._clock() - self._asked_at >= self._poll_s:
             self._asked_at = self._clock()
             with self._observing():
                 self._reason = self._observer.stopping()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 from typing_extensions import override
 
 from manyhands.comm.group import Group
-from manyhands.engines.base import Engine, Launch, Observer
+from manyhands.comm.ledger import Ledger
+from manyhands.engines.base import Engine, Launch
+from manyhands.engines.coordinator import USER
+from manyhands.engines.in_process import InProcess
 from manyhands.errors import BadInput, Unsupported
 from manyhands.events import Event
 from manyhands.worker import Coordinator, Worker
@@ -18,29 +22,32 @@ T = TypeVar("T")
 
 
 class Gathering(Coordinator):
-    """A line to an observer in rank 0's process: other ranks' events wait for `collect`, which is a collective.
+    """A line to the observer in rank 0's process: other ranks' events wait for `collect`, which is a collective.
 
-    `outer` is the line to the launcher, which goes on hearing of this worker's progress and may ask it to stop.
+    `here` is the line to this process's observer, which hears events on rank 0 alone, but may ask for a stop on any
+    rank: SIGTERM comes to whom it comes. `outer` is the line to the launcher, which goes on hearing of this worker's
+    progress and may ask it to stop too.
     """
 
-    def __init__(self, rank: int, observer: Observer, outer: Coordinator) -> None:
-        self._rank, self._observer, self._outer = rank, observer, outer
+    def __init__(self, rank: int, here: InProcess, outer: Coordinator) -> None:
+        self._rank, self._here, self._outer = rank, here, outer
         self._waiting: list[Event] = []
 
     @override
     def progress(self, phase: str, step: int) -> None:
+        self._here.progress(phase, step)
         self._outer.progress(phase, step)
 
     @override
     def emit(self, event: Event) -> None:
         if self._rank == 0:
-            self._observer.event(event)
+            self._here.emit(event)
         else:
             self._waiting.append(event)
 
     @override
     def ask(self, event: Event) -> dict[str, Any]:
-        return self._observer.answer(event)
+        return self._here.ask(event)
 
     @override
     def collect(self, group: Group) -> None:
@@ -49,16 +56,20 @@ class Gathering(Coordinator):
         if self._rank == 0:
             for lines in everyone:
                 for line in lines:
-                    self._observer.event(Event.from_json(line))
+                    self._here.emit(Event.from_json(line))
 
     @override
     def should_stop(self) -> str:
-        return self._outer.should_stop() or (self._observer.stopping() if self._rank == 0 else "")
+        return self._outer.should_stop() or self._here.should_stop()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inside(Engine):
-    """Runs the program on this worker, together with its peers, who make the same call. Returns this rank's value alone."""
+    """Runs the program on this worker, together with its peers, who make the same call.
+
+    `launch` returns a list with this rank's value in its place and None for the others. Errors pass as they are: the
+    launcher says where they were raised.
+    """
 
     name: ClassVar[str] = "inside"
     in_place: ClassVar[bool] = True
@@ -66,13 +77,49 @@ class Inside(Engine):
 
     @override
     def launch(self, program: Callable[[Worker], T], plan: Launch) -> list[T]:
-        if plan.workers != self.worker.size:
+        self._check(plan)
+        outer, here = self.worker.coordinator, InProcess(plan.observer, poll_s=0)
+        worker = replace(self.worker, coordinator=Gathering(self.worker.rank, here, outer))
+        values: list[Any] = [None] * worker.size
+        with _ledger_of_its_own(worker.group):
+            try:
+                values[worker.rank] = program(worker)
+            except BadInput:
+                outer.progress(USER, here.step)  # a script may catch it and go on
+                raise
+        outer.progress(USER, here.step)
+        return cast(list[T], values)
+
+    def _check(self, plan: Launch) -> None:
+        """Raise BadInput for what the launcher has decided, and asks otherwise."""
+        size = self.worker.size
+        if plan.workers != size:
             raise BadInput(
-                f"workers={plan.workers} inside a run of {self.worker.size}: leave workers out, the launcher has decided how many there are"
+                f"workers={plan.workers} inside a run of {size}: leave workers out, the launcher has decided how many there are; "
+                'to train in this process alone, give engine="local", workers=1'
+            )
+        if plan.device != "auto":
+            raise BadInput(
+                f"device={plan.device!r} inside a run: leave device out, this worker has {self.worker.device} already"
+            )
+        if plan.threads_per_worker is not None:
+            raise BadInput(
+                f"threads_per_worker={plan.threads_per_worker} inside a run: leave it out and say it to the launcher "
+                "(manyhands run --threads-per-worker, launch(threads_per_worker=...))"
             )
         if plan.server is not None:
             raise Unsupported(
                 "a parameter server needs an engine that starts it: call train() outside manyhands run and torchrun"
             )
-        line = Gathering(self.worker.rank, plan.observer, self.worker.coordinator)
-        return [program(replace(self.worker, coordinator=line))]
+
+
+@contextmanager
+def _ledger_of_its_own(group: Group) -> Iterator[None]:
+    """Within, the group counts from 0, whatever ran on it before; afterwards all together."""
+    before, group.ledger = group.ledger, Ledger()
+    try:
+        yield
+    finally:
+        for operation, counts in group.ledger.as_dict().items():
+            before.add(operation, counts["bytes"], counts["messages"])
+        group.ledger = before

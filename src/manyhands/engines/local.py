@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 from typing_extensions import override
 
 from manyhands.engines.base import Engine, Launch
-from manyhands.engines.spawner import Spawner
 from manyhands.errors import BadInput, Unsupported
 
 if TYPE_CHECKING:
+    from manyhands.engines.spawner import Spawner
     from manyhands.worker import Worker
 
 T = TypeVar("T")
@@ -31,6 +31,8 @@ class _Slot:
 
     def take(self) -> Spawner:
         """The waiting server, or a new one (the first time, or while another thread's run has it)."""
+        from manyhands.engines.spawner import Spawner  # what it needs of the system, Windows does not have
+
         spawner, self.spawner = self.spawner, None
         if spawner is not None and not spawner.alive:
             spawner.kill()
@@ -63,6 +65,8 @@ class Local(Engine):
     def prestart(self) -> Self:
         """Begin to load torch for the workers now; the next launch uses it. Whoever may not launch calls `close`."""
         if self._slot.spawner is None and sys.platform == "linux":
+            from manyhands.engines.spawner import Spawner
+
             self._slot.spawner = Spawner()
         return self
 

@@ -12,12 +12,12 @@ import struct
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from manyhands.comm.group import Group
 from manyhands.comm.shared_memory import SharedMemory, SharedMemoryGroup
-from manyhands.engines.control import Message, Wire
+from manyhands.engines.control import Closed, Message, Wire
 from manyhands.errors import ManyhandsError
 
 _SOCKET = "line"
@@ -35,7 +35,7 @@ def host_identity() -> str:
 def adopt(group: Group, hosts: Sequence[str], timeout_s: float) -> SharedMemoryGroup:
     """A SharedMemoryGroup of the same ranks as `group`; a collective, for ranks of one host. `group` stays open.
 
-    Raises ManyhandsError when a peer does not come within `timeout_s`.
+    Raises ManyhandsError when a peer does not come within `timeout_s`, or goes away meanwhile; nothing is left open then.
     """
     deadline = time.monotonic() + timeout_s
     if group.rank == 0:
@@ -52,7 +52,7 @@ def _give(group: Group, deadline: float) -> tuple[list[int], list[tuple[int, int
     """Rank 0: everything, handed out to whoever comes; the write end of a lifeline goes to its owner alone."""
     memory = list(SharedMemory.create(group.size))
     pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(group.size)]
-    with _listener() as (listener, folder):
+    with _closed_on_error([*memory, *(end for pipe in pipes for end in pipe)]), _listener() as (listener, folder):
         group.all_gather_json(folder)
         for _ in range(group.size - 1):
             wire = _accept(listener, deadline)
@@ -61,6 +61,15 @@ def _give(group: Group, deadline: float) -> tuple[list[int], list[tuple[int, int
     for rank in range(1, group.size):
         os.close(pipes[rank][1])
     return memory, [(read, write if rank == 0 else -1) for rank, (read, write) in enumerate(pipes)]
+
+
+@contextmanager
+def _closed_on_error(fds: Sequence[int]) -> Iterator[None]:
+    with ExitStack() as undo:
+        for fd in fds:
+            undo.callback(os.close, fd)
+        yield
+        undo.pop_all()
 
 
 @contextmanager
@@ -102,15 +111,21 @@ def _accept(listener: socket.socket, deadline: float) -> Wire:
 
 def _hand_out(wire: Wire, memory: Sequence[int], pipes: Sequence[tuple[int, int]], deadline: float) -> None:
     peer = _receive(wire, deadline)[0].body["rank"]
-    for rank, (read, write) in enumerate(pipes):
-        wire.send({"rank": rank}, [memory[rank], read, *([write] if rank == peer else [])])
+    try:
+        for rank, (read, write) in enumerate(pipes):
+            wire.send({"rank": rank}, [memory[rank], read, *([write] if rank == peer else [])])
+    except (BrokenPipeError, ConnectionResetError):
+        raise _left_early() from None
 
 
 def _take(rank: int, size: int, folder: str, deadline: float) -> tuple[list[int], list[tuple[int, int]]]:
     with _entered(folder) as short, closing(Wire(socket.socket(socket.AF_UNIX))) as wire:
         wire.sock.settimeout(_left(deadline))
-        wire.sock.connect(short)
-        wire.send({"rank": rank})
+        try:
+            wire.sock.connect(short)
+            wire.send({"rank": rank})
+        except (FileNotFoundError, BrokenPipeError, ConnectionRefusedError, ConnectionResetError):
+            raise _left_early() from None
         messages: list[Message] = []
         while len(messages) < size:
             messages += _receive(wire, deadline)
@@ -126,6 +141,8 @@ def _receive(wire: Wire, deadline: float) -> list[Message]:
             messages = wire.receive()
         except TimeoutError:
             raise _late() from None
+        except Closed:
+            raise _left_early() from None
     return messages
 
 
@@ -137,3 +154,7 @@ def _left(deadline: float) -> float:
 
 def _late() -> ManyhandsError:
     return ManyhandsError("a worker of this host did not come to share memory in time: see the other workers' errors")
+
+
+def _left_early() -> ManyhandsError:
+    return ManyhandsError("a worker of this host ended while memory was being shared: see the other workers' errors")

@@ -12,6 +12,8 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 import torch.distributed
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 from typing_extensions import override
 
 from manyhands.comm.group import Group
@@ -72,9 +74,9 @@ class Torchrun(Engine):
             raise Unsupported(
                 "engine torchrun starts no parameter server: use engine local, or a strategy that needs none"
             )
-        here = InProcess(plan.observer)
+        here = InProcess(plan.observer, poll_s=0)
         rank = Place.from_environment().rank
-        with joined(plan, Gathering(rank, plan.observer, here)) as worker:
+        with joined(plan, Gathering(rank, here, Alone())) as worker:
             values: list[Any] = [None] * worker.size
             values[rank] = run_as(worker, program, here)
         return cast(list[T], values)
@@ -120,13 +122,32 @@ def _process_group(place: Place, device: torch.device, timeout_s: float) -> Iter
         torch.cuda.set_device(device)
     own_gpu = device.type == "cuda" and place.local_size <= torch.cuda.device_count()
     backend = "nccl" if own_gpu else "gloo"
+    timeout = timedelta(seconds=timeout_s)
     torch.distributed.init_process_group(
-        backend, rank=place.rank, world_size=place.size, timeout=timedelta(seconds=timeout_s)
+        backend, store=_store(place, timeout), rank=place.rank, world_size=place.size, timeout=timeout
     )
     try:
         yield
     finally:
         torch.distributed.destroy_process_group()
+
+
+_meeting_point: Store | None = None
+_meetings = 0
+
+
+def _store(place: Place, timeout: timedelta) -> Store:
+    """The launcher's store, with keys of its own for each process group that is made here.
+
+    Without them a rank that is early finds its peers' addresses of the group before, and connects to nobody. Ranks
+    make groups in the same order, so they count alike. The store stays for the next one: rank 0 may be serving it.
+    """
+    global _meeting_point, _meetings
+    if _meeting_point is None:
+        _meeting_point, _, _ = next(rendezvous("env://", place.rank, place.size, timeout=timeout))
+    _meeting_point.set_timeout(timeout)
+    _meetings += 1
+    return PrefixStore(f"manyhands-{_meetings}", _meeting_point)
 
 
 def _group(place: Place, device: torch.device, timeout_s: float) -> Group:

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,11 +73,10 @@ def run(place: Place) -> int:
         program = unship(place.program, mapped=True)
         os.close(place.program)
         message, fds = _value(program, worker)
-        atexit._run_exitfuncs()
-        _flush()
+        _end_as_python_does()
         line.last(message, fds)
     except BaseException as error:  # noqa: BLE001 - the end of the process: whatever it is, the driver must hear of it
-        _flush()
+        _end_as_python_does()
         line.last(_report(error, place.rank, line))
         return 1
     return 0
@@ -133,6 +133,8 @@ def _worker(place: Place, line: DriverLine) -> Worker:
         threads=place.threads,
         local_rank=place.rank,
     )
+    if worker.device.type == "cuda":
+        torch.cuda.set_device(worker.device)  # what a script calls "cuda" is this worker's own
     set_current(worker)
     return worker
 
@@ -140,8 +142,8 @@ def _worker(place: Place, line: DriverLine) -> Worker:
 def _group(place: Place, host: str) -> Group:
     if place.size == 1:
         return SoloGroup()
-    # the driver's own deadline comes first: its error shows every worker's stack
-    timeout_s = 2 * place.timeout_s + 5
+    # The driver judges: its error shows every worker's stack, and it knows who compiles. Peers' own deadline is the last resort.
+    timeout_s = 20 * place.timeout_s + 600
     return SharedMemoryGroup(
         place.rank, place.size, place.memory, lifelines=place.lifelines, hosts=[host] * place.size, timeout_s=timeout_s
     )
@@ -188,6 +190,13 @@ def _text(error: BaseException) -> str:
         return str(error)
     except Exception:  # noqa: BLE001 - a user's own __str__ may be broken; the traceback still goes along
         return "(its message cannot be shown)"
+
+
+def _end_as_python_does() -> None:
+    """Wait for the threads that a script left to finish, run what it left for the exit, flush."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    _flush()
 
 
 def _flush() -> None:

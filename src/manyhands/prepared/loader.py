@@ -125,7 +125,10 @@ class PreparedLoader(Iterable[Any]):
         with drawing_alike(worker.group, generators_of(loader) if loader is not None else []):
             batches = iter(self.plain)
             first, seed = next(batches, None), number_ahead()
-        return (_cut(batch, worker.rank, worker.size) for batch in _continued(first, batches, OwnRandom((seed,))))
+        return (
+            _cut(batch, worker.rank, worker.size)
+            for batch in _continued(first, batches, OwnRandom((seed, self._passes)))
+        )
 
 
 def _load(reader: RowLoader, plan: list[list[Any]], reading: Reading) -> Iterator[Share]:

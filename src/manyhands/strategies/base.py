@@ -19,11 +19,6 @@ if TYPE_CHECKING:
     from manyhands.replica import Replica
 
 
-VOTE_EVERY = (
-    64  # ticks between exchanges of control bits where rounds are farther apart: a stop is obeyed within so many
-)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Needs:
     """What a strategy needs beyond a replica; `train()` refuses engines that cannot give it before anything starts."""
@@ -46,6 +41,14 @@ class State:
         """This rank's state when a checkpoint of len(others) ranks is resumed with `size` ranks. Default: the first's."""
         return others[rank] if len(others) == size else others[0]
 
+    def weight_of_window(self) -> float:
+        """This rank's share of the mean parameters with which a checkpoint is resumed on another number of ranks.
+
+        Strategies whose replicas differ between rounds return what the loss counted since the last round. Where it is
+        0 on all ranks, each counts the same.
+        """
+        return 1.0
+
     def tensors(self) -> dict[str, Tensor]:
         return {f.name: v for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)}
 
@@ -56,11 +59,16 @@ class State:
 class Strategy(ABC):
     """How replicas agree. Subclasses are frozen dataclasses: their fields are the options a spec string can set."""
 
-    name: ClassVar[str]
-    source: ClassVar[str]  # title, authors, year
-    summary: ClassVar[str]  # what is exchanged, in a line
-    consistency: ClassVar[str]  # synchronous | periodic | async | bounded | elastic | …
+    name: ClassVar[str] = ""  # default: the class's name in lower case
+    source: ClassVar[str] = ""  # title, authors, year
+    summary: ClassVar[str] = ""  # what is exchanged, in a line
+    consistency: ClassVar[str] = ""  # synchronous | periodic | async | bounded | elastic | …
     needs: ClassVar[Needs] = Needs()
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if not cls.name:
+            cls.name = cls.__name__.lower()
 
     def server(self) -> ServerSpec | None:
         """The server this strategy wants, or none."""

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import override
 
-from manyhands.strategies.base import VOTE_EVERY, Needs, State, Strategy
+from manyhands.errors import Unsupported
+from manyhands.strategies.base import Needs, State, Strategy
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
@@ -16,7 +17,17 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class EnsembleState(State):
-    ticks: int = 0
+    """Nothing to remember: every rank is its own."""
+
+    @override
+    def merge(self, others: list[EnsembleState], rank: int, size: int) -> EnsembleState:
+        """Raises Unsupported for another number of ranks: a mean of models that never talked is no model."""
+        if len(others) != size:
+            raise Unsupported(
+                f"an ensemble of {len(others)} cannot go on with {size} worker{'' if size == 1 else 's'}, because each trains a model of "
+                f"its own: resume with workers={len(others)}, or start in another run directory"
+            )
+        return others[rank]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +38,7 @@ class Ensemble(Strategy):
     Alexander Pritzel, Charles Blundell, 2017. Deviation: the paper's models all see all rows; here each row is used by
     one model an epoch, as everywhere in manyhands, so give N times the epochs for the paper's setting.
 
-    Parameters are not averaged: the workers' control bits are all that travels, every 64 ticks.
+    Parameters are not averaged: the workers' control bits are all that travels, about once a second.
     """
 
     name: ClassVar[str] = "ensemble"
@@ -45,8 +56,4 @@ class Ensemble(Strategy):
     @override
     def exchange(self, replica: Replica, worker: Worker, state: EnsembleState) -> bool:
         replica.apply()
-        state.ticks += 1
-        if state.ticks % VOTE_EVERY:
-            return True
-        replica.vote(worker.group)
-        return replica.anybody_has_rows
+        return replica.anybody_has_rows if replica.vote(worker) else True

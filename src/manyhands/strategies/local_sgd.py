@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from manyhands.errors import BadInput
-from manyhands.strategies.base import VOTE_EVERY, State, Strategy
+from manyhands.strategies.base import State, Strategy
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
@@ -23,6 +23,15 @@ class LocalSGDState(State):
     ticks: int = 0
     weight: float = 0.0
     touched: int = 0  # bits: parameters stepped in this window
+
+    @override
+    def merge(self, others: list[LocalSGDState], rank: int, size: int) -> LocalSGDState:
+        """A fresh window: the mean that the ranks go on from closed theirs."""
+        return others[rank] if len(others) == size else LocalSGDState()
+
+    @override
+    def weight_of_window(self) -> float:
+        return self.weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +61,16 @@ class LocalSGD(Strategy):
     consistency: ClassVar[str] = "periodic"
 
     def __post_init__(self) -> None:
-        if self.period != "end" and self.period < 1:
-            raise BadInput(f"strategy local-sgd: period must be at least 1, or end; not {self.period}")
-        if self.warmup < 0:
-            raise BadInput(f"strategy local-sgd: warmup must be 0 or more steps, not {self.warmup}")
+        if self.period != "end" and not _whole(self.period, 1):
+            raise BadInput(
+                f"strategy local-sgd: period must be a whole number of at least 1, or end; not {self.period!r}"
+            )
+        if self.optimizer_state not in (known := ("averaged", "kept", "reset")):
+            raise BadInput(
+                f"strategy local-sgd: optimizer_state must be one of {', '.join(known)}, not {self.optimizer_state!r}"
+            )
+        if not _whole(self.warmup, 0):
+            raise BadInput(f"strategy local-sgd: warmup must be a whole number of 0 or more, not {self.warmup!r}")
 
     @override
     def start(self, replica: Replica, worker: Worker) -> LocalSGDState:
@@ -75,9 +90,7 @@ class LocalSGD(Strategy):
         state.ticks += 1
         if state.ticks == self.period:
             self._average(replica, worker, state)
-        elif state.ticks % VOTE_EVERY == 0:
-            replica.vote(worker.group)
-        else:
+        elif not replica.vote(worker):
             return True
         return replica.anybody_has_rows
 
@@ -102,3 +115,7 @@ class LocalSGD(Strategy):
             elif self.optimizer_state == "reset":
                 replica.optimizer_state.reset()
         state.ticks, state.weight, state.touched = 0, 0.0, 0
+
+
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

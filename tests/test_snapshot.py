@@ -1,0 +1,230 @@
+"""A replica's state through a checkpoint, and back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import plain
+from manyhands import checkpoint, snapshot
+from manyhands.checkpoint import Checkpoint
+from manyhands.comm.solo import SoloGroup
+from manyhands.errors import Unsupported
+from manyhands.replica import Replica
+from manyhands.strategies.base import State
+from manyhands.strategies.ensemble import EnsembleState
+from manyhands.strategies.local_sgd import LocalSGDState
+from manyhands.testing.threads import together
+from manyhands.worker import Worker
+
+TOTAL = 12
+
+
+class Decay:
+    """A callable with state of its own."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, step: int) -> float:
+        self.calls += 1
+        return 0.9**step
+
+
+def sequential(optimizer: torch.optim.Optimizer) -> Any:
+    first = lr_scheduler.LinearLR(optimizer, total_iters=2)
+    return lr_scheduler.SequentialLR(optimizer, [first, lr_scheduler.MultiStepLR(optimizer, [2, 4, 6])], milestones=[2])
+
+
+def chained(optimizer: torch.optim.Optimizer) -> Any:
+    return lr_scheduler.ChainedScheduler(
+        [lr_scheduler.LinearLR(optimizer), lr_scheduler.MultiStepLR(optimizer, [3, 5, 9])], optimizer=optimizer
+    )
+
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "multistep": lambda o: lr_scheduler.MultiStepLR(o, [3, 5, 5, 9]),
+    "sequential": sequential,
+    "chained": chained,
+    "onecycle": lambda o: lr_scheduler.OneCycleLR(o, 0.3, total_steps=TOTAL + 1),
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "callable": lambda o: lr_scheduler.LambdaLR(o, Decay()),
+}
+
+
+def made(optimizer: Any = plain.OPTIMIZERS["momentum"], schedule: Any = None, group: Any = None) -> Replica:
+    torch.manual_seed(1)
+    return Replica(plain.mlp(), optimizer, group=group or SoloGroup(), schedule=schedule)
+
+
+def step(replica: Replica, times: int = 1) -> list[float]:
+    """Steps with a gradient that depends on the step alone; the rates they were taken at."""
+    rates = []
+    for _ in range(times):
+        rates.append(float(replica.optimizer.param_groups[0]["lr"]))
+        for i, p in enumerate(replica.layout.parameters):
+            p.grad = torch.full_like(p, 0.1 * (replica.step + i + 1))
+        replica.weight = 1.0
+        replica.apply()
+    return rates
+
+
+def saved(folder: Path, replica: Replica, state: State | None = None) -> Checkpoint:
+    tensors, values = snapshot.capture(replica, state or State(), {"total": TOTAL})
+    path = checkpoint.save(folder, replica.step, SoloGroup(), tensors, values)
+    return Checkpoint(path, replica.step, 1)
+
+
+def resumed(kept: Checkpoint, replica: Replica) -> Replica:
+    snapshot.restore(kept, replica, State(), 0, 1, TOTAL)
+    return replica
+
+
+def same(a: Replica, b: Replica) -> bool:
+    states = [[r.optimizer.state[p] for p in r.layout.parameters] for r in (a, b)]
+    return torch.equal(a.parameters, b.parameters) and all(
+        x.keys() == y.keys() and all(torch.equal(x[key], y[key]) for key in x) for x, y in zip(*states, strict=True)
+    )
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("at", [1, 4])
+def test_a_schedule_goes_on_as_if_never_interrupted(kind: str, at: int, tmp_path: Path) -> None:
+    """CASE 19"""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The epoch parameter in `scheduler.step", UserWarning)  # SequentialLR's own
+        first = made(schedule=SCHEDULES[kind])
+        step(first, at)
+        again = resumed(saved(tmp_path, first), made(schedule=SCHEDULES[kind]))
+        rates = step(first, TOTAL - at)
+        assert step(again, TOTAL - at) == rates
+    assert len(set(rates)) > 1
+    assert same(first, again)
+
+
+def test_a_dict_with_keys_that_are_no_strings_comes_back_at_any_depth() -> None:
+    value = {"a": [{"b": {1: {(2, "x"): 0.5}}}], "f": len, 3: np.float32(0.5)}
+    assert snapshot._unpacked(snapshot._plain(value)) == {"a": [{"b": {1: {(2, "x"): 0.5}}}], 3: 0.5}
+
+
+@pytest.mark.parametrize("name", ["adamw", "adagrad", "nadam", "adafactor"])
+def test_every_optimizers_state_comes_back_bit_for_bit(name: str, tmp_path: Path) -> None:
+    """CASE 19"""
+    others = {"nadam": torch.optim.NAdam, "adafactor": torch.optim.Adafactor}
+    make = plain.OPTIMIZERS.get(name) or (lambda m: others[name](m.parameters()))
+    first = made(make)
+    step(first, 3)
+    again = resumed(saved(tmp_path, first), made(make))
+    assert same(first, again)
+    step(first, 3)
+    step(again, 3)
+    assert same(first, again)
+
+
+def test_group_values_that_json_cannot_hold_do_not_stop_a_checkpoint(tmp_path: Path) -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        group = {
+            "params": list(model.parameters()),
+            "lr": np.float32(0.5),
+            "decay": lambda step: step,
+            "hooks": [len],
+            "limits": np.array([1.0, 2.0]),
+        }
+        return torch.optim.SGD([group], lr=0.1)
+
+    first = made(make)
+    step(first)
+    again = made(make)
+    decay = again.optimizer.param_groups[0]["decay"]
+    again.optimizer.param_groups[0]["lr"] = np.float32(9)
+    group = resumed(saved(tmp_path, first), again).optimizer.param_groups[0]
+    assert (group["lr"], type(group["lr"])) == (0.5, np.float32)
+    assert (group["decay"], group["hooks"]) == (decay, [len])
+    assert group["limits"].tolist() == [1.0, 2.0]
+
+
+def test_state_that_json_cannot_hold_is_named(tmp_path: Path) -> None:
+    replica = made()
+    step(replica)
+    state = replica.optimizer.state[replica.layout.parameters[0]]
+    state["seen"] = np.float32(0.5)
+    assert resumed(saved(tmp_path, replica), made()).optimizer.state[replica.layout.parameters[0]] == {}
+    state["history"] = [torch.zeros(1)]
+    with pytest.raises(Unsupported, match=r"SGD keeps 'history' of 0\.weight as a list"):
+        saved(tmp_path, replica)
+
+
+def test_a_step_that_the_kernel_counts_on_the_device_goes_there() -> None:
+    p = torch.empty(2, 3, device="meta")
+    count = torch.tensor(3.0)
+    assert snapshot._placed("step", count, p, True).device.type == "meta"
+    assert snapshot._placed("step", count, p, False).device.type == "cpu"
+    assert snapshot._placed("exp_avg", torch.zeros(2, 3), p, False).device.type == "meta"
+    fused = made(lambda m: torch.optim.AdamW(m.parameters(), fused=True))
+    assert snapshot.counts_on_device(fused.optimizer) == set(fused.layout.parameters)
+
+
+def test_state_lies_in_its_parameters_memory_format(tmp_path: Path) -> None:
+    def replica() -> Replica:
+        model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        return Replica(model, plain.OPTIMIZERS["momentum"], group=SoloGroup())
+
+    first = replica()
+    step(first)
+    again = resumed(saved(tmp_path, first), replica())
+    weight = again.layout.parameters[0]
+    assert again.optimizer.state[weight]["momentum_buffer"].stride() == weight.stride()
+
+
+# -- another number of ranks -------------------------------------------------------------------------------------------
+
+
+def written(folder: Path, states: list[State], values: list[float]) -> Checkpoint:
+    """A checkpoint by len(states) ranks whose parameters are all `values[rank]`."""
+
+    def write(worker: Worker) -> None:
+        replica = made(group=worker.group)
+        replica.set_parameters(torch.full_like(replica.parameters, values[worker.rank]))
+        tensors, numbers = snapshot.capture(replica, states[worker.rank], {"total": TOTAL})
+        checkpoint.save(folder, 1, worker.group, tensors, numbers)
+
+    together(len(states), write)
+    return Checkpoint(folder / "step-00000001", 1, len(states))
+
+
+def go_on(kept: Checkpoint, state: State, size: int = 1) -> tuple[Replica, Any]:
+    replica = made()
+    return replica, snapshot.restore(kept, replica, state, 0, size, TOTAL)[0]
+
+
+@pytest.mark.parametrize(
+    ("weights", "mean"),
+    [([1.0, 1.0, 2.0], 2.25), ([0.0, 0.0, 0.0], 2.0), ([0.0, 4.0, 0.0], 2.0), ([3.0, 0.0, 1.0], 1.5)],
+)
+def test_an_open_window_is_closed_by_the_weighted_mean(weights: list[float], mean: float, tmp_path: Path) -> None:
+    states: list[State] = [LocalSGDState(ticks=2, weight=weight, touched=1) for weight in weights]
+    replica, state = go_on(written(tmp_path, states, [1.0, 2.0, 3.0]), LocalSGDState())
+    assert torch.allclose(plain.flat(replica.model), torch.full((), mean, dtype=torch.float64), atol=1e-15)
+    assert state == LocalSGDState()
+
+
+def test_equal_replicas_are_kept_as_they_are(tmp_path: Path) -> None:
+    replica, _ = go_on(written(tmp_path, [State()] * 3, [0.1] * 3), State())
+    assert torch.equal(plain.flat(replica.model), torch.full_like(plain.flat(replica.model), 0.1))
+
+
+def test_an_ensemble_does_not_go_on_with_another_number_and_nothing_has_changed(tmp_path: Path) -> None:
+    kept = written(tmp_path, [EnsembleState()] * 3, [1.0, 2.0, 3.0])
+    replica = made()
+    before = replica.parameters.clone()
+    with pytest.raises(Unsupported, match="an ensemble of 3 cannot go on with 2 workers.*workers=3"):
+        snapshot.restore(kept, replica, EnsembleState(), 0, 2, TOTAL)
+    assert torch.equal(replica.parameters, before)
