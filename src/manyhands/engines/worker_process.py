@@ -103,7 +103,7 @@ def _prepare_process(place: Place) -> None:
     _reseed()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+            stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
 
 
 def _leave_preemption_to_the_driver() -> None:

@@ -1,0 +1,128 @@
+"""What the caller of train() asked for: resolved to objects, and refused where it cannot be, before anything starts."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from manyhands import engines
+from manyhands.data.sources import open_source
+from manyhands.engines.base import Engine
+from manyhands.errors import BadInput, UnknownName, Unsupported
+from manyhands.flat import Layout
+from manyhands.keep import Keep
+from manyhands.plan import global_batch
+from manyhands.strategies.base import Strategy
+from manyhands.task import Task, check_fields
+from manyhands.task_specs import task_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the caller asked for, resolved to objects."""
+
+    task: Task
+    strategy: Strategy
+    engine: Engine
+    workers: int | None
+    directory: Path | None
+
+    @property
+    def count(self) -> int:
+        if self.workers is not None:
+            return self.workers
+        return engines.default_workers(self.engine)
+
+    @property
+    def in_place(self) -> bool:
+        """Several processes make this very call."""
+        return self.engine.in_place and self.count > 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this process is the one that looks after the run directory."""
+        return not self.in_place or engines.own_rank(self.engine) == 0
+
+    def check(self, *, servers: int, nonfinite: str, max_seconds: float | None, timeout_s: float, resume: bool) -> None:
+        """Raise BadInput for what cannot be, before anything starts."""
+        if self.workers is not None and (
+            isinstance(self.workers, bool) or not isinstance(self.workers, int) or self.workers < 1
+        ):
+            raise BadInput(f"workers must be a whole number of at least 1, not {self.workers!r}")
+        if servers < 1:
+            raise BadInput(f"servers must be at least 1, not {servers}")
+        if nonfinite not in ("raise", "skip"):
+            raise BadInput(f'nonfinite must be "raise" or "skip", not {nonfinite!r}')
+        for name, value in (("max_seconds", max_seconds), ("timeout_s", timeout_s)):
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise BadInput(f"{name} must be a positive number of seconds, not {value!r}")
+        if resume and self.directory is None:
+            raise BadInput("resume needs a run directory: give run_dir (--run-dir)")
+        self._check_strategy()
+        self._check_data()
+
+    def _check_strategy(self) -> None:
+        if self.strategy.name == "solo" and self.count > 1:
+            raise Unsupported(
+                f"strategy solo is one worker, and {self.count} were asked for: take allreduce, which equals it, or workers=1"
+            )
+        if self.strategy.server() is not None or self.strategy.needs.server:
+            raise Unsupported(
+                f"strategy {self.strategy.name} needs a parameter server, which engine {self.engine.name} does not have yet"
+            )
+
+    def _check_data(self) -> None:
+        """Open what is at hand (a function that gives data is called on the workers alone), and check the batch size."""
+        if isinstance(self.task.model, nn.Module):
+            Layout(self.task.model)
+        own = None
+        for data in (self.task.train_data, self.task.validation_data, self.task.test_data):
+            if data is not None and not callable(data):
+                source = open_source(data, collate=self.task.collate, loader_processes=self.task.loader_processes)
+                own = source.batch_size if data is self.task.train_data else own
+        global_batch(self.task, self.count, own)
+
+
+def task_from(task: Task | str | None, task_fields: dict[str, Any]) -> Task:
+    if isinstance(task, str):
+        task = task_of(task)
+    if isinstance(task, Task):
+        return task.with_fields(**task_fields)
+    if task is not None:
+        raise BadInput(
+            f"task must be a Task, a string such as 'digits' or 'my.py:task', or None; got {type(task).__name__}"
+        )
+    check_fields(task_fields)
+    missing = [name for name in ("model", "loss", "optimizer", "train_data") if name not in task_fields]
+    if missing:
+        raise BadInput(
+            f"nothing to train: {', '.join(missing)} missing; give a task, or its fields (model=, loss=, optimizer=, train_data=)"
+        )
+    return Task(**task_fields)
+
+
+def check_place(device: str, threads: int | None) -> None:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(device)):
+        raise UnknownName(f"no device {device!r}: give auto, cpu, cuda (each worker its own GPU) or cuda:0")
+    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
+        raise BadInput(
+            f"threads_per_worker must be a whole number of at least 1, not {threads!r}; leave it out for usable cores / workers"
+        )
+
+
+def every(name: str, value: str | int) -> str | int:
+    if value == "epoch" or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        return value
+    raise BadInput(f'{name} must be "epoch" or a number of steps of at least 1, not {value!r}')
+
+
+def keep_of(text: str, task: Task) -> Keep:
+    keep = Keep.parse(text)
+    if keep.metric and task.validation_data is None:
+        raise BadInput(f"keep={text!r} needs validation_data to judge by: give the task some, or keep the last")
+    return keep
