@@ -90,7 +90,7 @@ def test_a_script_runs_as_main_and_the_first_rank_alone_is_heard(
     assert run_script(path, ["a"], workers=workers, strategy="allreduce", engine=local) == 0
     out, err = capfd.readouterr()
     assert out == "helper __main__ ['a'] allreduce\n"
-    assert err.count("print nothing to standard output") == workers - 1
+    assert err.count("nothing to standard output") == workers - 1
     assert [name for name in os.listdir() if name.startswith("saved")] == ["saved0"]
 
 

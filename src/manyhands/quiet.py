@@ -24,9 +24,7 @@ def quiet_other_ranks(rank: int, size: int) -> None:
     _quiet = True
     if rank == 1:
         others = "worker 1 of 2 prints" if size == 2 else f"workers 1 to {size - 1} of {size} print"
-        sys.stderr.write(
-            f"manyhands: {others} nothing to standard output, and torch.save writes no files there\n"
-        )
+        sys.stderr.write(f"manyhands: {others} nothing to standard output, and torch.save writes no files there\n")
     nowhere = open(os.devnull, "w")  # noqa: SIM115 - open for the rest of the process's life
     atexit.register(nowhere.close)
     sys.stdout = nowhere
