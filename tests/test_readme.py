@@ -109,7 +109,7 @@ def test_python_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.Mon
     for part in of("python"):
         if part.page == page:
             padded = "\n" * (part.line - 1) + part.text  # a traceback then points into the page
-            exec(compile(padded, str(page), "exec"), namespace)
+            exec(compile(padded, str(page), "exec", dont_inherit=True), namespace)
 
 
 @pytest.mark.usefixtures("warm")

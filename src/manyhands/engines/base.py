@@ -58,7 +58,7 @@ class Engine(ABC):
     def launch(self, program: Callable[[Worker], T], plan: Launch) -> list[T]:
         """Run `program` on every worker; its values in rank order.
 
-        The first error of any worker is raised here: `BadInput` as it was, anything else as `WorkerFailed` with that
-        worker's traceback, rank, host, phase and step. After it returned or raised, no process, socket or memory of
+        The first error of any worker is raised here: `BadInput`, `Preempted` and manyhands' other own errors as they
+        were, anything else as `WorkerFailed` with that worker's traceback, rank, host, phase and step. After it returned or raised, no process, socket or memory of
         the run is left.
         """

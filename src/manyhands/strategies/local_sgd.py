@@ -112,7 +112,7 @@ class LocalSGD(Strategy):
         if total.weight:
             if self.optimizer_state == "averaged":
                 replica.optimizer_state.average(worker.group, state.weight, total.bits)
-            elif self.optimizer_state == "reset":
+            elif self.optimizer_state == "reset" and worker.size > 1:
                 replica.optimizer_state.reset()
         state.ticks, state.weight, state.touched = 0, 0.0, 0
 

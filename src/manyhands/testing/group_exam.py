@@ -27,7 +27,7 @@ TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12, torch.bfloat16: 2e-2, to
 
 
 class ExamFailed(ManyhandsError):
-    """A group does not do what the contract says."""
+    """What took an exam does not do what its contract says."""
 
 
 def expect(condition: bool, message: str) -> None:
