@@ -174,3 +174,20 @@ def test_threads_and_exit_functions_of_a_script_finish(local: Local, tmp_path: P
     for path in [*tmp_path.glob("thread-*"), *tmp_path.glob("exit-*")]:
         path.unlink()
     assert run_script(script, [str(tmp_path), "fail"], workers=1, engine=local) == 3
+    assert run_script(script, [str(tmp_path), "fail"], workers=2, engine=local) == 3
+    assert {path.name for path in tmp_path.iterdir()} >= {"thread-0", "exit-0-True"}
+
+
+ENDLESS = """
+import threading
+threading.Thread(target=threading.Event().wait).start()
+"""
+
+
+def test_a_thread_without_end_hides_no_error_and_holds_up_no_value(local: Local, tmp_path: Path) -> None:
+    """The interpreter would print the error before it waits for the thread."""
+    script = tmp_path / "script.py"
+    script.write_text(ENDLESS + "raise RuntimeError('to be read at once')\n")
+    with pytest.raises(WorkerFailed, match="to be read at once"):
+        run_script(script, workers=2, engine=local)
+    assert launch(lambda: exec(ENDLESS, {}), workers=2, engine=local) == [None, None]

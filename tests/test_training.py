@@ -15,20 +15,7 @@ import manyhands as mh
 import plain
 from manyhands.callbacks.base import Callback
 from manyhands.events import Event
-
-
-def task(**fields: Any) -> mh.Task:
-    return mh.Task(
-        **{
-            "model": plain.mlp,
-            "loss": plain.cross_entropy,
-            "optimizer": plain.OPTIMIZERS["adamw"],
-            "train_data": plain.rows(39),
-            "batch_size": 12,
-            "epochs": 2,
-            **fields,
-        }
-    )
+from plain import task
 
 
 @pytest.fixture(autouse=True)

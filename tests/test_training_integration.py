@@ -27,18 +27,7 @@ def cosine(optimizer: torch.optim.Optimizer, total: int) -> Any:
 
 
 def task(**fields: Any) -> mh.Task:
-    return mh.Task(
-        **{
-            "model": plain.mlp,
-            "loss": plain.cross_entropy,
-            "optimizer": plain.OPTIMIZERS["adamw"],
-            "train_data": plain.rows(39),
-            "batch_size": 12,
-            "epochs": 3,
-            "schedule": cosine,
-            **fields,
-        }
-    )
+    return plain.task(**{"epochs": 3, "schedule": cosine, **fields})
 
 
 def train(given: mh.Task, local: Local, workers: int = 4, **options: Any) -> mh.Run:

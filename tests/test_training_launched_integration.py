@@ -30,19 +30,8 @@ STEPS = 12  # 39 rows in batches of 12, three epochs
 
 
 def task(**fields: Any) -> mh.Task:
-    return mh.Task(
-        **{
-            "model": plain.mlp,
-            "loss": plain.cross_entropy,
-            "optimizer": plain.OPTIMIZERS["adamw"],
-            "train_data": plain.rows(39),
-            "validation_data": plain.rows(17, seed=2),
-            "test_data": plain.rows(5, seed=3),
-            "batch_size": 12,
-            "epochs": 3,
-            **fields,
-        }
-    )
+    judged = {"validation_data": plain.rows(17, seed=2), "test_data": plain.rows(5, seed=3)}
+    return plain.task(**{"epochs": 3, **judged, **fields})
 
 
 class Heard(Callback):

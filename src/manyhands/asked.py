@@ -13,7 +13,7 @@ from torch import nn
 from manyhands import engines
 from manyhands.data.sources import open_source
 from manyhands.engines.base import Engine
-from manyhands.errors import BadInput, UnknownName, Unsupported
+from manyhands.errors import BadInput, UnknownName, Unsupported, is_whole
 from manyhands.flat import Layout
 from manyhands.keep import Keep
 from manyhands.plan import global_batch
@@ -50,9 +50,7 @@ class Asked:
 
     def check(self, *, servers: int, nonfinite: str, max_seconds: float | None, timeout_s: float, resume: bool) -> None:
         """Raise BadInput for what cannot be, before anything starts."""
-        if self.workers is not None and (
-            isinstance(self.workers, bool) or not isinstance(self.workers, int) or self.workers < 1
-        ):
+        if self.workers is not None and not is_whole(self.workers):
             raise BadInput(f"workers must be a whole number of at least 1, not {self.workers!r}")
         if servers < 1:
             raise BadInput(f"servers must be at least 1, not {servers}")
@@ -109,14 +107,14 @@ def task_from(task: Task | str | None, task_fields: dict[str, Any]) -> Task:
 def check_place(device: str, threads: int | None) -> None:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(device)):
         raise UnknownName(f"no device {device!r}: give auto, cpu, cuda (each worker its own GPU) or cuda:0")
-    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
+    if threads is not None and not is_whole(threads):
         raise BadInput(
             f"threads_per_worker must be a whole number of at least 1, not {threads!r}; leave it out for usable cores / workers"
         )
 
 
 def every(name: str, value: str | int) -> str | int:
-    if value == "epoch" or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+    if value == "epoch" or is_whole(value):
         return value
     raise BadInput(f'{name} must be "epoch" or a number of steps of at least 1, not {value!r}')
 

@@ -152,6 +152,9 @@ def _sync_folder(path: Path) -> None:
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file so that it holds all of `data`, synced, or is not there (OSError)."""
     partial = path.with_name(path.name + ".partial")
-    _write_synced(partial, data)
-    partial.replace(path)
+    try:
+        _write_synced(partial, data)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
     _sync_folder(path.parent)

@@ -23,6 +23,11 @@ class Unsupported(BadInput):
     """Both choices are valid, but not together (a server strategy under torchrun, say)."""
 
 
+def is_whole(value: object, least: int = 1) -> bool:
+    """Whether a value is a whole number of at least `least`; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 class PeerLost(ManyhandsError):
     """A peer died, or showed no progress for `timeout_s`, while this worker waited for it in a collective."""
 

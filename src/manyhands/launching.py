@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import runpy
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -148,7 +150,19 @@ class _Script:
             try:
                 runpy.run_path(self.path, run_name="__main__")
             except SystemExit as end:
+                _end_as_python_does(worker)
                 raise SystemExit(_exit_code(end.code)) from None
+            _end_as_python_does(worker)
+
+
+def _end_as_python_does(worker: Worker) -> None:
+    """In a process that ends with the script: wait for the threads that it left, then run what it left for the exit.
+
+    Not after an error: the user should read that at once, also where a thread never ends.
+    """
+    if worker.size > 1:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
 
 
 def _terminated(number: int, frame: object) -> None:

@@ -18,6 +18,7 @@ from manyhands.errors import BadInput
 from manyhands.plan import Outcome, Place, Plan, State, build_model, global_batch
 from manyhands.replica import STOP, Replica
 from manyhands.run import environment
+from manyhands.signals import PREEMPTED
 from manyhands.worker import Worker
 
 EMPTY = Slice(batch=None, rows=0, global_rows=None, index=-1)
@@ -105,7 +106,7 @@ class Loop:
             self._epoch()
         if self.reason and self._saved != self.place.tick:
             self._save()
-        if self.reason != "preempted" and self._judged != self.place.tick:
+        if self.reason != PREEMPTED and self._judged != self.place.tick:
             self._validate(last=True)  # the newest metrics are those of the final parameters
 
     def _finished(self) -> bool:
@@ -420,7 +421,7 @@ class Loop:
         metrics = dict(keep.newest)
         if keep.parameters is not None:
             consensus, buffers, metrics = keep.parameters, keep.buffers, dict(keep.metrics)
-        if self.test_feed is not None and self.reason != "preempted":
+        if self.test_feed is not None and self.reason != PREEMPTED:
             metrics |= self._evaluate(self.test_feed, consensus, buffers, "test_")
         worker.coordinator.collect(worker.group)
         own = {"rows": self.place.rows, "unused": self.place.unused, "ledger": worker.group.ledger.as_dict()}

@@ -103,6 +103,11 @@ class Recorder(Observer):
         }
         self._over("end", metrics=run.metrics, seconds=run.seconds)
 
+    def flush(self) -> None:
+        """Give what was heard so far to the disk."""
+        if self._log is not None:
+            self._log.flush()
+
     @property
     def history(self) -> list[dict[str, Any]]:
         """A row for each tick (docs/events.md)."""

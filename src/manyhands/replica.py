@@ -76,11 +76,8 @@ class Replica:
         self.heard = 0  # control bits of the last exchange in this tick, OR of all ranks
         self.rounds = 0  # exchanges so far
         self.apply_seconds = 0.0
-        self._unvoted, self._vote_after, self._voted_s = (
-            0,
-            1,
-            0.0,
-        )  # ticks since the last vote, until the next; its time
+        self._unvoted, self._vote_after = 0, 1  # ticks since the last vote, and when the next is due
+        self._voted_s = 0.0  # when the last one was, on the worker's clock
 
     # -- memory ------------------------------------------------------------------------------------------------------
 

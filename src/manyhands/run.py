@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shlex
 import sys
@@ -19,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from manyhands import event_log, events, summary
 from manyhands.advise import Advice, Measured, advise
+from manyhands.checkpoint import write_whole
 from manyhands.engines.cores import usable_cores
 from manyhands.history import History
 
@@ -144,15 +144,7 @@ class Run:
 
     def save(self, path: Path) -> None:
         """Write `to_json` to a file: whole, synced and renamed into place, or not at all (OSError)."""
-        text, partial = self.to_json(), path.with_name(path.name + ".partial")
-        try:
-            with partial.open("w") as file:
-                file.write(text + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_whole(path, (self.to_json() + "\n").encode())
 
     def _facts(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in (*TENSORS, "history")} | {
@@ -180,16 +172,14 @@ def _in_row_order(data: Any, batch_size: int) -> Any:
     """A DataLoader as one without its sampler; anything else as it is."""
     if not isinstance(data, DataLoader) or isinstance(data.dataset, IterableDataset):
         return data
+    from manyhands.data.loaders import options_of
+
     return DataLoader(
         data.dataset,
         batch_size=None if data.batch_sampler is None else batch_size,
         collate_fn=data.collate_fn,
         num_workers=data.num_workers,
-        pin_memory=data.pin_memory,
-        timeout=data.timeout,
-        worker_init_fn=data.worker_init_fn,
-        multiprocessing_context=data.multiprocessing_context,
-        prefetch_factor=data.prefetch_factor,
+        **options_of(data),
     )
 
 

@@ -8,16 +8,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+PREEMPTED = "preempted"  # the reason to stop after SIGTERM
+
 
 @contextmanager
 def sigterm_to(stop: Callable[[str], None]) -> Iterator[None]:
-    """Within, SIGTERM calls stop("preempted"). Python takes signals in the main thread alone: elsewhere nothing changes."""
+    """Within, SIGTERM calls stop(PREEMPTED). Python takes signals in the main thread alone: elsewhere nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def handle(number: int, frame: FrameType | None) -> None:
-        stop("preempted")
+        stop(PREEMPTED)
 
     before = signal.signal(signal.SIGTERM, handle)
     try:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from manyhands.errors import BadInput, UnknownName
+from manyhands.errors import BadInput, UnknownName, is_whole
 
 PRECISIONS = ("float32", "bf16-mixed")
 Measure = Tensor | tuple[Tensor, Any]  # a mean over the batch, or (mean, weight)
@@ -144,7 +144,7 @@ def check_fields(names: Mapping[str, Any]) -> None:
 
 
 def _check_count(field: str, value: Any) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+    if value is not None and not is_whole(value):
         raise BadInput(f"{field} must be a whole number of at least 1, not {value!r}")
 
 

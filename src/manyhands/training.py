@@ -17,14 +17,14 @@ from manyhands.callbacks.base import Callback
 from manyhands.callbacks.progress import Progress
 from manyhands.comm.group import Group
 from manyhands.engines.base import Engine, Launch
-from manyhands.errors import BadInput, Preempted, Unsupported
+from manyhands.errors import BadInput, Preempted
 from manyhands.loop import work
 from manyhands.plan import Outcome, Plan
 from manyhands.quiet import quiet_other_ranks
 from manyhands.recorder import Recorder
 from manyhands.run import Run
 from manyhands.run_directory import CHECKPOINTS, answer, finished_run, models_of, open_directory
-from manyhands.signals import sigterm_to
+from manyhands.signals import PREEMPTED, sigterm_to
 from manyhands.strategies import spec_of, strategy_of
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task
@@ -126,11 +126,6 @@ class _Training:
     def _newest(self, folder: Path | None) -> checkpoint.Checkpoint | None:
         assert folder is not None
         found = checkpoint.newest(folder, self.recorder.warn if self.asked.first else lambda message: None)
-        if found is not None and found.ranks != self.launch.workers and not self.asked.strategy.needs.one_model:
-            raise Unsupported(
-                f"an ensemble of {found.ranks} cannot go on with {self.launch.workers} workers: resume with "
-                f"workers={found.ranks}, or start in another run directory"
-            )
         if found is not None and self.asked.first:
             self.recorder.preload(found.tick)
             if (
@@ -149,7 +144,7 @@ class _Training:
                 return finished_run(self.asked)
             run = self._run_of(outcome, time.monotonic() - start)
             self.recorder.end(run)
-        if outcome.reason == "preempted":
+        if outcome.reason == PREEMPTED:
             kept = "give a run_dir to be able to resume"
             if self.asked.directory:
                 kept = f"resume it with resume=True (--resume) from {self.asked.directory}"
@@ -180,7 +175,10 @@ class _Training:
         start = self.plan.resume_from
         _agree(worker.group, self.refusal, self.asked.directory, None if start is None else start.tick)
         quiet_other_ranks(worker.rank, worker.size)
-        return work(self.plan, worker)
+        outcome = work(self.plan, worker)
+        self.recorder.flush()
+        worker.group.barrier()  # the first to raise Preempted ends its peers: what they reported is on the disk by then
+        return outcome
 
     def _run_of(self, outcome: Outcome, seconds: float) -> Run:
         workers = outcome.workers

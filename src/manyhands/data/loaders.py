@@ -143,6 +143,11 @@ def reader_of(loader: DataLoader[Any], processes: int) -> RowLoader:
     dataset, collate = loader.dataset, loader.collate_fn
     if type(dataset) is TensorDataset and collate is default_collate and processes == 0:
         return _TensorRows(dataset)
+    return RowLoader(dataset, collate, processes, options_of(loader))
+
+
+def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """What was said of how this DataLoader loads, as arguments of another; not what it loads, nor in which order."""
     options = {
         "pin_memory": loader.pin_memory,
         "timeout": loader.timeout,
@@ -150,8 +155,7 @@ def reader_of(loader: DataLoader[Any], processes: int) -> RowLoader:
         "multiprocessing_context": loader.multiprocessing_context,
         "prefetch_factor": loader.prefetch_factor,
     }
-    kept = {name: value for name, value in options.items() if value}
-    return RowLoader(dataset, collate, processes, kept)
+    return {name: value for name, value in options.items() if value}
 
 
 class _TensorRows(RowLoader):

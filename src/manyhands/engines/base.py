@@ -59,6 +59,6 @@ class Engine(ABC):
         """Run `program` on every worker; its values in rank order.
 
         The first error of any worker is raised here: `BadInput`, `Preempted` and manyhands' other own errors as they
-        were, anything else as `WorkerFailed` with that worker's traceback, rank, host, phase and step. After it returned or raised, no process, socket or memory of
-        the run is left.
+        were, anything else as `WorkerFailed` with that worker's traceback, rank, host, phase and step. After it
+        returned or raised, no process, socket or memory of the run is left.
         """

@@ -13,9 +13,8 @@ def usable_cores(root: Path = Path("/")) -> int:
 
     `root` is where /proc and /sys are found, for tests.
     """
-    own = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )  # macOS has no affinity
+    known = hasattr(os, "sched_getaffinity")  # macOS has no affinity
+    own = len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
     return max(1, math.floor(min([float(own), *_quotas(root)])))
 
 

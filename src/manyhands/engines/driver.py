@@ -26,8 +26,8 @@ from manyhands.engines.spawner import Spawner, import_path
 from manyhands.engines.status import Status
 from manyhands.errors import ManyhandsError, WorkerFailed
 from manyhands.events import Event
+from manyhands.signals import PREEMPTED
 
-PREEMPTED = "preempted"  # the reason to stop after SIGTERM
 _POLL_S = 0.1
 _EXIT_GRACE_S = 0.5  # between a worker's last message and its exit
 _STACKS_S = 1.0
@@ -187,9 +187,8 @@ class Driver:
         reason = self._busy(self.plan.observer.stopping)
         for rank in range(self.plan.workers) if reason else ():
             self._tell(rank, {"type": "stop", "reason": reason})
-        if (
-            reason == PREEMPTED
-        ):  # a script's own handler may have something to save; the loop of train() ignores the signal
+        if reason == PREEMPTED:
+            # A script's own handler may have something to save; the loop of train() ignores the signal.
             self.spawner.signal_workers(signal.SIGTERM)
         return bool(reason)
 

@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,10 +72,11 @@ def run(place: Place) -> int:
         program = unship(place.program, mapped=True)
         os.close(place.program)
         message, fds = _value(program, worker)
-        _end_as_python_does()
+        atexit._run_exitfuncs()
+        _flush()
         line.last(message, fds)
     except BaseException as error:  # noqa: BLE001 - the end of the process: whatever it is, the driver must hear of it
-        _end_as_python_does()
+        _flush()
         line.last(_report(error, place.rank, line))
         return 1
     return 0
@@ -190,13 +190,6 @@ def _text(error: BaseException) -> str:
         return str(error)
     except Exception:  # noqa: BLE001 - a user's own __str__ may be broken; the traceback still goes along
         return "(its message cannot be shown)"
-
-
-def _end_as_python_does() -> None:
-    """Wait for the threads that a script left to finish, run what it left for the exit, flush."""
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    _flush()
 
 
 def _flush() -> None:

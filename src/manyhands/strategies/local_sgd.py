@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.errors import BadInput
+from manyhands.errors import BadInput, is_whole
 from manyhands.strategies.base import State, Strategy
 from manyhands.worker import Worker
 
@@ -61,7 +61,7 @@ class LocalSGD(Strategy):
     consistency: ClassVar[str] = "periodic"
 
     def __post_init__(self) -> None:
-        if self.period != "end" and not _whole(self.period, 1):
+        if self.period != "end" and not is_whole(self.period, 1):
             raise BadInput(
                 f"strategy local-sgd: period must be a whole number of at least 1, or end; not {self.period!r}"
             )
@@ -69,7 +69,7 @@ class LocalSGD(Strategy):
             raise BadInput(
                 f"strategy local-sgd: optimizer_state must be one of {', '.join(known)}, not {self.optimizer_state!r}"
             )
-        if not _whole(self.warmup, 0):
+        if not is_whole(self.warmup, 0):
             raise BadInput(f"strategy local-sgd: warmup must be a whole number of 0 or more, not {self.warmup!r}")
 
     @override
@@ -115,7 +115,3 @@ class LocalSGD(Strategy):
             elif self.optimizer_state == "reset" and worker.size > 1:
                 replica.optimizer_state.reset()
         state.ticks, state.weight, state.touched = 0, 0.0, 0
-
-
-def _whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
