@@ -35,6 +35,10 @@ bench: .venv/installed  ## the measured claims, each beside its peer
 	$(BIN)/python benchmarks/all_reduce.py
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/start.py
+	$(BIN)/python benchmarks/server.py
+	$(BIN)/python benchmarks/ring.py
+	$(BIN)/python benchmarks/hogwild.py
+	$(BIN)/python benchmarks/accuracy.py
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build dist

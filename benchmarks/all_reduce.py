@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -23,10 +22,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from machine import bytes_of, facts
 
 from manyhands.comm.shared_memory import SharedMemory, SharedMemoryGroup
 
-UNITS = {"KB": 1_000, "MB": 1_000_000}
 SIZES = "4KB,100KB,1MB,4MB,25MB,100MB"
 BLOCKS = 8  # turns of each side
 BUDGET_S = 2.0  # about so long for each side at each size
@@ -35,17 +34,11 @@ GOAL = {"up to 4 MB": 10, "above": 4}  # with 2 workers on 2 cores
 
 def main() -> None:
     options = _options()
-    facts = {
-        "cores": len(os.sched_getaffinity(0)),
-        "processor": _processor(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-    print(", ".join(f"{name} {value}" for name, value in facts.items()))
+    machine = facts()
     rows = [row for workers in options.workers for row in measure(workers, options.sizes)]
     if options.json:
         options.json.write_text(
-            json.dumps({"machine": facts, "goal_ratio_2_workers": GOAL, "rows": rows}, indent=1) + "\n"
+            json.dumps({"machine": machine, "goal_ratio_2_workers": GOAL, "rows": rows}, indent=1) + "\n"
         )
 
 
@@ -145,23 +138,9 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", default="2,4", type=lambda text: [int(count) for count in text.split(",")])
-    parser.add_argument("--sizes", default=SIZES, type=lambda text: {name: _bytes(name) for name in text.split(",")})
+    parser.add_argument("--sizes", default=SIZES, type=lambda text: {name: bytes_of(name) for name in text.split(",")})
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     return parser.parse_args()
-
-
-def _bytes(name: str) -> int:
-    for unit, factor in UNITS.items():
-        if name.upper().endswith(unit):
-            return int(float(name[: -len(unit)]) * factor)
-    return int(name)
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
 
 
 if __name__ == "__main__":

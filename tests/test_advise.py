@@ -43,6 +43,8 @@ def measured(
             "exchange-bound",
             "Raise the period of local-sgd",
         ),
+        (measured(compute=0.6, exchange=0.4, server=True), "exchange-bound", "Push and pull every 8 steps (push_every"),
+        (measured(compute=0.85, wait=0.15, server=True), "stragglers", "raise bound."),
         (measured(compute=0.09, workers=1), "solo", "one process is right: a step computes 9 ms"),
         (
             measured(compute=0.1, workers=1, threads_per_worker=1),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from manyhands import checkpoint, random_state
 from manyhands.comm.solo import SoloGroup
 from manyhands.errors import BadInput
 from manyhands.testing.threads import together
+from manyhands.worker import Worker
 
 
 def save(folder: Path, tick: int) -> Path:
@@ -39,6 +42,65 @@ def test_every_rank_writes_its_own_part(tmp_path: Path) -> None:
     assert found is not None
     assert [int(found.tensors(rank)["w"]) for rank in range(3)] == [0, 1, 2]
     assert [found.values(rank)["rank"] for rank in range(3)] == [0, 1, 2]
+
+
+@pytest.fixture
+def far(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], None]:
+    """Call it with its rank: in the threads of other ranks than 0, nothing below tmp_path is seen from then on."""
+    seen = threading.local()
+    is_dir, is_file = Path.is_dir, Path.is_file
+
+    def visible(path: Path) -> bool:
+        return not (getattr(seen, "rank", 0) and path.is_relative_to(tmp_path))
+
+    monkeypatch.setattr(Path, "is_dir", lambda path: visible(path) and is_dir(path))
+    monkeypatch.setattr(Path, "is_file", lambda path: visible(path) and is_file(path))
+    return lambda rank: setattr(seen, "rank", rank)
+
+
+def test_a_rank_that_does_not_see_the_folder_sends_its_part(tmp_path: Path, far: Callable[[int], None]) -> None:
+    def write(worker: Worker) -> None:
+        far(worker.rank)
+        checkpoint.save(tmp_path, 7, worker.group, {"w": torch.tensor([worker.rank])}, {"rank": worker.rank})
+
+    together(3, write)
+    found = checkpoint.newest(tmp_path, never)
+    assert found is not None
+    assert [int(found.tensors(rank)["w"]) for rank in range(3)] == [0, 1, 2]
+    assert [found.values(rank)["rank"] for rank in range(3)] == [0, 1, 2]
+
+
+def test_a_checkpoint_comes_to_ranks_that_do_not_see_it(
+    tmp_path: Path,
+    far: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    copies = tmp_path_factory.mktemp("copies")
+    monkeypatch.setattr("tempfile.tempdir", str(copies))
+    together(2, lambda w: checkpoint.save(tmp_path, 7, w.group, {"w": torch.tensor([w.rank])}, {"rank": w.rank}))
+    saved = checkpoint.newest(tmp_path, never)
+    assert saved is not None
+
+    def read(worker: Worker) -> tuple[bool, list[int]]:
+        far(worker.rank)
+        with checkpoint.within_reach(saved, worker.group) as found:
+            return found.path == saved.path, [int(found.tensors(rank)["w"]) for rank in range(found.ranks)]
+
+    assert together(2, read) == [(True, [0, 1]), (False, [0, 1])]
+    assert list(copies.iterdir()) == []
+
+
+def test_a_checkpoint_that_all_see_is_read_where_it_is(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    saved = checkpoint.newest(tmp_path, never)
+    assert saved is not None
+
+    def read(worker: Worker) -> Path:
+        with checkpoint.within_reach(saved, worker.group) as found:
+            return found.path
+
+    assert together(2, read) == [path, path]
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest"])

@@ -69,7 +69,7 @@ def test_help_teaches_by_example_and_does_not_import_torch() -> None:
         check=True,
     )
     assert not re.search(r"\| +(torch|numpy)$", found.stderr, re.MULTILINE)
-    for word in ("train", "run", "strategies", "tasks", "engines", "--version", "75 preempted"):
+    for word in ("train", "run", "replay", "join", "strategies", "tasks", "engines", "--version", "75 preempted"):
         assert word in found.stdout
 
 
@@ -93,7 +93,7 @@ def test_without_options_the_tasks_own_fields_stand(asked: dict[str, Any]) -> No
 
 
 def test_every_option_arrives(asked: dict[str, Any], tmp_path: Path) -> None:
-    options = """-n 2 -s local-sgd:period=8 --engine local --device cpu --threads-per-worker 1 --timeout 9 --max-seconds 60 --epochs 3
+    options = """-n 2 -s local-sgd:period=8 --engine local --servers 3 --device cpu --threads-per-worker 1 --timeout 9 --max-seconds 60 --epochs 3
         --max-steps 99 --batch-size-per-worker 16 --micro-batch-size 8 --seed 7 --precision bf16-mixed --clip-norm 1.5 --no-shuffle
         --loader-processes 2 --resume --validate-every 50 --checkpoint-every 25 --keep best:validation_loss --nonfinite skip
         --early-stopping validation_accuracy:5 --log quiet"""
@@ -107,6 +107,7 @@ def test_every_option_arrives(asked: dict[str, Any], tmp_path: Path) -> None:
         "workers": 2,
         "strategy": "local-sgd:period=8",
         "engine": "local",
+        "servers": 3,
         "device": "cpu",
         "threads_per_worker": 1,
         "timeout_s": 9.0,
@@ -215,7 +216,9 @@ def test_the_tables_list_what_there_is() -> None:
         assert word in strategies.stdout
     assert "digits" in tasks.stdout
     assert "chars" in tasks.stdout
-    assert "local" in engines.stdout
+    for word in ("local", "torchrun", "listen=127.0.0.1 (str)", "wait_s=600.0 (float)", "--engine hosts:"):
+        assert word in engines.stdout
+    assert ".py" not in engines.stdout
 
 
 @pytest.mark.parametrize(
@@ -282,3 +285,35 @@ def test_ctrl_c_during_a_real_command_is_130(tmp_path: Path) -> None:
     )
     done = command("train", "stuck.py:task", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "manyhands: interrupted\n")
+
+
+def test_options_of_engine_hosts_are_fields_of_its_spec(asked: dict[str, Any]) -> None:
+    from manyhands.engines import engine_of
+    from manyhands.engines.hosts import Hosts
+
+    options = "--listen 10.0.0.1 --here 1 --ports 7000-7100 --no-tls --plain-network --wait 9"
+    invoke("train", "digits", "-n", "2", *options.split())
+    wanted = Hosts(listen="10.0.0.1", here=1, ports="7000-7100", wait_s=9.0, tls=False, plain_network=True)
+    assert engine_of(asked["engine"]) == wanted
+    invoke("train", "digits", "--engine", "hosts:here=1", "--listen", "10.0.0.1")
+    assert engine_of(asked["engine"]) == Hosts(listen="10.0.0.1", here=1)
+
+
+def test_another_engine_has_no_such_options() -> None:
+    refused = invoke("train", "digits", "--engine", "local", "--listen", "10.0.0.1", "--run-dir", "never")
+    assert refused.exit_code == 2
+    assert "engine local has no option 'listen'" in refused.output
+
+
+def test_join_offers_what_its_options_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    from manyhands.engines import joining
+
+    offers: list[Any] = []
+    monkeypatch.setattr(joining, "join", lambda offer, say: offers.append(offer))
+    options = "--workers 2 --listen 10.0.0.2 --ports 7000-7100 --wait 9"
+    done = invoke("join", "10.0.0.1:7000", *options.split())
+    assert done.exit_code == 0, done.output
+    assert offers == [
+        joining.Join(address="10.0.0.1:7000", workers=2, listen="10.0.0.2", ports="7000-7100", wait_s=9.0)
+    ]
+    assert invoke("join", "10.0.0.1", "--workers", "2").exit_code == 2

@@ -74,3 +74,20 @@ def test_steps_that_a_resumed_launch_did_again_count_once(tmp_path: Path) -> Non
     write(path, Event(type="start"), step(0), step(1), step(2), Event(type="start", tick=1), step(1), step(2), step(3))
     assert [e.tick for e in steps_that_count(path)] == [0, 1, 2, 3]
     assert [e.tick for e in steps_that_count(path, before_tick=2)] == [0, 1]
+
+
+def test_of_a_leased_epoch_that_was_interrupted_the_slices_still_to_do_do_not_count(tmp_path: Path) -> None:
+    def leased(index: int, part: int, epoch: int = 1) -> Event:
+        return Event(type="step", tick=4 * epoch + index, rank=0, values={"epoch": epoch, "lease": [index, part, 0]})
+
+    path = tmp_path / "events.jsonl"
+    left = (1, [[1, 4], [0, 2]])
+    made = [leased(3, 0, epoch=0), leased(0, 0), leased(3, 1), leased(2, 1)]
+    lost = [leased(0, 1), leased(1, 0), leased(1, 1)]  # made by a launch that went on from `left`, and made again
+    write(path, Event(type="start"), *made, Event(type="start", tick=8, values={"left": left}), *lost)
+    assert steps_that_count(path, 8, left) == made
+    write(path, Event(type="start", tick=8, values={"left": left}), *lost, leased(0, 0, epoch=2))
+    assert [(e.tick, e.values["lease"][1]) for e in steps_that_count(path)] == [
+        (e.tick, e.values["lease"][1]) for e in [*made, *lost, leased(0, 0, epoch=2)]
+    ]
+    assert len(steps_that_count(path, before_tick=8)) == len(made) + len(lost)

@@ -68,3 +68,54 @@ def test_an_earlier_launch_may_have_had_another_number_of_workers() -> None:
     assert history.add(step(1, tick=1)) is not None
     assert [row["rows"] for row in history.rows] == [16, 8]
     assert history.timing()["compute"] == pytest.approx(0.4)
+
+
+# -- leased rows, staleness ----------------------------------------------------------------------------------------------
+
+
+def leased(rank: int, tick: int, part: int, parts: int = 2, **values: Any) -> Event:
+    return step(rank, tick, lease=[tick, part, 0], parts=parts, **values)
+
+
+def test_a_leased_batch_is_complete_when_all_its_slices_are_whoever_made_them() -> None:
+    history = History(2)
+    assert history.add(leased(0, 0, 0, parts=3)) is None
+    assert history.add(leased(0, 9, 1, parts=3)) is None
+    assert history.add(leased(0, 9, 2, parts=3)) is None
+    row = history.add(leased(0, 9, 0, parts=3, rows=3))  # one worker made all three, of an epoch that three began
+    assert row is not None
+    assert (row["tick"], row["rows"]) == (9, 11)
+    assert row["compute_s"] == pytest.approx(0.3)  # 0.6 s of one worker: the mean over two
+    assert history.add(leased(1, 0, 1, parts=3)) is None
+    assert history.add(leased(1, 0, 2, parts=3)) is not None
+    assert [row["tick"] for row in history.rows] == [9, 0]  # in the order of completion
+    assert history.timing()["compute"] == pytest.approx(0.6)
+    assert sum(history.compute_s.values()) / 2 == pytest.approx(0.6)
+
+
+def test_a_resumed_epoch_keeps_its_parts_and_completes_what_was_begun() -> None:
+    history = History(2)
+    history.preload(
+        [leased(0, 0, 0, parts=3), leased(1, 0, 1, parts=3), leased(2, 0, 2, parts=3), leased(2, 1, 2, parts=3)]
+    )
+    assert [row["rows"] for row in history.rows] == [12]
+    assert history.add(leased(0, 1, 0, parts=3)) is None
+    row = history.add(leased(0, 1, 1, parts=3))
+    assert row is not None
+    assert (row["tick"], row["rows"]) == (1, 12)
+    assert history.close() == []
+
+
+def test_staleness_is_counted_by_worker_and_in_all() -> None:
+    history = History(3)
+    assert (history.staleness(), history.staleness_of_workers(), history.gain()) == ({}, [], None)
+    history.preload([step(0, staleness=[4])])
+    history.add(step(0, tick=1, staleness=[1, 0], pushes=[[1], [3]]))
+    history.add(step(2, tick=1, staleness=[1]))
+    history.add(step(1, tick=1, pulls=[[0]]))
+    history.add(step(1, tick=2, gain=0.5))
+    history.add(step(0, tick=2, gain=0.7))
+    history.add(step(0, tick=3, gain=0.4))
+    assert history.gain() == 0.5
+    assert history.staleness() == {0: 1, 1: 2, 4: 1}
+    assert history.staleness_of_workers() == [{0: 1, 1: 1, 4: 1}, {}, {1: 1}]

@@ -16,6 +16,7 @@ import plain
 from manyhands import preparing
 from manyhands.errors import BadInput, UnknownName, Unsupported
 from manyhands.prepared.loader import PreparedLoader
+from manyhands.server.base import ServerSpec
 from manyhands.worker import Worker, set_current
 
 
@@ -97,9 +98,11 @@ def test_what_the_users_loop_cannot_give(monkeypatch: pytest.MonkeyPatch) -> Non
 
     class Serves(mh.AllReduce):
         name = "serves"
-        needs = mh.Needs(server=True)
 
-    for strategy, message in ((LooksAhead(), "use mh.train"), (Serves(), "parameter server")):
+        def server(self) -> ServerSpec:
+            return ServerSpec(rule="add")
+
+    for strategy, message in ((LooksAhead(), "use mh.train"), (Serves(), "parameter server"), ("hogwild", "own pace")):
         with pytest.raises(Unsupported, match=message):
             mh.prepare(*pair(), strategy=strategy)
 

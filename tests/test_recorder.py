@@ -233,6 +233,48 @@ def test_warnings_are_logged_once_written_and_summed_up(tmp_path: Path, caplog: 
     assert run.info["warnings"] == ["before the run", "from a worker"]
 
 
+def test_a_warning_of_a_kind_is_given_once_in_the_words_of_who_gave_it_first(tmp_path: Path) -> None:
+    with Recorder(workers=2, directory=tmp_path) as recorder:
+        recorder.event(START)
+        for rank in (1, 0):
+            recorder.event(Event(type="warning", rank=rank, values={"message": f"from {rank}", "kind": "staleness"}))
+        recorder.event(Event(type="warning", rank=0, values={"message": "of another kind", "kind": "other"}))
+    assert recorder.warnings == ["from 1", "of another kind"]
+    assert [line["type"] for line in lines(tmp_path)] == ["start", "warning", "warning"]
+
+
+def test_the_run_is_told_its_staleness_of_earlier_launches_too(tmp_path: Path) -> None:
+    with Recorder(workers=1, directory=tmp_path) as first:
+        record(first, START, step(0, staleness=[2, 2]), step(0, tick=1, staleness=[7]))
+    second = Recorder(workers=1, directory=tmp_path)
+    second.preload(1)
+    with second:
+        second.event(Event(type="start", rank=0, tick=1))
+        second.event(step(0, tick=1, staleness=[0]))
+        run = run_of(second)
+        second.end(run)
+    assert run.staleness == {0: 1, 2: 2}
+    assert run.staleness_of_workers == [{0: 1, 2: 2}]
+    ended = lines(tmp_path)[-1]["values"]
+    assert (ended["staleness"], ended["staleness_of_workers"]) == ({"0": 1, "2": 2}, [{"0": 1, "2": 2}])
+
+
+def test_a_leased_epoch_that_was_interrupted_is_taken_over_slice_by_slice(tmp_path: Path) -> None:
+    """What the second launch did again after its checkpoint, and lost, does not count in the third."""
+    slices = [(0, 0), (1, 0), (1, 1), (0, 1)]  # (index, part), in the order in which they were made
+    events = [step(0, tick=i, lease=[i, part, n], parts=2, staleness=[n]) for n, (i, part) in enumerate(slices)]
+    left = (0, [[2, 2], [0, 1]])  # of part 1 the first is still to do
+    with Recorder(workers=1, directory=tmp_path) as first:
+        record(first, START, *events[:3])
+    for _ in range(2):
+        launch = Recorder(workers=1, directory=tmp_path)
+        launch.preload(2, left)
+        assert [row["tick"] for row in launch.history] == [1]
+        with launch:
+            record(launch, Event(type="start", rank=0, tick=2, values={"left": left}), events[3])
+    assert [(row["tick"], row["rows"]) for row in launch.history] == [(1, 8), (0, 8)]
+
+
 def test_times_are_in_the_drivers_seconds() -> None:
     clock = Clock()
     with Recorder(workers=2, clock=clock) as recorder:

@@ -112,6 +112,12 @@ def test_result_json_is_valid_and_makes_the_run_again(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "result.json"]
 
 
+def test_staleness_is_by_number_again_after_json_and_of_all_workers() -> None:
+    run = run_of(staleness={0: 3, 12: 1}, staleness_of_workers=[{0: 3}, {12: 1}])
+    again = Run.from_json(run.to_json(), model=run.model, models=run.models, parameters=run.parameters)
+    assert (again.staleness, again.staleness_of_workers) == (run.staleness, run.staleness_of_workers)
+
+
 def test_a_result_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     run_of().save(path)

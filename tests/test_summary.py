@@ -31,6 +31,8 @@ def facts(**changes: Any) -> dict[str, Any]:
         "rows": {"total": 12970, "workers": [6485, 6485], "unused": 0},
         "timing": {"input": 0.1, "compute": 6.0, "exchange": 1.0, "wait": 0.9},
         "ledger": {"mean_": {"bytes": 61_200_000, "messages": 410}, "barrier": {"bytes": 0, "messages": 3}},
+        "staleness": {},
+        "staleness_of_workers": [],
         "seconds": 12.34,
         "steps": 205,
         "rounds": 205,
@@ -58,6 +60,12 @@ def test_the_whole_block() -> None:
     ]
 
 
+def test_at_the_workers_own_pace_steps_and_rounds_are_worker_0s() -> None:
+    for workers, whose in ((4, " of worker 0"), (1, "")):
+        text = summary.text(facts(info={"own_pace": True, "workers": workers}, steps=65), ADVICE)
+        assert f" 65 steps{whose} 205 rounds{whose} 12,970 rows " in " ".join(text.split())
+
+
 def test_what_is_unusual_is_said() -> None:
     info = {"stopped": "max_seconds", "warnings": ["checkpoint 3 is damaged"], "total_steps": None}
     text = summary.text(facts(info=info, rows={"total": 9, "workers": [9], "unused": 1}, generations=2), ADVICE)
@@ -66,6 +74,25 @@ def test_what_is_unusual_is_said() -> None:
     assert "  warning    checkpoint 3 is damaged" in text
     assert "  members    changed 1 time" in text
     assert "total steps not known (a stream)" in text
+
+
+def test_staleness_is_a_histogram_and_workers_are_named_where_they_differ() -> None:
+    alike = facts(staleness={0: 4, 1: 92, 3: 4}, staleness_of_workers=[{0: 2, 1: 46, 3: 2}] * 2)
+    lines = [line for line in summary.text(alike, ADVICE).splitlines() if "staleness" in line or "worker:" in line]
+    assert lines == ["  staleness  0 ▁█·▁ 3   median 1   largest 3   of 100 pushes"]
+    measured = summary.text(facts(staleness={0: 10, 3: 90}, staleness_of_workers=[], info={"gain": 0.25}), ADVICE)
+    assert "\n             rate x curvature of a push 0.25; 3 versions late bears up to 0.445\n" in measured
+    uneven = facts(staleness={0: 1, 5: 1}, staleness_of_workers=[{0: 1}, {}, {5: 1}])
+    assert "\n             medians by worker: 0: 0   2: 5\n" in summary.text(uneven, ADVICE)
+    many = facts(staleness={0: 10, 7: 1}, staleness_of_workers=[{0: 1}] * 9 + [{7: 1}])
+    assert "medians of the workers from 0 (worker 0) to 7 (worker 9)" in summary.text(many, ADVICE)
+
+
+def test_a_wide_histogram_keeps_to_the_width_of_a_bar() -> None:
+    assert summary.blocks({0: 4, 1: 2, 2: 1}) == "█▄▂"
+    wide = summary.blocks({0: 1, 1: 1, 999: 8})
+    assert len(wide) == summary.BAR
+    assert (wide[0], wide[1], wide[-1]) == ("▂", "·", "█")
 
 
 def test_lines_keep_to_100_columns_and_a_long_path_stays_whole() -> None:

@@ -193,6 +193,7 @@ def check_directory(first: dict[str, Any], second: dict[str, Any], alone: mh.Run
         (tick, rank) for tick in range(STEPS) for rank in (0, 1)
     ]
     assert sorted(path.name for path in directory.iterdir()) == [
+        "asked.json",
         "checkpoints",
         "events.jsonl",
         "model.safetensors",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from manyhands.callbacks import TensorBoard as TensorBoard
     from manyhands.callbacks import WandB as WandB
     from manyhands.data.share import epoch_order as epoch_order
+    from manyhands.engines.hosts import Hosts as Hosts
     from manyhands.engines.local import Local as Local
     from manyhands.engines.torchrun import Torchrun as Torchrun
     from manyhands.errors import BadInput as BadInput
@@ -35,13 +36,23 @@ if TYPE_CHECKING:
     from manyhands.preparing import prepare as prepare
     from manyhands.preparing import weight as weight
     from manyhands.preparing import worker as worker
+    from manyhands.replaying.replay import Replayed as Replayed
+    from manyhands.replaying.replay import replay as replay
     from manyhands.run import Run as Run
+    from manyhands.strategies.agn import AGN as AGN
     from manyhands.strategies.allreduce import AllReduce as AllReduce
     from manyhands.strategies.base import Needs as Needs
     from manyhands.strategies.base import State as State
     from manyhands.strategies.base import Strategy as Strategy
+    from manyhands.strategies.distance import Distance as Distance
+    from manyhands.strategies.downpour import Downpour as Downpour
+    from manyhands.strategies.dynsgd import DynSGD as DynSGD
+    from manyhands.strategies.eamsgd import EAMSGD as EAMSGD
+    from manyhands.strategies.easgd import EASGD as EASGD
     from manyhands.strategies.ensemble import Ensemble as Ensemble
+    from manyhands.strategies.hogwild import Hogwild as Hogwild
     from manyhands.strategies.local_sgd import LocalSGD as LocalSGD
+    from manyhands.strategies.quorum import Quorum as Quorum
     from manyhands.strategies.solo import Solo as Solo
     from manyhands.task import Task as Task
     from manyhands.training import train as train
@@ -51,12 +62,20 @@ __version__ = "0.1.0"
 
 _MODULES = ("callbacks", "tasks")
 _WHERE = {
+    "AGN": "strategies.agn",
     "AllReduce": "strategies.allreduce",
     "BadInput": "errors",
     "Callback": "callbacks",
+    "Distance": "strategies.distance",
+    "Downpour": "strategies.downpour",
+    "DynSGD": "strategies.dynsgd",
+    "EAMSGD": "strategies.eamsgd",
+    "EASGD": "strategies.easgd",
     "EarlyStopping": "callbacks",
     "Ensemble": "strategies.ensemble",
     "Event": "events",
+    "Hogwild": "strategies.hogwild",
+    "Hosts": "engines.hosts",
     "Local": "engines.local",
     "LocalSGD": "strategies.local_sgd",
     "MLflow": "callbacks",
@@ -65,6 +84,8 @@ _WHERE = {
     "PeerLost": "errors",
     "Preempted": "errors",
     "Progress": "callbacks",
+    "Quorum": "strategies.quorum",
+    "Replayed": "replaying.replay",
     "Run": "run",
     "Solo": "strategies.solo",
     "State": "strategies.base",
@@ -81,6 +102,7 @@ _WHERE = {
     "is_first": "preparing",
     "launch": "launching",
     "prepare": "preparing",
+    "replay": "replaying.replay",
     "train": "training",
     "weight": "preparing",
     "worker": "preparing",

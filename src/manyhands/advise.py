@@ -27,6 +27,7 @@ class Measured:
     threads_per_worker: int = 1
     cores: int = 1  # that this host lets the run use
     device: str = "cpu"
+    server: bool = False  # replicas agree through a parameter server
     compute_of_workers_s: list[float] = field(default_factory=list)  # by rank; empty: not known
 
     @property
@@ -115,6 +116,7 @@ def _stragglers(m: Measured) -> Advice | None:
 
 
 def _why_uneven(m: Measured, numbers: dict[str, Any]) -> str:
+    rarer = "raise bound" if m.server else "average less often (local-sgd:period=8)"
     threads = m.workers * m.threads_per_worker
     if m.device == "cpu" and threads > m.cores:
         numbers |= {"threads": threads, "cores": m.cores}
@@ -124,8 +126,8 @@ def _why_uneven(m: Measured, numbers: dict[str, Any]) -> str:
     if mean and m.compute_of_workers_s[slowest] >= UNEVEN * mean:
         more = m.compute_of_workers_s[slowest] / mean - 1
         numbers |= {"slowest": slowest, "slower_by": more}
-        return f"Worker {slowest} computes {_percent(more)} longer than the mean: free its core, or average less often (local-sgd:period=8)."
-    return "They are equally slow on the whole, so it is jitter: average less often (local-sgd:period=8)."
+        return f"Worker {slowest} computes {_percent(more)} longer than the mean: free its core, or {rarer}."
+    return f"They are equally slow on the whole, so it is jitter: {rarer}."
 
 
 def _exchange_bound(m: Measured) -> Advice | None:
@@ -137,6 +139,8 @@ def _exchange_bound(m: Measured) -> Advice | None:
     remedy = f"Average every 8 steps with --strategy local-sgd:period=8 (about {faster:.2g}x as fast)"
     if m.strategy.startswith("local-sgd"):
         remedy = "Raise the period of local-sgd"
+    elif m.server:
+        remedy = "Push and pull every 8 steps (push_every, window or period, as the strategy calls it)"
     text = f"exchange-bound: {_percent(share)} of the time is exchange. {remedy}, or take fewer workers."
     return Advice(kind="exchange-bound", text=text, numbers={"exchange_share": share})
 

@@ -61,17 +61,28 @@ class Asked:
                 raise BadInput(f"{name} must be a positive number of seconds, not {value!r}")
         if resume and self.directory is None:
             raise BadInput("resume needs a run directory: give run_dir (--run-dir)")
-        self._check_strategy()
+        self._check_strategy(servers)
         self._check_data()
 
-    def _check_strategy(self) -> None:
+    def _check_strategy(self, servers: int) -> None:
         if self.strategy.name == "solo" and self.count > 1:
             raise Unsupported(
                 f"strategy solo is one worker, and {self.count} were asked for: take allreduce, which equals it, or workers=1"
             )
-        if self.strategy.server() is not None or self.strategy.needs.server:
+        spec = self.strategy.server()
+        if spec is not None and spec.one_shard and servers > 1:
             raise Unsupported(
-                f"strategy {self.strategy.name} needs a parameter server, which engine {self.engine.name} does not have yet"
+                f"strategy {self.strategy.name} counts whole pushes, which several shards would count apart: leave servers out, or give servers=1"
+            )
+        if (spec is not None or self.strategy.leasing() is not None) and not self.engine.serves:
+            wants = "needs a parameter server" if spec is not None else "has workers that go at their own pace"
+            raise Unsupported(
+                f"strategy {self.strategy.name} {wants}, which engine {self.engine.name} cannot give: take engine local or hosts, "
+                "and call train() outside of manyhands run and torchrun"
+            )
+        if self.strategy.needs.one_host and self.engine.name == "hosts" and self.count > 1:
+            raise Unsupported(
+                f"strategy {self.strategy.name} works on one piece of memory, so all workers must be on one machine: take engine local"
             )
 
     def _check_data(self) -> None:

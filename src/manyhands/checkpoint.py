@@ -10,13 +10,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -46,20 +50,15 @@ class Checkpoint:
 def save(folder: Path, tick: int, group: Group, tensors: dict[str, Tensor], values: dict[str, Any]) -> Path:
     """Write this rank's part of a checkpoint; a collective. Returns where it lies, the same on all ranks.
 
-    OSError (a full disk, say) passes through: nothing under the final name exists then.
+    A rank on a host that does not see rank 0's folder sends its part there. OSError (a full disk, say) passes through:
+    nothing under the final name exists then.
     """
     final = folder / _name(tick)
-    partial = folder / f"{_name(tick)}.partial"
+    begun = str(_begin(folder, tick)) if group.rank == 0 else ""
+    partial = Path(group.all_gather_json(begun)[0])
+    digests = _write_parts(partial, group, _files(group.rank, tensors, values))
     if group.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.glob("*.partial"):
-            shutil.rmtree(old)
-        partial.mkdir()
-    group.barrier()
-    written = _write_rank(partial, group.rank, tensors, values)
-    files = {name: digest for part in group.all_gather_json(written) for name, digest in part.items()}
-    if group.rank == 0:
-        manifest = {"format": FORMAT, "tick": tick, "ranks": group.size, "sha256": files}
+        manifest = {"format": FORMAT, "tick": tick, "ranks": group.size, "sha256": digests}
         _write_synced(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
         _sync_folder(partial)
         if final.exists():
@@ -71,6 +70,26 @@ def save(folder: Path, tick: int, group: Group, tensors: dict[str, Tensor], valu
             shutil.rmtree(old)
     group.barrier()
     return final
+
+
+@contextmanager
+def within_reach(saved: Checkpoint, group: Group) -> Iterator[Checkpoint]:
+    """The checkpoint as this rank can read it, within; a collective.
+
+    Hosts that do not see rank 0's get a copy of it from there, which is gone afterwards.
+    """
+    own = _digest_of(saved.path / MANIFEST)
+    digests = group.all_gather_json(own)
+    if len(set(digests)) == 1:
+        yield saved
+        return
+    with tempfile.TemporaryDirectory(prefix="manyhands-") as folder:
+        names = sorted(path.name for path in saved.path.iterdir()) if group.rank == 0 else []
+        for name in group.all_gather_json(names)[0]:
+            data = _from_rank_0(group, (saved.path / name).read_bytes() if group.rank == 0 else b"")
+            if own != digests[0]:
+                (Path(folder) / name).write_bytes(data)
+        yield saved if own == digests[0] else replace(saved, path=Path(folder))
 
 
 def discard_newer(folder: Path, tick: int) -> None:
@@ -121,17 +140,58 @@ def _verified(path: Path) -> Checkpoint:
     return Checkpoint(path, manifest["tick"], manifest["ranks"])
 
 
-def _write_rank(folder: Path, rank: int, tensors: dict[str, Tensor], values: dict[str, Any]) -> dict[str, str]:
+def _begin(folder: Path, tick: int) -> Path:
+    """An empty folder with a name that no other host has by chance."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("*.partial"):
+        shutil.rmtree(old)
+    partial = (folder / f"{_name(tick)}.{secrets.token_hex(4)}.partial").absolute()
+    partial.mkdir()
+    return partial
+
+
+def _files(rank: int, tensors: dict[str, Tensor], values: dict[str, Any]) -> dict[str, bytes]:
     own = {
         name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()
     }  # a view would save all its storage
-    files = {
+    return {
         f"rank-{rank:05d}.safetensors": safetensors.torch.save(own),
         f"rank-{rank:05d}.json": json.dumps(values).encode(),
     }
-    for name, data in files.items():
-        _write_synced(folder / name, data)
-    return {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+
+
+def _write_parts(partial: Path, group: Group, files: dict[str, bytes]) -> dict[str, str]:
+    """Every rank's files, written where the folder is seen; the digests of all."""
+    seen = partial.is_dir()
+    for name, data in files.items() if seen else ():
+        _write_synced(partial / name, data)
+    digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+    everyone = group.all_gather_json([digests, {} if seen else {name: len(data) for name, data in files.items()}])
+    for rank, (_, sizes) in enumerate(everyone):
+        for name, size in sizes.items():
+            if group.rank == rank:
+                group.send(_tensor_of(files[name]), 0)
+            elif group.rank == 0:
+                came = torch.empty(size, dtype=torch.uint8)
+                group.receive_(came, rank)
+                _write_synced(partial / name, came.numpy().tobytes())
+    return {name: digest for part, _ in everyone for name, digest in part.items()}
+
+
+def _digest_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+
+
+def _from_rank_0(group: Group, data: bytes) -> bytes:
+    size = group.all_gather_json(len(data))[0]
+    tensor = _tensor_of(data) if group.rank == 0 else torch.empty(size, dtype=torch.uint8)
+    if size:
+        group.broadcast_(tensor, 0)
+    return tensor.numpy().tobytes()
+
+
+def _tensor_of(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def _write_synced(path: Path, data: bytes) -> None:

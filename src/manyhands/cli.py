@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from manyhands import cli_options as options
+from manyhands.engines import launchers
 from manyhands.errors import BadInput, ManyhandsError
 
 if TYPE_CHECKING:
@@ -82,6 +83,12 @@ def manyhands(
     [bold]manyhands train my.py:task -n 4 --strategy local-sgd:period=8[/bold]
     [bold]manyhands run -n 4 train.py --its-own-arguments[/bold]
 
+    Over a parameter server; that run again, bit for bit; with other hosts:
+
+    [bold]manyhands train digits -n 4 --strategy dynsgd --run-dir runs/mine[/bold]
+    [bold]manyhands replay runs/mine[/bold]
+    [bold]manyhands train my.py:task -n 4 --listen 10.0.0.1[/bold]
+
     Exit codes: 0 done, 1 failed, 2 bad input, 75 preempted and resumable (SIGTERM), 130 Ctrl-C.
     """
 
@@ -93,10 +100,17 @@ def train(
     workers: options.Workers = None,
     strategy: options.Strategy = "allreduce",
     engine: options.Engine = "auto",
+    servers: options.Servers = 1,
     device: options.Device = "auto",
     threads_per_worker: options.Threads = None,
     timeout: options.Timeout = 300.0,
     max_seconds: options.MaxSeconds = None,
+    listen: options.Listen = None,
+    here: options.Here = None,
+    ports: options.Ports = None,
+    tls: options.Tls = True,
+    plain_network: options.PlainNetwork = False,
+    wait: options.Wait = None,
     epochs: options.Epochs = None,
     max_steps: options.MaxSteps = None,
     batch_size: options.BatchSize = None,
@@ -124,7 +138,20 @@ def train(
     [bold]manyhands train digits:batch_size=32,epochs=5 -n 2 -s local-sgd:period=8[/bold]
     [bold]manyhands train my.py:task --run-dir runs/mine --resume[/bold]
     [bold]manyhands train digits --log json | jq .values.loss[/bold]
+    [bold]manyhands train digits -n 4 -s downpour:bound=2 --servers 2[/bold]
+    [bold]manyhands train digits -n 4 --listen 10.0.0.1[/bold]
+
+    The last one is engine hosts: it prints the command by which others join.
     """
+    engine = _with_fields(
+        engine,
+        listen=listen,
+        here=here,
+        ports=ports,
+        tls=None if tls else tls,
+        plain_network=plain_network or None,
+        wait_s=wait,
+    )
     if resume and run_dir is None:
         raise BadInput("--resume needs --run-dir: name the directory of the run that is to go on")
     with _started(engine, workers) as place:
@@ -135,6 +162,7 @@ def train(
             strategy=strategy,
             engine=place,
             workers=workers,
+            servers=servers,
             device=device,
             threads_per_worker=threads_per_worker,
             run_dir=run_dir or default_run_dir(task),
@@ -182,6 +210,74 @@ def run(
 
 
 @app.command()
+def replay(run: options.RunToReplay, debug: options.Debug = False) -> None:
+    """Compute an asynchronous run again, in the order in which it happened, and compare its parameters bit for bit.
+
+    [bold]manyhands replay runs/mine[/bold]
+
+    It takes a finished run of a strategy with a parameter server, and the memory
+    of all its workers. Refused are:
+
+    - runs that were resumed: the journal is of one launch;
+    - hogwild, which has no order;
+    - strategies in step without a server (allreduce, local-sgd, …): train again
+    with the same seed, which gives the same bits;
+    - tasks given as objects from Python: mh.replay(directory, task=…) takes them.
+
+    Exit codes: 0 the same bits, 1 something differs (another version of torch,
+    another machine, changed code or data), 2 refused.
+    """
+    from manyhands.cli_tables import bar_of
+    from manyhands.replaying.replay import replay as replay_run
+
+    with bar_of("ticks") as progress:
+        replayed = replay_run(run, progress=progress)
+    if not replayed.identical:
+        known = (
+            replayed.otherwise
+            or "nothing that is recorded; was the code or the data another, or the number of threads?"
+        )
+        raise ManyhandsError(
+            f"replayed {replayed.ticks:,} ticks of {replayed.workers} workers, and parameters differ by up to {replayed.difference:.3g} "
+            f"from {run / 'model.safetensors'}. Otherwise than when it ran: {known}"
+        )
+    typer.echo(f"{run}: replayed {replayed.ticks:,} ticks of {replayed.workers} workers: the same bits")
+
+
+@app.command()
+def join(
+    address: options.DriverAddress,
+    workers: options.OwnWorkers,
+    listen: options.OwnAddress = "",
+    ports: options.Ports = None,
+    tls: options.Tls = True,
+    plain_network: options.PlainNetwork = False,
+    wait: options.Wait = None,
+    debug: options.Debug = False,
+) -> None:
+    """Give workers of this host to a run on another, until it is over.
+
+    The run was started there with --listen (--engine hosts), which printed this command. MANYHANDS_CREDENTIALS names a copy of
+    its credentials. What runs here is the run's own code: join only runs that you trust.
+
+    [bold]MANYHANDS_CREDENTIALS=run.pem manyhands join 10.0.0.1:40123 --workers 2[/bold]
+    """
+    from manyhands.engines.joining import Join
+    from manyhands.engines.joining import join as join_run
+
+    offer = Join(
+        address=address,
+        workers=workers,
+        listen=listen,
+        ports=ports or "",
+        tls=tls,
+        plain_network=plain_network,
+        wait_s=wait or Join.wait_s,
+    )
+    join_run(offer, lambda line: typer.echo(line, err=True))
+
+
+@app.command()
 def strategies() -> None:
     """List the strategies: what they exchange, their options, their papers."""
     from manyhands.cli_tables import print_strategies
@@ -199,25 +295,19 @@ def tasks() -> None:
 
 @app.command()
 def engines() -> None:
-    """List the engines: where workers can run."""
+    """List the engines: where workers can run, and their options."""
     from manyhands.cli_tables import print_engines
 
     print_engines()
 
 
 def default_run_dir(task: str) -> Path:
-    """runs/digits-20250131-142501-4711 for digits:epochs=5: date, time, process. Under torchrun, whose processes must agree, its run's name ends it."""
+    """runs/digits-20250131-142501-4711 for digits:epochs=5: date, time, process. Under torchrun or mpirun, whose processes must agree, the launch's name ends it."""
     name, _, rest = task.partition(":")
     if name.endswith(".py"):
         name = f"{Path(name).stem}-{rest.partition(':')[0]}"
-    end = _torchrun_id() or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    end = launchers.run_id() or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     return Path("runs") / re.sub(r"[^A-Za-z0-9_.-]+", "-", f"{name or 'task'}-{end}")
-
-
-def _torchrun_id() -> str | None:
-    """What all processes of one torchrun call know; "none" is its default for every call, so its port tells them apart."""
-    name = os.environ.get("TORCHELASTIC_RUN_ID")
-    return f"{name}-{os.environ.get('MASTER_PORT', '')}" if name == "none" else name
 
 
 def _task_fields(given: dict[str, Any]) -> dict[str, Any]:
@@ -231,6 +321,9 @@ def _started(engine: str, workers: int | None) -> Iterator[Engine | str]:
     """The engine; where it is `local` and will fork, its server loads torch while this process does."""
     from manyhands.engines import under_torchrun
 
+    if engine.partition(":")[0] == "hosts":
+        yield _talking(engine)
+        return
     if engine not in ("auto", "local") or (workers or 1) < 2 or under_torchrun():
         yield engine
         return
@@ -241,6 +334,25 @@ def _started(engine: str, workers: int | None) -> Iterator[Engine | str]:
         yield local
     finally:
         local.close()
+
+
+def _with_fields(engine: str, **fields: Any) -> str:
+    """The engine's spec with the fields that were given as options of the command; they are those of `hosts`."""
+    given = ",".join(f"{name}={value}" for name, value in fields.items() if value is not None)
+    if not given:
+        return engine
+    return f"{'hosts' if engine == 'auto' else engine}{',' if ':' in engine else ':'}{given}"
+
+
+def _talking(engine: str) -> Engine:
+    """Engine `hosts`, which says on standard error how to join and who came."""
+    from manyhands.engines import engine_of
+    from manyhands.engines.hosts import Hosts
+
+    hosts = engine_of(engine)
+    assert isinstance(hosts, Hosts)
+    hosts.voice.say = lambda text: typer.echo(f"manyhands: {text}", err=True)
+    return hosts
 
 
 def _callbacks(log: str, early_stopping: str | None, tensorboard: Path | None) -> list[Callback]:

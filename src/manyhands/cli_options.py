@@ -45,12 +45,19 @@ def _task(*names: str, help: str, **more: Any) -> Any:
     return _option("The task's fields (each overrides the task's own)", *names, help=help, **more)
 
 
+def _hosts(*names: str, help: str, **more: Any) -> Any:
+    return _option("Several hosts", *names, help=help, **more)
+
+
 def _watch(*names: str, help: str, **more: Any) -> Any:
     return _option("What is shown and kept", *names, help=help, **more)
 
 
 TaskSpec = Annotated[
     str, typer.Argument(help="A name, digits:batch_size=32 with options, or file.py:NAME.", show_default=False)
+]
+RunToReplay = Annotated[
+    Path, typer.Argument(help="The directory of a finished run, --run-dir of `train`.", show_default=False)
 ]
 Script = Annotated[Path, typer.Argument(help="A Python script that calls manyhands.prepare(...).", show_default=False)]
 ScriptArguments = Annotated[
@@ -72,14 +79,34 @@ ScriptStrategy = Annotated[
     ),
 ]
 Engine = Annotated[str, _run("--engine", help="Where they run: see `manyhands engines`.", show_default=True)]
+Servers = Annotated[
+    int, _run("--servers", help="Shards of the parameter server, where a strategy has one.", min=1, show_default=True)
+]
 Device = Annotated[str, _run("--device", help="auto, cpu or cuda.", show_default=True)]
 Threads = Annotated[int | None, _run("--threads-per-worker", help="Default: usable cores / workers.", min=1)]
 Timeout = Annotated[float, _run("--timeout", help="Seconds without progress that end a run.", show_default=True)]
+Listen = Annotated[str | None, _hosts("--listen", help="Engine hosts: an address of this host that the others reach.")]
+Here = Annotated[int | None, _hosts("--here", help="Engine hosts: so many workers on this host; default: half.", min=1)]
+Ports = Annotated[
+    str | None,
+    _hosts("--ports", help="Listen on these, 7000-7100, one a worker and shard; default: any free ones."),
+]
+Tls = Annotated[bool, _hosts("--tls/--no-tls", help="Encrypt all between hosts.", show_default=True)]
+PlainNetwork = Annotated[bool, _hosts("--plain-network", help="With --no-tls: also on addresses other than loopback.")]
+Wait = Annotated[float | None, _hosts("--wait", help="Seconds to wait for the other hosts; default: 600.", min=0.001)]
+DriverAddress = Annotated[
+    str, typer.Argument(help="HOST:PORT, as the driver printed it.", metavar="ADDRESS", show_default=False)
+]
+OwnWorkers = Annotated[int, _hosts("--workers", "-n", help="How many workers this host gives.", min=1)]
+OwnAddress = Annotated[
+    str, _hosts("--listen", help="Where other hosts reach this one; default: as it reaches the driver.")
+]
+
 MaxSeconds = Annotated[float | None, _run("--max-seconds", help="Stop after so long.")]
 Debug = Annotated[bool, _run("--debug", help="Show the traceback of every error.", callback=_debug)]
 
 Epochs = Annotated[int | None, _task("--epochs", help="Passes over the data.")]
-MaxSteps = Annotated[int | None, _task("--max-steps", help="End after so many.")]
+MaxSteps = Annotated[int | None, _task("--max-steps", help="End after so many (global batches).")]
 BatchSize = Annotated[int | None, _task("--batch-size", help="GLOBAL rows a step.")]
 BatchSizePerWorker = Annotated[int | None, _task("--batch-size-per-worker", help="The other way to say it.")]
 MicroBatchSize = Annotated[int | None, _task("--micro-batch-size", help="Rows a forward, to save memory.")]
@@ -91,8 +118,12 @@ LoaderProcesses = Annotated[int | None, _task("--loader-processes", help="Load r
 
 RunDirectory = Annotated[Path | None, _watch("--run-dir", help="Events, checkpoints, result; default: runs/TASK-TIME.")]
 Resume = Annotated[bool, _watch("--resume", help="Go on from the newest checkpoint in it.")]
-ValidateEvery = Annotated[str, _watch("--validate-every", help="epoch, or a number of steps.", show_default=True)]
-CheckpointEvery = Annotated[str, _watch("--checkpoint-every", help="epoch, or a number of steps.", show_default=True)]
+ValidateEvery = Annotated[
+    str, _watch("--validate-every", help="epoch, or a number of steps (global batches).", show_default=True)
+]
+CheckpointEvery = Annotated[
+    str, _watch("--checkpoint-every", help="epoch, or a number of steps (global batches).", show_default=True)
+]
 Keep = Annotated[str, _watch("--keep", help="last, or best:METRIC.", show_default=True)]
 Nonfinite = Annotated[str, _watch("--nonfinite", help="Gradients with NaN: raise, or skip them.", show_default=True)]
 Stopping = Annotated[

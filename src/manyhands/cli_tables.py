@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from manyhands import spec
@@ -23,14 +26,28 @@ def print_strategies() -> None:
     """Name, what is exchanged, consistency, options with their defaults, source."""
     from manyhands.strategies import CATALOGUE
 
-    table = _table("strategy", "exchanges", "consistency", "options", "source")
+    table = _table("strategy", "what replicas exchange; options and their defaults; source")
+    width = Console().width - max(map(len, CATALOGUE)) - 2
     for name in CATALOGUE:
         maker = spec.find(name, CATALOGUE, "strategy")
-        table.add_row(name, maker.summary, maker.consistency, options_text(maker), maker.source)
+        consistency = "" if maker.consistency == "-" else f" ({maker.consistency})"
+        lines = [f"{maker.summary}{consistency}", *_packed(options_of(maker), width), maker.source]
+        table.add_row(name, "\n".join(lines))
     _print(
         table,
         "Options go behind the name: --strategy local-sgd:period=16,warmup=100. Your own: --strategy my.py:Mine:alpha=.1",
     )
+
+
+def _packed(words: list[str], width: int) -> list[str]:
+    """The words in as few lines as hold them, three spaces apart."""
+    lines: list[str] = []
+    for word in words:
+        if lines and len(lines[-1]) + 3 + len(word) <= width:
+            lines[-1] += f"   {word}"
+        else:
+            lines.append(word)
+    return lines
 
 
 def print_tasks() -> None:
@@ -47,21 +64,41 @@ def print_tasks() -> None:
 
 
 def print_engines() -> None:
-    """Name and where its workers run: the first line of each engine's docstring."""
+    """Name, where its workers run (the first line of each engine's docstring), options with their defaults."""
     from manyhands.engines import CATALOGUE
 
-    table = _table("engine", "runs workers")
+    table = _table("engine", "where workers run; options and their defaults")
+    width = Console().width - max(map(len, CATALOGUE)) - 2
     for name in CATALOGUE:
-        table.add_row(name, (inspect.getdoc(spec.find(name, CATALOGUE, "engine")) or "").partition("\n")[0])
-    _print(table, "auto, the default, is torchrun under torchrun, and local anywhere else.")
-
-
-def options_text(maker: type[Any]) -> str:
-    """`period=8 (int | end)`, one option a line."""
-    hints = spec.options_of(maker)
-    return (
-        "\n".join(f"{f.name}={_default(f)} ({spec.type_text(hints[f.name])})" for f in fields(maker) if f.init) or "–"
+        maker = spec.find(name, CATALOGUE, "engine")
+        what = (inspect.getdoc(maker) or "").partition("\n")[0]
+        table.add_row(name, "\n".join([what, *_packed(options_of(maker), width)]))
+    _print(
+        table,
+        "Options go behind the name: --engine hosts:listen=10.0.0.1,here=2.\n"
+        "auto, the default, is torchrun in what torchrun, mpirun or srun started, hosts with --listen or another of its options,\n"
+        "and local anywhere else.",
     )
+
+
+@contextmanager
+def bar_of(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on a terminal's standard error; gives the function to call with (done, in all)."""
+    columns = (
+        TextColumn("{task.completed:,} of {task.total:,} {task.description}"),
+        BarColumn(),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        bar = progress.add_task(what, total=1)
+        yield lambda done, total: progress.update(bar, completed=done, total=total)
+
+
+def options_of(maker: type[Any]) -> list[str]:
+    """[`period=8 (int | end)`, …]"""
+    hints = spec.options_of(maker)
+    return [f"{f.name}={_default(f)} ({spec.type_text(hints[f.name])})" for f in fields(maker) if f.init]
 
 
 def _default(field: Any) -> str:

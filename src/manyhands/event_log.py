@@ -83,15 +83,28 @@ def read(path: Path) -> Iterator[Event]:
                 yield Event.from_json(line)
 
 
-def steps_that_count(path: Path, before_tick: int | None = None) -> list[Event]:
-    """The `step` events of all launches that wrote this file, without those that a resumed launch did again.
+Left = tuple[int, list[list[int]]]  # an epoch, and by part [front, back): the slices that were not leased yet
 
-    A launch begins with `start`, whose tick is where it goes on. before_tick: where the next launch will.
+
+def steps_that_count(path: Path, before_tick: int | None = None, left: Left | None = None) -> list[Event]:
+    """The `step` and `closing` events of all launches that wrote this file, without those that a resumed launch did again.
+
+    A launch begins with `start`, whose tick is where it goes on; its `left`, where rows are leased and the epoch was
+    interrupted, says which slices of earlier ticks it does. before_tick, left: where the next launch will go on.
     """
     kept: list[Event] = []
     for event in read(path):
         if event.type == "start":
-            kept = [step for step in kept if step.tick < event.tick]
-        elif event.type == "step":
+            kept = [step for step in kept if _counts(step, event.tick, event.values.get("left"))]
+        elif event.type in ("step", "closing"):
             kept.append(event)
-    return [step for step in kept if before_tick is None or step.tick < before_tick]
+    return [step for step in kept if before_tick is None or _counts(step, before_tick, left)]
+
+
+def _counts(step: Event, tick: int, left: Left | None) -> bool:
+    """Whether this step is before the place where a launch goes on."""
+    if left is None or "lease" not in step.values or step.values["epoch"] != left[0]:
+        return step.tick < tick
+    index, part, _ = step.values["lease"]
+    front, back = left[1][part] if part < len(left[1]) else (0, 0)
+    return step.tick < tick and not front <= index < back

@@ -1,8 +1,12 @@
-"""The `step` events of all workers, put together: a row of numbers a tick, and the sums over a run."""
+"""The `step` events of all workers, put together: a row of numbers a tick, and the sums over a run.
+
+A tick is complete when all workers reported it. Where rows were leased, a tick is a global batch, made slice by slice by
+whoever got a lease: it is complete when all its slices were reported, and ticks are complete in any order.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,38 +16,79 @@ PARTS = ("input", "compute", "exchange", "wait")  # where a worker's time goes
 
 
 class History:
-    """Rows of a run, in the order in which its ticks became complete: reported by all `workers`."""
+    """Rows of a run, in the order in which its ticks became complete."""
 
     def __init__(self, workers: int) -> None:
+        """`workers`: how many report each tick, unless the reports say that it has another number of parts."""
         self.rows: list[dict[str, Any]] = []
         self.compute_s: defaultdict[int, float] = defaultdict(float)  # by rank
         self._workers = workers
         self._open: defaultdict[int, list[Event]] = defaultdict(list)
+        self._staleness: defaultdict[int, Counter[int]] = defaultdict(Counter)  # by rank: versions -> pushes
+        self._gain: dict[int, float] = {}  # by rank
         self._timing = dict.fromkeys(PARTS, 0.0)
 
     def add(self, event: Event) -> dict[str, Any] | None:
-        """Take a worker's `step`; the tick's row if this was the last worker of it."""
-        reports = self._open[event.tick]
-        reports.append(event)
-        return self._complete(event.tick) if len(reports) == self._workers else None
+        """Take a worker's `step`; the tick's row if this was the last report of it."""
+        self._take(event)
+        return self._complete(event.tick, self._workers) if self._missing(event.tick, self._workers) == 0 else None
 
     def preload(self, steps: Iterable[Event]) -> None:
-        """Take the steps of earlier launches, which may have had another number of workers."""
+        """Take the steps of earlier launches, which may have had another number of workers.
+
+        A global batch of which some slices are left stays open: this launch makes them.
+        """
+        ranks = set()
         for event in steps:
-            self._open[event.tick].append(event)
-        self.close()
+            if event.type == "closing":
+                self.note(event)
+                continue
+            self._take(event)
+            ranks.add(event.rank)
+        for tick in sorted(self._open):
+            if "lease" not in self._open[tick][0].values or self._missing(tick, 0) <= 0:
+                self._complete(tick, len(ranks))
 
     def close(self) -> list[dict[str, Any]]:
         """The rows of ticks that not all workers reported (they were stopped, or go at their own pace)."""
-        return [self._complete(tick) for tick in sorted(self._open)]
+        return [self._complete(tick, self._workers) for tick in sorted(self._open)]
 
     def timing(self) -> dict[str, float]:
         """{input, compute, exchange, wait}: seconds, the mean over workers."""
         return dict(self._timing)
 
-    def _complete(self, tick: int) -> dict[str, Any]:
+    def staleness_of_workers(self) -> list[dict[int, int]]:
+        """By rank, {versions: pushes}, the least stale first; empty where nobody pushed to a server."""
+        ranks = range(max(self._staleness, default=-1) + 1)
+        return [dict(sorted(self._staleness[rank].items())) for rank in ranks]
+
+    def staleness(self) -> dict[int, int]:
+        """The same of all workers together."""
+        return dict(sorted(sum(self._staleness.values(), Counter()).items()))
+
+    def gain(self) -> float | None:
+        """The newest estimate of rate times largest curvature of a push, of the worker with the largest; None without one."""
+        return max(self._gain.values(), default=None)
+
+    def _take(self, event: Event) -> None:
+        self._open[event.tick].append(event)
+        self.note(event)
+
+    def note(self, event: Event) -> None:
+        """What a worker's `step` or `closing` says of its pushes."""
+        if event.rank is not None and "staleness" in event.values:
+            self._staleness[event.rank].update(event.values["staleness"])
+        if event.rank is not None and "gain" in event.values:
+            self._gain[event.rank] = event.values["gain"]
+
+    def _missing(self, tick: int, workers: int) -> int:
+        """Reports of this tick that are still to come."""
+        reports = self._open[tick]
+        return int(reports[0].values.get("parts", workers)) - len(reports)
+
+    def _complete(self, tick: int, workers: int) -> dict[str, Any]:
         reports = self._open.pop(tick)
-        row = row_of(tick, reports)
+        row = row_of(tick, reports, workers)
         self.rows.append(row)
         for part in PARTS:
             self._timing[part] += row[f"{part}_s"]
@@ -53,9 +98,10 @@ class History:
         return row
 
 
-def row_of(tick: int, reports: list[Event]) -> dict[str, Any]:
+def row_of(tick: int, reports: list[Event], workers: int) -> dict[str, Any]:
     """One row of `Run.history`: what the workers that made this tick reported of it (docs/events.md lists the columns)."""
     values = [report.values for report in reports]
+    sharing = workers if "lease" in values[0] else len(values)
     row: dict[str, Any] = {
         "step": max(report.step for report in reports),
         "tick": tick,
@@ -67,7 +113,7 @@ def row_of(tick: int, reports: list[Event]) -> dict[str, Any]:
         "rate": values[0]["rate"],
         "seconds": max(report.time_s for report in reports),
     }
-    row |= {f"{part}_s": sum(v[f"{part}_s"] for v in values) / len(values) for part in PARTS}
+    row |= {f"{part}_s": sum(v[f"{part}_s"] for v in values) / sharing for part in PARTS}
     return row | {"bytes": sum(v["bytes"] for v in values), "round": any(v["round"] for v in values)}
 
 

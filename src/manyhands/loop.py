@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import closing
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from manyhands import checkpoint, evaluation, random_state, snapshot
-from manyhands.checkpoint import Checkpoint
-from manyhands.comm.solo import SoloGroup
+from manyhands import random_state
 from manyhands.data.feed import Feed, Slice
 from manyhands.data.sources import open_source
 from manyhands.errors import BadInput
-from manyhands.plan import Outcome, Place, Plan, State, build_model, global_batch
-from manyhands.replica import STOP, Replica
+from manyhands.judging import Judge
+from manyhands.pace import pace_of
+from manyhands.plan import Outcome, Place, Plan, build_model, global_batch
+from manyhands.replica import MORE, STOP, Replica
 from manyhands.run import environment
+from manyhands.saving import Saver
 from manyhands.signals import PREEMPTED
+from manyhands.staleness import Watch, watch
 from manyhands.worker import Worker
-
-EMPTY = Slice(batch=None, rows=0, global_rows=None, index=-1)
 
 
 def work(plan: Plan, worker: Worker) -> Outcome | None:
-    """Train on this worker; a collective of all workers of the run. None where rank 0 found the run finished."""
+    """Train on this worker; a collective of all workers of the run.
+
+    None on ranks that nobody asks (all but the first, unless every rank is a driver of its own), and where rank 0 found
+    the run finished.
+    """
     worker.coordinator.progress("start", 0)
     if plan.everywhere and any(worker.group.all_gather_json(plan.finished)):
         return None
     loop = Loop(plan, worker)
     try:
         loop.run()
-        return loop.outcome()
+        outcome = loop.outcome()
+        return outcome if worker.rank == 0 or plan.everywhere else None
     finally:
         loop.replica.layout.detach()
 
@@ -54,11 +56,27 @@ class Loop:
         self.place = Place()
         self.reason = ""
         self.began = worker.clock()
-        self.validation_feed = self._feed(plan.task.validation_data) if plan.task.validation_data is not None else None
-        self.test_feed = self._feed(plan.task.test_data) if plan.task.test_data is not None else None
+        self.judge = Judge(
+            plan,
+            worker,
+            self.replica,
+            validation=self._feed_of(plan.task.validation_data),
+            test=self._feed_of(plan.task.test_data),
+        )
+        self.saver = Saver(plan, worker, self.replica, self.train_feed, self.total_ticks())
+        self.pace = pace_of(self)
+        self.spec = plan.strategy.server() if worker.server is not None else None
+        self.watch = self._watch()
         if plan.resume_from is not None:
-            self._resume(plan.resume_from)
+            self.state, self.place = self.saver.resume(plan.resume_from, self.state)
+        self.anybody = True  # somebody may have rows: the last exchange's answer
+        self.input_s = 0.0  # that this tick waited for its rows
         self._pending: dict[str, Any] | None = None
+        self._sent = 0
+        self._own_reason = ""
+
+    def _feed_of(self, data: Any) -> Feed | None:
+        return None if data is None else self._feed(data)
 
     def _feed(self, data: Any, train: bool = False) -> Feed:
         task, worker = self.task, self.worker
@@ -75,7 +93,7 @@ class Loop:
             device=worker.device,
         )
 
-    def _replica(self, model: nn.Module) -> Replica:
+    def _replica(self, model: torch.nn.Module) -> Replica:
         task, total = self.task, self.total_ticks()
         if task.schedule is not None and total is None:
             raise BadInput("a schedule needs the number of steps, and a stream has no length: give max_steps")
@@ -92,6 +110,12 @@ class Loop:
             nonfinite=self.plan.nonfinite,
         )
 
+    def _watch(self) -> Watch | None:
+        strategy, worker, spec = self.plan.strategy, self.worker, self.spec
+        if spec is None:
+            return None
+        return watch(spec.rule, spec.bound, strategy.rate_factor(worker.size), worker.rank, worker.size)
+
     def total_ticks(self) -> int | None:
         """Ticks of the whole training, None for a stream without max_steps."""
         sized = None if self.ticks_per_epoch is None else self.ticks_per_epoch * self.task.epochs
@@ -102,173 +126,220 @@ class Loop:
     def run(self) -> None:
         """All epochs, or until something stops them."""
         self._announce()
-        while self.place.epoch < self.task.epochs and not self._finished():
+        while self.place.epoch < self.task.epochs and not self.finished():
             self._epoch()
-        if self.reason and self._saved != self.place.tick:
-            self._save()
-        if self.reason != PREEMPTED and self._judged != self.place.tick:
-            self._validate(last=True)  # the newest metrics are those of the final parameters
+        if self.reason and self.saver.saved != self.place.tick:
+            self.save()
+        if self.reason != PREEMPTED and self.judge.judged != self.place.tick:
+            self.validate(last=True)  # the newest metrics are those of the final parameters
 
-    def _finished(self) -> bool:
-        return bool(self.reason) or (self.task.max_steps is not None and self.place.tick >= self.task.max_steps)
+    def finished(self) -> bool:
+        """Whether no further tick is wanted."""
+        most, place = self.task.max_steps, self.place
+        return bool(self.reason) or (most is not None and place.left is None and place.tick >= most)
 
     def _epoch(self) -> None:
         place = self.place
-        complete = self._ticks()
+        self.replica.model.train()
+        complete = self.pace.epoch()
         if self.reason:
-            self._save()  # before the open window is closed, so that a resumed run goes on as if never interrupted
+            self.flush()  # what closing the open window pushes is lost again when the run is resumed
+            self.save()  # before that, so that a resumed run goes on as if never interrupted
             self._finish(last=True)
             return
         if complete:
             place.epoch, place.epoch_tick = place.epoch + 1, 0
-        self._finish(last=place.epoch == self.task.epochs or self._finished())
-        self._stopped()  # a strategy whose rounds are longer than an epoch hears it only now
+        self._finish(last=place.epoch == self.task.epochs or self.finished())
+        self.stopped()  # a strategy whose rounds are longer than an epoch hears it only now
         self._end_epoch()
 
-    def _ticks(self) -> bool:
-        """Turn until the epoch's rows are out (True), or until something stops it."""
-        self.replica.model.train()
-        self.anybody = True
-        with closing(self.train_feed.epoch(self.place.epoch, self.place.epoch_tick)) as slices:
-            for part in self._turns(slices):
-                self.turn(part)
-                if self._stopped():
-                    return False
-                self._between()
-                if self._finished():
-                    return not self.reason and self.place.epoch_tick == self.ticks_per_epoch
-        return True
-
-    def _turns(self, slices: Iterator[Slice]) -> Generator[Slice, None, None]:
-        """The slices of an epoch, timed; on a stream, empty ones after the last until a round hears that nobody has more."""
-        sized = self.ticks_per_epoch is not None
-        ahead = self._next(slices)
-        while sized or self._going(ahead):
-            if sized and ahead is None:
-                return
-            current, input_s = ahead if ahead is not None else (EMPTY, 0.0)
-            self.input_s = input_s
-            if not sized:
-                ahead = self._next(slices)
-            self.replica.more = not sized and ahead is not None
-            yield current
-            if sized:
-                ahead = self._next(slices)
-
-    def _going(self, ahead: tuple[Slice, float] | None) -> bool:
-        return ahead is not None or self.anybody
-
-    anybody = True  # somebody may have rows: the last exchange's answer
-
-    def _next(self, slices: Iterator[Slice]) -> tuple[Slice, float] | None:
-        self.worker.coordinator.progress("input", self.replica.step)
-        start = self.worker.clock()
-        part = next(slices, None)
-        return None if part is None else (part, self.worker.clock() - start)
-
-    def turn(self, part: Slice) -> None:
-        """One tick: gradient, exchange, and the record of both."""
+    def turn(self, part: Slice, tick: int, **said: Any) -> None:
+        """One tick: gradient, exchange, gate, and their record under the number of the global batch; `said` goes into it."""
         replica, worker, clock = self.replica, self.worker, self.worker.clock
         replica.begin_tick()
-        replica.tick = self.place.tick
+        replica.tick = self.place.own_ticks
         replica.idle = part.rows == 0 and bool(part.global_rows)
-        replica.stop = self._wants_stop()
+        replica.stop = self.wants_stop()
         worker.group.step = replica.step
         worker.coordinator.progress("compute", replica.step)
-        apply_s, wait_s, rounds = replica.apply_seconds, worker.group.waited_s, replica.rounds
+        apply_s, wait_s, rounds = replica.apply_seconds, self._waited_s(), replica.rounds
         start = clock()
         self.plan.strategy.before_backward(replica, worker, self.state)
+        begun = clock()
         loss = replica.backward(part.batch)
-        weight = replica.weight
+        weight, rate = replica.weight, self._rate()
+        if self.watch is not None:
+            self.watch.before(replica.parameters, replica.gradients)
         middle = clock()
         worker.coordinator.progress("exchange", replica.step)
         self.anybody = self.plan.strategy.exchange(replica, worker, self.state)
+        if self.watch is not None:
+            self.watch.after(replica.parameters, rate, replica.applied)
+        self._pass_gate()
         end = clock()
-        apply_s, wait_s = replica.apply_seconds - apply_s, worker.group.waited_s - wait_s
+        apply_s, wait_s = replica.apply_seconds - apply_s, self._waited_s() - wait_s
         self._count(part)
         self._record(
+            tick=tick,
             loss=loss if part.rows else None,
             weight=weight,
             rows=part.rows,
-            unused=0 if replica.applied else part.rows,
+            unused=0 if replica.used else part.rows,
             input_s=self.input_s,
-            compute_s=middle - start + apply_s,
-            exchange_s=end - middle - apply_s - wait_s,
+            compute_s=middle - begun + apply_s,
+            exchange_s=end - middle + begun - start - apply_s - wait_s,
             wait_s=wait_s,
             round=replica.rounds > rounds,
-            rate=float(replica.optimizer.param_groups[0]["lr"]),
+            rate=self._rate(),
+            **said,
         )
+
+    def _rate(self) -> float:
+        return float(self.replica.optimizer.param_groups[0]["lr"])
+
+    def _waited_s(self) -> float:
+        server = self.worker.server
+        return self.worker.group.waited_s + (0.0 if server is None else server.waited_s)
+
+    def _pass_gate(self) -> None:
+        """Wait until the slowest is near enough; where all make the same ticks, hear what they say."""
+        server, replica, spec = self.worker.server, self.replica, self.spec
+        if server is None or spec is None:
+            return
+        heard = server.tick(replica.bits() & (MORE | STOP))
+        if spec.bound == 0:
+            replica.heard |= heard
+            self.anybody = bool(heard & MORE)
 
     def _count(self, part: Slice) -> None:
         place = self.place
-        place.tick += 1
-        place.epoch_tick += 1
+        place.own_ticks += 1
         place.rows += part.rows
-        place.unused += 0 if self.replica.applied else part.rows
+        place.unused += 0 if self.replica.used else part.rows
         place.rounds = self.replica.rounds
+
+    # -- records -----------------------------------------------------------------------------------------------------
 
     def _record(self, **values: Any) -> None:
         """Hold a tick's record back until it is known whether an epoch's end adds to its exchange."""
-        self._flush()
-        self._pending = {"tick": self.replica.tick, "step": self.replica.step, "epoch": self.place.epoch, **values}
+        self.flush()
+        self._pending = {"step": self.replica.step, "epoch": self.place.epoch, **values}
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Send the record of the last tick, with what the server says of it."""
         if self._pending is not None:
-            sent = self.worker.group.ledger.total_bytes
-            values = {**self._pending, "bytes": sent - self._sent}
+            sent = self._sent_bytes()
+            values = {**self._pending, "bytes": sent - self._sent, **self._server_said()}
             self._sent, self._pending = sent, None
             self.worker.emit("step", **values)
 
-    _sent = 0
+    def _server_said(self) -> dict[str, Any]:
+        """For the journal; and the warning where updates are staler than the rate can bear."""
+        if self.worker.server is None:
+            return {}
+        said = self.worker.server.said()
+        if self.watch is None:
+            return said
+        warning = self.watch.hear(said)
+        if warning:
+            self.worker.emit("warning", step=self.replica.step, kind="staleness", message=warning)
+        return {**said, **self.watch.news()}
+
+    def _sent_bytes(self) -> int:
+        server = self.worker.server
+        return self.worker.group.ledger.total_bytes + (0 if server is None else server.ledger.total_bytes)
+
+    def add_wait(self, seconds: float) -> None:
+        """That this worker waited for the others, after its last tick."""
+        if self._pending is not None:
+            self._pending["wait_s"] += seconds
 
     def _finish(self, last: bool) -> None:
         """Let the strategy close its open round; its seconds belong to the last tick's exchange."""
         worker, replica = self.worker, self.replica
         replica.check()
-        replica.last, replica.stop = last, self._wants_stop()
-        start, wait_s, rounds = worker.clock(), worker.group.waited_s, replica.rounds
+        replica.last, replica.stop = last, self.wants_stop()
+        start, wait_s, rounds = worker.clock(), self._waited_s(), replica.rounds
+        pushed = 0 if worker.server is None else worker.server.ledger.total_bytes
+        if worker.server is not None:
+            worker.server.begin()  # who goes at its own pace has parked, to meet the others
         self.plan.strategy.finish(replica, worker, self.state)
-        wait_s = worker.group.waited_s - wait_s
+        if worker.server is not None:
+            worker.server.park()
+        if worker.server is not None:
+            self._after_the_last_push(worker.server.ledger.total_bytes > pushed)
+        wait_s = self._waited_s() - wait_s
         if self._pending is not None:
             self._pending["exchange_s"] += worker.clock() - start - wait_s
             self._pending["wait_s"] += wait_s
             self._pending["round"] = self._pending["round"] or replica.rounds > rounds
         self.place.rounds = replica.rounds
-        self._flush()
+        self.flush()
+
+    def _after_the_last_push(self, own: bool) -> None:
+        """The center may be another than the one that was validated; and the journal hears of pushes that no tick's record takes."""
+        if self.judge.judged == self.place.tick and any(self.worker.group.all_gather_json(own)):
+            self.judge.judged = -1
+        if own and self._pending is None:
+            tick = (
+                self.place.tick if self.reason else max(0, self.place.tick - 1)
+            )  # a stop's are lost when it is resumed
+            self.worker.emit(
+                "closing", tick=tick, step=self.replica.step, epoch=self.place.epoch, **self._server_said()
+            )
 
     # -- stopping ----------------------------------------------------------------------------------------------------
 
-    def _wants_stop(self) -> bool:
+    def wants_stop(self) -> bool:
+        """Whether this worker knows a reason to stop."""
         limit = self.plan.max_seconds
         self._own_reason = self.worker.coordinator.should_stop()
         if not self._own_reason and limit is not None and self.worker.clock() - self.began >= limit:
             self._own_reason = "max_seconds"
         return bool(self._own_reason)
 
-    _own_reason = ""
+    @property
+    def own_reason(self) -> str:
+        """The reason that `wants_stop` found, or "" """
+        return self._own_reason
 
-    def _stopped(self) -> bool:
+    def stopped(self) -> bool:
         """Whether this tick's exchange told all workers to stop; they all hear it at the same tick."""
         if self.replica.heard & STOP:
-            self.reason = self._agree_on(self._own_reason)
+            self.agree_to_stop(self._own_reason)
         return bool(self.reason)
 
-    def _agree_on(self, reason: str) -> str:
-        return next((r for r in self.worker.group.all_gather_json(reason) if r), "stopped")
+    def agree_to_stop(self, reason: str) -> None:
+        """A collective of workers that all know that they stop: the reason of the lowest rank that has one."""
+        self.reason = next((r for r in self.worker.group.all_gather_json(reason) if r), "stopped")
 
     # -- between ticks and epochs ------------------------------------------------------------------------------------
 
-    def _between(self) -> None:
-        for every, action in ((self.plan.validate_every, self._validate), (self.plan.checkpoint_every, self._save)):
+    def between(self) -> None:
+        """What is due after so many global batches."""
+        for every, action in ((self.plan.validate_every, self.validate), (self.plan.checkpoint_every, self.save)):
             if isinstance(every, int) and self.place.tick % every == 0:
-                self._flush()
+                self.flush()
                 action()
+
+    def save(self) -> None:
+        """A checkpoint, where they are wanted."""
+        self.saver.save(self.place, self.state)
+
+    def validate(self, last: bool = False) -> None:
+        """Judge, and tell; a stop that is answered after the last tick says nothing any more."""
+        metrics, best = self.judge.validate(self.place, self.state)
+        if metrics:
+            self.worker.coordinator.collect(self.worker.group)
+            answer = self._ask("validation", metrics=metrics, best=best)
+            if not last:
+                self._obey(answer)
 
     def _end_epoch(self) -> None:
         if self.plan.validate_every == "epoch":
-            self._validate()
-        if self.plan.checkpoint_every == "epoch" or self.place.epoch == self.task.epochs or self._finished():
-            self._save()
+            self.validate()
+        if self.plan.checkpoint_every == "epoch" or self.place.epoch == self.task.epochs or self.finished():
+            self.save()
         self.worker.coordinator.collect(self.worker.group)
         self._obey(self._ask("epoch", rows=self.place.rows))
 
@@ -276,122 +347,21 @@ class Loop:
         """Rank 0 asks the driver; what it says is the same for all ranks after `_obey`."""
         if self.worker.rank:
             return ""
-        return str(
-            self.worker.ask(type, tick=self.replica.tick, step=self.replica.step, epoch=self.place.epoch, **values).get(
-                "stop", ""
-            )
+        answer = self.worker.ask(
+            type, tick=max(0, self.place.tick - 1), step=self.replica.step, epoch=self.place.epoch, **values
         )
+        return str(answer.get("stop", ""))
 
     def _obey(self, answer: str) -> None:
         said = [reason for reason in self.worker.group.all_gather_json(answer) if reason]
         if said:
             self.reason = said[0]
 
-    def _validate(self, last: bool = False) -> None:
-        """Judge, and tell; a stop that is answered after the last tick says nothing any more."""
-        metrics, best = self._judge()
-        if metrics:
-            self.worker.coordinator.collect(self.worker.group)
-            answer = self._ask("validation", metrics=metrics, best=best)
-            if not last:
-                self._obey(answer)
-
-    def _judge(self) -> tuple[dict[str, float], bool]:
-        """Validation metrics of the consensus as it is now, offered to `keep`; ({}, False) without validation data."""
-        if self.validation_feed is None:
-            return {}, False
-        self._judged = self.place.tick
-        consensus = self.plan.strategy.consensus(self.replica, self.worker, self.state)
-        buffers = self._buffers()
-        metrics = self._evaluate(self.validation_feed, consensus, buffers, "validation_")
-        return metrics, self.plan.keep.offer(metrics, consensus, buffers)
-
-    def _buffers(self) -> dict[str, Tensor]:
-        """Those of the one answer, or this rank's own where there are N."""
-        group = self.worker.group if self.plan.strategy.needs.one_model else SoloGroup()
-        return evaluation.mean_buffers(self.replica.model, group)
-
-    _judged = -1  # the tick of the newest validation
-
-    def _evaluate(self, feed: Feed, parameters: Tensor, buffers: dict[str, Tensor], prefix: str) -> dict[str, float]:
-        worker = self.worker
-
-        def progress(batch: int) -> None:
-            worker.coordinator.progress("validation", batch)
-
-        with evaluation.holding(self.replica, parameters, buffers) as model:
-            judged = model if self.plan.strategy.needs.one_model else evaluation.ensemble_of(self.replica, worker.group)
-            metrics = evaluation.evaluate(self.task, judged, feed, worker.group, progress)
-        return {prefix + name: value for name, value in metrics.items()}
-
-    # -- checkpoints -------------------------------------------------------------------------------------------------
-
-    _saved = -1  # the tick of the newest checkpoint of this launch
-
-    def _save(self) -> None:
-        if self.plan.checkpoints is None:
-            return
-        self._saved = self.place.tick
-        self.worker.coordinator.progress("checkpoint", self.replica.step)
-        start = self.worker.clock()
-        facts = {"total": self.total_ticks(), "threads": torch.get_num_threads(), "fingerprint": self._fingerprint()}
-        place = {**vars(self.place), **facts}
-        tensors, values = snapshot.capture(self.replica, self.state, place)
-        kept_tensors, values["keep"] = self.plan.keep.capture(self.replica) if self._keeps_best() else ({}, None)
-        path = checkpoint.save(
-            self.plan.checkpoints, self.place.tick, self.worker.group, {**tensors, **kept_tensors}, values
-        )
-        if self.worker.rank == 0:
-            self.worker.emit(
-                "checkpoint",
-                tick=self.place.tick,
-                step=self.replica.step,
-                path=str(path),
-                seconds=self.worker.clock() - start,
-            )
-
-    def _keeps_best(self) -> bool:
-        """Whether this rank's checkpoint holds what is best: rank 0's is everybody's, an ensemble's member is its own."""
-        return self.worker.rank == 0 or not self.plan.strategy.needs.one_model
-
-    def _resume(self, saved: Checkpoint) -> None:
-        was, now = saved.values(0)["place"]["fingerprint"], self._fingerprint()
-        if was != now:
-            differing = ", ".join(
-                f"{key} was {was.get(key)} and is {now.get(key)}" for key in now if was.get(key) != now.get(key)
-            )
-            raise BadInput(
-                f"cannot resume from {saved.path}: {differing}. Give what it was, or start in another run directory"
-            )
-        total, rank, size = self.total_ticks(), self.worker.rank, self.worker.size
-        self.state, place = snapshot.restore(saved, self.replica, self.state, rank, size, total)
-        for fact in ("total", "threads", "fingerprint"):
-            del place[fact]
-        self.place = Place(**place)
-        if rank == 0 and self.plan.checkpoints is not None:
-            checkpoint.discard_newer(self.plan.checkpoints, saved.tick)  # they were passed over: they are damaged
-        if saved.ranks != self.worker.size:  # what was counted by ranks that are no more stands with rank 0
-            places = [saved.values(rank)["place"] for rank in range(saved.ranks)] if self.worker.rank == 0 else []
-            self.place.rows, self.place.unused = sum(p["rows"] for p in places), sum(p["unused"] for p in places)
-        self.replica.rounds, self.replica.tick = self.place.rounds, max(0, self.place.tick - 1)
-        source = rank if self._keeps_best() else 0
-        self.plan.keep.restore(self.replica, saved.tensors(source), saved.values(source)["keep"])
-
-    def _fingerprint(self) -> dict[str, Any]:
-        """What must be the same for a checkpoint to mean the same."""
-        return {
-            "strategy": self.plan.strategy.name,
-            "seed": self.task.seed,
-            "rows": self.train_feed.rows,
-            "batch_size": self.train_feed.batch_size,
-            "ticks_per_epoch": self.ticks_per_epoch,
-            "shuffle": self.task.shuffle,
-        }
-
     # -- beginning and end -------------------------------------------------------------------------------------------
 
     def _facts(self) -> dict[str, Any]:
         groups, size = self.replica.optimizer.param_groups, self.worker.size
+        rate = float(groups[0]["lr"])
         return {
             "rows": self.train_feed.rows,
             "ticks_per_epoch": self.ticks_per_epoch,
@@ -399,8 +369,9 @@ class Loop:
             "total_steps": self.total_ticks(),
             "batch_size": self.train_feed.batch_size,
             "batch_size_per_worker": self.train_feed.batch_size / size,
-            "rate": float(groups[0]["lr"]),
-            "effective_rate": float(groups[0]["lr"]),
+            "rate": rate,
+            "effective_rate": rate * self.plan.strategy.rate_factor(size),
+            "own_pace": self.plan.strategy.leasing() is not None,
             "parameters": self.replica.layout.size,
             "threads": torch.get_num_threads(),
             "device": str(self.worker.device),
@@ -408,25 +379,23 @@ class Loop:
 
     def _announce(self) -> None:
         self.facts = self._facts()
-        if self.worker.rank == 0:
-            self.worker.emit("start", tick=self.place.tick, step=self.replica.step, **self.facts, **environment())
+        if self.worker.rank == 0:  # asked, not emitted: in the log it must stand before everybody's first step
+            left = {"left": [self.place.epoch, self.place.left]} if self.place.left else {}
+            self.worker.ask(
+                "start", tick=self.place.tick, step=self.replica.step, **self.facts, **environment(), **left
+            )
         self.worker.group.barrier()
 
     def outcome(self) -> Outcome:
         """The consensus, or the best that was kept, its metrics, and all workers' counts."""
-        worker, replica, keep = self.worker, self.replica, self.plan.keep
+        worker, replica = self.worker, self.replica
         worker.coordinator.progress("end", replica.step)
-        consensus = self.plan.strategy.consensus(replica, worker, self.state)
-        buffers = self._buffers()
-        metrics = dict(keep.newest)
-        if keep.parameters is not None:
-            consensus, buffers, metrics = keep.parameters, keep.buffers, dict(keep.metrics)
-        if self.test_feed is not None and self.reason != PREEMPTED:
-            metrics |= self._evaluate(self.test_feed, consensus, buffers, "test_")
+        states, metrics = self.judge.answer(self.state, test=self.reason != PREEMPTED)
         worker.coordinator.collect(worker.group)
-        own = {"rows": self.place.rows, "unused": self.place.unused, "ledger": worker.group.ledger.as_dict()}
+        ledger = worker.group.ledger.as_dict() | ({} if worker.server is None else worker.server.ledger.as_dict())
+        own = {"rows": self.place.rows, "unused": self.place.unused, "ledger": ledger}
         return Outcome(
-            states=self._states(consensus, buffers),
+            states=states,
             metrics=metrics,
             workers=worker.group.all_gather_json(own),
             steps=replica.step,
@@ -435,19 +404,3 @@ class Loop:
             reason=self.reason,
             facts=self.facts,
         )
-
-    def _states(self, parameters: Tensor, buffers: dict[str, Tensor]) -> list[State]:
-        """On the ranks that want them: the answer's values, or each ensemble member's, on the CPU, in memory of their own."""
-        wanted = self.worker.rank == 0 or self.plan.everywhere
-        if self.plan.strategy.needs.one_model:
-            named = self.replica.named(parameters)
-            return [(_own(named), _own(buffers))] if wanted else []
-        with evaluation.holding(self.replica, parameters, buffers):
-            members = evaluation.ensemble_of(self.replica, self.worker.group).members
-        trainable = self.replica.layout.names
-        states = [({n: p for n, p in m.named_parameters() if n in trainable}, dict(m.named_buffers())) for m in members]
-        return [(_own(p), _own(b)) for p, b in states] if wanted else []
-
-
-def _own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}

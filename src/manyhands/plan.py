@@ -55,7 +55,11 @@ class Place:
 
     epoch: int = 0
     epoch_tick: int = 0  # ticks done in this epoch
-    tick: int = 0
+    tick: int = 0  # global batches done in the run
+    own_ticks: int = 0  # this worker's, in the run
+    left: list[list[int]] | None = None  # of an epoch that was stopped half way at the workers' own pace: see Segment
+    parts: int = 0  # slices of a global batch in that epoch
+    until: int = 0  # where that segment was to end
     rows: int = 0
     unused: int = 0
     rounds: int = 0

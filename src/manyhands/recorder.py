@@ -43,6 +43,7 @@ class Recorder(Observer):
     ) -> None:
         self.records = False
         self.warnings: list[str] = []
+        self._kinds: set[str] = set()  # of warnings that one worker gives for all
         self._history = History(workers)
         self._directory = directory
         self._callbacks = tuple(callbacks)
@@ -73,11 +74,14 @@ class Recorder(Observer):
         finally:
             self._close()
 
-    def preload(self, tick: int) -> None:
-        """Take over the history of the launches before, up to the checkpoint at `tick` from which this one goes on."""
+    def preload(self, tick: int, left: event_log.Left | None = None) -> None:
+        """Take over the history of the launches before, up to the checkpoint at `tick` from which this one goes on.
+
+        left: (epoch, by part [front, back)) of a leased epoch that was interrupted, the slices of earlier ticks still to do.
+        """
         path = self._directory / event_log.FILE if self._directory is not None else None
         if path is not None and path.exists():
-            self._history.preload(event_log.steps_that_count(path, tick))
+            self._history.preload(event_log.steps_that_count(path, tick, left))
             self._before_s = max((row["seconds"] for row in self._history.rows), default=0.0)
 
     def warn(self, message: str) -> None:
@@ -89,7 +93,7 @@ class Recorder(Observer):
         self._reason = self._reason or reason
 
     def end(self, run: Run) -> None:
-        """The run is done: tells `run.info` what only the driver heard (warnings, each worker's seconds of compute), then the callbacks."""
+        """The run is done: tells it what only the driver heard (staleness, warnings, each worker's seconds of compute), then the callbacks."""
         for row in self._history.close():
             self._tell_step(row)
         if not self.records:
@@ -97,11 +101,14 @@ class Recorder(Observer):
         if run.info.get("stopped") and not self._reason_said:
             self.stop(run.info["stopped"])
             self._say_reason()
+        run.staleness = self._history.staleness()
+        run.staleness_of_workers = self._history.staleness_of_workers()
         run.info |= {
             "warnings": list(self.warnings),
             "compute_s": [s for _, s in sorted(self._history.compute_s.items())],
+            **({} if self._history.gain() is None else {"gain": self._history.gain()}),
         }
-        self._over("end", metrics=run.metrics, seconds=run.seconds)
+        self._over("end", metrics=run.metrics, seconds=run.seconds, **_histograms(run))
 
     def flush(self) -> None:
         """Give what was heard so far to the disk."""
@@ -121,7 +128,10 @@ class Recorder(Observer):
 
     @override
     def event(self, event: Event) -> None:
-        self._take(self._on_own_clock(event))
+        if event.type == "stop":  # a worker's: the driver's own, which ends all, follows
+            self.stop(event.values["reason"])
+        else:
+            self._take(self._on_own_clock(event))
 
     @override
     def answer(self, event: Event) -> dict[str, Any]:
@@ -139,6 +149,8 @@ class Recorder(Observer):
 
     def _take(self, event: Event, begins: bool = True) -> None:
         """Write an event down and tell whom it concerns; warnings before the first event wait for it to be written."""
+        if self._said_before(event):
+            return
         if event.type == "warning" and event.values["message"] not in self.warnings:
             self.warnings.append(event.values["message"])
             LOG.warning("%s", event.values["message"])
@@ -149,6 +161,14 @@ class Recorder(Observer):
             self._log.poll(self._clock())
         if self.records:
             self._dispatch(event)
+
+    def _said_before(self, event: Event) -> bool:
+        """Whether it is a warning of a kind that is given once a run, in the words of the first worker that gave it."""
+        kind = event.values.get("kind") if event.type == "warning" else None
+        if kind is None or kind not in self._kinds:
+            self._kinds |= set() if kind is None else {kind}
+            return False
+        return True
 
     def _begin(self, event: Event) -> None:
         self.records = True
@@ -163,6 +183,8 @@ class Recorder(Observer):
             row = self._history.add(event)
             if row is not None:
                 self._tell_step(row)
+        elif event.type == "closing":
+            self._history.note(event)
         elif event.type in ("epoch", "validation"):
             for callback in self._callbacks:
                 self._obey(
@@ -222,6 +244,17 @@ class Recorder(Observer):
         offset = min(self._now_s() - event.time_s, self._offsets.get(event.rank, float("inf")))
         self._offsets[event.rank] = offset
         return replace(event, time_s=round(event.time_s + offset, 6))
+
+
+def _histograms(run: Run) -> dict[str, Any]:
+    """Staleness as JSON has it, whose keys are strings; nothing without a server."""
+    if not run.staleness:
+        return {}
+    all_workers, *each = [
+        {str(versions): pushes for versions, pushes in one.items()}
+        for one in (run.staleness, *run.staleness_of_workers)
+    ]
+    return {"staleness": all_workers, "staleness_of_workers": each}
 
 
 def _tell_end(callbacks: tuple[Callback, ...], event: Event) -> None:

@@ -71,7 +71,12 @@ class Replica:
         self.more = True  # rows are left here this epoch
         self.stop = False  # this worker wants all to stop
         self.last = True  # the epoch under way is the last, as far as anybody knows
+        self._follows = False  # the schedule is moved by `follow_schedule` alone
         self.idle = False  # no rows here in this tick, while others have some: the schedule moves on all the same
+        self.skip = (
+            False  # this tick's gradient would come too late: `backward` leaves it out, as if there were no rows
+        )
+        self.dropped = False  # this worker's own gradient did not enter in this tick, whatever was applied
         self.applied = False  # `apply` did something in this tick
         self.heard = 0  # control bits of the last exchange in this tick, OR of all ranks
         self.rounds = 0  # exchanges so far
@@ -94,6 +99,12 @@ class Replica:
         """{parameter name: its view of `vector` [D']}"""
         return self.layout.named(vector)
 
+    def adopt(self, vector: Tensor) -> None:
+        """Have the parameters be `vector` [D'], which already holds their values: another worker's, in memory of both."""
+        for p, view in zip(self.layout.parameters, self.layout.views(vector), strict=True):
+            p.data = view
+        self.parameters = vector
+
     def check(self) -> None:
         """Raise Unsupported if something replaced or moved a parameter since."""
         self.layout.check_attached(self.model, self.parameters)
@@ -109,6 +120,7 @@ class Replica:
     def forget(self) -> None:
         """`begin_tick` for a loop that keeps or zeroes gradients itself."""
         self.applied, self.heard, self.idle = False, 0, False
+        self.skip = self.dropped = False
         self.weight, self.touched = 0.0, 0
 
     def backward(self, batch: Any | None) -> float:
@@ -118,7 +130,7 @@ class Replica:
         micro-batches the gradient is that of the whole batch. A batch on which the loss counts nothing has weight 0.
         """
         assert self._loss is not None
-        if batch is None:
+        if batch is None or self.skip:
             self.collect()
             return 0.0
         rows = rows_of(batch)
@@ -246,7 +258,9 @@ class Replica:
         self.touched = total.bits >> CONTROL_BITS
         self._filled |= self.touched
         for i, p in enumerate(self.layout.parameters):
-            if p.grad is None and self.touched >> i & 1:
+            if not self.touched >> i & 1:
+                p.grad = None  # an own gradient that is not in this mean
+            elif p.grad is None:
                 p.grad = self._grads[i]
         return total
 
@@ -272,6 +286,11 @@ class Replica:
         return True
 
     @property
+    def used(self) -> bool:
+        """Whether this worker's rows moved anything in this tick; if not, they count as unused."""
+        return self.applied and not self.dropped
+
+    @property
     def anybody_has_rows(self) -> bool:
         """As heard in this tick's exchange."""
         return bool(self.heard & MORE)
@@ -291,9 +310,8 @@ class Replica:
         Raises ManyhandsError for a gradient that is not finite, unless nonfinite="skip".
         """
         if self.weight == 0:
-            if self.idle and self.schedule is not None:
-                self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else the scheduler warns of a wrong order
-                self.schedule.step()
+            if self.idle:
+                self._follow_step()
             return False
         start = time.perf_counter()
         if self._nonfinite != "apply" and not self._finite():
@@ -303,12 +321,32 @@ class Replica:
         if self._clip_norm is not None:
             nn.utils.clip_grad_norm_(self.layout.parameters, self._clip_norm)
         (self._take_step or self.optimizer.step)()
-        if self.schedule is not None:
-            self.schedule.step()
+        self._follow_step()
         self.step += 1
         self.applied = True
         self.apply_seconds += time.perf_counter() - start
         return True
+
+    def _follow_step(self) -> None:
+        if self.schedule is not None and not self._follows:
+            self._step_schedule()
+
+    def _step_schedule(self) -> None:
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else it warns of a wrong order on an idle tick
+        self.schedule.step()  # type: ignore[union-attr]
+
+    def follow_schedule(self, steps: int) -> None:
+        """Bring the schedule to where it stands after so many steps; from now on `apply` leaves it alone.
+
+        For workers that go at their own pace: the rate depends on how far the epoch is, not on who made more steps.
+        """
+        self._follows = True
+        self.wind_schedule(steps)
+
+    def wind_schedule(self, steps: int) -> None:
+        """Step the schedule until it stands where it does after so many steps."""
+        while self.schedule is not None and _steps_of(self.schedule) < steps:
+            self._step_schedule()
 
     def _finite(self) -> bool:
         # The sum costs a twentieth of isfinite().all(), and is finite only if every element is; it may overflow by itself.
@@ -338,6 +376,13 @@ def _build(make: Callable[[nn.Module], torch.optim.Optimizer], model: nn.Module)
             "LBFGS evaluates the model several times a step, which no exchange can follow: take another optimizer"
         )
     return optimizer
+
+
+def _steps_of(schedule: Any) -> int:
+    """How often a schedule was stepped; a ChainedScheduler does not count, its members do."""
+    while not hasattr(schedule, "last_epoch"):
+        schedule = schedule._schedulers[0]
+    return int(schedule.last_epoch)
 
 
 class _Buckets:

@@ -46,21 +46,25 @@ class Run:
     """Seconds of the training loop, mean over workers: {"input", "compute", "exchange", "wait"}."""
     ledger: dict[str, dict[str, int]]
     """What all workers sent: {operation: {"bytes", "messages"}}."""
-    staleness: dict[str, int] = field(default_factory=dict)
-    """{versions: pushes}, of server strategies."""
+    staleness: dict[int, int] = field(default_factory=dict)
+    """{versions: pushes}, of server strategies: how many versions others made between a worker's pull and its push."""
+    staleness_of_workers: list[dict[int, int]] = field(default_factory=list)
+    """The same by rank: who is later than the others is slower. Empty without a server."""
     seconds: float
     """Of the launch, from the call of `train()` to its result."""
     steps: int
-    """Optimizer steps of one worker."""
+    """Optimizer steps of one worker. At the workers' own pace (info["own_pace"]) those of worker 0 alone, while max_steps,
+    validate_every and checkpoint_every count global batches."""
     rounds: int
-    """Exchanges among replicas."""
+    """Exchanges among replicas; at the workers' own pace those of worker 0."""
     generations: int = 1
     """Memberships the run had; 1 where no worker was lost or joined."""
     directory: Path | None = None
     """Of events.jsonl, checkpoints and result.json; None where nothing was written."""
     info: dict[str, Any] = field(default_factory=dict)
     """What ran: task, strategy, engine, workers, device, threads, batch_size, batch_size_per_worker, rate, effective_rate,
-    total_steps, parameters, stopped ("" or why it ended early), warnings, command, host, cores, versions."""
+    total_steps, parameters, own_pace (whether workers go at their own), stopped ("" or why it ended early), warnings, command, host, cores, versions; with a server, gain:
+    rate times largest curvature of a push, as the gradients showed it last (docs/events.md)."""
 
     def __post_init__(self) -> None:
         self.info = {**environment(), **self.info}
@@ -80,6 +84,7 @@ class Run:
                 steps=len(self.history),
                 **{f"{part}_s": self.timing.get(part, 0.0) for part in ("input", "compute", "exchange", "wait")},
                 strategy=info.get("strategy", ""),
+                server=bool(self.staleness),
                 threads_per_worker=info.get("threads", 1),
                 cores=info["cores"],
                 device=info.get("device", "cpu"),
@@ -140,6 +145,9 @@ class Run:
         history = History(values["info"].get("workers", 1))
         if path is not None and path.exists():
             history.preload(event_log.steps_that_count(path))
+            history.close()
+        values["staleness"] = _by_number(values["staleness"])
+        values["staleness_of_workers"] = [_by_number(one) for one in values.get("staleness_of_workers", [])]
         return cls(**values, **tensors, history=history.rows, directory=directory)
 
     def save(self, path: Path) -> None:
@@ -150,6 +158,11 @@ class Run:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in (*TENSORS, "history")} | {
             "ticks": len(self.history)
         }
+
+
+def _by_number(histogram: dict[str, int]) -> dict[int, int]:
+    """JSON has string keys only."""
+    return {int(versions): pushes for versions, pushes in histogram.items()}
 
 
 def environment() -> dict[str, Any]:

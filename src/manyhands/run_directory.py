@@ -21,7 +21,7 @@ from manyhands.plan import State, build_model
 from manyhands.run import Run
 from manyhands.task import Task
 
-CHECKPOINTS, FINAL, RESULT = "checkpoints", "model.safetensors", "result.json"
+CHECKPOINTS, FINAL, RESULT, ASKED = "checkpoints", "model.safetensors", "result.json", "asked.json"
 
 
 def open_directory(asked: Asked, resume: bool) -> tuple[dict[str, Any] | None, str]:
@@ -65,6 +65,19 @@ def _more_is_asked(task: Task, info: dict[str, Any]) -> bool:
     return task.epochs > info["epochs"] or (
         info["max_steps"] is not None and (task.max_steps or math.inf) > info["max_steps"]
     )
+
+
+def note(directory: Path, asked: dict[str, Any], task_fields: dict[str, Any]) -> None:
+    """Write down what train() was called with, so that `replay` can call it again; a task that no text names is null."""
+    try:
+        text = json.dumps(asked | {"fields": task_fields}, indent=1)
+    except TypeError:  # a field is an object: whoever replays gives it
+        text = json.dumps(asked | {"task": None, "fields": _plain(task_fields)}, indent=1)
+    checkpoint.write_whole(directory / ASKED, (text + "\n").encode())
+
+
+def _plain(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if isinstance(value, int | float | str | bool | None)}
 
 
 def finished_run(asked: Asked, saved: dict[str, Any] | None = None) -> Run:

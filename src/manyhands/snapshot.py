@@ -16,9 +16,11 @@ from manyhands.checkpoint import Checkpoint
 from manyhands.errors import BadInput, Unsupported
 from manyhands.optimizer_state import counts_on_device
 from manyhands.replica import Replica
+from manyhands.server.base import Server, Snapshot
 from manyhands.strategies.base import State
 
-Parts = tuple[dict[str, Tensor], dict[str, Any]]  # tensors by name, JSON values
+Tensors = dict[str, Tensor]
+Parts = tuple[Tensors, dict[str, Any]]  # tensors by name, JSON values
 
 
 def capture(replica: Replica, state: State, place: dict[str, Any]) -> Parts:
@@ -71,13 +73,32 @@ def restore(
     rescheduled = replica.schedule is not None and values["place"]["total"] != total
     _restore_optimizer(replica, tensors, values["optimizer"], hyperparameters=not rescheduled)
     if rescheduled:
-        _wind(replica, values["schedule"]["last_epoch"])
+        replica.wind_schedule(values["schedule"]["last_epoch"])
     elif replica.schedule is not None:
         replica.schedule.load_state_dict(_unpacked(values["schedule"]))
     replica.step = values["step"]
     if same:
         random_state.restore(_take(tensors, "random"), values["random"])
     return merged, values["place"]
+
+
+def capture_server(server: Server, replica: Replica) -> Parts:
+    """What the server must remember, by parameter name."""
+    held = server.capture()
+    tensors: Tensors = {}
+    for vector, values in held.vectors.items():
+        _put(tensors, f"server/{vector}", replica.named(values))
+    return tensors, {"vectors": sorted(held.vectors), "numbers": held.numbers}
+
+
+def restore_server(checkpoint: Checkpoint, server: Server, replica: Replica) -> None:
+    """Have the server go on from what rank 0's part of a checkpoint holds."""
+    saved, values = checkpoint.tensors(0), checkpoint.values(0)["server"]
+    vectors = {}
+    for vector in values["vectors"]:
+        vectors[vector] = torch.zeros(replica.layout.padded, dtype=replica.layout.dtype)
+        _fill(replica.named(vectors[vector]), f"server/{vector}", saved)
+    server.restore(Snapshot(vectors, values["numbers"]))
 
 
 def _put(tensors: dict[str, Tensor], prefix: str, named: dict[str, Tensor]) -> None:
@@ -151,14 +172,6 @@ def _json_value(replica: Replica, key: str, name: str, value: Any) -> Any:
             "which is neither a tensor nor a JSON value; take another optimizer, or train without a run directory"
         ) from None
     return plain
-
-
-def _wind(replica: Replica, steps: int) -> None:
-    """Step a fresh schedule as often as the saved one was."""
-    assert replica.schedule is not None
-    replica.optimizer._opt_called = True  # type: ignore[attr-defined]  # else it warns of a wrong order
-    for _ in range(steps):
-        replica.schedule.step()
 
 
 def _restore_optimizer(

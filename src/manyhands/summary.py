@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import html as escape
 import textwrap
+from collections.abc import Mapping
 from typing import Any
 
 from manyhands.advise import Advice
 from manyhands.history import PARTS
+from manyhands.staleness import limit, quantile
 
 WIDTH = 100
 LABEL = 11
 BAR = 24  # characters of a full bar
+SHOWN = 8  # workers by name
 _EIGHTHS = " ▏▎▍▌▋▊▉"
+_HEIGHTS = "·▁▂▃▄▅▆▇█"
 
 Lines = list[tuple[str, str]]  # (label, text); an empty label goes on with the one before
 
@@ -61,6 +65,7 @@ def lines(facts: dict[str, Any]) -> Lines:
         *_batch(facts),
         *_time(facts),
         *_exchanged(facts),
+        *_staleness(facts),
         *_unusual(facts),
         *([("directory", str(facts["directory"]))] if facts["directory"] is not None else []),
     ]
@@ -74,11 +79,13 @@ def _result(facts: dict[str, Any]) -> Lines:
 def _speed(facts: dict[str, Any]) -> Lines:
     loop_s, total = sum(facts["timing"].values()), facts["rows"]["total"]
     rate = f"{_number(total / loop_s)} rows/s in the loop" if loop_s else ""
+    info = facts["info"]
+    whose = " of worker 0" if info.get("own_pace") and info.get("workers", 1) > 1 else ""
     parts = (
         f"{facts['seconds']:.1f} s in all",
         rate,
-        _count(facts["steps"], "step"),
-        _count(facts["rounds"], "round"),
+        _count(facts["steps"], "step") + whose,
+        _count(facts["rounds"], "round") + whose,
         _count(total, "row"),
     )
     return [("speed", "   ".join(part for part in parts if part))]
@@ -128,6 +135,44 @@ def _exchanged(facts: dict[str, Any]) -> Lines:
     return [("exchanged", f"{_bytes(sent)} by all workers in {_count(messages, 'message')}: {parts}")]
 
 
+def _staleness(facts: dict[str, Any]) -> Lines:
+    """How late the pushes to the server were, and whether the workers differ in that."""
+    histogram, workers = facts["staleness"], facts["staleness_of_workers"]
+    if not histogram:
+        return []
+    middle, largest = quantile(histogram, 0.5), max(histogram)
+    found = [
+        (
+            "staleness",
+            f"0 {blocks(histogram)} {largest}   median {middle}   largest {largest}   of {_count(sum(histogram.values()), 'push', 'pushes')}",
+        )
+    ]
+    late = quantile(histogram, 0.9)
+    if "gain" in facts["info"] and late:
+        text = f"rate x curvature of a push {_number(facts['info']['gain'])}; {_count(late, 'version')} late bears up to {limit(late):.3g}"
+        found.append(("", text))
+    medians = {rank: quantile(one, 0.5) for rank, one in enumerate(workers) if one}
+    if len(set(medians.values())) > 1:
+        found.append(("", _medians(medians)))
+    return found
+
+
+def _medians(medians: dict[int, int]) -> str:
+    if len(medians) <= SHOWN:
+        return "medians by worker: " + "   ".join(f"{rank}: {median}" for rank, median in medians.items())
+    least, most = min(medians, key=medians.__getitem__), max(medians, key=medians.__getitem__)
+    return f"medians of the workers from {medians[least]} (worker {least}) to {medians[most]} (worker {most})"
+
+
+def blocks(histogram: Mapping[int, int]) -> str:
+    """A column for each staleness from 0 to the largest, as high as its count; several share one where there are more than BAR."""
+    width = -(-(max(histogram) + 1) // BAR)
+    columns = [0] * (max(histogram) // width + 1)
+    for versions, pushes in histogram.items():
+        columns[versions // width] += pushes
+    return "".join(_HEIGHTS[-(-8 * pushes // max(columns))] for pushes in columns)
+
+
 def _unusual(facts: dict[str, Any]) -> Lines:
     info, unused = facts["info"], facts["rows"]["unused"]
     found: Lines = []
@@ -141,8 +186,8 @@ def _unusual(facts: dict[str, Any]) -> Lines:
     return found
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+def _count(number: int, what: str, many: str = "") -> str:
+    return f"{number:,} {what if number == 1 else many or what + 's'}"
 
 
 def _number(value: float) -> str:

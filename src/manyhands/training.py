@@ -93,9 +93,34 @@ def train(
     finished, refusal = open_directory(asked, resume)
     if finished is not None and not asked.in_place:
         return finished_run(asked, finished)
+    if asked.directory is not None and asked.first and not refusal:
+        specs = {
+            "task": task if isinstance(task, str) else None,
+            "strategy": strategy if isinstance(strategy, str) else spec_of(strategy),
+        }
+        run_directory.note(
+            asked.directory, specs | _said(asked, plan) | {"servers": servers, "keep": keep}, task_fields
+        )
     plan = replace(plan, everywhere=asked.in_place, finished=finished is not None)
-    launch = Launch(workers=asked.count, threads_per_worker=threads_per_worker, device=device, timeout_s=timeout_s)
+    launch = Launch(
+        workers=asked.count,
+        server=asked.strategy.server(),
+        servers=servers,
+        threads_per_worker=threads_per_worker,
+        device=device,
+        timeout_s=timeout_s,
+    )
     return _Training(asked, plan, _shown(callbacks), launch, resume, refusal).run()
+
+
+def _said(asked: Asked, plan: Plan) -> dict[str, Any]:
+    return {
+        "engine": asked.engine.name,
+        "workers": asked.count,
+        "validate_every": plan.validate_every,
+        "checkpoint_every": plan.checkpoint_every,
+        "nonfinite": plan.nonfinite,
+    }
 
 
 def _shown(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
@@ -127,13 +152,14 @@ class _Training:
         assert folder is not None
         found = checkpoint.newest(folder, self.recorder.warn if self.asked.first else lambda message: None)
         if found is not None and self.asked.first:
-            self.recorder.preload(found.tick)
+            place = found.values(0)["place"]
+            self.recorder.preload(found.tick, (place["epoch"], place["left"]) if place.get("left") else None)
             if (
                 found.ranks == self.launch.workers
                 and self.launch.threads_per_worker is None
                 and not self.asked.engine.in_place
             ):
-                self.launch = replace(self.launch, threads_per_worker=found.values(0)["place"]["threads"])
+                self.launch = replace(self.launch, threads_per_worker=place["threads"])
         return found
 
     def run(self) -> Run:

@@ -13,11 +13,12 @@ import torch
 from manyhands.comm.group import Group
 from manyhands.comm.solo import SoloGroup
 from manyhands.events import Event
-from manyhands.server.client import Server
+from manyhands.leases import End, Lease, Leases, Segment
+from manyhands.server.base import Server
 
 
 class Coordinator(ABC):
-    """A worker's line to the driver. Only the worker's main thread calls it; none of the calls but `ask` waits."""
+    """A worker's line to the driver. Only the worker's main thread calls it; only `ask` and `lease` wait."""
 
     @abstractmethod
     def progress(self, phase: str, step: int) -> None:
@@ -40,12 +41,19 @@ class Coordinator(ABC):
         """A collective at an epoch's end: bring all ranks' events to the driver where they do not get there by themselves."""
 
     @abstractmethod
+    def lease(self, segment: Segment) -> Lease | End:
+        """The next slice of the segment for this worker, or its end; waits while worker 0 trains alone."""
+
+    @abstractmethod
     def should_stop(self) -> str:
         """The reason why the driver wants the run to stop ("preempted", "callback", …), or "" """
 
 
 class Alone(Coordinator):
     """No driver: for tests, and for scripts outside a run."""
+
+    def __init__(self) -> None:
+        self._leases = Leases()
 
     def progress(self, phase: str, step: int) -> None:
         pass
@@ -58,6 +66,11 @@ class Alone(Coordinator):
 
     def collect(self, group: Group) -> None:
         pass
+
+    def lease(self, segment: Segment) -> Lease | End:
+        answer = self._leases.take(0, segment)
+        assert answer is not None  # one worker waits for nobody
+        return answer
 
     def should_stop(self) -> str:
         return ""

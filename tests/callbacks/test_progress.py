@@ -129,3 +129,14 @@ def test_numbers_for_people() -> None:
 def test_an_unknown_mode_lists_those_that_are() -> None:
     with pytest.raises(UnknownName, match="auto, json, quiet"):
         Progress("loud")
+
+
+def test_ticks_are_counted_in_whatever_order_they_are_complete() -> None:
+    """A resumed launch completes some that were begun before it: never more than there are."""
+    pace = Pace(total_steps=6, epochs=1, ticks=2)
+    for tick in (5, 2, 4):
+        pace.step(step(tick, 1.0))
+    assert pace.ticks == 5
+    for tick in (3, 1):
+        pace.step(step(tick, 1.0))
+    assert pace.ticks == 6

@@ -11,7 +11,7 @@ from harness import on_shared_memory, values
 
 from manyhands.comm.reducing import naive_mean
 from manyhands.comm.shared_memory import SharedMemory, SharedMemoryGroup
-from manyhands.errors import ManyhandsError, PeerLost
+from manyhands.errors import ManyhandsError, PeerLost, Unsupported
 from manyhands.testing.group_exam import GROUP_EXAM, vector, vectors
 
 
@@ -45,6 +45,25 @@ def _many(group):
 
 def test_thousands_of_small_operations_of_random_sizes():
     assert values(on_shared_memory(4, _many, timeout_s=30)) == [True] * 4
+
+
+def _share(group):
+    group.allocate(5, torch.float32)
+    mine = group.allocate(4, torch.float64)
+    shared = group.share(mine, 1)
+    group.barrier()
+    shared[group.rank] = group.rank + 1.0
+    group.barrier()
+    with pytest.raises(Unsupported, match="only memory that allocate"):
+        group.share(torch.zeros(4), 1)
+    group.mean_(shared.clone())  # others go on as before
+    return shared.tolist(), mine.tolist()
+
+
+def test_a_ranks_memory_can_be_everybodys():
+    outcomes = values(on_shared_memory(3, _share, timeout_s=30))
+    assert [shared for shared, _ in outcomes] == [[1.0, 2.0, 3.0, 0.0]] * 3
+    assert [mine for _, mine in outcomes] == [[0.0] * 4, [1.0, 2.0, 3.0, 0.0], [0.0] * 4]
 
 
 def _killed(group):

@@ -18,3 +18,8 @@ def test_total_weight_zero_is_legal():
     assert SoloGroup().mean_(tensor, 0.0, 3) == Total(0.0, 3)
     assert tensor[0].isnan()
     assert tensor[1] == 1
+
+
+def test_its_shared_memory_is_its_own():
+    tensor = torch.zeros(3)
+    assert SoloGroup().share(tensor, 0) is tensor

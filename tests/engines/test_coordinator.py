@@ -18,15 +18,15 @@ def failure(rank: int, secondary: bool = False) -> Failure:
 
 def test_finished_once_all_returned() -> None:
     coordinator = started()
-    coordinator.returned(0)
+    coordinator.returned(0, 1.0)
     assert coordinator.verdict(1.0) is None
-    coordinator.returned(1)
+    coordinator.returned(1, 1.0)
     assert coordinator.verdict(1.0) == Finished()
 
 
 def test_exit_after_the_value_is_no_failure() -> None:
     coordinator = started(1)
-    coordinator.returned(0)
+    coordinator.returned(0, 1.0)
     coordinator.exited(0, 0, "here", 1.0)
     assert coordinator.verdict(1.0) == Finished()
 
@@ -131,12 +131,101 @@ def test_the_drivers_own_work_is_excused() -> None:
 def test_table_has_a_row_a_worker() -> None:
     coordinator = started()
     coordinator.beat(0, "compute", 41, 0.0, now=2.0)
-    coordinator.returned(1)
+    coordinator.returned(1, 1.0)
     rows = [[cell.strip() for cell in row.split("|")] for row in coordinator.table(14.5).splitlines()]
     assert rows == [
         ["rank", "last step", "phase", "seconds since progress"],
         ["0", "41", "compute", "12.5"],
         ["1", "0", "returned", ""],
+    ]
+
+
+def served(servers: int = 1) -> Coordinator:
+    """Two workers and so many shards, all started."""
+    coordinator = Coordinator(2, 10.0, now=0.0, servers=servers)
+    for seat in coordinator.seats:
+        coordinator.started(seat, now=0.0)
+    return coordinator
+
+
+def test_a_dead_shard_is_named_with_its_host() -> None:
+    """CASE 21"""
+    coordinator = served(servers=2)
+    coordinator.exited(-2, -9, "alpha", 1.0, ("wait", 0), "its stack")
+    verdict = coordinator.verdict(1.0)
+    assert isinstance(verdict, Failed)
+    assert verdict.failure.message.startswith("server shard 1 on alpha was killed by signal 9 (SIGKILL")
+    assert (verdict.failure.rank, verdict.failure.detail) == (-2, "its stack")
+
+
+def test_a_shards_death_is_the_cause_of_lost_peers() -> None:
+    coordinator = served()
+    coordinator.raised(failure(0, secondary=True), 1.0)
+    coordinator.raised(failure(1, secondary=True), 1.1)
+    coordinator.exited(-1, 0, "alpha", 1.2)
+    verdict = coordinator.verdict(1.2)
+    assert isinstance(verdict, Failed)
+    assert verdict.failure.rank == -1
+
+
+def test_an_idle_shard_hangs_nobody() -> None:
+    coordinator = served()
+    for now in (5.0, 50.0):
+        coordinator.beat(-1, "wait", 0, idle_s=now, now=now)
+        for rank in (0, 1):
+            coordinator.beat(rank, "compute", int(now), 0.0, now=now)
+    assert coordinator.verdict(50.0) is None
+
+
+def test_an_idle_shard_is_not_blamed_for_a_hang_of_all_workers() -> None:
+    coordinator = served()
+    for rank in (0, 1):
+        coordinator.beat(rank, "exchange", 3, 0.0, now=1.0 + rank)
+    coordinator.beat(-1, "wait", 0, idle_s=12.0, now=11.5)
+    assert coordinator.verdict(11.5) == Hung(0, 10.5)
+
+
+def test_a_shard_that_is_not_heard_is_a_hang() -> None:
+    """It was stopped, say: the workers wait for it, and it is the one that does not answer."""
+    coordinator = served()
+    coordinator.beat(-1, "wait", 0, idle_s=0.0, now=1.0)
+    for rank in (0, 1):
+        coordinator.beat(rank, "exchange", 3, 0.0, now=2.0)
+    assert coordinator.verdict(11.0) == Hung(-1, 10.0)
+
+
+def test_the_run_is_finished_when_all_workers_are_and_shards_had_their_time() -> None:
+    coordinator = served()
+    for rank in (0, 1):
+        coordinator.returned(rank, 3.0)
+    assert coordinator.verdict(3.9) is None
+    assert coordinator.verdict(4.0) == Finished()
+    coordinator.returned(-1, 3.1)
+    assert coordinator.verdict(3.1) == Finished()
+
+
+def test_shards_that_left_first_finish_nothing() -> None:
+    coordinator = served()
+    coordinator.returned(-1, 1.0)
+    coordinator.exited(-1, 0, "alpha", 1.0)
+    coordinator.returned(0, 1.0)
+    assert coordinator.verdict(9.0) is None
+
+
+def test_what_befalls_one_that_has_returned_is_no_failure() -> None:
+    coordinator = started()
+    coordinator.returned(1, 1.0)
+    coordinator.raised(failure(1), 2.0)
+    assert coordinator.verdict(2.0) is None
+
+
+def test_shards_are_rows_of_the_table() -> None:
+    coordinator = served()
+    assert [row.split("|")[0].strip() for row in coordinator.table(1.0).splitlines()] == [
+        "rank",
+        "0",
+        "1",
+        "server shard 0",
     ]
 
 

@@ -1,61 +1,279 @@
 from __future__ import annotations
 
-import os
-from types import SimpleNamespace
-from typing import Any, cast
+import signal
+from typing import Any
 
-from manyhands.engines.base import Launch
-from manyhands.engines.control import Message, Wire
-from manyhands.engines.coordinator import Coordinator, Failed
-from manyhands.engines.driver import Driver, Line, tidy
-from manyhands.engines.spawner import Spawner
-from manyhands.engines.status import Status, create
+import pytest
+from typing_extensions import override
 
-
-def test_a_workers_last_words_come_before_the_news_of_its_end() -> None:
-    """CASE 21: both lie unread; the exit alone would say that it died without a reason."""
-    exited = Message({"type": "exited", "rank": 0, "status": 1}, [])
-    spawner = cast(Spawner, SimpleNamespace(receive=lambda: [exited]))
-    driver = Driver(spawner, Launch(workers=1), clock=lambda: 0.0, host="alpha")
-    driver.coordinator = Coordinator(1, 10.0, now=0.0)
-    wire, there = Wire.pair()
-    driver.lines.append(Line(wire, os.memfd_create("stacks"), Status(create())))
-    worker = Wire(there)
-    worker.send(error(message="weights", error="KeyError"))
-    worker.close()
-    driver._hear_server()
-    driver.lines[0].close()
-    verdict = driver.coordinator.verdict(0.0)
-    assert isinstance(verdict, Failed)
-    assert verdict.failure.message == "worker 0 on alpha failed in phase compute at step 3: KeyError: weights"
+from manyhands.engines.base import Launch, Observer
+from manyhands.engines.crew import Crew, seats_of
+from manyhands.engines.driver import Driver
+from manyhands.errors import BadInput, ManyhandsError, WorkerFailed
+from manyhands.events import Event
+from manyhands.server.base import ServerSpec
 
 
-def error(**fields: Any) -> dict[str, Any]:
-    return {"type": "error", "rank": 0, "phase": "compute", "step": 3, "detail": "", "family": "", **fields}
+class Scripted(Crew):
+    """A crew that says what the test tells it to, and keeps what it is told."""
+
+    def __init__(self, host: str, seats: list[int]) -> None:
+        self.host, self.seats = host, seats
+        self.said: list[tuple[int, dict[str, Any]]] = []
+        self.told: list[tuple[int, dict[str, Any]]] = []
+        self.did: list[Any] = []
+        self.shared: dict[str, Any] = {}
+
+    @override
+    def start(self, shared: dict[str, Any], program: int) -> None:
+        self.shared = shared
+        self.did.append("start")
+
+    @override
+    def filenos(self) -> list[int]:
+        return []
+
+    @override
+    def receive(self) -> list[tuple[int, dict[str, Any]]]:
+        said, self.said = self.said, []
+        return said
+
+    @override
+    def tell(self, seat: int, body: dict[str, Any]) -> None:
+        self.told.append((seat, body))
+
+    @override
+    def signal(self, number: int) -> None:
+        self.did.append(number)
+
+    @override
+    def stacks(self) -> dict[int, str]:
+        return {seat: f"stack of {seat}" for seat in self.seats}
+
+    @override
+    def end(self, grace_s: float) -> None:
+        self.did.append(("end", grace_s))
 
 
-DUMP = """\
-Thread 0x1 (most recent call first):
-  File "src/manyhands/engines/heartbeat.py", line 93 in _serve
-  File "threading.py", line 982 in run
+class Writing(Observer):
+    """Keeps what happens, in order."""
 
-Thread 0x2 (most recent call first):
-  File "loader.py", line 3 in fetch
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+        self.reason = ""
 
-Current thread 0x3 (most recent call first):
-  File "mine.py", line 7 in program
-  File "src/manyhands/engines/worker_process.py", line 144 in _value
-  File "src/manyhands/engines/fork_server.py", line 123 in _receive
+    @override
+    def event(self, event: Event) -> None:
+        self.log.append((event.rank, event.step))
 
-Extension modules: numpy, torch (total: 2)
-"""
+    @override
+    def answer(self, event: Event) -> dict[str, Any]:
+        self.log.append("asked")
+        return {"step": event.step}
+
+    @override
+    def stopping(self) -> str:
+        return self.reason
 
 
-def test_stacks_show_the_program_and_its_own_threads() -> None:
-    assert tidy(DUMP) == (
-        "Thread 0x2 (most recent call first):\n"
-        '  File "loader.py", line 3 in fetch\n'
-        "\n"
-        "Current thread 0x3 (most recent call first):\n"
-        '  File "mine.py", line 7 in program'
-    )
+class Run:
+    """A driver of two hosts: workers 0 and 1 on alpha, worker 2 and the server's shards on beta."""
+
+    def __init__(self, servers: int = 1) -> None:
+        self.now = 0.0
+        self.observer = Writing()
+        plan = Launch(workers=3, server=ServerSpec(rule="add"), servers=servers, observer=self.observer, timeout_s=10.0)
+        self.alpha = Scripted("alpha", [0, 1])
+        self.beta = Scripted("beta", [2, *(-1 - shard for shard in range(servers))])
+        self.driver = Driver([self.alpha, self.beta], plan, clock=lambda: self.now)
+        for seat in seats_of(3, servers):
+            self.say(seat, "started")
+
+    def say(self, seat: int, type: str, **body: Any) -> None:
+        """A seat says something, and the driver hears it."""
+        crew = self.alpha if seat in self.alpha.seats else self.beta
+        crew.said.append((seat, {"type": type, **body}))
+        self.driver._hear(crew)
+
+    def lease(self, seat: int, **changes: Any) -> None:
+        self.say(seat, "lease", segment={**SEGMENT, **changes})
+
+    def told(self) -> list[tuple[int, Any]]:
+        """(seat, value) of all leases that were answered since this was last called, by host."""
+        told = [*self.alpha.told, *self.beta.told]
+        self.alpha.told, self.beta.told = [], []
+        return [(seat, body["value"]) for seat, body in told if body["type"] == "leased"]
+
+    def dies(self, seat: int, **place: Any) -> None:
+        self.say(seat, "exited", **{"status": -9, "phase": "wait", "step": 0, "detail": "", **place})
+
+
+SEGMENT = {"epoch": 0, "first": 0, "until": 2, "parts": 3, "size": 3, "left": None, "alone": 0}
+
+
+def test_all_hosts_start_and_end_and_values_are_in_rank_order() -> None:
+    run = Run()
+    for crew, seats in ((run.alpha, (1, 0)), (run.beta, (2, -1))):
+        crew.said = [(seat, {"type": "value", "value": f"of {seat}" if seat >= 0 else None}) for seat in seats]
+    run.driver._listen = lambda: [run.driver._hear(crew) for crew in run.driver.crews]  # type: ignore[method-assign]
+    assert run.driver.run("the program") == ["of 0", "of 1", "of 2"]
+    assert run.alpha.did == run.beta.did == ["start", ("end", 0.5)]
+    assert run.alpha.shared["server"] == {"rule": "add", "bound": None, "options": {}, "one_shard": False}
+    assert run.alpha.shared["servers"] == 1
+
+
+def test_all_hosts_end_where_one_cannot() -> None:
+    run = Run()
+
+    class Stuck(Scripted):
+        @override
+        def end(self, grace_s: float) -> None:
+            super().end(grace_s)
+            raise OSError("stuck")
+
+    run.driver.crews = [stuck := Stuck("alpha", [0, 1]), run.beta]
+    with pytest.raises(OSError, match="stuck"):
+        run.driver._end(0.0)
+    assert stuck.did == run.beta.did == [("end", 0.0)]
+
+
+def test_every_slice_is_leased_once_across_hosts() -> None:
+    run = Run()
+    for seat in (0, 2, 1, 2, 2, 1):
+        run.lease(seat)
+    slices = [(value["index"], value["part"]) for _, value in run.told()]
+    assert sorted(slices) == [(index, part) for index in (0, 1) for part in (0, 1, 2)]
+    run.lease(0)
+    ((seat, end),) = run.told()
+    assert (seat, end["reason"]) == (0, "")
+    assert all(front == back for front, back in end["left"])
+
+
+def test_who_waits_while_worker_0_trains_alone_is_answered_when_it_is_done() -> None:
+    run = Run()
+    for seat in (2, 0):
+        run.lease(seat, alone=1)
+    assert [(seat, value and value["part"]) for seat, value in run.told()] == [(0, 0), (2, None)]
+    run.lease(0, alone=1)
+    assert [(seat, value["part"]) for seat, value in run.told()] == [(0, 0), (2, 2)]
+
+
+def test_a_stop_ends_who_asks_and_who_waits() -> None:
+    run = Run()
+    run.lease(1, alone=5)
+    run.told()
+    run.observer.reason = "callback"
+    assert run.driver._stop()
+    assert run.told() == [(1, {"reason": "callback", "left": [[0, 2]] * 3})]
+    run.lease(0, alone=5)
+    assert run.told() == [(0, {"reason": "callback", "left": [[0, 2]] * 3})]
+
+
+def test_every_worker_hears_of_a_stop_and_no_shard_does() -> None:
+    run = Run()
+    run.observer.reason = "preempted"
+    run.driver._stop()
+    assert [seat for crew in (run.alpha, run.beta) for seat, body in crew.told if body["type"] == "stop"] == [0, 1, 2]
+    assert run.alpha.did == run.beta.did == [signal.SIGTERM]
+
+
+def test_leases_are_answered_before_events_are_written_and_questions_after() -> None:
+    run = Run()
+    event = vars(Event(type="step", rank=1, step=4))
+    run.say(1, "beat", phase="compute", step=4, idle_s=0.0, events=[event])
+    run.lease(1)
+    assert (len(run.told()), run.observer.log) == (1, [])
+    run.say(0, "ask", event=vars(Event(type="epoch", step=9)))
+    assert run.observer.log == [(1, 4), "asked"]
+    assert run.alpha.told == [(0, {"type": "answer", "value": {"step": 9}})]
+
+
+def test_who_meets_gets_everybodys_value_in_the_order_agreed() -> None:
+    run = Run()
+    for seat, value in ((-1, "port 3"), (2, None), (0, [1, 2])):
+        assert not run.alpha.told
+        run.say(seat, "meet", name="ring", seats=[0, 2, -1], value=value)
+    met = {"type": "met", "name": "ring", "values": [[1, 2], None, "port 3"]}
+    assert run.alpha.told == [(0, met)]
+    assert run.beta.told == [(2, met), (-1, met)]
+
+
+def test_a_dead_shard_is_the_cause_and_is_named_with_its_host() -> None:
+    """CASE 21"""
+    run = Run(servers=2)
+    lost = {"rank": 0, "phase": "exchange", "step": 3, "message": "lost", "detail": "", "error": "PeerLost"}
+    run.say(0, "error", **lost, family="PeerLost", exit_code=1, secondary=True)
+    assert not run.driver._finished()
+    run.dies(-2)
+    with pytest.raises(
+        WorkerFailed, match=r"^server shard 1 on beta was killed by signal 9 \(SIGKILL; .*in phase wait"
+    ):
+        run.driver._finished()
+
+
+def test_a_shards_own_error_is_told_with_its_traceback() -> None:
+    run = Run()
+    body = {"rank": -1, "phase": "wait", "step": 0, "message": "3 != 4", "detail": "Traceback", "error": "KeyError"}
+    run.say(-1, "error", **body, family="", exit_code=1, secondary=False)
+    with pytest.raises(
+        WorkerFailed, match=r"server shard 0 on beta failed in phase wait .*KeyError: 3 != 4\n\nTraceback"
+    ):
+        run.driver._finished()
+
+
+def test_our_own_errors_say_who_raised_them() -> None:
+    run = Run()
+    body = {
+        "rank": 2,
+        "phase": "start",
+        "step": 0,
+        "message": "no such rule",
+        "detail": "Traceback",
+        "error": "BadInput",
+    }
+    run.say(2, "error", **body, family="BadInput", exit_code=2, secondary=False)
+    with pytest.raises(BadInput, match="no such rule") as raised:
+        run.driver._finished()
+    assert raised.value.__notes__ == ["raised by worker 2 on beta:\nTraceback"]
+
+
+def test_a_hang_shows_every_stack_of_every_host() -> None:
+    run = Run()
+    run.say(1, "beat", phase="compute", step=7, idle_s=0.0, events=[])
+    run.now = 11.0
+    for seat in (0, 2):
+        run.say(seat, "beat", phase="wait", step=7, idle_s=0.0, events=[])
+    with pytest.raises(WorkerFailed, match="worker 1 on alpha made no progress for 11.0 s, in phase compute") as raised:
+        run.driver._finished()
+    table, *stacks = raised.value.detail.split("\n\n")
+    assert "server shard 0 |" in table
+    assert stacks == [f"{who}:\nstack of {seat}" for seat, who in NAMES.items()]
+
+
+NAMES = {0: "worker 0", 1: "worker 1", 2: "worker 2", -1: "server shard 0"}
+
+
+def test_a_message_of_no_known_type_is_an_error() -> None:
+    run = Run()
+    with pytest.raises(ManyhandsError, match="worker 2 on beta sent a message of unknown type 'hello'"):
+        run.say(2, "hello")
+
+
+def test_shipping_the_program_is_no_silence_of_the_workers() -> None:
+    run = Run()
+
+    class Slow(Scripted):
+        @override
+        def start(self, shared: dict[str, Any], program: int) -> None:
+            run.now += 1000.0
+            super().start(shared, program)
+
+    run.driver.crews = [Slow("alpha", [0, 1]), Slow("beta", [2, -1])]
+    verdicts: list[bool] = []
+    run.driver._listen = lambda: verdicts.append(run.driver._finished())  # type: ignore[method-assign]
+    run.driver._values = dict.fromkeys(range(3))
+    run.driver.run("the program")
+    assert (run.now, verdicts) == (2000.0, [False])
+    run.now += 11.0
+    with pytest.raises(WorkerFailed, match=r"made no progress for 11\.0 s"):
+        run.driver._finished()

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from manyhands.engines.base import Observer
 from manyhands.engines.in_process import InProcess
 from manyhands.events import Event
+from manyhands.leases import End, Lease, Segment
 
 
 class Counting(Observer):
@@ -48,3 +50,26 @@ def test_a_reason_to_stop_stays() -> None:
     assert line.should_stop() == "callback"
     observer.reason, now = "", 5.0
     assert line.should_stop() == "callback"
+
+
+SEGMENT = Segment(epoch=0, first=0, until=100, parts=2)
+
+
+def test_one_worker_gets_every_slice_once() -> None:
+    line = InProcess(Counting())
+    leases = [line.lease(replace(SEGMENT, until=2)) for _ in range(5)]
+    slices = [(lease.index, lease.part) for lease in leases if isinstance(lease, Lease)]
+    assert sorted(slices) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert isinstance(leases[-1], End)
+    assert leases[-1].reason == ""
+
+
+def test_a_stop_ends_the_leases() -> None:
+    observer, now = Counting(), 0.0
+    line = InProcess(observer, clock=lambda: now)
+    assert isinstance(line.lease(SEGMENT), Lease)
+    observer.reason, now = "preempted", 1.0
+    end = line.lease(SEGMENT)
+    assert isinstance(end, End)
+    assert end.reason == "preempted"
+    assert sum(back - front for front, back in end.left) == 199

@@ -15,7 +15,8 @@ from manyhands.engines.in_process import InProcess
 from manyhands.engines.inside import Gathering, Inside
 from manyhands.errors import BadInput, Unsupported
 from manyhands.events import Event
-from manyhands.server.client import ServerSpec
+from manyhands.leases import End, Lease, Segment
+from manyhands.server.base import ServerSpec
 from manyhands.testing.threads import together
 from manyhands.worker import Alone, Coordinator, Worker
 
@@ -57,6 +58,10 @@ class Outer(Coordinator):
     @override
     def collect(self, group: Group) -> None:
         raise AssertionError("a run's own events do not concern the launcher")
+
+    @override
+    def lease(self, segment: Segment) -> Lease | End:
+        raise AssertionError("a run's own rows do not concern the launcher")
 
     @override
     def should_stop(self) -> str:
@@ -117,6 +122,12 @@ def test_the_launcher_and_this_process_may_ask_for_a_stop_on_any_rank(
 
 def test_a_question_goes_to_the_observer() -> None:
     assert Gathering(0, InProcess(Listening()), Outer()).ask(Event(type="epoch")) == {"stop": "asked"}
+
+
+def test_rows_are_not_leased_among_processes_that_make_the_same_call() -> None:
+    line = Gathering(0, InProcess(Listening()), Alone())
+    with pytest.raises(Unsupported, match="at their own pace need an engine that starts the workers"):
+        line.lease(Segment(epoch=0, first=0, until=1, parts=1))
 
 
 def test_what_the_observer_raises_is_known_as_its_own() -> None:

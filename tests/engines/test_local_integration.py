@@ -18,7 +18,6 @@ from manyhands.engines.base import Launch, Observer
 from manyhands.engines.local import Local
 from manyhands.errors import BadInput, ManyhandsError, PeerLost, Preempted, UnknownName, Unsupported, WorkerFailed
 from manyhands.events import Event
-from manyhands.server.client import ServerSpec
 from manyhands.worker import Worker, current
 
 
@@ -383,8 +382,3 @@ def test_many_workers_at_a_low_limit_of_descriptors(script: Any) -> None:
 def test_too_few_workers(workers: int, message: str) -> None:
     with pytest.raises(BadInput, match=message):
         Local().launch(lambda worker: None, Launch(workers=workers))
-
-
-def test_no_server_yet() -> None:
-    with pytest.raises(Unsupported, match="no parameter server yet"):
-        Local().launch(lambda worker: None, Launch(workers=2, server=ServerSpec(rule="add")))

@@ -6,7 +6,7 @@ from manyhands.engines import engine_of
 from manyhands.engines.base import Launch
 from manyhands.engines.torchrun import Place, Torchrun
 from manyhands.errors import BadInput, Unsupported
-from manyhands.server.client import ServerSpec
+from manyhands.server.base import ServerSpec
 
 VARIABLES = {
     "RANK": "3",

@@ -47,7 +47,7 @@ class Progress(Callback):
 
     @override
     def on_start(self, event: Event) -> None:
-        self._pace = Pace(event.values.get("total_steps"), event.values.get("epochs"))
+        self._pace = Pace(event.values.get("total_steps"), event.values.get("epochs"), event.tick)
         if self._log == "auto":
             self._display = _display_on(self._console or Console(stderr=True))
         self._print_json(event)
@@ -93,15 +93,18 @@ class Progress(Callback):
 class Pace:
     """How far a run is, and how fast it went lately."""
 
-    def __init__(self, total_steps: int | None = None, epochs: int | None = None) -> None:
+    def __init__(self, total_steps: int | None = None, epochs: int | None = None, ticks: int = 0) -> None:
+        """`ticks`: where the launch begins."""
         self.total_steps, self.epochs = total_steps, epochs
-        self.ticks, self.epoch, self.loss = 0, 0, math.nan
+        self.ticks, self.epoch, self.loss = ticks, 0, math.nan
         self._recent: deque[tuple[float, int]] = deque()  # (seconds, rows)
 
     def step(self, event: Event) -> None:
-        """Take the row of a tick."""
+        """Take the row of a tick. Where workers go at their own pace, ticks are complete in any order: they are counted."""
         values = event.values
-        self.ticks, self.epoch = values["tick"] + 1, values["epoch"] + 1
+        self.ticks, self.epoch = self.ticks + 1, max(self.epoch, values["epoch"] + 1)
+        if self.total_steps is not None:
+            self.ticks = min(self.ticks, self.total_steps)  # a resumed launch completes ticks that were begun before
         self.loss = self.loss if values["loss"] is None else values["loss"]
         self._recent.append((event.time_s, values["rows"]))
         while event.time_s - self._recent[0][0] > RECENT_S:

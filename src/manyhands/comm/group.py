@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from manyhands.comm.ledger import Ledger
+from manyhands.errors import Unsupported
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,15 @@ class Group(ABC):
     @abstractmethod
     def all_gather_json(self, value: Any) -> list[Any]:
         """Every rank's JSON value (of any length), in rank order."""
+
+    def share(self, tensor: Tensor, owner: int) -> Tensor:
+        """`owner`'s memory for `tensor` [n], which is one that `allocate` gave: the same memory on all ranks, without locks.
+
+        Same order and arguments on all ranks. Raises Unsupported where ranks have no memory in common.
+        """
+        raise Unsupported(
+            f"{type(self).__name__} has no memory that all workers see: run them on one machine, with engine local"
+        )
 
     @abstractmethod
     def close(self) -> None:

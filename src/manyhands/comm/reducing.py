@@ -9,7 +9,7 @@ from torch import Tensor
 
 CHUNK = 1 << 18  # bytes: pieces of this size stay in a core's cache (L2) from the first pass over them to the last
 
-_ACCUMULATED_WIDER = (torch.bfloat16, torch.float16)
+ACCUMULATED_WIDER = (torch.bfloat16, torch.float16)
 
 
 def naive_mean(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -36,7 +36,7 @@ def reduce_everywhere(pieces: Sequence[Tensor], shares: Sequence[float | None] |
     """
     live = [rank for rank in range(len(pieces)) if shares is None or shares[rank] is not None]
     first = pieces[live[0]]
-    mean = first.float() if first.dtype in _ACCUMULATED_WIDER else first
+    mean = first.float() if first.dtype in ACCUMULATED_WIDER else first
     accumulate(
         mean, [pieces[rank] for rank in live], None if shares is None else [shares[rank] or 0.0 for rank in live]
     )
@@ -59,6 +59,6 @@ def accumulate(result: Tensor, pieces: Sequence[Tensor], shares: Sequence[float]
 def sum_of(pieces: Sequence[Tensor]) -> Tensor:
     """The sum of the pieces [m] in rank order, in memory of its own."""
     first = pieces[0]
-    result = first.float() if first.dtype in _ACCUMULATED_WIDER else first.clone()
+    result = first.float() if first.dtype in ACCUMULATED_WIDER else first.clone()
     accumulate(result, pieces, None)
     return result.to(first.dtype)

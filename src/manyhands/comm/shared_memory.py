@@ -28,7 +28,7 @@ from manyhands.comm.reducing import reduce_everywhere, shares_of, sum_of
 from manyhands.comm.rounds import Operation, Places, Rounds
 from manyhands.comm.signature import signature
 from manyhands.comm.waiting import Waiting, never_busy
-from manyhands.errors import ManyhandsError
+from manyhands.errors import ManyhandsError, Unsupported
 
 __all__ = ["SharedMemory", "SharedMemoryGroup"]
 
@@ -175,6 +175,17 @@ class SharedMemoryGroup(Group):
             blob=json_bytes(value),
         )
         return [json.loads(text) for text in texts]
+
+    @override
+    def share(self, tensor: Tensor, owner: int) -> Tensor:
+        self._waiting.check()
+        check_rank(owner, self.size, "owner")
+        offset = self._arena.locate(tensor) if tensor.device.type == "cpu" else -1
+        if offset < 0:
+            raise Unsupported(
+                f"only memory that allocate() gave can be shared, and a tensor on {tensor.device} is none: train on the CPU"
+            )
+        return self._arena.view(owner, offset, tensor.numel(), tensor.dtype)
 
     @override
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from manyhands.errors import BadInput
+from manyhands.transport.frame import DTYPES
 
 OPERATIONS = (
     "mean_",
@@ -15,23 +16,6 @@ OPERATIONS = (
     "barrier",
     "all_gather_json",
     "send",
-)
-DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
 )
 _OPERATION = {name: number for number, name in enumerate(OPERATIONS)}
 _DTYPE = {dtype: number for number, dtype in enumerate(DTYPES)}

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from manyhands import random_state
 from manyhands.data.own_random import mixed
-from manyhands.data.source import Indexed, Pick, Reading, Slice, Slices, nonempty
+from manyhands.data.source import Indexed, Pick, Picks, Planned, Reading, Slice, Slices, nonempty
 
 Collate = Callable[[list[Any]], Any]
 
@@ -24,7 +24,7 @@ class RowLoader:
 
     Without processes, rows load in the caller's thread and draw from its generators, as in a plain loop, so that random
     augmentation stays bit-equal to one; no thread reads ahead. With processes, each slice is loaded with generators seeded
-    by (seed, epoch, tick, rank): what a row draws depends neither on timing nor on how many processes there are, and a
+    by (seed, epoch, part, tick): what a row draws depends neither on timing nor on how many processes there are, and a
     resumed epoch draws the same. Only a `worker_init_fn` of the user's own takes that over.
     """
 
@@ -37,53 +37,80 @@ class RowLoader:
         """The batch of these rows, loaded here and now."""
         return self.collate(fetch(self.dataset, [_plain(i) for i in indices]))
 
+    def take_seeded(self, pick: Pick, reading: Reading) -> Any:
+        """The batch of a slice, loaded here and now as a loader process would."""
+        with random_state.kept():
+            random_state.seed_all(mixed(_key(pick, reading)))
+            return self.take(pick.own)
+
     def slices(self, picks: Iterator[Pick], reading: Reading) -> Slices:
         """Load what is picked, in that order."""
         if self.processes == 0:
             for pick in picks:
-                yield _slice(pick, self.take(pick.own) if len(pick.own) else None)
+                yield pick.loaded(self.take(pick.own) if len(pick.own) else None)
             return
         plan = list(picks)
         batches = iter(self._loader([pick for pick in plan if len(pick.own)], reading))
         try:
             for pick in plan:
-                yield _slice(pick, next(batches) if len(pick.own) else None)
+                yield pick.loaded(next(batches) if len(pick.own) else None)
         finally:
             end_processes(batches)
 
     def _loader(self, plan: list[Pick], reading: Reading) -> DataLoader[Any]:
-        key = (reading.seed, reading.epoch, reading.rank)
         own = "worker_init_fn" in self.options
         batches = [[_plain(i) for i in pick.own] for pick in plan]
         if not own:
-            batches = [[_Key((*key, pick.index)), *batch] for pick, batch in zip(plan, batches, strict=True)]
+            batches = [[_Key(_key(pick, reading)), *batch] for pick, batch in zip(plan, batches, strict=True)]
         return DataLoader(
             self.dataset if own else _Seeded(self.dataset),
             batch_sampler=batches,
             collate_fn=self.collate,
             num_workers=min(self.processes, max(1, len(plan))),
-            generator=torch.Generator().manual_seed(mixed(key)),  # else the DataLoader draws from the global one
+            generator=torch.Generator().manual_seed(  # else the DataLoader draws from the global one
+                mixed((reading.seed, reading.epoch, reading.rank))
+            ),
             **self.options,
         )
 
 
-class Rows(Indexed):
+class RowSource(Planned):
+    """A source whose rows a RowLoader loads."""
+
+    reader: RowLoader
+
+    @override
+    def load(self, picks: Iterator[Pick], reading: Reading) -> Slices:
+        return self.reader.slices(picks, reading)
+
+    @override
+    def load_here(self, pick: Pick, reading: Reading) -> Slice:
+        if not self.in_processes():
+            return super().load_here(pick, reading)
+        return pick.loaded(self.reader.take_seeded(pick, reading) if len(pick.own) else None)
+
+    @override
+    def in_processes(self) -> bool:
+        return self.reader.processes > 0
+
+
+class Rows(RowSource, Indexed):
     """A torch Dataset, a list of rows, or anything else with `__len__` and `__getitem__`."""
 
     def __init__(
         self, dataset: Any, collate: Collate | None = None, processes: int = 0, what: str = "the dataset"
     ) -> None:
         self.rows = nonempty(len(dataset), what)
-        self._loader = RowLoader(dataset, collate or default_collate, processes)
+        self.reader = RowLoader(dataset, collate or default_collate, processes)
 
     @override
     def take(self, indices: Sequence[Any]) -> Any:
-        return self._loader.take(indices)
+        return self.reader.take(indices)
 
     @override
-    def slices(self, reading: Reading) -> Slices:
-        set_epoch(self._loader.dataset, reading.epoch)
-        return self._loader.slices(self.picks(reading), reading)
+    def picks(self, reading: Reading) -> Picks:
+        set_epoch(self.reader.dataset, reading.epoch)
+        return super().picks(reading)
 
 
 def fetch(dataset: Any, indices: list[Any]) -> list[Any]:
@@ -105,8 +132,9 @@ def end_processes(batches: Iterator[Any]) -> None:
         batches._shutdown_workers()
 
 
-def _slice(pick: Pick, batch: Any) -> Slice:
-    return Slice(batch, len(pick.own), pick.global_rows, pick.index)
+def _key(pick: Pick, reading: Reading) -> tuple[int, ...]:
+    """What a slice's generators are seeded by in loader processes."""
+    return (reading.seed, reading.epoch, pick.part, pick.index)
 
 
 def _plain(index: Any) -> Any:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import replace
 
 import torch
 
 from manyhands.data.batch import to_device
+from manyhands.data.leased import leased
 from manyhands.data.prefetch import prefetch
-from manyhands.data.source import Order, Reading, Slice, Slices, Source
+from manyhands.data.source import Order, Planned, Reading, Slice, Slices, Source
 from manyhands.errors import BadInput
+from manyhands.leases import End, Lease, Segment
 
 __all__ = ["DEFAULT_BATCH_SIZE", "Feed", "Slice"]
 
@@ -75,6 +78,27 @@ class Feed:
             for part in slices:
                 yield self._here(part)
 
+    def leased(self, segment: Segment, take: Callable[[], Lease | End]) -> Generator[Slice, None, End]:
+        """The slices that `take()` leases to this worker, one after the other, until it gives the End, which is returned.
+
+        Sized: the slices are those of `epoch`, with `segment.parts` in place of the number of workers; all workers
+        together get each exactly once. A lease is taken only when its slice is asked for, so that what nobody has begun
+        is free for others. Where `epoch` would read ahead in a thread or in processes, this worker's own queues are
+        read ahead, without being leased; what was another's is loaded here when it comes.
+
+        Unsized: a stream has no slices to lease. Each worker reads its own, as `epoch` does from batch `segment.first`
+        on, and `take` is never called.
+        """
+        if not isinstance(self.source, Planned):
+            yield from self.epoch(segment.epoch, segment.first)
+            return End(reason="", left=[])
+        rank, parts = self._reading.rank, segment.parts
+        reading = replace(self._of_epoch(segment.epoch, segment.first), rank=rank % parts, size=parts)
+        with closing(leased(self.source, segment, rank, reading)) as slices:
+            while isinstance(answer := take(), Lease):
+                yield self._here(slices.load(answer))
+        return answer
+
     def _of_epoch(self, epoch: int, first_tick: int) -> Reading:
         reading = replace(self._reading, epoch=epoch, first_tick=first_tick)
         if reading.order is not None and self.source.epoch_rows(reading) != self.rows:
@@ -87,4 +111,4 @@ class Feed:
     def _here(self, part: Slice) -> Slice:
         if part.batch is None or self.device.type == "cpu":
             return part
-        return Slice(to_device(part.batch, self.device), part.rows, part.global_rows, part.index)
+        return replace(part, batch=to_device(part.batch, self.device))

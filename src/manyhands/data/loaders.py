@@ -13,10 +13,10 @@ from torch.utils.data.distributed import DistributedSampler
 from typing_extensions import override
 
 from manyhands import random_state
-from manyhands.data.datasets import Collate, RowLoader, set_epoch
+from manyhands.data.datasets import Collate, RowLoader, RowSource, set_epoch
 from manyhands.data.own_random import mixed
-from manyhands.data.share import slice_of, ticks
-from manyhands.data.source import Pick, Reading, Slices, Source, nonempty
+from manyhands.data.share import ticks
+from manyhands.data.source import Picks, Reading, Source, nonempty
 from manyhands.data.streams import LoadedStream
 from manyhands.errors import BadInput
 
@@ -43,7 +43,7 @@ def refuse_distributed(loader: DataLoader[Any]) -> None:
             )
 
 
-class Loader(Source):
+class Loader(RowSource):
     """A DataLoader over a map-style dataset: `batch_size` is its own (a batch sampler's largest) and counts as global.
 
     Its sampler is iterated once an epoch with all generators (its own, torch's, numpy's, Python's) seeded by (seed, epoch)
@@ -61,7 +61,7 @@ class Loader(Source):
         self._looked = self._look()
         self.batch_size = self._own_batch_size()
         self.rows = nonempty(self._count(self.batch_size), "the DataLoader")
-        self._reader = reader_of(loader, loader.num_workers or processes)
+        self.reader = reader_of(loader, loader.num_workers or processes)
 
     @override
     def epoch_rows(self, reading: Reading) -> int:
@@ -77,16 +77,11 @@ class Loader(Source):
         return self._batches if self._keeps(reading) else self._recut_ticks(reading.batch_size)
 
     @override
-    def slices(self, reading: Reading) -> Slices:
+    def picks(self, reading: Reading) -> Picks:
         for part in (self._loader.dataset, *samplers_of(self._loader)):
             set_epoch(part, reading.epoch)
-        return self._reader.slices(self._picks(reading), reading)
-
-    def _picks(self, reading: Reading) -> Iterator[Pick]:
-        for index, batch in enumerate(self._plan(reading)):
-            if index >= reading.first_tick:
-                start, stop = slice_of(len(batch), reading.rank, reading.size)
-                yield Pick(index, batch[start:stop], len(batch))
+        batches = self._plan(reading)
+        return Picks(batches.__getitem__, len(batches), reading.size)
 
     def _plan(self, reading: Reading) -> list[list[Any]]:
         """The epoch's global batches as lists of what the sampler gives: indices, or keys of the user's own."""

@@ -27,7 +27,9 @@ class Slice:
     global_rows: int | None
     """How many all workers have together; None where nobody knows (each worker reads a shard of a stream)."""
     index: int
-    """The tick within the epoch."""
+    """The tick within the epoch: the number of the global batch."""
+    part: int = 0
+    """Which slice of that batch it is: the worker's rank, unless it was leased."""
 
 
 Slices = Generator[Slice, None, None]
@@ -39,6 +41,7 @@ class Reading:
 
     rank: int = 0
     size: int = 1
+    """Slices of a global batch."""
     batch_size: int = 64
     """Global."""
     seed: int = 0
@@ -51,11 +54,30 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """What one worker is to load for one tick."""
+    """What one worker is to load: one slice of one global batch."""
 
     index: int  # the tick
-    own: Sequence[Any]  # this worker's row indices: a range, an array or a list
+    own: Sequence[Any]  # this slice's row indices: a range, an array or a list
     global_rows: int
+    part: int = 0
+
+    def loaded(self, batch: Any | None) -> Slice:
+        """The slice, now that its rows are loaded."""
+        return Slice(batch, len(self.own), self.global_rows, self.index, self.part)
+
+
+@dataclass(frozen=True)
+class Picks:
+    """The plan of an epoch, the same on all workers: any slice of any global batch."""
+
+    whole: Callable[[int], Sequence[Any]]  # the number of a global batch -> its row indices
+    batches: int
+    parts: int  # slices of each
+
+    def at(self, index: int, part: int) -> Pick:
+        rows = self.whole(index)
+        start, stop = slice_of(len(rows), part, self.parts)
+        return Pick(index, rows[start:stop], len(rows), part)
 
 
 class Source(ABC):
@@ -85,10 +107,36 @@ class Source(ABC):
         return False
 
 
-class Indexed(Source):
-    """A source with random access: `rows` is known, and `take` loads any of them."""
+class Planned(Source):
+    """A source with random access: which rows an epoch has, and in which order, is known before they are loaded."""
 
     rows: int
+
+    @abstractmethod
+    def picks(self, reading: Reading) -> Picks:
+        """Begin an epoch: its plan."""
+
+    @abstractmethod
+    def load(self, picks: Iterator[Pick], reading: Reading) -> Slices:
+        """Load what is picked, in that order, no sooner than it is asked for unless loader processes do it."""
+
+    def load_here(self, pick: Pick, reading: Reading) -> Slice:
+        """Load one slice in this process, the same bits as `load`."""
+        return next(self.load(iter([pick]), reading))
+
+    def in_processes(self) -> bool:
+        """Whether loader processes read ahead."""
+        return False
+
+    @override
+    def slices(self, reading: Reading) -> Slices:
+        picks = self.picks(reading)
+        own = (picks.at(index, reading.rank) for index in range(reading.first_tick, picks.batches))
+        return self.load(own, reading)
+
+
+class Indexed(Planned):
+    """A source whose rows are numbered: `take` loads any of them."""
 
     @abstractmethod
     def take(self, indices: Sequence[Any]) -> Any:
@@ -103,18 +151,14 @@ class Indexed(Source):
         return ticks(self.epoch_rows(reading), reading.batch_size)
 
     @override
-    def slices(self, reading: Reading) -> Slices:
-        for pick in self.picks(reading):
-            batch = self.take(pick.own) if len(pick.own) else None
-            yield Slice(batch, len(pick.own), pick.global_rows, pick.index)
+    def load(self, picks: Iterator[Pick], reading: Reading) -> Slices:
+        for pick in picks:
+            yield pick.loaded(self.take(pick.own) if len(pick.own) else None)
 
-    def picks(self, reading: Reading) -> Iterator[Pick]:
-        """The plan of this worker's epoch."""
-        order = self._order(reading)
-        for index in range(reading.first_tick, ticks(len(order), reading.batch_size)):
-            whole = order[index * reading.batch_size : (index + 1) * reading.batch_size]
-            start, stop = slice_of(len(whole), reading.rank, reading.size)
-            yield Pick(index, whole[start:stop], len(whole))
+    @override
+    def picks(self, reading: Reading) -> Picks:
+        order, size = self._order(reading), reading.batch_size
+        return Picks(lambda index: order[index * size : (index + 1) * size], ticks(len(order), size), reading.size)
 
     def _order(self, reading: Reading) -> Sequence[Any]:
         if reading.order is not None:

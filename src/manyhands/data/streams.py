@@ -65,14 +65,14 @@ class Stream(Source):
             if index < reading.first_tick:
                 continue
             start, stop = slice_of(len(rows), reading.rank, reading.size)
-            yield Slice(self._batch(rows[start:stop], own), stop - start, len(rows), index)
+            yield Slice(self._batch(rows[start:stop], own), stop - start, len(rows), index, reading.rank)
 
     def _read_shard(self, shard: Iterable[Any], reading: Reading) -> Slices:
         own = OwnRandom((reading.seed, reading.epoch, reading.rank))
         start, stop = slice_of(reading.batch_size, reading.rank, reading.size)
         for index, rows in enumerate(_chunks(shard, stop - start, own, may_be_empty=True)):
             if index >= reading.first_tick:
-                yield Slice(self._batch(rows, own), len(rows), None, index)
+                yield Slice(self._batch(rows, own), len(rows), None, index, reading.rank)
 
     def _batch(self, rows: list[Any], own: OwnRandom) -> Any:
         if not rows:
@@ -126,7 +126,7 @@ def _cut(batch: Any, reading: Reading, index: int) -> Slice:
     rows = rows_of(batch)
     start, stop = slice_of(rows, reading.rank, reading.size)
     own = batch if stop - start == rows else slice_rows(batch, start, stop) if stop > start else None
-    return Slice(own, stop - start, rows, index)
+    return Slice(own, stop - start, rows, index, reading.rank)
 
 
 def _chunks(stream: Iterable[Any], size: int, own: OwnRandom, may_be_empty: bool = False) -> Iterator[list[Any]]:

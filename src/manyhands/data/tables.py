@@ -10,7 +10,7 @@ import numpy as np
 from typing_extensions import override
 
 from manyhands.data.datasets import fetch, set_epoch
-from manyhands.data.source import Indexed, Reading, Slices, nonempty
+from manyhands.data.source import Indexed, Picks, Reading, nonempty
 from manyhands.errors import BadInput
 
 if TYPE_CHECKING:
@@ -107,9 +107,9 @@ class HuggingFace(Indexed):
         return dict(batch)
 
     @override
-    def slices(self, reading: Reading) -> Slices:
+    def picks(self, reading: Reading) -> Picks:
         set_epoch(self._dataset, reading.epoch)
-        return super().slices(reading)
+        return super().picks(reading)
 
     @override
     def in_background(self, reading: Reading) -> bool:

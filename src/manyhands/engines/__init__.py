@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import TYPE_CHECKING
+
+from manyhands.engines import launchers
 
 if TYPE_CHECKING:
     from manyhands.engines.base import Engine
 
 CATALOGUE: dict[str, str] = {
     "local": "manyhands.engines.local:Local",
+    "hosts": "manyhands.engines.hosts:Hosts",
     "torchrun": "manyhands.engines.torchrun:Torchrun",
 }
 """{name: "module:class"}: what a spec string may name; nothing is imported before it is asked for."""
@@ -21,10 +23,13 @@ HINTS = {
     "processes": "local",
     "elastic": "torchrun",
     "distributed": "torchrun",
+    "mpi": "torchrun",
+    "mpirun": "torchrun",
+    "srun": "torchrun",
+    "cluster": "hosts",
+    "ssh": "hosts",
 }
 """What others call them."""
-
-_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def engine_of(engine: Engine | str) -> Engine:
@@ -55,8 +60,8 @@ def engine_of(engine: Engine | str) -> Engine:
 
 
 def under_torchrun() -> bool:
-    """Whether a launcher that sets torchrun's variables started this process, as one of several."""
-    return all(name in os.environ for name in _TORCHRUN) and os.environ["WORLD_SIZE"] != "1"
+    """Whether torchrun, mpirun or srun started this process, as one of several that work together."""
+    return launchers.started_as_one_of_several()
 
 
 def default_workers(engine: Engine) -> int:
@@ -67,7 +72,7 @@ def default_workers(engine: Engine) -> int:
         assert isinstance(engine, Inside)
         return engine.worker.size
     if engine.name == "torchrun":
-        return int(os.environ.get("WORLD_SIZE", "1"))
+        return int(launchers.value_of(launchers.SIZE) or "1")
     import torch
 
     return max(1, torch.cuda.device_count())
@@ -87,4 +92,4 @@ def own_rank(engine: Engine) -> int:
     """This process's rank under an engine whose workers all make the same call."""
     from manyhands.engines.inside import Inside
 
-    return engine.worker.rank if isinstance(engine, Inside) else int(os.environ.get("RANK", "0"))
+    return engine.worker.rank if isinstance(engine, Inside) else int(launchers.value_of(launchers.RANK) or "0")

@@ -31,8 +31,24 @@ def run_here(program: Callable[[Worker], T], plan: Launch) -> T:
         coordinator=line,
         threads=threads,
     )
-    with as_current(worker):
+    with as_current(worker), _served(worker, plan):
         return run_as(worker, program, line)
+
+
+@contextmanager
+def _served(worker: Worker, plan: Launch) -> Iterator[None]:
+    """Within, the worker has the server that the plan wants, in this very process."""
+    if plan.server is None:
+        yield
+        return
+    from manyhands.server.in_process import InProcessServers
+
+    servers = InProcessServers(plan.server, workers=1, shards=plan.shards, timeout_s=plan.timeout_s)
+    (worker.server,) = servers.clients
+    try:
+        yield
+    finally:
+        worker.server.close()
 
 
 def run_as(worker: Worker, program: Callable[[Worker], T], line: InProcess) -> T:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from manyhands.events import Event
 
 if TYPE_CHECKING:  # both import torch; a command starts the fork server before it does
-    from manyhands.server.client import ServerSpec
+    from manyhands.server.base import ServerSpec
     from manyhands.worker import Worker
 
 T = TypeVar("T")
@@ -40,10 +40,18 @@ class Launch:
 
     workers: int  # how many
     server: ServerSpec | None = None  # what server the strategy wants
+    servers: int = 1  # shards of it
     timeout_s: float = 300.0  # without any progress for so long, a worker counts as hung
     threads_per_worker: int | None = None  # None: usable cores / workers, at least 1
     device: str = "auto"  # auto: one visible GPU a worker, else cpu
     observer: Observer = field(default_factory=Observer)
+
+    @property
+    def shards(self) -> int:
+        """How many shards there are: none without a server, one where its rule cannot be split."""
+        if self.server is None:
+            return 0
+        return 1 if self.server.one_shard else self.servers
 
 
 class Engine(ABC):
@@ -53,6 +61,8 @@ class Engine(ABC):
     in_place: ClassVar[bool] = (
         False  # every worker is a process that makes the same call of `launch`, and gets its own value
     )
+
+    serves: ClassVar[bool] = False  # it can start a parameter server, and its driver leases rows
 
     @abstractmethod
     def launch(self, program: Callable[[Worker], T], plan: Launch) -> list[T]:

@@ -1,4 +1,4 @@
-"""The driver's knowledge of its workers, as a pure state machine: no clock, no process, no socket.
+"""The driver's knowledge of its workers and server shards, as a pure state machine: no clock, no process, no socket.
 
 What happened goes in with the time at which it happened; `verdict(now)` says what it means: go on, finished, failed,
 or hung. `driver.py` acts on it.
@@ -9,8 +9,10 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
+from manyhands.engines.crew import name_of, seats_of
+
 WAITING = frozenset({"exchange", "wait"})
-"""Phases in which a worker waits for its peers: it is no culprit of a hang."""
+"""Phases in which a worker waits for its peers, or a shard for its workers: it is no culprit of a hang."""
 COMPILING = "compile"
 """A compiler is at work: counts as progress as long as heartbeats come."""
 USER = "user"
@@ -19,13 +21,15 @@ START_S = 120.0
 """At least so long may the fork server take to load torch, on however slow a disk, whatever `timeout_s` is."""
 ROOT_CAUSE_WAIT_S = 0.5
 """After `PeerLost` from one worker, how long to wait for the death or the error that caused it."""
+LAST_WORDS_S = 1.0
+"""After the last worker returned, how long to wait for the shards, which it has told goodbye."""
 
 
 @dataclass
 class Seat:
-    """What is known of one worker."""
+    """What is known of one worker, or of a shard of the server (see crew.py)."""
 
-    rank: int
+    number: int
     progress_at: float  # the driver's clock, when (phase, step) last changed
     heard_at: float  # when the last heartbeat came
     phase: str = "start"
@@ -41,7 +45,7 @@ class Seat:
 class Failure:
     """Why a run failed. `error` is the class of the worker's exception, "" for a death; `family` the class to raise here."""
 
-    rank: int
+    rank: int  # its seat, see crew.py
     phase: str
     step: int
     message: str
@@ -54,7 +58,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Finished:
-    """Every worker has returned."""
+    """Every worker has returned, and the shards with them, or they had their time."""
 
 
 @dataclass(frozen=True)
@@ -71,46 +75,51 @@ class Hung:
 class Coordinator:
     """Membership, last heartbeats and deadlines of one run. Times are seconds of one clock of the caller's choice."""
 
-    def __init__(self, size: int, timeout_s: float, now: float) -> None:
-        self.seats = [Seat(rank, now, now) for rank in range(size)]
+    def __init__(self, workers: int, timeout_s: float, now: float, servers: int = 0) -> None:
+        self.seats = {seat: Seat(seat, now, now) for seat in seats_of(workers, servers)}
         self.timeout_s = timeout_s
         self.generation = 0
+        self._returned_at = now  # the last worker that did
         self._failures: list[tuple[float, Failure]] = []
 
-    def started(self, rank: int, now: float) -> None:
-        """A worker's process is there: its deadline begins."""
-        seat = self.seats[rank]
-        seat.started, seat.heard_at, seat.progress_at = True, now, now
+    def started(self, seat: int, now: float) -> None:
+        """Its process is there: its deadline begins."""
+        known = self.seats[seat]
+        known.started, known.heard_at, known.progress_at = True, now, now
 
-    def beat(self, rank: int, phase: str, step: int, idle_s: float, now: float) -> None:
-        """A heartbeat: where the worker is, and for how many seconds already."""
-        seat = self.seats[rank]
-        seat.phase, seat.step, seat.heard_at, seat.progress_at = phase, step, now, now - idle_s
+    def beat(self, seat: int, phase: str, step: int, idle_s: float, now: float) -> None:
+        """A heartbeat: where it is, and for how many seconds already. A shard has nothing to do until somebody comes."""
+        known = self.seats[seat]
+        since = 0.0 if seat < 0 and phase in WAITING else idle_s
+        known.phase, known.step, known.heard_at, known.progress_at = phase, step, now, now - since
 
-    def returned(self, rank: int) -> None:
-        self.seats[rank].done = True
+    def returned(self, seat: int, now: float) -> None:
+        self.seats[seat].done = True
+        self._returned_at = max(self._returned_at, now) if seat >= 0 else self._returned_at
 
     def raised(self, failure: Failure, now: float) -> None:
-        """A worker reported its own error: it will exit, and that exit is no news."""
+        """One reported its own error: it will exit, and that exit is no news. What befalls one that has returned is none."""
+        if self.seats[failure.rank].done:
+            return
         self.seats[failure.rank].done = True
         self._failures.append((now, failure))
 
-    def exited(self, rank: int, status: int, host: str, now: float, last: tuple[str, int] | None = None) -> None:
-        """A worker's process ended, with `os.waitstatus_to_exitcode`'s status; a death unless it returned or raised.
+    def exited(
+        self, seat: int, status: int, host: str, now: float, last: tuple[str, int] | None = None, detail: str = ""
+    ) -> None:
+        """A process ended, with `os.waitstatus_to_exitcode`'s status; a death unless it returned or raised.
 
-        last: the phase and step that it left behind, newer than its last heartbeat.
+        last: the phase and step that it left behind, newer than its last heartbeat; detail: the stack, if it left one.
         """
-        seat = self.seats[rank]
+        known = self.seats[seat]
         if last is not None:
-            seat.phase, seat.step = last
-        if not seat.done:
-            where = f"in phase {seat.phase} at step {seat.step}"
-            message = f"worker {rank} on {host} {how_it_ended(status)} {where}"
-            self.raised(Failure(rank=rank, phase=seat.phase, step=seat.step, message=message), now)
+            known.phase, known.step = last
+        message = f"{name_of(seat)} on {host} {how_it_ended(status)} in phase {known.phase} at step {known.step}"
+        self.raised(Failure(rank=seat, phase=known.phase, step=known.step, message=message, detail=detail), now)
 
     def excuse(self, seconds: float) -> None:
         """The driver itself was busy for so long and heard nobody: nobody's deadline runs meanwhile."""
-        for seat in self.seats:
+        for seat in self.seats.values():
             seat.progress_at += seconds
             seat.heard_at += seconds
 
@@ -118,8 +127,9 @@ class Coordinator:
         """What to do now; None: go on."""
         if self._failures:
             return self._failed(now)
-        if all(seat.done for seat in self.seats):
-            return Finished()
+        if all(seat.done for seat in self.seats.values() if seat.number >= 0):
+            told = all(seat.done for seat in self.seats.values()) or now - self._returned_at >= LAST_WORDS_S
+            return Finished() if told else None
         return self._hung(now)
 
     def _failed(self, now: float) -> Failed | None:
@@ -127,23 +137,28 @@ class Coordinator:
             if not failure.secondary:
                 return Failed(failure)
         at, first = self._failures[0]
-        waited = now - at >= ROOT_CAUSE_WAIT_S or all(seat.done for seat in self.seats)
+        waited = now - at >= ROOT_CAUSE_WAIT_S or all(seat.done for seat in self.seats.values())
         return Failed(first) if waited else None
 
     def _hung(self, now: float) -> Hung | None:
-        running = [seat for seat in self.seats if not seat.done]
+        running = [seat for seat in self.seats.values() if not seat.done]
         compiling = [seat for seat in running if self._compiling(seat, now)]
         stale = [seat for seat in running if self._stale(seat, now) and seat not in compiling]
         busy = [seat for seat in stale if seat.phase not in WAITING]
         if not stale or (compiling and not busy):  # whoever waits for a compiler waits for progress
             return None
+        if not busy and any(self._moving(seat, now) for seat in running):  # somebody is slow, and on the way
+            return None
         suspects = busy or [seat for seat in running if seat.phase not in WAITING] or stale
         culprit = max(suspects, key=lambda seat: seat.idle_s(now))
-        return Hung(culprit.rank, culprit.idle_s(now))
+        return Hung(culprit.number, culprit.idle_s(now))
 
     def _stale(self, seat: Seat, now: float) -> bool:
         timeout_s = self.timeout_s if seat.started else max(self.timeout_s, START_S)
         return seat.phase != USER and seat.idle_s(now) >= timeout_s
+
+    def _moving(self, seat: Seat, now: float) -> bool:
+        return seat.phase not in (*WAITING, USER) and not self._stale(seat, now)
 
     def _compiling(self, seat: Seat, now: float) -> bool:
         return seat.phase == COMPILING and now - seat.heard_at < self.timeout_s
@@ -151,9 +166,10 @@ class Coordinator:
     def table(self, now: float) -> str:
         """rank | last step | phase | seconds since progress"""
         rows = [("rank", "last step", "phase", "seconds since progress")]
-        for seat in self.seats:
+        for seat in self.seats.values():
             idle = "" if seat.done else f"{seat.idle_s(now):.1f}"
-            rows.append((str(seat.rank), str(seat.step), "returned" if seat.done else seat.phase, idle))
+            name = str(seat.number) if seat.number >= 0 else name_of(seat.number)
+            rows.append((name, str(seat.step), "returned" if seat.done else seat.phase, idle))
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         return "\n".join(" | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 

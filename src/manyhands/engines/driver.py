@@ -1,125 +1,108 @@
-"""One run on a fork server, seen from the driver: hears the workers, lets the coordinator judge, and acts on the verdict."""
+"""One run, seen from the driver: hears the crews of all hosts, lets the coordinator judge, and acts on the verdict."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import selectors
 import signal
-import socket
 import sys
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from manyhands import errors
-from manyhands.engines import status
+from manyhands import errors, leases
 from manyhands.engines.base import Launch
-from manyhands.engines.control import Closed, Message, Wire
 from manyhands.engines.coordinator import Coordinator, Failed, Failure, Finished, Hung
-from manyhands.engines.cores import threads_per_worker
+from manyhands.engines.crew import Crew, name_of, seats_of
 from manyhands.engines.limits import room_for_descriptors
-from manyhands.engines.shipping import ship, unship
-from manyhands.engines.spawner import Spawner, import_path
-from manyhands.engines.status import Status
+from manyhands.engines.meetings import Meetings
+from manyhands.engines.shipping import ship
+from manyhands.engines.spawner import import_path
 from manyhands.errors import ManyhandsError, WorkerFailed
 from manyhands.events import Event
+from manyhands.leases import End, Lease, Leases, Segment
 from manyhands.signals import PREEMPTED
 
 _POLL_S = 0.1
 _EXIT_GRACE_S = 0.5  # between a worker's last message and its exit
-_STACKS_S = 1.0
-
-
-@dataclass
-class Line:
-    """The driver's end of one worker: its wire, and the file that its stacks go to."""
-
-    wire: Wire
-    stacks: int
-    status: Status
-    value: Any = None
-    open: bool = True
-
-    def close(self) -> None:
-        self.wire.close()
-        self.status.close()
-        if self.stacks >= 0:
-            os.close(self.stacks)
-            self.stacks = -1
 
 
 @dataclass
 class Driver:
     """Runs one program; afterwards no process and no descriptor of the run is left, however it ended."""
 
-    spawner: Spawner
+    crews: Sequence[Crew]
     plan: Launch
     clock: Callable[[], float] = time.monotonic
-    host: str = field(default_factory=socket.gethostname)
-    lines: list[Line] = field(default_factory=list)
+    _values: dict[int, Any] = field(default_factory=dict, init=False)
+    _news: deque[Event] = field(default_factory=deque, init=False)  # what the observer has not heard yet
+    _leases: Leases = field(default_factory=Leases, init=False)
+    _meetings: Meetings = field(default_factory=Meetings, init=False)
+
+    def __post_init__(self) -> None:
+        self.coordinator = Coordinator(self.plan.workers, self.plan.timeout_s, self.clock(), self.plan.shards)
+        self._crew_of = {seat: crew for crew in self.crews for seat in crew.seats}
 
     def run(self, program: Any) -> list[Any]:
-        with room_for_descriptors(2 * self.plan.workers):
+        with room_for_descriptors(3 * len(self._crew_of) + 2 * len(self.crews)):
             try:
-                self._start(program)
+                self._busy(partial(self._start, program))
                 self._listen()
-                self.spawner.end_run(_EXIT_GRACE_S)
-                return [line.value for line in self.lines]
+                self._end(_EXIT_GRACE_S)
             except BaseException:
-                self.spawner.end_run(grace_s=0.0)
+                self._end(grace_s=0.0)
                 raise
-            finally:
-                for line in self.lines:
-                    line.close()
+        return [self._values[rank] for rank in range(self.plan.workers)]
 
     def _start(self, program: Any) -> None:
         fd = ship(program, "the program")
-        self.coordinator = Coordinator(self.plan.workers, self.plan.timeout_s, self.clock())
         try:
-            self.spawner.launch(self._shared(), fd)
-            for rank in range(self.plan.workers):
-                self._fork(rank)
-        except (BrokenPipeError, ConnectionResetError):
-            raise self._server_died() from None
+            for crew in self.crews:
+                crew.start(self._shared(), fd)
         finally:
             os.close(fd)
 
     def _shared(self) -> dict[str, Any]:
+        """What every process of the run is to know; a crew may say it in its host's own way."""
         return {
             "size": self.plan.workers,
             "path": import_path(),
             "argv": sys.argv,
             "folder": os.getcwd(),
             "environment": dict(os.environ),
-            "threads": threads_per_worker(self.plan.workers, self.plan.threads_per_worker),
+            "threads": self.plan.threads_per_worker,
             "device": self.plan.device,
             "timeout_s": self.plan.timeout_s,
+            "server": None if self.plan.server is None else vars(self.plan.server),
+            "servers": self.plan.shards,
         }
 
-    def _fork(self, rank: int) -> None:
-        wire, there = Wire.pair()
-        wire.sock.settimeout(self.plan.timeout_s)
-        page = status.create()
-        try:
-            with there:
-                stacks = os.memfd_create("manyhands-stacks", os.MFD_CLOEXEC)
-                self.lines.append(Line(wire, stacks, Status(page)))
-                self.spawner.fork(rank, there.fileno(), stacks, page)
-        finally:
-            os.close(page)
+    def _end(self, grace_s: float) -> None:
+        """All crews, also where one of them fails to; the first error is raised then."""
+        failed: BaseException | None = None
+        for crew in self.crews:
+            try:
+                crew.end(grace_s)
+            except BaseException as error:  # noqa: BLE001 - a Ctrl-C included: the other hosts' processes must end first
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+    # -- hearing -----------------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
         stopped = False
         with selectors.DefaultSelector() as selector:
-            selector.register(self.spawner.wire, selectors.EVENT_READ, None)
-            for rank, line in enumerate(self.lines):
-                selector.register(line.wire, selectors.EVENT_READ, rank)
+            for crew in self.crews:
+                for fd in crew.filenos():
+                    selector.register(fd, selectors.EVENT_READ, crew)
             while not self._finished():
-                for key, _ in selector.select(_POLL_S):
-                    self._hear(selector, key.data)
+                for crew in dict.fromkeys(key.data for key, _ in selector.select(_POLL_S)):
+                    self._hear(crew)
+                self._tell_observer()
                 stopped = stopped or self._stop()
 
     def _finished(self) -> bool:
@@ -131,161 +114,127 @@ class Driver:
             raise self._hung(verdict)
         return isinstance(verdict, Finished)
 
-    def _hear(self, selector: selectors.BaseSelector, rank: int | None) -> None:
-        if rank is None:
-            self._hear_server()
-        elif self.lines[rank].open and not self._drain(rank):
-            selector.unregister(self.lines[rank].wire)
+    def _hear(self, crew: Crew) -> None:
+        for seat, body in crew.receive():
+            self._take(crew, seat, body)
 
-    def _hear_server(self) -> None:
-        try:
-            messages = self.spawner.receive()
-        except Closed:
-            raise self._server_died() from None
-        for body, _ in messages:
-            if body["type"] == "started":
-                self.coordinator.started(body["rank"], self.clock())
-            elif body["type"] == "exited":
-                self._drain(body["rank"])  # its last words come before the news of its end
-                line = self.lines[body["rank"]]
-                self.coordinator.exited(body["rank"], body["status"], self.host, self.clock(), line.status.read())
+    def _take(self, crew: Crew, seat: int, body: dict[str, Any]) -> None:
+        now = self.clock()
+        match body["type"]:
+            case "beat":
+                self.coordinator.beat(seat, body["phase"], body["step"], body["idle_s"], now)
+                self._news.extend(Event(**event) for event in body["events"])
+            case "lease":
+                self._lease(seat, Segment(**body["segment"]))
+            case "ask":
+                self._tell_observer()  # all that was emitted before the question
+                value = self._busy(partial(self.plan.observer.answer, Event(**body["event"])))
+                crew.tell(seat, {"type": "answer", "value": value})
+            case "meet":
+                self._meet(seat, body)
+            case "value":
+                self._values[seat] = body.get("value")
+                self.coordinator.returned(seat, now)
+            case "started":
+                self.coordinator.started(seat, now)
+            case "exited":
+                last = None if body["phase"] is None else (body["phase"], body["step"])
+                self.coordinator.exited(seat, body["status"], crew.host, now, last, body["detail"])
+            case "error":
+                self._raised(crew, seat, body)
+            case other:
+                raise ManyhandsError(f"{name_of(seat)} on {crew.host} sent a message of unknown type {other!r}")
 
-    def _drain(self, rank: int) -> bool:
-        """Take what this worker has sent; False once its end is closed."""
-        line = self.lines[rank]
-        try:
-            while messages := line.wire.receive(wait=False):
-                for message in messages:
-                    self._take(rank, message)
-        except Closed:
-            line.open = False
-        return line.open
-
-    def _take(self, rank: int, message: Message) -> None:
-        body = message.body
-        if body["type"] == "beat":
-            self.coordinator.beat(rank, body["phase"], body["step"], body["idle_s"], self.clock())
-            for event in body["events"]:
-                self._busy(partial(self.plan.observer.event, Event(**event)))
-        elif body["type"] == "ask":
-            value = self._busy(partial(self.plan.observer.answer, Event(**body["event"])))
-            self._tell(rank, {"type": "answer", "value": value})
-        elif body["type"] == "value":
-            self.lines[rank].value = _unship(message.fds[0], rank)
-            self.coordinator.returned(rank)
-        else:
-            self._raised(body)
+    def _tell_observer(self) -> None:
+        """What was emitted, in order. It may write files: leases do not wait for that."""
+        while self._news:
+            self._busy(partial(self.plan.observer.event, self._news.popleft()))
 
     def _busy(self, call: Callable[[], Any]) -> Any:
-        """The observer's own work is no silence of the workers'."""
+        """What takes the driver's own time, as the observer or a program of many bytes, is no silence of the workers'."""
         began = self.clock()
         value = call()
         self.coordinator.excuse(self.clock() - began)
         return value
 
+    # -- answering ---------------------------------------------------------------------------------------------------
+
+    def _lease(self, seat: int, segment: Segment) -> None:
+        self._leased(seat, self._leases.take(seat, segment))
+        self._release()
+
+    def _release(self) -> None:
+        """The answers to those who waited."""
+        released, self._leases.released = self._leases.released, []
+        for seat, answer in released:
+            self._leased(seat, answer)
+
+    def _leased(self, seat: int, answer: Lease | End | None) -> None:
+        value = None if answer is None else leases.to_json(answer)
+        self._crew_of[seat].tell(seat, {"type": "leased", "value": value})
+
+    def _meet(self, seat: int, body: dict[str, Any]) -> None:
+        values = self._meetings.come(seat, body["name"], body["seats"], body["value"])
+        for other in body["seats"] if values is not None else ():
+            self._crew_of[other].tell(other, {"type": "met", "name": body["name"], "values": values})
+
     def _stop(self) -> bool:
         reason = self._busy(self.plan.observer.stopping)
-        for rank in range(self.plan.workers) if reason else ():
-            self._tell(rank, {"type": "stop", "reason": reason})
+        if reason:
+            self._leases.stop(reason)
+            self._release()
+            for rank in range(self.plan.workers):
+                self._crew_of[rank].tell(rank, {"type": "stop", "reason": reason})
         if reason == PREEMPTED:
             # A script's own handler may have something to save; the loop of train() ignores the signal.
-            self.spawner.signal_workers(signal.SIGTERM)
+            for crew in self.crews:
+                crew.signal(signal.SIGTERM)
         return bool(reason)
 
-    def _tell(self, rank: int, body: dict[str, Any]) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died: the news of that is on its way
-            self.lines[rank].wire.send(body)
+    # -- judging -----------------------------------------------------------------------------------------------------
 
-    def _raised(self, body: dict[str, Any]) -> None:
-        del body["type"]
+    def _raised(self, crew: Crew, seat: int, body: dict[str, Any]) -> None:
+        fields = {name: value for name, value in body.items() if name != "type"}
         if not body["family"]:
-            place = f"worker {body['rank']} on {self.host} failed in phase {body['phase']} at step {body['step']}"
-            body["message"] = f"{place}: {body['error']}: {body['message']}"
-        self.coordinator.raised(Failure(**body), self.clock())
+            place = f"{name_of(seat)} on {crew.host} failed in phase {body['phase']} at step {body['step']}"
+            fields["message"] = f"{place}: {body['error']}: {body['message']}"
+        self.coordinator.raised(Failure(**fields), self.clock())
 
     def _error(self, failure: Failure) -> Exception:
         """What to raise: manyhands' own errors as they were, anything else as `WorkerFailed`."""
         family = getattr(errors, failure.family, ManyhandsError)
         if failure.family and family not in (errors.PeerLost, WorkerFailed):
             error: ManyhandsError = family(failure.message)
-            error.add_note(f"raised by worker {failure.rank} on {self.host}:\n{failure.detail}")
+            where = f"{name_of(failure.rank)} on {self._crew_of[failure.rank].host}"
+            error.add_note(f"raised by {where}:\n{failure.detail}")
             return error
-        detail = failure.detail or self._stack(failure.rank)  # a crash wrote its stack, if Python could
-        return self._failed(failure.message, failure, detail)
+        return self._failed(failure)
 
-    def _failed(self, message: str, failure: Failure, detail: str) -> WorkerFailed:
+    def _failed(self, failure: Failure) -> WorkerFailed:
         error = WorkerFailed(
-            message,
+            failure.message,
             rank=failure.rank,
-            host=self.host,
+            host=self._crew_of[failure.rank].host,
             phase=failure.phase,
             step=failure.step,
-            detail=detail,
+            detail=failure.detail,
             error=failure.error,
         )
         error.exit_code = failure.exit_code
         return error
 
     def _hung(self, verdict: Hung) -> WorkerFailed:
-        now = self.clock()
         seat = self.coordinator.seats[verdict.culprit]
-        table = self.coordinator.table(now)
+        table = self.coordinator.table(self.clock())
         message = (
-            f"worker {seat.rank} on {self.host} made no progress for {verdict.seconds:.1f} s, in phase {seat.phase} at step {seat.step} "
+            f"{name_of(seat.number)} on {self._crew_of[seat.number].host} made no progress for {verdict.seconds:.1f} s, in phase {seat.phase} at step {seat.step} "
             f"(timeout_s={self.plan.timeout_s:g}). Where every worker is follows; if the work is only slow, give a longer timeout_s."
         )
-        failure = Failure(rank=seat.rank, phase=seat.phase, step=seat.step, message=message)
-        return self._failed(message, failure, f"{table}\n\n{self._stacks()}")
+        detail = f"{table}\n\n{self._stacks()}"
+        return self._failed(Failure(rank=seat.number, phase=seat.phase, step=seat.step, message=message, detail=detail))
 
     def _stacks(self) -> str:
-        """Every worker's Python stack: a signal has the interpreter write it, even where the global lock is held."""
-        self.spawner.signal_workers(signal.SIGUSR1)
-        deadline, before = time.monotonic() + _STACKS_S, None
-        while (sizes := [os.fstat(line.stacks).st_size for line in self.lines]) != before or 0 in sizes:
-            if time.monotonic() > deadline:
-                break
-            before = sizes
-            time.sleep(0.05)
+        stacks = {seat: stack for crew in self.crews for seat, stack in crew.stacks().items()}
         missing = "(no stack: the process does not answer, or has ended)"
-        return "\n\n".join(f"worker {rank}:\n{self._stack(rank) or missing}" for rank in range(len(self.lines)))
-
-    def _stack(self, rank: int) -> str:
-        fd = self.lines[rank].stacks
-        return tidy(os.pread(fd, 1 << 20, 0).decode(errors="replace"))
-
-    def _server_died(self) -> WorkerFailed:
-        status = self.spawner.died()
-        how = (
-            f"was killed by signal {-status} ({signal.Signals(-status).name})"
-            if status < 0
-            else f"ended with exit code {status}"
-        )
-        message = f"the fork server on {self.host}, the parent of all workers, {how}; its own message, if any, is above"
-        return WorkerFailed(message, rank=-1, host=self.host, phase="start", step=0)
-
-
-def tidy(dump: str) -> str:
-    """What `faulthandler` wrote, without the heartbeat's thread and the frames of the engine below the program."""
-    kept = []
-    for block in dump.split("\n\n"):
-        lines = block.splitlines()
-        if (
-            any(name in line for line in lines for name in ("heartbeat.py", "Extension modules:"))
-            and "Current" not in block
-        ):
-            continue
-        ours = [i for i, line in enumerate(lines) if "worker_process.py" in line]
-        kept.append("\n".join(lines[: ours[0]] if ours else lines))
-    return "\n\n".join(kept).strip()
-
-
-def _unship(fd: int, rank: int) -> Any:
-    """A worker's value. Copied, not mapped: it outlives the run, and no descriptor may."""
-    try:
-        return unship(fd, mapped=False)
-    except Exception as error:  # what a user's __setstate__ raises
-        raise ManyhandsError(
-            f"the value that worker {rank} returned cannot be rebuilt here ({type(error).__name__}: {error}): return numbers, arrays or tensors"
-        ) from error
-    finally:
-        os.close(fd)
+        seats = seats_of(self.plan.workers, self.plan.shards)
+        return "\n\n".join(f"{name_of(seat)}:\n{stacks.get(seat) or missing}" for seat in seats)

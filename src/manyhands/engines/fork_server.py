@@ -1,13 +1,13 @@
-"""A small fork server: a fresh interpreter that loads torch once and then forks workers, which start at once.
+"""A small fork server: a fresh interpreter that loads torch once and then forks workers and shards, which start at once.
 
 It runs no code of the user's and never touches a GPU. The workers get the program as a descriptor and unpickle it
 themselves, so the caller's main is never imported again. Messages from the driver (see control.py):
 
-    launch  what all workers of a run share; descriptors: program[, stdout, stderr]
-    worker  fork rank r; descriptors: its line to the driver, its file for stacks, its page for phase and step
+    launch  what all processes of a run share, their seats in the order of forking; descriptors: program[, stdout, stderr]
+    fork    fork a seat; descriptors: its two lines to the driver, its file for stacks, its page for phase and step
     end     the run is over: kill whoever is left after `grace_s`
 
-and to it: `started` (rank, pid), `exited` (rank, status), `idle` (everything of the run is gone).
+and to it: `started` (seat, pid), `exited` (seat, status), `idle` (everything of the run is gone).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import importlib
+import itertools
 import os
 import select
 import signal
@@ -25,16 +26,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from manyhands.engines.control import Closed, Message, Wire
+from manyhands.engines.crew import shard_of
 from manyhands.engines.limits import raise_limit_of_descriptors
 
 if TYPE_CHECKING:
-    from manyhands.engines.worker_process import Place
+    from manyhands.engines.process import Place
 
 _PRELOAD = (
     "torch",
     "torch._dynamo",  # the first optimizer imports it, and that takes as long as torch itself
     "torch.utils.data",
     "manyhands.engines.worker_process",
+    "manyhands.engines.shard_process",
 )
 
 
@@ -65,17 +68,61 @@ def _fill_standard_descriptors() -> None:
 
 @dataclass
 class Run:
-    """What the workers of one run share."""
+    """What the processes of one run share."""
 
     body: dict[str, Any]
     fds: list[int]
     memory: list[int] = field(default_factory=list)
     lifelines: list[tuple[int, int]] = field(default_factory=list)
+    channels: dict[tuple[int, int], tuple[int, int]] = field(
+        default_factory=dict
+    )  # (rank, shard) -> (its end, its end)
+
+    @property
+    def workers(self) -> list[int]:
+        return [seat for seat in self.body["seats"] if seat >= 0]
+
+    @property
+    def shards(self) -> list[int]:
+        return [shard_of(seat) for seat in self.body["seats"] if seat < 0]
+
+    def connect(self) -> None:
+        """Make what the workers of this host share, and a socket pair for each of them and each shard."""
+        if len(self.workers) > 1:
+            from manyhands.comm.shared_memory import SharedMemory
+
+            self.memory = list(SharedMemory.create(len(self.workers)))
+            self.lifelines = [os.pipe2(os.O_CLOEXEC) for _ in self.workers]
+        for rank, shard in itertools.product(self.workers, self.shards):
+            worker, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            self.channels[rank, shard] = worker.detach(), server.detach()
+
+    def keep(self, seat: int) -> dict[int, int]:
+        """In a child: close what is others'; what remains of the channels, by shard or by rank.
+
+        The end of a file must mean the death of its owner, so nobody may hold another's end.
+        """
+        kept = {}
+        for (rank, shard), (worker, server) in self.channels.items():
+            mine = {rank: (shard, worker), shard_of(shard): (rank, server)}.get(seat)
+            if mine is not None:
+                kept[mine[0]] = mine[1]
+            for fd in {worker, server} - {mine[1] if mine is not None else -1}:
+                os.close(fd)
+        self.channels = {}
+        if seat < 0:
+            program, *streams = self.fds
+            self.fds = streams
+            for fd in [program, *self.memory, *(end for pipe in self.lifelines for end in pipe)]:
+                os.close(fd)
+            self.memory, self.lifelines = [], []
+        return kept
 
     def close(self) -> None:
-        for fd in [*self.fds, *self.memory, *(end for pipe in self.lifelines for end in pipe)]:
+        pipes = [*self.lifelines, *self.channels.values()]
+        for fd in [*self.fds, *self.memory, *(end for pipe in pipes for end in pipe)]:
             os.close(fd)
-        self.fds, self.memory, self.lifelines = [], [], []
+        self.fds, self.memory, self.lifelines, self.channels = [], [], [], {}
 
 
 class ForkServer:
@@ -83,7 +130,7 @@ class ForkServer:
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
-        self._ranks: dict[int, int] = {}  # pid -> rank of workers not yet reaped
+        self._seats: dict[int, int] = {}  # pid -> seat of processes not yet reaped
         self._run: Run | None = None
         self._wakeup, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._inherited = (self._wakeup, wakeup)
@@ -118,45 +165,39 @@ class ForkServer:
 
     def _abandon(self) -> NoReturn:
         """The driver is gone, and with it everything ends."""
-        for pid in list(self._ranks):
+        for pid in list(self._seats):
             os.killpg(pid, signal.SIGKILL)
         os._exit(0)
 
     def _receive(self) -> None:
         for message in self._wire.receive():
-            {"launch": self._launch, "worker": self._fork, "end": self._end}[message.body["type"]](message)
+            {"launch": self._launch, "fork": self._fork, "end": self._end}[message.body["type"]](message)
 
     def _launch(self, message: Message) -> None:
-        body = {name: value for name, value in message.body.items() if name != "type"}
-        size = body["size"]
-        self._run = Run(body, message.fds)
-        if size > 1:
-            from manyhands.comm.shared_memory import SharedMemory
-
-            self._run.memory = list(SharedMemory.create(size))
-            self._run.lifelines = [os.pipe2(os.O_CLOEXEC) for _ in range(size)]
+        self._run = Run({name: value for name, value in message.body.items() if name != "type"}, message.fds)
+        self._run.connect()
 
     def _fork(self, message: Message) -> None:
         assert self._run is not None
-        parent, rank = os.getpid(), message.body["rank"]
+        parent, seat = os.getpid(), message.body["seat"]
         pid = os.fork()
         if pid == 0:
-            self._become_worker(parent, rank, message.fds)
+            self._become(parent, seat, message.fds)
         with contextlib.suppress(ProcessLookupError, PermissionError):  # the child does it too, whoever comes first
             os.setpgid(pid, pid)
-        self._ranks[pid] = rank
+        self._seats[pid] = seat
         for fd in message.fds:
             os.close(fd)
-        self._wire.send({"type": "started", "rank": rank, "pid": pid})
-        if rank == self._run.body["size"] - 1:  # all workers have the memory and the lifelines: now nobody else has
+        self._wire.send({"type": "started", "seat": seat, "pid": pid})
+        if seat == self._run.body["seats"][-1]:  # all have their memory, lifelines and channels: now nobody else has
             self._run.close()
 
-    def _become_worker(self, parent: int, rank: int, fds: list[int]) -> NoReturn:
+    def _become(self, parent: int, seat: int, fds: list[int]) -> NoReturn:
         """In the child: leave everything of the fork server's behind, and never return to its code."""
         assert self._run is not None
         code = 1
         try:
-            from manyhands.engines.worker_process import die_with, run
+            from manyhands.engines.process import die_with
 
             die_with(parent)
             os.setpgid(0, 0)
@@ -166,22 +207,22 @@ class ForkServer:
             self._wire.close()
             for fd in self._inherited:
                 os.close(fd)
-            code = run(_place(self._run, rank, fds))
+            code = _run(_place(self._run, seat, fds))
         except BaseException:  # noqa: BLE001 - nothing may return into the fork server's loop
             traceback.print_exc()
         finally:
             os._exit(code)
 
     def _end(self, message: Message) -> None:
-        """Give the workers a moment to exit, then kill their groups; answer when all are gone."""
+        """Give the processes a moment to exit, then kill their groups; answer when all are gone."""
         deadline = time.monotonic() + message.body["grace_s"]
-        while self._ranks and (left := deadline - time.monotonic()) > 0:
+        while self._seats and (left := deadline - time.monotonic()) > 0:
             select.select([self._wakeup], [], [], left)
             self._drain_wakeup()
             self._reap()
-        for pid in self._ranks:
+        for pid in self._seats:
             os.killpg(pid, signal.SIGKILL)
-        while self._ranks:
+        while self._seats:
             select.select([self._wakeup], [], [], 0.1)
             self._drain_wakeup()
             self._reap()
@@ -196,28 +237,38 @@ class ForkServer:
 
     def _reap(self) -> None:
         """Tell of workers that ended, and kill the children they left: while its leader is unreaped, a group's number is safe."""
-        while self._ranks and (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+        while self._seats and (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(ended.si_pid, signal.SIGKILL)
             _, status = os.waitpid(ended.si_pid, 0)
-            rank = self._ranks.pop(ended.si_pid)
-            self._wire.send({"type": "exited", "rank": rank, "status": os.waitstatus_to_exitcode(status)})
+            seat = self._seats.pop(ended.si_pid)
+            self._wire.send({"type": "exited", "seat": seat, "status": os.waitstatus_to_exitcode(status)})
 
 
-def _place(run: Run, rank: int, fds: list[int]) -> Place:
-    """What worker `rank` inherits, with the three descriptors that are its alone."""
-    from manyhands.engines.worker_process import Place
+def _run(place: Place) -> int:
+    """The exit code of a worker or of a shard."""
+    from manyhands.engines import shard_process, worker_process
 
-    program, *streams = run.fds
-    line, stacks, status = fds
+    return worker_process.run(place) if place.seat >= 0 else shard_process.run(place)
+
+
+def _place(run: Run, seat: int, fds: list[int]) -> Place:
+    """What a seat inherits, with the four descriptors that are its alone."""
+    from manyhands.engines.process import Place
+
+    channels = run.keep(seat)
+    program, *streams = run.fds if seat >= 0 else [-1, *run.fds]
+    line, questions, stacks, status = fds
     return Place(
-        rank=rank,
+        seat=seat,
         program=program,
         streams=streams,
         line=socket.socket(fileno=line),
+        questions=socket.socket(fileno=questions),
         stacks=stacks,
         status=status,
         memory=run.memory,
         lifelines=run.lifelines,
+        channels=channels,
         **run.body,
     )

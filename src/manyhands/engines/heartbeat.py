@@ -1,25 +1,27 @@
-"""A worker's line to its driver: a thread that says four times a second where the worker is, and carries its events."""
+"""The line of a worker, or of a shard, to the driver: a thread that says four times a second where it is, and carries events."""
 
 from __future__ import annotations
 
 import json
 import os
-import queue
 import signal
 import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from typing_extensions import override
 
+from manyhands import leases
 from manyhands.comm.group import Group
 from manyhands.engines.control import Closed, Wire
 from manyhands.engines.coordinator import COMPILING
 from manyhands.engines.status import Status
 from manyhands.errors import ManyhandsError
 from manyhands.events import Event
+from manyhands.leases import End, Lease, Segment
 from manyhands.worker import Coordinator
 
 BEAT_S = 0.25
@@ -28,13 +30,18 @@ ANSWER_S = 600.0
 
 
 class DriverLine(Coordinator):
-    """Heartbeats and events go over `wire`, phase and step into `status` besides; `timeout_s` is how long the driver may leave it unread, if more than ANSWER_S.
+    """Heartbeats and events go over `wire`, questions and their answers over `questions`; phase and step into `status` besides.
 
-    Once the driver is gone this process and all its children are killed: there is nobody to return to.
+    The thread that asks reads its answer itself, which is why questions have a wire of their own: a lease is asked for
+    at every tick. `timeout_s` is how long the driver may leave either unread, if more than ANSWER_S. Once the driver is
+    gone this process and all its children are killed: there is nobody to return to.
     """
 
-    def __init__(self, wire: Wire, timeout_s: float, status: Status | None = None) -> None:
-        self._wire, self._status = wire, status
+    def __init__(
+        self, wire: Wire, questions: Wire, timeout_s: float, status: Status | None = None, seat: int = 0
+    ) -> None:
+        self.seat = seat
+        self._wire, self._questions, self._status = wire, questions, status
         self._timeout_s = max(timeout_s, ANSWER_S)
         self._now = ("start", 0)
         self._seen, self._seen_at = self._now, time.monotonic()
@@ -42,11 +49,11 @@ class DriverLine(Coordinator):
         self._asking = False  # the driver's turn: no silence of this worker's
         self._outbox: deque[str] = deque()
         self._sending = threading.Lock()
-        self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._stop = ""
         self._closed = False
         wire.sock.settimeout(self._timeout_s)
-        os.register_at_fork(after_in_child=wire.close)  # a loader's process must not keep the line open
+        for line in (wire, questions):
+            os.register_at_fork(after_in_child=line.close)  # a loader's process must not keep the line open
         _watch_compilers(self)
 
     def start(self) -> None:
@@ -64,16 +71,46 @@ class DriverLine(Coordinator):
 
     @override
     def ask(self, event: Event) -> dict[str, Any]:
+        self._send(None)  # all that was emitted before
+        value: dict[str, Any] = self._question({"type": "ask", "event": vars(event)}, repr(event.type))["value"]
+        return value
+
+    @override
+    def lease(self, segment: Segment) -> Lease | End:
+        return leases.from_json(
+            self._question({"type": "lease", "segment": vars(segment)}, "a request for rows")["value"]
+        )
+
+    def meet(self, name: str, seats: Sequence[int], value: Any) -> list[Any]:
+        """Bring a value (JSON) to the meeting of these seats, this one among them; all their values, in that order."""
+        question = {"type": "meet", "name": name, "seats": list(seats), "value": value}
+        values: list[Any] = self._question(question, f"the meeting {name!r}")["values"]
+        return values
+
+    def _question(self, question: dict[str, Any], what: str) -> dict[str, Any]:
+        """Send a message and wait for its answer; `what` names it in the error of a driver that gives none."""
         self._asking = True
         try:
-            self._send({"type": "ask", "event": vars(event)})
-            return self._answers.get(timeout=self._timeout_s)
-        except queue.Empty:
+            self._questions.sock.settimeout(self._timeout_s)
+            self._questions.send(question)
+            return self._answer()
+        except (Closed, BrokenPipeError, ConnectionResetError):
+            end_this_group()
+        except TimeoutError:
             raise ManyhandsError(
-                f"the driver did not answer {event.type!r} within {self._timeout_s:.0f} s: is a callback stuck? Else give a longer timeout_s"
+                f"the driver did not answer {what} within {self._timeout_s:.0f} s: is a callback stuck? Else give a longer timeout_s"
             ) from None
         finally:
             self._asking, self._seen_at = False, time.monotonic()
+
+    def _answer(self) -> dict[str, Any]:
+        while True:
+            for body, _ in self._questions.receive():
+                if body.get("value", body) is not None:
+                    return body
+                # Rows will come when worker 0 has trained alone, however long that takes: the driver watches it, and
+                # this wire watches the driver.
+                self._questions.sock.settimeout(None)
 
     @override
     def should_stop(self) -> str:
@@ -111,10 +148,7 @@ class DriverLine(Coordinator):
         except Closed:
             end_this_group()
         for body, _ in messages:
-            if body["type"] == "answer":
-                self._answers.put(body["value"])
-            else:
-                self._stop = body["reason"]
+            self._stop = body["reason"]
 
     def _send(self, message: dict[str, Any] | None, fds: tuple[int, ...] = ()) -> None:
         """A heartbeat with what is in the outbox, then the message: nothing overtakes an event."""

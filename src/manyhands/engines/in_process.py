@@ -12,6 +12,7 @@ from typing_extensions import override
 from manyhands.comm.group import Group
 from manyhands.engines.base import Observer
 from manyhands.events import Event
+from manyhands.leases import End, Lease, Leases, Segment
 from manyhands.worker import Coordinator
 
 _POLL_S = 0.1
@@ -31,6 +32,7 @@ class InProcess(Coordinator):
         self._poll_s = poll_s
         self._asked_at = -poll_s
         self._reason = ""
+        self._leases = Leases()
         self.observers_error: Exception | None = None  # what the observer (a user's callback, a full disk) raised
         self.phase, self.step = "start", 0
 
@@ -51,6 +53,15 @@ class InProcess(Coordinator):
     @override
     def collect(self, group: Group) -> None:
         """Nothing to do: every event arrived when it was emitted."""
+
+    @override
+    def lease(self, segment: Segment) -> Lease | End:
+        """For one worker: it gets every slice."""
+        if reason := self.should_stop():
+            self._leases.stop(reason)
+        answer = self._leases.take(0, segment)
+        assert answer is not None  # there is nobody to wait for
+        return answer
 
     @override
     def should_stop(self) -> str:

@@ -16,6 +16,7 @@ from manyhands.engines.coordinator import USER
 from manyhands.engines.in_process import InProcess
 from manyhands.errors import BadInput, Unsupported
 from manyhands.events import Event
+from manyhands.leases import End, Lease, Segment
 from manyhands.worker import Coordinator, Worker
 
 T = TypeVar("T")
@@ -57,6 +58,13 @@ class Gathering(Coordinator):
             for lines in everyone:
                 for line in lines:
                     self._here.emit(Event.from_json(line))
+
+    @override
+    def lease(self, segment: Segment) -> Lease | End:
+        raise Unsupported(
+            "strategies whose workers go at their own pace need an engine that starts the workers: call train() outside "
+            "manyhands run, launch and torchrun, with engine local or hosts"
+        )
 
     @override
     def should_stop(self) -> str:
@@ -109,7 +117,7 @@ class Inside(Engine):
             )
         if plan.server is not None:
             raise Unsupported(
-                "a parameter server needs an engine that starts it: call train() outside manyhands run and torchrun"
+                "a parameter server needs an engine that starts it (local, hosts): call train() outside manyhands run and torchrun"
             )
 
 

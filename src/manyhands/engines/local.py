@@ -60,6 +60,7 @@ class Local(Engine):
     """
 
     name: ClassVar[str] = "local"
+    serves: ClassVar[bool] = True
     _slot: _Slot = field(default_factory=_Slot, init=False, repr=False, compare=False)
 
     def prestart(self) -> Self:
@@ -94,11 +95,14 @@ class Local(Engine):
         return self._launch(program, plan)
 
     def _launch(self, program: Callable[[Worker], T], plan: Launch) -> list[Any]:
+        from manyhands.engines.crew import seats_of
         from manyhands.engines.driver import Driver
+        from manyhands.engines.local_crew import LocalCrew
 
         spawner = self._slot.take()
         try:
-            return Driver(spawner, plan).run(program)
+            crew = LocalCrew(spawner, seats_of(plan.workers, plan.shards), plan.timeout_s)
+            return Driver([crew], plan).run(program)
         finally:
             self._slot.give_back(spawner)
 
@@ -106,9 +110,7 @@ class Local(Engine):
 def _check(plan: Launch) -> None:
     if plan.workers < 1:
         raise BadInput(f"workers must be at least 1, not {plan.workers}")
-    if plan.server is not None:
-        raise Unsupported(
-            "engine local has no parameter server yet: use a strategy that exchanges through the group (manyhands strategies)"
-        )
+    if plan.server is not None and plan.servers < 1:
+        raise BadInput(f"servers must be at least 1, not {plan.servers}")
     if plan.workers > 1 and sys.platform != "linux":
         raise Unsupported(f"several workers need Linux, this is {sys.platform}: on Windows use WSL2, or give workers=1")

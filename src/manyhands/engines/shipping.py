@@ -5,7 +5,8 @@ band: a worker maps it privately, copy on write, so that N workers share one cop
 whoever writes to a tensor gets pages of its own. Tensors on one storage stay on one storage.
 
 The file has no name and goes over inherited sockets only, between a driver and the workers that it started itself.
-That is why pickle is allowed here; nothing that arrives from a network ever comes to this module.
+That is why pickle is allowed here. One thing only arrives from a network: the program, on a host that joined a run, from
+a driver that proved to hold the run's credentials (joining.py). What comes back from such a host is never unpickled.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from manyhands.engines.control import Closed, Message, Wire
@@ -38,7 +38,7 @@ class Spawner:
                 "cannot tell which Python this is (sys.executable is empty): start from a Python interpreter"
             )
         self.wire, there = Wire.pair()
-        self._pids: dict[int, int] = {}  # rank -> pid of workers not known to be gone
+        self._pids: dict[int, int] = {}  # seat -> pid of processes not known to be gone
         self._process = _start(there.detach())
         self.wire.sock.settimeout(_END_S)
 
@@ -47,15 +47,16 @@ class Spawner:
         return self._process.poll() is None
 
     def launch(self, shared: dict[str, Any], program: int) -> None:
-        """Announce a run: what its workers share, and the descriptor of its program."""
+        """Announce a run: what its processes share, and the descriptor of its program."""
         self._pids.clear()
         self.wire.send({"type": "launch", **shared}, [program, *_streams()])
 
-    def fork(self, rank: int, line: int, stacks: int, status: int) -> None:
-        self.wire.send({"type": "worker", "rank": rank}, [line, stacks, status])
+    def fork(self, seat: int, line: int, questions: int, stacks: int, status: int) -> None:
+        """Have a seat forked, with copies of these descriptors."""
+        self.wire.send({"type": "fork", "seat": seat}, [line, questions, stacks, status])
 
     def receive(self) -> list[Message]:
-        """News of the workers; raises `Closed` when the server died."""
+        """News of the run's processes; raises `Closed` when the server died."""
         messages = self.wire.receive()
         for body, _ in messages:
             self._note(body)
@@ -63,12 +64,12 @@ class Spawner:
 
     def _note(self, body: dict[str, Any]) -> None:
         if body["type"] == "started":
-            self._pids[body["rank"]] = body["pid"]
+            self._pids[body["seat"]] = body["pid"]
         elif body["type"] == "exited":
-            self._pids.pop(body["rank"], None)
+            self._pids.pop(body["seat"], None)
 
-    def signal_workers(self, number: int) -> None:
-        for pid in self._pids.values():
+    def signal(self, seats: Iterable[int], number: int) -> None:
+        for pid in [self._pids[seat] for seat in seats if seat in self._pids]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 

@@ -1,4 +1,4 @@
-"""Engine `torchrun`: this process is a worker already, started by torchrun (or anything that sets its variables)."""
+"""Engine `torchrun`: this process is a worker already, started by torchrun, mpirun, srun, or anything that sets their variables."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from manyhands.comm.group import Group
 from manyhands.comm.torch_backend import TorchGroup
+from manyhands.engines import launchers
 from manyhands.engines.alone import as_current, pick_device, run_as
 from manyhands.engines.base import Engine, Launch
 from manyhands.engines.cores import threads_per_worker
@@ -32,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """What torchrun's variables say of this process."""
+    """What the launcher's variables say of this process."""
 
     rank: int
     size: int
@@ -43,21 +44,25 @@ class Place:
     def from_environment(cls) -> Place:
         """Raises BadInput where a variable is missing or no whole number."""
         place = cls(
-            rank=_number("RANK"),
-            size=_number("WORLD_SIZE"),
-            local_rank=_number("LOCAL_RANK"),
-            local_size=_number("LOCAL_WORLD_SIZE", default="1"),
+            rank=_number(launchers.RANK),
+            size=_number(launchers.SIZE),
+            local_rank=_number(launchers.LOCAL_RANK),
+            local_size=_number(launchers.LOCAL_SIZE, default="1"),
         )
-        for name in ("MASTER_ADDR", "MASTER_PORT"):
-            _variable(name)
+        for name in launchers.MEETING:
+            if name not in os.environ:
+                raise _missing(name)
         if not 0 <= place.rank < place.size:
-            raise BadInput(f"RANK must be in range(WORLD_SIZE), not {place.rank} of {place.size}")
+            names = launchers.launcher_of().names
+            raise BadInput(
+                f"{names[launchers.RANK]} must be in range({names[launchers.SIZE]}), not {place.rank} of {place.size}"
+            )
         return place
 
 
 @dataclass(frozen=True, kw_only=True)
 class Torchrun(Engine):
-    """Runs the program in this process, as the worker that torchrun made it.
+    """Workers that were started already, by torchrun, mpirun or srun: each process of theirs is one.
 
     The network is the launcher's choice: MASTER_ADDR and MASTER_PORT are followed as they are, and torch.distributed
     connects without encryption; keep it on a network that you trust. Ranks that all live on one host use shared memory
@@ -72,7 +77,7 @@ class Torchrun(Engine):
     def launch(self, program: Callable[[Worker], T], plan: Launch) -> list[T]:
         if plan.server is not None:
             raise Unsupported(
-                "engine torchrun starts no parameter server: use engine local, or a strategy that needs none"
+                "engine torchrun starts no parameter server: use an engine that does (local, hosts), or a strategy that needs none"
             )
         here = InProcess(plan.observer, poll_s=0)
         rank = Place.from_environment().rank
@@ -91,7 +96,7 @@ def joined(plan: Launch, coordinator: Coordinator | None = None) -> Iterator[Wor
     place = Place.from_environment()
     if plan.workers != place.size:
         raise BadInput(
-            f"workers={plan.workers} under torchrun with WORLD_SIZE={place.size}: leave workers out, torchrun decides"
+            f"workers={plan.workers} under torchrun with WORLD_SIZE={place.size}: leave workers out, the launcher decides"
         )
     device = pick_device(plan.device, place.local_rank)
     with _process_group(place, device, plan.timeout_s):
@@ -164,15 +169,16 @@ def _group(place: Place, device: torch.device, timeout_s: float) -> Group:
         group.close()
 
 
-def _variable(name: str) -> str:
-    value = os.environ.get(name)
-    if value is None:
-        raise BadInput(f"engine torchrun needs the variable {name}: start with torchrun --nproc-per-node N script.py")
-    return value
-
-
-def _number(name: str, default: str | None = None) -> int:
-    text = os.environ.get(name, default) if default is not None else _variable(name)
-    if text is None or not text.isdecimal():
+def _number(word: str, default: str | None = None) -> int:
+    """The launcher's variable for torchrun's `word`, a whole number."""
+    name = launchers.launcher_of().names[word]
+    text = launchers.value_of(word) or default
+    if text is None:
+        raise _missing(name)
+    if not text.isdecimal():
         raise BadInput(f"the variable {name} must be a whole number, not {text!r}")
     return int(text)
+
+
+def _missing(name: str) -> BadInput:
+    return BadInput(f"engine torchrun needs the variable {name}: {launchers.launcher_of().start}")

@@ -12,10 +12,9 @@ from manyhands.comm.group import Group
 from manyhands.errors import BadInput, Unsupported
 from manyhands.replica import Replica
 from manyhands.strategies.base import Strategy
-from manyhands.worker import Worker
 
 
-def check_arguments(model: Any, optimizer: Any, strategy: Strategy, worker: Worker) -> None:
+def check_arguments(model: Any, optimizer: Any, strategy: Strategy) -> None:
     """Raise BadInput for what is no model or optimizer, or not plain; Unsupported for a strategy that `prepare` cannot run."""
     if not isinstance(model, nn.Module):
         raise BadInput(
@@ -27,7 +26,7 @@ def check_arguments(model: Any, optimizer: Any, strategy: Strategy, worker: Work
         )
     _check_model(model)
     _check_optimizer(model, optimizer)
-    _check_strategy(strategy, worker)
+    _check_strategy(strategy)
 
 
 def _check_model(model: nn.Module) -> None:
@@ -49,14 +48,16 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         )
 
 
-def _check_strategy(strategy: Strategy, worker: Worker) -> None:
-    if (strategy.needs.server or strategy.server() is not None) and worker.server is None:
+def _check_strategy(strategy: Strategy) -> None:
+    if strategy.server() is not None or strategy.leasing() is not None:
+        wants = "a parameter server" if strategy.server() is not None else "workers that go at their own pace"
         raise Unsupported(
-            f"strategy {strategy.name} needs a parameter server, and nobody started one: use a strategy that exchanges through the group (manyhands strategies)"
+            f"strategy {strategy.name} wants {wants}, which a loop of one's own does not drive: use mh.train, or a strategy that exchanges "
+            "through the group (manyhands strategies)"
         )
     if type(strategy).before_backward is not Strategy.before_backward:
         raise Unsupported(
-            f"strategy {strategy.name} takes the gradient elsewhere than at the parameters, which a loop of one's own does not know: use mh.train"
+            f"strategy {strategy.name} acts before each gradient is computed (it looks ahead), which a loop of one's own does not know: use mh.train"
         )
 
 

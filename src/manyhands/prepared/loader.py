@@ -135,7 +135,7 @@ def _load(reader: RowLoader, plan: list[list[Any]], reading: Reading) -> Iterato
     picks = []
     for index, batch in enumerate(plan):
         start, stop = slice_of(len(batch), reading.rank, reading.size)
-        picks.append(Pick(index, batch[start:stop], len(batch)))
+        picks.append(Pick(index, batch[start:stop], len(batch), reading.rank))
     with closing(reader.slices(iter(picks), reading)) as parts:
         for part in parts:
             if part.rows:

@@ -33,7 +33,7 @@ class Pair:
         self, session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy
     ) -> None:
         """Replaces earlier pairs of the same model or optimizer. A collective of all workers."""
-        check_arguments(model, optimizer, strategy, session.worker)
+        check_arguments(model, optimizer, strategy)
         self.session, self.worker, self.strategy = session, session.worker, strategy
         self.together = self.worker.size > 1
         self._stepper = Stepper.of(optimizer)

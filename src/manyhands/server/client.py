@@ -1,52 +1,225 @@
-"""How a strategy reaches the server: `worker.server`."""
+"""A worker's server that lives elsewhere: shards behind channels. Every request goes to all shards before the first answer is awaited."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
+from typing_extensions import override
+
+from manyhands.comm.checks import bits_bytes, check_mean
+from manyhands.comm.ledger import Ledger
+from manyhands.errors import BadInput, ManyhandsError
+from manyhands.server.base import Pushed, Server, ServerSpec, Snapshot
+from manyhands.server.line import Line
+from manyhands.server.protocol import SMALL_BYTES, Kind, about, bits_of
+from manyhands.server.said import Said
+from manyhands.server.sharding import cut, joined, parts_of
+from manyhands.server.store import Applied, Dropped, Held
+from manyhands.transport.channel import Channel
+from manyhands.transport.frame import Frame, from_json, to_json
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerSpec:
-    """The server that a strategy wants, as plain data. Its first center is the first worker's parameters."""
+class ServedServer(Server):
+    """What a worker gets as `worker.server`. Raises ShardLost (a PeerLost) as soon as a shard is gone; then it is unusable.
 
-    rule: str  # how a push is merged: add | elastic | adagrad | quorum | …
-    bound: int | None = None  # stale-synchronous parallel's bound; None: fully asynchronous
-    options: dict[str, Any] = field(default_factory=dict)  # the rule's own
+    channels: to each shard, in order; this server's from now on. Where one is a Unix socket, vectors go through memory.
+    hosts: of the workers, by rank, for messages.
+    memory_from: so many bytes of a shard's vector are worth shared memory; -1: never.
+    """
 
+    def __init__(
+        self,
+        spec: ServerSpec,
+        channels: Sequence[Channel],
+        *,
+        hosts: Sequence[str] = (),
+        memory_from: int = SMALL_BYTES,
+    ) -> None:
+        self.spec, self.ledger = spec, Ledger()
+        self.step = 0  # finished ticks, for messages
+        self._lines = [Line(shard, channel, hosts, memory_from) for shard, channel in enumerate(channels)]
+        self._like: tuple[int, torch.dtype] | None = None  # elements and dtype of the center
+        self._sequence = 0
+        self._answer: Tensor | None = None  # [D'] where the shards' answers are put together
+        self._said = Said()
+        self._error: ManyhandsError | None = None
 
-@dataclass(frozen=True, slots=True)
-class Pulled:
-    """A consistent copy of the center, and the version it had."""
-
-    version: int
-    center: Tensor  # [D'], read only
-
-
-@dataclass(frozen=True, slots=True)
-class Pushed:
-    """What the server says to a push; the last three fields are set by rules that give every worker the mean (quorum)."""
-
-    applied: bool
-    mean: Tensor | None = None  # [D']
-    weight: float = 0.0
-    bits: int = 0
-
-
-class Server(ABC):
-    """A worker's view of the shared parameters; sequence numbers and versions live behind it."""
-
-    @abstractmethod
+    @override
     def initialize(self, center: Tensor) -> None:
-        """Offer the first center [D']; the first offer wins."""
+        """As the contract says. Who wins at the first shard gives to all: parts of two workers' centers are never mixed."""
+        parts = self._parts("initialize", center)
+        with self._turn():
+            wins = True
+            for line, part in zip(self._lines, parts, strict=True):
+                line.ask("initialize", self.step, Kind.OFFER if wins else Kind.AWAIT, **about(part))
+                wins = line.answer(Kind.WANTED, Kind.DONE).kind == Kind.WANTED
+                if wins:
+                    line.send(Kind.GIVE, part)
+                    line.answer(Kind.DONE)
+                    self.ledger.add("initialize", part.numel() * part.element_size())
+        self._like = (center.numel(), center.dtype)
 
-    @abstractmethod
-    def pull(self) -> Pulled:
-        """The current center, once the gate of `bound` lets this worker have it."""
+    @override
+    def begin(self) -> None:
+        self._tell("begin", Kind.BEGIN)
 
-    @abstractmethod
+    @override
+    def pull(self, into: Tensor) -> None:
+        self._said.pulled(self._read("pull", Kind.PULL, into))
+
+    @override
+    def center(self, into: Tensor) -> None:
+        self._read("center", Kind.PEEK, into)
+
+    @override
     def push(self, update: Tensor, weight: float = 1.0, bits: int = 0) -> Pushed:
-        """Give an update [D'] to the server's rule; applied exactly once. Finishes one tick of this worker's clock."""
+        check_mean(update, weight, bits)
+        parts = self._attached("push", update)
+        with self._turn():
+            self._sequence += 1
+            fields = {"sequence": self._sequence, "weight": weight, "blob": bits_bytes(bits)}
+            for line, part in zip(self._lines, parts, strict=True):
+                line.push("push", self.step, part, **fields)
+            frames = self._answers(Kind.APPLIED, Kind.DROPPED, Kind.HELD)
+            answer = self._read_answer(frames, update)
+        self._count("push", update)
+        self._said.pushed([_reply(frame) for frame in frames], weight, answered=answer is not None)
+        first = frames[0]
+        applied = first.kind != Kind.DROPPED
+        behind = 0 if applied else first.b
+        return Pushed(applied=applied, answer=answer, weight=first.weight, bits=bits_of(first.blob), behind=behind)
+
+    @override
+    def tick(self, bits: int = 0) -> int:
+        self.step += 1
+        if self.spec.bound is None:
+            return bits
+        return bits_of(self._tell("tick", Kind.TICK, Kind.GO, blob=bits_bytes(bits)).blob)
+
+    @override
+    def park(self) -> None:
+        self._tell("park", Kind.PARK)
+
+    @override
+    def capture(self) -> Snapshot:
+        with self._turn():
+            for line in self._lines:
+                line.ask("capture", self.step, Kind.CAPTURE)
+            captured = []
+            for line in self._lines:
+                said = from_json(line.answer(Kind.SNAPSHOT).blob)
+                captured.append(({name: line.read_vector() for name in said["names"]}, said["numbers"]))
+        return joined(captured)
+
+    @override
+    def restore(self, snapshot: Snapshot) -> None:
+        self.initialize(snapshot.vectors["center"])  # so that the shards know their length; loses where there is one
+        with self._turn():
+            for line, (vectors, numbers) in zip(self._lines, cut(snapshot, len(self._lines)), strict=True):
+                blob = to_json({"names": list(vectors), "numbers": numbers})
+                line.ask("restore", self.step, Kind.RESTORE, blob=blob)
+                for vector in vectors.values():
+                    line.send(Kind.VECTOR, vector)
+            for line in self._lines:
+                line.answer(Kind.DONE)
+
+    @override
+    def said(self) -> dict[str, Any]:
+        return self._said.take()
+
+    @override
+    def close(self) -> None:
+        for line in self._lines:
+            line.close()
+
+    # -- all shards ----------------------------------------------------------------------------------------------------
+
+    def _tell(self, operation: str, kind: Kind, answer: Kind = Kind.DONE, **fields: Any) -> Frame:
+        """Ask all shards; the first one's answer."""
+        with self._turn():
+            for line in self._lines:
+                line.ask(operation, self.step, kind, **fields)
+            return self._answers(answer)[0]
+
+    def _answers(self, *kinds: Kind) -> list[Frame]:
+        """One of each shard; a shard that is gone is noticed also while another one waits for workers."""
+        return [line.answer(*kinds, meanwhile=self._check) for line in self._lines]
+
+    def _check(self) -> None:
+        for line in self._lines:
+            line.check()
+
+    def _read(self, operation: str, kind: Kind, into: Tensor) -> list[int]:
+        """The center into a vector [D']; its versions, one of each shard."""
+        parts = self._attached(operation, into)
+        versions = []
+        with self._turn():
+            for line, part in zip(self._lines, parts, strict=True):
+                line.ask(operation, self.step, kind, **about(part))
+            for line, part in zip(self._lines, parts, strict=True):
+                frame = line.answer(Kind.CENTER)
+                line.read_center(frame, part)
+                versions.append(frame.a)
+        self._like = (into.numel(), into.dtype)
+        self._count(operation, into)
+        return versions
+
+    def _read_answer(self, frames: Sequence[Frame], like: Tensor) -> Tensor | None:
+        """The answer to a push, [D'], or None."""
+        if frames[0].kind == Kind.HELD:
+            return None
+        if self._answer is None or self._answer.shape != like.shape:
+            self._answer = torch.empty_like(like, memory_format=torch.contiguous_format, requires_grad=False)
+        answer = self._answer
+        parts = parts_of(answer, len(self._lines))
+        came = [line.read_answer(f, part) for line, f, part in zip(self._lines, frames, parts, strict=True)]
+        if not any(came):
+            return None
+        self._count("answer", answer)
+        return answer
+
+    def _attached(self, operation: str, vector: Tensor) -> list[Tensor]:
+        """The parts of a vector to push or to read into, memory for them mapped if they go through it."""
+        parts = self._parts(operation, vector)
+        with self._turn():
+            for line, part in zip(self._lines, parts, strict=True):
+                line.attach(operation, self.step, part)
+        return parts
+
+    def _parts(self, operation: str, vector: Tensor) -> list[Tensor]:
+        """Views of a flat vector, one a shard. BadInput for one that cannot be the center's like."""
+        n, dtype = self._like or (vector.numel(), vector.dtype)
+        if vector.dim() != 1 or vector.numel() != n or vector.dtype != dtype:
+            raise BadInput(
+                f"server.{operation} takes a flat vector of {n} elements of {dtype} here; got the shape {list(vector.shape)} "
+                f"of {vector.dtype}"
+            )
+        return parts_of(vector.detach(), len(self._lines))
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Around all that talks: after an error the connections are out of step, and only the error is left."""
+        if self._error is not None:
+            raise copy.copy(self._error)
+        try:
+            yield
+        except ManyhandsError as error:
+            self._error = copy.copy(error)  # a copy, since a raised error holds its frames and their tensors
+            raise
+        finally:
+            self.waited_s = sum(line.waited_s for line in self._lines)
+
+    def _count(self, operation: str, vector: Tensor) -> None:
+        self.ledger.add(operation, vector.numel() * vector.element_size(), len(self._lines))
+
+
+def _reply(frame: Frame) -> Applied | Dropped | Held:
+    """What a shard's store said, for the journal."""
+    if frame.kind == Kind.HELD:
+        return Held(frame.a, frame.b)
+    return Applied(frame.a, frame.b) if frame.kind == Kind.APPLIED else Dropped(frame.a, behind=frame.b)

@@ -15,6 +15,14 @@ CATALOGUE = {
     "allreduce": "manyhands.strategies.allreduce:AllReduce",
     "local-sgd": "manyhands.strategies.local_sgd:LocalSGD",
     "ensemble": "manyhands.strategies.ensemble:Ensemble",
+    "downpour": "manyhands.strategies.downpour:Downpour",
+    "agn": "manyhands.strategies.agn:AGN",
+    "dynsgd": "manyhands.strategies.dynsgd:DynSGD",
+    "distance": "manyhands.strategies.distance:Distance",
+    "easgd": "manyhands.strategies.easgd:EASGD",
+    "eamsgd": "manyhands.strategies.eamsgd:EAMSGD",
+    "quorum": "manyhands.strategies.quorum:Quorum",
+    "hogwild": "manyhands.strategies.hogwild:Hogwild",
 }
 
 ELSEWHERE = {  # what other systems call them
@@ -37,9 +45,12 @@ ELSEWHERE = {  # what other systems call them
     "async": "downpour",
     "asgd": "downpour",
     "aeasgd": "easgd",
+    "aeamsgd": "eamsgd",
+    "ssp": "downpour:bound=3",
+    "backup-workers": "quorum:backups=1",
 }
 
-NOT_BUILT = ("diloco", "gossip", "downpour", "agn", "dynsgd", "distance", "easgd", "eamsgd", "quorum", "hogwild")
+NOT_BUILT = ("diloco", "gossip")
 
 
 def strategy_of(given: Strategy | str) -> Strategy:

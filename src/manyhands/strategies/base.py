@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torch import Tensor
 
-from manyhands.server.client import ServerSpec
+from manyhands.server.base import ServerSpec
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 class Needs:
     """What a strategy needs beyond a replica; `train()` refuses engines that cannot give it before anything starts."""
 
-    server: bool = False  # a parameter server
     one_host: bool = False  # all workers on one machine
     one_model: bool = (
         True  # all replicas start equal and there is one answer; False: N models, whose outputs are averaged
@@ -31,6 +30,13 @@ class Needs:
     mean_gradient: bool = (
         False  # every step applies the group's mean gradient: `prepare` then averages right after backward
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leasing:
+    """Every worker goes at its own pace: rows are leased slice by slice, and workers meet at the ends of epochs only."""
+
+    alone: int = 0  # worker 0 trains alone for the run's first so many ticks, then the others start
 
 
 @dataclass(kw_only=True)
@@ -73,6 +79,14 @@ class Strategy(ABC):
     def server(self) -> ServerSpec | None:
         """The server this strategy wants, or none."""
         return None
+
+    def leasing(self) -> Leasing | None:
+        """None: all workers make the same ticks, in step. Else nothing in `exchange` may wait for the others, nor call the group."""
+        return None
+
+    def rate_factor(self, workers: int) -> float:
+        """How far one global batch moves the one answer, in steps of the rate: 1 where workers average, N where they add."""
+        return 1.0
 
     @abstractmethod
     def start(self, replica: Replica, worker: Worker) -> State:

@@ -9,9 +9,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from manyhands.comm import threads
 from manyhands.data.share import slice_of
-from manyhands.errors import Unsupported
-from manyhands.replica import Replica
+from manyhands.replica import MORE, STOP, Replica
+from manyhands.server.in_process import InProcessServers
 from manyhands.strategies.base import Strategy
 from manyhands.testing.group_exam import ExamFailed, expect
 from manyhands.testing.threads import together
@@ -31,12 +32,14 @@ class Seat:
 
     def __init__(self, strategy: Strategy, worker: Worker) -> None:
         self.strategy, self.worker, self.tick = strategy, worker, 0
+        self.parked = True
         self.replica = Replica(tiny_model(worker.rank), adamw, group=worker.group, loss=squared_error)
         worker.clock = lambda: SECONDS_A_TICK * (self.replica.tick + 1)
         self.state = strategy.start(self.replica, worker)
 
     def turn(self, batch: Batch | None, *, idle: bool = False, more: bool = True, stop: bool = False) -> bool:
-        """One tick; what `exchange` answered."""
+        """One tick; whether anybody has rows, as `exchange` or the server says."""
+        self._begin()
         replica, step = self.replica, self.replica.step
         replica.begin_tick()
         replica.tick, self.tick = self.tick, self.tick + 1
@@ -45,7 +48,25 @@ class Seat:
         replica.backward(batch)
         answer = self.strategy.exchange(replica, self.worker, self.state)
         expect(replica.step - step <= 1, f"one exchange applied {replica.step - step} steps, expected one at most")
-        return answer
+        return self._pass_gate(answer)
+
+    def _begin(self) -> None:
+        """All take part before anybody's first tick."""
+        if self.parked:
+            if self.worker.server is not None:
+                self.worker.server.begin()
+            self.meet()
+        self.parked = False
+
+    def _pass_gate(self, answer: bool) -> bool:
+        spec = self.strategy.server()
+        if spec is None or self.worker.server is None:
+            return answer
+        heard = self.worker.server.tick(self.replica.bits() & (MORE | STOP))
+        if spec.bound != 0:
+            return answer
+        self.replica.heard |= heard
+        return bool(heard & MORE)
 
     def train(self, ticks: int) -> None:
         """The next `ticks` ticks, each with this rank's slice of the global batch."""
@@ -53,8 +74,17 @@ class Seat:
             part = slice_of_batch(self.tick, self.worker)
             self.turn(part, idle=part is None)
 
+    def meet(self) -> None:
+        """Wait for all: nobody trains now."""
+        self.worker.group.barrier()
+
     def finish(self) -> None:
+        self.meet()
         self.strategy.finish(self.replica, self.worker, self.state)
+        if self.worker.server is not None:
+            self.worker.server.park()
+        self.parked = True
+        self.meet()
 
     def consensus(self) -> Tensor:
         """[D'] a copy"""
@@ -101,12 +131,10 @@ def slice_of_batch(tick: int, worker: Worker) -> Batch | None:
 
 def seated(strategy: Strategy, size: int, program: Callable[[Seat], T]) -> list[T]:
     """What `program` gives on every worker, in rank order; a failure says who failed on how many workers."""
-    if strategy.needs.server or strategy.server() is not None:
-        raise Unsupported(
-            f"strategy {strategy.name} wants a server, and the exam has none yet: test it with a server of your own"
-        )
+    spec = strategy.server()
+    clients = InProcessServers(spec, size, timeout_s=threads.DEADLINE_S).clients if spec is not None else ()
     try:
-        return together(size, lambda worker: program(Seat(strategy, worker)))
+        return together(size, lambda worker: program(Seat(strategy, worker)), clients)
     except threading.BrokenBarrierError:
         problem = "hung: some ranks called the group where others did not; expected the same calls on all ranks"
         raise ExamFailed(f"{strategy} on {size} workers {problem}") from None

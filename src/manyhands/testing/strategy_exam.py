@@ -5,7 +5,10 @@
 
 A check raises ExamFailed. Workers are threads with a tiny float64 model, AdamW, rows from seeds, and a clock that
 counts ticks: the same on every machine. Each rank begins with parameters of its own, and some ticks have fewer rows
-than workers. Strategies that do not promise `plain_loop` leave it out; those that want a server are refused as yet.
+than workers. A server that the strategy wants is one of this process. Strategies that do not promise `plain_loop` leave it out.
+
+Where every worker goes at its own pace (`leasing()` is not None), several workers are another run each time: `repeat`
+and `resume` are then taken by one worker; and those checks that are about ticks which all make, by none.
 """
 
 from __future__ import annotations
@@ -49,6 +52,16 @@ class Check(Protocol):
     def __call__(self, strategy: Strategy, sizes: Sequence[int] = SIZES) -> None: ...
 
 
+def _alike(strategy: Strategy, sizes: Sequence[int]) -> Sequence[int]:
+    """The numbers of workers with which a run is the same bits each time."""
+    return sizes if strategy.leasing() is None else [size for size in sizes if size == 1]
+
+
+def _in_step(strategy: Strategy, sizes: Sequence[int]) -> Sequence[int]:
+    """The numbers of workers that all make the same ticks, empty ones included."""
+    return sizes if strategy.leasing() is None else []
+
+
 def check_description(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
     """A frozen dataclass that says what it is; its spec string names an equal one."""
     kind = type(strategy)
@@ -79,10 +92,12 @@ def check_consensus(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
         answers = []
         for tick in range(len(ROWS)):
             seat.train(1)
+            seat.meet()
             before = seat.holds()
             answers += [seat.consensus(), seat.consensus()]
             expect_unchanged(before, seat.holds(), f"asked for the consensus after tick {tick}")
             expect(torch.equal(answers[-1], answers[-2]), f"two consensuses after tick {tick} differ")
+            seat.meet()
         seat.finish()
         return [*answers, seat.consensus()]
 
@@ -110,24 +125,30 @@ def check_finish(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
 
 
 def check_round_of_nothing(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
-    """Ticks and rounds in which nobody has a row change nothing, now or later: outer momentum included. (CASE 27)"""
+    """Ticks and rounds in which nobody has a row change nothing, now or later: outer momentum included. (CASE 27)
+
+    In step only. Where a server holds the center, that is what must not change: workers may take it over meanwhile.
+    """
+
+    def what_stays(seat: Seat) -> Held:
+        return seat.holds() if seat.worker.server is None else {"the consensus": seat.consensus()}
 
     def program(seat: Seat, empty: bool) -> tuple[Held, Held]:
         seat.train(9)
         seat.finish()
-        before = seat.holds()
+        before = what_stays(seat)
         for _ in range(9):
             if empty:
                 seat.turn(None)
             else:
                 seat.tick += 1
         seat.finish()
-        expect_unchanged(before, seat.holds(), "9 ticks without any rows")
+        expect_unchanged(before, what_stays(seat), "9 ticks without any rows")
         seat.train(9)
         seat.finish()
         return before, seat.holds()
 
-    for size in sizes:
+    for size in _in_step(strategy, sizes):
         with_them = seated(strategy, size, lambda seat: program(seat, empty=True))
         without = seated(strategy, size, lambda seat: program(seat, empty=False))
         for rank, (a, b) in enumerate(zip(with_them, without, strict=True)):
@@ -137,7 +158,7 @@ def check_round_of_nothing(strategy: Strategy, sizes: Sequence[int] = SIZES) -> 
 
 
 def check_worker_without_rows(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
-    """Its ticks are empty: nobody hangs, it moves in rounds only, and it takes the others' answer. (CASES 18, 27)"""
+    """Its ticks are empty: nobody hangs, it moves in rounds only, and it takes the others' answer; in step only. (CASES 18, 27)"""
 
     def program(seat: Seat) -> tuple[Tensor, int]:
         last = seat.worker.rank == seat.worker.size - 1
@@ -149,12 +170,12 @@ def check_worker_without_rows(strategy: Strategy, sizes: Sequence[int] = SIZES) 
         seat.finish()
         return seat.consensus(), seat.replica.rounds
 
-    for size in sizes:
+    for size in _in_step(strategy, sizes):
         expect_same_on_all([end for end, _ in seated(strategy, size, program)], strategy, "the end beside empty ticks")
 
 
 def check_streams(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
-    """Streams of 3, 7, 11, … batches: `exchange` says False on all ranks at one tick, once nobody has rows. (CASE 18)"""
+    """Streams of 3, 7, 11, … batches: all ranks hear at one tick that nobody has rows, once nobody has; in step only. (CASE 18)"""
 
     def program(seat: Seat) -> list[bool]:
         mine, longest = (3 + 4 * rank for rank in (seat.worker.rank, seat.worker.size - 1))
@@ -163,14 +184,14 @@ def check_streams(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
             for tick in range(longest + EXTRA_TICKS)
         ]
 
-    for size in sizes:
+    for size in _in_step(strategy, sizes):
         ends = [answers.index(False) if False in answers else None for answers in seated(strategy, size, program)]
         last = 3 + 4 * (size - 1) - 1
         expect_one_tick(ends, last, f"{strategy} on {size} workers: the last rows were of tick {last}; first False at")
 
 
 def check_stop(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
-    """A stop that one rank sets is heard by all at one tick, soon, and not before."""
+    """A stop that one rank sets is heard by all at one tick, soon, and not before; in step only."""
 
     def program(seat: Seat) -> int | None:
         last = seat.worker.rank == seat.worker.size - 1
@@ -180,39 +201,48 @@ def check_stop(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
                 heard.setdefault(seat.worker.rank, tick)
         return heard.get(seat.worker.rank)
 
-    for size in sizes:
+    for size in _in_step(strategy, sizes):
         heard: dict[int, int] = {}
         ends = seated(strategy, size, program)
         expect_one_tick(ends, 5, f"{strategy} on {size} workers: rank {size - 1} set STOP from tick 5 on; heard at")
 
 
 def check_repeat(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
-    """Two runs of the same give the same bits."""
-    for size in sizes:
+    """Two runs of the same give the same bits; one worker's, where each goes at its own pace."""
+    for size in _alike(strategy, sizes):
         first, again = (seated(strategy, size, whole_run) for _ in range(2))
         for rank, (a, b) in enumerate(zip(first, again, strict=True)):
             expect_unchanged(a, b, f"{strategy} on {size} workers, rank {rank}: the same run twice")
 
 
 def check_resume(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
-    """Written after any tick and read into a fresh replica, it ends bit for bit as if never interrupted. (CASE 19)"""
+    """Written after any tick and read into a fresh replica and server, it ends bit for bit as if never interrupted. (CASE 19)
+
+    One worker's, where each goes at its own pace.
+    """
 
     def written(seat: Seat) -> list[Checkpoint]:
         saved = []
         for tick in range(1, len(ROWS)):
             seat.train(1)
-            parts = snapshot.capture(seat.replica, seat.state, {"total": None})
-            path = checkpoint.save(Path(folder) / str(tick), tick, seat.worker.group, *parts)
+            tensors, values = snapshot.capture(seat.replica, seat.state, {"total": None})
+            seat.meet()
+            if seat.worker.server is not None and seat.worker.rank == 0:
+                shared, values["server"] = snapshot.capture_server(seat.worker.server, seat.replica)
+                tensors |= shared
+            path = checkpoint.save(Path(folder) / str(tick), tick, seat.worker.group, tensors, values)
             saved.append(Checkpoint(path, tick, seat.worker.size))
         return saved
 
     def resumed(seat: Seat, saved: Checkpoint) -> Held:
         rank, size = seat.worker.rank, seat.worker.size
         seat.state, _ = snapshot.restore(saved, seat.replica, seat.state, rank, size, None)
+        if seat.worker.server is not None and rank == 0:
+            snapshot.restore_server(saved, seat.worker.server, seat.replica)
         seat.tick, seat.replica.tick = saved.tick, saved.tick - 1
         return whole_run(seat)
 
-    for size in sizes:
+    for size in _alike(strategy, sizes):
         wanted = seated(strategy, size, whole_run)
         with tempfile.TemporaryDirectory() as folder:
             for saved in seated(strategy, size, written)[0]:
@@ -220,6 +250,40 @@ def check_resume(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
                 for rank, (a, b) in enumerate(zip(wanted, ends, strict=True)):
                     what = f"{strategy} on {size} workers, rank {rank}: resumed after {saved.tick} ticks"
                     expect_unchanged(a, b, what)
+
+
+def check_pushes(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
+    """Who steps, pushes; who does not, does not; a second `finish` pushes nothing; each push is one version of the server.
+
+    At one's own pace only: at bound 0 a version is everybody's.
+    """
+
+    def program(seat: Seat) -> tuple[list[list[int] | None], int]:
+        server, pushes = seat.worker.server, []
+        assert server is not None
+        for ticks in (0, 1, 2, len(ROWS)):
+            for _ in range(ticks):
+                part = None if seat.worker.rank == idle else global_batch(seat.tick)
+                seat.turn(part)
+                seat.tick += 1
+            seat.finish()
+            seat.finish()
+            pushed = server.said().get("pushes", [])
+            wanted = ticks > 0 and seat.worker.rank != idle
+            problem = f"rank {seat.worker.rank} pushed {len(pushed)} times in {ticks} ticks"
+            expect(bool(pushed) == wanted, f"{problem}, expected {'some' if wanted else 'none'}")
+            expect(len(pushed) <= ticks, f"{problem}, expected one a tick at most")
+            pushes += pushed
+        return pushes, seat.replica.step
+
+    for size in sizes if strategy.leasing() is not None and strategy.server() is not None else []:
+        idle = size - 1 if size > 1 else None
+        everybody = [push for pushes, _ in seated(strategy, size, program) for push in pushes]
+        versions = sorted(push[0] if push else -1 for push in everybody)
+        problem = (
+            f"{strategy} on {size} workers: pushes made versions {versions}, expected 1 to {len(versions)}, each once"
+        )
+        expect(versions == list(range(1, len(versions) + 1)), problem)
 
 
 def check_plain_loop(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:

@@ -2,120 +2,30 @@
 
 from __future__ import annotations
 
-import json
-import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import reduce
-from operator import or_
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch
-from torch import Tensor
-from typing_extensions import override
-
-from manyhands.comm.group import Group, Handle, Total
-from manyhands.comm.ledger import Ledger
-from manyhands.server.client import Server
+from manyhands.comm.threads import Meeting, ThreadGroup
+from manyhands.server.base import Server
 from manyhands.worker import Worker
 
+__all__ = ["Meeting", "ThreadGroup", "together"]
+
 T = TypeVar("T")
-DEADLINE_S = 20.0
 
 
-class Meeting:
-    """What the threads of one group share."""
+def together(size: int, program: Callable[[Worker], T], servers: Sequence[Server] = ()) -> list[T]:
+    """Run `program` on `size` workers, each a thread; their values in rank order. The first error is raised.
 
-    def __init__(self, size: int) -> None:
-        self.size, self.barrier = size, threading.Barrier(size)
-        self.slots: list[Any] = [None] * size
-        self.mail: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = {
-            (a, b): queue.SimpleQueue() for a in range(size) for b in range(size)
-        }
-
-    def swap(self, rank: int, value: Any) -> list[Any]:
-        """Everybody's value, in rank order."""
-        self.slots[rank] = value
-        self.barrier.wait(DEADLINE_S)
-        values = list(self.slots)
-        self.barrier.wait(DEADLINE_S)
-        return values
-
-
-class _Done(Handle):
-    def __init__(self, total: Total) -> None:
-        self._total = total
-
-    @override
-    def wait(self) -> Total:
-        return self._total
-
-
-class ThreadGroup(Group):
-    """The naive group: every operation swaps whole tensors, and computes on all of them. The reference for the fast ones."""
-
-    def __init__(self, meeting: Meeting, rank: int) -> None:
-        self.meeting, self.rank, self.size, self.ledger = meeting, rank, meeting.size, Ledger()
-
-    @override
-    def allocate(self, n: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(n, dtype=dtype)
-
-    @override
-    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0) -> Handle:
-        parts = self.meeting.swap(self.rank, (tensor.clone(), weight, bits))
-        total = Total(float(sum(w for _, w, _ in parts)), reduce(or_, (b for _, _, b in parts)))
-        if total.weight and self.size > 1:
-            tensor.copy_(sum((t * (w / total.weight) for t, w, _ in parts if w), start=torch.zeros_like(tensor)))
-        return _Done(total)
-
-    @override
-    def all_reduce_(self, tensor: Tensor) -> None:
-        tensor.copy_(sum(self.meeting.swap(self.rank, tensor.clone()), start=torch.zeros_like(tensor)))
-
-    @override
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        rows: list[Tensor] = self.meeting.swap(self.rank, tensor.clone())
-        return torch.stack(rows)
-
-    @override
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        n = tensor.numel()
-        rows: list[Tensor] = self.meeting.swap(self.rank, tensor.clone())
-        return torch.stack(rows).sum(0)[self.rank * n // self.size : (self.rank + 1) * n // self.size]
-
-    @override
-    def broadcast_(self, tensor: Tensor, source: int) -> None:
-        tensor.copy_(self.meeting.swap(self.rank, tensor.detach().clone())[source])
-
-    @override
-    def send(self, tensor: Tensor, target: int) -> None:
-        self.meeting.mail[self.rank, target].put(tensor.clone())
-
-    @override
-    def receive_(self, tensor: Tensor, source: int) -> None:
-        tensor.copy_(self.meeting.mail[source, self.rank].get(timeout=DEADLINE_S))
-
-    @override
-    def barrier(self) -> None:
-        self.meeting.swap(self.rank, None)
-
-    @override
-    def all_gather_json(self, value: Any) -> list[Any]:
-        return self.meeting.swap(self.rank, json.loads(json.dumps(value)))
-
-    @override
-    def close(self) -> None:
-        pass
-
-
-def together(size: int, program: Callable[[Worker], T], server: Server | None = None) -> list[T]:
-    """Run `program` on `size` workers, each a thread; their values in rank order. The first error is raised."""
+    servers: each worker's, in rank order.
+    """
     meeting = Meeting(size)
 
     def run(rank: int) -> T:
         try:
+            server = servers[rank] if servers else None
             return program(Worker(rank=rank, size=size, group=ThreadGroup(meeting, rank), server=server))
         except BaseException:
             meeting.barrier.abort()

@@ -1,0 +1,252 @@
+"""A link: one peer's connection in a group of sockets. It never blocks: what is posted leaves when it can, what came is pulled.
+
+On a link travel frames (transport/frame.py) of these kinds, each complete before the next begins, so that a notice can
+follow any of them:
+
+- ARRIVE opens an operation: sequence, weight, a = signature, b = n, and as its payload bits or JSON;
+- CHUNK carries a piece of a tensor, SEND a whole one, point to point;
+- WAITING, GAVE_UP and LEFT are notices, all of one size, so that the last one can be read behind whatever came before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import ssl
+import weakref
+from collections import deque
+from typing import Any
+
+from manyhands.transport.frame import HEADER_BYTES, Frame, FrameError, blob_length, pack, unpack
+from manyhands.transport.wire import one_host
+
+ARRIVE, CHUNK, SEND, WAITING, GAVE_UP, LEFT = range(1, 7)
+
+NOTICES = (WAITING, GAVE_UP, LEFT)
+_NOTICE_BLOB = 1024  # bytes: a few sentences; longer texts are cut
+_STAGE = 1 << 14  # bytes read ahead at a header: a small operation comes in one system call
+_VIEWS = 16  # buffers a sendmsg
+_PIECE = 1 << 16  # bytes a TLS write; OpenSSL wants the very same ones again when it could not write them
+_LOCAL_BUFFER = 1 << 17
+_HOARD = 1 << 26  # bytes kept at most of a peer that ended, or that everybody waits for
+
+_NOTHING = memoryview(b"")
+_LATER = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+class LinkEnded(Exception):
+    """The peer is gone, or this end was closed; nothing more comes."""
+
+
+class Link:
+    """The connection to worker `rank`. One thread at a time."""
+
+    def __init__(self, rank: int, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if one_host(sock):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOCAL_BUFFER)
+        self.rank, self._sock, self._tls = rank, sock, isinstance(sock, ssl.SSLSocket)
+        self._out: deque[memoryview] = deque()
+        self._stage, self._start, self._stop = memoryview(bytearray(_STAGE)), 0, 0
+        self.posted = self.sent = 0  # bytes, headers included
+        _open.add(self)
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    # -- out ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def full(self) -> bool:
+        """Whether something posted has not left yet. Its memory must not change before it has."""
+        return bool(self._out)
+
+    def post(self, frame: Frame, payload: memoryview = _NOTHING, text: bytes = b"") -> None:
+        """Queue a frame and what follows its header; `push` sends it."""
+        head = memoryview(pack(frame) + frame.blob + text)
+        self._out.append(head)
+        if payload:
+            self._out.append(payload)
+        self.posted += len(head) + len(payload)
+
+    def push(self) -> bool:
+        """Send what can leave now; whether anything did. LinkEnded."""
+        moved = False
+        try:
+            while self._out:
+                self._take(self._send())
+                moved = True
+        except _LATER:
+            return moved
+        except OSError as error:
+            raise LinkEnded(str(error)) from error
+        return moved
+
+    def drop(self) -> None:
+        """Forget what was posted: nobody reads any more."""
+        self._out.clear()
+
+    def _send(self) -> int:
+        if self._tls:
+            return self._sock.send(self._out[0][:_PIECE])
+        if len(self._out) == 1:
+            return self._sock.send(self._out[0], socket.MSG_NOSIGNAL)
+        views = [self._out[i] for i in range(min(_VIEWS, len(self._out)))]
+        return self._sock.sendmsg(views, (), socket.MSG_NOSIGNAL)
+
+    def _take(self, sent: int) -> None:
+        self.sent += sent
+        while sent:
+            first = self._out[0]
+            if sent < len(first):
+                self._out[0] = first[sent:]
+                return
+            sent -= len(first)
+            self._out.popleft()
+
+    # -- in ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def unread(self) -> bool:
+        """Whether something was read ahead."""
+        return self._start < self._stop
+
+    def pull(self, into: memoryview) -> int:
+        """So many bytes of what came are now at the start of `into` (not empty); 0 if nothing is here. LinkEnded."""
+        staged = self._stop - self._start
+        if staged:
+            count = min(staged, len(into))
+            into[:count] = self._stage[self._start : self._start + count]
+            self._start += count
+            return count
+        return self._receive(into)
+
+    def header(self) -> Frame | None:
+        """The next frame's header, None if it is not all here. LinkEnded, FrameError."""
+        while self._stop - self._start < HEADER_BYTES:
+            if not self._read_ahead():
+                return None
+        self._start += HEADER_BYTES
+        head = self._stage[self._start - HEADER_BYTES : self._start]
+        frame, length = unpack(head), blob_length(head)
+        if length != (_NOTICE_BLOB if frame.kind in NOTICES else 0):
+            raise FrameError(f"a frame of kind {frame.kind} came with a blob of {length} bytes")
+        return frame
+
+    def notice(self) -> dict[str, Any] | None:
+        """What the notice says whose header came last; None if it is not all here. LinkEnded, FrameError."""
+        while self._stop - self._start < _NOTICE_BLOB:
+            if not self._read_ahead():
+                return None
+        self._start += _NOTICE_BLOB
+        return _said(self._stage[self._start - _NOTICE_BLOB : self._start])
+
+    def last_notice(self) -> tuple[int, dict[str, Any]]:
+        """(kind, what it says) if a notice is the last that came, whatever lies before it; else (0, {})."""
+        self._hoard()
+        size = HEADER_BYTES + _NOTICE_BLOB
+        if self._stop - self._start < size:
+            return 0, {}
+        last = self._stage[self._stop - size : self._stop]
+        try:
+            frame = unpack(last[:HEADER_BYTES])
+            if frame.kind not in NOTICES or blob_length(last[:HEADER_BYTES]) != _NOTICE_BLOB:
+                return 0, {}
+            return frame.kind, _said(last[HEADER_BYTES:])
+        except FrameError:
+            return 0, {}
+
+    def _read_ahead(self) -> int:
+        """Bytes that were added to the stage."""
+        if len(self._stage) - self._start < HEADER_BYTES + _NOTICE_BLOB or self._start == self._stop:
+            left = bytes(self._stage[self._start : self._stop])
+            self._stage[: len(left)] = left
+            self._start, self._stop = 0, len(left)
+        count = self._receive(self._stage[self._stop :])
+        self._stop += count
+        return count
+
+    def _receive(self, into: memoryview) -> int:
+        try:
+            count = self._sock.recv_into(into)
+        except _LATER:
+            return 0
+        except OSError as error:
+            raise LinkEnded(str(error)) from error
+        if not count:
+            raise LinkEnded("the end of the connection")
+        return count
+
+    def _hoard(self) -> None:
+        """Move all that is here into the stage."""
+        kept = [bytes(self._stage[self._start : self._stop])]
+        try:
+            while sum(map(len, kept)) < _HOARD:
+                piece = bytearray(1 << 18)
+                count = self._receive(memoryview(piece))
+                if not count:
+                    break
+                kept.append(bytes(piece[:count]))
+        except LinkEnded:
+            pass  # what came before is what counts; whoever pulls further hears of the end again
+        data = b"".join(kept)
+        self._stage = memoryview(bytearray(data.ljust(_STAGE, b"\0")))
+        self._start, self._stop = 0, len(data)
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def end_sending(self) -> None:
+        """The peer reads the end behind what left, and its poll tells it at once."""
+        try:
+            socket.socket.shutdown(self._sock, socket.SHUT_WR)  # SSLSocket's own would go on in plain text
+        except OSError:  # it is not connected any more
+            return
+
+    def shut(self) -> None:
+        """Both directions, from any thread: whoever waits on this link wakes."""
+        try:
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+        except OSError:  # as above
+            return
+
+    def close(self) -> None:
+        self._out.clear()
+        self._sock.close()
+
+
+_open: weakref.WeakSet[Link] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """A process forked from a worker (a data loader's, say) must not keep the worker's connections open."""
+    for link in _open:
+        link.close()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+def notice(kind: int, said: dict[str, Any]) -> Frame:
+    """A notice that says this; its texts are cut so that it fits."""
+    blob = json.dumps(said).encode()
+    while len(blob) > _NOTICE_BLOB:
+        said = {name: value[: len(value) * 3 // 4] if isinstance(value, str) else value for name, value in said.items()}
+        blob = json.dumps(said).encode()
+    return Frame(kind=kind, blob=blob.ljust(_NOTICE_BLOB))
+
+
+def _said(blob: memoryview) -> dict[str, Any]:
+    try:
+        value = json.loads(bytes(blob))
+    except ValueError as error:
+        raise FrameError(f"a notice is a JSON object; got {bytes(blob[:40])!r}") from error
+    if not isinstance(value, dict):
+        raise FrameError(f"a notice is a JSON object; got {bytes(blob[:40])!r}")
+    return value
+
+
+RDHUP = getattr(select, "POLLRDHUP", 0)  # Linux: told of a peer's end without reading up to it

@@ -1,0 +1,113 @@
+"""Workers that are threads of one process: the naive group, whose every operation swaps whole tensors."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from functools import reduce
+from operator import or_
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from manyhands.comm.group import Group, Handle, Total
+from manyhands.comm.ledger import Ledger
+
+DEADLINE_S = 20.0
+
+
+class Meeting:
+    """What the threads of one group share."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.barrier = size, threading.Barrier(size)
+        self.slots: list[Any] = [None] * size
+        self.mail: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = {
+            (a, b): queue.SimpleQueue() for a in range(size) for b in range(size)
+        }
+
+    def swap(self, rank: int, value: Any, operation: str = "") -> list[Any]:
+        """Everybody's value, in rank order; BrokenBarrierError where another rank came for another operation."""
+        self.slots[rank] = (operation, value)
+        self.barrier.wait(DEADLINE_S)
+        values = list(self.slots)
+        self.barrier.wait(DEADLINE_S)
+        operations = [name for name, _ in values]
+        if len(set(operations)) > 1:
+            raise threading.BrokenBarrierError(f"ranks called different operations: {', '.join(operations)}")
+        return [value for _, value in values]
+
+
+class _Done(Handle):
+    def __init__(self, total: Total) -> None:
+        self._total = total
+
+    @override
+    def wait(self) -> Total:
+        return self._total
+
+
+class ThreadGroup(Group):
+    """The naive group: every operation swaps whole tensors, and computes on all of them. The reference for the fast ones."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.meeting, self.rank, self.size, self.ledger = meeting, rank, meeting.size, Ledger()
+
+    @override
+    def allocate(self, n: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(n, dtype=dtype)
+
+    @override
+    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0) -> Handle:
+        parts = self.meeting.swap(self.rank, (tensor.clone(), weight, bits), "start_mean_")
+        total = Total(float(sum(w for _, w, _ in parts)), reduce(or_, (b for _, _, b in parts)))
+        if total.weight and self.size > 1:
+            tensor.copy_(sum((t * (w / total.weight) for t, w, _ in parts if w), start=torch.zeros_like(tensor)))
+        return _Done(total)
+
+    @override
+    def all_reduce_(self, tensor: Tensor) -> None:
+        tensor.copy_(sum(self.meeting.swap(self.rank, tensor.clone(), "all_reduce_"), start=torch.zeros_like(tensor)))
+
+    @override
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        rows: list[Tensor] = self.meeting.swap(self.rank, tensor.clone(), "all_gather")
+        return torch.stack(rows)
+
+    @override
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        n = tensor.numel()
+        rows: list[Tensor] = self.meeting.swap(self.rank, tensor.clone(), "reduce_scatter")
+        return torch.stack(rows).sum(0)[self.rank * n // self.size : (self.rank + 1) * n // self.size]
+
+    @override
+    def broadcast_(self, tensor: Tensor, source: int) -> None:
+        tensor.copy_(self.meeting.swap(self.rank, tensor.detach().clone(), "broadcast_")[source])
+
+    @override
+    def send(self, tensor: Tensor, target: int) -> None:
+        self.meeting.mail[self.rank, target].put(tensor.clone())
+
+    @override
+    def receive_(self, tensor: Tensor, source: int) -> None:
+        tensor.copy_(self.meeting.mail[source, self.rank].get(timeout=DEADLINE_S))
+
+    @override
+    def barrier(self) -> None:
+        self.meeting.swap(self.rank, None, "barrier")
+
+    @override
+    def all_gather_json(self, value: Any) -> list[Any]:
+        return self.meeting.swap(self.rank, json.loads(json.dumps(value)), "all_gather_json")
+
+    @override
+    def share(self, tensor: Tensor, owner: int) -> Tensor:
+        shared: Tensor = self.meeting.swap(self.rank, tensor, "share")[owner]
+        return shared
+
+    @override
+    def close(self) -> None:
+        pass

@@ -1,0 +1,324 @@
+"""Engine `hosts`: workers on several hosts. This one listens, the others join with the command that it prints.
+
+The driver and its own workers are here; every other host runs `manyhands join`, whose agent has that host's workers.
+Inside a host workers share memory, between hosts their leaders form a ring over TLS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import select
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from typing_extensions import override
+
+from manyhands.engines.base import Engine, Launch, Observer
+from manyhands.errors import BadInput, ManyhandsError, Preempted, Unsupported, is_whole
+from manyhands.events import Event
+from manyhands.signals import PREEMPTED
+
+if TYPE_CHECKING:
+    from manyhands.engines.network import Network
+    from manyhands.engines.remote_crew import RemoteCrew
+    from manyhands.engines.roster import Roster
+    from manyhands.engines.secret import Secret
+    from manyhands.transport.listener import Listener
+    from manyhands.worker import Worker
+
+T = TypeVar("T")
+
+LOG = logging.getLogger("manyhands")
+
+VARIABLE = "MANYHANDS_CREDENTIALS"  # transport.credentials.VARIABLE, without importing it
+_POLL_S = 0.1
+_ANYWHERE = ("0.0.0.0", "::", "")
+
+
+@dataclass
+class _Voice:
+    """Who is told how to join, and who came. All are equal: it is no option of the engine's."""
+
+    say: Callable[[str], None] = field(default=LOG.warning, compare=False)  # a script's user must see it, too
+
+    def __reduce__(self) -> tuple[type[_Voice], tuple[()]]:
+        return _Voice, ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hosts(Engine):
+    """Workers of several hosts: this one listens, the others join it with the command that it prints.
+
+    listen: an address of this host that the others reach. Other than loopback it needs TLS.
+    here: so many workers this host gives itself, at least one (worker 0 is here); default: half of them, rounded up.
+    tls: on: every connection is encrypted, and both ends prove that they hold the run's credentials: the file that
+        MANYHANDS_CREDENTIALS names, made where it is missing, else a file of this run's alone. off: both ends still prove
+        that they hold the file, but whoever is on the way can read and change what is sent, the program included; on
+        loopback only, unless plain_network says otherwise.
+    ports: "7000-7100", to listen on; default: any that are free. Every host needs one a worker, this one also one a shard.
+    plain_network: with tls off, also on addresses other than loopback.
+    wait_s: how long to wait for the others.
+
+    What remote workers return travels as JSON and tensors; anything else raises BadInput. The hosts need the same
+    versions of Python, torch and manyhands, and the modules that the program imports. Shards of a server are here.
+    """
+
+    name: ClassVar[str] = "hosts"
+    serves: ClassVar[bool] = True
+    listen: str = "127.0.0.1"
+    here: int | None = None
+    tls: bool = True
+    ports: str = ""
+    plain_network: bool = False
+    wait_s: float = 600.0
+    voice: _Voice = field(default_factory=_Voice, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        from manyhands.engines.network import check_way, ports_of
+
+        if self.here is not None and not is_whole(self.here):
+            raise BadInput(f"here must be at least 1, not {self.here!r}: worker 0 and the driver are on one host")
+        if not self.wait_s > 0:
+            raise BadInput(f"wait_s must be a positive number of seconds, not {self.wait_s!r}")
+        if self.tls and self.plain_network:
+            raise BadInput("plain_network is for tls off: leave it out, or say tls=off too")
+        check_way(self.listen, tls=self.tls, plain_network=self.plain_network)
+        ports_of(self.ports)
+
+    @override
+    def launch(self, program: Callable[[Worker], T], plan: Launch) -> list[T]:
+        here = self._check(plan)
+        if plan.workers == 1:
+            from manyhands.engines.alone import run_here
+
+            return [run_here(program, plan)]
+        return self._launch(program, plan, here)
+
+    def _check(self, plan: Launch) -> int:
+        """How many workers are here."""
+        here = math.ceil(plan.workers / 2) if self.here is None else self.here
+        if plan.workers < 1:
+            raise BadInput(f"workers must be at least 1, not {plan.workers}")
+        if here > plan.workers:
+            raise BadInput(f"here={here} of {plan.workers} workers: give at most as many as there are in all")
+        if sys.platform != "linux":
+            raise Unsupported(f"engine hosts needs Linux, this is {sys.platform}: on Windows use WSL2")
+        return here
+
+    def _launch(self, program: Any, plan: Launch, here: int) -> list[Any]:
+        from manyhands.engines.crew import seats_of, shard_of
+        from manyhands.engines.driver import Driver
+        from manyhands.engines.limits import room_for_descriptors
+        from manyhands.engines.local_crew import LocalCrew
+        from manyhands.engines.spawner import Spawner
+
+        with ExitStack() as stack:
+            stack.enter_context(room_for_descriptors(4 * plan.workers + 16))
+            spawner = Spawner()  # it loads torch while the others come
+            stack.callback(spawner.close)
+            guests = stack.enter_context(_Farewell())
+            meeting = self._gathered(plan, here, guests)
+            shards = [seat for seat in seats_of(plan.workers, plan.shards) if shard_of(seat) >= 0]
+            own = LocalCrew(
+                spawner, [*meeting.hosts[0], *shards], plan.timeout_s, host=meeting.names[0], network=meeting.to_json()
+            )
+            observer = _Listening(plan.observer, guests.crews, "" if self.tls else self._without_tls())
+            return Driver([own, *guests.crews], replace(plan, observer=observer)).run(program)
+
+    def _gathered(self, plan: Launch, here: int, guests: _Farewell) -> Network:
+        """This host's Network, once all workers are there; the crews of the others are in `guests`."""
+        from manyhands.engines.network import Network, ports_of
+        from manyhands.engines.post import SILENCE_S
+        from manyhands.engines.roster import Roster
+        from manyhands.transport.listener import Listener
+
+        roster = Roster(plan.workers, socket.gethostname(), here)
+        with self._secret() as (secret, path):
+            listener = Listener(
+                self.listen,
+                **secret.proof,
+                ports=ports_of(self.ports),
+                plain_network=self.plain_network,
+                timeout_s=SILENCE_S,
+            )
+            with contextlib.closing(listener):
+                if roster.missing:
+                    self.voice.say(f"{roster.text()}. {self._how_to_join(listener, roster, path)}")
+                _Door(listener, roster, guests.crews, self.voice.say, self.wait_s).wait(plan.observer)
+                address = listener.address[0]
+        names = roster.names()
+        if address in _ANYWHERE and guests.crews:
+            came_by = [crew.local_address for crew in guests.crews]
+            address = _common_address(dict(zip(names[1:], came_by, strict=True)))
+        meeting = Network(
+            hosts=roster.seats(),
+            names=names,
+            listen=address,
+            ports=ports_of(self.ports),
+            plain_network=self.plain_network,
+            secret=secret,
+        )
+        for crew, seats, name in zip(guests.crews, meeting.hosts[1:], meeting.names[1:], strict=True):
+            crew.take_seats(seats, name, {"hosts": meeting.hosts, "names": meeting.names})
+        return meeting
+
+    @contextmanager
+    def _secret(self) -> Iterator[tuple[Secret, Path]]:
+        """The run's secret and the file that holds it; one of this run's alone is gone afterwards."""
+        from manyhands.engines.secret import Secret, named_file
+
+        named = named_file()
+        if named is not None:
+            yield (Secret.load if named.exists() else Secret.create)(named, tls=self.tls), named
+            return
+        with tempfile.TemporaryDirectory(prefix="manyhands-") as folder:
+            path = Path(folder) / f"manyhands-{os.getpid()}.pem"
+            yield Secret.create(path, tls=self.tls), path
+
+    def _without_tls(self) -> str:
+        return (
+            f"engine hosts ran WITHOUT TLS on {self.listen}: whoever was on the way between its processes could read and "
+            "change what was sent, the program included"
+        )
+
+    def _how_to_join(self, listener: Listener, roster: Roster, path: Path) -> str:
+        from manyhands.transport.address import format_address, is_loopback
+
+        host, port = listener.address
+        address = format_address((socket.gethostname() if host in _ANYWHERE else host, port))
+        plain = "" if self.tls else " --no-tls"
+        copy, name = "", str(path)
+        if not is_loopback(host):
+            plain += " --plain-network" if self.plain_network else ""
+            copy, name = f"  scp -p {address.rpartition(':')[0]}:{path} .\n", path.name
+        return (
+            f"On {'the other hosts' if copy else 'this host'} run (whoever has the file belongs to the run; "
+            f"several may share the workers){'' if self.tls else ', WITHOUT TLS'}:\n\n"
+            f"{copy}  {VARIABLE}={name} manyhands join {address} --workers {roster.missing}{plain}\n"
+        )
+
+
+def _common_address(came_by: dict[str, str]) -> str:
+    """Where workers of all joined hosts reach this one's, from the address of this host that each host came by.
+
+    Loopback only if all came by it: its own workers listen where a host came by. BadInput for a mix.
+    """
+    from manyhands.transport.address import is_loopback
+
+    near = [host for host, address in came_by.items() if is_loopback(address)]
+    far = [address for address in came_by.values() if not is_loopback(address)]
+    if near and far:
+        raise BadInput(
+            f"{', '.join(near)} joined over loopback, where other hosts do not reach its workers: join by {far[0]} on this "
+            "host too, or listen on that address alone"
+        )
+    return (far or list(came_by.values()))[0]
+
+
+class _Farewell:
+    """The hosts that joined: at the end each is told how the run ended."""
+
+    def __init__(self) -> None:
+        self.crews: list[RemoteCrew] = []
+
+    def __enter__(self) -> _Farewell:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        text = "" if error is None else (str(error).strip() or type(error).__name__).splitlines()[0][:500]
+        for crew in self.crews:
+            crew.leave(text)
+
+
+@dataclass
+class _Door:
+    """Lets hosts in until all workers are there."""
+
+    listener: Listener
+    roster: Roster
+    crews: list[RemoteCrew]
+    say: Callable[[str], None]
+    wait_s: float
+
+    def wait(self, observer: Observer) -> None:
+        deadline = time.monotonic() + self.wait_s
+        poll = select.poll()
+        poll.register(self.listener, select.POLLIN)
+        while self.roster.missing:
+            _check_stop(observer)
+            self._see_off()
+            if time.monotonic() >= deadline:
+                raise ManyhandsError(
+                    f"after {self.wait_s:.0f} s {self.roster.text()}; {self.roster.missing} did not come: start `manyhands join` "
+                    "on the other hosts, or give a longer wait_s"
+                )
+            if poll.poll(_POLL_S * 1000):
+                self._let_in()
+
+    def _let_in(self) -> None:
+        from manyhands.engines.post import Post
+        from manyhands.engines.remote_crew import RemoteCrew
+        from manyhands.engines.roster import Guest
+        from manyhands.transport.channel import ChannelTimeout
+
+        try:
+            channel, said = self.listener.accept(self._name, timeout_s=0.0)
+        except ChannelTimeout:  # it has not said yet who it is
+            return
+        self.roster.guests.append(Guest(said["host"], said["workers"]))
+        self.crews.append(RemoteCrew(Post(channel), said["host"]))
+        self.say(self.roster.text())
+
+    def _name(self, said: dict[str, Any]) -> str:
+        from manyhands.transport.frame import FrameError
+
+        if reason := self.roster.refusal(said):
+            raise FrameError(reason)
+        return f"host {said['host']}"
+
+    def _see_off(self) -> None:
+        """A host that left before the start leaves its seats free."""
+        for i in reversed([i for i, crew in enumerate(self.crews) if not crew.here()]):
+            crew, guest = self.crews.pop(i), self.roster.guests.pop(i)
+            crew.leave("")
+            self.say(f"{guest.host} left again: {self.roster.text()}")
+
+
+def _check_stop(observer: Observer) -> None:
+    if reason := observer.stopping():
+        message = f"asked to stop ({reason}) while waiting for the other hosts: nothing was trained"
+        raise Preempted(message) if reason == PREEMPTED else ManyhandsError(message)
+
+
+@dataclass
+class _Listening(Observer):
+    """The caller's observer, and a joined host that was asked to end (SIGTERM) stops the run as if this one had been."""
+
+    observer: Observer
+    crews: Sequence[RemoteCrew]
+    warning: str = ""  # goes behind the run's first event
+
+    @override
+    def event(self, event: Event) -> None:
+        self.observer.event(event)
+        if self.warning:
+            message, self.warning = self.warning, ""
+            self.observer.event(Event(type="warning", values={"message": message}))
+
+    @override
+    def answer(self, event: Event) -> dict[str, Any]:
+        return self.observer.answer(event)
+
+    @override
+    def stopping(self) -> str:
+        return self.observer.stopping() or (PREEMPTED if any(crew.preempted for crew in self.crews) else "")

@@ -1,0 +1,179 @@
+"""The crew of another host, as the driver sees it: an agent there (`manyhands join`) has the processes, a post joins us.
+
+Letters to the agent: launch (with the program), tell, signal, stacks, end, over. From it: seat (what a seat said), stacks,
+idle (everything of the run is gone there), preempted (it was asked to end), failed (its fork server died).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from manyhands.engines.crew import Crew
+from manyhands.engines.plain_values import decode
+from manyhands.engines.post import Letter, Post
+from manyhands.errors import WorkerFailed
+from manyhands.transport.channel import ChannelClosed, ChannelTimeout
+
+LOG = logging.getLogger("manyhands")
+
+OWN = frozenset({"path", "folder", "environment", "network"})
+"""What a joined host has of its own: the driver's would mean nothing there."""
+PREFIX, CREDENTIALS = "MANYHANDS_", "MANYHANDS_CREDENTIALS"
+_STACKS_S = 3.0  # the agent's own second, and the way
+_END_S = 20.0
+
+
+class RemoteCrew(Crew):
+    """See Crew. `preempted`: the joined host was asked to end (SIGTERM there)."""
+
+    def __init__(self, post: Post, host: str) -> None:
+        self.host = host
+        self.seats: list[int] = []  # when all hosts are there
+        self.preempted = False
+        self.network: dict[str, Any] = {}
+        self._post = post
+        self._came: list[tuple[int, dict[str, Any]]] = []
+        self._where: dict[int, tuple[str, int]] = {}  # seat -> the last (phase, step) heard
+        self._gone = False  # its end was told
+        self._ended = False
+
+    @override
+    def start(self, shared: dict[str, Any], program: int) -> None:
+        """The program goes through this process's memory as it lies in its file: nothing is unpickled or copied."""
+        body = {name: value for name, value in shared.items() if name not in OWN}
+        body |= {"seats": self.seats, "network": self.network}
+        variables = {
+            name: value for name, value in os.environ.items() if name.startswith(PREFIX) and name != CREDENTIALS
+        }
+        launch = {"type": "launch", "host": self.host, "shared": body, "variables": variables}
+        self._send(launch, [_mapped(program)])
+
+    @override
+    def filenos(self) -> list[int]:
+        return [self._post.fileno()]
+
+    @override
+    def receive(self) -> list[tuple[int, dict[str, Any]]]:
+        for letter in self._post.receive():
+            self._take(letter)
+        if self._post.lost and not self._gone and not self._ended:
+            self._gone = True
+            self._came += [(seat, self._lost(seat)) for seat in self.seats]
+        came, self._came = self._came, []
+        return came
+
+    def _take(self, letter: Letter) -> None:
+        body = letter.body
+        if body["type"] == "seat" and body.get("seat") in self.seats:
+            self._came.append((body["seat"], self._said(body["seat"], body["body"], letter.tensors)))
+        elif body["type"] == "preempted":
+            self.preempted = True
+        elif body["type"] == "failed":
+            raise WorkerFailed(str(body["message"]), rank=-1, host=self.host, phase="start", step=0)
+
+    def _said(self, seat: int, body: dict[str, Any], tensors: list[Tensor]) -> dict[str, Any]:
+        if body["type"] == "beat":
+            self._where[seat] = (body["phase"], body["step"])
+        if body["type"] == "value":
+            return {**body, "value": decode(body["value"], tensors)}
+        return body
+
+    def _lost(self, seat: int) -> dict[str, Any]:
+        """The news that the whole host is gone, as an error of each of its workers."""
+        phase, step = self._where.get(seat, ("start", 0))
+        message = (
+            f"worker {seat} on {self.host} is lost in phase {phase} at step {step}: the connection to its host ended "
+            f"({self._post.lost}); see what `manyhands join` said there"
+        )
+        return {
+            "type": "error",
+            "rank": seat,
+            "phase": phase,
+            "step": step,
+            "message": message,
+            "detail": "",
+            "error": "",
+            "family": "WorkerFailed",
+            "exit_code": 1,
+            "secondary": False,
+        }
+
+    @override
+    def tell(self, seat: int, body: dict[str, Any]) -> None:
+        self._send({"type": "tell", "seat": seat, "body": body})
+
+    @override
+    def signal(self, number: int) -> None:
+        self._send({"type": "signal", "number": number})
+
+    @override
+    def stacks(self) -> dict[int, str]:
+        self._send({"type": "stacks"})
+        answer = self._wait_for("stacks", _STACKS_S)
+        found = answer.get("stacks", {}) if answer else {}
+        return {seat: str(found.get(str(seat), "")) for seat in self.seats}
+
+    @override
+    def end(self, grace_s: float) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        if not self.seats or self._post.lost:  # never started, or lost: the agent ends what it has by itself
+            return
+        self._send({"type": "end", "grace_s": grace_s})
+        if self._wait_for("idle", grace_s + _END_S) is None:
+            LOG.warning(
+                "host %s did not say that its workers ended (%s): they end as soon as it finds that the driver is gone",
+                self.host,
+                self._post.lost or f"nothing within {grace_s + _END_S:.0f} s",
+            )
+
+    def leave(self, error: str) -> None:
+        """Say how the run ended ("": well), and hang up. Idempotent."""
+        self._send({"type": "over", "error": error})
+        self._post.close()
+
+    def take_seats(self, seats: list[int], host: str, network: dict[str, Any]) -> None:
+        """All hosts are there: this one's ranks, how messages name it, and who is where."""
+        self.seats, self.host, self.network = seats, host, network
+
+    @property
+    def local_address(self) -> str:
+        """The address of this host by which the other reached it."""
+        return self._post.local_address
+
+    def here(self) -> bool:
+        """Before the start: whether the host is still connected; what it says then is taken."""
+        self.receive()
+        return not self._post.lost
+
+    def _wait_for(self, type: str, timeout_s: float) -> dict[str, Any] | None:
+        """The agent's answer, or None; what comes before it is kept."""
+        deadline = time.monotonic() + timeout_s
+        while (left := deadline - time.monotonic()) > 0 and not self._post.lost:
+            letters = self._post.wait(left)
+            found = [letter.body for letter in letters if letter.body["type"] == type]
+            for letter in letters:
+                self._take(letter)
+            if found:
+                return found[0]
+        return None
+
+    def _send(self, body: dict[str, Any], tensors: list[Tensor] | None = None) -> None:
+        with contextlib.suppress(ChannelClosed, ChannelTimeout, OSError):  # the news of its end is on its way
+            self._post.send(body, tensors or [])
+
+
+def _mapped(fd: int) -> Tensor:
+    """uint8 [bytes]: a private view of a file; the tensor holds the mapping."""
+    memory = mmap.mmap(fd, 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+    return torch.frombuffer(memory, dtype=torch.uint8)

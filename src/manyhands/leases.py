@@ -1,0 +1,171 @@
+"""Who trains which slice, where every worker goes at its own pace: slices of global batches are leased, each exactly once.
+
+Each global batch has `parts` slices; part p of all batches is a queue. A worker takes its own queue from the front; when
+that is empty, it takes from the back of the queue that has most left, so that at an epoch's end nobody waits for rows of
+a straggler that nobody has begun. Pure: no clock, no thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A stretch of an epoch between two meetings of all workers; JSON by `vars`. All workers ask with the same one.
+
+    A resumed epoch keeps its `parts`, whatever the number of workers is now: worker r of `size` owns the queues p with
+    p % size == r, and reads the one that is furthest behind first. A worker without a queue takes from the others'.
+    """
+
+    epoch: int
+    first: int  # global batches [first, until) of the epoch
+    until: int
+    parts: int  # slices of a global batch
+    size: int = 0  # workers; 0: as many as parts
+    left: list[list[int]] | None = None  # by part, [front, back) of what is not handed out yet; None: all
+    alone: int = 0  # so many leases worker 0 gets before the others get their first
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.first <= self.until, f"expected 0 <= first <= until, got {self}"
+        assert self.parts >= 1, f"expected at least one part, got {self}"
+        assert min(self.size, self.alone) >= 0, f"expected size and alone of at least 0, got {self}"
+        assert self.left is None or self._fits(self.left), (
+            f"left must hold [front, back) in [{self.first}, {self.until}] for each of {self.parts} parts, got {self.left}"
+        )
+
+    def _fits(self, left: list[list[int]]) -> bool:
+        return len(left) == self.parts and all(self.first <= front <= back <= self.until for front, back in left)
+
+    @property
+    def slices(self) -> int:
+        """All there are, handed out or not."""
+        return (self.until - self.first) * self.parts
+
+    def owner(self, part: int) -> int:
+        """The worker that reads this queue from the front."""
+        return part % (self.size or self.parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lease:
+    """One slice, handed out once."""
+
+    index: int  # of the global batch in the epoch
+    part: int
+    handed: int  # slices of the segment handed out before this one, those before a resume counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """No more in this segment."""
+
+    reason: str  # "" where all slices are out, else why the run is to stop
+    left: list[list[int]]  # by part, [front, back) of what nobody will get: a resumed run's Segment takes it as it is
+
+
+class Leases:
+    """The one who hands them out. A new segment begins with the first who asks for it."""
+
+    released: list[tuple[int, Lease | End]]
+    """(rank, answer) for those who wait; whoever calls takes and clears it."""
+
+    def __init__(self) -> None:
+        self.released = []
+        self._segment: Segment | None = None
+        self._queues: list[list[int]] = []  # by part: [front, back)
+        self._handed = 0
+        self._asked = 0  # by worker 0, in this segment
+        self._waiting: list[int] = []
+        self._reason = ""
+
+    def take(self, rank: int, segment: Segment) -> Lease | End | None:
+        """The next slice for a worker, or the end; None: it waits, and `released` will have its answer.
+
+        The caller looks into `released` after each call: it may hold the answers of others.
+        """
+        if segment != self._segment:
+            self._begin(segment)
+        self._asked += rank == 0
+        if self._closed(rank):
+            assert rank not in self._waiting, f"worker {rank} asked again before it was answered"
+            self._waiting.append(rank)
+            return None
+        answer = self._next(rank)
+        self._release()
+        return answer
+
+    def stop(self, reason: str) -> None:
+        """From now on everybody gets an End with the first reason, also those who wait."""
+        assert reason, "a stop needs a reason"
+        self._reason = self._reason or reason
+        self._release()
+
+    def _begin(self, segment: Segment) -> None:
+        assert not self._waiting, f"workers {self._waiting} still wait for leases of {self._segment}"
+        left = segment.left
+        self._segment, self._asked = segment, 0
+        self._queues = (
+            [list(q) for q in left]
+            if left is not None
+            else [[segment.first, segment.until] for _ in range(segment.parts)]
+        )
+        self._handed = segment.slices - sum(map(_length, self._queues))
+
+    def _closed(self, rank: int) -> bool:
+        """Whether this worker has to wait for worker 0, which trains alone."""
+        assert self._segment is not None
+        over = self._asked > self._segment.alone or bool(self._reason) or self._handed == self._segment.slices
+        return rank != 0 and self._segment.alone > 0 and not over
+
+    def _release(self) -> None:
+        while self._waiting and not self._closed(self._waiting[0]):
+            rank = self._waiting.pop(0)
+            self.released.append((rank, self._next(rank)))
+
+    def _next(self, rank: int) -> Lease | End:
+        assert self._segment is not None
+        if self._reason or self._handed == self._segment.slices:
+            return End(reason=self._reason, left=[list(queue) for queue in self._queues])
+        part, index = self._own(rank) or self._from_the_fullest()
+        self._handed += 1
+        return Lease(index=index, part=part, handed=self._handed - 1)
+
+    def _own(self, rank: int) -> tuple[int, int] | None:
+        """The front of this worker's own queues, the furthest behind first."""
+        assert self._segment is not None
+        own = [p for p, queue in enumerate(self._queues) if self._segment.owner(p) == rank and _length(queue)]
+        if not own:
+            return None
+        part = min(own, key=lambda p: self._queues[p][0])
+        self._queues[part][0] += 1
+        return part, self._queues[part][0] - 1
+
+    def _from_the_fullest(self) -> tuple[int, int]:
+        """The back of the queue that has most left: what its owner would come to last."""
+        part = max(range(len(self._queues)), key=lambda p: _length(self._queues[p]))
+        self._queues[part][1] -= 1
+        return part, self._queues[part][1]
+
+
+def _length(queue: list[int]) -> int:
+    return queue[1] - queue[0]
+
+
+def to_json(answer: Lease | End) -> dict[str, Any]:
+    """A JSON object, for the line between a worker and the coordinator."""
+    return dict(vars(answer))
+
+
+def from_json(values: dict[str, Any]) -> Lease | End:
+    """What `to_json` wrote."""
+    return Lease(**values) if "index" in values else End(**values)
+
+
+def foreseen(segment: Segment, rank: int) -> Iterator[Lease]:
+    """The leases of a worker's own queues, in the order in which it gets them; what others take from their backs is left out then."""
+    leases, alone = Leases(), replace(segment, alone=0)
+    while isinstance(lease := leases.take(rank, alone), Lease) and segment.owner(lease.part) == rank:
+        yield lease

@@ -1,0 +1,1 @@
+"""Computing an asynchronous run again, in the order in which it happened."""

@@ -1,0 +1,103 @@
+"""Checkpoints of a training run: when one was written last, what it holds, and how a run goes on from one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from manyhands import checkpoint, snapshot
+from manyhands.checkpoint import Checkpoint
+from manyhands.data.feed import Feed
+from manyhands.errors import BadInput
+from manyhands.plan import Place, Plan
+from manyhands.replica import Replica
+from manyhands.strategies.base import State
+from manyhands.worker import Worker
+
+
+@dataclass
+class Saver:
+    """Writes this worker's part of each checkpoint, and reads it again."""
+
+    plan: Plan
+    worker: Worker
+    replica: Replica
+    feed: Feed  # of the training data
+    total_ticks: int | None  # of the whole training
+    saved: int = -1  # the tick of the newest checkpoint of this launch
+
+    def save(self, place: Place, state: State) -> None:
+        """A collective; nothing where no checkpoints are wanted."""
+        if self.plan.checkpoints is None:
+            return
+        self.saved = place.tick
+        self.worker.coordinator.progress("checkpoint", self.replica.step)
+        start = self.worker.clock()
+        facts = {"total": self.total_ticks, "threads": torch.get_num_threads(), "fingerprint": self._fingerprint()}
+        tensors, values = snapshot.capture(self.replica, state, {**vars(place), **facts})
+        kept, values["keep"] = self.plan.keep.capture(self.replica) if self._keeps_best() else ({}, None)
+        shared: snapshot.Tensors = {}
+        server = self.worker.server
+        if server is not None:
+            self.worker.group.barrier()  # all have pushed what they push
+            if self.worker.rank == 0:
+                shared, values["server"] = snapshot.capture_server(server, self.replica)
+        path = checkpoint.save(
+            self.plan.checkpoints, place.tick, self.worker.group, {**tensors, **kept, **shared}, values
+        )
+        if self.worker.rank == 0:
+            seconds = self.worker.clock() - start
+            self.worker.emit("checkpoint", tick=place.tick, step=self.replica.step, path=str(path), seconds=seconds)
+
+    def _keeps_best(self) -> bool:
+        """Whether this rank's checkpoint holds what is best: rank 0's is everybody's, an ensemble's member is its own."""
+        return self.worker.rank == 0 or not self.plan.strategy.needs.one_model
+
+    def resume(self, saved: Checkpoint, state: State) -> tuple[State, Place]:
+        """Put replica, server and keep back where the checkpoint stood; the strategy's state, and where the loop stands."""
+        with checkpoint.within_reach(saved, self.worker.group) as there:
+            return self._resume(there, state)
+
+    def _resume(self, saved: Checkpoint, state: State) -> tuple[State, Place]:
+        self._check(saved)
+        rank, size = self.worker.rank, self.worker.size
+        state, values = snapshot.restore(saved, self.replica, state, rank, size, self.total_ticks)
+        for fact in ("total", "threads", "fingerprint"):
+            del values[fact]
+        place = Place(**values)
+        if rank == 0 and self.plan.checkpoints is not None:
+            checkpoint.discard_newer(self.plan.checkpoints, saved.tick)  # they were passed over: they are damaged
+        if rank == 0 and self.worker.server is not None:
+            snapshot.restore_server(saved, self.worker.server, self.replica)
+        if saved.ranks != size:  # what was counted by ranks that are no more stands with rank 0
+            places = [saved.values(r)["place"] for r in range(saved.ranks)] if rank == 0 else []
+            for count in ("rows", "unused"):
+                setattr(place, count, sum(p[count] for p in places))
+        self.replica.rounds, self.replica.tick = place.rounds, max(0, place.tick - 1)
+        source = rank if self._keeps_best() else 0
+        self.plan.keep.restore(self.replica, saved.tensors(source), saved.values(source)["keep"])
+        return state, place
+
+    def _check(self, saved: Checkpoint) -> None:
+        was, now = saved.values(0)["place"]["fingerprint"], self._fingerprint()
+        if was != now:
+            differing = ", ".join(
+                f"{key} was {was.get(key)} and is {now.get(key)}" for key in now if was.get(key) != now.get(key)
+            )
+            raise BadInput(
+                f"cannot resume from {saved.path}: {differing}. Give what it was, or start in another run directory"
+            )
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """What must be the same for a checkpoint to mean the same."""
+        task = self.plan.task
+        return {
+            "strategy": self.plan.strategy.name,
+            "seed": task.seed,
+            "rows": self.feed.rows,
+            "batch_size": self.feed.batch_size,
+            "ticks_per_epoch": self.feed.ticks,
+            "shuffle": task.shuffle,
+        }

@@ -1,0 +1,115 @@
+"""The contract of the server: what a strategy wants of it, and how a worker reaches it as `worker.server`.
+
+A worker's turn with a server: `begin` when it takes part, then for every tick any of `pull` and `push`, and `tick`
+when it is finished; `park` when its rows are out. `center`, `capture` and `restore` are for meetings of all workers,
+when nobody trains. Only one thread of a worker calls them. None waits for ever: a server that is gone, or does not
+answer for `timeout_s`, raises PeerLost.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from manyhands.comm.ledger import Ledger
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSpec:
+    """The server that a strategy wants, as plain data (it travels as JSON). Its first center is the first worker's parameters."""
+
+    rule: str  # how a push is merged: a name of `rules.RULES`
+    bound: int | None = None  # stale-synchronous parallel's bound; None: fully asynchronous
+    options: dict[str, Any] = field(default_factory=dict)  # the rule's own
+    one_shard: bool = False  # the rule looks at whole pushes (quorum counts them): it cannot be split over shards
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """What the server says to a push. `answer`, `weight` and `bits` are set by rules that give something back."""
+
+    applied: bool  # False: dropped (too late), its rows count as unused
+    answer: Tensor | None = (
+        None  # [D'], this worker's until its next push: quorum's mean gradient, elastic's difference
+    )
+    weight: float = 0.0  # behind the answer
+    bits: int = 0  # OR of all that the answer is made of
+    behind: int = (
+        0  # steps that a quorum decided after the one of this push: a gradient for them can only come too late
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All that a server must remember: full vectors [D'] by name ("center", and the rule's own), and numbers (JSON)."""
+
+    vectors: dict[str, Tensor]
+    numbers: dict[str, Any]
+
+
+class Server(ABC):
+    """A worker's view of the shared parameters; sequence numbers, versions and shards live behind it."""
+
+    ledger: Ledger
+    waited_s: float = 0.0  # seconds at the gate, or for an answer that was held back
+
+    @abstractmethod
+    def initialize(self, center: Tensor) -> None:
+        """Offer the first center [D']; the first offer wins. Whoever pulls before waits for it."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Take part: from now on the gate counts this worker, with as many finished ticks as the slowest that takes part (0 alone)."""
+
+    @abstractmethod
+    def pull(self, into: Tensor) -> None:
+        """Copy the center, one consistent version of each shard, into `into` [D']."""
+
+    @abstractmethod
+    def push(self, update: Tensor, weight: float = 1.0, bits: int = 0) -> Pushed:
+        """Give an update [D'] to the server's rule; applied exactly once. The caller may reuse `update` afterwards.
+
+        Rules that answer, under bound 0, do so when all who take part have pushed in this tick, or finished it.
+        """
+
+    @abstractmethod
+    def tick(self, bits: int = 0) -> int:
+        """A tick is finished: waits until the gate of `bound` lets this worker begin its next.
+
+        Under bound 0 the pushes of the tick are now one new version, and the OR of all workers' `bits` of this tick
+        comes back; else this worker's own.
+        """
+
+    @abstractmethod
+    def park(self) -> None:
+        """Take part no more, until `begin`: the gate does not wait for this worker. Idempotent."""
+
+    @abstractmethod
+    def center(self, into: Tensor) -> None:
+        """As `pull`, between two ticks of training: staleness, gate and journal do not see it."""
+
+    @abstractmethod
+    def capture(self) -> Snapshot:
+        """For a checkpoint; one worker asks, while nobody trains."""
+
+    @abstractmethod
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go on from `capture`'s; one worker does it, while nobody trains. Any number of shards."""
+
+    @abstractmethod
+    def said(self) -> dict[str, Any]:
+        """What this worker did since it was last asked, for the journal:
+
+        pulls: for each, [version of each shard]
+        pushes: for each, [version that it made of each shard], or None where it was dropped
+        staleness: for each push that was applied, how many versions others made since this worker's pull; the largest of the shards
+        behind: for each push that was dropped, its `Pushed.behind`
+        Empty lists are left out.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Say goodbye, and give sockets and memory back; idempotent."""

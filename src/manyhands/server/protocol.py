@@ -1,0 +1,102 @@
+"""What a worker and a server shard say to each other: the kinds of frames, and what their fields mean.
+
+A request is answered by one frame, before which any number of WAIT may come: the shard lives, the answer has to wait for
+other workers. Vectors have the shard's n elements. A connection is one worker's, so no frame says whose it is. Where both
+sit on one host, memory passed by descriptor carries the vectors instead (see published.py), and frames have none.
+
+| request | carries                            | answer                                                                   |
+|---------|------------------------------------|--------------------------------------------------------------------------|
+| OFFER   | a: elements, b: a dtype's number   | WANTED, then the worker sends GIVE; or DONE: there is a center           |
+| GIVE    | the first center                   | DONE                                                                     |
+| AWAIT   | a: elements, b: a dtype's number   | DONE, when there is a center                                             |
+| MEMORY  | a: elements, b: a dtype's number   | MEMORY, a: slots, b: bytes from one to the next; then two descriptors    |
+| BEGIN   |                                    | DONE                                                                     |
+| PULL    | a: elements, b: a dtype's number   | CENTER, a: version, and the center; or b: its slot of the memory         |
+| PEEK    | as PULL                            | as PULL, unseen by staleness and gate                                    |
+| RELEASE | (the slot was read)                | none                                                                     |
+| PUSH    | update, weight, bits, sequence     | APPLIED, DROPPED or HELD; a: version, b: staleness; and an answer, below |
+| TICK    | bits                               | GO, bits                                                                 |
+| PARK    |                                    | DONE                                                                     |
+| CAPTURE |                                    | SNAPSHOT, JSON: names, numbers; then a VECTOR for each name              |
+| RESTORE | JSON: names, numbers; then VECTORs | DONE                                                                     |
+| GOODBYE |                                    | none: the connection ends                                                |
+
+DROPPED has in b how many steps this worker is behind. The answer to a push comes with weight and bits; `sequence` tells
+where its vector is (`Place`). REFUSED (JSON: error, message) answers what cannot be right; LATE (JSON: worker, seconds)
+what waited for that worker too long, -1 for all.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyhands.transport.frame import DTYPES, Frame, FrameError
+
+SMALL_BYTES = 1 << 16
+"""A vector up to this size goes through the socket on one host too: the copy costs less than the bookkeeping."""
+
+
+class Kind(IntEnum):
+    """Numbers of frames; 0 is the hello's."""
+
+    OFFER = 1
+    GIVE = 2
+    AWAIT = 3
+    MEMORY = 4
+    BEGIN = 5
+    PULL = 6
+    PEEK = 7
+    RELEASE = 8
+    PUSH = 9
+    TICK = 10
+    PARK = 11
+    CAPTURE = 12
+    RESTORE = 13
+    VECTOR = 14
+    GOODBYE = 15
+
+    DONE = 32
+    WANTED = 33
+    CENTER = 34
+    APPLIED = 35
+    DROPPED = 36
+    HELD = 37
+    GO = 38
+    SNAPSHOT = 39
+    WAIT = 40
+    REFUSED = 41
+    LATE = 42
+
+
+class Place(IntEnum):
+    """Where the vector of an answer is."""
+
+    NOWHERE = 0
+    OUTBOX = 1
+    BEHIND = 2  # the frame
+
+
+def hello(worker: int, shard: int, shards: int, host: str) -> dict[str, Any]:
+    """With which a worker comes to a shard's listener."""
+    return {"worker": worker, "shard": shard, "shards": shards, "host": host}
+
+
+def about(vector: Tensor) -> dict[str, Any]:
+    """a and b of a request that speaks of such a vector."""
+    return {"a": vector.numel(), "b": DTYPES.index(vector.dtype)}
+
+
+def dtype_of(frame: Frame) -> torch.dtype:
+    """Which dtype a request speaks of, besides its `a` elements. FrameError for none."""
+    if frame.a < 0 or not 0 <= frame.b < len(DTYPES):
+        raise FrameError(f"expected a number of elements and a dtype's; got {frame.a} and {frame.b}")
+    return DTYPES[frame.b]
+
+
+def bits_of(blob: bytes | memoryview) -> int:
+    """The non-negative number that `comm.checks.bits_bytes` wrote."""
+    return int.from_bytes(blob, "little")

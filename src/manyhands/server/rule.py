@@ -1,0 +1,84 @@
+"""The contract of a rule: how a server merges pushes into the center.
+
+A rule works on one shard [n] and out of place: `merge` reads the old center and writes the next into `new`, which may be
+the old one itself where nobody reads it meanwhile. All pushes of a merge become one version; they come in rank order,
+and none has weight 0. What a rule must remember (momentum, sums) are its `vectors` [n] and `numbers`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from manyhands.errors import BadInput
+
+
+@dataclass(slots=True)
+class Push:
+    """What a rule sees of a push. Where a merge has several, each `update` is the rule's to overwrite."""
+
+    worker: int
+    update: Tensor  # [n]
+    weight: float
+    generation: int = 0
+    bits: int = 0
+    staleness: int = 0  # versions that others made since this worker's pull
+    pulled: Tensor | None = None  # [n] the center that it pulled, for rules that `keep_pulled`
+    answer: Tensor | None = None  # [n] set by rules that answer
+
+
+class Rule(ABC):
+    """See the module's docstring."""
+
+    answers: ClassVar[bool] = False  # every push gets a vector back
+    keeps_pulled: ClassVar[bool] = False  # the store keeps a copy of the center each worker pulled: N·D of memory
+
+    def start(self, center: Tensor) -> None:  # noqa: B027
+        """The first center is here; take what memory the rule needs."""
+
+    @abstractmethod
+    def merge(self, old: Tensor, new: Tensor, pushes: Sequence[Push]) -> None:
+        """Write the next version into `new`, from `old` and at least one push; set answers where the rule answers."""
+
+    def vectors(self) -> dict[str, Tensor]:
+        """What the rule remembers, by name, each [n]."""
+        return {}
+
+    def numbers(self) -> dict[str, Any]:
+        """What else it remembers, as JSON; the same on all shards."""
+        return {}
+
+    def load(self, center: Tensor, vectors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+        """Go on from what `vectors` and `numbers` gave; `center` [n] is the one that goes with them."""
+        self.start(center)
+        for name, vector in self.vectors().items():
+            vector.copy_(vectors[name])
+
+
+def weighted_mean(pushes: Sequence[Push]) -> Tensor:
+    """[n] sum of update·(weight/total) in rank order, as `naive_mean`; in the first push's memory where that can be.
+
+    One push is not multiplied; 16-bit numbers are added up in float32.
+    """
+    mean = pushes[0].update
+    if len(pushes) == 1:
+        return mean
+    total = sum(push.weight for push in pushes)
+    wide = mean.float() if mean.dtype in (torch.bfloat16, torch.float16) else mean
+    wide.mul_(pushes[0].weight / total)
+    for push in pushes[1:]:
+        share = push.update.to(wide.dtype)
+        wide.add_(share.mul_(push.weight / total))
+    return mean if wide is mean else mean.copy_(wide)
+
+
+def check_positive(name: str, value: object) -> None:
+    """BadInput unless `value` is a finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise BadInput(f"{name} is a finite number above 0; got {value!r}")

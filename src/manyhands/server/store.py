@@ -1,0 +1,376 @@
+"""One shard of the server as a pure state machine: no clock, no thread, no socket. Whoever serves it calls it one call at a time.
+
+What a call releases besides its own answer (a gate that opens, a round that is complete) lies in `released` afterwards.
+
+Pushes are merged in one of three ways:
+- at once, each its own version: bound None or at least 1;
+- in rounds, at bound 0: the pushes of a tick wait until all who take part have finished it (or, with rules that answer,
+  have pushed in it or finished it), and become one version in rank order: the workers' speeds cannot be seen. For that,
+  all who are to be in step must have begun before the first of them pushes: they meet in between.
+- by steps, with `quorum`: see steps.py.
+A push of weight 0 changes nothing in any rule, whatever it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyhands.comm.checks import check_mean
+from manyhands.errors import BadInput, ManyhandsError
+from manyhands.server.gate import Gate
+from manyhands.server.rule import Push, Rule
+from manyhands.server.rules import Quorum
+from manyhands.server.steps import Decided, Steps
+
+
+class Refused(ManyhandsError):
+    """A call that cannot be right in this state: nothing was changed. The connection it came over is to be closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """The push is in the center (or counted for nothing, with weight 0)."""
+
+    version: int  # that it made, or that its round made
+    staleness: int  # versions that others made between this worker's pull and now
+    answer: Tensor | None = None  # [n] this worker's until its next push
+    weight: float = 0.0
+    bits: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """It waits for its round: the real answer will be in `released` (rules that answer), or nothing more comes (others, at bound 0)."""
+
+    version: int = 0  # at bound 0: that its round will make
+    staleness: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """It came too late for its step; the answer is what that step gave everybody."""
+
+    version: int  # that its step made
+    answer: Tensor | None = None
+    weight: float = 0.0
+    bits: int = 0
+    behind: int = 0  # steps decided since: so many means this worker has yet to fetch
+
+
+@dataclass(frozen=True, slots=True)
+class Duplicate:
+    """This (worker, sequence) was here before: nothing happened; `reply` is what was said then, or since."""
+
+    reply: Applied | Held | Dropped
+
+
+@dataclass(frozen=True, slots=True)
+class Go:
+    """The gate is open."""
+
+    bits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The gate is closed: a Go for this worker will be in `released`."""
+
+
+Reply = Applied | Dropped | Go
+
+
+class _Seat:
+    """What the store knows of one worker."""
+
+    def __init__(self) -> None:
+        self.generation = -1
+        self.lost = False
+        self.sequence = 0  # of its last push in this generation
+        self.reply: Applied | Held | Dropped | None = None  # to that
+        self.pulled = 0  # the version at its last pull
+        self.own = 0  # versions since then that it had a part in
+        self.stale: Tensor | None = None  # [n] that version, for rules that keep it
+
+
+class Store:
+    """Center, version, gate and rule of one shard [n]. Workers are ranks in range(workers)."""
+
+    def __init__(self, rule: Rule, workers: int, bound: int | None = None) -> None:
+        self.rule, self.workers, self.bound = rule, workers, bound
+        self.version = 0
+        self.released: list[tuple[int, Reply]] = []
+        """(worker, what it gets) for calls answered Held or Wait before; the server takes and clears it."""
+        self.next_buffer: Callable[[], Tensor] = lambda: self.center
+        """Where the next version is written: the center itself, or memory [n] that nobody reads. The server may set it."""
+        self._center: Tensor | None = None
+        self._gate = Gate(workers, bound)
+        self._seats = [_Seat() for _ in range(workers)]
+        self._steps = Steps(workers)
+        self._held: list[Push] = []  # bound 0: of the open tick
+        self._open_tick = 0  # that they belong to
+        self._spare: list[Tensor] = []  # memory [n] for pushes that wait
+
+    @property
+    def initialized(self) -> bool:
+        """Whether there is a center: nobody can pull before."""
+        return self._center is not None
+
+    @property
+    def center(self) -> Tensor:
+        """[n] the newest version. It is changed in place only where `next_buffer` gives itself back."""
+        if self._center is None:
+            raise Refused("there is no center yet: wait until a worker has offered the first")
+        return self._center
+
+    @property
+    def slowest(self) -> int | None:
+        """The worker that others wait for, for messages: of those who take part, the first that has finished the fewest ticks."""
+        return min(self._gate.active, key=self._gate.finished, default=None)
+
+    def initialize(self, center: Tensor) -> bool:
+        """Offer the first center [n], which is the store's from then on; whether it was the first."""
+        if self._center is not None:
+            return False
+        self._center = center
+        self.rule.start(center)
+        return True
+
+    def begin(self, worker: int, generation: int) -> None:
+        """Take part, with as many finished ticks as the slowest (0 alone). Again in the same generation: goes on.
+
+        A newer generation starts with sequence 1, as of a worker that has the current center. Refused: an older one, and
+        the generation in which the worker was declared lost.
+        """
+        seat = self._seat(worker)
+        if generation < seat.generation or (seat.lost and generation == seat.generation):
+            raise Refused(
+                f"worker {worker} begins in generation {generation}, expected one after {seat.generation}"
+                f"{', in which it was declared lost' if seat.lost else ''}: a lost worker comes back in a newer generation"
+            )
+        if generation > seat.generation:
+            self.park(worker)
+            restored = seat.stale if seat.generation < 0 else None  # what a snapshot says that it pulled
+            self._seats[worker] = seat = _Seat()
+            seat.generation, seat.pulled, seat.stale = generation, self.version, restored
+            self._steps.at[worker] = self.version
+        self._gate.begin(worker)
+
+    def pull(self, worker: int) -> int:
+        """The version of `center`, which the caller reads before its next call. Refused before `initialize`."""
+        seat, center = self._seat(worker), self.center
+        seat.pulled, seat.own = self.version, 0
+        if self.rule.keeps_pulled:
+            seat.stale = center.clone() if seat.stale is None else seat.stale.copy_(center)
+        return self.version
+
+    def push(
+        self, worker: int, sequence: int, update: Tensor, weight: float, bits: int
+    ) -> Applied | Held | Dropped | Duplicate:
+        """Merge `update` [n], exactly once: sequence numbers of a generation are 1, 2, 3, …; the last may be sent again.
+
+        `update` is the caller's again afterwards. Refused: a worker that takes no part, an older sequence number, a gap.
+        """
+        seat = self._seat(worker)
+        if sequence == seat.sequence and seat.reply is not None:
+            return Duplicate(seat.reply)
+        self._taking_part(worker, "pushes")
+        if sequence != seat.sequence + 1:
+            raise Refused(
+                f"worker {worker} pushes number {sequence}, expected {seat.sequence + 1}: "
+                "each push is sent in order, and again only until it is answered"
+            )
+        self._check(update, weight, bits)
+        push = Push(worker=worker, generation=seat.generation, update=update, weight=weight, bits=bits)
+        reply = self._receive(seat, push)
+        seat.sequence, seat.reply = sequence, reply
+        self._settle()
+        own = self._own(worker)
+        return own if isinstance(own, Applied | Dropped) else reply
+
+    def tick(self, worker: int, bits: int) -> Go | Wait:
+        """A tick of this worker is finished."""
+        self._taking_part(worker, "finishes a tick")
+        self._gate.tick(worker, bits)
+        self._settle()
+        own = self._own(worker)
+        return own if isinstance(own, Go) else Wait()
+
+    def park(self, worker: int) -> None:
+        """Take part no more, until `begin`: frees the gate, and completes a round that waited for this worker. Idempotent."""
+        self._seat(worker)
+        self._gate.park(worker)
+        self._settle()
+
+    def leave(self, worker: int) -> None:
+        """For a worker that is lost: as `park`, for good. What it pushed before counts. Idempotent."""
+        self._seat(worker).lost = True
+        self.park(worker)
+
+    def capture(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Vectors [n] by name, the store's own memory, to be read before the next call; and numbers (JSON).
+
+        Sequence numbers and clocks belong to a launch, and are left out; so does what workers pulled, where no rule keeps it.
+        """
+        if self._held or self._steps.pushes:
+            raise Refused("a snapshot is taken while nobody trains, but pushes are held: all workers park first")
+        numbers = {"version": self.version, **self.rule.numbers()}
+        kept = {f"pulled {worker}": seat.stale for worker, seat in enumerate(self._seats) if seat.stale is not None}
+        return {"center": self.center, **kept, **self.rule.vectors()}, numbers
+
+    def restore(self, vectors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+        """Go on from `capture`'s. The center is then there: later offers of a first one lose."""
+        if self._held or self._steps.pushes:
+            raise Refused("a snapshot is restored while nobody trains, but pushes are held: all workers park first")
+        if self.initialized:
+            vectors = {name: vector.to(self.center.device) for name, vector in vectors.items()}
+        center = vectors["center"]
+        new = self.next_buffer() if self.initialized else torch.empty_like(center)
+        if new.shape != center.shape or new.dtype != center.dtype:
+            raise BadInput(
+                f"the snapshot's center has {len(center)} elements of {center.dtype}, this shard {len(new)} of {new.dtype}: "
+                "a run is resumed with the same model"
+            )
+        self._center = new.copy_(center)
+        self.version = numbers["version"]
+        self.rule.load(self._center, vectors, numbers)
+        self._steps = Steps(self.workers)
+        for worker, seat in enumerate(self._seats):
+            seat.pulled, seat.own = self.version, 0
+            kept = vectors.get(f"pulled {worker}")
+            seat.stale = None if kept is None else kept.clone()
+            self._steps.at[worker] = self.version
+
+    def _seat(self, worker: int) -> _Seat:
+        if not 0 <= worker < self.workers:
+            raise Refused(f"a worker is a rank in range({self.workers}); got {worker}")
+        return self._seats[worker]
+
+    def _taking_part(self, worker: int, what: str) -> _Seat:
+        seat = self._seat(worker)
+        if worker not in self._gate.active:
+            raise Refused(f"worker {worker} {what}, but takes no part (parked, or lost): it calls `begin` first")
+        if self._gate.is_waiting(worker) or (self.rule.answers and isinstance(seat.reply, Held)):
+            raise Refused(f"worker {worker} {what} before its last call was answered: one call at a time")
+        return seat
+
+    def _check(self, update: Tensor, weight: float, bits: int) -> None:
+        check_mean(update, weight, bits)
+        center = self.center
+        if update.shape != center.shape or update.dtype != center.dtype:
+            raise BadInput(
+                f"a push here has {len(center)} elements of {center.dtype}; got {list(update.shape)} of {update.dtype}"
+            )
+
+    def _receive(self, seat: _Seat, push: Push) -> Applied | Held | Dropped:
+        push.staleness = self.version - seat.pulled - seat.own
+        push.pulled = seat.stale
+        if isinstance(self.rule, Quorum):
+            return self._receive_step(push)
+        if self.bound == 0:
+            self._open_tick = self._gate.finished(push.worker)
+            self._held.append(self._kept(push))
+            return Held(self.version + 1 if push.weight else self.version, push.staleness)
+        self._merge([push])
+        return self._applied(push)
+
+    def _receive_step(self, push: Push) -> Held | Dropped:
+        decided = self._steps.missed(push.worker)
+        if decided is not None:
+            behind = self.version - decided.version
+            return Dropped(decided.version, decided.mean, decided.weight, decided.bits, behind)
+        push.staleness = 0  # its gradient is of the parameters that this step's others have
+        self._steps.join(self._kept(push))
+        return Held()
+
+    def _kept(self, push: Push) -> Push:
+        """A push that outlasts its call: in memory of the store's own."""
+        memory = self._spare.pop() if self._spare else torch.empty_like(push.update)
+        push.update = memory.copy_(push.update)
+        return push
+
+    def _settle(self) -> None:
+        """Complete what is complete now, and let go who may go: the one place where workers are released."""
+        active = self._gate.active
+        if self._held and all(self._is_done(worker) for worker in active):
+            self._merge_round()
+        if isinstance(self.rule, Quorum):
+            needed = max(1, self.workers - self.rule.backups)
+            if self._steps.is_complete(needed, self.version, active):
+                self._decide()
+            self._steps.forget(active)
+        self.released += [(worker, Go(bits)) for worker, bits in self._gate.opened()]
+
+    def _is_done(self, worker: int) -> bool:
+        """Whether the open tick's round waits no longer for this worker."""
+        if self._gate.finished(worker) > self._open_tick:
+            return True
+        return self.rule.answers and any(push.worker == worker for push in self._held)
+
+    def _merge_round(self) -> None:
+        pushes = sorted(self._held, key=lambda push: push.worker)
+        self._held = []
+        self._merge(pushes)
+        self._spare += [push.update for push in pushes]
+        for push in pushes:
+            self._remember(push, self._applied(push))
+
+    def _merge(self, pushes: list[Push]) -> None:
+        """One new version from pushes in rank order; none if all have weight 0."""
+        live = [push for push in pushes if push.weight]
+        if live:
+            new = self.next_buffer()
+            self.rule.merge(self.center, new, live)
+            self._center = new
+            self.version += 1
+        for worker in {push.worker for push in live}:
+            self._seats[worker].own += 1
+        if self.rule.answers:
+            for push in pushes:
+                push.answer = torch.zeros_like(push.update) if push.answer is None else push.answer
+
+    def _applied(self, push: Push) -> Applied:
+        if push.answer is None:
+            return Applied(self.version, push.staleness)
+        seat = self._seats[push.worker]
+        seat.pulled, seat.own = self.version, 0  # an answer shows the worker the center as a pull does
+        return Applied(self.version, push.staleness, push.answer, push.weight, push.bits)
+
+    def _decide(self) -> None:
+        """The open step is complete: its mean, for all who pushed and for those who will."""
+        step, pushes = self.version, self._steps.pushes
+        live = sorted([push for push in pushes if push.weight], key=lambda push: push.worker)
+        if live:
+            self.rule.merge(self.center, self.center, live)
+        bits = 0
+        for push in pushes:
+            bits |= push.bits
+        self.version += 1
+        decided = Decided(self.version, live[0].answer if live else None, sum(push.weight for push in live), bits)
+        for push in self._steps.decide(step, decided):
+            self._seats[push.worker].own += 1
+            if push.update is not decided.mean:
+                self._spare.append(push.update)
+            reply = Applied(self.version, push.staleness, decided.mean, decided.weight, decided.bits)
+            self._remember(push, reply)
+
+    def _remember(self, push: Push, reply: Applied) -> None:
+        """The real answer to a push that was Held, unless the worker that sent it is gone."""
+        seat = self._seats[push.worker]
+        if seat.generation != push.generation:
+            return
+        seat.reply = reply
+        if self.rule.answers and push.worker in self._gate.active:
+            self.released.append((push.worker, reply))
+
+    def _own(self, worker: int) -> Reply | None:
+        """Take out what this call released for its own caller."""
+        for index, (released, reply) in enumerate(self.released):
+            if released == worker:
+                del self.released[index]
+                return reply
+        return None

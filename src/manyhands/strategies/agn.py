@@ -1,0 +1,45 @@
+"""AGN: workers step alone for a window, and push the mean of its steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from typing_extensions import override
+
+from manyhands.server.base import ServerSpec
+from manyhands.strategies.windowed import Windowed
+
+
+@dataclass(frozen=True, kw_only=True)
+class AGN(Windowed):
+    """Accumulated gradient normalization.
+
+    Source: Accumulated Gradient Normalization, Joeri R. Hermans, Gerasimos Spanakis, Rico Möckel, 2017. dist-keras, by
+    the same author, calls it ADAG; his thesis gives that name to another algorithm, which is `distance` here.
+
+    1. Pull the center.
+    2. Take `window` steps of the worker's own optimizer from there.
+    3. Push what they moved, divided by their number: a window decides the direction, and is as long as one step.
+    4. The server adds it to the center.
+
+    Deviations: any optimizer instead of plain SGD, whose momentum or moments stay with the worker when it pulls. A
+    window that an epoch's end cuts short is divided by the steps that it had, and enters too.
+    """
+
+    window: int = 4
+    """Steps between pushes (the paper's λ). Raise it when exchange takes long or training is unstable, lower it when it learns
+    slowly: N workers move the center N / window steps for each global batch. The default makes that 1 with four workers."""
+
+    name: ClassVar[str] = "agn"
+    source: ClassVar[str] = "Accumulated Gradient Normalization, Hermans, Spanakis, Möckel, 2017"
+    summary: ClassVar[str] = "the mean step of each `window`"
+    divides: ClassVar[bool] = True
+
+    @override
+    def server(self) -> ServerSpec:
+        return ServerSpec(rule="add", bound=self.bound)
+
+    @override
+    def rate_factor(self, workers: int) -> float:
+        return workers / self.window

@@ -1,0 +1,206 @@
+"""Downpour SGD: workers step alone, and every few steps add what they did to the center, and take it over."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from manyhands.errors import BadInput
+from manyhands.server.base import ServerSpec
+from manyhands.server.outer import ELEMENTWISE
+from manyhands.strategies import serving
+from manyhands.strategies.base import Leasing, State, Strategy
+from manyhands.worker import Worker
+
+if TYPE_CHECKING:
+    from manyhands.replica import Replica
+
+
+@dataclass(kw_only=True)
+class DownpourState(State):
+    """What this worker did that the server does not have yet."""
+
+    start: Tensor  # [D'] where the parameters stood at the last pull or push
+    accrued: Tensor  # [D'] gradients since the last push; or updates that a pull interrupted, if `interrupted`
+    interrupted: bool = False
+    ticks: int = 0  # of this epoch: pulls and pushes are due by them
+    steps: int = 0  # since the last push
+    weight: float = 0.0  # that they counted
+    stale: bool = True  # a pull is due
+
+    @override
+    def merge(self, others: list[DownpourState], rank: int, size: int) -> DownpourState:
+        """With another number of ranks, all begin anew from the center: what was not pushed yet is lost."""
+        if len(others) == size:
+            return others[rank]
+        self.accrued.zero_()
+        return replace(self, interrupted=False, ticks=0, steps=0, weight=0.0, stale=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Downpour(Strategy):
+    """Asynchronous SGD with a parameter server.
+
+    Source: Large Scale Distributed Deep Networks, Jeffrey Dean, Greg Corrado, Rajat Monga, Kai Chen, Matthieu Devin, Mark
+    Mao, Marc'Aurelio Ranzato, Andrew Senior, Paul Tucker, Ke Yang, Quoc Le, Andrew Ng, 2012 (DistBelief).
+
+    1. Every `pull_every` steps, pull the center into the parameters.
+    2. Compute the gradient there, and take a step of the worker's own optimizer.
+    3. Accrue what it did: the update (rule `add`), or the gradient (rule `adagrad`, the paper's).
+    4. Every `push_every` steps, push what accrued, and begin to accrue anew.
+
+    N workers move the center N times as far as one: the paper adds, it does not average.
+
+    Deviations: pushing updates is the default, so that any optimizer's step reaches the center as it is; for plain SGD that is
+    the paper's sum of gradients times its rate. A pull that comes before a push leaves the own unpushed updates in the
+    parameters, where the paper overwrites them: a worker always sees what it did. (Gradients are no updates: with
+    `adagrad` such a pull overwrites.) After a push without a pull the worker steps on from where it is, as in the paper.
+    Momentum and moments stay with the worker when it pulls. What an epoch's end finds accrued is pushed.
+    """
+
+    push_every: int = 1
+    """Steps between pushes. Raise it when exchange takes long, lower it when accuracy falls; with pull_every, the paper's own is 1."""
+    pull_every: int = 1
+    """Steps between pulls. Raise it together with push_every: a center that is pulled late is stale."""
+    rule: str = "add"
+    """What the server does with a push: add the update; `adagrad` takes gradients, as the paper does, where the rate is hard to
+    choose; any elementwise torch optimizer (sgd, adam, …) takes a step along the update, where adding is unstable."""
+    outer_rate: float | None = None
+    """The rate of that rule; none is 1 for sgd (with which it adds), and torch's own default for the others (adagrad: 0.01). Lower it
+    when the loss explodes; `add` has none."""
+    outer_momentum: float = 0.0
+    """Momentum of rule sgd or rmsprop. Raise it when progress is slow and steady; staleness acts like momentum by itself."""
+    bound: int | None = None
+    """How many ticks the fastest may be ahead; `none`: any. Lower it when staleness spoils training, 0 is synchronous."""
+    warmup: int = 0
+    """Ticks of worker 0 alone at the start of the run; raise it when training is unstable at its beginning."""
+
+    name: ClassVar[str] = "downpour"
+    source: ClassVar[str] = (
+        "Large Scale Distributed Deep Networks, Dean, Corrado, Monga, Chen, Devin, Mao, Ranzato, Senior, Tucker, Yang, Le, Ng, 2012"
+    )
+    summary: ClassVar[str] = "accumulated updates every `push_every` steps, or gradients (rule adagrad)"
+    consistency: ClassVar[str] = "async / bounded"
+
+    def __post_init__(self) -> None:
+        serving.check_whole(self.name, push_every=self.push_every, pull_every=self.pull_every)
+        serving.check_pace(self.name, self.bound, self.warmup)
+        rate = self.outer_rate
+        if rate is not None and not (rate > 0 and math.isfinite(rate)):
+            raise BadInput(f"strategy downpour: outer_rate must be a number above 0, or none; not {rate!r}")
+        if not 0 <= self.outer_momentum < 1:
+            raise BadInput(
+                f"strategy downpour: outer_momentum must be 0 or more and below 1, not {self.outer_momentum!r}"
+            )
+        self._check_rule()
+
+    def _check_rule(self) -> None:
+        known = ("add", "adagrad", *(name.lower() for name in ELEMENTWISE if name != "Adagrad"))
+        if self.rule not in known:
+            raise BadInput(f"strategy downpour: rule must be one of {', '.join(known)}; not {self.rule!r}")
+        if self.rule == "add" and (self.outer_rate is not None or self.outer_momentum):
+            raise BadInput(
+                "strategy downpour: rule add has no outer_rate and no outer_momentum: leave them out, or take rule=sgd"
+            )
+        if self.outer_momentum and self.rule not in ("sgd", "rmsprop"):
+            raise BadInput(
+                f"strategy downpour: rule {self.rule} has no outer_momentum: leave it out, or take rule=sgd or rule=rmsprop"
+            )
+
+    @override
+    def server(self) -> ServerSpec:
+        if self.rule == "add":
+            return ServerSpec(rule="add", bound=self.bound)
+        if self.rule == "adagrad":
+            return ServerSpec(rule="adagrad", bound=self.bound, options={"rate": self._rate()})
+        options = {"optimizer": _optimizer(self.rule), "rate": self._rate(), "momentum": self.outer_momentum}
+        return ServerSpec(rule="outer", bound=self.bound, options=options)
+
+    @override
+    def leasing(self) -> Leasing | None:
+        return serving.leasing_of(self.bound, self.warmup)
+
+    @override
+    def rate_factor(self, workers: int) -> float:
+        """For rules of adaptive rates a count of steps: of their own length, one for each push."""
+        if self.rule != "sgd":
+            return float(workers)
+        factor = self._rate() / (1 - self.outer_momentum)
+        return (
+            factor if self.bound == 0 else factor * workers
+        )  # in step, the pushes of all are one step along their mean
+
+    @override
+    def start(self, replica: Replica, worker: Worker) -> DownpourState:
+        serving.begin(replica, worker)
+        return DownpourState(start=replica.zeros(), accrued=replica.zeros())
+
+    @override
+    def before_backward(self, replica: Replica, worker: Worker, state: DownpourState) -> None:
+        if not state.stale:
+            return
+        keep = state.steps > 0 and self.rule != "adagrad"
+        if keep:
+            state.accrued.add_(replica.parameters).sub_(state.start)
+            state.interrupted = True
+        serving.pull(replica, worker)
+        state.start.copy_(replica.parameters)
+        if keep:
+            replica.parameters.add_(state.accrued)
+            state.start.copy_(replica.parameters)
+        state.stale = False
+
+    @override
+    def exchange(self, replica: Replica, worker: Worker, state: DownpourState) -> bool:
+        weight = replica.weight
+        if replica.apply():
+            state.steps += 1
+            state.weight += weight
+            if self.rule == "adagrad":
+                state.accrued.add_(replica.gradients)  # as they were applied: clipped, where the task clips
+        state.ticks += 1
+        if state.ticks % self.push_every == 0:
+            self._push(replica, worker, state)
+        state.stale = state.ticks % self.pull_every == 0
+        return True
+
+    @override
+    def finish(self, replica: Replica, worker: Worker, state: DownpourState) -> None:
+        self._push(replica, worker, state)
+        state.ticks, state.stale = 0, True
+
+    @override
+    def consensus(self, replica: Replica, worker: Worker, state: DownpourState) -> Tensor:
+        return serving.center(replica, worker)
+
+    def _rate(self) -> float:
+        if self.outer_rate is not None:
+            return self.outer_rate
+        if self.rule == "sgd":
+            return 1.0
+        return float(inspect.signature(getattr(torch.optim, _optimizer(self.rule))).parameters["lr"].default)
+
+    def _push(self, replica: Replica, worker: Worker, state: DownpourState) -> None:
+        if not state.steps:
+            return
+        update = state.accrued
+        if self.rule != "adagrad":
+            update = torch.sub(replica.parameters, state.start, out=state.start)
+            if state.interrupted:
+                update.add_(state.accrued)
+        serving.server_of(worker).push(update, state.weight)
+        state.start.copy_(replica.parameters)
+        if self.rule == "adagrad" or state.interrupted:
+            state.accrued.zero_()
+        state.interrupted, state.steps, state.weight = False, 0, 0.0
+
+
+def _optimizer(rule: str) -> str:
+    """The name of the torch optimizer that a rule is."""
+    return next(name for name in ELEMENTWISE if name.lower() == rule)

@@ -1,0 +1,78 @@
+"""Hogwild: all workers step on one piece of memory, without locks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import Tensor
+from typing_extensions import override
+
+from manyhands.strategies import serving
+from manyhands.strategies.base import Leasing, Needs, State, Strategy
+from manyhands.worker import Worker
+
+if TYPE_CHECKING:
+    from manyhands.replica import Replica
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hogwild(Strategy):
+    """Lock-free SGD in shared memory.
+
+    Source: Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent, Feng Niu, Benjamin Recht,
+    Christopher Ré, Stephen J. Wright, 2011.
+
+    1. The parameters of all workers are the same memory.
+    2. Each worker computes a gradient there, while others may write to it,
+    3. and takes a step of its own optimizer there, without a lock: writes may be lost, and reads may be half old.
+
+    The order of reads and writes is nowhere recorded: such a run cannot be replayed, and no two are the same bits.
+    N workers move the parameters N times as far as one.
+
+    Deviations: any optimizer instead of plain SGD, momentum and moments being each worker's own. The paper's analysis is for
+    sparse gradients, which rarely touch the same weights; with dense ones every step of one worker meets those of the others,
+    which with few workers goes well in practice. Buffers (batch-norm statistics) are each worker's own.
+    """
+
+    warmup: int = 0
+    """Ticks of worker 0 alone at the start of the run; raise it when training is unstable at its beginning."""
+
+    name: ClassVar[str] = "hogwild"
+    source: ClassVar[str] = (
+        "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent, Niu, Recht, Ré, Wright, 2011"
+    )
+    summary: ClassVar[str] = "nothing: the parameters lie in shared memory"
+    consistency: ClassVar[str] = "lock-free"
+    needs: ClassVar[Needs] = Needs(one_host=True)
+
+    def __post_init__(self) -> None:
+        serving.check_whole(self.name, 0, warmup=self.warmup)
+
+    @override
+    def leasing(self) -> Leasing:
+        return Leasing(alone=self.warmup)
+
+    @override
+    def rate_factor(self, workers: int) -> float:
+        return float(workers)
+
+    @override
+    def start(self, replica: Replica, worker: Worker) -> State:
+        replica.agree(worker.group)
+        replica.adopt(worker.group.share(replica.parameters, 0))
+        worker.group.barrier()
+        return State()
+
+    @override
+    def exchange(self, replica: Replica, worker: Worker, state: State) -> bool:
+        replica.apply()
+        return True
+
+    @override
+    def consensus(self, replica: Replica, worker: Worker, state: State) -> Tensor:
+        """What lies in memory while nobody steps: a copy, the same on all ranks."""
+        worker.group.barrier()
+        vector = replica.parameters.clone()
+        worker.group.barrier()
+        return vector

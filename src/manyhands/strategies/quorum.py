@@ -1,0 +1,96 @@
+"""Quorum: synchronous SGD that does not wait for its slowest workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from typing_extensions import override
+
+from manyhands.comm.group import Total
+from manyhands.errors import BadInput
+from manyhands.server.base import ServerSpec
+from manyhands.strategies import serving
+from manyhands.strategies.base import State, Strategy
+from manyhands.worker import Worker
+
+if TYPE_CHECKING:
+    from manyhands.replica import Replica
+
+AHEAD = 16  # ticks that the others may be ahead of a late worker: so many means the server keeps for it
+
+
+@dataclass(kw_only=True)
+class QuorumState(State):
+    """How far this worker is behind."""
+
+    behind: int = 0  # steps that were decided without it, whose means it has yet to apply
+
+    @override
+    def merge(self, others: list[QuorumState], rank: int, size: int) -> QuorumState:
+        """A checkpoint is of one tick of all: nobody is behind it."""
+        return QuorumState()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quorum(Strategy):
+    """Synchronous SGD with backup workers.
+
+    Source: Revisiting Distributed Synchronous SGD, Jianmin Chen, Xinghao Pan, Rajat Monga, Samy Bengio, Rafal
+    Jozefowicz, 2016.
+
+    1. Every worker computes the gradient of its slice, and pushes it.
+    2. The server waits for the first `N - backups` gradients of a step, and drops those that come later.
+    3. Every worker applies their mean, also one that came too late: all hold the same parameters, step after step.
+    4. A worker that finds itself several steps behind applies their means one after the other, computing no gradient
+       that would be dropped, until it is at the open step again.
+
+    With backups=0 it equals all-reduce over a server, and with one worker a plain loop, bit for bit.
+
+    Deviations: means are weighted by what the loss counts. Workers apply the mean themselves, with an optimizer each,
+    where the paper's server applies it: every worker's parameters are the newest, and one that comes late need not
+    fetch them. It finishes the gradient under way before it notices that the step went on without it. Rows
+    whose gradient was dropped, or never computed, count as unused; the next epoch shuffles them anew.
+    """
+
+    backups: int = 0
+    """How many workers a step does not wait for. Raise it when a few of many workers are often late (the summary's wait). The price is
+    their rows, of few workers a large share: so the default waits for all, and is then exact and the same every time."""
+
+    name: ClassVar[str] = "quorum"
+    source: ClassVar[str] = "Revisiting Distributed Synchronous SGD, Chen, Pan, Monga, Bengio, Jozefowicz, 2016"
+    summary: ClassVar[str] = "gradients; the first `N - backups` of a step count"
+    consistency: ClassVar[str] = "synchronous with backups"
+
+    def __post_init__(self) -> None:
+        serving.check_whole(self.name, 0, backups=self.backups)
+
+    @override
+    def server(self) -> ServerSpec:
+        return ServerSpec(rule="quorum", bound=AHEAD, options={"backups": self.backups}, one_shard=True)
+
+    @override
+    def start(self, replica: Replica, worker: Worker) -> QuorumState:
+        if self.backups >= worker.size > 1:
+            raise BadInput(
+                f"strategy quorum: backups={self.backups} of {worker.size} workers leaves none to wait for: give at most {worker.size - 1}"
+            )
+        serving.begin(replica, worker)
+        return QuorumState()
+
+    @override
+    def before_backward(self, replica: Replica, worker: Worker, state: QuorumState) -> None:
+        replica.skip = state.behind > 0
+
+    @override
+    def exchange(self, replica: Replica, worker: Worker, state: QuorumState) -> bool:
+        pushed = serving.server_of(worker).push(replica.gradients, replica.weight, replica.bits())
+        state.behind = pushed.behind
+        replica.dropped = not pushed.applied
+        replica.rounds += 1
+        if pushed.answer is not None:
+            replica.gradients.copy_(pushed.answer)
+        replica.averaged(Total(pushed.weight, pushed.bits))
+        replica.apply()
+        # A step of weight 0 has waited for all: only then nobody, late ones included, has rows.
+        return replica.anybody_has_rows or (self.backups > 0 and pushed.weight > 0)

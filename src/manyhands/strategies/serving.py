@@ -1,0 +1,82 @@
+"""What the strategies with a server share: their beginning, the one answer, and checks of options."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from manyhands.errors import BadInput, Unsupported, is_whole
+from manyhands.server.base import Server
+from manyhands.strategies.base import Leasing
+from manyhands.worker import Worker
+
+if TYPE_CHECKING:
+    from manyhands.replica import Replica
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+def check_whole(strategy: str, least: int = 1, **options: object) -> None:
+    """Raise BadInput, by name, for an option that is no whole number of at least `least`."""
+    for name, value in options.items():
+        if not is_whole(value, least):
+            raise BadInput(
+                f"strategy {strategy}: {name} must be a whole number of at least {least}, not {value!r}: give {name}={least} or more"
+            )
+
+
+def check_pace(strategy: str, bound: int | None, warmup: int) -> None:
+    """Raise BadInput for a bound or warmup that cannot be, or that cannot be together."""
+    if bound is not None and not is_whole(bound, 0):
+        raise BadInput(
+            f"strategy {strategy}: bound must be a whole number of 0 or more, or none; not {bound!r}: 0 is synchronous, none does not wait"
+        )
+    check_whole(strategy, 0, warmup=warmup)
+    if bound == 0 and warmup:
+        raise BadInput(
+            f"strategy {strategy}: warmup={warmup} lets worker 0 train alone, and bound=0 keeps all in step: give bound=1 or more, or no warmup"
+        )
+
+
+def leasing_of(bound: int | None, warmup: int) -> Leasing | None:
+    """In step at bound 0, else every worker at its own pace."""
+    return None if bound == 0 else Leasing(alone=warmup)
+
+
+# -- the run -----------------------------------------------------------------------------------------------------------
+
+
+def server_of(worker: Worker) -> Server:
+    """The worker's server; Unsupported where its engine gave it none."""
+    if worker.server is None:
+        raise Unsupported(
+            "this strategy wants a parameter server, and this worker has none: run it with mh.train on engine local or hosts"
+        )
+    return worker.server
+
+
+def begin(replica: Replica, worker: Worker) -> None:
+    """All start from rank 0's parameters, which are the first center too. A collective."""
+    server = server_of(worker)
+    replica.agree(worker.group)
+    if worker.rank == 0:
+        server.initialize(replica.parameters)
+    worker.group.barrier()
+
+
+def pull(replica: Replica, worker: Worker) -> None:
+    """The center, straight into the replica's parameters."""
+    server_of(worker).pull(replica.parameters)
+    replica.rounds += 1
+
+
+def center(replica: Replica, worker: Worker) -> Tensor:
+    """[D'] the center in a vector of its own, the same on all ranks: nobody pushes meanwhile. A collective."""
+    worker.group.barrier()
+    vector = torch.empty_like(replica.parameters)
+    server_of(worker).center(vector)
+    worker.group.barrier()
+    return vector

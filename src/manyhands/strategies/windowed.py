@@ -1,0 +1,100 @@
+"""What AGN, DynSGD and Distance share: a worker steps alone for a window, pushes what came of it, and pulls again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from manyhands.strategies import serving
+from manyhands.strategies.base import Leasing, State, Strategy
+from manyhands.worker import Worker
+
+if TYPE_CHECKING:
+    from manyhands.replica import Replica
+
+
+@dataclass(kw_only=True)
+class Window(State):
+    """What this worker did since it last pulled: it steps alone for a window, pushes what came of it, and pulls again."""
+
+    start: Tensor  # [D'] the center that it pulled
+    ticks: int = 0
+    steps: int = 0
+    fresh: bool = False  # the next gradient is taken here; else at the center as it is then
+
+    @override
+    def merge(self, others: list[Window], rank: int, size: int) -> Window:
+        """With another number of ranks, a new window from the center: what was not pushed yet is lost."""
+        return others[rank] if len(others) == size else replace(others[0], ticks=0, steps=0, fresh=False)
+
+    def enter(self, replica: Replica, worker: Worker) -> None:
+        """Before a gradient: where no window is open, begin one from the center."""
+        if not self.fresh:
+            serving.pull(replica, worker)
+            self.start.copy_(replica.parameters)
+            self.fresh = True
+
+    def step(self, replica: Replica) -> None:
+        """One local step of the replica's own optimizer."""
+        self.steps += replica.apply()
+        self.ticks += 1
+
+    def close(self, replica: Replica, worker: Worker, *, divide: bool = False) -> None:
+        """Push what the steps of the window moved, or (`divide`) their mean; the next gradient is taken at the center again."""
+        if self.steps:
+            update = torch.sub(replica.parameters, self.start, out=self.start)  # its memory is free until the next pull
+            if divide and self.steps > 1:
+                update.div_(self.steps)
+            serving.server_of(worker).push(update)
+        self.ticks, self.steps, self.fresh = 0, 0, False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windowed(Strategy):
+    """The turns of all three; the files beside this one say what is pushed, and how the server takes it."""
+
+    window: int
+    """Steps between pushes."""
+    bound: int | None = None
+    """How many ticks the fastest may be ahead; `none`: any. Lower it when staleness spoils training, 0 is synchronous."""
+    warmup: int = 0
+    """Ticks of worker 0 alone at the start of the run; raise it when training is unstable at its beginning."""
+
+    consistency: ClassVar[str] = "async / bounded"
+    divides: ClassVar[bool]  # a window is pushed as the mean of its steps, not as their sum
+
+    def __post_init__(self) -> None:
+        serving.check_whole(self.name, window=self.window)
+        serving.check_pace(self.name, self.bound, self.warmup)
+
+    @override
+    def leasing(self) -> Leasing | None:
+        return serving.leasing_of(self.bound, self.warmup)
+
+    @override
+    def start(self, replica: Replica, worker: Worker) -> Window:
+        serving.begin(replica, worker)
+        return Window(start=replica.zeros())
+
+    @override
+    def before_backward(self, replica: Replica, worker: Worker, state: Window) -> None:
+        state.enter(replica, worker)
+
+    @override
+    def exchange(self, replica: Replica, worker: Worker, state: Window) -> bool:
+        state.step(replica)
+        if state.ticks == self.window:
+            state.close(replica, worker, divide=self.divides)
+        return True
+
+    @override
+    def finish(self, replica: Replica, worker: Worker, state: Window) -> None:
+        state.close(replica, worker, divide=self.divides)
+
+    @override
+    def consensus(self, replica: Replica, worker: Worker, state: Window) -> Tensor:
+        return serving.center(replica, worker)

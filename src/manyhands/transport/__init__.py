@@ -1,0 +1,1 @@
+"""Channels between processes: frames of tensors over Unix sockets, or TCP with TLS."""

@@ -1,0 +1,214 @@
+"""The first words on a TCP connection, for both sides: who proves what, before anything else is read.
+
+With credentials: TLS 1.3, each side's certificate checked; the hello (JSON) of the connecting side; the welcome, or a
+refusal with its reason. Without: a knock; a challenge of the listening side; the hello, with a challenge and a proof
+that its sender holds the run's token; the welcome, with the other side's proof. The token itself never travels, and what was
+heard on one connection opens no second one.
+
+Each side is a generator that never blocks: it yields what it waits for (select.POLLIN, select.POLLOUT), so that one
+thread can hold many such conversations, and a silent peer holds up nobody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import select
+import socket
+import ssl
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from manyhands.errors import BadInput
+from manyhands.transport.credentials import Credentials
+from manyhands.transport.frame import HEADER_BYTES, Frame, FrameError, blob_length, from_json, pack, to_json, unpack
+
+T = TypeVar("T")
+Steps = Generator[int, None, T]
+Check = Callable[[dict[str, Any]], str]
+
+KIND = 0
+MAX_HELLO_BYTES = 1 << 16
+LEAST_TOKEN_BYTES = 16
+_KNOCK, _CHALLENGE, _HELLO, _WELCOME, _REFUSAL = range(5)  # a frame's `a`
+_NONCE_BYTES = _PROOF_BYTES = 32
+_MOST_DISCARDED = 1 << 20
+
+
+class Refused(Exception):
+    """The other side said no, and why."""
+
+
+@dataclass(frozen=True, repr=False)
+class Proof:
+    """What a side shows, and wants to be shown: the run's credentials (TLS), else its token (plain TCP)."""
+
+    credentials: Credentials | None
+    token: bytes | None
+
+    def __post_init__(self) -> None:
+        if (self.credentials is None) == (self.token is None):
+            raise BadInput(
+                "a connection is opened with the run's credentials (TLS) or its token (without TLS): give one of them; "
+                "nobody listens to strangers"
+            )
+        if self.token is not None and len(self.token) < LEAST_TOKEN_BYTES:
+            raise BadInput(
+                f"a run's token has at least {LEAST_TOKEN_BYTES} bytes; got {len(self.token)}: secrets.token_bytes(32)"
+            )
+
+    def context(self, *, listening: bool) -> ssl.SSLContext | None:
+        """For TLS; None without."""
+        if self.credentials is None:
+            return None
+        return self.credentials.server_context() if listening else self.credentials.client_context()
+
+
+@dataclass(frozen=True)
+class Guest:
+    """Who came."""
+
+    name: str
+    hello: dict[str, Any]
+    generation: int
+
+
+def wrapped(sock: socket.socket, context: ssl.SSLContext | None, *, listening: bool) -> socket.socket:
+    """The socket to speak on, which does not block; nothing is said yet. OSError when the peer has left already."""
+    sock.settimeout(0)
+    if context is None:
+        return sock
+    sock.getpeername()  # `wrap_socket` loses the descriptor of a connection that has ended
+    return context.wrap_socket(sock, server_side=listening, do_handshake_on_connect=False)
+
+
+def listen_to(sock: socket.socket, proof: Proof, generation: int, check: Check) -> Steps[Guest]:
+    """The listening side: who it is. FrameError, OSError: a stranger, or gone."""
+    yield from _shake(sock, proof)
+    challenge = b""
+    if proof.token is not None:
+        yield from _hear(sock, _KNOCK)  # a side that wants TLS is noticed here, and not after a silence
+        challenge = secrets.token_bytes(_NONCE_BYTES)
+        yield from _say(sock.send, _CHALLENGE, generation, challenge)
+    frame = yield from _hear(sock, _HELLO)
+    answer, blob = _proven(proof.token, challenge, frame.blob)
+    if frame.generation < generation:
+        raise FrameError(f"a hello of generation {frame.generation}; this is generation {generation}")
+    hello = from_json(blob)
+    name = _named(check, hello)
+    yield from _say(sock.send, _WELCOME, frame.generation, answer)
+    return Guest(name, hello, frame.generation)
+
+
+def refuse(sock: socket.socket, why: str) -> Steps[None]:
+    """Tell a peer that was not taken, then listen until it leaves: a socket closed with unread bytes would eat the words."""
+    shaken = isinstance(sock, ssl.SSLSocket) and sock.version() is not None
+    send = (
+        sock.send if shaken else partial(socket.socket.send, sock)
+    )  # in plain text where there is no TLS to say it in
+    yield from _say(send, _REFUSAL, 0, to_json({"reason": why[:500]}))
+    socket.socket.shutdown(sock, socket.SHUT_WR)
+    left = _MOST_DISCARDED
+    while left > 0:
+        data = yield from _turn(partial(socket.socket.recv, sock, 1 << 16))
+        if not data:
+            return
+        left -= len(data)
+
+
+def speak_to(sock: socket.socket, proof: Proof, generation: int, hello: bytes) -> Steps[None]:
+    """The connecting side: returns when welcome. Refused with the other side's reason; FrameError, OSError."""
+    yield from _shake(sock, proof)
+    if proof.token is None:
+        yield from _say(sock.send, _HELLO, generation, hello)
+        yield from _hear(sock, _WELCOME)
+        return
+    yield from _say(sock.send, _KNOCK, generation, b"")
+    challenge = (yield from _hear(sock, _CHALLENGE)).blob
+    own = secrets.token_bytes(_NONCE_BYTES)
+    yield from _say(sock.send, _HELLO, generation, _mac(proof.token, b"hello", challenge, own, hello) + own + hello)
+    answer = (yield from _hear(sock, _WELCOME)).blob
+    if not hmac.compare_digest(answer, _mac(proof.token, b"welcome", challenge, own, hello)):
+        raise FrameError("who answers there does not hold this run's token")
+
+
+def _proven(token: bytes | None, challenge: bytes, blob: bytes) -> tuple[bytes, bytes]:
+    """(what to prove in the welcome, the hello) of a hello's blob."""
+    if token is None:
+        return b"", blob
+    shown, own, hello = blob[:_PROOF_BYTES], blob[_PROOF_BYTES : 2 * _PROOF_BYTES], blob[2 * _PROOF_BYTES :]
+    if not hmac.compare_digest(shown, _mac(token, b"hello", challenge, own, hello)):
+        raise FrameError("a hello without a proof of this run's token")
+    return _mac(token, b"welcome", challenge, own, hello), hello
+
+
+def _mac(token: bytes, role: bytes, challenge: bytes, own: bytes, hello: bytes) -> bytes:
+    parts = b"".join(len(part).to_bytes(8, "little") + part for part in (role, challenge, own, hello))
+    return hmac.new(token, parts, hashlib.sha256).digest()
+
+
+def _named(check: Check, hello: dict[str, Any]) -> str:
+    try:
+        return check(hello)
+    except (KeyError, TypeError, ValueError) as error:
+        raise FrameError(f"a hello that lacks something or has it wrong: {error!r}") from error
+
+
+def _shake(sock: socket.socket, proof: Proof) -> Steps[None]:
+    if proof.credentials is None:
+        return
+    if not isinstance(sock, ssl.SSLSocket):
+        raise FrameError("this connection is not encrypted")
+    try:
+        yield from _turn(sock.do_handshake)
+    except ssl.SSLError as error:
+        raise FrameError(f"expected TLS with this run's certificate; {error.reason or error}") from error
+    if not proof.credentials.is_peer(sock):
+        raise FrameError("another certificate than this run's")
+
+
+def _say(send: Callable[[memoryview], int], what: int, generation: int, blob: bytes) -> Steps[None]:
+    frame = Frame(kind=KIND, a=what, generation=generation, blob=blob)
+    data = memoryview(pack(frame) + blob)
+    while data:
+        sent = yield from _turn(partial(send, data), select.POLLOUT)
+        data = data[sent:]
+
+
+def _hear(sock: socket.socket, what: int) -> Steps[Frame]:
+    head = yield from _exactly(sock, HEADER_BYTES)
+    frame, size = unpack(head), blob_length(head)
+    welcome = (what, _REFUSAL) if what in (_CHALLENGE, _WELCOME) else (what,)
+    if frame.kind != KIND or frame.a not in welcome or frame.elements or size > MAX_HELLO_BYTES + 2 * _PROOF_BYTES:
+        raise FrameError(f"expected a hello of at most {MAX_HELLO_BYTES} bytes; got {frame} with {size} bytes")
+    blob = yield from _exactly(sock, size)
+    if frame.a == _REFUSAL:
+        raise Refused(str(from_json(blob).get("reason", "no reason was given")))
+    return Frame(kind=KIND, a=frame.a, generation=frame.generation, blob=blob)
+
+
+def _exactly(sock: socket.socket, size: int) -> Steps[bytes]:
+    data = b""
+    while len(data) < size:
+        part = yield from _turn(partial(sock.recv, size - len(data)))
+        if not part:
+            raise ConnectionResetError(f"the connection ended after {len(data)} of {size} bytes of a hello")
+        data += part
+    return data
+
+
+def _turn(call: Callable[[], T], wanted: int = select.POLLIN) -> Steps[T]:
+    while True:
+        try:
+            return call()
+        except BlockingIOError:
+            yield wanted
+        except ssl.SSLWantReadError:
+            yield select.POLLIN
+        except ssl.SSLWantWriteError:
+            yield select.POLLOUT
+        except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:  # no judgement of anybody: it may start again
+            raise ConnectionResetError("the connection ended in the middle of TLS") from error

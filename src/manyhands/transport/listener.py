@@ -1,0 +1,298 @@
+"""Listening and connecting over TCP: authenticated before anything else is read, on loopback unless told otherwise.
+
+Every connection begins as `hello.py` says; only then is there a Channel. There is no listener that takes strangers:
+without credentials (TLS), both sides prove to each other that they hold the run's token.
+"""
+
+from __future__ import annotations
+
+import select
+import selectors
+import socket
+import ssl
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+from manyhands.errors import BadInput
+from manyhands.transport.address import bound, format_address, is_loopback
+from manyhands.transport.channel import Channel, ChannelClosed, ChannelTimeout
+from manyhands.transport.credentials import Credentials
+from manyhands.transport.frame import FrameError, to_json
+from manyhands.transport.hello import (
+    MAX_HELLO_BYTES,
+    Check,
+    Guest,
+    Proof,
+    Refused,
+    Steps,
+    listen_to,
+    refuse,
+    speak_to,
+    wrapped,
+)
+from manyhands.transport.strangers import Strangers
+
+HELLO_S = 10.0  # a peer has so long from its connection to the end of its hello, however it spreads its bytes
+_FAREWELL_S = 2.0  # and one that was refused so long to hear why
+_MOST_VISITORS = 128  # connections that have not said who they are
+_PAUSE_S = 0.05
+
+
+class _Visitor:
+    """A connection that has not said who it is, or is being refused."""
+
+    def __init__(self, sock: socket.socket, host: str, steps: Steps[Guest]) -> None:
+        self.sock, self.host = sock, host
+        self.steps: Steps[Guest | None] = steps
+        self.refused, self.deadline = False, time.monotonic() + HELLO_S
+
+
+class Listener:
+    """A bound address. Strangers are closed and named once in the log (logger `manyhands`); the listener goes on.
+
+    host: a name or address of this machine. Loopback unless told otherwise.
+    credentials, token: exactly one of them. Credentials: TLS. A token (16 bytes or more, as secret as a key): plain TCP,
+        `tls=off`: BadInput unless the address is loopback or `plain_network` is set, since what follows the hello
+        can then be read and changed by whoever is on the way.
+    ports: (first, last), None: any free one; `address` tells which it became.
+    generation: a hello of an older one is refused; may be raised while the listener lives.
+    timeout_s: of the channels.
+
+    Silent and slow peers hold up nobody: each has HELLO_S, and where too many come at once, the oldest of the address
+    with the most has to leave.
+    """
+
+    address: tuple[str, int]
+    generation: int
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        *,
+        credentials: Credentials | None,
+        token: bytes | None = None,
+        ports: tuple[int, int] | None = None,
+        plain_network: bool = False,
+        generation: int = 0,
+        timeout_s: float = 300.0,
+    ) -> None:
+        self._proof = Proof(credentials, token)
+        self._context = self._proof.context(listening=True)
+        self._sock = bound(host, ports)
+        self._sock.settimeout(0)
+        self.address = self._sock.getsockname()[:2]
+        if credentials is None and not is_loopback(self.address[0]) and not plain_network:
+            self._sock.close()
+            raise BadInput(
+                f"{self.address[0]} can be reached from other machines, and without TLS whoever is on the way reads and "
+                "changes parameters: give credentials (MANYHANDS_CREDENTIALS), or say plain_network=True as well"
+            )
+        self.generation, self._timeout_s = generation, timeout_s
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._sock, selectors.EVENT_READ, None)
+        self._visitors: dict[_Visitor, None] = {}  # oldest first
+        self._strangers, self._lock, self._closed = Strangers(), threading.RLock(), False
+        self._check: Check = _nobody  # of the newest `accept`: a visitor may be half-way when the last one returns
+
+    def accept(self, check: Check, timeout_s: float) -> tuple[Channel, dict[str, Any]]:
+        """The next good connection and its hello (JSON). `check(hello)` names it, or raises FrameError to refuse it.
+
+        Raises ChannelTimeout when none came within timeout_s (0: only what is here already), ChannelClosed after
+        `close`, also one from another thread.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            self._check = check
+            while not self._closed:
+                for key, _ in self._selector.select(self._patience(deadline)):
+                    if key.data is None:
+                        self._let_in()
+                    elif key.data in self._visitors and (good := self._go_on(key.data)):
+                        return good
+                self._end_late_ones()
+                if time.monotonic() >= deadline:
+                    raise ChannelTimeout(f"nobody came to {format_address(self.address)} within {timeout_s:g} s")
+        raise ChannelClosed(f"the listener on {format_address(self.address)} was closed")
+
+    def fileno(self) -> int:
+        """Readable when `accept` has something to do, good or not: call it with timeout_s=0 then."""
+        return self._selector.fileno()
+
+    def close(self) -> None:
+        """Idempotent; wakes `accept`. The channels it gave stay open."""
+        if self._closed:
+            return
+        self._closed = True
+        self._sock.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            for visitor in list(self._visitors):
+                self._drop(visitor)
+            self._selector.close()
+            self._sock.close()
+
+    def _patience(self, deadline: float) -> float:
+        first = min((visitor.deadline for visitor in self._visitors), default=deadline)
+        return max(0.0, min(deadline, first) - time.monotonic())
+
+    def _let_in(self) -> None:
+        if self._closed:
+            return
+        if len(self._visitors) >= _MOST_VISITORS:
+            self._make_room()
+        try:
+            sock, place = self._sock.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:  # it left already; or no descriptor is free, and the next select would not wait
+            self._strangers.name("the network", f"accept said {error.strerror}")
+            self._make_room()
+            time.sleep(_PAUSE_S)
+            return
+        try:
+            sock = wrapped(sock, self._context, listening=True)
+        except OSError as error:
+            self._strangers.name(place[0], str(error))
+            sock.close()
+            return
+        visitor = _Visitor(
+            sock, place[0], listen_to(sock, self._proof, self.generation, lambda hello: self._check(hello))
+        )
+        self._visitors[visitor] = None
+        self._selector.register(sock, selectors.EVENT_READ, visitor)  # it speaks first: `accept` goes on when it has
+
+    def _make_room(self) -> None:
+        """The oldest of the host with the most visitors leaves: one that floods us crowds out its own."""
+        if self._visitors:
+            ((host, _),) = Counter(visitor.host for visitor in self._visitors).most_common(1)
+            oldest = next(visitor for visitor in self._visitors if visitor.host == host)
+            self._turn_away(oldest, f"more than {_MOST_VISITORS} connections that did not say who they are")
+
+    def _go_on(self, visitor: _Visitor) -> tuple[Channel, dict[str, Any]] | None:
+        try:
+            wanted = next(visitor.steps)
+        except StopIteration as end:
+            return self._welcome(visitor, end.value)
+        except (FrameError, ssl.SSLError) as error:
+            self._say_no(visitor, str(error))
+        except OSError as error:
+            self._turn_away(visitor, str(error))
+        else:
+            events = selectors.EVENT_READ if wanted == select.POLLIN else selectors.EVENT_WRITE
+            if self._selector.get_key(visitor.sock).events != events:
+                self._selector.modify(visitor.sock, events, visitor)
+        return None
+
+    def _welcome(self, visitor: _Visitor, guest: Guest | None) -> tuple[Channel, dict[str, Any]] | None:
+        if guest is None:  # it has heard why it was refused
+            self._drop(visitor)
+            return None
+        self._selector.unregister(visitor.sock)
+        del self._visitors[visitor]
+        channel = Channel(visitor.sock, peer=guest.name, timeout_s=self._timeout_s, generation=guest.generation)
+        return channel, guest.hello
+
+    def _say_no(self, visitor: _Visitor, why: str) -> None:
+        if visitor.refused:
+            self._drop(visitor)
+            return
+        self._strangers.name(visitor.host, why)
+        visitor.refused, visitor.steps = True, refuse(visitor.sock, why)
+        visitor.deadline = time.monotonic() + _FAREWELL_S
+        self._go_on(visitor)
+
+    def _turn_away(self, visitor: _Visitor, why: str) -> None:
+        if not visitor.refused:
+            self._strangers.name(visitor.host, why)
+        self._drop(visitor)
+
+    def _end_late_ones(self) -> None:
+        now = time.monotonic()
+        for visitor in [visitor for visitor in self._visitors if visitor.deadline < now]:
+            self._turn_away(visitor, f"it did not say who it is within {HELLO_S:g} s")
+
+    def _drop(self, visitor: _Visitor) -> None:
+        del self._visitors[visitor]
+        self._selector.unregister(visitor.sock)
+        visitor.sock.close()
+
+
+def _nobody(hello: dict[str, Any]) -> str:
+    raise FrameError("nobody is expected yet")
+
+
+def connect(
+    address: tuple[str, int],
+    hello: dict[str, Any],
+    *,
+    credentials: Credentials | None,
+    peer: str,
+    token: bytes | None = None,
+    generation: int = 0,
+    timeout_s: float = 300.0,
+) -> Channel:
+    """The connecting side: a channel once the other side has said welcome.
+
+    hello: JSON, at most MAX_HELLO_BYTES. credentials, token: as the listener's.
+    Tries again while nobody listens yet, until timeout_s (ChannelTimeout). ChannelClosed with the other side's reason
+    when it refuses.
+    """
+    proof, blob = Proof(credentials, token), to_json(hello)
+    if len(blob) > MAX_HELLO_BYTES:
+        raise BadInput(f"a hello has at most {MAX_HELLO_BYTES} bytes; got {len(blob)}")
+    context = proof.context(listening=False)
+    where, deadline, pause_s = f"{peer} at {format_address(address)}", time.monotonic() + timeout_s, _PAUSE_S
+    while True:
+        try:
+            sock = _spoken(address, deadline, proof, context, generation, blob, where)
+            return Channel(sock, peer=peer, timeout_s=timeout_s, generation=generation)
+        except OSError as error:  # nobody there yet, or it had too many visitors
+            if isinstance(error, ChannelClosed):
+                raise
+            if time.monotonic() + pause_s >= deadline:
+                raise ChannelTimeout(
+                    f"no answer of {where} within {timeout_s:g} s: the last try ended with {error!r}. Is it started, and "
+                    "can its port be reached from here?"
+                ) from error
+        time.sleep(pause_s)
+        pause_s = min(1.0, 1.5 * pause_s)
+
+
+def _spoken(
+    address: tuple[str, int],
+    deadline: float,
+    proof: Proof,
+    context: ssl.SSLContext | None,
+    generation: int,
+    hello: bytes,
+    where: str,
+) -> socket.socket:
+    """A socket on which both sides have said who they are. ChannelClosed when refused; OSError: try again."""
+    sock = socket.create_connection(address, max(0.01, min(HELLO_S, deadline - time.monotonic())))
+    try:
+        if sock.getsockname() == sock.getpeername():
+            raise ConnectionRefusedError("the connection reached itself: nobody listens there")
+        sock = wrapped(sock, context, listening=False)
+        _drive(speak_to(sock, proof, generation, hello), sock, deadline)
+    except Refused as error:
+        sock.close()
+        raise ChannelClosed(f"{where} refused this connection: {error}") from error
+    except (FrameError, ssl.SSLError) as error:
+        sock.close()
+        raise ChannelClosed(
+            f"{where} did not take this connection: {error}. Both sides need the same credentials file (or both none and "
+            "the same token) and the same version of manyhands"
+        ) from error
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _drive(steps: Steps[None], sock: socket.socket, deadline: float) -> None:
+    poll = select.poll()
+    for events in steps:
+        poll.register(sock, events)
+        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
+            raise TimeoutError("it took the connection but did not answer")

@@ -1,0 +1,164 @@
+"""Served servers for tests: socketpairs to each worker; shards in threads of this process, or in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from manyhands.server.base import ServerSpec
+from manyhands.server.client import ServedServer
+from manyhands.server.host import serve
+from manyhands.server.sharding import shards_of
+from manyhands.transport.channel import Channel
+
+Pair = tuple[socket.socket, socket.socket]  # the shard's end, the worker's
+
+
+class Hosting:
+    """Shards that serve in threads. `clients` are made when first asked for."""
+
+    def __init__(
+        self, spec: ServerSpec, workers: int, shards: int = 1, *, timeout_s: float = 10.0, memory_from: int = 0, **more
+    ) -> None:
+        self.spec, self.shards = spec, shards_of(spec, shards)
+        self.timeout_s, self.memory_from = timeout_s, memory_from
+        self.pairs: list[list[Pair]] = [[socket.socketpair() for _ in range(self.shards)] for _ in range(workers)]
+        self.said: list[dict | BaseException | None] = [None] * self.shards
+        self.threads = [
+            threading.Thread(target=self._serve, args=(shard, workers, more)) for shard in range(self.shards)
+        ]
+        self._clients: dict[int, ServedServer] = {}
+        for thread in self.threads:
+            thread.start()
+
+    def client(self, rank: int) -> ServedServer:
+        """The worker's server."""
+        if rank not in self._clients:
+            self._clients[rank] = client_of(self.spec, self.pairs[rank], self.timeout_s, self.memory_from)
+        return self._clients[rank]
+
+    @property
+    def clients(self) -> list[ServedServer]:
+        return [self.client(rank) for rank in range(len(self.pairs))]
+
+    def _serve(self, shard: int, workers: int, more: dict) -> None:
+        channels = {rank: channel_to(rank, row[shard][0], self.timeout_s) for rank, row in enumerate(self.pairs)}
+        where = {"shard": shard, "shards": self.shards, "workers": workers, "timeout_s": self.timeout_s}
+        try:
+            self.said[shard] = serve(self.spec, channels=channels, **where, **more)
+        except BaseException as error:  # noqa: BLE001 - the test looks at it
+            self.said[shard] = error
+
+    def close(self) -> None:
+        for client in self._clients.values():
+            client.close()
+        for row in self.pairs:
+            for _, mine in row:
+                mine.close()
+        for thread in self.threads:
+            thread.join(20)
+            assert not thread.is_alive()
+
+
+@contextmanager
+def hosting(spec: ServerSpec, workers: int, shards: int = 1, **options) -> Iterator[Hosting]:
+    host = Hosting(spec, workers, shards, **options)
+    try:
+        yield host
+    finally:
+        host.close()
+
+
+def client_of(spec: ServerSpec, row: list[Pair], timeout_s: float, memory_from: int = 0) -> ServedServer:
+    channels = [Channel(pair[1], peer=f"server shard {s}", timeout_s=timeout_s) for s, pair in enumerate(row)]
+    return ServedServer(spec, channels, hosts=["host-a", "host-b", "host-c"], memory_from=memory_from)
+
+
+def channel_to(rank: int, sock: socket.socket, timeout_s: float) -> Channel:
+    return Channel(sock, peer=f"worker {rank}", timeout_s=timeout_s)
+
+
+class Processes:
+    """Shards in processes. The workers' ends are `pairs[rank][shard][1]`, for this process or for one it forks."""
+
+    def __init__(self, spec: ServerSpec, workers: int, shards: int = 1, *, timeout_s: float = 10.0) -> None:
+        self.spec, self.timeout_s = spec, timeout_s
+        self.pairs: list[list[Pair]] = [[socket.socketpair() for _ in range(shards)] for _ in range(workers)]
+        self.running: set[int] = set()
+        self.shards = [self.fork(lambda shard=shard: self._serve(shard, shards)) for shard in range(shards)]
+        for row in self.pairs:
+            for its, _ in row:
+                its.close()
+
+    def _serve(self, shard: int, shards: int) -> None:
+        channels = {}
+        for rank, row in enumerate(self.pairs):
+            for number, (its, mine) in enumerate(row):
+                mine.close()
+                if number == shard:
+                    channels[rank] = channel_to(rank, its, self.timeout_s)
+                else:
+                    its.close()
+        where = {"shard": shard, "shards": shards, "workers": len(self.pairs), "timeout_s": self.timeout_s}
+        serve(self.spec, channels=channels, **where)
+
+    def worker(self, rank: int, program: Callable[[ServedServer], None], memory_from: int = 0) -> int:
+        """Run a worker's program in a process; its pid."""
+
+        def run() -> None:
+            for other, row in enumerate(self.pairs):
+                for _, mine in row:
+                    if other != rank:
+                        mine.close()
+            client = client_of(self.spec, self.pairs[rank], self.timeout_s, memory_from)
+            program(client)
+            client.close()
+
+        pid = self.fork(run)
+        for _, mine in self.pairs[rank]:
+            mine.close()
+        return pid
+
+    def fork(self, run: Callable[[], None]) -> int:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                torch.set_num_threads(1)
+                run()
+                code = 0
+            finally:
+                os._exit(code)  # the traceback of an error is lost: the exit code says that there was one
+        self.running.add(pid)
+        return pid
+
+    def kill(self, pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+        self.join(pid)
+
+    def join(self, pid: int) -> int:
+        """Its exit code."""
+        self.running.discard(pid)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    def close(self) -> None:
+        for row in self.pairs:
+            for _, mine in row:
+                mine.close()
+        for pid in list(self.running):
+            self.kill(pid)
+
+
+@contextmanager
+def processes(spec: ServerSpec, workers: int, shards: int = 1, **options) -> Iterator[Processes]:
+    made = Processes(spec, workers, shards, **options)
+    try:
+        yield made
+    finally:
+        made.close()

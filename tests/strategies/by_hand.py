@@ -1,0 +1,122 @@
+"""Mathematics that a hand can check: one parameter vector, quadratic losses, and workers that take scripted turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.replica import MORE, Replica
+from manyhands.server.in_process import InProcessServers
+from manyhands.strategies import strategy_of
+from manyhands.strategies.base import Strategy
+from manyhands.testing.threads import together
+from manyhands.testing.turns import Turns
+from manyhands.worker import Worker
+
+F64 = torch.float64
+ROW = torch.zeros(1, dtype=F64)  # a batch of one row, which no loss here looks at
+
+
+class Point(nn.Module):
+    """w alone: losses are functions of it."""
+
+    def __init__(self, start: list[float]) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(start, dtype=F64))
+
+
+def quadratic(curvature: list[float], b: list[float] | None = None) -> Callable[[nn.Module, Any], Tensor]:
+    a = torch.tensor(curvature, dtype=F64)
+    shift = torch.zeros_like(a) if b is None else torch.tensor(b, dtype=F64)
+    return lambda model, batch: ((model.w - shift) ** 2 * a).sum() / 2
+
+
+def slope(gradient: float) -> Callable[[nn.Module, Any], Tensor]:
+    """The same gradient everywhere."""
+    return lambda model, batch: gradient * model.w.sum()
+
+
+def sgd(rate: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    return lambda model: torch.optim.SGD(model.parameters(), lr=rate)
+
+
+class Hand:
+    """A worker that is told when to take a gradient, and when to exchange it."""
+
+    def __init__(self, strategy: Strategy, worker: Worker, loss: Any, start: list[float], rate: float) -> None:
+        self.strategy, self.worker = strategy, worker
+        self.replica = Replica(Point(start), sgd(rate), group=worker.group, loss=loss)
+        self.state = strategy.start(self.replica, worker)
+        if worker.server is not None:
+            worker.server.begin()
+        worker.group.barrier()
+
+    def gradient(self, batch: Tensor | None = ROW) -> None:
+        self.replica.begin_tick()
+        self.strategy.before_backward(self.replica, self.worker, self.state)
+        self.replica.backward(batch)
+
+    def exchange(self) -> None:
+        self.strategy.exchange(self.replica, self.worker, self.state)
+        self.replica.tick += 1
+        if self.worker.server is not None:
+            self.worker.server.tick(self.replica.bits() & MORE)
+
+    def tick(self, batch: Tensor | None = ROW) -> None:
+        self.gradient(batch)
+        self.exchange()
+
+    def finish(self) -> None:
+        self.strategy.finish(self.replica, self.worker, self.state)
+        if self.worker.server is not None:
+            self.worker.server.park()
+
+    @property
+    def x(self) -> Tensor:
+        """[dimensions] the worker's parameters"""
+        return self.replica.named(self.replica.parameters)["w"].clone()
+
+    @property
+    def center(self) -> Tensor:
+        """[dimensions] what the strategy says; a collective"""
+        return self.replica.named(self.strategy.consensus(self.replica, self.worker, self.state))["w"].clone()
+
+
+def hands(
+    spec: str | Strategy,
+    losses: Sequence[Any],
+    program: Callable[[Hand], Any],
+    *,
+    start: list[float] | None = None,
+    rate: float = 0.1,
+    shards: int = 1,
+) -> list[Any]:
+    """What `program` gives on every worker: one a loss, each a thread, around a server in this process."""
+    strategy = strategy_of(spec)
+    wanted = strategy.server()
+    clients = InProcessServers(wanted, len(losses), shards, timeout_s=20).clients if wanted is not None else ()
+
+    def run(worker: Worker) -> Any:
+        return program(Hand(strategy, worker, losses[worker.rank], start or [0.0], rate))
+
+    return together(len(losses), run, clients)
+
+
+def scripted(order: Sequence[int], ticks: int) -> Callable[[Hand], Tensor]:
+    """A program of `ticks` ticks, each two turns of `order`: the gradient (which pulls), and the exchange (which pushes)."""
+    turns = Turns(order)
+
+    def program(hand: Hand) -> Tensor:
+        for _ in range(ticks):
+            with turns.take(hand.worker.rank):
+                hand.gradient()
+            with turns.take(hand.worker.rank):
+                hand.exchange()
+        hand.worker.group.barrier()
+        hand.finish()
+        return hand.center
+
+    return program

@@ -1,0 +1,159 @@
+"""Quorum: the mean of the first gradients, and how a late worker catches up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from by_hand import F64, Hand, hands, slope
+from torch import Tensor, nn
+
+import plain
+from manyhands.errors import BadInput
+from manyhands.replica import CONTROL_BITS, Replica
+from manyhands.server.base import Pushed
+from manyhands.server.in_process import InProcessServers
+from manyhands.strategies import strategy_of
+from manyhands.strategies.quorum import Quorum, QuorumState
+from manyhands.testing.threads import together
+from manyhands.worker import Worker
+
+
+def branches(worker: Worker) -> Replica:
+    model = plain.Branches().double()
+    for p in model.parameters():
+        nn.init.constant_(p, 0.1)
+    return Replica(model, plain.OPTIMIZERS["adamw"], group=worker.group, loss=plain.cross_entropy)
+
+
+def ends_of(spec: str, workers: int) -> list[Tensor]:
+    """Each worker's parameters after 5 ticks of `rank + 1` rows each; one branch of the model is unused on some."""
+    x, y = plain.rows(9)
+    strategy = strategy_of(spec)
+    wanted = strategy.server()
+    clients = InProcessServers(wanted, workers, timeout_s=20).clients if wanted is not None else ()
+
+    def program(worker: Worker) -> Tensor:
+        replica = branches(worker)
+        state = strategy.start(replica, worker)
+        if worker.server is not None:
+            worker.server.begin()
+        worker.group.barrier()
+        for tick in range(5):
+            replica.begin_tick()
+            replica.tick = tick
+            part = slice(worker.rank * 3, worker.rank * 3 + worker.rank + 1)
+            replica.backward((x[part], y[part]))
+            strategy.exchange(replica, worker, state)
+        return replica.parameters.clone()
+
+    return together(workers, program, clients)
+
+
+def test_of_all_workers_it_is_all_reduce() -> None:
+    ours, theirs = ends_of("quorum", 3), ends_of("allreduce", 3)
+    assert all(torch.equal(end, ours[0]) for end in ours)
+    assert (ours[0] - theirs[0]).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("backups", [0, 1])
+def test_one_worker_is_all_reduce_of_one_bit_for_bit(backups: int) -> None:
+    """CASE 1: and that is a plain loop; the strategies' exam compares with one."""
+    assert torch.equal(ends_of(f"quorum:backups={backups}", 1)[0], ends_of("allreduce", 1)[0])
+
+
+class Scripted:
+    """A server whose answers are written down: whether a push counted, how far behind it was, and which parameters the mean touches."""
+
+    def __init__(self, answers: list[tuple[bool, int]], touched: int = 1) -> None:
+        self.answers, self.touched, self.weights = iter(answers), touched, []
+
+    def initialize(self, center: Tensor) -> None:
+        pass
+
+    def push(self, update: Tensor, weight: float, bits: int) -> Pushed:
+        self.weights.append(weight)
+        applied, behind = next(self.answers)
+        mean = torch.ones_like(update) if self.touched else torch.zeros_like(update)
+        return Pushed(applied=applied, answer=mean, weight=2.0, bits=self.touched << CONTROL_BITS, behind=behind)
+
+
+def beside(
+    server: Scripted, optimizer: Callable[[nn.Module], torch.optim.Optimizer], ticks: int
+) -> tuple[Replica, list[bool]]:
+    """A worker of one weight, at 0, after so many ticks beside this server; and in which its row was used."""
+    model, strategy, worker = nn.Linear(1, 1, bias=False).double(), Quorum(), Worker(server=server)  # type: ignore[arg-type]
+    nn.init.zeros_(model.weight)
+    replica = Replica(model, optimizer, group=worker.group, loss=lambda m, batch: m(batch).sum())
+    state, used = strategy.start(replica, worker), []
+    for _ in range(ticks):
+        replica.begin_tick()
+        strategy.before_backward(replica, worker, state)
+        replica.backward(torch.ones(1, 1, dtype=F64))
+        strategy.exchange(replica, worker, state)
+        used.append(replica.used)
+    return replica, used
+
+
+def test_a_late_worker_applies_every_mean_and_computes_none_that_would_be_dropped() -> None:
+    """Dropped and 2 behind: two ticks without a gradient, whose means it applies; then it computes again. Rows: unused."""
+    server = Scripted([(True, 0), (False, 2), (False, 1), (False, 0), (True, 0)])
+    replica, used = beside(server, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), 5)
+    assert server.weights == [1.0, 1.0, 0.0, 0.0, 1.0]
+    assert used == [True, False, False, False, True]
+    assert (replica.step, float(replica.parameters[0])) == (5, pytest.approx(-0.5))
+
+
+def test_a_parameter_that_only_a_dropped_gradient_touched_does_not_move() -> None:
+    """It is not in the mean that the others apply: momentum and weight decay must not move it here alone."""
+    replica, _ = beside(Scripted([(False, 0)] * 2, touched=0), lambda m: torch.optim.AdamW(m.parameters()), 2)
+    assert not replica.optimizer.state
+
+
+@pytest.mark.parametrize(("backups", "weight", "more"), [(0, 2.0, False), (1, 2.0, True), (1, 0.0, False)])
+def test_with_backups_only_a_step_without_any_rows_ends_a_stream(backups: int, weight: float, more: bool) -> None:
+    """Nobody who counted has rows: but one who came late may, and only a step of weight 0 has waited for all. (CASE 18)"""
+
+    class Last(Scripted):
+        def push(self, update: Tensor, weight_: float, bits: int) -> Pushed:
+            return Pushed(applied=True, answer=update.clone(), weight=weight, bits=0)
+
+    worker, strategy = Worker(server=Last([])), Quorum(backups=backups)  # type: ignore[arg-type]
+    replica = branches(worker)
+    state = strategy.start(replica, worker)
+    replica.backward(None)
+    assert strategy.exchange(replica, worker, state) is more
+
+
+def test_with_backups_all_workers_hold_the_same_parameters_after_the_same_tick() -> None:
+    """Whoever is dropped: 3 workers at different slopes, of which the first two of each step count."""
+
+    def program(hand: Hand) -> list[float]:
+        path = []
+        for _ in range(12):
+            hand.tick()
+            path.append(float(hand.x))
+        return path
+
+    paths = hands("quorum:backups=1", [slope(float(rank + 1)) for rank in range(3)], program)
+    assert paths[0] == paths[1] == paths[2]
+    for before, after in zip([0.0, *paths[0]], paths[0], strict=False):
+        assert any(after - before == pytest.approx(-0.1 * mean) for mean in (1.5, 2.0, 2.5))
+
+
+def test_options_that_cannot_be_are_refused() -> None:
+    with pytest.raises(BadInput, match="backups must be a whole number of at least 0"):
+        Quorum(backups=-1)
+    with pytest.raises(BadInput, match="backups=2 of 2 workers leaves none to wait for: give at most 1"):
+        hands("quorum:backups=2", [slope(1.0)] * 2, lambda hand: None)
+
+
+def test_nobody_is_behind_a_checkpoint() -> None:
+    assert QuorumState().merge([QuorumState(behind=3)] * 2, 0, 1).behind == 0
+
+
+def test_what_it_wants() -> None:
+    spec = Quorum(backups=1).server()
+    assert (spec.rule, spec.options, spec.one_shard) == ("quorum", {"backups": 1}, True)
+    assert Quorum().leasing() is None

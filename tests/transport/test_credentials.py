@@ -1,0 +1,188 @@
+"""A run's key and certificate: files that are the owner's alone, and TLS with nobody else."""
+
+import os
+import ssl
+import sys
+from datetime import UTC, datetime
+
+import pytest
+from cryptography import x509
+from socket_pairs import aside, credentials, tcp_pair
+
+from manyhands.errors import BadInput
+from manyhands.transport.credentials import VARIABLE, Credentials
+
+
+@pytest.fixture
+def path(tmp_path):
+    credentials().save(tmp_path / "run.pem")
+    return tmp_path / "run.pem"
+
+
+def test_saved_and_loaded(path, monkeypatch):
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert Credentials.load(path) == credentials()
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert Credentials.from_environment() is None
+    monkeypatch.setenv(VARIABLE, str(path))
+    assert Credentials.from_environment() == credentials()
+
+
+def test_the_certificate_is_bounded_in_time():
+    made = x509.load_pem_x509_certificate(credentials().certificate)
+    assert (made.not_valid_after_utc - datetime.now(UTC)).days in (29, 30)
+    assert (datetime.now(UTC) - made.not_valid_before_utc).days == 1
+    assert Credentials.create().key != credentials().key
+
+
+def test_the_key_is_never_shown():
+    assert "PRIVATE" not in repr(credentials())
+
+
+def test_the_key_leaves_nothing_open_or_on_disk(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    credentials().server_context()
+    with os.scandir("/proc/self/fd") as fds:
+        assert not [fd for fd in fds if fd.is_symlink() and "memfd:credentials" in os.readlink(fd)]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o666, 0o602])
+def test_a_file_that_others_reach(path, mode):
+    path.chmod(mode)
+    with pytest.raises(BadInput, match=f"has mode {mode:04o}"):
+        Credentials.load(path)
+
+
+def test_a_link_is_judged_by_its_file(path, tmp_path):
+    link = tmp_path / "link.pem"
+    link.symlink_to(path)
+    assert Credentials.load(link) == credentials()
+    path.chmod(0o644)
+    with pytest.raises(BadInput, match="has mode 0644"):
+        Credentials.load(link)
+
+
+def test_a_file_of_somebody_else(path, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    if path.stat().st_uid == 0:
+        os.chown(path, 54321, -1)
+    with pytest.raises(BadInput, match="a file of user 12345"):
+        Credentials.load(path)
+
+
+def test_what_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / "fifo", 0o600)
+    for name in ("fifo", "", "missing"):
+        with pytest.raises(BadInput):
+            Credentials.load(tmp_path / name)
+
+
+def _expired() -> bytes:
+    from cryptography.hazmat.primitives import hashes, serialization
+
+    key = serialization.load_pem_private_key(credentials().key, None)
+    made = x509.load_pem_x509_certificate(credentials().certificate)
+    builder = x509.CertificateBuilder(made.issuer, made.subject, key.public_key(), made.serial_number)
+    builder = builder.not_valid_before(datetime(2020, 1, 1, tzinfo=UTC)).not_valid_after(
+        datetime(2020, 2, 1, tzinfo=UTC)
+    )
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    return builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+
+def _locked() -> bytes:
+    from cryptography.hazmat.primitives import serialization
+
+    key = serialization.load_pem_private_key(credentials().key, None)
+    lock = serialization.BestAvailableEncryption(b"secret")
+    return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, lock)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (lambda: b"", "does not hold"),
+        (lambda: b"\xff" * 100_000, "does not hold"),
+        (lambda: credentials().key, "does not hold"),
+        (lambda: credentials().certificate, "does not hold"),
+        (lambda: _locked() + credentials().certificate, "does not hold"),  # OpenSSL would ask at the terminal
+        (lambda: Credentials.create().key + credentials().certificate, "cannot be used"),
+        (lambda: credentials().key + credentials().certificate.replace(b"MII", b"MIJ"), "cannot be used"),
+        (lambda: credentials().key + _expired(), "ended on Feb  1"),
+    ],
+)
+def test_a_file_that_holds_something_else(path, content, message):
+    path.write_bytes(content())
+    with pytest.raises(BadInput, match=message):
+        Credentials.load(path)
+
+
+def test_nothing_is_written_over(path, tmp_path):
+    with pytest.raises(BadInput, match="exists"):
+        credentials().save(path)
+    (tmp_path / "dangling").symlink_to(tmp_path / "target")
+    with pytest.raises(BadInput, match="exists"):
+        credentials().save(tmp_path / "dangling")
+    with pytest.raises(BadInput, match="cannot write"):
+        credentials().save(tmp_path / "no folder" / "run.pem")
+
+
+def test_without_cryptography(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with pytest.raises(BadInput, match=r"manyhands\[hosts\]"):
+        Credentials.create()
+
+
+def _shake(client: ssl.SSLContext, server: ssl.SSLContext) -> tuple[ssl.SSLSocket, ssl.SSLSocket]:
+    near, far = tcp_pair()
+    near.settimeout(5)
+    far.settimeout(5)
+    with near, far:
+        other = aside(lambda: server.wrap_socket(far, server_side=True))
+        near = client.wrap_socket(near)
+        try:
+            near.sendall(b"x")  # a TLS 1.3 client believes in the connection before it was judged
+            return near, other.result(5)
+        finally:
+            near.close()
+            other.exception(5) or other.result().close()
+
+
+def test_the_same_certificate_on_both_sides():
+    near, far = tcp_pair()
+    with near, far:
+        ours = credentials()
+        other = aside(lambda: ours.server_context().wrap_socket(far, server_side=True))
+        with ours.client_context().wrap_socket(near) as near, other.result(5) as far:
+            assert near.version() == "TLSv1.3"
+            assert ours.is_peer(near)
+            assert ours.is_peer(far)
+            assert not Credentials.create().is_peer(near)
+
+
+def _nobody() -> ssl.SSLContext:
+    context = credentials().client_context()
+    bare = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    bare.check_hostname, bare.verify_mode = False, ssl.CERT_NONE
+    assert context.verify_mode == ssl.CERT_REQUIRED
+    return bare
+
+
+def _old() -> ssl.SSLContext:
+    context = credentials().client_context()
+    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
+    return context
+
+
+@pytest.mark.parametrize("client", [lambda: Credentials.create().client_context(), _nobody, _old])
+def test_strangers_are_refused_by_the_listening_side(client):
+    with pytest.raises(ssl.SSLError):
+        _shake(client(), credentials().server_context())
+
+
+def test_the_connecting_side_refuses_a_stranger():
+    stranger = Credentials.create().server_context()
+    stranger.verify_mode = ssl.CERT_NONE
+    with pytest.raises(ssl.SSLCertVerificationError):
+        _shake(credentials().client_context(), stranger)

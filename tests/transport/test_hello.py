@@ -1,0 +1,185 @@
+"""The first words, step by step without a clock: two generators and a socket pair between them."""
+
+import socket
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from socket_pairs import credentials
+
+from manyhands.errors import BadInput
+from manyhands.transport.frame import Frame, FrameError, pack, to_json
+from manyhands.transport.hello import MAX_HELLO_BYTES, Guest, Proof, Refused, listen_to, refuse, speak_to, wrapped
+
+TOKEN = bytes(range(16))
+PROOF = Proof(None, TOKEN)
+HELLO = to_json({"worker": 3})
+
+
+def name(hello):
+    return f"worker {hello['worker']}"
+
+
+def talk(*sides):
+    """Run both sides in turns until both have ended; what each gave or raised."""
+    ended = {}
+    for _ in range(100):
+        for side in sides:
+            if side not in ended:
+                try:
+                    next(side)
+                except StopIteration as end:
+                    ended[side] = end.value
+                except (FrameError, Refused, OSError) as error:
+                    ended[side] = error
+        if len(ended) == len(sides):
+            break
+    return [ended.get(side, "waits") for side in sides]
+
+
+@pytest.fixture
+def pair():
+    near, far = socket.socketpair()
+    with near, far:
+        near.settimeout(0)
+        far.settimeout(0)
+        yield near, far
+
+
+def test_both_sides_prove_the_token(pair):
+    guest, none = talk(listen_to(pair[0], PROOF, 2, name), speak_to(pair[1], PROOF, 3, HELLO))
+    assert guest == Guest("worker 3", {"worker": 3}, 3)
+    assert none is None
+
+
+def test_the_token_never_travels(pair):
+    near, far = pair
+    client, heard = speak_to(far, PROOF, 0, HELLO), b""
+    next(client)
+    heard += near.recv(1 << 16)
+    near.sendall(pack(Frame(kind=0, a=1, blob=bytes(32))) + bytes(32))
+    next(client)
+    heard += near.recv(1 << 16)
+    assert HELLO in heard
+    assert TOKEN not in heard
+
+
+def test_what_was_heard_opens_no_second_connection(pair):
+    """A hello, proof and all, that is said again word for word: the challenge is another one."""
+    near, far = pair
+    server, client = listen_to(near, PROOF, 0, name), speak_to(far, PROOF, 0, HELLO)
+    next(server)
+    next(client)  # the knock
+    next(server)  # the challenge
+    next(client)  # the hello
+    words = pack(Frame(kind=0, a=0)) + near.recv(1 << 16)
+    other, replayed = socket.socketpair()
+    with other, replayed:
+        other.settimeout(0)
+        replayed.sendall(words)
+        (error,) = talk(listen_to(other, PROOF, 0, name))
+    assert isinstance(error, FrameError)
+    assert "without a proof" in str(error)
+
+
+def test_the_connecting_side_wants_a_proof_too(pair):
+    near, far = pair
+    near.sendall(
+        pack(Frame(kind=0, a=1, blob=bytes(32))) + bytes(32) + pack(Frame(kind=0, a=3, blob=bytes(32))) + bytes(32)
+    )
+    (error,) = talk(speak_to(far, PROOF, 0, HELLO))
+    assert "does not hold this run's token" in str(error)
+
+
+def test_a_hello_cannot_be_changed_on_the_way(pair):
+    near, far = pair
+    between, client = socket.socketpair()
+    with between, client:
+        client.settimeout(0)
+        server, speaking = listen_to(near, PROOF, 0, name), speak_to(client, PROOF, 0, HELLO)
+        next(server)
+        next(speaking)
+        far.sendall(between.recv(1 << 16))
+        next(server)
+        between.sendall(far.recv(1 << 16))
+        next(speaking)
+        far.sendall(between.recv(1 << 16).replace(b":3}", b":4}"))
+        (error,) = talk(server)
+    assert "without a proof" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("hello", "generation", "token", "reason"),
+    [
+        (b'{"worker":1}', 1, TOKEN, "generation 1; this is generation 2"),
+        (b"{}", 2, TOKEN, "KeyError"),
+        (b"[3]", 2, TOKEN, "JSON object"),
+        (b"garbage", 2, TOKEN, "JSON object"),
+        (b"[" * 60_000, 2, TOKEN, "JSON object"),
+        (b"x" * (MAX_HELLO_BYTES + 1), 2, TOKEN, "at most 65536 bytes"),
+        (HELLO, 2, bytes(16), "without a proof"),
+    ],
+)
+def test_who_is_refused_hears_why(pair, hello, generation, token, reason):
+    near, far = pair
+    server, client = listen_to(near, PROOF, 2, name), speak_to(far, Proof(None, token), generation, hello)
+    for side in (server, client, server, client):
+        next(side)
+    (error,) = talk(server)
+    assert isinstance(error, FrameError)
+    assert reason in str(error)
+    farewell = refuse(near, str(error))
+    next(farewell)  # said; now it listens until the other side has left
+    (heard,) = talk(client)
+    assert isinstance(heard, Refused)
+    assert reason in str(heard)
+    far.close()
+    assert talk(farewell) == [None]
+
+
+@pytest.mark.parametrize("last", [b"", b"\x16\x03\x03\x00"])
+def test_an_end_in_the_middle_of_the_handshake_is_no_judgement(pair, last):
+    near, far = pair
+    proof = Proof(credentials(), None)
+    with wrapped(far, proof.context(listening=False), listening=False) as sock:
+        speaking = speak_to(sock, proof, 0, HELLO)
+        next(speaking)
+        near.recv(1 << 16)
+        near.sendall(last)
+        near.close()
+        (error,) = talk(speaking)
+    assert isinstance(error, ConnectionResetError)
+
+
+@settings(deadline=None)
+@given(
+    st.binary(max_size=300), st.sampled_from([b"", pack(Frame(kind=0, a=0)), pack(Frame(kind=0, a=2, blob=bytes(90)))])
+)
+def test_any_words_are_refused_or_waited_for(data, beginning):
+    near, far = socket.socketpair()
+    with near, far:
+        near.settimeout(0)
+        far.sendall(beginning + data)
+        (end,) = talk(listen_to(near, PROOF, 0, name))
+        assert end == "waits" or isinstance(end, FrameError)
+        far.shutdown(socket.SHUT_WR)
+        assert not isinstance(end, Guest)
+
+
+def test_a_refusal_reads_only_so_much(pair):
+    near, far = pair
+    farewell, sent = refuse(near, "no"), 0
+    far.setblocking(False)
+    for _ in range(1000):
+        try:
+            sent += far.send(bytes(1 << 16))
+            next(farewell)
+        except (StopIteration, BlockingIOError):
+            break
+    assert sent <= 3 << 20
+
+
+@pytest.mark.parametrize("token", [None, b"", b"short", b"\xff" * 15])
+def test_nobody_listens_without_a_secret(token):
+    with pytest.raises(BadInput, match=r"strangers|16 bytes"):
+        Proof(None, token)

@@ -1,0 +1,445 @@
+"""A listener on real sockets: who is let in, who is not, and that it goes on whatever comes."""
+
+import errno
+import logging
+import select
+import socket
+import ssl
+import time
+from contextlib import contextmanager, suppress
+
+import pytest
+import torch
+from socket_pairs import aside, credentials
+
+from manyhands.errors import BadInput
+from manyhands.transport import listener as module
+from manyhands.transport.channel import ChannelClosed, ChannelTimeout
+from manyhands.transport.credentials import Credentials
+from manyhands.transport.frame import Frame, FrameError, pack, to_json
+from manyhands.transport.hello import Proof, speak_to
+from manyhands.transport.listener import Listener, _drive, connect
+
+TOKEN = b"0123456789abcdef"
+PROOFS = {"tls": lambda: {"credentials": credentials()}, "plain": lambda: {"credentials": None, "token": TOKEN}}
+
+
+def check(hello):
+    """As a server would: names a worker, or refuses it."""
+    if hello["worker"] not in {0, 1, 2, 3}:
+        raise FrameError(f"no worker {hello['worker']} here")
+    return f"worker {hello['worker']}"
+
+
+class Serving:
+    """A listener that a thread serves: each guest gets its own frames back, once."""
+
+    def __init__(self, how, **options):
+        self.proof = PROOFS[how]()
+        self.listener = Listener(**self.proof, generation=2, timeout_s=5, **options)
+        self.guests = []
+        self.done = aside(self.run)
+
+    def run(self):
+        while True:
+            try:
+                channel, _ = self.listener.accept(check, 60)
+            except ChannelClosed:
+                return
+            self.guests.append(channel)
+            channel.send(channel.receive())
+
+    def connect(self, worker=0, **options):
+        options = {"generation": 2, "timeout_s": 5, "peer": "the server", **self.proof, **options}
+        return connect(self.listener.address, {"worker": worker}, **options)
+
+    def still_serves(self):
+        channel = self.connect()
+        channel.send(Frame(kind=7, blob=b"hello"))
+        assert channel.receive().blob == b"hello"
+        channel.close()
+
+    def raw(self):
+        sock = socket.create_connection(self.listener.address, 5)
+        sock.settimeout(5)
+        return sock
+
+
+@contextmanager
+def serving(how="tls", **options):
+    served = Serving(how, **options)
+    try:
+        yield served
+    finally:
+        served.listener.close()
+        for guest in served.guests:
+            guest.close()
+        served.done.result(5)
+
+
+@pytest.mark.parametrize("how", PROOFS)
+def test_a_good_peer(how):
+    with serving(how) as served:
+        channel = served.connect(worker=3)
+        channel.send(Frame(kind=7))
+        assert channel.receive().generation == 2
+        assert channel.peer == "the server"
+        assert served.guests[0].peer == "worker 3"
+        assert served.guests[0].generation == 2
+        channel.close()
+
+
+def test_tensors_after_the_hello():
+    listener = Listener(credentials=credentials())
+    near = aside(
+        lambda: connect(listener.address, {"worker": 1}, credentials=credentials(), peer="server", timeout_s=5)
+    )
+    far, hello = listener.accept(check, 5)
+    assert hello == {"worker": 1}
+    near.result(5).send(Frame(kind=1), torch.ones(5))
+    into = torch.zeros(5)
+    far.expect(1, into)
+    assert into.eq(1).all()
+    listener.close()
+    near.result().send(Frame(kind=2))  # the channels that it gave stay open
+    assert far.receive().kind == 2
+    near.result().close()
+    far.close()
+
+
+@pytest.mark.parametrize("how", PROOFS)
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"worker": 9}, "refused this connection: no worker 9 here"),
+        ({"worker": None}, "no worker None"),
+        ({"worker": []}, "lacks something or has it wrong: TypeError"),
+        ({"generation": 1}, "a hello of generation 1; this is generation 2"),
+    ],
+)
+def test_a_member_that_is_refused_hears_why(how, options, reason):
+    with serving(how) as served:
+        with pytest.raises(ChannelClosed, match=reason):
+            served.connect(**options)
+        served.still_serves()
+
+
+@pytest.mark.parametrize(
+    ("how", "proof", "reason"),
+    [
+        ("tls", lambda: {"credentials": Credentials.create()}, "same credentials"),
+        ("tls", lambda: {"credentials": None, "token": TOKEN}, "WRONG_VERSION_NUMBER"),
+        ("plain", lambda: {"credentials": credentials(), "token": None}, "same credentials"),
+        ("plain", lambda: {"credentials": None, "token": TOKEN[::-1]}, "without a proof"),
+    ],
+)
+def test_a_stranger_that_speaks_manyhands(how, proof, reason):
+    with serving(how) as served:
+        with pytest.raises(ChannelClosed, match=reason):
+            served.connect(**proof())
+        served.still_serves()
+
+
+def _tls(sock, context):
+    sock = context.wrap_socket(sock)
+    sock.settimeout(5)
+    return sock
+
+
+def _bare():
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+def _hello(worker=0, generation=2, **fields):
+    blob = to_json({"worker": worker})
+    return pack(Frame(kind=0, a=2, generation=generation, blob=blob, **fields)) + blob
+
+
+ATTACKS = {
+    "garbage": lambda sock: sock.sendall(bytes(range(256)) * 40),
+    "http": lambda sock: sock.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"),
+    "nothing": lambda sock: None,
+    "reset": lambda sock: sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0"),
+    "half a TLS record": lambda sock: sock.sendall(b"\x16\x03\x01\x02\x00\x01"),
+    "a huge TLS record": lambda sock: sock.sendall(b"\x16\x03\x01\xff\xff" + bytes(70_000)),
+    "plain frames": lambda sock: sock.sendall(_hello()),
+    "pickle": lambda sock: sock.sendall(b"\x80\x04\x95cos\nsystem\n(S'false'\ntR."),
+}
+INSIDE = {  # said by who holds the credentials
+    "garbage": b"\xff" * 1000,
+    "truncated": _hello()[:70],
+    "no hello": pack(Frame(kind=9)),
+    "a hello with a tensor": _hello(elements=10**9),
+    "too large": pack(Frame(kind=0, a=2, generation=2, blob=bytes(1 << 20))),
+    "beyond any limit": pack(Frame(kind=0, a=2))[:32] + b"\xff" * 32,
+    "not JSON": pack(Frame(kind=0, a=2, generation=2, blob=b"x")) + b"x",
+    "nested": pack(Frame(kind=0, a=2, generation=2, blob=bytes(60_000))) + b"[" * 60_000,
+    "an older generation": _hello(generation=1),
+    "a refusal": pack(Frame(kind=0, a=4, blob=b"{}")) + b"{}",
+    "a worker that is none": _hello(worker=99),
+}
+
+
+def _until_the_end(sock):
+    """What the listener says until it closes; a reset is an end too."""
+    heard = b""
+    try:
+        while data := sock.recv(1 << 16):
+            heard += data
+    except (ConnectionResetError, ssl.SSLError):
+        return heard
+    return heard
+
+
+@pytest.mark.parametrize("how", PROOFS)
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_strangers_are_closed_and_it_still_serves(how, attack, caplog):
+    with serving(how) as served:
+        for _ in range(3):
+            with served.raw() as sock:
+                ATTACKS[attack](sock)
+                if attack != "reset":
+                    with suppress(OSError):  # it may have reset the connection by now
+                        sock.shutdown(socket.SHUT_WR)
+                    _until_the_end(sock)
+        served.still_serves()
+        assert not [record for record in caplog.records if record.levelno > logging.WARNING]
+        assert len([record for record in caplog.records if "127.0.0.1" in record.getMessage()]) == 1
+
+
+@pytest.mark.parametrize("attack", INSIDE)
+def test_nonsense_behind_tls_is_closed_and_it_still_serves(attack, caplog):
+    with serving() as served:
+        with _tls(served.raw(), credentials().client_context()) as sock:
+            sock.sendall(INSIDE[attack])
+            with suppress(OSError):
+                socket.socket.shutdown(sock, socket.SHUT_WR)
+            _until_the_end(sock)
+        served.still_serves()
+        assert len(caplog.records) == 1
+
+
+def test_a_tls_client_without_or_with_another_certificate():
+    with serving() as served:
+        for context in (_bare(), Credentials.create().client_context()):
+            context.verify_mode = ssl.CERT_NONE
+            with _tls(served.raw(), context) as sock:
+                sock.sendall(_hello())  # TLS 1.3 lets it say so before it is judged
+                assert _until_the_end(sock) == b""
+        served.still_serves()
+
+
+def test_silent_and_slow_peers_hold_up_nobody(monkeypatch, caplog):
+    monkeypatch.setattr(module, "HELLO_S", 0.3)
+    with serving() as served:
+        silent, slow = served.raw(), served.raw()
+        with silent, slow:
+            slow.sendall(b"\x16")
+            start = time.monotonic()
+            served.still_serves()
+            for byte in b"\x03\x01\x02\x00\x01\x00":  # progress does not buy it more time
+                if select.select([silent], [], [], 0.05)[0]:
+                    break
+                slow.send(bytes([byte]))
+            assert _until_the_end(silent) == _until_the_end(slow) == b""
+            assert time.monotonic() - start < 5
+        served.still_serves()
+    assert [record.getMessage() for record in caplog.records if "did not say who it is" in record.getMessage()]
+
+
+def test_a_flood_crowds_out_its_own(monkeypatch):
+    monkeypatch.setattr(module, "_MOST_VISITORS", 4)
+    with serving() as served:
+        flood = [served.raw() for _ in range(12)]
+        assert _until_the_end(flood[0]) == b""
+        served.still_serves()
+        for sock in flood:
+            sock.close()
+
+
+def test_without_descriptors_it_waits_and_goes_on(monkeypatch):
+    with serving("plain") as served:
+        own, failures = served.listener._sock, iter([errno.EMFILE, errno.ECONNABORTED])
+
+        class Poor:
+            def accept(self):
+                for number in failures:
+                    raise OSError(number, "none left")
+                return own.accept()
+
+            def __getattr__(self, name):
+                return getattr(own, name)
+
+        monkeypatch.setattr(served.listener, "_sock", Poor())
+        served.still_serves()
+        assert next(failures, None) is None
+
+
+def test_the_welcome_comes_from_who_holds_the_token():
+    """Somebody else listens where the run's listener was: it learns nothing, and the connecting side leaves."""
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+        client = aside(
+            lambda: connect(impostor.getsockname(), {}, credentials=None, token=TOKEN, peer="server", timeout_s=5)
+        )
+        sock, _ = impostor.accept()
+        with sock:
+            sock.sendall(pack(Frame(kind=0, a=1, blob=bytes(32))) + bytes(32))
+            sock.sendall(pack(Frame(kind=0, a=3, blob=bytes(32))) + bytes(32))
+            with pytest.raises(ChannelClosed, match="does not hold this run's token"):
+                client.result(5)
+
+
+# -- addresses ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"token": b"short"}, {"token": TOKEN, "credentials": "both"}])
+def test_nobody_listens_without_exactly_one_secret(options):
+    options = {"credentials": None, **options}
+    if options["credentials"]:
+        options["credentials"] = credentials()
+    with pytest.raises(BadInput, match=r"one of them|16 bytes"):
+        Listener(**options)
+    with pytest.raises(BadInput, match=r"one of them|16 bytes"):
+        connect(("127.0.0.1", 1), {}, peer="x", **options)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_without_tls_only_loopback_unless_said_twice(host):
+    with pytest.raises(BadInput, match="plain_network=True"):
+        Listener(host, credentials=None, token=TOKEN)
+    Listener(host, credentials=None, token=TOKEN, plain_network=True).close()
+    Listener(host, credentials=credentials()).close()
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "::1"])
+def test_loopback_names(host):
+    with serving("plain", host=host) as served:
+        assert served.listener.address[1] > 0
+        served.still_serves()
+
+
+def test_a_range_of_ports():
+    first = Listener(credentials=credentials())
+    port = first.address[1]
+    with pytest.raises(BadInput, match=f"no port from {port} to {port}"):
+        Listener(credentials=credentials(), ports=(port, port))
+    first.close()
+    again = Listener(credentials=credentials(), ports=(port, port))
+    assert again.address == ("127.0.0.1", port)
+    again.close()
+
+
+# -- waiting -----------------------------------------------------------------------------------------------------------
+
+
+def test_nobody_comes():
+    listener = Listener(credentials=None, token=TOKEN)
+    for timeout_s in (0, 0.02):
+        with pytest.raises(ChannelTimeout, match="nobody came"):
+            listener.accept(check, timeout_s)
+    listener.close()
+    with pytest.raises(ChannelClosed):
+        listener.accept(check, 1)
+    listener.close()
+
+
+def test_closing_wakes_who_accepts():
+    listener = Listener(credentials=None, token=TOKEN)
+    waiting = aside(lambda: listener.accept(check, 60))
+    select.select([], [], [], 0.02)
+    listener.close()
+    with pytest.raises(ChannelClosed):
+        waiting.result(5)
+
+
+def test_who_was_half_way_is_judged_by_the_newest_check():
+    def never(hello):
+        raise FrameError("not now")
+
+    listener = Listener(credentials=None, token=TOKEN)
+    half, proof = socket.create_connection(listener.address), Proof(None, TOKEN)
+    with half:
+        with pytest.raises(ChannelTimeout):
+            listener.accept(never, 0)
+        half.settimeout(0)
+        words = aside(lambda: _drive(speak_to(half, proof, 0, to_json({"worker": 1})), half, time.monotonic() + 5))
+        channel, hello = listener.accept(check, 5)
+        assert hello == {"worker": 1}
+        words.result(5)
+        channel.close()
+    listener.close()
+
+
+def test_driven_by_its_descriptor():
+    listener = Listener(credentials=credentials())
+    client = aside(lambda: connect(listener.address, {"worker": 2}, credentials=credentials(), peer="s", timeout_s=5))
+    good = None
+    while good is None:
+        assert select.select([listener.fileno()], [], [], 5)[0]
+        try:
+            good, hello = listener.accept(check, 0)
+        except ChannelTimeout:
+            continue
+    assert hello == {"worker": 2}
+    client.result(5).close()
+    good.close()
+    listener.close()
+
+
+def test_the_connecting_side_waits_for_a_listener():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        client = aside(
+            lambda: connect(("127.0.0.1", port), {"worker": 0}, credentials=None, token=TOKEN, peer="s", timeout_s=10)
+        )
+        select.select([], [], [], 0.05)
+    listener = Listener(credentials=None, token=TOKEN, ports=(port, port))
+    channel, _ = listener.accept(check, 10)
+    client.result(5).close()
+    channel.close()
+    listener.close()
+
+
+def test_a_handshake_that_was_cut_off_is_tried_again(monkeypatch):
+    with serving("tls") as served:
+        own, cut = served.listener._sock, []
+
+        class Starting:
+            def accept(self):
+                sock, place = own.accept()
+                if not cut:
+                    cut.append(place)
+                    sock.settimeout(5)
+                    sock.recv(1 << 16)  # an end with nothing unread is none by reset
+                    sock.close()
+                    raise OSError(errno.ECONNABORTED, "cut off")
+                return sock, place
+
+            def __getattr__(self, name):
+                return getattr(own, name)
+
+        monkeypatch.setattr(served.listener, "_sock", Starting())
+        served.still_serves()
+        assert len(cut) == 1
+
+
+def test_nobody_listens():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        with pytest.raises(ChannelTimeout, match="no answer of the server at 127"):
+            connect(taken.getsockname(), {}, credentials=None, token=TOKEN, peer="the server", timeout_s=0.2)
+
+
+def test_somebody_listens_and_says_nothing():
+    start = time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as mute, pytest.raises(ChannelTimeout, match="did not answer"):
+        connect(mute.getsockname(), {}, credentials=credentials(), peer="the server", timeout_s=0.2)
+    assert time.monotonic() - start < 3
+
+
+def test_a_hello_has_a_limit():
+    with pytest.raises(BadInput, match="at most 65536"):
+        connect(("127.0.0.1", 1), {"x": "y" * 70_000}, credentials=None, token=TOKEN, peer="s", timeout_s=0.1)
