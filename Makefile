@@ -38,6 +38,7 @@ bench: .venv/installed  ## the measured claims, each beside its peer
 	$(BIN)/python benchmarks/server.py
 	$(BIN)/python benchmarks/ring.py
 	$(BIN)/python benchmarks/hogwild.py
+	$(BIN)/python benchmarks/simulate.py
 	$(BIN)/python benchmarks/accuracy.py
 
 clean:

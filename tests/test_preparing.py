@@ -23,7 +23,6 @@ from manyhands.worker import Worker, set_current
 @pytest.fixture(autouse=True)
 def nobody_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process as it begins."""
-    monkeypatch.setattr(preparing, "_session", None)
     monkeypatch.setattr(preparing, "_outside", None)
     for name in (*preparing.TORCHRUN, "MANYHANDS_STRATEGY"):
         monkeypatch.delenv(name, raising=False)

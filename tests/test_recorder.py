@@ -328,3 +328,16 @@ def test_a_full_disk_is_an_error_that_the_user_sees(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").symlink_to("/dev/full")
     with pytest.raises(ManyhandsError, match="No space left"), Recorder(workers=1, directory=tmp_path) as recorder:
         recorder.event(START)
+
+
+def test_simulated_time_is_the_workers_own(tmp_path: Path) -> None:
+    clock = Clock()
+    heard = Heard()
+    recorder = Recorder(workers=1, callbacks=[heard], clock=clock, simulated=True)
+    with recorder:
+        clock.now += 500
+        recorder.answer(Event(type="start", rank=0, time_s=0.25, values={"total_steps": 2}))
+        recorder.event(Event(type="notice", rank=0, time_s=7.5))
+        clock.now += 500
+        recorder.warn("careful")
+    assert [event.time_s for event in heard.events] == [0.25, 7.5, 7.5]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+import manyhands as mh
 import plain
 from manyhands import checkpoint, snapshot
 from manyhands.checkpoint import Checkpoint
 from manyhands.comm.solo import SoloGroup
-from manyhands.errors import Unsupported
+from manyhands.errors import BadInput, Unsupported
 from manyhands.replica import Replica
 from manyhands.strategies.base import State
 from manyhands.strategies.ensemble import EnsembleState
@@ -228,3 +230,70 @@ def test_an_ensemble_does_not_go_on_with_another_number_and_nothing_has_changed(
     with pytest.raises(Unsupported, match="an ensemble of 3 cannot go on with 2 workers.*workers=3"):
         snapshot.restore(kept, replica, EnsembleState(), 0, 2, TOTAL)
     assert torch.equal(replica.parameters, before)
+
+
+# -- other options of the strategy -------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Remembered(State):
+    one: Any = None
+    many: Any = field(default_factory=lambda: torch.zeros(2, 3))
+    ticks: int = 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("was", "problem"),
+    [
+        (Remembered(many=torch.ones(2, 2)), r"strategy: many was \[2, 2\], and is \[2, 3\]\. Resume .* as they were"),
+        (Remembered(many=5.0, ticks=1), r"many was none, and is \[2, 3\]"),
+        (LocalSGDState(ticks=2, weight=1.0), r"weight was 1\.0, and is none; .*many was none, and is \[2, 3\]"),
+    ],
+)
+def test_another_state_of_the_strategy_is_named_and_nothing_has_changed(
+    was: State, problem: str, ranks: int, tmp_path: Path
+) -> None:
+    kept, replica, state = written(tmp_path, [was] * ranks, [1.0] * ranks), made(), Remembered()
+    before = replica.parameters.clone()
+    with pytest.raises(BadInput, match=problem):
+        snapshot.restore(kept, replica, state, 0, 1, TOTAL)
+    assert torch.equal(replica.parameters, before)
+    assert (state.ticks, float(state.many.sum())) == (0, 0.0)
+
+
+def test_what_may_be_none_may_be_missing_where_the_number_of_ranks_is_another(tmp_path: Path) -> None:
+    """One worker alone remembers nothing of what it sent."""
+    one = torch.ones(1)
+    alone = written(tmp_path / "1", [Remembered()], [1.0])
+    with pytest.raises(BadInput, match=r"one was none, and is \[1\]"):
+        go_on(alone, Remembered(one=one))
+    assert go_on(alone, Remembered(one=one), size=2)[1].one.tolist() == [1.0]
+    several = written(tmp_path / "2", [Remembered(one=one)] * 2, [1.0] * 2)
+    assert go_on(several, Remembered())[1].one is None
+    with pytest.raises(BadInput, match=r"one was \[1\], and is \[2\]"):
+        go_on(several, Remembered(one=torch.ones(2)))
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "problem"),
+    [
+        ("diloco:period=4,streaming=3", "diloco:period=4,streaming=2", r"counted was \[3\], and is \[2\]"),
+        ("gossip", "gossip:graph=pairs", "rounds was 2, and is none.* start of 0.bias was none, and is "),
+        ("gossip:graph=pairs", "gossip", "merged was False, and is none"),
+    ],
+)
+def test_resuming_with_other_options_names_the_field(was: str, now: str, problem: str, tmp_path: Path) -> None:
+    def train(strategy: str, steps: int) -> None:
+        mh.train(
+            plain.task(max_steps=steps),
+            strategy=strategy,
+            engine="sim",
+            workers=2,
+            run_dir=tmp_path / "run",
+            resume=steps > 2,
+        )
+
+    train(was, 2)
+    with pytest.raises(BadInput, match=problem):
+        train(now, 4)

@@ -126,3 +126,11 @@ def test_html_escapes_what_it_shows() -> None:
     assert "&lt;b&gt;mine" in page
     assert "a &lt; b" in page
     assert page.count("<tr>") == page.count("</tr>") == 11
+
+
+def test_a_simulated_run_says_so() -> None:
+    info = {"engine": "sim", "simulated": {"network": "latency=1ms", "seed": "0"}, "computed_s": 4.5}
+    lines = summary.text(facts(info=info), ADVICE).splitlines()
+    assert lines[0] == "digits: allreduce on 2 simulated workers (engine sim, cpu, 1 thread each)"
+    assert "  simulated  all seconds are virtual, of a cluster that is not there; computed in 4.5 s" in lines
+    assert "             network latency=1ms   seed 0" in lines

@@ -345,7 +345,7 @@ def test_resuming_something_else_is_refused(tmp_path: Path) -> None:
         ({"workers": 2, "strategy": "solo"}, "solo is one worker"),
         ({"strategy": "ddp"}, "what others call ddp is 'allreduce'"),
         ({"strategy": "adag"}, "what others call adag is 'agn'"),
-        ({"strategy": "diloco"}, "diloco is not built yet: known are solo"),
+        ({"strategy": "opendiloco"}, "what others call opendiloco is 'diloco'"),
         ({"strategy": "local-sgd:perod=3"}, "did you mean 'period'"),
         ({"strategy": "local-sgd:period=often"}, "period must be a whole number.*or.*end"),
         ({"engine": "yarn"}, "no engine 'yarn'"),

@@ -18,8 +18,16 @@ from manyhands.errors import Preempted, Unsupported, WorkerFailed
 from manyhands.events import Event
 from preempting import Preempting
 
-OWN_PACE = ("downpour", "agn", "dynsgd", "distance", "easgd", "eamsgd", "hogwild")
-IN_STEP = ("downpour:bound=0", "easgd:bound=0", "easgd:via=group", "quorum", "dynsgd:bound=0")
+OWN_PACE = ("downpour", "agn", "dynsgd", "distance", "easgd", "eamsgd", "diloco:period=3,via=server", "hogwild")
+IN_STEP = (
+    "downpour:bound=0",
+    "easgd:bound=0",
+    "easgd:via=group",
+    "quorum",
+    "dynsgd:bound=0",
+    "diloco:period=3,via=server,bound=0",
+    "diloco:period=4,streaming=2,overlap=2",
+)
 
 
 def learnable(n: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,7 +98,15 @@ def test_shards_do_not_change_the_result(local: Local) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "workers"), [("downpour", 3), ("agn:window=2,bound=2", 3), ("easgd:period=2", 3), ("downpour", 2)]
+    ("strategy", "workers"),
+    [
+        ("downpour", 3),
+        ("agn:window=2,bound=2", 3),
+        ("easgd:period=2", 3),
+        ("diloco:period=4,via=server", 3),
+        ("downpour", 2),
+        ("diloco:period=4,via=server", 2),
+    ],
 )
 def test_stopped_half_way_and_resumed_every_row_is_trained_once(
     strategy: str, workers: int, local: Local, tmp_path: Path

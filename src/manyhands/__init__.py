@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from manyhands import callbacks as callbacks
     from manyhands import tasks as tasks
+    from manyhands.calibrating.calibrate import calibrate as calibrate
     from manyhands.callbacks import Callback as Callback
     from manyhands.callbacks import EarlyStopping as EarlyStopping
     from manyhands.callbacks import MLflow as MLflow
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from manyhands.data.share import epoch_order as epoch_order
     from manyhands.engines.hosts import Hosts as Hosts
     from manyhands.engines.local import Local as Local
+    from manyhands.engines.sim.engine import Sim as Sim
     from manyhands.engines.torchrun import Torchrun as Torchrun
     from manyhands.errors import BadInput as BadInput
     from manyhands.errors import ManyhandsError as ManyhandsError
@@ -44,12 +46,14 @@ if TYPE_CHECKING:
     from manyhands.strategies.base import Needs as Needs
     from manyhands.strategies.base import State as State
     from manyhands.strategies.base import Strategy as Strategy
+    from manyhands.strategies.diloco import DiLoCo as DiLoCo
     from manyhands.strategies.distance import Distance as Distance
     from manyhands.strategies.downpour import Downpour as Downpour
     from manyhands.strategies.dynsgd import DynSGD as DynSGD
     from manyhands.strategies.eamsgd import EAMSGD as EAMSGD
     from manyhands.strategies.easgd import EASGD as EASGD
     from manyhands.strategies.ensemble import Ensemble as Ensemble
+    from manyhands.strategies.gossip import Gossip as Gossip
     from manyhands.strategies.hogwild import Hogwild as Hogwild
     from manyhands.strategies.local_sgd import LocalSGD as LocalSGD
     from manyhands.strategies.quorum import Quorum as Quorum
@@ -66,6 +70,7 @@ _WHERE = {
     "AllReduce": "strategies.allreduce",
     "BadInput": "errors",
     "Callback": "callbacks",
+    "DiLoCo": "strategies.diloco",
     "Distance": "strategies.distance",
     "Downpour": "strategies.downpour",
     "DynSGD": "strategies.dynsgd",
@@ -74,6 +79,7 @@ _WHERE = {
     "EarlyStopping": "callbacks",
     "Ensemble": "strategies.ensemble",
     "Event": "events",
+    "Gossip": "strategies.gossip",
     "Hogwild": "strategies.hogwild",
     "Hosts": "engines.hosts",
     "Local": "engines.local",
@@ -87,6 +93,7 @@ _WHERE = {
     "Quorum": "strategies.quorum",
     "Replayed": "replaying.replay",
     "Run": "run",
+    "Sim": "engines.sim.engine",
     "Solo": "strategies.solo",
     "State": "strategies.base",
     "Strategy": "strategies.base",
@@ -98,6 +105,7 @@ _WHERE = {
     "WandB": "callbacks",
     "Worker": "worker",
     "WorkerFailed": "errors",
+    "calibrate": "calibrating.calibrate",
     "epoch_order": "data.share",
     "is_first": "preparing",
     "launch": "launching",

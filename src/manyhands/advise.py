@@ -27,6 +27,7 @@ class Measured:
     threads_per_worker: int = 1
     cores: int = 1  # that this host lets the run use
     device: str = "cpu"
+    simulated: bool = False  # seconds are of a cost model, not of a machine
     server: bool = False  # replicas agree through a parameter server
     compute_of_workers_s: list[float] = field(default_factory=list)  # by rank; empty: not known
 
@@ -86,9 +87,10 @@ def _too_short(m: Measured) -> Advice | None:
     """Several workers, each computing under 10 ms a step.
 
     What a step costs whatever its rows (calling the model's operators, the optimizer, one exchange) is 1 to 3 ms on
-    CPUs: at 10 ms that is already a tenth to a third of the step, and it does not shrink with more workers.
+    CPUs: at 10 ms that is already a tenth to a third of the step, and it does not shrink with more workers. A simulated
+    step costs what it was said to cost.
     """
-    if m.workers == 1 or m.compute_per_step_s >= SHORT_STEP_S:
+    if m.simulated or m.workers == 1 or m.compute_per_step_s >= SHORT_STEP_S:
         return None
     ms = m.compute_per_step_s * 1000
     text = (

@@ -80,7 +80,7 @@ class Asked:
                 f"strategy {self.strategy.name} {wants}, which engine {self.engine.name} cannot give: take engine local or hosts, "
                 "and call train() outside of manyhands run and torchrun"
             )
-        if self.strategy.needs.one_host and self.engine.name == "hosts" and self.count > 1:
+        if self.strategy.needs.one_host and not self.engine.on_one_host(self.count):
             raise Unsupported(
                 f"strategy {self.strategy.name} works on one piece of memory, so all workers must be on one machine: take engine local"
             )

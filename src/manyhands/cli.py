@@ -111,6 +111,11 @@ def train(
     tls: options.Tls = True,
     plain_network: options.PlainNetwork = False,
     wait: options.Wait = None,
+    network: options.Network = None,
+    compute: options.Compute = None,
+    faults: options.Faults = None,
+    sim_seed: options.SimSeed = None,
+    profile: options.SimProfile = None,
     epochs: options.Epochs = None,
     max_steps: options.MaxSteps = None,
     batch_size: options.BatchSize = None,
@@ -140,17 +145,23 @@ def train(
     [bold]manyhands train digits --log json | jq .values.loss[/bold]
     [bold]manyhands train digits -n 4 -s downpour:bound=2 --servers 2[/bold]
     [bold]manyhands train digits -n 4 --listen 10.0.0.1[/bold]
+    [bold]manyhands train digits -n 64 -s downpour --network latency=1ms,bandwidth=1Gbit --compute row=1e-4,3=5x[/bold]
 
-    The last one is engine hosts: it prints the command by which others join.
+    With --listen the engine is hosts: it prints the command by which others join. With --network, --compute or --faults it is sim: any
+    number of workers, in virtual time.
     """
     engine = _with_fields(
         engine,
+        "hosts",
         listen=listen,
         here=here,
         ports=ports,
         tls=None if tls else tls,
         plain_network=plain_network or None,
         wait_s=wait,
+    )
+    engine = _with_fields(
+        engine, "sim", network=network, compute=compute, faults=faults, seed=sim_seed, profile=profile
     )
     if resume and run_dir is None:
         raise BadInput("--resume needs --run-dir: name the directory of the run that is to go on")
@@ -245,6 +256,60 @@ def replay(run: options.RunToReplay, debug: options.Debug = False) -> None:
 
 
 @app.command()
+def calibrate(
+    ctx: typer.Context,
+    task: options.TaskSpec,
+    workers: options.CalibratedWorkers = 2,
+    output: options.Output = Path("profile.json"),
+    strategies: options.CalibratedStrategies = "allreduce,local-sgd:period=8",
+    steps: options.CalibratedSteps = 16,
+    quick: options.Quick = False,
+    engine: options.Engine = "auto",
+    device: options.Device = "auto",
+    threads_per_worker: options.Threads = None,
+    timeout: options.Timeout = 300.0,
+    batch_size: options.BatchSize = None,
+    batch_size_per_worker: options.BatchSizePerWorker = None,
+    micro_batch_size: options.MicroBatchSize = None,
+    precision: options.Precision = None,
+    clip_norm: options.ClipNorm = None,
+    loader_processes: options.LoaderProcesses = None,
+    debug: options.Debug = False,
+) -> None:
+    """Measure what a task costs on this machine, and write a profile that engine sim takes.
+
+    [bold]manyhands calibrate chars --workers 2 --output profile.json[/bold]
+    [bold]manyhands train chars -n 64 -s diloco --engine sim --profile profile.json[/bold]
+
+    It trains a little, with and without exchange, at three batch sizes; times the
+    workers' group and a parameter server; and prints how far the simulated step
+    of each strategy is from the real one. Let the machine be idle meanwhile.
+    """
+    if not output.absolute().parent.is_dir():
+        raise BadInput(f"--output {output} is in a folder that does not exist: make it first, or name another file")
+    from manyhands import spec
+    from manyhands.calibrating.calibrate import calibrated
+    from manyhands.calibrating.report import text
+
+    given = {**dict.fromkeys(TASK_FIELDS), "no_shuffle": False, **ctx.params}
+    found = calibrated(
+        task,
+        workers=workers,
+        strategies=[] if strategies == "none" else spec.split_list(strategies),
+        steps=steps,
+        quick=quick,
+        engine=engine,
+        device=device,
+        threads_per_worker=threads_per_worker,
+        timeout_s=timeout,
+        say=lambda line: typer.echo(f"manyhands: {line}", err=True),
+        **_task_fields(given),
+    )
+    found.profile.save(output)
+    typer.echo(text(found, task, output))
+
+
+@app.command()
 def join(
     address: options.DriverAddress,
     workers: options.OwnWorkers,
@@ -336,12 +401,12 @@ def _started(engine: str, workers: int | None) -> Iterator[Engine | str]:
         local.close()
 
 
-def _with_fields(engine: str, **fields: Any) -> str:
-    """The engine's spec with the fields that were given as options of the command; they are those of `hosts`."""
-    given = ",".join(f"{name}={value}" for name, value in fields.items() if value is not None)
+def _with_fields(engine: str, kind: str, **fields: Any) -> str:
+    """The engine's spec with the fields that were given as options of the command; they are those of engine `kind`."""
+    given = ",".join(f'{name}="{value}"' for name, value in fields.items() if value is not None)
     if not given:
         return engine
-    return f"{'hosts' if engine == 'auto' else engine}{',' if ':' in engine else ':'}{given}"
+    return f"{kind if engine == 'auto' else engine}{',' if ':' in engine else ':'}{given}"
 
 
 def _talking(engine: str) -> Engine:

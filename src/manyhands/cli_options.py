@@ -49,6 +49,10 @@ def _hosts(*names: str, help: str, **more: Any) -> Any:
     return _option("Several hosts", *names, help=help, **more)
 
 
+def _simulated(*names: str, help: str, **more: Any) -> Any:
+    return _option("A simulated cluster (engine sim)", *names, help=help, **more)
+
+
 def _watch(*names: str, help: str, **more: Any) -> Any:
     return _option("What is shown and kept", *names, help=help, **more)
 
@@ -94,6 +98,36 @@ Ports = Annotated[
 Tls = Annotated[bool, _hosts("--tls/--no-tls", help="Encrypt all between hosts.", show_default=True)]
 PlainNetwork = Annotated[bool, _hosts("--plain-network", help="With --no-tls: also on addresses other than loopback.")]
 Wait = Annotated[float | None, _hosts("--wait", help="Seconds to wait for the other hosts; default: 600.", min=0.001)]
+Network = Annotated[
+    str | None, _simulated("--network", help="What messages cost: latency=1ms,bandwidth=1Gbit,workers_per_host=4 …")
+]
+Compute = Annotated[
+    str | None, _simulated("--compute", help="What gradients cost: row=1e-4,jitter=lognormal:0.2,3=5x …")
+]
+Faults = Annotated[
+    str | None, _simulated("--faults", help="What goes wrong: kill=2@step:100,pause=1@2.5s+3,drop=0.01 …")
+]
+SimSeed = Annotated[
+    int | None, _simulated("--sim-seed", help="Of jitter, faults, and the order of what happens at once.")
+]
+SimProfile = Annotated[Path | None, _simulated("--profile", help="A machine that `manyhands calibrate` measured.")]
+CalibratedWorkers = Annotated[
+    int, _run("--workers", "-n", help="How many, at the same time; at least 2.", show_default=True)
+]
+CalibratedStrategies = Annotated[
+    str,
+    _run(
+        "--strategies",
+        "-s",
+        help="Compare their real and simulated steps; options go behind a colon, none compares nothing.",
+        show_default=True,
+    ),
+]
+CalibratedSteps = Annotated[
+    int, _run("--steps", help="Of each real run; at least three times a strategy's period.", show_default=True)
+]
+Quick = Annotated[bool, _run("--quick", help="Each run once instead of three times.")]
+Output = Annotated[Path, _run("--output", "-o", help="Where the profile goes.", show_default=True)]
 DriverAddress = Annotated[
     str, typer.Argument(help="HOST:PORT, as the driver printed it.", metavar="ADDRESS", show_default=False)
 ]

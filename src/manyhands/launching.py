@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from manyhands.engines import default_workers, engine_of
 from manyhands.engines.base import Engine, Launch, Observer
 from manyhands.engines.coordinator import USER
-from manyhands.errors import BadInput, WorkerFailed
+from manyhands.errors import BadInput, Unsupported, WorkerFailed
 from manyhands.signals import sigterm_to
 
 if TYPE_CHECKING:  # they import torch, and the workers' fork server can do that at the same time
@@ -53,12 +53,18 @@ def launch(
     else 1; one worker runs in this process. The function, its arguments and what it returns travel by pickle, so
     lambdas and functions of a notebook will do. `timeout_s`: a worker that trains without progress for so long counts
     as hung; the function's own code outside the loop may take as long as it likes, unless another worker waits for it.
+    On engine sim all workers take turns in this process: what is global in it is everybody's.
 
     Raises `BadInput` as a worker raised it, or `WorkerFailed` with the worker's traceback.
     """
     place = engine_of(engine)
     plan = _plan(place, workers, threads_per_worker, timeout_s)
-    return place.launch(_Call(function, args, strategy), plan)
+    if not place.simulated:
+        return place.launch(_Call(function, args, strategy), plan)
+    from manyhands.quiet import only_first_speaks
+
+    with _choose(strategy), only_first_speaks(plan.workers):  # for all workers at once: they take turns in this process
+        return place.launch(_Call(function, args, None), plan)
 
 
 def run_script(
@@ -74,12 +80,17 @@ def run_script(
     """Run a script on every worker as `python path *args` would; its exit code (the first that is not 0, or 0).
 
     Ranks other than the first are quiet: see `quiet_other_ranks`. SIGTERM reaches the script on every worker, as it
-    would reach `python path`; `train()` inside then checkpoints, and Preempted is raised here. Raises `BadInput` if there is no such file, and
-    `WorkerFailed` for an exception.
+    would reach `python path`; `train()` inside then checkpoints, and Preempted is raised here. Raises `BadInput` if there is no such file,
+    `Unsupported` on engine sim, and `WorkerFailed` for an exception.
     """
     if not Path(path).is_file():
         raise BadInput(f"no script {str(path)!r} (looked from {Path.cwd()}): give the path of a Python file")
     place = engine_of(engine)
+    if place.simulated:
+        raise Unsupported(
+            f"engine {place.name}: its workers share this process, and a script wants one for itself: put it into a function and call "
+            "manyhands.launch(function, engine=...), or train a Task"
+        )
     plan = _plan(place, workers, threads_per_worker, timeout_s)
     observer = _Preemption()
     try:
@@ -126,6 +137,8 @@ class _Call:
         from manyhands.quiet import quiet_other_ranks
 
         worker.coordinator.progress(USER, 0)
+        if worker.shares_process:
+            return self.function(*self.args)
         quiet_other_ranks(worker.rank, worker.size)
         with _choose(self.strategy):
             return self.function(*self.args)

@@ -136,7 +136,8 @@ class Leases:
     def _own(self, rank: int) -> tuple[int, int] | None:
         """The front of this worker's own queues, the furthest behind first."""
         assert self._segment is not None
-        own = [p for p, queue in enumerate(self._queues) if self._segment.owner(p) == rank and _length(queue)]
+        everyone = range(rank, self._segment.parts, self._segment.size or self._segment.parts)
+        own = [part for part in everyone if _length(self._queues[part])]
         if not own:
             return None
         part = min(own, key=lambda p: self._queues[p][0])

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from manyhands import random_state
 from manyhands.data.feed import Feed, Slice
 from manyhands.data.sources import open_source
-from manyhands.errors import BadInput
+from manyhands.errors import BadInput, Unsupported
 from manyhands.judging import Judge
 from manyhands.pace import pace_of
 from manyhands.plan import Outcome, Place, Plan, build_model, global_batch
@@ -27,6 +28,12 @@ def work(plan: Plan, worker: Worker) -> Outcome | None:
     None on ranks that nobody asks (all but the first, unless every rank is a driver of its own), and where rank 0 found
     the run finished.
     """
+    if worker.generation:
+        raise Unsupported(
+            f"worker {worker.rank} was restarted, and nobody can join a training that goes on: let faults kill or pause it"
+        )
+    if worker.shares_process:
+        plan = plan.own()
     worker.coordinator.progress("start", 0)
     if plan.everywhere and any(worker.group.all_gather_json(plan.finished)):
         return None
@@ -91,6 +98,7 @@ class Loop:
             shuffle=train and task.shuffle,
             order=task.order if train else None,
             device=worker.device,
+            threads=not worker.shares_process,
         )
 
     def _replica(self, model: torch.nn.Module) -> Replica:
@@ -108,6 +116,7 @@ class Loop:
             precision=task.precision,
             micro_batch_size=task.micro_batch_size,
             nonfinite=self.plan.nonfinite,
+            clock=self.worker.clock,
         )
 
     def _watch(self) -> Watch | None:
@@ -167,6 +176,7 @@ class Loop:
         self.plan.strategy.before_backward(replica, worker, self.state)
         begun = clock()
         loss = replica.backward(part.batch)
+        worker.coordinator.computed(0 if replica.skip else part.rows)
         weight, rate = replica.weight, self._rate()
         if self.watch is not None:
             self.watch.before(replica.parameters, replica.gradients)
@@ -261,6 +271,7 @@ class Loop:
         replica.last, replica.stop = last, self.wants_stop()
         start, wait_s, rounds = worker.clock(), self._waited_s(), replica.rounds
         pushed = 0 if worker.server is None else worker.server.ledger.total_bytes
+        answer = self._judged_answer()
         if worker.server is not None:
             worker.server.begin()  # who goes at its own pace has parked, to meet the others
         self.plan.strategy.finish(replica, worker, self.state)
@@ -268,6 +279,8 @@ class Loop:
             worker.server.park()
         if worker.server is not None:
             self._after_the_last_push(worker.server.ledger.total_bytes > pushed)
+        elif answer is not None and not torch.equal(answer, self._answer()):
+            self.judge.judged = -1
         wait_s = self._waited_s() - wait_s
         if self._pending is not None:
             self._pending["exchange_s"] += worker.clock() - start - wait_s
@@ -275,6 +288,14 @@ class Loop:
             self._pending["round"] = self._pending["round"] or replica.rounds > rounds
         self.place.rounds = replica.rounds
         self.flush()
+
+    def _judged_answer(self) -> Tensor | None:
+        """[D'] the answer, if it was validated at this very tick, and closing the round may move it; a server tells by its pushes."""
+        judged = self.worker.server is None and self.judge.judged == self.place.tick
+        return self._answer().clone() if judged else None
+
+    def _answer(self) -> Tensor:
+        return self.plan.strategy.consensus(self.replica, self.worker, self.state)
 
     def _after_the_last_push(self, own: bool) -> None:
         """The center may be another than the one that was validated; and the journal hears of pushes that no tick's record takes."""
@@ -380,7 +401,9 @@ class Loop:
     def _announce(self) -> None:
         self.facts = self._facts()
         if self.worker.rank == 0:  # asked, not emitted: in the log it must stand before everybody's first step
-            left = {"left": [self.place.epoch, self.place.left]} if self.place.left else {}
+            left: dict[str, Any] = {"left": [self.place.epoch, self.place.left]} if self.place.left else {}
+            if self.worker.shares_process:
+                left["virtual_time"] = True
             self.worker.ask(
                 "start", tick=self.place.tick, step=self.replica.step, **self.facts, **environment(), **left
             )
@@ -402,5 +425,6 @@ class Loop:
             ticks=self.place.tick,
             rounds=replica.rounds,
             reason=self.reason,
+            seconds=worker.clock() - self.began,
             facts=self.facts,
         )

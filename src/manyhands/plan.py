@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import copy
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,20 @@ class Plan:
     everywhere: bool = False  # every rank is a driver of its own (torchrun, a script's train()) and gets the answer
     finished: bool = False  # rank 0 found a finished run: nobody trains
 
+    def own(self) -> Plan:
+        """The same for one of several workers of a process: modules are its own where the task holds any, and no processes
+        load its rows."""
+        task = self.task.with_fields(loader_processes=0) if self.task.loader_processes else self.task
+        for name in ("loss", "evaluate"):
+            if isinstance(module := getattr(task, name), nn.Module):
+                task = task.with_fields(**{name: copy.deepcopy(module)})
+        make = task.model
+        if isinstance(make, nn.Module):
+            task = task.with_fields(model=copy.deepcopy(make))
+        else:  # a function may give the same module each time
+            task = task.with_fields(model=lambda: copy.deepcopy(make()))
+        return replace(self, keep=copy.copy(self.keep), task=task)
+
 
 State = tuple[dict[str, Tensor], dict[str, Tensor]]  # parameters and buffers by name
 
@@ -46,6 +61,7 @@ class Outcome:
     ticks: int
     rounds: int
     reason: str  # why it stopped before the end, or ""
+    seconds: float  # since this worker began, on its clock
     facts: dict[str, Any]
 
 

@@ -97,17 +97,16 @@ def weight(w: float) -> None:
 
 # -- which worker this is --------------------------------------------------------------------------------------------
 
-_session: Session | None = None
 _outside: Worker | None = None  # the worker of a process that no engine of ours started
 
 
 def session() -> Session:
     """What this process has prepared, as the worker that it is now."""
-    global _session
     now = current() or _worker_outside()
-    if _session is None or _session.worker is not now:
-        _session = Session(now)
-    return _session
+    if now.prepared is None:
+        now.prepared = Session(now)
+    found: Session = now.prepared
+    return found
 
 
 def _worker_outside() -> Worker:

@@ -31,6 +31,7 @@ class Recorder(Observer):
     directory, and of torchrun's many processes only the one that hears the events records (`records`).
 
     workers: how many report each tick. directory: where events.jsonl goes, or None. clock: steady seconds.
+    simulated: the workers' clocks are one clock of its own, which this recorder goes by.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Recorder(Observer):
         directory: Path | None = None,
         callbacks: Iterable[Callback] = (),
         clock: Callable[[], float] = time.monotonic,
+        simulated: bool = False,
     ) -> None:
         self.records = False
         self.warnings: list[str] = []
@@ -48,6 +50,7 @@ class Recorder(Observer):
         self._directory = directory
         self._callbacks = tuple(callbacks)
         self._clock = clock
+        self._simulated_s = 0.0 if simulated else None  # the newest time that a worker said, where theirs is not real
         self._began_s = clock()
         self._before_s = 0.0  # of earlier launches
         self._offsets: dict[int, float] = {}  # rank -> the driver's clock less the worker's
@@ -231,7 +234,8 @@ class Recorder(Observer):
     # -- time --------------------------------------------------------------------------------------------------------
 
     def _now_s(self) -> float:
-        return round(self._before_s + self._clock() - self._began_s, 6)
+        elapsed = self._clock() - self._began_s if self._simulated_s is None else self._simulated_s
+        return round(self._before_s + elapsed, 6)
 
     def _event(self, type: str, **values: Any) -> Event:
         last = self._history.rows[-1] if self._history.rows else {"tick": 0, "step": 0}
@@ -241,6 +245,9 @@ class Recorder(Observer):
         """The event in the driver's seconds: clocks differ by what the fastest delivery so far took, at most."""
         if event.rank is None:
             return event
+        if self._simulated_s is not None:
+            self._simulated_s = max(self._simulated_s, event.time_s)
+            return replace(event, time_s=round(self._before_s + event.time_s, 9))
         offset = min(self._now_s() - event.time_s, self._offsets.get(event.rank, float("inf")))
         self._offsets[event.rank] = offset
         return replace(event, time_s=round(event.time_s + offset, 6))

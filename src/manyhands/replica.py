@@ -43,11 +43,13 @@ class Replica:
         precision: str = "float32",
         micro_batch_size: int | None = None,
         nonfinite: str = "raise",
+        clock: Callable[[], float] = time.perf_counter,
         take_step: Callable[[], Any] | None = None,
     ) -> None:
         """Flatten `model` into memory of `group`, then build the optimizer and its schedule. Same order on all ranks.
 
         nonfinite: "raise", "skip", or "apply" as a plain loop does.
+        clock: the worker's, for `apply_seconds`.
         take_step: what steps the optimizer, where the optimizer's own `step` was rebound; without it, `optimizer.step`.
         """
         self.model, self.layout = model, Layout(model)
@@ -60,7 +62,7 @@ class Replica:
         self._mean: Total | None = (
             None  # what came with the mean that `gradients` holds; None: they are this worker's own
         )
-        self._take_step = take_step
+        self._clock, self._take_step = clock, take_step
         self._buckets: _Buckets | None = None
         self.optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else _build(optimizer, model)
         self.schedule = schedule(self.optimizer) if schedule is not None else None
@@ -286,6 +288,11 @@ class Replica:
         return True
 
     @property
+    def has_loss(self) -> bool:
+        """Whether `backward` computes the gradient here; False in the user's own loop."""
+        return self._loss is not None
+
+    @property
     def used(self) -> bool:
         """Whether this worker's rows moved anything in this tick; if not, they count as unused."""
         return self.applied and not self.dropped
@@ -313,7 +320,7 @@ class Replica:
             if self.idle:
                 self._follow_step()
             return False
-        start = time.perf_counter()
+        start = self._clock()
         if self._nonfinite != "apply" and not self._finite():
             if self._nonfinite == "raise":
                 raise self._not_finite()
@@ -324,7 +331,7 @@ class Replica:
         self._follow_step()
         self.step += 1
         self.applied = True
-        self.apply_seconds += time.perf_counter() - start
+        self.apply_seconds += self._clock() - start
         return True
 
     def _follow_step(self) -> None:

@@ -78,6 +78,7 @@ class Run:
     def advice(self) -> Advice:
         """What the measured split of time says about the next run."""
         info = self.info
+        cores = info["workers"] * info["threads"] if "simulated" in info else info["cores"]
         return advise(
             Measured(
                 workers=info.get("workers", 1),
@@ -86,8 +87,9 @@ class Run:
                 strategy=info.get("strategy", ""),
                 server=bool(self.staleness),
                 threads_per_worker=info.get("threads", 1),
-                cores=info["cores"],
+                cores=cores,
                 device=info.get("device", "cpu"),
+                simulated="simulated" in info,
                 compute_of_workers_s=info.get("compute_s", []),
             )
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,8 @@ def restore(
 ) -> tuple[State, dict[str, Any]]:
     """Put this rank back where the checkpoint stood; returns its strategy state and `place`.
 
+    Raises BadInput, and has changed nothing, where the strategy's state is of other fields or shapes, as other options make them.
+
     With as many ranks as it was written by, bit for bit. With another number: the strategy's own `merge`, which may
     refuse (nothing has changed then); the mean of the written replicas, weighted by what each counted in its open
     window (equal ones, as synchronous strategies have, are kept as they are); rank 0's optimizer and schedule; each
@@ -62,7 +65,8 @@ def restore(
     parts = [checkpoint.tensors(r) for r in ([rank] if same else range(checkpoint.ranks))]
     numbers = [checkpoint.values(r) for r in ([rank] if same else range(checkpoint.ranks))]
     states = [
-        _restore_state(replica, state, part, number["strategy"]) for part, number in zip(parts, numbers, strict=True)
+        _restore_state(replica, state, part, number["strategy"], own=not same)
+        for part, number in zip(parts, numbers, strict=True)
     ]
     merged = states[0] if same else state.merge(states, rank, size)
     tensors, values = parts[0], numbers[0]
@@ -210,14 +214,61 @@ def _optimized(replica: Replica) -> Iterable[tuple[str, Tensor]]:
     return zip(replica.layout.names, replica.layout.parameters, strict=True)
 
 
-def _restore_state(replica: Replica, state: State, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> State:
-    """A copy of `state` with the saved numbers and tensors."""
-    restored = type(state)(**{**vars(state), **numbers})
-    for field, tensor in state.tensors().items():
-        saved = _take(tensors, f"strategy/{field}")
-        for name, target in _by_name(replica, tensor).items():
-            target.copy_(saved[name])
+def _restore_state(
+    replica: Replica, state: State, tensors: dict[str, Tensor], numbers: dict[str, Any], own: bool
+) -> State:
+    """A copy of `state` with the saved numbers and tensors, in its memory or in memory of its `own`."""
+    saved = _by_field(_take(tensors, "strategy"))
+    _check_state(replica, state, saved, numbers, same=not own)
+    memory = {name: tensor.clone() for name, tensor in state.tensors().items()} if own else {}
+    restored = type(state)(**{**vars(state), **numbers, **memory})
+    for field, tensor in restored.tensors().items():
+        targets = _by_name(replica, tensor)
+        for name, value in saved.get(field, {}).items():
+            targets[name].copy_(value)
     return restored
+
+
+def _by_field(tensors: Tensors) -> dict[str, Tensors]:
+    """The tensors of a strategy's state, whose names begin with their field's."""
+    saved: dict[str, Tensors] = {}
+    for key, tensor in tensors.items():
+        field, _, name = key.partition("/")
+        saved.setdefault(field, {})[name] = tensor
+    return saved
+
+
+def _check_state(
+    replica: Replica, state: State, saved: dict[str, Tensors], numbers: dict[str, Any], same: bool
+) -> None:
+    """BadInput, by field, where the state that was saved is another than the strategy has now.
+
+    What may be None (a residual, which one worker alone does not have) may be missing when the number of ranks is not the `same`.
+    """
+    known = {field.name for field in fields(state)}
+    optional = set() if same else {field.name for field in fields(state) if field.default is None}
+    wrong = [f"{name} was {value}, and is none" for name, value in numbers.items() if name not in known]
+    own = state.tensors()
+    for name in sorted(saved.keys() | own.keys()):
+        there = _shapes(saved.get(name))
+        here = _shapes(_by_name(replica, own[name]) if name in own else None)
+        if there != here and not (name in optional and not (there and here)):
+            wrong.append(_difference_of(name, there, here))
+    if wrong:
+        raise BadInput(
+            f"the checkpoint holds another state of the strategy: {'; '.join(wrong[:5])}. Resume with the strategy's options as they were, "
+            "or start in another run directory"
+        )
+
+
+def _shapes(named: Tensors | None) -> dict[str, list[int]]:
+    return {name: list(tensor.shape) for name, tensor in (named or {}).items()}
+
+
+def _difference_of(field: str, there: dict[str, list[int]], here: dict[str, list[int]]) -> str:
+    """What a field of the state was, and what it is; where it has one shape a parameter, by the first that differs."""
+    name = next(name for name in sorted(there.keys() | here.keys()) if there.get(name) != here.get(name))
+    return f"{field}{name and f' of {name}'} was {there.get(name, 'none')}, and is {here.get(name, 'none')}"
 
 
 def _plain(value: Any) -> Any:

@@ -54,7 +54,10 @@ def headline(facts: dict[str, Any]) -> str:
     workers, threads = info.get("workers", 1), info.get("threads", 1)
     each = "" if workers == 1 else " each"
     place = f"engine {info.get('engine', 'local')}, {info.get('device', 'cpu')}, {_count(threads, 'thread')}{each}"
-    return f"{info.get('task', 'task')}: {info.get('strategy', '')} on {_count(workers, 'worker')} ({place})"
+    simulated = "simulated " if "simulated" in info else ""
+    return (
+        f"{info.get('task', 'task')}: {info.get('strategy', '')} on {_count(workers, simulated + 'worker')} ({place})"
+    )
 
 
 def lines(facts: dict[str, Any]) -> Lines:
@@ -62,6 +65,7 @@ def lines(facts: dict[str, Any]) -> Lines:
     return [
         *_result(facts),
         *_speed(facts),
+        *_simulated(facts),
         *_batch(facts),
         *_time(facts),
         *_exchanged(facts),
@@ -89,6 +93,19 @@ def _speed(facts: dict[str, Any]) -> Lines:
         _count(total, "row"),
     )
     return [("speed", "   ".join(part for part in parts if part))]
+
+
+def _simulated(facts: dict[str, Any]) -> Lines:
+    """That nothing of this was timed on a real cluster, and what cluster it is."""
+    info = facts["info"]
+    if "simulated" not in info:
+        return []
+    options = "   ".join(f"{name} {value}" for name, value in info["simulated"].items())
+    computed = f"; computed in {info['computed_s']:.1f} s" if "computed_s" in info else ""
+    return [
+        ("simulated", f"all seconds are virtual, of a cluster that is not there{computed}"),
+        ("", options),
+    ]
 
 
 def _batch(facts: dict[str, Any]) -> Lines:

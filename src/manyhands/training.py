@@ -16,6 +16,7 @@ from manyhands.asked import Asked, check_place, every, keep_of, task_from
 from manyhands.callbacks.base import Callback
 from manyhands.callbacks.progress import Progress
 from manyhands.comm.group import Group
+from manyhands.data.sources import Once
 from manyhands.engines.base import Engine, Launch
 from manyhands.errors import BadInput, Preempted
 from manyhands.loop import work
@@ -90,6 +91,16 @@ def train(
         max_seconds=max_seconds,
         checkpoints=asked.directory / CHECKPOINTS if asked.directory else None,
     )
+    launch = Launch(
+        workers=asked.count,
+        server=asked.strategy.server(),
+        servers=servers,
+        threads_per_worker=threads_per_worker,
+        device=device,
+        timeout_s=timeout_s,
+        rejoins=False,
+    )
+    asked.engine.check(launch)
     finished, refusal = open_directory(asked, resume)
     if finished is not None and not asked.in_place:
         return finished_run(asked, finished)
@@ -102,14 +113,6 @@ def train(
             asked.directory, specs | _said(asked, plan) | {"servers": servers, "keep": keep}, task_fields
         )
     plan = replace(plan, everywhere=asked.in_place, finished=finished is not None)
-    launch = Launch(
-        workers=asked.count,
-        server=asked.strategy.server(),
-        servers=servers,
-        threads_per_worker=threads_per_worker,
-        device=device,
-        timeout_s=timeout_s,
-    )
     return _Training(asked, plan, _shown(callbacks), launch, resume, refusal).run()
 
 
@@ -145,7 +148,11 @@ class _Training:
     ) -> None:
         self.asked, self.launch, self.refusal = asked, launch, refusal
         self.signals = ExitStack()
-        self.recorder = Recorder(workers=launch.workers, directory=asked.directory, callbacks=callbacks)
+        self.recorder = Recorder(
+            workers=launch.workers, directory=asked.directory, callbacks=callbacks, simulated=asked.engine.simulated
+        )
+        if asked.engine.simulated:
+            plan = replace(plan, task=_read_once(plan.task))
         self.plan = replace(plan, resume_from=self._newest(plan.checkpoints) if resume else None)
 
     def _newest(self, folder: Path | None) -> checkpoint.Checkpoint | None:
@@ -216,11 +223,11 @@ class _Training:
             rows={"total": sum(rows), "workers": rows, "unused": sum(one["unused"] for one in workers)},
             timing=self.recorder.timing(),
             ledger=_summed([one["ledger"] for one in workers]),
-            seconds=seconds,
+            seconds=outcome.seconds if self.asked.engine.simulated else seconds,
             steps=outcome.steps,
             rounds=outcome.rounds,
             directory=self.asked.directory,
-            info=self._info(outcome),
+            info=self._info(outcome) | ({"computed_s": seconds} if self.asked.engine.simulated else {}),
         )
 
     def _info(self, first: Outcome) -> dict[str, Any]:
@@ -233,6 +240,7 @@ class _Training:
             "max_steps": asked.task.max_steps,
             "ticks": first.ticks,
             "stopped": first.reason,
+            **asked.engine.facts(),
             **first.facts,
             **self._rates(first.facts),
         }
@@ -261,6 +269,16 @@ def _agree(group: Group, refusal: str, directory: Path | None, tick: int | None)
                 f"the newest checkpoint in {first['directory']}/{CHECKPOINTS} is of tick {first['tick']} on worker 0 and of tick {said['tick']} on worker {rank}: "
                 "put the run directory where all hosts see the same files"
             )
+
+
+def _read_once(task: Task) -> Task:
+    """The task, its data read once for all workers of this process."""
+    given = {name: getattr(task, name) for name in ("train_data", "validation_data", "test_data")}
+    return task.with_fields(**{name: Once(data) for name, data in given.items() if _is_function(data)})
+
+
+def _is_function(data: Any) -> bool:
+    return callable(data) and not hasattr(data, "__getitem__") and not isinstance(data, Iterable)
 
 
 def _summed(ledgers: list[dict[str, dict[str, int]]]) -> dict[str, dict[str, int]]:

@@ -44,6 +44,13 @@ class Coordinator(ABC):
     def lease(self, segment: Segment) -> Lease | End:
         """The next slice of the segment for this worker, or its end; waits while worker 0 trains alone."""
 
+    def computed(self, rows: int) -> None:  # noqa: B027
+        """A gradient over so many rows was computed. Where time is simulated it passes here; elsewhere it has passed."""
+
+    def after_backward(self, action: Callable[[], None]) -> None:
+        """Called inside a backward: do this at its end, before `backward()` returns. It may call the group."""
+        torch.autograd.Variable._execution_engine.queue_callback(action)
+
     @abstractmethod
     def should_stop(self) -> str:
         """The reason why the driver wants the run to stop ("preempted", "callback", …), or "" """
@@ -91,6 +98,8 @@ class Worker:
     coordinator: Coordinator = field(default_factory=Alone)
     threads: int = 1
     local_rank: int = 0
+    shares_process: bool = False  # others live in this process too: what this worker changes must be its own
+    prepared: Any = field(default=None, init=False, repr=False, compare=False)  # what `prepare` knows of this worker
 
     def emit(self, type: str, *, tick: int = 0, step: int = 0, **values: Any) -> None:
         """Send an event of this worker to the driver."""

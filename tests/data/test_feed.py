@@ -1,6 +1,7 @@
 """data/feed.py: exactly the global batches, once each, on any number of workers."""
 
 import threading
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -111,3 +112,35 @@ def test_small_gathers_start_no_thread():
     next(parts)
     assert threading.active_count() == before
     parts.close()
+
+
+def test_an_order_is_computed_once_for_workers_of_one_process_that_read_the_same_epoch():
+    calls = []
+
+    def order(epoch):
+        calls.append(epoch)
+        return np.arange(6)[::-1]
+
+    source = open_source(torch.arange(6.0))
+    feeds = [Feed(source, rank=rank, size=2, batch_size=6, order=order) for rank in range(2)]
+    first, second = (feed.epoch(0) for feed in feeds)
+    batches = [next(first).batch]
+    calls.clear()
+    batches.append(next(second).batch)
+    assert calls == []
+    assert torch.cat(batches).tolist() == [5.0, 4.0, 3.0, 2.0, 1.0, 0.0]
+
+
+@dataclass
+class Backwards:
+    """A callable that has no hash."""
+
+    rows: int
+
+    def __call__(self, epoch):
+        return np.arange(self.rows)[::-1]
+
+
+def test_an_order_may_be_an_object_without_a_hash():
+    feed = Feed(open_source(torch.arange(3.0)), batch_size=3, order=Backwards(3))
+    assert next(feed.epoch(0)).batch.tolist() == [2.0, 1.0, 0.0]

@@ -7,7 +7,7 @@ from torch.utils.data import Dataset, TensorDataset
 from manyhands.data.arrays import Columns
 from manyhands.data.datasets import Rows
 from manyhands.data.feed import Feed
-from manyhands.data.sources import open_source
+from manyhands.data.sources import Once, open_source
 from manyhands.data.streams import Stream
 from manyhands.errors import BadInput
 
@@ -98,3 +98,20 @@ def test_a_dataset_without_a_length_is_refused():
 def test_a_function_that_returns_a_function_is_refused():
     with pytest.raises(BadInput, match="the data function returned"):
         open_source(lambda: open_source)
+
+
+def test_data_that_a_function_gives_is_read_once_for_all_workers_of_a_process():
+    calls = []
+
+    def make():
+        calls.append(1)
+        return torch.arange(6.0)
+
+    once = Once(make)
+    assert once() is once()
+    assert len(calls) == 1
+
+
+def test_what_can_be_read_through_only_once_is_made_for_each_worker():
+    once = Once(lambda: iter([1.0, 2.0]))
+    assert list(once()) == list(once()) == [1.0, 2.0]

@@ -118,7 +118,13 @@ def test_all_hosts_start_and_end_and_values_are_in_rank_order() -> None:
     run.driver._listen = lambda: [run.driver._hear(crew) for crew in run.driver.crews]  # type: ignore[method-assign]
     assert run.driver.run("the program") == ["of 0", "of 1", "of 2"]
     assert run.alpha.did == run.beta.did == ["start", ("end", 0.5)]
-    assert run.alpha.shared["server"] == {"rule": "add", "bound": None, "options": {}, "one_shard": False}
+    assert run.alpha.shared["server"] == {
+        "rule": "add",
+        "bound": None,
+        "options": {},
+        "compress": "none",
+        "one_shard": False,
+    }
     assert run.alpha.shared["servers"] == 1
 
 

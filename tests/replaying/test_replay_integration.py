@@ -45,8 +45,14 @@ def train(local: Local, folder: Path, strategy: str, **options: Any) -> mh.Run:
         ("distance", 1),
         ("easgd:period=3,bound=2", 1),
         ("eamsgd:period=2", 2),
+        ("gossip:graph=pairs", 2),
+        ("gossip:graph=pairs,period=3,bound=2", 1),
         ("quorum:backups=1", 1),
+        ("diloco:period=3,via=server", 1),
+        ("diloco:period=2,via=server,quorum=1,grace=0,bound=2", 1),
         ("downpour:bound=0", 2),
+        ("downpour:compress=powersgd:1", 2),
+        ("agn:window=2,compress=qsgd:4", 1),
     ],
 )
 def test_the_same_bits_in_the_journals_order(strategy: str, servers: int, local: Local, tmp_path: Path) -> None:

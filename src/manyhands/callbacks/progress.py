@@ -47,7 +47,8 @@ class Progress(Callback):
 
     @override
     def on_start(self, event: Event) -> None:
-        self._pace = Pace(event.values.get("total_steps"), event.values.get("epochs"), event.tick)
+        clock = self._clock if event.values.get("virtual_time") else None
+        self._pace = Pace(event.values.get("total_steps"), event.values.get("epochs"), event.tick, clock)
         if self._log == "auto":
             self._display = _display_on(self._console or Console(stderr=True))
         self._print_json(event)
@@ -93,8 +94,15 @@ class Progress(Callback):
 class Pace:
     """How far a run is, and how fast it went lately."""
 
-    def __init__(self, total_steps: int | None = None, epochs: int | None = None, ticks: int = 0) -> None:
-        """`ticks`: where the launch begins."""
+    def __init__(
+        self,
+        total_steps: int | None = None,
+        epochs: int | None = None,
+        ticks: int = 0,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        """`ticks`: where the launch begins. `clock`: real seconds, where the events' are not: a user waits in these."""
+        self._clock = clock
         self.total_steps, self.epochs = total_steps, epochs
         self.ticks, self.epoch, self.loss = ticks, 0, math.nan
         self._recent: deque[tuple[float, int]] = deque()  # (seconds, rows)
@@ -106,8 +114,9 @@ class Pace:
         if self.total_steps is not None:
             self.ticks = min(self.ticks, self.total_steps)  # a resumed launch completes ticks that were begun before
         self.loss = self.loss if values["loss"] is None else values["loss"]
-        self._recent.append((event.time_s, values["rows"]))
-        while event.time_s - self._recent[0][0] > RECENT_S:
+        now = event.time_s if self._clock is None else self._clock()
+        self._recent.append((now, values["rows"]))
+        while now - self._recent[0][0] > RECENT_S:
             self._recent.popleft()
 
     def rows_per_s(self) -> float | None:

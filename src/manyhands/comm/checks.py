@@ -50,6 +50,17 @@ def check_peer(rank: int, own: int, size: int, what: str) -> None:
         raise BadInput(f"{what} is another rank than one's own; got {rank} on rank {own}: copy the tensor instead")
 
 
+def check_swap(tensor: Tensor, target: int, into: Tensor, source: int, own: int, size: int) -> None:
+    """BadInput unless both peers are other ranks than `own`, and both tensors of one shape and dtype."""
+    check_peer(target, own, size, "target")
+    check_peer(source, own, size, "source")
+    if (tensor.shape, tensor.dtype) != (into.shape, into.dtype):
+        raise BadInput(
+            f"what is swapped is of one shape and dtype; got {list(tensor.shape)} {tensor.dtype} to send and "
+            f"{list(into.shape)} {into.dtype} to receive into: use send and receive_"
+        )
+
+
 def slice_of(rank: int, size: int, n: int) -> tuple[int, int]:
     """[start, stop) of the slice of n elements that belongs to `rank`."""
     return rank * n // size, (rank + 1) * n // size

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from manyhands.comm.checks import check_swap
 from manyhands.comm.ledger import Ledger
 from manyhands.errors import Unsupported
 
@@ -81,6 +82,21 @@ class Group(ABC):
     @abstractmethod
     def receive_(self, tensor: Tensor, source: int) -> None:
         """Fill `tensor` with what `source` sends."""
+
+    def swap(self, tensor: Tensor, target: int, into: Tensor, source: int) -> None:
+        """`send` to `target` and `receive_` from `source`, both at once where the group can; of one shape and dtype.
+
+        The two may be one rank. Ranks that swap with one another, in pairs, circles or lines (at whose ends one only sends,
+        and one only receives), never wait in a circle, also where a `send` waits for its target: here the lower of the
+        two ranks sends first.
+        """
+        check_swap(tensor, target, into, source, self.rank, self.size)
+        if self.rank < target:
+            self.send(tensor, target)
+            self.receive_(into, source)
+        else:
+            self.receive_(into, source)
+            self.send(tensor, target)
 
     @abstractmethod
     def barrier(self) -> None:

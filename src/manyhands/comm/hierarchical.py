@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from manyhands.comm.background import Background
-from manyhands.comm.checks import check_mean, check_peer, check_rank, check_sum, json_bytes, slice_of
+from manyhands.comm.checks import check_mean, check_peer, check_rank, check_sum, check_swap, json_bytes, slice_of
 from manyhands.comm.group import Group, Handle, Total
 from manyhands.comm.ledger import Ledger
 from manyhands.comm.ring import RingGroup
@@ -164,6 +164,18 @@ class HierarchicalGroup(Group):
         self._begin()
         group, peer = self._way_to(source)
         self._point_to_point(group, lambda: group.receive_(tensor, peer))
+
+    @override
+    def swap(self, tensor: Tensor, target: int, into: Tensor, source: int) -> None:
+        """As the contract says; both at once between hosts."""
+        direct, host = self._direct, self._layout[self._host]
+        if direct is None or target in host or source in host:
+            super().swap(tensor, target, into, source)
+            return
+        check_swap(tensor, target, into, source, self.rank, self.size)
+        self._begin()
+        self._point_to_point(direct, lambda: direct.swap(tensor, target, into, source))
+        self.ledger.add("send", _bytes(tensor))
 
     @override
     def barrier(self) -> None:

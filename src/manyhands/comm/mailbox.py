@@ -29,33 +29,43 @@ class Mailbox:
 
     def send(self, data: Tensor, signature: int, target: int, step: int) -> None:
         """Lay out `data` (uint8 [n], any device) for `target`, waiting where the ring is full."""
-        rank = self._board.rank
-        for start in range(0, max(1, data.numel()), _CHUNK):
-            sent = self._sent[target]
-            self._waiting.until(target, self._board.taken(rank), sent - _RING + 1, "send", step)
-            place = self._place(target, sent)
-            _HEADER.pack_into(self._arena.maps[rank], place, signature, data.numel())
-            piece = data[start : start + _CHUNK]
-            self._arena.view(rank, place + 4096, len(piece), torch.uint8).copy_(piece)
-            fence()
-            self._sent[target] = sent + 1
-            self._board.raise_to(self._board.sent(target), sent + 1)
+        for start in _starts(data):
+            self._lay(data, start, signature, target, step)
 
     def receive(self, data: Tensor, signature: int, source: int, step: int) -> None:
         """Fill `data` (uint8 [n], any device) with what `source` sends. Raises ManyhandsError when that is something else."""
-        rank = self._board.rank
-        for start in range(0, max(1, data.numel()), _CHUNK):
-            taken = self._taken[source]
-            self._waiting.until(source, self._board.sent(rank), taken + 1, "receive_", step)
-            place = self._place(rank, taken)
-            came = _HEADER.unpack_from(self._arena.maps[source], place)
-            if came != (signature, data.numel()):
-                self._refuse(came, (signature, data.numel()), source, step)
-            piece = data[start : start + _CHUNK]
-            piece.copy_(self._arena.view(source, place + 4096, len(piece), torch.uint8))
-            fence()
-            self._taken[source] = taken + 1
-            self._board.raise_to(self._board.taken(source), taken + 1)
+        for start in _starts(data):
+            self._take(data, start, signature, source, step)
+
+    def swap(self, data: Tensor, target: int, into: Tensor, source: int, signature: int, step: int) -> None:
+        """`send` and `receive` of as many bytes, chunk by chunk in turn: nobody waits for more than one chunk."""
+        for start in _starts(data):
+            self._lay(data, start, signature, target, step)
+            self._take(into, start, signature, source, step)
+
+    def _lay(self, data: Tensor, start: int, signature: int, target: int, step: int) -> None:
+        rank, sent = self._board.rank, self._sent[target]
+        self._waiting.until(target, self._board.taken(rank), sent - _RING + 1, "send", step)
+        place = self._place(target, sent)
+        _HEADER.pack_into(self._arena.maps[rank], place, signature, data.numel())
+        piece = data[start : start + _CHUNK]
+        self._arena.view(rank, place + 4096, len(piece), torch.uint8).copy_(piece)
+        fence()
+        self._sent[target] = sent + 1
+        self._board.raise_to(self._board.sent(target), sent + 1)
+
+    def _take(self, data: Tensor, start: int, signature: int, source: int, step: int) -> None:
+        rank, taken = self._board.rank, self._taken[source]
+        self._waiting.until(source, self._board.sent(rank), taken + 1, "receive_", step)
+        place = self._place(rank, taken)
+        came = _HEADER.unpack_from(self._arena.maps[source], place)
+        if came != (signature, data.numel()):
+            self._refuse(came, (signature, data.numel()), source, step)
+        piece = data[start : start + _CHUNK]
+        piece.copy_(self._arena.view(source, place + 4096, len(piece), torch.uint8))
+        fence()
+        self._taken[source] = taken + 1
+        self._board.raise_to(self._board.taken(source), taken + 1)
 
     def _place(self, target: int, chunk: int) -> int:
         return self._start + (target * _RING + chunk % _RING) * _SLOT
@@ -68,6 +78,11 @@ class Mailbox:
                 f"{_words(*came)} came: give send and receive_ tensors of the same shape and dtype"
             )
         )
+
+
+def _starts(data: Tensor) -> range:
+    """Where the chunks begin; one of nothing is a message too."""
+    return range(0, max(1, data.numel()), _CHUNK)
 
 
 def _words(signature: int, nbytes: int) -> str:

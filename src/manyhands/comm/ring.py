@@ -18,7 +18,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from manyhands.comm.background import Background
-from manyhands.comm.checks import bits_bytes, check_mean, check_peer, check_rank, check_sum, json_bytes, slice_of
+from manyhands.comm.checks import (
+    bits_bytes,
+    check_mean,
+    check_peer,
+    check_rank,
+    check_sum,
+    check_swap,
+    json_bytes,
+    slice_of,
+)
 from manyhands.comm.exchanges import DIRECT_BYTES, Exchange, Shares, add_up, exchange_of
 from manyhands.comm.flat import flattened, restore
 from manyhands.comm.group import Group, Handle, Total
@@ -184,29 +193,26 @@ class RingGroup(Group):
         """As the contract says. What the sockets' buffers hold leaves at once; more waits until `target` receives."""
         check_peer(target, self.rank, self.size, "target")
         self._background.drain()
-        flat, number = _on_cpu(tensor), signature("send", tensor.dtype)
         self._links.begin("send", self.step)
-        self._links[target].post(Frame(kind=SEND, elements=flat.nbytes, a=number, b=flat.numel()), bytes_of(flat))
-        self._links.push()
-        self._links.flush_to(target, self._links[target].posted)  # other ranks may have left
-        self.ledger.add("send", flat.nbytes)
+        self._post(_on_cpu(tensor), target)
+        self._leave(tensor, target)
 
     @override
     def receive_(self, tensor: Tensor, source: int) -> None:
         check_peer(source, self.rank, self.size, "source")
         self._background.drain()
-        flat, number = _on_cpu(tensor), signature("send", tensor.dtype)
         self._links.begin("receive_", self.step)
-        frame = self._links.header(source)
-        if (frame.kind, frame.a, frame.b, frame.elements) != (SEND, number, flat.numel(), flat.nbytes):
-            raise self._links.fail(
-                ManyhandsError(
-                    f"expected {describe(number, flat.numel())} from worker {self._links.name(source)} at step {self.step}, "
-                    f"{_called(frame)} came: both sides name the same shape and dtype, in the same order"
-                )
-            )
-        self._links.fill(source, bytes_of(flat))
-        restore(flat, tensor)
+        self._take(tensor, source)
+
+    @override
+    def swap(self, tensor: Tensor, target: int, into: Tensor, source: int) -> None:
+        """As the contract says, both ways at once: while this rank waits for what comes, what it posted leaves."""
+        check_swap(tensor, target, into, source, self.rank, self.size)
+        self._background.drain()
+        self._links.begin("swap", self.step)
+        self._post(_on_cpu(tensor), target)
+        self._take(into, source)
+        self._leave(tensor, target)
 
     @override
     def barrier(self) -> None:
@@ -235,6 +241,31 @@ class RingGroup(Group):
         self._links.fail(error)
 
     # -- how ---------------------------------------------------------------------------------------------------------
+
+    def _post(self, flat: Tensor, target: int) -> None:
+        """Give a message to its link; `flat` must stay as it is until all of it has left."""
+        number = signature("send", flat.dtype)
+        self._links[target].post(Frame(kind=SEND, elements=flat.nbytes, a=number, b=flat.numel()), bytes_of(flat))
+        self._links.push()
+
+    def _leave(self, tensor: Tensor, target: int) -> None:
+        """Return once what was posted to `target` has left; other ranks may have left the group."""
+        self._links.flush_to(target, self._links[target].posted)
+        self.ledger.add("send", tensor.nbytes)
+
+    def _take(self, tensor: Tensor, source: int) -> None:
+        """Fill `tensor` with the next message of `source`."""
+        flat, number = _on_cpu(tensor), signature("send", tensor.dtype)
+        frame = self._links.header(source)
+        if (frame.kind, frame.a, frame.b, frame.elements) != (SEND, number, flat.numel(), flat.nbytes):
+            raise self._links.fail(
+                ManyhandsError(
+                    f"expected {describe(number, flat.numel())} from worker {self._links.name(source)} at step {self.step}, "
+                    f"{_called(frame)} came: both sides name the same shape and dtype, in the same order"
+                )
+            )
+        self._links.fill(source, bytes_of(flat))
+        restore(flat, tensor)
 
     def _mean(self, tensor: Tensor, weight: float, blob: bytes) -> Total:
         transfer = self._transfer(tensor)

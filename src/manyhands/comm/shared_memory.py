@@ -18,7 +18,16 @@ from typing_extensions import override
 
 from manyhands.comm.arena import Arena, SharedMemory
 from manyhands.comm.board import Board, Header
-from manyhands.comm.checks import bits_bytes, check_mean, check_peer, check_rank, check_sum, json_bytes, slice_of
+from manyhands.comm.checks import (
+    bits_bytes,
+    check_mean,
+    check_peer,
+    check_rank,
+    check_sum,
+    check_swap,
+    json_bytes,
+    slice_of,
+)
 from manyhands.comm.flat import flattened, restore
 from manyhands.comm.group import Group, Handle, Total
 from manyhands.comm.ledger import Ledger
@@ -160,6 +169,17 @@ class SharedMemoryGroup(Group):
         flat = flattened(tensor)
         self._mailbox.receive(flat.view(torch.uint8), signature("send", tensor.dtype), source, self.step)
         restore(flat, tensor)
+
+    @override
+    def swap(self, tensor: Tensor, target: int, into: Tensor, source: int) -> None:
+        """As the contract says, piece by piece in turn."""
+        self._waiting.check()
+        check_swap(tensor, target, into, source, self.rank, self.size)
+        own, came = flattened(tensor), flattened(into)
+        number = signature("send", tensor.dtype)
+        self._mailbox.swap(own.view(torch.uint8), target, came.view(torch.uint8), source, number, self.step)
+        self.ledger.add("send", _bytes(tensor))
+        restore(came, into)
 
     @override
     def barrier(self) -> None:

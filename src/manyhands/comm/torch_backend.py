@@ -16,7 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.comm.checks import bits_bytes, check_mean, check_peer, check_rank, check_sum, json_bytes, slice_of
+from manyhands.comm.checks import (
+    bits_bytes,
+    check_mean,
+    check_peer,
+    check_rank,
+    check_sum,
+    check_swap,
+    json_bytes,
+    slice_of,
+)
 from manyhands.comm.flat import flattened, restore
 from manyhands.comm.group import Group, Handle, Total
 from manyhands.comm.ledger import Ledger
@@ -133,6 +142,17 @@ class TorchGroup(Group):
         with self.watching("receive_", source):
             self.wait(dist.irecv(_sendable(flat), self._ranks[source], group=self.group_for(tensor)))
         restore(flat, tensor)
+
+    @override
+    def swap(self, tensor: Tensor, target: int, into: Tensor, source: int) -> None:
+        check_swap(tensor, target, into, source, self.rank, self.size)
+        flat, came = flattened(tensor), flattened(into)
+        with self.watching("swap", source):
+            sending = dist.isend(_sendable(flat), self._ranks[target], group=self.group_for(tensor))
+            self.wait(dist.irecv(_sendable(came), self._ranks[source], group=self.group_for(into)))
+            self.wait(sending)
+        self.ledger.add("send", flat.nbytes)
+        restore(came, into)
 
     @override
     def barrier(self) -> None:

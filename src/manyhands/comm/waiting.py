@@ -22,7 +22,6 @@ from manyhands.errors import ManyhandsError, PeerLost
 _SPINS = 60  # reads of a counter, some 3 µs; on a core that the two share, all of it is lost
 _YIELD_S = 1e-3
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 1e-3
-_NO_FILES = select.poll()
 
 _ORDERED_STORES = platform.machine() in ("x86_64", "AMD64", "i686")
 _lock = threading.Lock()
@@ -94,11 +93,12 @@ class Waiting:
         words = self._board.words[rank]
         start = progress = time.perf_counter()
         seen = words[index]
+        no_files = select.poll()  # one of this wait's own: two threads may not share it
         while words[index] < target:
             now = time.perf_counter()
             if now - start < _YIELD_S:
                 os.sched_yield()
-                _NO_FILES.poll(0)  # lets go of the GIL, which sched_yield does not; time.sleep(0) takes 65 µs
+                no_files.poll(0)  # lets go of the GIL, which sched_yield does not; time.sleep(0) takes 65 µs
                 continue
             if words[index] != seen or (now - progress > self._timeout_s and self._busy(rank)):
                 seen, progress = words[index], now

@@ -43,12 +43,14 @@ class Feed:
         shuffle: bool = True,
         order: Order | None = None,
         device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable
+        threads: bool = True,
     ) -> None:
         """`batch_size` is global; default: the source's own, else 64. `order`: epoch -> row indices, the same on all ranks.
+        threads: whether a thread may read ahead.
 
         Raises BadInput for fewer than one row a worker, a rank not in range(size), and what the source cannot do.
         """
-        self.source, self.device = source, device
+        self.source, self.device, self._threads = source, device, threads
         self.batch_size = batch_size or source.batch_size or DEFAULT_BATCH_SIZE
         if not 0 <= rank < size:
             raise BadInput(f"rank must be in range(size), not rank={rank} of size={size}")
@@ -72,7 +74,7 @@ class Feed:
         """
         reading = self._of_epoch(epoch, first_tick)
         slices = self.source.slices(reading)
-        if self.source.in_background(reading):
+        if self._threads and self.source.in_background(reading):
             slices = prefetch(slices)
         with closing(slices):
             for part in slices:
@@ -94,7 +96,7 @@ class Feed:
             return End(reason="", left=[])
         rank, parts = self._reading.rank, segment.parts
         reading = replace(self._of_epoch(segment.epoch, segment.first), rank=rank % parts, size=parts)
-        with closing(leased(self.source, segment, rank, reading)) as slices:
+        with closing(leased(self.source, segment, rank, reading, self._threads)) as slices:
             while isinstance(answer := take(), Lease):
                 yield self._here(slices.load(answer))
         return answer

@@ -19,10 +19,10 @@ class Leased(Protocol):
         """End all threads and processes; idempotent."""
 
 
-def leased(source: Planned, segment: Segment, rank: int, reading: Reading) -> Leased:
-    """How this source reads a segment."""
+def leased(source: Planned, segment: Segment, rank: int, reading: Reading, threads: bool = True) -> Leased:
+    """How this source reads a segment; `threads`: whether one may read ahead."""
     picks, processes = source.picks(reading), source.in_processes()
-    if not processes and not source.in_background(reading):
+    if not processes and not (threads and source.in_background(reading)):
         return OnDemand(source, picks, reading)
     own = source.load((picks.at(lease.index, lease.part) for lease in foreseen(segment, rank)), reading)
     others = OnDemand(source, picks, reading)

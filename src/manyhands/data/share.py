@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from weakref import WeakValueDictionary
+
 import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.errors import BadInput
 
 Indices = NDArray[np.int64]
+
+_held: WeakValueDictionary[tuple[int, int, int], Indices] = WeakValueDictionary()
 
 
 def epoch_order(rows: int, seed: int, epoch: int) -> Indices:
@@ -25,6 +29,14 @@ def epoch_order(rows: int, seed: int, epoch: int) -> Indices:
     if min(rows, seed, epoch) < 0:
         raise BadInput(f"rows, seed and epoch must be 0 or more, not rows={rows}, seed={seed}, epoch={epoch}")
     return np.random.default_rng((seed, epoch)).permutation(rows).astype(np.int64, copy=False)
+
+
+def shared_order(rows: int, seed: int, epoch: int) -> Indices:
+    """`epoch_order`, one array for all workers of a process while any of them holds it; not to be written to."""
+    order = _held.get((rows, seed, epoch))
+    if order is None:
+        order = _held[rows, seed, epoch] = epoch_order(rows, seed, epoch)
+    return order
 
 
 def slice_of(b: int, rank: int, size: int) -> tuple[int, int]:

@@ -6,11 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from typing_extensions import override
 
-from manyhands.data.share import epoch_order, slice_of, ticks
+from manyhands.data.share import Indices, shared_order, slice_of, ticks
 from manyhands.errors import BadInput
 
 Order = Callable[[int], Any]  # epoch -> row indices
@@ -165,11 +166,27 @@ class Indexed(Planned):
             return checked_order(reading.order, reading.epoch, self.rows)  # type: ignore[return-value]
         if not reading.shuffle:
             return range(self.rows)
-        return epoch_order(self.rows, reading.seed, reading.epoch)  # type: ignore[return-value]
+        return shared_order(self.rows, reading.seed, reading.epoch)  # type: ignore[return-value]
 
 
-def checked_order(order: Order, epoch: int, rows: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """order(epoch) as int64 indices. Raises BadInput for none, for anything but whole numbers, and for rows that are not there."""
+_held: WeakValueDictionary[tuple[Order, int, int], Indices] = WeakValueDictionary()
+
+
+def checked_order(order: Order, epoch: int, rows: int) -> Indices:
+    """order(epoch) as int64 indices, one array for all workers of a process while any of them holds it.
+
+    Raises BadInput for none, for anything but whole numbers, and for rows that are not there.
+    """
+    if getattr(order, "__hash__", None) is None:  # a dataclass that is called, say
+        return _checked(order, epoch, rows)
+    key = (order, epoch, rows)
+    indices = _held.get(key)
+    if indices is None:
+        indices = _held[key] = _checked(order, epoch, rows)
+    return indices
+
+
+def _checked(order: Order, epoch: int, rows: int) -> Indices:
     indices = np.asarray(order(epoch))
     if indices.ndim != 1 or indices.size == 0 or indices.dtype.kind not in "iu":
         raise BadInput(
@@ -177,7 +194,7 @@ def checked_order(order: Order, epoch: int, rows: int) -> np.ndarray[tuple[int],
         )
     if indices.min() < 0 or indices.max() >= rows:
         raise BadInput(f"order({epoch}) must give row indices in range({rows}); got {indices.min()} to {indices.max()}")
-    return indices.astype(np.int64, copy=False)
+    return np.ascontiguousarray(indices, dtype=np.int64)
 
 
 def nonempty(rows: int, what: str) -> int:

@@ -121,3 +121,19 @@ def _anew(make: Callable[[], Iterable[Any]], first: Iterable[Any]) -> Callable[[
     """`make`, with what it gave already for the first call."""
     given = [first]
     return lambda: given.pop() if given else make()
+
+
+class Once:
+    """A function that gives data, called once for all workers of a process; what can be read through only once is made anew."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._kept: list[Any] = []
+
+    def __call__(self) -> Any:
+        if self._kept:
+            return self._kept[0]
+        made = self._make()
+        if not isinstance(made, Iterator | IterableDataset | DataLoader):
+            self._kept.append(made)
+        return made

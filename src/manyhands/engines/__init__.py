@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 CATALOGUE: dict[str, str] = {
     "local": "manyhands.engines.local:Local",
     "hosts": "manyhands.engines.hosts:Hosts",
+    "sim": "manyhands.engines.sim.engine:Sim",
     "torchrun": "manyhands.engines.torchrun:Torchrun",
 }
 """{name: "module:class"}: what a spec string may name; nothing is imported before it is asked for."""
@@ -27,6 +28,9 @@ HINTS = {
     "mpirun": "torchrun",
     "srun": "torchrun",
     "cluster": "hosts",
+    "simulated": "sim",
+    "simulator": "sim",
+    "virtual": "sim",
     "ssh": "hosts",
 }
 """What others call them."""

@@ -45,6 +45,7 @@ class Launch:
     threads_per_worker: int | None = None  # None: usable cores / workers, at least 1
     device: str = "auto"  # auto: one visible GPU a worker, else cpu
     observer: Observer = field(default_factory=Observer)
+    rejoins: bool = True  # whether a worker whose process is started again can take part: not in a training
 
     @property
     def shards(self) -> int:
@@ -62,7 +63,19 @@ class Engine(ABC):
         False  # every worker is a process that makes the same call of `launch`, and gets its own value
     )
 
+    simulated: ClassVar[bool] = False  # all workers live in the caller's process, and their clocks are not real
     serves: ClassVar[bool] = False  # it can start a parameter server, and its driver leases rows
+
+    def on_one_host(self, workers: int) -> bool:
+        """Whether so many workers have memory in common."""
+        return True
+
+    def facts(self) -> dict[str, Any]:
+        """What a run's `info` is to say of this engine beside its name, as JSON."""
+        return {}
+
+    def check(self, plan: Launch) -> None:  # noqa: B027
+        """Raise BadInput or Unsupported for what cannot be, before anything is written or started; `launch` would refuse it too."""
 
     @abstractmethod
     def launch(self, program: Callable[[Worker], T], plan: Launch) -> list[T]:

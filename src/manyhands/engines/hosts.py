@@ -96,6 +96,10 @@ class Hosts(Engine):
         ports_of(self.ports)
 
     @override
+    def on_one_host(self, workers: int) -> bool:
+        return workers == 1
+
+    @override
     def launch(self, program: Callable[[Worker], T], plan: Launch) -> list[T]:
         here = self._check(plan)
         if plan.workers == 1:

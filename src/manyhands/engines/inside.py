@@ -101,6 +101,10 @@ class Inside(Engine):
     def _check(self, plan: Launch) -> None:
         """Raise BadInput for what the launcher has decided, and asks otherwise."""
         size = self.worker.size
+        if self.worker.shares_process:
+            raise Unsupported(
+                "train() was called by a worker that takes turns with others in one process: call train(engine=...) itself, outside of launch"
+            )
         if plan.workers != size:
             raise BadInput(
                 f"workers={plan.workers} inside a run of {size}: leave workers out, the launcher has decided how many there are; "

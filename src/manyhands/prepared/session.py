@@ -10,6 +10,7 @@ from weakref import WeakSet
 import torch
 
 from manyhands import random_state
+from manyhands.engines.coordinator import USER
 from manyhands.errors import BadInput
 from manyhands.worker import Worker
 
@@ -35,7 +36,8 @@ class Session:
         self.worker = worker
         self.pairs: WeakSet[Pair] = WeakSet()
         self.iterations: WeakSet[Iteration] = WeakSet()
-        self.counts_weights = worker.size > 1  # alone, a weight matters only once the user states one
+        self.counts_weights = worker.size > 1 or worker.shares_process
+        """Alone, a weight matters only once the user states one; where time is simulated, rows are what a gradient costs."""
         self._prepared = 0
         self._began = False
         self._rows: dict[Iteration, float | None] = {}  # of each open pass's batch at hand, the newest last
@@ -121,15 +123,26 @@ class Session:
         """Backward number `task` gave a gradient to a parameter of `pair`; at its end the pair hears of it."""
         if task not in self._pending:
             self._pending[task] = set()
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._after_backward(task))
+            self.worker.coordinator.after_backward(lambda: self._after_backward(task))
         self._pending[task].add(pair)
 
     def _after_backward(self, task: int) -> None:
         self.begin()
+        pairs = in_order(self._pending.pop(task))
+        if self.worker.shares_process:
+            self._take_time(pairs[0].replica.step)
         with torch.no_grad():
-            for pair in in_order(self._pending.pop(task)):
+            for pair in pairs:
                 pair.after_backward(self.weight)
         self._stated_used = True
+
+    def _take_time(self, step: int) -> None:
+        """Of simulated workers, computing a gradient takes virtual time here."""
+        rows = next(reversed(self._rows.values()), None)
+        line = self.worker.coordinator
+        line.progress("compute", step)
+        line.computed(0 if self._stand_ins else 1 if rows is None else round(rows))
+        line.progress(USER, step)
 
     # -- step and finish ---------------------------------------------------------------------------------------------
 

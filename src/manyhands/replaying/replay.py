@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from manyhands import event_log
@@ -86,7 +85,11 @@ def replay(directory: str | Path, *, task: Task | None = None, progress: Progres
     plan = replace(plan, keep=keep_of(asked["keep"], plan.task))
     turns = Turns()
     stores = Stores(
-        make_stores(spec, workers=workers, shards=asked["servers"]), journal, turns, strategy.leasing() is not None
+        spec,
+        make_stores(spec, workers=workers, shards=asked["servers"]),
+        journal,
+        turns,
+        strategy.leasing() is not None,
     )
     outcome = _Replay(plan, stores, info["threads"], progress).run(workers)
     parameters, difference, identical = _compared(outcome.states[0][0], folder)
@@ -119,18 +122,11 @@ class _Replay:
                 server=ReplayServer(self._stores, rank),
                 coordinator=_Counting(self._stores.journal, rank, self._count),
                 threads=self._threads,
+                shares_process=True,
             )
-            return work(self._own_plan(), worker)
+            return work(self._plan, worker)
 
         return program
-
-    def _own_plan(self) -> Plan:
-        """The plan with a model of this worker's own, where the task holds one."""
-        model = self._plan.task.model
-        keep = copy.copy(self._plan.keep)
-        if not isinstance(model, nn.Module):
-            return replace(self._plan, keep=keep)
-        return replace(self._plan, keep=keep, task=self._plan.task.with_fields(model=copy.deepcopy(model)))
 
     def _count(self) -> None:
         self._done += 1

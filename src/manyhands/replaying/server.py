@@ -13,18 +13,19 @@ from typing_extensions import override
 from manyhands.comm.ledger import Ledger
 from manyhands.replaying.journal import Journal
 from manyhands.replaying.turns import Turns
-from manyhands.server.base import Pushed, Server, Snapshot
+from manyhands.server.base import Encoded, Pushed, Server, ServerSpec, Snapshot
 from manyhands.server.rules import Quorum
-from manyhands.server.sharding import parts_of
+from manyhands.server.sharding import codec_for, lengths_of, parts_of
 from manyhands.server.store import Applied, Dropped, Go, Held, Reply, Store, Wait
 
 
 class Stores:
     """The shards, and the answers that they hold back for workers."""
 
-    def __init__(self, stores: list[Store], journal: Journal, turns: Turns, ordered: bool) -> None:
+    def __init__(self, spec: ServerSpec, stores: list[Store], journal: Journal, turns: Turns, ordered: bool) -> None:
         """ordered: pulls and pushes wait for the version that the journal says; else the rule's own rounds make the order."""
-        self.stores, self.journal, self.turns, self.ordered = stores, journal, turns, ordered
+        self.spec, self.stores = spec, stores
+        self.journal, self.turns, self.ordered = journal, turns, ordered
         self.answers: dict[tuple[int, int], Reply] = {}  # (shard, worker)
 
     def call(self, shard: int, operation: Callable[[Store], Any]) -> Any:
@@ -61,7 +62,7 @@ class ReplayServer(Server):
         self.ledger = Ledger()
         self._all, self._rank = stores, rank
         self._record = stores.journal.records[rank]
-        self._sequence = 0
+        self.shards, self._sequence = len(stores.stores), 0
 
     @override
     def initialize(self, center: Tensor) -> None:
@@ -90,21 +91,21 @@ class ReplayServer(Server):
         )
 
     @override
-    def push(self, update: Tensor, weight: float = 1.0, bits: int = 0) -> Pushed:
+    def push(self, update: Tensor | Encoded, weight: float = 1.0, bits: int = 0) -> Pushed:
         versions = self._record.pushes.popleft() if self._record.pushes else None
         self._sequence += 1
-        parts, replies = self._parts(update), {}
+        part_of, replies = self._part_of(update), {}
 
         def push(shard: int) -> None:
             reply = self._all.call(
-                shard, lambda store: store.push(self._rank, self._sequence, parts[shard], weight, bits)
+                shard, lambda store: store.push(self._rank, self._sequence, part_of(shard), weight, bits)
             )
             if isinstance(reply, Held) and self._all.stores[shard].rule.answers:
                 reply = self._all.answer(shard, self._rank)
             replies[shard] = reply
 
         self._all.in_order(lambda shard: self._may_push(shard, versions, weight), push)
-        pushed = _pushed([replies[shard] for shard in range(len(parts))])
+        pushed = _pushed([replies[shard] for shard in range(self.shards)])
         return (
             pushed
             if pushed.applied or not self._record.behind
@@ -140,7 +141,7 @@ class ReplayServer(Server):
     @override
     def center(self, into: Tensor) -> None:
         for shard, part in enumerate(self._parts(into)):
-            part.copy_(self._all.stores[shard].center)
+            part.copy_(self._all.call(shard, Store.read))
 
     @override
     def capture(self) -> Snapshot:
@@ -157,6 +158,14 @@ class ReplayServer(Server):
     @override
     def close(self) -> None:
         pass
+
+    def _part_of(self, update: Tensor | Encoded) -> Callable[[int], Tensor]:
+        """What a shard's store gets, decoded as the shard did: inside its own call."""
+        if isinstance(update, Tensor):
+            parts = self._parts(update)
+            return lambda shard: parts[shard]
+        codec, lengths, dtype = codec_for(self._all.spec), lengths_of(update), update.dtype
+        return lambda shard: codec.decode(update.parts[shard], lengths[shard], dtype)
 
     def _parts(self, vector: Tensor) -> list[Tensor]:
         return parts_of(vector, len(self._all.stores))

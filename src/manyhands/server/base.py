@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from manyhands.comm.ledger import Ledger
@@ -24,7 +25,22 @@ class ServerSpec:
     rule: str  # how a push is merged: a name of `rules.RULES`
     bound: int | None = None  # stale-synchronous parallel's bound; None: fully asynchronous
     options: dict[str, Any] = field(default_factory=dict)  # the rule's own
+    compress: str = "none"  # the codec of pushes that come encoded (comm/codecs); pulls and answers travel as they are
     one_shard: bool = False  # the rule looks at whole pushes (quorum counts them): it cannot be split over shards
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """An update [D'] as payloads of the codec that `ServerSpec.compress` names."""
+
+    parts: tuple[Tensor, ...]  # uint8, one a shard: of the ranges that `sharding.parts_of` gives
+    n: int  # D'
+    dtype: torch.dtype  # of the center
+
+    @property
+    def nbytes(self) -> int:
+        """Of all payloads."""
+        return sum(part.nbytes for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +70,7 @@ class Server(ABC):
     """A worker's view of the shared parameters; sequence numbers, versions and shards live behind it."""
 
     ledger: Ledger
+    shards: int = 1  # over which a vector is cut
     waited_s: float = 0.0  # seconds at the gate, or for an answer that was held back
 
     @abstractmethod
@@ -69,8 +86,11 @@ class Server(ABC):
         """Copy the center, one consistent version of each shard, into `into` [D']."""
 
     @abstractmethod
-    def push(self, update: Tensor, weight: float = 1.0, bits: int = 0) -> Pushed:
+    def push(self, update: Tensor | Encoded, weight: float = 1.0, bits: int = 0) -> Pushed:
         """Give an update [D'] to the server's rule; applied exactly once. The caller may reuse `update` afterwards.
+
+        An encoded one is decoded by each shard, and is to the rule what was decoded. BadInput for payloads that the
+        codec cannot have made.
 
         Rules that answer, under bound 0, do so when all who take part have pushed in this tick, or finished it.
         """

@@ -14,11 +14,11 @@ from typing_extensions import override
 from manyhands.comm.checks import bits_bytes, check_mean
 from manyhands.comm.ledger import Ledger
 from manyhands.errors import BadInput, ManyhandsError
-from manyhands.server.base import Pushed, Server, ServerSpec, Snapshot
+from manyhands.server.base import Encoded, Pushed, Server, ServerSpec, Snapshot
 from manyhands.server.line import Line
 from manyhands.server.protocol import SMALL_BYTES, Kind, about, bits_of
 from manyhands.server.said import Said
-from manyhands.server.sharding import cut, joined, parts_of
+from manyhands.server.sharding import check_encoded, codec_for, cut, joined, parts_of
 from manyhands.server.store import Applied, Dropped, Held
 from manyhands.transport.channel import Channel
 from manyhands.transport.frame import Frame, from_json, to_json
@@ -43,6 +43,7 @@ class ServedServer(Server):
         self.spec, self.ledger = spec, Ledger()
         self.step = 0  # finished ticks, for messages
         self._lines = [Line(shard, channel, hosts, memory_from) for shard, channel in enumerate(channels)]
+        self.shards = len(self._lines)
         self._like: tuple[int, torch.dtype] | None = None  # elements and dtype of the center
         self._sequence = 0
         self._answer: Tensor | None = None  # [D'] where the shards' answers are put together
@@ -77,14 +78,13 @@ class ServedServer(Server):
         self._read("center", Kind.PEEK, into)
 
     @override
-    def push(self, update: Tensor, weight: float = 1.0, bits: int = 0) -> Pushed:
-        check_mean(update, weight, bits)
-        parts = self._attached("push", update)
+    def push(self, update: Tensor | Encoded, weight: float = 1.0, bits: int = 0) -> Pushed:
+        parts = self._of_push(update, weight, bits)
         with self._turn():
             self._sequence += 1
             fields = {"sequence": self._sequence, "weight": weight, "blob": bits_bytes(bits)}
             for line, part in zip(self._lines, parts, strict=True):
-                line.push("push", self.step, part, **fields)
+                line.push("push", self.step, part, encoded=isinstance(update, Encoded), **fields)
             frames = self._answers(Kind.APPLIED, Kind.DROPPED, Kind.HELD)
             answer = self._read_answer(frames, update)
         self._count("push", update)
@@ -169,12 +169,23 @@ class ServedServer(Server):
         self._count(operation, into)
         return versions
 
-    def _read_answer(self, frames: Sequence[Frame], like: Tensor) -> Tensor | None:
+    def _of_push(self, update: Tensor | Encoded, weight: float, bits: int) -> Sequence[Tensor]:
+        """What each shard is sent of an update: its part, or its payload. BadInput for what cannot be one."""
+        if isinstance(update, Tensor):
+            check_mean(update, weight, bits)
+            return self._attached("push", update)
+        check_mean(torch.empty(0, dtype=update.dtype), weight, bits)
+        check_encoded(codec_for(self.spec), update, self.shards)
+        self._attached("push", torch.empty(update.n, dtype=update.dtype, device="meta"))  # for the answer
+        return update.parts
+
+    def _read_answer(self, frames: Sequence[Frame], update: Tensor | Encoded) -> Tensor | None:
         """The answer to a push, [D'], or None."""
         if frames[0].kind == Kind.HELD:
             return None
-        if self._answer is None or self._answer.shape != like.shape:
-            self._answer = torch.empty_like(like, memory_format=torch.contiguous_format, requires_grad=False)
+        n, device = (len(update), update.device) if isinstance(update, Tensor) else (update.n, torch.device("cpu"))
+        if self._answer is None or len(self._answer) != n:
+            self._answer = torch.empty(n, dtype=update.dtype, device=device)
         answer = self._answer
         parts = parts_of(answer, len(self._lines))
         came = [line.read_answer(f, part) for line, f, part in zip(self._lines, frames, parts, strict=True)]
@@ -214,8 +225,8 @@ class ServedServer(Server):
         finally:
             self.waited_s = sum(line.waited_s for line in self._lines)
 
-    def _count(self, operation: str, vector: Tensor) -> None:
-        self.ledger.add(operation, vector.numel() * vector.element_size(), len(self._lines))
+    def _count(self, operation: str, vector: Tensor | Encoded) -> None:
+        self.ledger.add(operation, vector.nbytes, self.shards)
 
 
 def _reply(frame: Frame) -> Applied | Dropped | Held:

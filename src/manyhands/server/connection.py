@@ -14,6 +14,7 @@ from manyhands.errors import BadInput, ManyhandsError
 from manyhands.server.protocol import Kind, Place, bits_of, dtype_of
 from manyhands.server.published import make_outbox, map_outbox
 from manyhands.server.shard import Late, Shard
+from manyhands.server.sharding import codec_for
 from manyhands.server.store import Applied, Dropped, Go, Held
 from manyhands.transport.channel import Channel, ChannelTimeout
 from manyhands.transport.frame import Frame, FrameError, from_json, to_json
@@ -38,6 +39,7 @@ class Connection:
             Kind.PEEK: self._pull,
             Kind.RELEASE: self._release,
             Kind.PUSH: self._push,
+            Kind.ENCODED: self._push,
             Kind.TICK: self._tick,
             Kind.PARK: self._park,
             Kind.CAPTURE: self._capture,
@@ -51,7 +53,7 @@ class Connection:
             if frame.kind == Kind.GOODBYE:
                 return
             handler = self._handlers.get(frame.kind)
-            if handler is None or (frame.elements and frame.kind != Kind.PUSH):
+            if handler is None or (frame.elements and frame.kind not in (Kind.PUSH, Kind.ENCODED)):
                 raise FrameError(f"no request of kind {frame.kind} with {frame.elements} elements exists")
             try:
                 handler(frame)
@@ -129,15 +131,8 @@ class Connection:
         self._shard.unpin(self.worker)
 
     def _push(self, frame: Frame) -> None:
-        if not self._shared:
-            self._shard.check(frame.elements, frame.dtype, "a push")
-            if self._inbox is None:
-                self._inbox = torch.empty(frame.elements, dtype=frame.dtype)
-            self.channel.receive_into(self._inbox)
-        elif frame.elements:
-            raise FrameError(f"updates of this worker come in shared memory; got {frame.elements} elements")
-        assert self._inbox is not None
-        reply: object = self._shard.push(self.worker, frame.sequence, self._inbox, frame.weight, bits_of(frame.blob))
+        update = self._update(frame)
+        reply: object = self._shard.push(self.worker, frame.sequence, update, frame.weight, bits_of(frame.blob))
         if isinstance(reply, Held) and not self._shard.store.rule.answers:
             self._send(Kind.HELD, a=reply.version, b=reply.staleness)
             return
@@ -145,6 +140,30 @@ class Connection:
             reply = self._shard.answer(self.worker, self._alive)
         assert isinstance(reply, Applied | Dropped)
         self._answer(reply)
+
+    def _update(self, frame: Frame) -> Tensor:
+        """[n] what a PUSH brings: an update, or a payload."""
+        if frame.kind == Kind.ENCODED:
+            return self._decoded(frame)
+        if self._shared and frame.elements:
+            raise FrameError(f"updates of this worker come in shared memory; got {frame.elements} elements")
+        if not self._shared:
+            self._shard.check(frame.elements, frame.dtype, "a push")
+            if self._inbox is None:
+                self._inbox = torch.empty(frame.elements, dtype=frame.dtype)
+            self.channel.receive_into(self._inbox)
+        assert self._inbox is not None
+        return self._inbox
+
+    def _decoded(self, frame: Frame) -> Tensor:
+        """[n] what a payload stands for. BadInput for none of this server's codec, before memory is taken where its length tells."""
+        codec, center = codec_for(self._shard.spec), self._shard.memory
+        if frame.dtype != torch.uint8:
+            raise BadInput(f"a payload is a number of bytes (uint8); got {frame.elements} of {frame.dtype}")
+        codec.check_length(frame.tensor_bytes, center.n, center.dtype)
+        payload = torch.empty(frame.elements, dtype=torch.uint8)
+        self.channel.receive_into(payload)
+        return codec.decode(payload, center.n, center.dtype)
 
     def _answer(self, reply: Applied | Dropped) -> None:
         vector = reply.answer

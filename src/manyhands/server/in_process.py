@@ -7,15 +7,24 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
 from manyhands.comm.ledger import Ledger
-from manyhands.errors import BadInput, PeerLost
-from manyhands.server.base import Pushed, Server, ServerSpec, Snapshot
+from manyhands.errors import PeerLost
+from manyhands.server.base import Encoded, Pushed, Server, ServerSpec, Snapshot
 from manyhands.server.said import Said
-from manyhands.server.sharding import cut, joined, make_stores, parts_of
+from manyhands.server.sharding import (
+    check_encoded,
+    check_length,
+    codec_for,
+    cut,
+    decoded,
+    joined,
+    make_stores,
+    parts_of,
+    pushed_of,
+)
 from manyhands.server.store import Applied, Dropped, Duplicate, Go, Held, Reply, Store
 
 T = TypeVar("T")
@@ -53,9 +62,8 @@ class _Client(Server):
     def __init__(self, servers: InProcessServers, worker: int) -> None:
         self.ledger = Ledger()
         self._servers, self._stores, self._worker = servers, servers.stores, worker
-        self._sequence = 0
+        self.shards, self._sequence = len(self._stores), 0
         self._ticks = 0  # finished ones, for messages
-        self._answer: Tensor | None = None  # [D'] where the shards' answers are put together
         self._said = Said()
         self._closed = False
 
@@ -82,16 +90,17 @@ class _Client(Server):
         self._count("pull", into)
 
     @override
-    def push(self, update: Tensor, weight: float = 1.0, bits: int = 0) -> Pushed:
+    def push(self, update: Tensor | Encoded, weight: float = 1.0, bits: int = 0) -> Pushed:
         with self._servers.changed:
-            self._check_length(update, "a push")
-            parts = parts_of(update.detach(), len(self._stores))
+            parts = self._parts(update)
             replies = [store.push(self._worker, self._sequence + 1, p, weight, bits) for store, p in self._with(parts)]
             self._sequence += 1
             self._servers.deliver()
             settled = [self._settled(shard, reply) for shard, reply in enumerate(replies)]
         self._count("push", update)
-        pushed = self._pushed(settled, update)
+        pushed = pushed_of(settled)
+        if pushed.answer is not None:
+            self._count("answer", pushed.answer)
         self._said.pushed(settled, weight, answered=pushed.answer is not None)
         return pushed
 
@@ -150,12 +159,10 @@ class _Client(Server):
     def _copy_center(self, into: Tensor) -> None:
         self._check_length(into, "a center")
         for store, part in self._with(parts_of(into.detach(), len(self._stores))):
-            part.copy_(store.center)
+            part.copy_(store.read())
 
     def _check_length(self, vector: Tensor, what: str) -> None:
-        length = sum(len(store.center) for store in self._stores)
-        if vector.dim() != 1 or len(vector) != length:
-            raise BadInput(f"{what} is a flat vector of {length} elements here; got the shape {list(vector.shape)}")
+        check_length(vector.shape, sum(len(store.center) for store in self._stores), what)
 
     def _settled(self, shard: int, reply: Applied | Held | Dropped | Duplicate) -> Applied | Held | Dropped:
         assert not isinstance(reply, Duplicate)  # nothing is sent twice inside a process
@@ -165,22 +172,13 @@ class _Client(Server):
             return answer
         return reply
 
-    def _pushed(self, replies: Sequence[Applied | Held | Dropped], update: Tensor) -> Pushed:
-        """One reply of all shards'; the answer is copied: it may be everybody's."""
-        first = replies[0]
-        if isinstance(first, Held):
-            return Pushed(applied=True)
-        answer = None
-        if first.answer is not None:
-            self._answer = torch.empty_like(update) if self._answer is None else self._answer
-            for part, reply in zip(parts_of(self._answer, len(replies)), replies, strict=True):
-                assert isinstance(reply, Applied | Dropped)
-                assert reply.answer is not None
-                part.copy_(reply.answer)
-            answer = self._answer
-            self._count("answer", answer)
-        behind = first.behind if isinstance(first, Dropped) else 0
-        return Pushed(isinstance(first, Applied), answer, first.weight, first.bits, behind)
+    def _parts(self, update: Tensor | Encoded) -> Sequence[Tensor]:
+        """With the lock: what each store gets."""
+        if isinstance(update, Tensor):
+            self._check_length(update, "a push")
+            return parts_of(update.detach(), len(self._stores))
+        check_encoded(codec_for(self._servers.spec), update, self.shards)
+        return decoded(self._servers.spec, update)
 
     def _await_center(self, operation: str) -> None:
         self._wait(lambda: all(store.initialized for store in self._stores), self._stores[0], operation)
@@ -203,5 +201,5 @@ class _Client(Server):
             why = f"did not do its part for {self._servers.timeout_s:g} s"
             raise PeerLost(rank, "localhost", f"server.{operation}", self._ticks, seconds, why)
 
-    def _count(self, operation: str, vector: Tensor) -> None:
-        self.ledger.add(operation, vector.numel() * vector.element_size(), len(self._stores))
+    def _count(self, operation: str, vector: Tensor | Encoded) -> None:
+        self.ledger.add(operation, vector.nbytes, self.shards)

@@ -108,11 +108,13 @@ class Line:
                 for fd in fds:
                     os.close(fd)
 
-    def push(self, operation: str, step: int, update: Tensor, **fields: Any) -> None:
-        """Ask PUSH with an update [n]."""
-        if self._outbox is not None:
-            self._outbox.copy_(update)
-        self.ask(operation, step, Kind.PUSH, update if self._outbox is None else None, **fields)
+    def push(self, operation: str, step: int, update: Tensor, *, encoded: bool = False, **fields: Any) -> None:
+        """Ask PUSH with an update [n], or with a payload, which always goes through the socket."""
+        if encoded or self._outbox is None:
+            self.ask(operation, step, Kind.ENCODED if encoded else Kind.PUSH, update, **fields)
+            return
+        self._outbox.copy_(update)
+        self.ask(operation, step, Kind.PUSH, **fields)
 
     def read_center(self, frame: Frame, into: Tensor) -> None:
         """What a CENTER brought."""

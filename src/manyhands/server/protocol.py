@@ -2,7 +2,8 @@
 
 A request is answered by one frame, before which any number of WAIT may come: the shard lives, the answer has to wait for
 other workers. Vectors have the shard's n elements. A connection is one worker's, so no frame says whose it is. Where both
-sit on one host, memory passed by descriptor carries the vectors instead (see published.py), and frames have none.
+sit on one host, memory passed by descriptor carries the vectors instead (see published.py), and frames have none. A
+payload is what `ServerSpec.compress` makes of an update, as uint8, and always behind its frame.
 
 | request | carries                            | answer                                                                   |
 |---------|------------------------------------|--------------------------------------------------------------------------|
@@ -15,6 +16,7 @@ sit on one host, memory passed by descriptor carries the vectors instead (see pu
 | PEEK    | as PULL                            | as PULL, unseen by staleness and gate                                    |
 | RELEASE | (the slot was read)                | none                                                                     |
 | PUSH    | update, weight, bits, sequence     | APPLIED, DROPPED or HELD; a: version, b: staleness; and an answer, below |
+| ENCODED | payload, weight, bits, sequence    | as PUSH                                                                  |
 | TICK    | bits                               | GO, bits                                                                 |
 | PARK    |                                    | DONE                                                                     |
 | CAPTURE |                                    | SNAPSHOT, JSON: names, numbers; then a VECTOR for each name              |
@@ -58,6 +60,7 @@ class Kind(IntEnum):
     RESTORE = 13
     VECTOR = 14
     GOODBYE = 15
+    ENCODED = 16
 
     DONE = 32
     WANTED = 33

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -42,9 +42,34 @@ class Rule(ABC):
     def start(self, center: Tensor) -> None:  # noqa: B027
         """The first center is here; take what memory the rule needs."""
 
+    def expect(self, workers: Collection[int]) -> None:  # noqa: B027
+        """These ranks are not lost; called before the first push, and whenever it changes."""
+
+    def look(self, worker: int) -> None:  # noqa: B027
+        """This worker has the center as it is now: it pulled it."""
+
     @abstractmethod
     def merge(self, old: Tensor, new: Tensor, pushes: Sequence[Push]) -> None:
         """Write the next version into `new`, from `old` and at least one push; set answers where the rule answers."""
+
+    @property
+    def open(self) -> bool:
+        """Whether pushes that were merged wait for more before they move the center."""
+        return False
+
+    @property
+    def complete(self) -> bool:
+        """Whether they wait for nobody any longer, since workers were lost: `close` follows."""
+        return False
+
+    @property
+    def ended(self) -> bool:
+        """Whether all had their last push before a meeting: `close` follows when the center is next read."""
+        return False
+
+    def close(self, old: Tensor, new: Tensor) -> None:  # noqa: B027
+        """Write what they come to into `new`: they are `complete`, or somebody reads the center after they `ended`, or while
+        nobody takes part."""
 
     def vectors(self) -> dict[str, Tensor]:
         """What the rule remembers, by name, each [n]."""

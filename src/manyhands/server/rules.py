@@ -16,6 +16,8 @@ from typing_extensions import override
 from manyhands.errors import BadInput, UnknownName, is_whole
 from manyhands.server.base import ServerSpec
 from manyhands.server.outer import Outer
+from manyhands.server.pairs import Pairs
+from manyhands.server.rounds_rule import Rounds
 from manyhands.server.rule import Push, Rule, check_positive, weighted_mean
 
 
@@ -166,6 +168,8 @@ RULES: dict[str, type[Rule]] = {
     "elastic": Elastic,
     "adagrad": Adagrad,
     "outer": Outer,
+    "pairs": Pairs,
+    "rounds": Rounds,
     "quorum": Quorum,
 }
 """All rules by name."""

@@ -34,6 +34,7 @@ class Shard:
 
     def __init__(self, spec: ServerSpec, workers: int, timeout_s: float) -> None:
         self.store, self.workers = Store(make_rule(spec), workers, spec.bound), workers
+        self.spec = spec
         self.calls = {"pulls": 0, "pushes": 0, "dropped": 0}
         self.published: Published | None = None
         self._timeout_s = timeout_s
@@ -132,7 +133,7 @@ class Shard:
         with self._changed:
             self.calls["pulls"] += pull
             version = self.store.pull(worker) if pull else self.store.version
-            return version, self.memory.pin(worker, self.store.center)
+            return version, self.memory.pin(worker, self.store.read())
 
     def unpin(self, worker: int) -> None:
         with self._changed:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from manyhands.comm.checks import slice_of
+from manyhands.comm.codecs import Codec, codec_of
 from manyhands.errors import BadInput
-from manyhands.server.base import ServerSpec, Snapshot
+from manyhands.server.base import Encoded, Pushed, ServerSpec, Snapshot
 from manyhands.server.rules import make_rule
-from manyhands.server.store import Store
+from manyhands.server.store import Applied, Dropped, Held, Store
 
 
 def shards_of(spec: ServerSpec, shards: int) -> int:
@@ -32,6 +33,51 @@ def make_stores(spec: ServerSpec, workers: int, shards: int = 1) -> list[Store]:
 def parts_of(vector: Tensor, shards: int) -> list[Tensor]:
     """Views of [D'], one a shard."""
     return [vector[slice(*slice_of(shard, shards, len(vector)))] for shard in range(shards)]
+
+
+def decoded(spec: ServerSpec, update: Encoded) -> list[Tensor]:
+    """What each shard's store gets of an encoded push. BadInput for what is none."""
+    codec = codec_for(spec)
+    check_encoded(codec, update, len(update.parts))
+    return [codec.decode(part, n, update.dtype) for part, n in zip(update.parts, lengths_of(update), strict=True)]
+
+
+def lengths_of(update: Encoded) -> list[int]:
+    """Elements of each shard's part."""
+    shards = len(update.parts)
+    return [stop - start for start, stop in (slice_of(shard, shards, update.n) for shard in range(shards))]
+
+
+def check_encoded(codec: Codec, update: Encoded, shards: int) -> None:
+    """BadInput unless there is a payload for each shard, of a length that the codec gives."""
+    if len(update.parts) != shards:
+        raise BadInput(f"an encoded push has a payload for each of {shards} shards; got {len(update.parts)}")
+    for part, n in zip(update.parts, lengths_of(update), strict=True):
+        codec.check_length(len(part), n, update.dtype)
+
+
+def codec_for(spec: ServerSpec) -> Codec:
+    """The codec of encoded pushes; BadInput where the spec has none."""
+    codec = codec_of(spec.compress)
+    if codec is None:
+        raise BadInput('this server takes no encoded pushes: its ServerSpec says compress="none"')
+    return codec
+
+
+def check_length(shape: Sequence[int], length: int, what: str) -> None:
+    """BadInput unless it is a vector of so many elements."""
+    if list(shape) != [length]:
+        raise BadInput(f"{what} is a flat vector of {length} elements here; got the shape {list(shape)}")
+
+
+def pushed_of(replies: Sequence[Applied | Held | Dropped]) -> Pushed:
+    """What all shards say to a push, as one; the answer is in memory of its own, since a shard's may be everybody's."""
+    first = replies[0]
+    if isinstance(first, Held):
+        return Pushed(applied=True)
+    answers = [reply.answer for reply in replies if not isinstance(reply, Held) and reply.answer is not None]
+    behind = first.behind if isinstance(first, Dropped) else 0
+    return Pushed(isinstance(first, Applied), torch.cat(answers) if answers else None, first.weight, first.bits, behind)
 
 
 def joined(captured: Sequence[tuple[dict[str, Tensor], dict[str, Any]]]) -> Snapshot:

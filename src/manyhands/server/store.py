@@ -8,12 +8,15 @@ Pushes are merged in one of three ways:
   have pushed in it or finished it), and become one version in rank order: the workers' speeds cannot be seen. For that,
   all who are to be in step must have begun before the first of them pushes: they meet in between.
 - by steps, with `quorum`: see steps.py.
+A rule may keep what was merged for a later version (`rounds`). That round is closed when the center is read while nobody
+takes part, or after the last pushes before a meeting, so that it has all that was pushed; not when they park, since who
+parks to meet the others may push what it has begun.
 A push of weight 0 changes nothing in any rule, whatever it holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +117,7 @@ class Store:
         self._held: list[Push] = []  # bound 0: of the open tick
         self._open_tick = 0  # that they belong to
         self._spare: list[Tensor] = []  # memory [n] for pushes that wait
+        rule.expect(range(workers))
 
     @property
     def initialized(self) -> bool:
@@ -122,7 +126,7 @@ class Store:
 
     @property
     def center(self) -> Tensor:
-        """[n] the newest version. It is changed in place only where `next_buffer` gives itself back."""
+        """[n] the newest version. It is changed in place only where `next_buffer` gives itself back. To look at it: `read`."""
         if self._center is None:
             raise Refused("there is no center yet: wait until a worker has offered the first")
         return self._center
@@ -130,7 +134,12 @@ class Store:
     @property
     def slowest(self) -> int | None:
         """The worker that others wait for, for messages: of those who take part, the first that has finished the fewest ticks."""
-        return min(self._gate.active, key=self._gate.finished, default=None)
+        return self.slowest_but(())
+
+    def slowest_but(self, waiting: Collection[int]) -> int | None:
+        """`slowest` of those who do not wait themselves."""
+        busy = [worker for worker in self._gate.active if worker not in waiting]
+        return min(busy, key=self._gate.finished, default=None)
 
     def initialize(self, center: Tensor) -> bool:
         """Offer the first center [n], which is the store's from then on; whether it was the first."""
@@ -158,12 +167,22 @@ class Store:
             self._seats[worker] = seat = _Seat()
             seat.generation, seat.pulled, seat.stale = generation, self.version, restored
             self._steps.at[worker] = self.version
+            self.rule.look(worker)
+            self._count()
         self._gate.begin(worker)
+
+    def read(self) -> Tensor:
+        """[n] the center for whoever asks now. While nobody takes part, or after last pushes, the open round is closed first,
+        without a version of its own: no push is between."""
+        if self.rule.open and (self.rule.ended or not self._gate.active):
+            self._close()
+        return self.center
 
     def pull(self, worker: int) -> int:
         """The version of `center`, which the caller reads before its next call. Refused before `initialize`."""
-        seat, center = self._seat(worker), self.center
+        seat, center = self._seat(worker), self.read()
         seat.pulled, seat.own = self.version, 0
+        self.rule.look(worker)
         if self.rule.keeps_pulled:
             seat.stale = center.clone() if seat.stale is None else seat.stale.copy_(center)
         return self.version
@@ -209,10 +228,11 @@ class Store:
     def leave(self, worker: int) -> None:
         """For a worker that is lost: as `park`, for good. What it pushed before counts. Idempotent."""
         self._seat(worker).lost = True
+        self._count()
         self.park(worker)
 
     def capture(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Vectors [n] by name, the store's own memory, to be read before the next call; and numbers (JSON).
+        """Vectors [n] by name, the store's own memory, to be read before the next call; and numbers (JSON). Changes nothing.
 
         Sequence numbers and clocks belong to a launch, and are left out; so does what workers pulled, where no rule keeps it.
         """
@@ -303,7 +323,14 @@ class Store:
             if self._steps.is_complete(needed, self.version, active):
                 self._decide()
             self._steps.forget(active)
+        if self.rule.complete:
+            self._close()
         self.released += [(worker, Go(bits)) for worker, bits in self._gate.opened()]
+
+    def _close(self) -> None:
+        new = self.next_buffer()
+        self.rule.close(self.center, new)
+        self._center = new
 
     def _is_done(self, worker: int) -> bool:
         """Whether the open tick's round waits no longer for this worker."""
@@ -366,6 +393,9 @@ class Store:
         seat.reply = reply
         if self.rule.answers and push.worker in self._gate.active:
             self.released.append((push.worker, reply))
+
+    def _count(self) -> None:
+        self.rule.expect([worker for worker, seat in enumerate(self._seats) if not seat.lost])
 
     def _own(self, worker: int) -> Reply | None:
         """Take out what this call released for its own caller."""

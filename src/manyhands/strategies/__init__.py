@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from manyhands import spec
-from manyhands.errors import BadInput, UnknownName
+from manyhands.errors import BadInput
 
 if TYPE_CHECKING:
     from manyhands.strategies.base import Strategy
@@ -14,6 +14,8 @@ CATALOGUE = {
     "solo": "manyhands.strategies.solo:Solo",
     "allreduce": "manyhands.strategies.allreduce:AllReduce",
     "local-sgd": "manyhands.strategies.local_sgd:LocalSGD",
+    "diloco": "manyhands.strategies.diloco:DiLoCo",
+    "gossip": "manyhands.strategies.gossip:Gossip",
     "ensemble": "manyhands.strategies.ensemble:Ensemble",
     "downpour": "manyhands.strategies.downpour:Downpour",
     "agn": "manyhands.strategies.agn:AGN",
@@ -38,6 +40,10 @@ ELSEWHERE = {  # what other systems call them
     "parameter-averaging": "local-sgd",
     "averaging": "local-sgd:period=end",
     "post-local-sgd": "local-sgd:warmup=100",
+    "opendiloco": "diloco",
+    "streaming-diloco": "diloco:streaming=4",
+    "decoupled-diloco": "diloco:via=server",
+    "fedopt": "diloco",
     "single": "solo",
     "none": "solo",
     "adag": "agn",  # dist-keras' name for what its author's thesis calls accumulated gradient normalisation
@@ -47,10 +53,17 @@ ELSEWHERE = {  # what other systems call them
     "aeasgd": "easgd",
     "aeamsgd": "eamsgd",
     "ssp": "downpour:bound=3",
+    "d-psgd": "gossip:graph=ring",
+    "dpsgd": "gossip:graph=ring",
+    "decentralized": "gossip",
+    "decentralised": "gossip",
+    "bluefog": "gossip",
+    "sgp": "gossip:weights=push-sum",
+    "push-sum": "gossip:weights=push-sum",
+    "ad-psgd": "gossip:graph=pairs",
+    "adpsgd": "gossip:graph=pairs",
     "backup-workers": "quorum:backups=1",
 }
-
-NOT_BUILT = ("diloco", "gossip")
 
 
 def strategy_of(given: Strategy | str) -> Strategy:
@@ -62,12 +75,6 @@ def strategy_of(given: Strategy | str) -> Strategy:
     if not isinstance(given, str):
         raise BadInput(f"strategy must be a Strategy or a string such as 'local-sgd:period=8', not {given!r}")
     name, options = spec.parse(given)
-    here = ELSEWHERE.get(name.lower().replace("_", "-"), name)
-    if here in NOT_BUILT:
-        called = f" (what others call {name})" if here != name else ""
-        raise UnknownName(
-            f"strategy {here}{called} is not built yet: known are {', '.join(CATALOGUE)}, or your own as file.py:Name"
-        )
     maker = spec.find(name, CATALOGUE, "strategy", ELSEWHERE)
     if not (isinstance(maker, type) and issubclass(maker, Strategy)):
         raise BadInput(f"{name} is not a Strategy: derive the class from manyhands.Strategy")

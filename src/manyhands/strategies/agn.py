@@ -38,7 +38,7 @@ class AGN(Windowed):
 
     @override
     def server(self) -> ServerSpec:
-        return ServerSpec(rule="add", bound=self.bound)
+        return ServerSpec(rule="add", bound=self.bound, compress=self.compress)
 
     @override
     def rate_factor(self, workers: int) -> float:

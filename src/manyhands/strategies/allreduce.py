@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 from typing_extensions import override
 
 from manyhands.comm.group import Handle, Total
-from manyhands.strategies.base import Needs, State, Strategy
+from manyhands.errors import BadInput
+from manyhands.strategies import compressing
+from manyhands.strategies.base import Needs, Strategy
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
@@ -17,10 +19,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class AllReduceState(State):
-    """The slices of this tick's gradient that are under way."""
+class AllReduceState(compressing.CompressedState):
+    """The slices of this tick's gradient that are under way, and what compression left out."""
 
     handles: list[Handle] = field(default_factory=list)
+
+    @override
+    def merge(self, others: list[AllReduceState], rank: int, size: int) -> AllReduceState:
+        """With another number of ranks, each takes the mean of what was left out."""
+        if len(others) == size:
+            return others[rank]
+        return replace(others[0], residual=self.shared(others, size, adds=False))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +43,18 @@ class AllReduce(Strategy):
     2. All gradients are replaced by their mean, weighted by what the loss counts.
     3. Every worker applies the same step to the same parameters.
 
-    N workers equal one worker with the same task, up to the rounding of sums.
+    N workers equal one worker with the same task, up to the rounding of sums. With `compress`, step 2 is the mean of what
+    the codec leaves of each gradient; with one worker nothing is compressed.
     """
 
     overlap: bool = False
     """Send slices while backward still computes the rest. Turn it on where the link is slow and cores, or a GPU, are free meanwhile."""
+    compress: str = "none"
+    """The codec of gradients: topk:FRACTION, onebit, threshold:TAU[:CLIP], powersgd:RANK, qsgd:BITS, bf16, int8, or none.
+    Give one where the link is what a step waits for."""
+    feedback: bool | None = None
+    """Whether what a codec leaves out is added to the next gradient. `none`: as its paper, all but qsgd do. Turn it off to save a vector
+    of memory, and see whether it still learns."""
 
     name: ClassVar[str] = "allreduce"
     source: ClassVar[str] = "Revisiting Distributed Synchronous SGD, Chen, Pan, Monga, Bengio, Jozefowicz, 2016"
@@ -46,10 +62,18 @@ class AllReduce(Strategy):
     consistency: ClassVar[str] = "synchronous"
     needs: ClassVar[Needs] = Needs(mean_gradient=True)
 
+    def __post_init__(self) -> None:
+        compressing.check(self.name, self)
+        if self.overlap and self.compress != "none":
+            raise BadInput(
+                f"strategy allreduce: overlap sends slices while backward computes, and compress={self.compress} looks at the whole gradient: give one of them"
+            )
+
     @override
     def start(self, replica: Replica, worker: Worker) -> AllReduceState:
+        compressing.refuse_own_loop(self.name, replica, self)
         replica.agree(worker.group)
-        state = AllReduceState()
+        state = AllReduceState(**compressing.remembered(self, replica, worker))
         if self.overlap:
 
             def begin(gradients: Tensor) -> None:
@@ -63,7 +87,7 @@ class AllReduce(Strategy):
         if self.overlap:
             _wait(replica, worker, state)
         else:
-            replica.mean_gradients(worker.group)
+            compressing.mean_gradients(self, replica, worker, state)
         replica.apply()
         return replica.anybody_has_rows
 

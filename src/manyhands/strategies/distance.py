@@ -48,7 +48,7 @@ class Distance(Windowed):
 
     @override
     def server(self) -> ServerSpec:
-        return ServerSpec(rule="distance", bound=self.bound, options={"rate": self.rate})
+        return ServerSpec(rule="distance", bound=self.bound, options={"rate": self.rate}, compress=self.compress)
 
     @override
     def rate_factor(self, workers: int) -> float:

@@ -14,8 +14,9 @@ from typing_extensions import override
 from manyhands.errors import BadInput
 from manyhands.server.base import ServerSpec
 from manyhands.server.outer import ELEMENTWISE
-from manyhands.strategies import serving
-from manyhands.strategies.base import Leasing, State, Strategy
+from manyhands.strategies import compressing, serving
+from manyhands.strategies.base import Leasing, Strategy
+from manyhands.strategies.compressing import CompressedState
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class DownpourState(State):
+class DownpourState(CompressedState):
     """What this worker did that the server does not have yet."""
 
     start: Tensor  # [D'] where the parameters stood at the last pull or push
@@ -36,11 +37,12 @@ class DownpourState(State):
 
     @override
     def merge(self, others: list[DownpourState], rank: int, size: int) -> DownpourState:
-        """With another number of ranks, all begin anew from the center: what was not pushed yet is lost."""
+        """With another number of ranks, all begin anew from the center: what was not pushed yet is lost, but for the residuals."""
         if len(others) == size:
             return others[rank]
         self.accrued.zero_()
-        return replace(self, interrupted=False, ticks=0, steps=0, weight=0.0, stale=True)
+        residual = self.shared(others, size, adds=True)
+        return replace(self, residual=residual, interrupted=False, ticks=0, steps=0, weight=0.0, stale=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +82,12 @@ class Downpour(Strategy):
     """How many ticks the fastest may be ahead; `none`: any. Lower it when staleness spoils training, 0 is synchronous."""
     warmup: int = 0
     """Ticks of worker 0 alone at the start of the run; raise it when training is unstable at its beginning."""
+    compress: str = "none"
+    """The codec of pushes: topk:FRACTION, onebit, threshold:TAU[:CLIP], powersgd:RANK, qsgd:BITS, bf16, int8, or none.
+    Give one where the link is what a step waits for."""
+    feedback: bool | None = None
+    """Whether what a codec leaves out is added to the next push. `none`: as its paper, all but qsgd do. Turn it off to save a vector
+    of memory, and see whether it still learns."""
 
     name: ClassVar[str] = "downpour"
     source: ClassVar[str] = (
@@ -91,6 +99,7 @@ class Downpour(Strategy):
     def __post_init__(self) -> None:
         serving.check_whole(self.name, push_every=self.push_every, pull_every=self.pull_every)
         serving.check_pace(self.name, self.bound, self.warmup)
+        compressing.check(self.name, self)
         rate = self.outer_rate
         if rate is not None and not (rate > 0 and math.isfinite(rate)):
             raise BadInput(f"strategy downpour: outer_rate must be a number above 0, or none; not {rate!r}")
@@ -116,11 +125,11 @@ class Downpour(Strategy):
     @override
     def server(self) -> ServerSpec:
         if self.rule == "add":
-            return ServerSpec(rule="add", bound=self.bound)
+            return ServerSpec(rule="add", bound=self.bound, compress=self.compress)
         if self.rule == "adagrad":
-            return ServerSpec(rule="adagrad", bound=self.bound, options={"rate": self._rate()})
+            return ServerSpec(rule="adagrad", bound=self.bound, options={"rate": self._rate()}, compress=self.compress)
         options = {"optimizer": _optimizer(self.rule), "rate": self._rate(), "momentum": self.outer_momentum}
-        return ServerSpec(rule="outer", bound=self.bound, options=options)
+        return ServerSpec(rule="outer", bound=self.bound, options=options, compress=self.compress)
 
     @override
     def leasing(self) -> Leasing | None:
@@ -139,7 +148,8 @@ class Downpour(Strategy):
     @override
     def start(self, replica: Replica, worker: Worker) -> DownpourState:
         serving.begin(replica, worker)
-        return DownpourState(start=replica.zeros(), accrued=replica.zeros())
+        memory = compressing.remembered(self, replica, worker)
+        return DownpourState(start=replica.zeros(), accrued=replica.zeros(), **memory)
 
     @override
     def before_backward(self, replica: Replica, worker: Worker, state: DownpourState) -> None:
@@ -149,7 +159,7 @@ class Downpour(Strategy):
         if keep:
             state.accrued.add_(replica.parameters).sub_(state.start)
             state.interrupted = True
-        serving.pull(replica, worker)
+        compressing.pull(self, replica, worker)
         state.start.copy_(replica.parameters)
         if keep:
             replica.parameters.add_(state.accrued)
@@ -177,7 +187,7 @@ class Downpour(Strategy):
 
     @override
     def consensus(self, replica: Replica, worker: Worker, state: DownpourState) -> Tensor:
-        return serving.center(replica, worker)
+        return compressing.center(self, replica, worker)
 
     def _rate(self) -> float:
         if self.outer_rate is not None:
@@ -194,7 +204,7 @@ class Downpour(Strategy):
             update = torch.sub(replica.parameters, state.start, out=state.start)
             if state.interrupted:
                 update.add_(state.accrued)
-        serving.server_of(worker).push(update, state.weight)
+        compressing.push(self, replica, worker, state, update, state.weight)
         state.start.copy_(replica.parameters)
         if self.rule == "adagrad" or state.interrupted:
             state.accrued.zero_()

@@ -40,7 +40,7 @@ class DynSGD(Windowed):
 
     @override
     def server(self) -> ServerSpec:
-        return ServerSpec(rule="staleness", bound=self.bound)
+        return ServerSpec(rule="staleness", bound=self.bound, compress=self.compress)
 
     @override
     def rate_factor(self, workers: int) -> float:

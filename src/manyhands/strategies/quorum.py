@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import override
@@ -10,8 +10,9 @@ from typing_extensions import override
 from manyhands.comm.group import Total
 from manyhands.errors import BadInput
 from manyhands.server.base import ServerSpec
-from manyhands.strategies import serving
-from manyhands.strategies.base import State, Strategy
+from manyhands.strategies import compressing, serving
+from manyhands.strategies.base import Strategy
+from manyhands.strategies.compressing import CompressedState
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
@@ -21,15 +22,17 @@ AHEAD = 16  # ticks that the others may be ahead of a late worker: so many means
 
 
 @dataclass(kw_only=True)
-class QuorumState(State):
-    """How far this worker is behind."""
+class QuorumState(CompressedState):
+    """How far this worker is behind, and what compression left out."""
 
     behind: int = 0  # steps that were decided without it, whose means it has yet to apply
 
     @override
     def merge(self, others: list[QuorumState], rank: int, size: int) -> QuorumState:
-        """A checkpoint is of one tick of all: nobody is behind it."""
-        return QuorumState()
+        """A checkpoint is of one tick of all: nobody is behind it. With another number of ranks, each takes the mean of what was left out."""
+        if len(others) == size:
+            return replace(others[rank], behind=0)
+        return replace(others[0], behind=0, residual=self.shared(others, size, adds=False))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,12 @@ class Quorum(Strategy):
     backups: int = 0
     """How many workers a step does not wait for. Raise it when a few of many workers are often late (the summary's wait). The price is
     their rows, of few workers a large share: so the default waits for all, and is then exact and the same every time."""
+    compress: str = "none"
+    """The codec of pushes (the mean comes back as it is): topk:FRACTION, onebit, threshold:TAU[:CLIP], powersgd:RANK, qsgd:BITS, bf16, int8, or none.
+    Give one where the link is what a step waits for."""
+    feedback: bool | None = None
+    """Whether what a codec leaves out is added to the next gradient. `none`: as its paper, all but qsgd do. Turn it off to save a vector
+    of memory, and see whether it still learns."""
 
     name: ClassVar[str] = "quorum"
     source: ClassVar[str] = "Revisiting Distributed Synchronous SGD, Chen, Pan, Monga, Bengio, Jozefowicz, 2016"
@@ -64,10 +73,13 @@ class Quorum(Strategy):
 
     def __post_init__(self) -> None:
         serving.check_whole(self.name, 0, backups=self.backups)
+        compressing.check(self.name, self)
 
     @override
     def server(self) -> ServerSpec:
-        return ServerSpec(rule="quorum", bound=AHEAD, options={"backups": self.backups}, one_shard=True)
+        return ServerSpec(
+            rule="quorum", bound=AHEAD, options={"backups": self.backups}, one_shard=True, compress=self.compress
+        )
 
     @override
     def start(self, replica: Replica, worker: Worker) -> QuorumState:
@@ -76,7 +88,7 @@ class Quorum(Strategy):
                 f"strategy quorum: backups={self.backups} of {worker.size} workers leaves none to wait for: give at most {worker.size - 1}"
             )
         serving.begin(replica, worker)
-        return QuorumState()
+        return QuorumState(**compressing.remembered(self, replica, worker))
 
     @override
     def before_backward(self, replica: Replica, worker: Worker, state: QuorumState) -> None:
@@ -84,7 +96,7 @@ class Quorum(Strategy):
 
     @override
     def exchange(self, replica: Replica, worker: Worker, state: QuorumState) -> bool:
-        pushed = serving.server_of(worker).push(replica.gradients, replica.weight, replica.bits())
+        pushed = compressing.push_gradients(self, replica, worker, state)
         state.behind = pushed.behind
         replica.dropped = not pushed.applied
         replica.rounds += 1

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.strategies import serving
-from manyhands.strategies.base import Leasing, State, Strategy
+from manyhands.strategies import compressing, serving
+from manyhands.strategies.base import Leasing, Strategy
+from manyhands.strategies.compressing import CompressedState, Compressing
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class Window(State):
+class Window(CompressedState):
     """What this worker did since it last pulled: it steps alone for a window, pushes what came of it, and pulls again."""
 
     start: Tensor  # [D'] the center that it pulled
@@ -28,13 +29,15 @@ class Window(State):
 
     @override
     def merge(self, others: list[Window], rank: int, size: int) -> Window:
-        """With another number of ranks, a new window from the center: what was not pushed yet is lost."""
-        return others[rank] if len(others) == size else replace(others[0], ticks=0, steps=0, fresh=False)
+        """With another number of ranks, a new window from the center: what was not pushed yet is lost, but for the residuals."""
+        if len(others) == size:
+            return others[rank]
+        return replace(others[0], residual=self.shared(others, size, adds=True), ticks=0, steps=0, fresh=False)
 
-    def enter(self, replica: Replica, worker: Worker) -> None:
+    def enter(self, replica: Replica, worker: Worker, options: Compressing) -> None:
         """Before a gradient: where no window is open, begin one from the center."""
         if not self.fresh:
-            serving.pull(replica, worker)
+            compressing.pull(options, replica, worker)
             self.start.copy_(replica.parameters)
             self.fresh = True
 
@@ -43,13 +46,13 @@ class Window(State):
         self.steps += replica.apply()
         self.ticks += 1
 
-    def close(self, replica: Replica, worker: Worker, *, divide: bool = False) -> None:
+    def close(self, replica: Replica, worker: Worker, options: Compressing, *, divide: bool = False) -> None:
         """Push what the steps of the window moved, or (`divide`) their mean; the next gradient is taken at the center again."""
         if self.steps:
             update = torch.sub(replica.parameters, self.start, out=self.start)  # its memory is free until the next pull
             if divide and self.steps > 1:
                 update.div_(self.steps)
-            serving.server_of(worker).push(update)
+            compressing.push(options, replica, worker, self, update)
         self.ticks, self.steps, self.fresh = 0, 0, False
 
 
@@ -63,6 +66,12 @@ class Windowed(Strategy):
     """How many ticks the fastest may be ahead; `none`: any. Lower it when staleness spoils training, 0 is synchronous."""
     warmup: int = 0
     """Ticks of worker 0 alone at the start of the run; raise it when training is unstable at its beginning."""
+    compress: str = "none"
+    """The codec of pushes: topk:FRACTION, onebit, threshold:TAU[:CLIP], powersgd:RANK, qsgd:BITS, bf16, int8, or none.
+    Give one where the link is what a step waits for."""
+    feedback: bool | None = None
+    """Whether what a codec leaves out is added to the next push. `none`: as its paper, all but qsgd do. Turn it off to save a vector
+    of memory, and see whether it still learns."""
 
     consistency: ClassVar[str] = "async / bounded"
     divides: ClassVar[bool]  # a window is pushed as the mean of its steps, not as their sum
@@ -70,6 +79,7 @@ class Windowed(Strategy):
     def __post_init__(self) -> None:
         serving.check_whole(self.name, window=self.window)
         serving.check_pace(self.name, self.bound, self.warmup)
+        compressing.check(self.name, self)
 
     @override
     def leasing(self) -> Leasing | None:
@@ -78,23 +88,23 @@ class Windowed(Strategy):
     @override
     def start(self, replica: Replica, worker: Worker) -> Window:
         serving.begin(replica, worker)
-        return Window(start=replica.zeros())
+        return Window(start=replica.zeros(), **compressing.remembered(self, replica, worker))
 
     @override
     def before_backward(self, replica: Replica, worker: Worker, state: Window) -> None:
-        state.enter(replica, worker)
+        state.enter(replica, worker, self)
 
     @override
     def exchange(self, replica: Replica, worker: Worker, state: Window) -> bool:
         state.step(replica)
         if state.ticks == self.window:
-            state.close(replica, worker, divide=self.divides)
+            state.close(replica, worker, self, divide=self.divides)
         return True
 
     @override
     def finish(self, replica: Replica, worker: Worker, state: Window) -> None:
-        state.close(replica, worker, divide=self.divides)
+        state.close(replica, worker, self, divide=self.divides)
 
     @override
     def consensus(self, replica: Replica, worker: Worker, state: Window) -> Tensor:
-        return serving.center(replica, worker)
+        return compressing.center(self, replica, worker)

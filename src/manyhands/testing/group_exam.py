@@ -333,6 +333,39 @@ def _expect_received(group: Group, source: int, n: int) -> None:
     expect(torch.equal(tensor, vector(source, n)), f"{n} elements from {source} arrived changed")
 
 
+def check_swap(group: Group) -> None:
+    """swap in pairs, in circles both ways, in circles side by side, and in a line, of any size; a sender counts what it sends."""
+    rank, size = group.rank, group.size
+    before = group.ledger.as_dict().get("send", {"bytes": 0})["bytes"]
+    sent = 0
+    for n in (0, 1, 1000, 700_000):
+        partner = rank ^ 1
+        if partner < size:
+            _expect_swapped(group, partner, partner, n)
+            sent += n
+        for step in range(1, size):
+            _expect_swapped(group, (rank + step) % size, (rank - step) % size, n)
+            sent += n
+        if rank == 0 and size > 1:
+            group.send(vector(0, n), 1)
+        elif rank == size - 1 and size > 1:
+            _expect_received(group, rank - 1, n)
+        elif size > 1:
+            _expect_swapped(group, rank + 1, rank - 1, n)
+        sent += n * (rank < size - 1)
+    after = group.ledger.as_dict().get("send", {"bytes": 0})["bytes"]
+    expect(after - before == 8 * sent, f"swaps sent {after - before} bytes by the ledger, expected {8 * sent}")
+
+
+def _expect_swapped(group: Group, target: int, source: int, n: int) -> None:
+    into = torch.zeros(2 * n, dtype=torch.float64)[::2] if n % 3 else torch.zeros(n, dtype=torch.float64)
+    own = vector(group.rank, n)
+    group.swap(own, target, into, source)
+    what = f"a swap of {n} elements with {target} and {source}"
+    expect(torch.equal(into, vector(source, n)), f"{what}: other numbers came")
+    expect(torch.equal(own, vector(group.rank, n)), f"{what} changed what was sent")
+
+
 def check_json(group: Group) -> None:
     """all_gather_json brings JSON of any length in rank order."""
     wanted = [{"rank": rank, "text": "é" * (rank * 700_000), "list": [1.5, None, True]} for rank in range(group.size)]
@@ -386,6 +419,10 @@ def check_refusals(group: Group) -> None:
     expect_refused(lambda: group.broadcast_(tensor, group.size), "a source outside the group")
     expect_refused(lambda: group.send(tensor, group.rank), "sending to oneself")
     expect_refused(lambda: group.receive_(tensor, group.rank), "receiving from oneself")
+    expect_refused(lambda: group.swap(tensor, group.rank, torch.ones(3), group.rank), "swapping with oneself")
+    if group.size > 1:
+        peer = (group.rank + 1) % group.size
+        expect_refused(lambda: group.swap(tensor, peer, torch.ones(2), peer), "swapping with another shape")
     expect_refused(lambda: group.all_gather_json(object()), "an object that is not JSON")
     group.mean_(tensor)
     expect_close(tensor, torch.ones(3), "the mean after refusals")

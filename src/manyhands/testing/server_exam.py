@@ -22,8 +22,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from manyhands.comm.codecs import Codec, codec_of
 from manyhands.comm.reducing import naive_mean
-from manyhands.server.base import Pushed, Server, ServerSpec
+from manyhands.server.base import Encoded, Pushed, Server, ServerSpec
+from manyhands.server.sharding import parts_of
 from manyhands.testing.group_exam import ExamFailed, expect, expect_refused, vector
 from manyhands.testing.turns import Turns
 
@@ -497,6 +499,54 @@ def check_traffic(open_servers: OpenServers) -> None:
                 moved = {name: count - was[name] for name, count in server.ledger.as_dict()[operation].items()}
                 wanted = {"bytes": 4 * D * 8, "messages": 4 * shards}
                 expect(moved == wanted, f"4 times {operation} on {shards} shards moved {moved}, expected {wanted}")
+
+
+def check_encoded_pushes(open_servers: OpenServers) -> None:
+    """An encoded push is to the center what it is decoded as; its payloads are what was sent. (CASE 17)"""
+    for text in ("topk:0.3", "onebit", "threshold:0.5", "int8"):
+        codec = codec_of(text)
+        assert codec is not None
+        spec = ServerSpec(rule="staleness", compress=text)
+        for shards in (1, 3, D + 1):
+            with training(open_servers, spec, 2, shards, vector(5, D)) as (a, b):
+                expect(a.shards == shards, f"a server of {shards} shards says that it has {a.shards}")
+                wanted, sent = vector(5, D), 0
+                pulled(b)
+                for turn, server in enumerate((a, b, a)):
+                    encoded = encode(codec, vector(turn, D), shards)
+                    sent += sum(len(part) for part in encoded.parts) if server is a else 0
+                    expect(server.push(encoded).applied, "an encoded push was not applied")
+                    parts = zip(encoded.parts, parts_of(wanted, shards), strict=True)
+                    update = torch.cat([codec.decode(part, len(like), torch.float64) for part, like in parts])
+                    wanted += update / (1 if turn == 0 else 2)
+                    server.said()
+                expect_near(center_of(a), wanted, 1e-15, f"the center after encoded pushes, {text} on {shards} shards")
+                counts = a.ledger.as_dict()["push"]
+                expect(
+                    counts == {"bytes": sent, "messages": 2 * shards}, f"{text}: sent {counts}, expected {sent} bytes"
+                )
+
+
+def check_encoded_pushes_of_another_kind(open_servers: OpenServers) -> None:
+    """Payloads that cannot be are BadInput and change nothing; a server without a codec takes none."""
+    codec = codec_of("topk:0.3")
+    assert codec is not None
+    with training(open_servers, ServerSpec(rule="add", compress="topk:0.3"), 1, 2) as (server,):
+        good = encode(codec, vector(0, D), 2)
+        for parts in (good.parts[:1], (good.parts[0], good.parts[1][:-1]), (good.parts[0], good.parts[1].repeat(9))):
+            expect_refused(lambda parts=parts: server.push(Encoded(parts, D, torch.float64)), "another payload")  # type: ignore[misc]
+        server.push(good)
+        server.push(vector(1, D))
+        expect(
+            server.said()["pushes"] == [[1, 1], [2, 2]], "a refused push is in what the worker says, or one is missing"
+        )
+    with training(open_servers, ADD, 1, 2) as (server,):
+        expect_refused(lambda: server.push(good), "an encoded push where no codec is")
+
+
+def encode(codec: Codec, update: Tensor, shards: int) -> Encoded:
+    """An update, a payload for each shard."""
+    return Encoded(tuple(codec.encode(part) for part in parts_of(update, shards)), len(update), update.dtype)
 
 
 def check_shards_agree(open_servers: OpenServers) -> None:

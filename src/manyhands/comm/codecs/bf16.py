@@ -1,0 +1,53 @@
+"""bf16: the upper half of a float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from manyhands.comm.codecs.base import NO_HINTS, Hints, LinearCodec, bytes_of, numbers_of
+from manyhands.comm.group import Group, Total
+
+
+@dataclass(frozen=True)
+class BF16(LinearCodec):
+    """Every value as the nearest bfloat16: the range of a float32, 8 bits of precision.
+
+    Source: Mixed Precision Training, Paulius Micikevicius, Sharan Narang, Jonah Alben, Gregory Diamos, Erich Elsen, et
+    al., 2018, for 16 bits; A Study of BFLOAT16 for Deep Learning Training, Kalamkar et al., 2019, for these.
+
+    The mean is the group's own of 16-bit numbers: added up in float32, rounded once (twice between hosts).
+    Payload of 2·n bytes.
+    """
+
+    form: ClassVar[str] = "bf16"
+    source: ClassVar[str] = "A Study of BFLOAT16 for Deep Learning Training, Kalamkar et al., 2019"
+
+    @override
+    def encode(self, vector: Tensor, hints: Hints = NO_HINTS) -> Tensor:
+        return bytes_of(vector.to(torch.bfloat16))
+
+    @override
+    def decode(self, payload: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+        self.check_length(len(payload), n, dtype)
+        return numbers_of(payload, 0, n, torch.bfloat16).to(dtype)
+
+    @override
+    def lengths(self, n: int, dtype: torch.dtype) -> range:
+        return range(2 * n, 2 * n + 1)
+
+    @override
+    def mean_(
+        self, group: Group, vector: Tensor, weight: float, bits: int, hints: Hints = NO_HINTS, own: Tensor | None = None
+    ) -> Total:
+        rounded = vector.to(torch.bfloat16, copy=True)
+        if own is not None:
+            own.copy_(rounded)
+        total = group.mean_(rounded, weight, bits)
+        if total.weight:
+            vector.copy_(rounded)
+        return total

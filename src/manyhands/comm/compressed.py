@@ -1,0 +1,65 @@
+"""The mean of a group through a codec: what travels are payloads."""
+
+from __future__ import annotations
+
+from functools import partial, reduce
+from operator import or_
+
+import torch
+from torch import Tensor
+
+from manyhands.comm.checks import check_mean
+from manyhands.comm.codecs.base import NO_HINTS, Codec, Hints, LinearCodec, computed
+from manyhands.comm.group import Group, Total
+
+
+def compressed_mean_(
+    group: Group,
+    codec: Codec,
+    vector: Tensor,
+    weight: float = 1.0,
+    bits: int = 0,
+    hints: Hints = NO_HINTS,
+    own: Tensor | None = None,
+) -> Total:
+    """`Group.mean_`, of what the codec leaves of each rank's `vector` [n]. A collective.
+
+    The same bits on every rank; a rank of weight 0 gets the others' mean, and what it held does not count; total weight 0
+    leaves every vector as it was. With one rank nothing is encoded. `own` [n] gets what this rank's payload stands for:
+    what it sent, for error feedback; zeros without weight.
+
+    Payloads of linear codecs are averaged as they travel. All others go to everybody, (size - 1) payloads from each
+    rank, and are added up in rank order; those of no fixed length are padded to the longest, and what pads is sent too.
+    """
+    check_mean(vector, weight, bits)
+    if group.size == 1:
+        if own is not None:
+            own.copy_(vector)
+        return Total(float(weight), bits)
+    mean_ = codec.mean_ if isinstance(codec, LinearCodec) else partial(_gathered, codec)
+    total = mean_(group, vector, float(weight), bits, hints, own)
+    if own is not None and not weight:
+        own.zero_()
+    return total
+
+
+def _gathered(
+    codec: Codec, group: Group, vector: Tensor, weight: float, bits: int, hints: Hints, own: Tensor | None
+) -> Total:
+    payload = codec.encode(vector if weight else torch.zeros_like(vector), hints)
+    words = group.all_gather_json([weight, f"{bits:x}", len(payload)])
+    total = Total(sum(word[0] for word in words), reduce(or_, (int(word[1], 16) for word in words)))
+    if own is not None:
+        own.copy_(codec.decode(payload, len(vector), vector.dtype))
+    if not total.weight:
+        return total
+    longest = max(word[2] for word in words)
+    rows = group.all_gather(torch.nn.functional.pad(payload, (0, longest - len(payload))))
+    mean: Tensor | None = None
+    for row, (share, _, length) in zip(rows, words, strict=True):
+        if share:
+            part = computed(codec.decode(row[:length], len(vector), vector.dtype)).mul_(share / total.weight)
+            mean = part if mean is None else mean.add_(part)
+    assert mean is not None  # total.weight is positive
+    vector.copy_(mean)
+    return total

@@ -1,0 +1,173 @@
+"""What a gradient costs: seconds a row, jitter, stragglers."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
+from typing import Any, Self
+
+from manyhands.engines.sim.units import (
+    expect_number,
+    read_factor,
+    read_items,
+    read_seconds,
+    shown,
+    unknown,
+)
+from manyhands.errors import BadInput, is_whole
+
+_JITTERS = "none, lognormal:SIGMA, exponential, uniform:SHARE, quantiles:A/B/…"
+_SECONDS = ("row", "step", "lease", "merge")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """How long workers compute: (step + row · rows) · factor · jitter seconds a tick with rows, 0 without.
+
+    Frozen, so that it is an engine's option. `str()` gives what `parse` reads. Raises BadInput where a number makes no
+    sense.
+    """
+
+    row: float = 1e-4  # seconds a row of a batch
+    step: float = 0.0  # seconds a tick with rows, whatever their number
+    jitter: str = "none"
+    """A factor of mean 1, drawn for each tick: none; lognormal:SIGMA (of the logarithm); exponential; uniform:SHARE
+    (between 1 - SHARE and 1 + SHARE); quantiles:A/B/… (measured, at equal distances from least to greatest)."""
+    factors: Mapping[int, float] = field(default_factory=dict, hash=False)  # {rank: so many times slower}
+    lease: float = 0.0  # seconds a lease takes
+    merge: float = 0.0  # seconds a byte that a server shard merges or hands out
+
+    def __post_init__(self) -> None:
+        for name in _SECONDS:
+            expect_number(getattr(self, name), f"compute: {name} (seconds)", least=0)
+        for rank, factor in self.factors.items():
+            if not is_whole(rank, least=0):
+                raise BadInput(f"compute: factors are by rank, a whole number of at least 0; got {rank!r}")
+            expect_number(factor, f"compute: the factor of worker {rank}", above=0)
+        _draw(self.jitter)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """`row=1e-4,step=1ms,jitter=lognormal:0.2,3=5x,8-15=2x`
+
+        Times are seconds, or 2s, 10ms, 50us. `3=5x`: worker 3 takes 5 times as long; `8-15=2x`: so do workers 8 to 15.
+        `merge` is seconds a byte. Raises BadInput, and UnknownName for an option.
+        """
+        return cls().with_text(text)
+
+    def with_text(self, text: str) -> Self:
+        """This one where `text`, written as for `parse`, says nothing else. Raises as `parse` does."""
+        changes: dict[str, Any] = {}
+        factors = dict(self.factors)
+        for name, value in read_items(text, "compute"):
+            if found := re.fullmatch(r"(\d+)(?:-(\d+))?", name):
+                ranks = range(int(found[1]), int(found[2] or found[1]) + 1)
+                factors.update(dict.fromkeys(ranks, read_factor(value, f"compute: {name}")))
+            elif name in _SECONDS:
+                changes[name] = read_seconds(value, f"compute: {name}")
+            elif name == "jitter":
+                changes[name] = value
+            else:
+                valid = [entry.name for entry in fields(self) if entry.name != "factors"]
+                raise unknown(name, "compute", [*valid, "RANK=5x", "RANK-RANK=5x"])
+        return replace(self, **changes, factors=factors)
+
+    def __str__(self) -> str:
+        parts = [f"{name}={shown(getattr(self, name))}" for name in _SECONDS if name == "row" or getattr(self, name)]
+        if self.jitter != "none":
+            parts.append(f"jitter={self.jitter}")
+        return ",".join([*parts, *(f"{rank}={shown(factor)}x" for rank, factor in sorted(self.factors.items()))])
+
+    def check(self, workers: int) -> None:
+        """BadInput if a factor is of a worker that a simulation of so many does not have."""
+        beyond = [rank for rank in self.factors if rank >= workers]
+        if beyond:
+            raise BadInput(
+                f"compute: worker {min(beyond)} has a factor, and this run has workers 0 to {workers - 1}: "
+                "name one of those, or leave it out"
+            )
+
+    def pace(self, rank: int, seed: int) -> Pace:
+        """One worker's."""
+        return Pace(self, rank, seed)
+
+
+class Pace:
+    """One worker's seconds, drawn from its own generator: they do not depend on what others do."""
+
+    __slots__ = ("_draw", "_generator", "_row", "_step")
+
+    def __init__(self, compute: Compute, rank: int, seed: int) -> None:
+        factor = compute.factors.get(rank, 1.0)
+        self._step, self._row = compute.step * factor, compute.row * factor
+        self._draw = _draw(compute.jitter)
+        self._generator = random.Random(f"{seed} pace of {rank}")
+
+    def seconds(self, rows: int) -> float:
+        """Of the next tick with so many rows; 0 without rows, for which nothing is drawn."""
+        if not rows:
+            return 0.0
+        seconds = self._step + self._row * rows
+        return seconds if self._draw is None else seconds * self._draw(self._generator)
+
+
+def _draw(jitter: str) -> Callable[[random.Random], float] | None:
+    """The factor's distribution, by its name; its mean is 1."""
+    name, colon, text = jitter.partition(":")
+    match name:
+        case "none" if not colon:
+            return None
+        case "exponential" if not colon:
+            return lambda generator: generator.expovariate(1.0)
+        case "lognormal":
+            return _lognormal(_number(jitter, text))
+        case "uniform":
+            return _uniform(_number(jitter, text))
+        case "quantiles":
+            return _quantiles([_number(jitter, part) for part in text.split("/")])
+    raise BadInput(f"compute: jitter is one of {_JITTERS}; got {jitter!r}: write jitter=lognormal:0.2")
+
+
+def _number(jitter: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise BadInput(f"compute: jitter is one of {_JITTERS}, with numbers of at least 0; got {jitter!r}")
+    return value
+
+
+def _lognormal(sigma: float) -> Callable[[random.Random], float]:
+    return lambda generator: math.exp(sigma * generator.gauss() - sigma * sigma / 2)
+
+
+def _uniform(share: float) -> Callable[[random.Random], float]:
+    if share > 1:
+        raise BadInput(
+            f"compute: the SHARE of jitter=uniform:SHARE is at most 1, which is from 0 to twice; got {share:g}"
+        )
+    return lambda generator: 1 + share * (2 * generator.random() - 1)
+
+
+def _quantiles(values: list[float]) -> Callable[[random.Random], float]:
+    """Straight lines between the quantiles, scaled to a mean of 1."""
+    if len(values) < 2 or sorted(values) != values or not values[-1]:
+        raise BadInput(
+            "compute: jitter=quantiles:A/B/… takes two or more numbers from the least to the greatest, which is not 0; "
+            f"got {'/'.join(map(shown, values))}"
+        )
+    pieces = len(values) - 1
+    mean = sum(low + high for low, high in pairwise(values)) / (2 * pieces)
+    scaled = [value / mean for value in values]
+
+    def draw(generator: random.Random) -> float:
+        at = generator.random() * pieces
+        piece = int(at)
+        return scaled[piece] + (at - piece) * (scaled[piece + 1] - scaled[piece])
+
+    return draw

@@ -1,0 +1,294 @@
+"""Engine `sim`: the same program on any number of workers in one process, in virtual time."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from typing_extensions import override
+
+from manyhands.engines.alone import run_as
+from manyhands.engines.base import Engine, Launch
+from manyhands.engines.sim.compute import Compute
+from manyhands.engines.sim.costs import Costs
+from manyhands.engines.sim.faults import Fault, Faults
+from manyhands.engines.sim.group import SimGroup, SimMeeting
+from manyhands.engines.sim.line import Desk, SimLine, backward_in_turn
+from manyhands.engines.sim.network import Network, Wires
+from manyhands.engines.sim.profile import Profile
+from manyhands.engines.sim.server import SimServers
+from manyhands.engines.sim.timeline import Killed, Program, Timeline
+from manyhands.errors import BadInput, PeerLost, Unsupported, WorkerFailed
+from manyhands.events import Event
+from manyhands.server.line import ShardLost
+from manyhands.worker import Worker, set_current
+
+T = TypeVar("T")
+
+COLLECT_AFTER_S = 1.0
+"""After a run of so many seconds what it left is looked for; that takes a tenth of one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sim(Engine):
+    """Any number of simulated workers in this process, in virtual time: real gradients on real data, the same every time.
+
+    Workers take turns. Computing, messages and waiting take virtual seconds, by what `compute` and `network` say; the
+    same seed gives the same bits, whatever else the machine does. What each cost is, docs/simulate.md says.
+    """
+
+    network: str | Network = ""
+    """What messages cost: latency=1e-3,bandwidth=1e9,workers_per_host=4 …; free without it."""
+    compute: str | Compute = ""
+    """What gradients cost: row=1e-4,step=1e-3,jitter=lognormal:0.2,3=5x (worker 3 is 5 times slower)."""
+    faults: str | Faults = ""
+    """What goes wrong: kill=2@step:100,pause=1@2.5s+3,drop=0.01 …; nothing without it."""
+    seed: int = 0
+    """Of jitter, faults, and the order of what happens at the same time."""
+    profile: Path | None = None
+    """A machine that `manyhands calibrate` measured; `network` and `compute` override its numbers."""
+
+    name: ClassVar[str] = "sim"
+    serves: ClassVar[bool] = True
+    simulated: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        self.parts()  # what cannot be read is refused now
+
+    def parts(self) -> tuple[Network, Compute, Faults]:
+        """What the options say, put together."""
+        network, compute = Network(), Compute()
+        if self.profile is not None:
+            profile = Profile.load(self.profile)
+            network, compute = profile.network, profile.compute
+        if isinstance(self.network, Network) or self.network:
+            network = self.network if isinstance(self.network, Network) else network.with_text(self.network)
+        if isinstance(self.compute, Compute) or self.compute:
+            compute = self.compute if isinstance(self.compute, Compute) else compute.with_text(self.compute)
+        faults = self.faults if isinstance(self.faults, Faults) else Faults.parse(self.faults)
+        return network, compute, faults
+
+    @override
+    def on_one_host(self, workers: int) -> bool:
+        return self.parts()[0].workers_per_host >= workers
+
+    @override
+    def facts(self) -> dict[str, Any]:
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {"simulated": {name: str(value) for name, value in given.items() if value not in ("", None)}}
+
+    @override
+    def check(self, plan: Launch) -> None:
+        if plan.workers < 1:
+            raise BadInput(f"workers must be at least 1, not {plan.workers}")
+        if plan.server is not None and plan.servers < 1:
+            raise BadInput(f"servers must be at least 1, not {plan.servers}")
+        if plan.device not in ("auto", "cpu"):
+            raise Unsupported(
+                f"engine sim computes on the CPU, where the same seed gives the same bits; device {plan.device} was asked for: "
+                "leave it out, and say with compute= how long a gradient takes"
+            )
+        network, compute, faults = self.parts()
+        compute.check(plan.workers)
+        Wires(network, plan.workers, plan.shards)
+        faults.check(plan.workers, plan.shards, rejoins=plan.rejoins)
+
+    @override
+    def launch(self, program: Callable[[Worker], T], plan: Launch) -> list[T]:
+        self.check(plan)
+        threads = torch.get_num_threads()
+        begun = time.monotonic()
+        torch.set_num_threads(plan.threads_per_worker or 1)
+        try:
+            with backward_in_turn():
+                return Simulation(self, plan).run(program)
+        finally:
+            torch.set_num_threads(threads)
+            if time.monotonic() - begun > COLLECT_AFTER_S:
+                gc.collect()  # replicas are in circles, and would stay beside those of the next run
+
+
+class Simulation:
+    """One launch."""
+
+    def __init__(self, engine: Sim, plan: Launch) -> None:
+        network, self.compute, self.faults = engine.parts()
+        self.plan, self.seed = plan, engine.seed
+        self.timeline = Timeline(engine.seed)
+        self.timeline.on_end = self._ended
+        self.wires = Wires(network, plan.workers, plan.shards)
+        self.meeting = SimMeeting(
+            self.timeline, Costs(self.wires, plan.workers), self.wires, plan.workers, plan.timeout_s
+        )
+        self.servers = self._servers()
+        self.desk = Desk(self.timeline, plan.observer, self.compute.lease, plan.timeout_s)
+        self.workers: dict[int, Worker] = {}  # by rank, as the next two
+        self.lines: dict[int, SimLine] = {}
+        self.programs: dict[int, Program] = {}
+        self.planned = list(self.faults.planned)  # what did not happen yet
+
+    def _servers(self) -> SimServers | None:
+        if self.plan.server is None:
+            return None
+        return SimServers(
+            self.plan.server,
+            self.plan.workers,
+            self.plan.shards,
+            self.timeline,
+            self.wires,
+            self.faults.messages(self.seed),
+            self.compute,
+            self.faults,
+            self.plan.timeout_s,
+        )
+
+    def run(self, program: Callable[[Worker], T]) -> list[T]:
+        """Its values in rank order; errors as `Engine.launch` says."""
+        for rank in range(self.plan.workers):
+            self._start(program, rank)
+        for fault in self.faults.planned:
+            self._plan_fault(program, fault)
+        self.timeline.run()
+        killed = self._killed()
+        if killed is not None:
+            raise self._lost(killed)
+        self._warn_of_what_did_not_happen()
+        return [self.programs[rank].value for rank in range(self.plan.workers)]
+
+    # -- workers -----------------------------------------------------------------------------------------------------
+
+    def _start(self, program: Callable[[Worker], T], rank: int, generation: int = 0, at: float = 0.0) -> None:
+        line = SimLine(self.desk, rank, self.compute.pace(rank, self.seed))
+        worker = Worker(
+            rank=rank,
+            size=self.plan.workers,
+            host=f"host{self.wires.host_of(rank)}",
+            device=torch.device("cpu"),
+            generation=generation,
+            group=SimGroup(self.meeting, rank),
+            server=None if self.servers is None else self.servers.clients[rank],
+            clock=lambda: self.timeline.now,
+            coordinator=line,
+            threads=torch.get_num_threads(),
+            shares_process=True,
+        )
+        self.workers[rank], self.lines[rank] = worker, line
+        self.programs[rank] = self.timeline.start(rank, partial(self._as_worker, worker, program, line), at)
+
+    def _as_worker(self, worker: Worker, program: Callable[[Worker], T], line: SimLine) -> T:
+        """What each program does."""
+        set_current(worker)
+        if worker.generation and self.servers is not None:
+            self.servers.restart(worker.rank)
+            worker.server = self.servers.clients[worker.rank]
+        try:
+            value = run_as(worker, program, line)
+        finally:
+            if worker.server is not None:
+                with suppress(Killed):  # a dead worker says no goodbye
+                    worker.server.close()
+        worker.group.close()  # goodbye: who waits for this worker hears that it does not come
+        return value
+
+    def _ended(self, program: Program) -> None:
+        if program.error is not None:
+            self._raise(program.error)
+        if program.killed and self.programs[program.name] is program:  # and no other has taken its place
+            self.timeline.at(self.timeline.now + self.faults.notice_s, partial(self._declare_lost, program.name))
+
+    def _raise(self, error: BaseException) -> None:
+        """A worker's error; or, where it only says that somebody did not come, the death of whom nobody had heard of yet."""
+        killed = self._killed() if isinstance(error, PeerLost) and not isinstance(error, ShardLost) else None
+        if killed is not None:
+            raise self._lost(killed) from error
+        raise error
+
+    def _killed(self) -> int | None:
+        """The first worker that was killed, and that no new process takes the place of."""
+        return next((rank for rank, program in self.programs.items() if program.killed and program.ended), None)
+
+    def _declare_lost(self, rank: int) -> None:
+        raise self._lost(rank)
+
+    def _lost(self, rank: int) -> WorkerFailed:
+        line, host = self.lines[rank], f"host{self.wires.host_of(rank)}"
+        return WorkerFailed(
+            f"worker {rank} on {host} was killed, as faults= asks for, in phase {line.phase} at step {line.step}, "
+            f"and declared lost at {self.timeline.now:g} s",
+            rank=rank,
+            host=host,
+            phase=line.phase,
+            step=line.step,
+        )
+
+    # -- faults ------------------------------------------------------------------------------------------------------
+
+    def _plan_fault(self, program: Callable[[Worker], T], fault: Fault) -> None:
+        if fault.node < 0:
+            self.timeline.at(fault.time or 0.0, partial(self._befall_shard, -1 - fault.node, fault))
+        elif fault.step is not None:
+            happen = partial(self._befall_itself, program, fault)
+            self.desk.at_step.setdefault((fault.node, fault.step), []).append(happen)
+        else:
+            self.timeline.at(fault.time or 0.0, partial(self._befall, program, fault))
+
+    def _warn_of_what_did_not_happen(self) -> None:
+        for fault in self.planned:
+            message = f"faults: {fault} did not happen: the run was over before, or whom it was to befall"
+            self.plan.observer.event(
+                Event(type="warning", time_s=self.timeline.now, rank=0, values={"message": message})
+            )
+
+    def _befall_shard(self, shard: int, fault: Fault) -> None:
+        assert self.servers is not None
+        if self.servers.shards[shard].is_killed:
+            return
+        self.planned.remove(fault)
+        match fault.what:
+            case "kill":
+                self.servers.kill_shard(shard)
+            case "pause":
+                self.servers.pause_shard(shard, fault.seconds)
+            case "restart":
+                self.servers.restart_shard(shard, fault.seconds)
+
+    def _befall(self, program: Callable[[Worker], T], fault: Fault) -> None:
+        """A worker, at a time of which it knows nothing."""
+        victim = self.programs[fault.node]
+        if victim.ended:
+            return
+        self.planned.remove(fault)
+        match fault.what:
+            case "kill":
+                victim.kill()
+            case "pause":
+                victim.pause(fault.seconds)
+            case "restart":
+                self._restart(program, victim, fault.seconds)
+                victim.throw()  # now: the new one may begin at this very time
+
+    def _befall_itself(self, program: Callable[[Worker], T], fault: Fault) -> None:
+        """A worker, in its own turn."""
+        victim = self.programs[fault.node]
+        self.planned.remove(fault)
+        match fault.what:
+            case "kill":
+                victim.killed = True
+                raise Killed
+            case "pause":
+                victim.pause(fault.seconds)
+            case "restart":
+                self._restart(program, victim, fault.seconds)
+                raise Killed
+
+    def _restart(self, program: Callable[[Worker], T], victim: Program, seconds: float) -> None:
+        """A new process will run the program from its beginning, in the next generation; the victim's is to end now."""
+        generation = self.workers[victim.name].generation + 1
+        self._start(program, victim.name, generation, self.timeline.now + seconds)

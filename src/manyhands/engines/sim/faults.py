@@ -1,0 +1,196 @@
+"""What goes wrong in a simulation, and when."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, Self, get_args
+
+from manyhands.engines.sim.units import NUMBER, TIME, expect_number, read_items, read_seconds, shown, unknown
+from manyhands.errors import BadInput, Unsupported, is_whole
+
+What = Literal["kill", "pause", "restart"]
+
+_PLANNED = rf"(?P<shard>shard)?(?P<number>\d+)@(?:step:(?P<step>\d+)|(?P<time>{TIME}))(?:\+(?P<seconds>{TIME}))?"
+_PROBABILITIES = ("drop", "duplicate", "delay", "reorder")
+_OPTIONS = {"retry": "retry_s", "notice": "notice_s"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One thing that happens to one worker or server shard. Raises BadInput where it cannot."""
+
+    what: What
+    node: int  # rank, or -1 - shard
+    step: int | None = None  # when the worker begins to compute this step (workers only) …
+    time: float | None = None  # … or at this time, seconds
+    seconds: float = 0.0  # how long a pause lasts, or until a restarted one is back
+
+    def __post_init__(self) -> None:
+        if self.what not in get_args(What):
+            raise BadInput(f"faults: kill, pause or restart; got {self.what!r}")
+        if (self.step is None) == (self.time is None):
+            raise BadInput(f"faults: {self.what} is at a step or at a time; got step {self.step}, time {self.time}")
+        if self.step is not None and not is_whole(self.step, least=0):
+            raise BadInput(f"faults: a step is a whole number of at least 0; got {self.step!r}")
+        if self.node < 0 and self.step is not None:
+            raise BadInput(
+                f"faults: {self} of a server shard, which makes no steps: give a time, as in {self.what}=shard0@2.5s"
+            )
+        if self.time is not None:
+            expect_number(self.time, f"faults: the time of a {self.what} (seconds)", least=0)
+        expect_number(self.seconds, f"faults: how long a {self.what} takes (seconds)", least=0)
+        if self.what == "pause" and not self.seconds:
+            raise BadInput(f"faults: {self} does not say for how long: write {self}+3 for 3 seconds")
+        if self.what == "kill" and self.seconds:
+            raise BadInput(
+                f"faults: {self} would come back; that is restart: write {str(self).replace('kill', 'restart')}"
+            )
+
+    def __str__(self) -> str:
+        node = str(self.node) if self.node >= 0 else f"shard{-1 - self.node}"
+        when = f"step:{self.step}" if self.step is not None else f"{shown(self.time or 0.0)}s"
+        return f"{self.what}={node}@{when}" + (f"+{shown(self.seconds)}" if self.seconds else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faults:
+    """All that goes wrong. Frozen, so that it is an engine's option. The probabilities are of each message to or from a server.
+
+    `str()` gives what `parse` reads. Raises BadInput where a number makes no sense.
+    """
+
+    planned: tuple[Fault, ...] = ()
+    drop: float = 0.0
+    duplicate: float = 0.0
+    delay: float = 0.0
+    delay_s: float = 0.0  # mean of an exponential delay
+    reorder: float = (
+        0.0  # a message is held back for up to 2 · retry_s: what is sent later, even its repetition, may pass it
+    )
+    retry_s: float = 0.2  # a message without answer is sent again after so long
+    notice_s: float = 1.0  # a worker that was killed is declared lost after so long
+
+    def __post_init__(self) -> None:
+        for name in _PROBABILITIES:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not 0 <= value < 1:
+                raise BadInput(f"faults: {name} is a probability of at least 0 and below 1; got {value!r}")
+        expect_number(self.delay_s, "faults: the mean delay (seconds)", least=0)
+        expect_number(self.retry_s, "faults: retry (seconds)", above=0)
+        expect_number(self.notice_s, "faults: notice (seconds)", least=0)
+        if self.delay and not self.delay_s:
+            raise BadInput(
+                f"faults: delay={shown(self.delay)} does not say for how long: write delay={shown(self.delay)}:0.5 "
+                "for 0.5 seconds on average"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """`kill=2@step:100,pause=1@2.5s+3,restart=shard0@4s+0.5,drop=0.01,delay=0.1:0.5,retry=0.2,notice=1`
+
+        kill, pause and restart: of worker 2, or shard0 of the server, at a step that the worker begins or at a time, and
+        for how long; as many as wanted. drop, duplicate, delay (with its mean seconds), reorder: the probability for
+        each message to or from a server. Times are seconds, or 2s, 10ms. Raises BadInput, and UnknownName for an option.
+        """
+        planned: list[Fault] = []
+        changes: dict[str, Any] = {}
+        for name, value in read_items(text, "faults"):
+            if name in get_args(What):
+                planned.append(_read_fault(name, value))
+            elif name in _PROBABILITIES:
+                changes.update(_read_probability(name, value))
+            elif name in _OPTIONS:
+                changes[_OPTIONS[name]] = read_seconds(value, f"faults: {name}")
+            else:
+                raise unknown(name, "faults", [*get_args(What), *_PROBABILITIES, *_OPTIONS])
+        return replace(cls(planned=tuple(planned)), **changes)
+
+    def __str__(self) -> str:
+        parts = [str(fault) for fault in self.planned]
+        for name in _PROBABILITIES:
+            if value := getattr(self, name):
+                parts.append(f"{name}={shown(value)}" + (f":{shown(self.delay_s)}" if name == "delay" else ""))
+        defaults = {entry.name: entry.default for entry in fields(self)}
+        for name, attribute in _OPTIONS.items():
+            if (value := getattr(self, attribute)) != defaults[attribute]:
+                parts.append(f"{name}={shown(value)}")
+        return ",".join(parts)
+
+    def check(self, workers: int, shards: int, *, rejoins: bool = True) -> None:
+        """Raise BadInput or Unsupported for what cannot befall so many workers and shards. rejoins: a restarted worker can take part."""
+        for fault in self.planned:
+            _check_there(fault, workers, shards)
+            if fault.what == "restart" and fault.node >= 0 and not rejoins:
+                raise Unsupported(
+                    f"faults: {fault} of a worker, and nobody can join a training that goes on: let it be killed or paused, "
+                    "or restart a server shard"
+                )
+        named = [name for name in _PROBABILITIES if getattr(self, name)]
+        if named and not shards:
+            raise Unsupported(
+                f"faults: {', '.join(named)} {'are' if len(named) > 1 else 'is'} of messages to and from a parameter server, and this run has none: "
+                "take a strategy with one, such as downpour, or leave it out"
+            )
+
+    def messages(self, seed: int) -> Messages | None:
+        """What happens to messages; None where nothing does."""
+        return Messages(self, seed) if any(getattr(self, name) for name in _PROBABILITIES) else None
+
+
+class Messages:
+    """Draws what happens to each message: the same for the same seed, message by message."""
+
+    def __init__(self, faults: Faults, seed: int) -> None:
+        self._faults, self._generator = faults, random.Random(f"{seed} messages")
+
+    def copies(self) -> list[float]:
+        """How many seconds later than it should each copy of the next message arrives: [0.0] as it should; [] it is lost."""
+        faults, happens = self._faults, self._happens
+        if happens(faults.drop):
+            return []
+        return [self._late() for _ in range(2 if happens(faults.duplicate) else 1)]
+
+    def _late(self) -> float:
+        faults, late = self._faults, 0.0
+        if self._happens(faults.delay):
+            late += self._generator.expovariate(1 / faults.delay_s)
+        if self._happens(faults.reorder):
+            late += self._generator.uniform(0, 2 * faults.retry_s)
+        return late
+
+    def _happens(self, probability: float) -> bool:
+        return probability > 0 and self._generator.random() < probability
+
+
+def _check_there(fault: Fault, workers: int, shards: int) -> None:
+    if fault.node >= workers or -1 - fault.node >= shards:
+        there = f"workers 0 to {workers - 1}" if fault.node >= 0 else f"{shards} shards of a server"
+        name = f"worker {fault.node}" if fault.node >= 0 else f"shard {-1 - fault.node}"
+        raise BadInput(f"faults: {fault.what} of {name}, and this run has {there}: name one of those")
+
+
+def _read_fault(what: Any, text: str) -> Fault:
+    found = re.fullmatch(_PLANNED, text)
+    if found is None:
+        raise BadInput(
+            f"faults: {what} is WHO@WHEN or WHO@WHEN+SECONDS, WHO a rank or shard0, WHEN step:100 or 2.5s; got {text!r}: "
+            f"write {what}={'2@step:100' if what == 'kill' else '2@step:100+3'}"
+        )
+    number = int(found["number"])
+    return Fault(
+        what=what,
+        node=-1 - number if found["shard"] else number,
+        step=None if found["step"] is None else int(found["step"]),
+        time=None if found["time"] is None else read_seconds(found["time"], f"faults: {what}"),
+        seconds=0.0 if found["seconds"] is None else read_seconds(found["seconds"], f"faults: {what}"),
+    )
+
+
+def _read_probability(name: str, text: str) -> dict[str, float]:
+    value, colon, mean = text.partition(":")
+    if not re.fullmatch(rf"-?{NUMBER}", value) or (colon and name != "delay"):
+        shape = "PROBABILITY:SECONDS, as in delay=0.1:0.5" if name == "delay" else f"a number, as in {name}=0.01"
+        raise BadInput(f"faults: {name} is {shape}; got {text!r}")
+    return {name: float(value), **({"delay_s": read_seconds(mean, "faults: the mean delay")} if colon else {})}

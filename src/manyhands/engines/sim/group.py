@@ -1,0 +1,219 @@
+"""The group of simulated workers: real tensors, the arithmetic of workers on one host, and the time of the simulated network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from manyhands.comm.checks import check_mean, check_peer, check_rank, check_sum, check_swap, json_bytes, slice_of
+from manyhands.comm.flat import flattened, restore
+from manyhands.comm.group import Group, Handle, Total
+from manyhands.comm.ledger import Ledger
+from manyhands.comm.reducing import CHUNK, reduce_everywhere, shares_of, sum_of
+from manyhands.comm.signature import signature
+from manyhands.engines.sim.costs import Cost
+from manyhands.engines.sim.meeting import Call, Letter, Round, Run, SimMeeting
+from manyhands.errors import ManyhandsError
+
+__all__ = ["SimGroup", "SimMeeting"]
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+_FREE = Cost(0.0, [], [])
+
+
+class SimGroup(Group):
+    """One simulated worker's. Only the program of this rank calls it, in its turn.
+
+    A collective is computed at once when the last rank comes, in all ranks' own tensors, with the bits that
+    SharedMemoryGroup gives at one thread a worker. It is over, for everybody, when the last rank has come, the group's
+    collective before it is over, and the time has passed that its algorithm takes on this network: see `Costs`. A mean
+    that was started travels while its worker computes. `waited_s` ends with the last arrival; what follows is exchange.
+
+    send leaves at once, of any size: the message waits for this worker's network card, not the worker. share: any tensor.
+    Ledger: what this rank sends in the algorithm that `Costs` chose; words (weights, bits, JSON, barriers) are not counted.
+
+    Besides the errors of every group: ManyhandsError, on every rank, as soon as one calls another operation than the
+    others, or with another n, dtype or source; the group is unusable from then on. After PeerLost the tensors of operations
+    that were under way hold what they held, or the result.
+    """
+
+    def __init__(self, meeting: SimMeeting, rank: int) -> None:
+        check_rank(rank, meeting.size, "rank")
+        self.rank, self.size, self.ledger = rank, meeting.size, Ledger()
+        self._meeting = meeting
+        self._closed = False
+
+    @override
+    def allocate(self, n: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(n, dtype=dtype)
+
+    @override
+    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0) -> Handle:
+        check_mean(tensor, weight, bits)
+        call = self._call("mean_", signature("mean_", tensor.dtype), tensor)
+        call.weight, call.bits = float(weight), bits
+        return _Started(self, self._arrive(call, self._mean), call.step)
+
+    @override
+    def all_reduce_(self, tensor: Tensor) -> None:
+        check_sum(tensor)
+        self._complete(self._call("all_reduce_", signature("all_reduce_", tensor.dtype), tensor), self._sum)
+
+    @override
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        rows = self._complete(self._call("all_gather", signature("all_gather", tensor.dtype), tensor), self._gather)
+        own: Tensor = rows.clone()  # one rank's at a time, where it is not kept
+        return own.view(self.size, *tensor.shape)
+
+    @override
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        check_sum(tensor)
+        call = self._call("reduce_scatter", signature("reduce_scatter", tensor.dtype), tensor)
+        low, high = slice_of(self.rank, self.size, call.n)
+        result: Tensor = self._complete(call, self._scatter)[low:high].clone()
+        return result
+
+    @override
+    def broadcast_(self, tensor: Tensor, source: int) -> None:
+        check_rank(source, self.size, "source")
+        call = self._call("broadcast_", signature("broadcast_", tensor.dtype, source), tensor)
+        self._complete(call, lambda calls: self._broadcast(calls, source))
+
+    @override
+    def send(self, tensor: Tensor, target: int) -> None:
+        check_peer(target, self.rank, self.size, "target")
+        letter = Letter(signature("send", tensor.dtype), flattened(tensor).clone())
+        self._meeting.post(letter, self.rank, target, self.step)
+        self.ledger.add("send", tensor.nbytes)
+
+    @override
+    def receive_(self, tensor: Tensor, source: int) -> None:
+        check_peer(source, self.rank, self.size, "source")
+        number = signature("send", tensor.dtype)
+        letter, waited_s = self._meeting.take(source, self.rank, self.step)
+        self.waited_s += waited_s
+        if (letter.number, letter.data.numel()) != (number, tensor.numel()):
+            raise self._meeting.refuse(letter, number, tensor.numel(), source, self.rank, self.step)
+        tensor.detach().copy_(letter.data.view(tensor.shape))
+
+    @override
+    def swap(self, tensor: Tensor, target: int, into: Tensor, source: int) -> None:
+        """As the contract says: what is sent leaves at once, so that both are on their way together."""
+        check_swap(tensor, target, into, source, self.rank, self.size)
+        self.send(tensor, target)
+        self.receive_(into, source)
+
+    @override
+    def barrier(self) -> None:
+        self._complete(self._call("barrier", signature("barrier")), self._barrier)
+
+    @override
+    def all_gather_json(self, value: Any) -> list[Any]:
+        call = self._call("all_gather_json", signature("all_gather_json"))
+        call.text = json_bytes(value).decode()
+        values: list[Any] = json.loads(self._complete(call, self._texts))
+        return values
+
+    @override
+    def share(self, tensor: Tensor, owner: int) -> Tensor:
+        check_rank(owner, self.size, "owner")
+        call = self._call("share", signature("broadcast_", tensor.dtype, owner), tensor)
+        shared: Tensor = self._complete(call, lambda calls: (_FREE, calls[owner].tensor))
+        return shared
+
+    @override
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._meeting.leave(self.rank)
+
+    # -- how a call takes its course ---------------------------------------------------------------------------------
+
+    def _call(self, name: str, number: int, tensor: Tensor = _NOTHING) -> Call:
+        return Call(self.rank, name, number, tensor, self.step, self.ledger)
+
+    def _arrive(self, call: Call, run: Run) -> Round:
+        if self._closed:
+            raise ManyhandsError("this group was closed; make a new one")
+        return self._meeting.arrive(call, run)
+
+    def _complete(self, call: Call, run: Run) -> Any:
+        round_ = self._arrive(call, run)
+        self.end(round_, call.name, call.step)
+        return round_.result
+
+    def end(self, round_: Round, name: str, step: int) -> None:
+        """Return when a collective is over."""
+        self.waited_s += self._meeting.end(round_, self.rank, name, step)
+
+    # -- what collectives do, with all ranks' calls ------------------------------------------------------------------
+
+    def _mean(self, calls: Sequence[Call]) -> tuple[Cost, Total]:
+        weights, total, bits = [call.weight for call in calls], 0.0, 0
+        for call in calls:
+            total += call.weight
+            bits |= call.bits
+        if not total or not calls[0].n:
+            return self._words(), Total(total, bits)
+        if self.size > 1:
+            _reduce(calls, shares_of(weights, total))
+        return self._meeting.costs.mean(calls[0].n, calls[0].tensor.itemsize), Total(total, bits)
+
+    def _sum(self, calls: Sequence[Call]) -> tuple[Cost, None]:
+        if not calls[0].n:
+            return self._words(), None
+        _reduce(calls, None)
+        return self._meeting.costs.mean(calls[0].n, calls[0].tensor.itemsize), None
+
+    def _gather(self, calls: Sequence[Call]) -> tuple[Cost, Tensor]:
+        rows = torch.stack([flattened(call.tensor) for call in calls])
+        return self._meeting.costs.all_gather(calls[0].n, calls[0].tensor.itemsize), rows
+
+    def _scatter(self, calls: Sequence[Call]) -> tuple[Cost, Tensor]:
+        total = sum_of([flattened(call.tensor) for call in calls])
+        return self._meeting.costs.reduce_scatter(calls[0].n, calls[0].tensor.itemsize), total
+
+    def _broadcast(self, calls: Sequence[Call], source: int) -> tuple[Cost, None]:
+        given = flattened(calls[source].tensor)
+        for call in calls:
+            if call.rank != source:
+                call.tensor.detach().copy_(given.view(call.tensor.shape))
+        return self._meeting.costs.broadcast(calls[0].n, given.itemsize, source), None
+
+    def _barrier(self, calls: Sequence[Call]) -> tuple[Cost, None]:
+        return self._words(), None
+
+    def _texts(self, calls: Sequence[Call]) -> tuple[Cost, str]:
+        cost = self._meeting.costs.json([len(call.text) for call in calls])
+        return cost, f"[{','.join(call.text for call in calls)}]"
+
+    def _words(self) -> Cost:
+        return self._meeting.costs.barrier()
+
+
+class _Started(Handle):
+    """A mean that was started."""
+
+    def __init__(self, group: SimGroup, round_: Round, step: int) -> None:
+        self._group, self._round, self._step = group, round_, step
+
+    @override
+    def wait(self) -> Total:
+        self._group.end(self._round, "mean_", self._step)
+        total: Total = self._round.result
+        return total
+
+
+def _reduce(calls: Sequence[Call], shares: Sequence[float | None] | None) -> None:
+    """Replace all ranks' tensors by the sum of tensor·share, in rank order; piece by piece, so that they stay in the cache."""
+    flats = [flattened(call.tensor) for call in calls]
+    n, length = calls[0].n, CHUNK // calls[0].tensor.itemsize
+    for start in range(0, n, length):
+        reduce_everywhere([flat[start : start + length] for flat in flats] if n > length else flats, shares)
+    for flat, call in zip(flats, calls, strict=True):
+        restore(flat, call.tensor)

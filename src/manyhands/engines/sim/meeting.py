@@ -1,0 +1,297 @@
+"""Where the simulated workers of a group meet: who has come to which collective, when it is over, and who will never come."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyhands.comm.ledger import Ledger
+from manyhands.comm.signature import describe, itemsize
+from manyhands.engines.sim.costs import Cost, Costs
+from manyhands.engines.sim.network import Wires
+from manyhands.engines.sim.timeline import Cell, Killed, Timeline
+from manyhands.errors import ManyhandsError, PeerLost
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+Failure = Callable[[str, int, float], ManyhandsError]
+"""(operation, step, seconds waited) -> the error that a rank gets after which the group is unusable."""
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One rank's part in a collective."""
+
+    rank: int
+    name: str
+    number: int  # its signature
+    tensor: Tensor
+    step: int
+    ledger: Ledger
+    weight: float = 1.0
+    bits: int = 0
+    text: str = ""  # JSON
+    n: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.n = self.tensor.numel()
+
+    def __str__(self) -> str:
+        words = describe(self.number, self.n)
+        return words.replace("broadcast_", self.name) if self.name == "share" else words
+
+
+Run = Callable[[Sequence[Call]], tuple[Cost, Any]]
+"""All ranks' calls, in rank order -> what the collective costs, and its result; the ranks' tensors are worked on in place."""
+
+
+class Round:
+    """One collective. `result` is there with the last arrival, and known to the ranks from `done_at` on."""
+
+    __slots__ = ("arrived_at", "calls", "cells", "done_at", "first", "missing", "result")
+
+    def __init__(self, size: int, first: Call) -> None:
+        self.first: Call | None = first
+        self.calls: list[Call | None] = [None] * size
+        self.missing = size
+        self.arrived_at: float | None = None  # when the last one came
+        self.done_at = 0.0
+        self.result: Any = None
+        self.cells: list[Cell[None]] = []  # of the ranks that wait for it
+
+    def wake(self) -> None:
+        """It is over."""
+        for cell in self.cells:
+            cell.set(None)
+        self.cells.clear()
+
+
+@dataclass(slots=True, eq=False)
+class Letter:
+    """A tensor on its way from one rank to another, or the place where one is waited for."""
+
+    number: int = 0
+    data: Tensor = _NOTHING  # [n]
+    sent_at: float | None = None
+    arrives_at: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Wait:
+    """A rank that waits: for a collective's last arrival and its end, or for another rank's letter."""
+
+    cell: Cell[None]
+    name: str
+    step: int
+    since: float
+    source: int  # -1: a collective's
+    until: Round | Letter
+
+    @property
+    def is_for_somebody(self) -> bool:
+        """Whether somebody has not done its part: else only the network is waited for."""
+        return (self.until.arrived_at if isinstance(self.until, Round) else self.until.sent_at) is None
+
+    def lacks(self) -> list[int]:
+        """The ranks that have not come."""
+        if isinstance(self.until, Letter):
+            return [self.source]
+        return [rank for rank, call in enumerate(self.until.calls) if call is None]
+
+
+class SimMeeting:
+    """What the ranks of one simulated group share.
+
+    A collective begins when the last rank has come and the group's previous one is over; it takes what `costs` says. The
+    i-th calls of all ranks meet. timeout_s: who waits for a rank for so long gets PeerLost, and the group is unusable.
+    """
+
+    def __init__(self, timeline: Timeline, costs: Costs, wires: Wires, size: int, timeout_s: float) -> None:
+        self.timeline, self.costs, self.wires, self.size = timeline, costs, wires, size
+        self.timeout_s = timeout_s
+        self._rounds: dict[int, Round] = {}  # those that somebody has not come to
+        self._calls = [0] * size  # how many each rank has made
+        self._free_at = 0.0  # when the last collective is over
+        self._mail: dict[tuple[int, int], deque[Letter]] = {}
+        self._waits: dict[int, Wait] = {}  # by rank
+        self._closed: set[int] = set()
+        self._failure: Failure | None = None
+        self._watched = False
+
+    def check(self, name: str, step: int) -> None:
+        """Raise what made the group unusable, if anything did; Killed for a rank that was killed: the dead say nothing."""
+        if self.timeline.is_dead:
+            raise Killed
+        if self._failure is not None:
+            raise self._failure(name, step, 0.0)
+
+    # -- collectives -------------------------------------------------------------------------------------------------
+
+    def arrive(self, call: Call, run: Run) -> Round:
+        """A rank comes to its next collective, and does not wait."""
+        self.check(call.name, call.step)
+        index = self._calls[call.rank]
+        self._calls[call.rank] += 1
+        round_ = self._rounds.get(index)
+        if round_ is None:
+            round_ = self._rounds[index] = Round(self.size, call)
+        self._check_same(round_, call)
+        round_.calls[call.rank] = call
+        round_.missing -= 1
+        if round_.missing == 0:
+            del self._rounds[index]
+            self._complete(round_, run)
+        elif self._closed:
+            self._check_closed(round_, call)
+        return round_
+
+    def end(self, round_: Round, rank: int, name: str, step: int) -> float:
+        """Return when the collective is over; the seconds until the last rank came."""
+        now = self.timeline.now
+        if round_.arrived_at is not None and round_.done_at <= now:
+            return 0.0
+        self.check(name, step)
+        wait = Wait(self.timeline.cell(), name, step, now, -1, round_)
+        if round_.arrived_at is not None and not round_.cells:
+            self.timeline.at(round_.done_at, round_.wake)
+        round_.cells.append(wait.cell)
+        self._wait(rank, wait)
+        assert round_.arrived_at is not None
+        return max(0.0, round_.arrived_at - now)
+
+    def _complete(self, round_: Round, run: Run) -> None:
+        calls = [call for call in round_.calls if call is not None]
+        try:
+            cost, round_.result = run(calls)
+        except Exception as error:
+            self._fail(self._broken(calls[0], error))
+            raise
+        for call, bytes, messages in zip(calls, cost.bytes, cost.messages, strict=False):
+            if messages:
+                call.ledger.add(call.name, bytes, messages)
+        round_.arrived_at = self.timeline.now
+        round_.done_at = self._free_at = max(self.timeline.now, self._free_at) + cost.seconds
+        round_.calls, round_.first = [], None  # nobody keeps the ranks' tensors
+        if round_.cells:
+            self.timeline.at(round_.done_at, round_.wake)
+
+    def _broken(self, call: Call, error: Exception) -> Failure:
+        message = f"{call} of all workers failed at step {call.step}: {type(error).__name__}: {error}"
+        return lambda name, step, seconds: ManyhandsError(message)
+
+    def _check_same(self, round_: Round, call: Call) -> None:
+        first = round_.first
+        assert first is not None  # until all have come
+        if (first.name, first.number, first.n) == (call.name, call.number, call.n):
+            return
+        message = (
+            f"all workers of a group call the same operations in the same order; at step {call.step} "
+            f"worker {call.rank} called {call} and worker {first.rank} {first}: look for a branch that not all of them take"
+        )
+        raise self._fail(lambda name, step, seconds: ManyhandsError(message))(call.name, call.step, 0.0)
+
+    def _check_closed(self, round_: Round, call: Call) -> None:
+        gone = [rank for rank in self._closed if round_.calls[rank] is None]
+        if gone:
+            raise self._fail(self._lost(min(gone), "left the group"))(call.name, call.step, 0.0)
+
+    # -- letters -----------------------------------------------------------------------------------------------------
+
+    def post(self, letter: Letter, source: int, target: int, step: int) -> None:
+        """Give a letter to the network."""
+        self.check("send", step)
+        now = self.timeline.now
+        letter.arrives_at = self.wires.send(source, target, letter.data.nbytes, now)
+        letter.sent_at = now
+        wait = self._waits.get(target)
+        if wait is not None and wait.source == source and wait.is_for_somebody:
+            wait.until = letter
+            self.timeline.at(letter.arrives_at, lambda: wait.cell.set(None))
+        self._mail.setdefault((source, target), deque()).append(letter)
+
+    def take(self, source: int, target: int, step: int) -> tuple[Letter, float]:
+        """The next letter from a rank, when it is here; and the seconds until it was sent."""
+        self.check("receive_", step)
+        now = self.timeline.now
+        box = self._mail.setdefault((source, target), deque())
+        if not box and source in self._closed:
+            raise self._fail(self._lost(source, "left the group"))("receive_", step, 0.0)
+        if not box or box[0].arrives_at > now:
+            wait = Wait(self.timeline.cell(), "receive_", step, now, source, box[0] if box else Letter())
+            if box:
+                self.timeline.at(box[0].arrives_at, lambda: wait.cell.set(None))
+            self._wait(target, wait)
+        letter = box.popleft()
+        assert letter.sent_at is not None
+        return letter, max(0.0, letter.sent_at - now)
+
+    def refuse(self, letter: Letter, number: int, n: int, source: int, target: int, step: int) -> ManyhandsError:
+        """The error of a rank that expected another letter; the group is unusable."""
+        message = (
+            f"worker {target} expected {describe(number, n)} from worker {source} at step {step}; "
+            f"{describe(letter.number, letter.data.nbytes // itemsize(letter.number))} came: "
+            "give send and receive_ tensors of the same shape and dtype"
+        )
+        return self._fail(lambda name, step, seconds: ManyhandsError(message))("receive_", step, 0.0)
+
+    # -- those who will not come -------------------------------------------------------------------------------------
+
+    def lose(self, rank: int) -> None:
+        """A killed worker is declared lost: who waits, or comes later, gets PeerLost. Idempotent."""
+        self._fail(self._lost(rank, "is gone"))
+
+    def leave(self, rank: int) -> None:
+        """A rank is done with the group; idempotent. Who waits for it gets PeerLost, and so does who comes to wait for it."""
+        if self.timeline.is_dead:  # a death is not a goodbye
+            return
+        self._closed.add(rank)
+        if any(wait.is_for_somebody and rank in wait.lacks() for wait in self._waits.values()):
+            self._fail(self._lost(rank, "left the group"))
+
+    def _lost(self, rank: int, why: str) -> Failure:
+        host = f"host{self.wires.host_of(rank)}"
+        return lambda name, step, seconds: PeerLost(rank, host, name, step, seconds, why)
+
+    def _fail(self, failure: Failure) -> Failure:
+        """The group is unusable from now on; all who wait get an error. What made it so first counts."""
+        if self._failure is None:
+            self._failure = failure
+            self._rounds.clear()
+            self._mail.clear()
+            for wait in self._waits.values():
+                wait.cell.fail(failure(wait.name, wait.step, self.timeline.now - wait.since))
+        return self._failure
+
+    def _wait(self, rank: int, wait: Wait) -> None:
+        self._waits[rank] = wait
+        if wait.is_for_somebody:
+            self._watch(self.timeline.now)
+        try:
+            self.timeline.wait(wait.cell, wait.name)
+        finally:
+            if self._waits.get(rank) is wait:  # not one of a process that took this one's place
+                del self._waits[rank]
+
+    def _watch(self, since: float) -> None:
+        """Look at those who wait, at the deadline of who began then. One look is planned at a time."""
+        if not self._watched:
+            self._watched = True
+            self.timeline.at(since + self.timeout_s, self._look)
+
+    def _look(self) -> None:
+        self._watched = False
+        waits = [wait for wait in self._waits.values() if wait.is_for_somebody]
+        oldest = min(waits, key=lambda wait: wait.since, default=None)
+        if oldest is None:
+            return
+        if oldest.since + self.timeout_s > self.timeline.now:
+            self._watch(oldest.since)
+            return
+        first, *others = oldest.lacks()
+        nor = f", nor did workers {', '.join(map(str, others[:5]))}{' …' if others[5:] else ''}" if others else ""
+        self._fail(self._lost(first, f"did not come for {self.timeout_s:g} s{nor}"))

@@ -1,0 +1,207 @@
+"""The parameter server of simulated workers: the real stores, reached in virtual time."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+from manyhands.engines.sim.client import SimServer
+from manyhands.engines.sim.compute import Compute
+from manyhands.engines.sim.faults import Faults, Messages
+from manyhands.engines.sim.network import Wires
+from manyhands.engines.sim.shard import Call, Post, Request, Shard
+from manyhands.engines.sim.timeline import Killed, Timeline
+from manyhands.errors import ManyhandsError, PeerLost
+from manyhands.server.base import Server, ServerSpec
+from manyhands.server.line import ShardLost
+from manyhands.server.sharding import make_stores
+from manyhands.server.store import Refused
+
+
+class SimServers:
+    """The shards and, in `clients`, each worker's `Server`, which only that worker's program calls, in its turn.
+
+    A call is one request to each shard and one answer of each; the worker waits until it has them all. A request takes
+    its time on the wires, waits until the shard has handled what came before, and is handled in `compute.merge` seconds
+    a byte of a push or of the center. A pull is written into the worker's tensor, and a push read from it, then.
+    `waited_s` is what the shards say: how long they held answers back for other workers.
+
+    messages: what happens to each message, None where nothing does. Then a request is sent again `faults.retry_s` after its
+    last copy, or the last answer to it, was to arrive; not while it waits at its shard, since that would change nothing. Its
+    copies are known by its number, pushes by the store. `initialize` sends the center to a shard only if this worker is first.
+
+    timeout_s: a call that waits for other workers for so long, while none of them does anything, gets PeerLost, and one of
+    which nothing is heard for so long ShardLost; what is on its way takes the time that it takes. inf: never.
+
+    Ledger: as of served servers, each request once; what is sent again is counted as "resent".
+    """
+
+    def __init__(
+        self,
+        spec: ServerSpec,
+        workers: int,
+        shards: int,
+        timeline: Timeline,
+        wires: Wires,
+        messages: Messages | None,
+        compute: Compute,
+        faults: Faults,
+        timeout_s: float,
+    ) -> None:
+        self.spec, self.timeline, self.wires, self.timeout_s = spec, timeline, wires, timeout_s
+        self.stores = make_stores(spec, workers, shards)
+        post = Post(timeline, wires, messages)
+        self.shards = [
+            Shard(number, store, workers, post, compute.merge, self._plan_retry)
+            for number, store in enumerate(self.stores)
+        ]
+        self.clients: list[Server] = [SimServer(self, worker, 0) for worker in range(workers)]
+        self.giver: int | None = None  # the worker whose center is the first
+        self._retry_s = None if messages is None else faults.retry_s
+        self._open: dict[int, Call] = {}  # by worker
+        self._generations = [0] * workers
+        self._lost: set[int] = set()
+        self._watched = False  # whether a look at the open calls is planned
+
+    # -- what befalls workers and shards -----------------------------------------------------------------------------
+
+    def lose(self, worker: int) -> None:
+        """Declare a worker lost: nobody waits for it any more; what is still under way from it is ignored. Idempotent."""
+        self._lost.add(worker)
+        call = self._open.get(worker)
+        if call is not None:
+            call.cell.fail(self._refused(worker))
+        for shard in self.shards:
+            shard.tell(partial(shard.lose, worker))
+        if worker == self.giver:
+            error = PeerLost(worker, self._host(worker), "server.initialize", 0, 0.0, "is gone with the first center")
+            for shard in self.shards:
+                shard.tell(partial(shard.expect_no_center, error))
+
+    def restart(self, worker: int) -> None:
+        """A worker has a new process: `clients[worker]` is a new client, of the next generation; what the old one asked is forgotten."""
+        self._lost.discard(worker)
+        self._open.pop(worker, None)
+        self._generations[worker] += 1
+        self.clients[worker] = SimServer(self, worker, self._generations[worker])
+        for shard in self.shards:
+            shard.tell(partial(shard.restart_worker, worker, self._generations[worker]))
+            if worker == self.giver:
+                shard.tell(partial(shard.expect_no_center, None))
+
+    def pause_shard(self, shard: int, seconds: float) -> None:
+        """It handles nothing for so long; what arrives waits."""
+        self.shards[shard].pause(seconds)
+
+    def restart_shard(self, shard: int, seconds: float) -> None:
+        """It is gone for so long. What is under way to or from it is lost, and sent again when it is back; its store is kept, as on a disk."""
+        self.shards[shard].restart(seconds, partial(self._is_back, shard))
+
+    def kill_shard(self, shard: int) -> None:
+        """It is gone for good: everybody who waits for it, or calls, gets PeerLost."""
+        self.shards[shard].kill()
+        for call in self._open.values():
+            if shard in call.missing:
+                call.cell.fail(self._shard_lost(shard, call, "is gone"))
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    def exchange(self, call: Call) -> None:
+        """Send a call's requests and wait for all answers, in virtual time."""
+        if self.timeline.is_dead:  # the dead say nothing
+            raise Killed
+        if call.worker in self._lost:
+            raise self._refused(call.worker)
+        for shard in self.shards:
+            if shard.is_killed:
+                raise self._shard_lost(shard.number, call, "is gone")
+        self._open[call.worker] = call
+        for request in call.requests:
+            request.quiet_from = self._send(request)
+        self._watch(self.timeline.now)
+        try:
+            self.timeline.wait(call.cell, f"its answer of server.{call.operation}")
+        finally:
+            if self._open.get(call.worker) is call:
+                del self._open[call.worker]
+            for request in call.requests:
+                if request.due is not None:
+                    request.due.cancel()
+
+    def _send(self, request: Request) -> float:
+        """When it is to arrive."""
+        arrives = self.shards[request.shard].send(request)
+        self._plan_retry(request, arrives)
+        return arrives
+
+    def _plan_retry(self, request: Request, arrives: float) -> None:
+        """After a request, or an answer to it, was sent, that may not arrive."""
+        if request.due is not None:
+            request.due.cancel()
+            request.due = None
+        if self._retry_s is not None and self._is_missing(request):
+            request.due = self.timeline.at(arrives + self._retry_s, partial(self._resend, request))
+
+    def _is_missing(self, request: Request) -> bool:
+        """Whether its answer is waited for."""
+        return self._open.get(request.call.worker) is request.call and request.shard in request.call.missing
+
+    def _resend(self, request: Request) -> None:
+        """Unless it is at its shard: then the answer will come, and this is planned anew."""
+        if self._is_missing(request) and not self.shards[request.shard].has(request):
+            self.clients[request.call.worker].ledger.add("resent", request.sends)
+            self._send(request)
+
+    def _is_back(self, shard: int) -> None:
+        for call in list(self._open.values()):
+            for request in call.requests:
+                if request.shard == shard:
+                    self._resend(request)
+
+    # -- deadlines ---------------------------------------------------------------------------------------------------
+
+    def _watch(self, since: float) -> None:
+        """Look at the open calls when one of which nothing was heard since then is late. One look is planned at a time."""
+        if not self._watched and self.timeout_s < math.inf:
+            self._watched = True
+            self.timeline.at(max(self.timeline.now, since + self.timeout_s), self._look)
+
+    def _look(self) -> None:
+        self._watched = False
+        missing = [r for call in self._open.values() for r in call.requests if r.shard in call.missing]
+        for request in missing:
+            if self._quiet_since(request) + self.timeout_s <= self.timeline.now:
+                request.call.cell.fail(self._late(request))
+        since = [self._quiet_since(request) for request in missing if not request.call.cell.is_set]
+        if since:
+            self._watch(min(since))
+
+    def _quiet_since(self, request: Request) -> float:
+        shard = self.shards[request.shard]
+        return max(request.quiet_from, shard.moved_at) if shard.has(request) else request.quiet_from
+
+    def _late(self, request: Request) -> ManyhandsError:
+        """Nothing was heard of a request for too long: because of another worker, or of the shard."""
+        call, shard = request.call, self.shards[request.shard]
+        seconds = self.timeline.now - call.since
+        if not shard.holds(request):
+            return self._shard_lost(shard.number, call, f"did not answer for {self.timeout_s:g} s")
+        worker = shard.slowest if shard.store.initialized else self.giver
+        if worker is None:
+            return ManyhandsError(
+                f"worker {call.worker} waited {seconds:g} s for a first center in server.{call.operation}: one worker has to offer its parameters"
+            )
+        why = f"did not do its part for {self.timeout_s:g} s"
+        return PeerLost(worker, self._host(worker), f"server.{call.operation}", call.step, seconds, why)
+
+    # -- words -------------------------------------------------------------------------------------------------------
+
+    def _host(self, node: int) -> str:
+        return f"host{self.wires.host_of(node)}"
+
+    def _refused(self, worker: int) -> Refused:
+        return Refused(f"worker {worker} was declared lost: it takes no part, unless its process is started again")
+
+    def _shard_lost(self, shard: int, call: Call, why: str) -> ShardLost:
+        seconds = self.timeline.now - call.since
+        return ShardLost(shard, f"server shard {shard}", f"server.{call.operation}", call.step, seconds, why)

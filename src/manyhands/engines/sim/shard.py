@@ -1,0 +1,338 @@
+"""One simulated shard of the server: a real store behind a queue, that workers reach by messages which take time and can be lost."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from manyhands.engines.sim.faults import Messages
+from manyhands.engines.sim.network import Wires
+from manyhands.engines.sim.timeline import Cell, Due, Timeline
+from manyhands.errors import ManyhandsError, PeerLost
+from manyhands.server.store import Applied, Dropped, Store
+
+HELD = object()
+"""What a request gets whose answer comes later: with others' calls, or with the first center."""
+
+Act = Callable[[Store], Any]
+"""What a request does with the store: its answer, or HELD."""
+
+
+class Read(NamedTuple):
+    """The center was read."""
+
+    version: int
+    bytes: int
+
+
+class Request:
+    """What a worker asks one shard, the same however often it is sent; and the answer, once there is one."""
+
+    __slots__ = (
+        "act",
+        "again",
+        "answer",
+        "call",
+        "due",
+        "handled_at",
+        "held_s",
+        "is_answered",
+        "needs_center",
+        "quiet_from",
+        "sends",
+        "shard",
+        "work",
+    )
+
+    def __init__(
+        self, shard: int, act: Act, *, sends: int = 0, work: int = 0, needs_center: bool = False, again: bool = False
+    ) -> None:
+        """sends: bytes to the shard. work: bytes that it goes through. again: the store itself knows copies."""
+        self.shard, self.act, self.sends, self.work = shard, act, sends, work
+        self.needs_center, self.again = needs_center, again
+        self.call: Call
+        self.answer: Any = None
+        self.is_answered = False
+        self.handled_at: float | None = None
+        self.held_s = 0.0
+        self.due: Due | None = None  # when it is sent again
+        self.quiet_from = (
+            0.0  # when something was last to be heard of it: its first copy, or its first answer, was to arrive
+        )
+
+
+class Call:
+    """A worker's call of its server, until all shards have answered."""
+
+    __slots__ = ("cell", "key", "missing", "operation", "requests", "since", "step", "worker")
+
+    def __init__(
+        self, worker: int, key: tuple[int, float], operation: str, step: int, requests: list[Request], cell: Cell[None]
+    ) -> None:
+        """key: (generation, how many calls before this one): shards tell old from new by it."""
+        self.worker, self.key, self.operation, self.step = worker, key, operation, step
+        self.requests, self.cell = requests, cell
+        self.missing = set(range(len(requests)))
+        self.since = cell.timeline.now
+        for request in requests:
+            request.call = self
+
+
+class Post:
+    """Carries messages between workers and shards; with faults, some come late, twice, or never."""
+
+    def __init__(self, timeline: Timeline, wires: Wires, messages: Messages | None) -> None:
+        self.timeline, self._wires, self._messages = timeline, wires, messages
+
+    def send(self, source: int, target: int, bytes: int, deliver: Callable[[], None]) -> float:
+        """When it is to arrive. Nodes as in `Wires`; `deliver` is called for each copy that does."""
+        arrives = self._wires.send(source, target, bytes, self.timeline.now)
+        for late in [0.0] if self._messages is None else self._messages.copies():
+            self.timeline.at(arrives + late, deliver)
+        return arrives
+
+
+class Shard:
+    """Handles requests one at a time, in the order in which they arrive.
+
+    Copies of a request that was handled get the same answer; for pushes the store says so itself. Copies of a worker's
+    older requests are ignored. merge_s: seconds a byte. on_answer: (request, when it is to arrive) when an answer was sent.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        store: Store,
+        workers: int,
+        post: Post,
+        merge_s: float,
+        on_answer: Callable[[Request, float], None],
+    ) -> None:
+        self.number, self.store = number, store
+        self.is_killed = False
+        self.moved_at = 0.0  # when it last handled something
+        self._post, self._timeline, self._merge_s, self._on_answer = post, post.timeline, merge_s, on_answer
+        self._life = 0  # grows when it breaks down and when it is back: what was sent in another life is lost
+        self._is_down = False
+        self._free_at = 0.0  # down or paused until then
+        self._queue: deque[Request | Callable[[], None]] = deque()
+        self._working: Due | None = None  # on the head of the queue
+        self._newest: list[tuple[int, float]] = [(-1, 0.0)] * workers  # the key of each worker's newest call here
+        self._held: dict[int, Request] = {}  # by worker
+        self._early: list[Request] = []  # that wait for the first center
+        self._no_center: PeerLost | None = None  # why there will be none
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    def send(self, request: Request) -> float:
+        """From its worker to this shard; when it is to arrive."""
+        deliver = partial(self._in_this_life, self._life, partial(self._arrive, request))
+        return self._post.send(request.call.worker, -1 - self.number, request.sends, deliver)
+
+    def tell(self, action: Callable[[], None]) -> None:
+        """For the driver, whose word is not lost: do this in turn."""
+        self._queue.append(action)
+        self._work()
+
+    def holds(self, request: Request) -> bool:
+        """Whether it is here, and its answer has to wait for others."""
+        return request.handled_at is not None and not request.is_answered
+
+    def has(self, request: Request) -> bool:
+        """Whether sending it again is in vain: it is here, and its answer is still to come."""
+        return self.holds(request) or request in self._queue
+
+    @property
+    def slowest(self) -> int | None:
+        """The worker that those whose answers are held wait for; None if for anybody."""
+        return self.store.slowest_but(self._held)
+
+    def _in_this_life(self, life: int, deliver: Callable[[], None]) -> None:
+        if life == self._life:
+            deliver()
+
+    def _arrive(self, request: Request) -> None:
+        if not self._is_down:
+            self._queue.append(request)
+            self._work()
+
+    def _reply(self, request: Request, answer: Any) -> None:
+        assert request.handled_at is not None
+        is_first = not request.is_answered
+        if is_first:
+            request.held_s = self._timeline.now - request.handled_at
+        request.answer, request.is_answered = answer, True
+        arrives = self._send_answer(request)
+        if is_first:
+            request.quiet_from = arrives
+
+    def _send_answer(self, request: Request) -> float:
+        deliver = partial(self._in_this_life, self._life, partial(_answered, request))
+        arrives = self._post.send(-1 - self.number, request.call.worker, _payload(request.answer), deliver)
+        self._on_answer(request, arrives)
+        return arrives
+
+    # -- the queue ---------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        """Go on with the queue, unless something is being worked on."""
+        while self._queue and self._working is None and not self.is_killed:
+            head, now = self._queue[0], self._timeline.now
+            if self._free_at > now:
+                self._working = self._timeline.at(self._free_at, self._wake)
+                return
+            seconds = self._merge_s * head.work if isinstance(head, Request) and self._is_new(head) else 0.0
+            if seconds:
+                self._working = self._timeline.at(now + seconds, self._finish)
+                return
+            self._take_head()
+
+    def _wake(self) -> None:
+        self._working = None
+        self._work()
+
+    def _finish(self) -> None:
+        """The head of the queue has been worked on for as long as it takes; a pause meanwhile comes on top."""
+        self._working = None
+        if self._free_at > self._timeline.now:
+            self._working = self._timeline.at(self._free_at, self._finish)
+            return
+        self._take_head()
+        self._work()
+
+    def _take_head(self) -> None:
+        head, self.moved_at = self._queue.popleft(), self._timeline.now
+        if isinstance(head, Request):
+            self._handle(head)
+        else:
+            head()
+
+    # -- the store ---------------------------------------------------------------------------------------------------
+
+    def _is_new(self, request: Request) -> bool:
+        return request.call.key > self._newest[request.call.worker]
+
+    def _handle(self, request: Request) -> None:
+        worker, key = request.call.worker, request.call.key
+        if key < self._newest[worker]:
+            return
+        is_copy, self._newest[worker] = key == self._newest[worker], key
+        if is_copy and not request.again:
+            if request.is_answered:
+                self._send_answer(request)
+            return
+        if request.handled_at is None:
+            request.handled_at = self._timeline.now
+        if request.needs_center and not self.store.initialized:
+            if self._no_center is not None:
+                self._reply(request, self._no_center)
+            else:
+                self._early.append(request)
+            return
+        self._act(request)
+
+    def _act(self, request: Request) -> None:
+        answer: Any
+        try:
+            answer = request.act(self.store)
+        except ManyhandsError as error:
+            answer = error
+        if answer is HELD:
+            self._held[request.call.worker] = request
+        else:
+            self._reply(request, answer)
+        self._deliver()
+        if self._early and self.store.initialized:
+            early, self._early = self._early, []
+            for one in early:
+                self._act(one)
+
+    def _deliver(self) -> None:
+        """Hand out what a call released."""
+        for worker, reply in self.store.released:
+            request = self._held.pop(worker, None)
+            if request is not None:
+                self._reply(request, reply)
+        self.store.released.clear()
+
+    # -- what befalls ------------------------------------------------------------------------------------------------
+
+    def lose(self, worker: int) -> None:
+        """A worker is lost: what is still under way from it is ignored."""
+        self._forget(worker, (self._newest[worker][0], math.inf))
+        self.store.leave(worker)
+        self._deliver()
+
+    def restart_worker(self, worker: int, generation: int) -> None:
+        """A worker's process is a new one: what is still under way from the old one is ignored; it begins anew."""
+        self._forget(worker, (generation, 0))
+        self.store.park(worker)
+        self._deliver()
+
+    def _forget(self, worker: int, key: tuple[int, float]) -> None:
+        self._newest[worker] = key
+        self._held.pop(worker, None)
+        self._early = [request for request in self._early if request.call.worker != worker]
+
+    def expect_no_center(self, error: PeerLost | None) -> None:
+        """Who waits for a first center, or comes to wait, gets this error; None: there may be one after all."""
+        self._no_center = error
+        if error is None:
+            return
+        early, self._early = self._early, []
+        for request in early:
+            self._reply(request, error)
+
+    def pause(self, seconds: float) -> None:
+        """Nothing is handled for so long; what arrives meanwhile waits."""
+        self._free_at = max(self._free_at, self._timeline.now + seconds)
+
+    def kill(self) -> None:
+        """For good."""
+        self.is_killed = True
+        self._break_down()
+
+    def restart(self, seconds: float, back: Callable[[], None]) -> None:
+        """What is under way to or from this shard is lost; its store is kept, as on a disk. `back` is called when it is."""
+        self._break_down()
+        self._is_down = True
+        self._free_at = max(self._free_at, self._timeline.now + seconds)
+        self._timeline.at(self._free_at, partial(self._in_this_life, self._life, partial(self._be_back, back)))
+
+    def _break_down(self) -> None:
+        self._life += 1
+        self._queue = deque(item for item in self._queue if not isinstance(item, Request))
+        if self._working is not None:
+            self._working.cancel()
+            self._working = None
+
+    def _be_back(self, back: Callable[[], None]) -> None:
+        self._life += 1
+        self._is_down = False
+        self._work()
+        back()
+
+
+def _answered(request: Request) -> None:
+    """An answer has reached its worker; one that it does not wait for any more is ignored."""
+    call = request.call
+    call.missing.discard(request.shard)
+    if not call.missing:
+        call.cell.set(None)
+
+
+def _payload(answer: Any) -> int:
+    """Bytes of what travels back, headers apart."""
+    match answer:
+        case Read():
+            return answer.bytes
+        case Applied(answer=Tensor() as vector) | Dropped(answer=Tensor() as vector):
+            return vector.nbytes
+        case (dict() as vectors, dict()):
+            return sum(vector.nbytes for vector in vectors.values())
+    return 0

@@ -1,0 +1,315 @@
+"""What strategies with the options `compress` and `feedback` share: what is sent, what waits, and what was lost.
+
+Error feedback: what a codec leaves out of a gradient or an update stays in the worker's residual, and is added to its next
+one. So all that was sent and the residual are all gradients. A push or mean that does not count (weight 0, dropped)
+leaves the residual as it was, and so does a gradient that is not finite. A parameter takes part only where somebody has a
+gradient for it; until then its residual waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manyhands.comm.codecs import Codec, Hints, Matrix, codec_of
+from manyhands.comm.codecs.powersgd import PowerSGD
+from manyhands.comm.codecs.threshold import Threshold
+from manyhands.comm.compressed import compressed_mean_
+from manyhands.comm.group import Total
+from manyhands.errors import BadInput, Unsupported
+from manyhands.flat import Layout
+from manyhands.replica import CONTROL_BITS
+from manyhands.server.base import Encoded, Pushed
+from manyhands.server.sharding import parts_of
+from manyhands.strategies import serving
+from manyhands.strategies.base import State
+from manyhands.worker import Worker
+
+if TYPE_CHECKING:
+    from manyhands.replica import Replica
+
+
+class Compressing(Protocol):
+    """A strategy with these options."""
+
+    @property
+    def compress(self) -> str: ...
+    @property
+    def feedback(self) -> bool | None: ...
+
+
+@dataclass(kw_only=True)
+class CompressedState(State):
+    """What this worker must remember of what it sent."""
+
+    residual: Tensor | None = None  # [D'] with error feedback: what has yet to be sent
+    guess: Tensor | None = None  # [1, numbers] PowerSGD's factors of the step before
+    seed: int = 0  # with this, the rank and `sent` QSGD draws
+    sent: int = 0  # how often something of weight was encoded
+
+    def shared(self, others: list[Any], size: int, *, adds: bool) -> Tensor | None:
+        """For `merge` with another number of ranks: the residual of each, so that nothing is lost.
+
+        adds: what workers send adds up, and each takes its part of the sum; else it is averaged, and each takes the mean.
+        """
+        if self.residual is None:
+            return None
+        total = sum((other.residual for other in others), torch.zeros_like(self.residual))
+        return self.residual.copy_(total / (size if adds else len(others)))
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+def check(strategy: str, options: Compressing) -> None:
+    """Raise BadInput, by name, for a codec that does not exist, or feedback that nothing asks for."""
+    if not isinstance(options.compress, str):
+        raise BadInput(f"strategy {strategy}: compress is a text such as topk:0.01, or none; not {options.compress!r}")
+    try:
+        codec = codec_of(options.compress)
+    except BadInput as error:
+        raise type(error)(f"strategy {strategy}: compress={options.compress}: {error}") from None
+    if options.feedback not in (None, True, False):
+        raise BadInput(f"strategy {strategy}: feedback is true, false or none; not {options.feedback!r}")
+    if codec is None and options.feedback is not None:
+        raise BadInput(
+            f"strategy {strategy}: feedback={str(options.feedback).lower()} is about what compress leaves out, and compress is none: "
+            "leave feedback out, or give compress"
+        )
+
+
+def refuse_own_loop(strategy: str, replica: Replica, options: Compressing) -> None:
+    """Raise Unsupported where `prepare` averages gradients after each backward, which is not compressed."""
+    if codec_of(options.compress) is not None and not replica.has_loss:
+        raise Unsupported(
+            f"strategy {strategy}: a loop of one's own averages right after backward, and compress={options.compress} is for "
+            "manyhands' own loop: leave compress out, or use mh.train"
+        )
+
+
+def has_feedback(options: Compressing) -> bool:
+    """Whether what is left out waits: as asked for; else where the codec is biased."""
+    codec = codec_of(options.compress)
+    return codec is not None and (codec.biased if options.feedback is None else options.feedback)
+
+
+def remembered(options: Compressing, replica: Replica, worker: Worker) -> dict[str, Any]:
+    """The fields of `CompressedState` at the start."""
+    codec = codec_of(options.compress)
+    if codec is None or worker.size == 1:
+        return {}
+    fields: dict[str, Any] = {"seed": torch.initial_seed()}
+    if has_feedback(options):
+        fields["residual"] = replica.zeros()
+    if isinstance(codec, PowerSGD):
+        numbers = sum(columns for _, _, columns in _matrices(replica.layout)) * codec.rank
+        draws = torch.Generator().manual_seed(0)  # the same on all workers
+        fields["guess"] = torch.randn(1, numbers, generator=draws, dtype=torch.float64).to(replica.parameters)
+    return fields
+
+
+# -- exchanges ---------------------------------------------------------------------------------------------------------
+
+
+def mean_gradients(options: Compressing, replica: Replica, worker: Worker, state: CompressedState) -> None:
+    """`Replica.mean_gradients`, compressed. With one worker nothing is sent, and nothing compressed."""
+    codec = codec_of(options.compress)
+    if codec is None or worker.size == 1:
+        replica.mean_gradients(worker.group)
+        return
+    layout, weight = replica.layout, replica.weight
+    whole = _with_residual(state, replica.gradients)
+    vector = _without(layout, whole.clone(), replica.touched)
+    own = torch.empty_like(vector)
+    hints = Hints(_draws(state, worker.rank), _matrices_in(codec, state, layout, 0, layout.padded))
+    total = compressed_mean_(worker.group, codec, vector, weight, replica.bits(), hints, own)
+    state.sent += weight > 0
+    replica.rounds += 1
+    if total.weight:
+        touched = total.bits >> CONTROL_BITS
+        replica.gradients.copy_(_without(layout, vector, touched))
+        if weight:
+            _remember(codec, state, whole, _without(layout, own, touched))
+    replica.averaged(total)
+
+
+def mean_(
+    options: Compressing,
+    replica: Replica,
+    worker: Worker,
+    state: CompressedState,
+    update: Tensor,
+    weight: float,
+    bits: int,
+) -> Total:
+    """`Group.mean_` of everybody's update [D'], compressed. With one worker nothing is sent, and nothing compressed."""
+    codec = codec_of(options.compress)
+    if codec is None or worker.size == 1:
+        return worker.group.mean_(update, weight, bits)
+    layout, all_of_it = replica.layout, _everything(replica.layout)
+    whole = _with_residual(state, update)
+    update.copy_(whole)
+    own = torch.empty_like(update)
+    hints = Hints(_draws(state, worker.rank), _matrices_in(codec, state, layout, 0, layout.padded))
+    total = compressed_mean_(worker.group, codec, update, weight, bits, hints, own)
+    state.sent += weight > 0
+    if total.weight:
+        _without(layout, update, all_of_it)
+        if weight:
+            _remember(codec, state, whole, _without(layout, own, all_of_it))
+    return total
+
+
+def pull(options: Compressing, replica: Replica, worker: Worker) -> None:
+    """`serving.pull`. Where a codec makes something of zeros, the center's padding is not 0, and is left there."""
+    serving.pull(replica, worker)
+    clear_padding(options, replica, replica.parameters)
+
+
+def center(options: Compressing, replica: Replica, worker: Worker) -> Tensor:
+    """`serving.center`, its padding 0."""
+    vector = serving.center(replica, worker)
+    clear_padding(options, replica, vector)
+    return vector
+
+
+def push(
+    options: Compressing,
+    replica: Replica,
+    worker: Worker,
+    state: CompressedState,
+    update: Tensor,
+    weight: float = 1.0,
+    bits: int = 0,
+) -> Pushed:
+    """`Server.push` of an update [D'], compressed. With one worker nothing is."""
+    codec = codec_of(options.compress)
+    if codec is None or worker.size == 1:
+        return serving.server_of(worker).push(update, weight, bits)
+    whole = _with_residual(state, update)
+    pushed, own = _push(codec, replica, worker, state, whole, weight, bits)
+    if weight and pushed.applied:
+        _remember(codec, state, whole, _without(replica.layout, own, _everything(replica.layout)))
+    return pushed
+
+
+def push_gradients(options: Compressing, replica: Replica, worker: Worker, state: CompressedState) -> Pushed:
+    """`Server.push` of the replica's gradients, compressed, for rules that answer with a mean of all. With one worker nothing is.
+
+    The answer's bits say which parameters it is for; the answer is 0 elsewhere.
+    """
+    codec, bits = codec_of(options.compress), replica.bits()
+    if codec is None or worker.size == 1:
+        return serving.server_of(worker).push(replica.gradients, replica.weight, bits)
+    layout, weight = replica.layout, replica.weight
+    whole = _with_residual(state, replica.gradients)
+    vector = _without(layout, whole.clone(), replica.touched)
+    pushed, own = _push(codec, replica, worker, state, vector, weight, bits)
+    touched = pushed.bits >> CONTROL_BITS
+    if pushed.answer is not None:
+        _without(layout, pushed.answer, touched)
+    if weight and pushed.applied:
+        _remember(codec, state, whole, _without(layout, own, touched))
+    return pushed
+
+
+def _push(
+    codec: Codec,
+    replica: Replica,
+    worker: Worker,
+    state: CompressedState,
+    vector: Tensor,
+    weight: float,
+    bits: int = 0,
+) -> tuple[Pushed, Tensor]:
+    """What the server says, and [D'] what it was sent."""
+    server = serving.server_of(worker)
+    if not weight:
+        vector = torch.zeros_like(vector)
+    draws, at, payloads, own = _draws(state, worker.rank), 0, [], []
+    for part in parts_of(vector, server.shards):
+        hints = Hints(draws, _matrices_in(codec, state, replica.layout, at, at + len(part)))
+        payloads.append(codec.encode(part, hints))
+        own.append(codec.decode(payloads[-1], len(part), part.dtype))
+        at += len(part)
+    state.sent += weight > 0
+    pushed = server.push(Encoded(tuple(payloads), len(vector), vector.dtype), weight, bits)
+    return pushed, torch.cat(own).to(vector.device)
+
+
+# -- residuals ---------------------------------------------------------------------------------------------------------
+
+
+def _with_residual(state: CompressedState, vector: Tensor) -> Tensor:
+    return vector.clone() if state.residual is None else vector + state.residual
+
+
+def _remember(codec: Codec, state: CompressedState, whole: Tensor, own: Tensor) -> None:
+    """What was not sent waits; a gradient that is not finite leaves no trace."""
+    if state.residual is None or not _finite(whole):
+        return
+    torch.sub(whole, own, out=state.residual)
+    if isinstance(codec, Threshold):
+        codec.clip_(state.residual)
+
+
+def _finite(vector: Tensor) -> bool:
+    return bool(vector.sum().isfinite()) or bool(vector.isfinite().all())
+
+
+def _without(layout: Layout, vector: Tensor, touched: int) -> Tensor:
+    """`vector` [D'], 0 in the padding and where no bit says that a parameter was touched."""
+    ends = [*layout.offsets[1:], layout.padded]
+    for i, (start, size, end) in enumerate(zip(layout.offsets, layout.sizes, ends, strict=True)):
+        begin = start + size if touched >> i & 1 else start
+        if begin < end:
+            vector[begin:end].zero_()
+    return vector
+
+
+def _everything(layout: Layout) -> int:
+    """A bit for each parameter."""
+    return (1 << len(layout.names)) - 1
+
+
+def clear_padding(options: Compressing, replica: Replica, vector: Tensor) -> None:
+    """0 where `vector` [D'], a center, has no parameter."""
+    codec = codec_of(options.compress)
+    if codec is not None and not codec.keeps_zeros:
+        _without(replica.layout, vector, _everything(replica.layout))
+
+
+# -- hints -------------------------------------------------------------------------------------------------------------
+
+
+def _draws(state: CompressedState, rank: int) -> torch.Generator:
+    """A generator of this sending's own: what the process draws is not touched, and a resumed run draws the same."""
+    mixed = np.random.SeedSequence((state.seed % 2**64, rank, state.sent)).generate_state(1, np.uint64)[0]
+    return torch.Generator().manual_seed(int(mixed >> 1))
+
+
+def _matrices(layout: Layout) -> Iterator[tuple[int, int, int]]:
+    """(start, rows, columns) of all parameters of two or more dimensions, as they lie in memory: the outermost is the rows."""
+    for offset, shape, stride in zip(layout.offsets, layout.shapes, layout.strides, strict=True):
+        if len(shape) > 1 and shape.numel():
+            rows = max(zip(stride, shape, strict=True))[1]
+            yield offset, rows, shape.numel() // rows
+
+
+def _matrices_in(codec: Codec, state: CompressedState, layout: Layout, low: int, high: int) -> list[Matrix]:
+    """What lies in [low, high) of the vector: of a matrix that is cut, its whole rows."""
+    if not isinstance(codec, PowerSGD) or state.guess is None:
+        return []
+    found, used = [], 0
+    for start, rows, columns in _matrices(layout):
+        guess = state.guess[0, used : used + columns * codec.rank].view(columns, codec.rank)
+        used += columns * codec.rank
+        first, last = max(0, -(-(low - start) // columns)), min(rows, (high - start) // columns)
+        if first < last:
+            found.append(Matrix(start + first * columns - low, last - first, columns, guess))
+    return found

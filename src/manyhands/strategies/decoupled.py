@@ -1,0 +1,101 @@
+"""DiLoCo over a server: every worker pushes what its windows moved, at its own pace, and goes on from the newest center.
+
+Source: Decoupled DiLoCo for Resilient Distributed Pre-training, Douillard et al., 2026. Which pushes are a round is the
+server's: `manyhands.server.rounds_rule`; with bound=0, those of a tick.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from manyhands.replica import Replica
+from manyhands.server.rounds_rule import LAST
+from manyhands.strategies import compressing, serving
+from manyhands.strategies.compressing import CompressedState, Compressing
+from manyhands.strategies.streaming import mean_of
+from manyhands.worker import Worker
+
+
+class Windows(Compressing, Protocol):
+    """A strategy with these options."""
+
+    @property
+    def period(self) -> int: ...
+
+
+@dataclass(kw_only=True)
+class ServedState(CompressedState):
+    """This worker's open window."""
+
+    center: Tensor  # [D'] as this worker saw it last
+    start: Tensor  # [D'] where the window began
+    ticks: int = 0
+    counted: float = 0.0  # by the loss, in the window
+    memory: list[Tensor] = field(default_factory=list)  # one [D'] of scratch
+
+    @override
+    def merge(self, others: list[ServedState], rank: int, size: int) -> ServedState:
+        """With another number of ranks, the open windows become one, of which each has its share."""
+        if len(others) == size:
+            return others[rank]
+        weights = [other.counted for other in others]
+        return replace(
+            others[0],
+            start=mean_of([other.start for other in others], weights),
+            ticks=max(other.ticks for other in others),
+            counted=sum(weights) / size,
+            residual=self.shared(others, size, adds=False),
+        )
+
+    @override
+    def weight_of_window(self) -> float:
+        return self.counted
+
+
+def begin(windows: Windows, replica: Replica, worker: Worker) -> ServedState:
+    """All start from rank 0's parameters, the first center. A collective."""
+    serving.begin(replica, worker)
+    x = replica.parameters
+    memory = compressing.remembered(windows, replica, worker)
+    return ServedState(center=x.clone(), start=x.clone(), memory=[torch.zeros_like(x)], **memory)
+
+
+def look(windows: Windows, replica: Replica, worker: Worker, state: ServedState) -> None:
+    """Where a window begins: at the center, if it is another than this worker has seen, else where the worker is."""
+    if state.ticks:
+        return
+    center = state.memory[0]
+    serving.server_of(worker).pull(center)
+    compressing.clear_padding(windows, replica, center)
+    if not torch.equal(center, state.center):
+        state.center.copy_(center)
+        replica.set_parameters(center)
+        replica.rounds += 1
+    state.start.copy_(replica.parameters)
+
+
+def turn(windows: Windows, replica: Replica, worker: Worker, state: ServedState, weight: float) -> bool:
+    """After a step that counted `weight`: the window may be over. What `exchange` answers."""
+    state.ticks += 1
+    state.counted += weight
+    if state.ticks == windows.period:
+        _push(windows, replica, worker, state)
+    return True
+
+
+def close(windows: Windows, replica: Replica, worker: Worker, state: ServedState) -> None:
+    """The window ends, however short; the round stays open for the others' last ones."""
+    _push(windows, replica, worker, state, LAST)
+
+
+def _push(windows: Windows, replica: Replica, worker: Worker, state: ServedState, bits: int = 0) -> None:
+    """What the window moved goes to the server, if it had rows."""
+    if state.counted:
+        update = torch.sub(replica.parameters, state.start, out=state.memory[0])
+        compressing.push(windows, replica, worker, state, update, state.counted, bits)
+    state.ticks, state.counted = 0, 0.0

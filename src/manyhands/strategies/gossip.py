@@ -1,0 +1,231 @@
+"""Gossip: workers average with few others at a time, and nobody with all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from manyhands.errors import BadInput
+from manyhands.server.base import ServerSpec
+from manyhands.strategies import graphs, pairs, serving
+from manyhands.strategies.base import Leasing, State, Strategy
+from manyhands.strategies.graphs import Turn
+from manyhands.strategies.pairs import PairsState
+from manyhands.worker import Worker
+
+if TYPE_CHECKING:
+    from manyhands.replica import Replica
+
+GRAPHS = ("exponential", "ring", "random", "pairs")
+WEIGHTS = ("doubly-stochastic", "push-sum")
+
+
+@dataclass(kw_only=True)
+class GossipState(State):
+    """In step: the window since the last round, how many rounds there were, and what push-sum remembers."""
+
+    ticks: int = 0
+    weight: float = 0.0
+    rounds: int = 0  # that mixed
+    mass: float = 1.0  # push-sum: how much this replica counts in the mean; all together are N
+    ask: bool = True  # before the next round all say whether they have rows
+    memory: list[Tensor] = field(default_factory=list)  # two [D'] of scratch: what came, and what it adds up to
+
+    @override
+    def merge(self, others: list[GossipState], rank: int, size: int) -> GossipState:
+        """With another number of ranks, a new window, from the mean: each replica counts the same again."""
+        if len(others) == size:
+            return others[rank]
+        return replace(others[0], ticks=0, weight=0.0, mass=1.0, ask=True)
+
+    @override
+    def weight_of_window(self) -> float:
+        return self.mass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gossip(Strategy):
+    """Decentralised SGD over a graph.
+
+    Source: Can Decentralized Algorithms Outperform Centralized Algorithms? A Case Study for Decentralized Parallel
+    Stochastic Gradient Descent, Xiangru Lian, Ce Zhang, Huan Zhang, Cho-Jui Hsieh, Wei Zhang, Ji Liu, 2017 (D-PSGD).
+    Push-sum: Stochastic Gradient Push for Distributed Deep Learning, Mahmoud Assran, Nicolas Loizou, Nicolas Ballas, Michael
+    Rabbat, 2019 (SGP). Pairs: Asynchronous Decentralized Parallel Stochastic Gradient Descent, Xiangru Lian, Wei Zhang,
+    Ce Zhang, Ji Liu, 2018 (AD-PSGD).
+
+    Doubly stochastic, W of the graph:
+    1. The gradient g_i is taken at the worker's own x_i.
+    2. Every `period` steps x_i becomes the sum of W_ij·x_j over itself and its neighbours.
+    3. The worker's own optimizer takes its step along g_i, from there.
+    Push-sum, P of the graph, columns summing to 1, a mass w_i beside each x_i, at first 1:
+    1. The gradient is taken at z_i = x_i / w_i, which is what the replica holds.
+    2. The optimizer's step moves x_i, so z_i by step / w_i.
+    3. Every `period` steps x_i and w_i become the sums of P_ij·x_j and P_ij·w_j.
+    Pairs, each worker at its own pace, over a server (see server/pairs.py):
+    1. The gradient is taken at x_i as of the worker's last exchange, and the optimizer takes its step.
+    2. Every `period` steps, i and one other worker become their mean, in one go, and i moves by what its steps were.
+
+    The answer is the mean of all replicas, each counting the same whatever its rows (with push-sum, by mass), which no mixing
+    moves; replicas never take it over. A worker without rows in a tick mixes like any other; with `pairs` it does not begin an exchange.
+
+    Deviations: any optimizer, whose state stays with its worker, instead of plain SGD. A window that an epoch's end cuts short
+    is closed by a round. On streams a round begins with everybody's control words, so that a round before which nobody had rows mixes
+    nothing, and the end of the rows is heard at once; where the number of ticks is known no round asks anybody but neighbours. So a
+    round on such data mixes also where the loss counted nothing on any worker: the replicas come closer, the answer stays. With `pairs` the paper's workers
+    talk to each other; here they meet at the server, since a group knows no one-sided operation, and any two may meet.
+    """
+
+    graph: Literal["exponential", "ring", "random", "pairs"] = "exponential"
+    """Who mixes with whom in a round. `exponential`: one peer, at 1, 2, 4, … ranks' distance in turn; the default since it sends the
+    least and comes closest to the mean: with 2^m workers, all the way in m rounds. `ring`: both neighbours, for links between
+    neighbours only. `random`: a matching drawn anew. `pairs`: any two, each worker at its own pace, where some are slow."""
+    weights: Literal["doubly-stochastic", "push-sum"] = "doubly-stochastic"
+    """How what comes is weighed. `push-sum` lets everybody send without being sent as much: on `random` each pushes to
+    one drawn out of all; on `ring` to the right only."""
+    period: int = 1
+    """Steps between rounds; the default is the papers'. Raise it when exchange takes long, lower it when replicas drift apart."""
+    seed: int = 0
+    """Of the draws of `random` and `pairs`. Change it to see how much a result depends on who met whom."""
+    bound: int | None = None
+    """With `pairs`: how many ticks the fastest may be ahead; `none`: any. Lower it when one worker falls far behind, 0 is synchronous."""
+
+    name: ClassVar[str] = "gossip"
+    source: ClassVar[str] = (
+        "Can Decentralized Algorithms Outperform Centralized Algorithms? A Case Study for Decentralized Parallel Stochastic Gradient "
+        "Descent, Lian, Zhang, Zhang, Hsieh, Zhang, Liu, 2017"
+    )
+    summary: ClassVar[str] = "parameters, with few others on a graph, every `period` steps"
+    consistency: ClassVar[str] = "decentralised"
+
+    def __post_init__(self) -> None:
+        for option, value, known in (("graph", self.graph, GRAPHS), ("weights", self.weights, WEIGHTS)):
+            if value not in known:
+                raise BadInput(f"strategy gossip: {option} must be one of {', '.join(known)}, not {value!r}")
+        serving.check_whole(self.name, period=self.period)
+        serving.check_whole(self.name, 0, seed=self.seed)
+        serving.check_pace(self.name, self.bound, 0)
+        if self.graph == "pairs" and self.weights == "push-sum":
+            raise BadInput(
+                "strategy gossip: with graph=pairs both become their mean, so weights=push-sum means nothing: leave it out, or take graph=random"
+            )
+        if self.graph != "pairs" and self.bound is not None:
+            raise BadInput(
+                f"strategy gossip: graph={self.graph} keeps all in step, so bound means nothing: leave it out, or take graph=pairs"
+            )
+        if self.graph in ("exponential", "ring") and self.seed:
+            raise BadInput(
+                f"strategy gossip: graph={self.graph} draws nothing, so seed means nothing: leave it out, or take graph=random"
+            )
+
+    @override
+    def server(self) -> ServerSpec | None:
+        if self.graph != "pairs":
+            return None
+        return ServerSpec(rule="pairs", bound=self.bound, options={"seed": self.seed})
+
+    @override
+    def leasing(self) -> Leasing | None:
+        return serving.leasing_of(self.bound, 0) if self.graph == "pairs" else None
+
+    @override
+    def start(self, replica: Replica, worker: Worker) -> GossipState | PairsState:
+        if self.graph == "pairs":
+            return pairs.begin(replica, worker)
+        replica.agree(worker.group)
+        return GossipState(memory=[torch.empty_like(replica.parameters) for _ in range(2)])
+
+    @override
+    def exchange(self, replica: Replica, worker: Worker, state: GossipState | PairsState) -> bool:
+        if isinstance(state, PairsState):
+            pairs.turn(self.period, replica, worker, state)
+            return True
+        state.ticks += 1
+        state.weight += replica.weight
+        if self.weights == "push-sum":
+            _step_by_mass(replica, state)
+        heard = state.ticks >= self.period and self._round(replica, worker, state)
+        if self.weights == "doubly-stochastic":
+            replica.apply()
+        return replica.anybody_has_rows if heard or replica.vote(worker) else True
+
+    @override
+    def finish(self, replica: Replica, worker: Worker, state: GossipState | PairsState) -> None:
+        if isinstance(state, PairsState):
+            pairs.close(replica, worker, state)
+            return
+        if state.ticks:
+            self._round(replica, worker, state)
+        state.ask = True
+
+    @override
+    def consensus(self, replica: Replica, worker: Worker, state: GossipState | PairsState) -> Tensor:
+        if isinstance(state, PairsState):
+            return pairs.consensus(replica, worker, state)
+        if worker.size == 1:
+            return replica.parameters
+        mean = replica.parameters.clone()
+        worker.group.mean_(mean, state.mass)
+        return mean
+
+    # -- a round -----------------------------------------------------------------------------------------------------
+
+    def _round(self, replica: Replica, worker: Worker, state: GossipState) -> bool:
+        """Mix, unless it is known that nobody had rows in the window; whether everybody's control bits were heard."""
+        asked, weight = state.ask, state.weight
+        state.ticks, state.weight = 0, 0.0
+        if asked:
+            total = replica.mean_(worker.group, torch.empty(0), weight)
+            state.ask = replica.anybody_has_rows  # only a stream has rows of which the number is not known
+        else:
+            replica.rounds += worker.size > 1
+        if not asked or total.weight:
+            self._mix(replica, worker, state)
+            state.rounds += 1
+        return asked
+
+    def _mix(self, replica: Replica, worker: Worker, state: GossipState) -> None:
+        """z += sum of share_j·w_j·(z_j - z) / w, where w is the new mass: replicas that are equal keep their bits."""
+        assert self.graph != "pairs"
+        push_sum, x, (came, moved) = self.weights == "push-sum", replica.parameters, state.memory
+        turns = graphs.round_of(self.graph, worker.size, state.rounds, one_way=push_sum, seed=self.seed)[worker.rank]
+        if not turns:
+            return
+        moved.zero_()
+        mass = state.mass * (1 - sum(turn.given for turn in turns))
+        for turn in turns:
+            theirs = torch.ones(1, dtype=torch.float64)
+            if push_sum:
+                _swap(worker, turn, torch.tensor([state.mass], dtype=torch.float64), theirs)
+            _swap(worker, turn, x, came)
+            if turn.source is not None:
+                gotten = turn.gotten * float(theirs)
+                moved.add_(came.sub_(x), alpha=gotten)
+                mass += gotten
+        if push_sum:
+            state.mass = mass
+        x.add_(moved, alpha=1 / state.mass)
+
+
+def _step_by_mass(replica: Replica, state: GossipState) -> None:
+    """The optimizer's step, taken by x = mass·z, where the replica holds z."""
+    if state.mass == 1:
+        replica.apply()
+        return
+    before = state.memory[0].copy_(replica.parameters)
+    if replica.apply():
+        replica.parameters.sub_(before).div_(state.mass).add_(before)
+
+
+def _swap(worker: Worker, turn: Turn, tensor: Tensor, into: Tensor) -> None:
+    """This rank's part of a turn: `tensor` leaves, another comes `into`, or both."""
+    if turn.source is None:
+        assert turn.target is not None
+        worker.group.send(tensor, turn.target)
+    elif turn.target is None:
+        worker.group.receive_(into, turn.source)
+    else:
+        worker.group.swap(tensor, turn.target, into, turn.source)

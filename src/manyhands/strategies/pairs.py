@@ -1,0 +1,72 @@
+"""Gossip in pairs, each worker at its own pace: the workers' half. They meet at the server: see server/pairs.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from manyhands.strategies import serving
+from manyhands.strategies.base import State
+from manyhands.worker import Worker
+
+if TYPE_CHECKING:
+    from manyhands.replica import Replica
+
+
+@dataclass(kw_only=True)
+class PairsState(State):
+    """This worker's open window."""
+
+    start: Tensor  # [D'] the parameters at which the window began; where none is open, those as they are
+    ticks: int = 0
+    weight: float = 0.0
+    merged: bool = False  # the replica is a mean of others that no exchange has brought up to date yet
+
+    @override
+    def merge(self, others: list[PairsState], rank: int, size: int) -> PairsState:
+        """With another number of ranks, the open windows become one that all have, which moves the answer as they would have."""
+        if len(others) == size:
+            return others[rank]
+        start = torch.stack([other.start for other in others]).mean(0)
+        ticks, weight = max(other.ticks for other in others), sum(other.weight for other in others) / size
+        return replace(others[0], start=start, ticks=ticks, weight=weight, merged=True)
+
+
+def begin(replica: Replica, worker: Worker) -> PairsState:
+    """All start from rank 0's parameters. A collective."""
+    serving.begin(replica, worker)
+    return PairsState(start=replica.parameters.clone())
+
+
+def turn(period: int, replica: Replica, worker: Worker, state: PairsState) -> None:
+    """After a gradient: the step, and every `period` steps an exchange."""
+    replica.apply()
+    state.ticks += 1
+    state.weight += replica.weight
+    if state.ticks >= period:
+        close(replica, worker, state)
+
+
+def close(replica: Replica, worker: Worker, state: PairsState) -> None:
+    """Give the server what the window moved, and go on from its answer; a window without rows moved nothing."""
+    weight, state.ticks, state.weight = state.weight, 0, 0.0
+    if not weight:
+        return
+    replica.rounds += 1
+    update = torch.sub(replica.parameters, state.start, out=state.start)  # until the answer is there
+    answer = serving.server_of(worker).push(update, weight).answer
+    if worker.size > 1 or state.merged:  # else there is nobody to meet
+        assert answer is not None
+        replica.parameters.copy_(answer)
+        state.merged = False
+    state.start.copy_(replica.parameters)
+
+
+def consensus(replica: Replica, worker: Worker, state: PairsState) -> Tensor:
+    """[D'] the mean of all workers' parameters at the server; of one worker, its own."""
+    alone = worker.size == 1 and not state.merged
+    return replica.parameters if alone else serving.center(replica, worker)

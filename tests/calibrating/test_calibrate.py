@@ -1,0 +1,56 @@
+"""What `calibrate` refuses, before any process starts."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import manyhands as mh
+from manyhands.calibrating.calibrate import calibrated
+from manyhands.engines.local import Local
+from manyhands.errors import BadInput, UnknownName, Unsupported
+
+
+@pytest.fixture(autouse=True)
+def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(Local, "prestart", lambda self: pytest.fail("a process was started"))
+    monkeypatch.setattr(Local, "launch", lambda *_: pytest.fail("workers were started"))
+    return
+
+
+def task(**fields: Any) -> mh.Task:
+    data = torch.zeros(64, 2), torch.zeros(64, dtype=torch.int64)
+    known = {
+        "model": lambda: torch.nn.Linear(2, 2),
+        "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        "train_data": data,
+        "batch_size": 8,
+    }
+    return mh.Task.supervised(**{**known, **fields})
+
+
+@pytest.mark.parametrize("workers", [1, 0, True, 2.0])
+def test_one_worker_has_nothing_between_workers(workers: Any) -> None:
+    with pytest.raises(BadInput, match="at least 2 workers"):
+        calibrated(task(), workers=workers)
+
+
+@pytest.mark.parametrize("engine", ["sim", "hosts:listen=127.0.0.1"])
+def test_engines_elsewhere_are_refused(engine: str) -> None:
+    with pytest.raises(Unsupported, match=f"engine {engine.partition(':')[0]} does not do: take engine local"):
+        calibrated(task(), engine=engine)
+
+
+def test_a_strategy_that_these_workers_cannot_run_is_refused() -> None:
+    with pytest.raises(Unsupported, match="strategy solo is one worker"):
+        calibrated(task(), strategies=["solo"])
+    with pytest.raises(UnknownName, match="allreduce"):
+        calibrated(task(), strategies=["allredduce"])
+
+
+def test_too_few_steps_and_too_small_a_batch_are_refused() -> None:
+    with pytest.raises(BadInput, match="steps must be a whole number of at least 16, not 3"):
+        calibrated(task(), steps=3)
+    with pytest.raises(BadInput, match="fewer than one row for each of 4 workers"):
+        calibrated(task(batch_size=3), workers=4)

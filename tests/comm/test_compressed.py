@@ -1,0 +1,113 @@
+"""compressed_mean_ beside the mean of what the codec leaves of each vector, between threads."""
+
+import pytest
+import torch
+
+from manyhands.comm.codecs import Hints, Matrix, codec_of
+from manyhands.comm.compressed import compressed_mean_
+from manyhands.comm.reducing import naive_mean
+from manyhands.comm.solo import SoloGroup
+from manyhands.comm.threads import Meeting, ThreadGroup
+from manyhands.errors import BadInput
+from manyhands.testing.threads import together
+
+TEXTS = ["topk:0.2", "onebit", "threshold:0.5", "powersgd:2", "qsgd:4", "bf16", "int8"]
+GATHERED = [text for text in TEXTS if text not in ("bf16", "powersgd:2")]
+N = 40
+
+
+def vector(rank):
+    return torch.randn(N, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+
+
+def hints(rank):
+    """A matrix 6 x 6 at 3."""
+    guess = torch.randn(6, 2, generator=torch.Generator().manual_seed(77), dtype=torch.float64)
+    return Hints(torch.Generator().manual_seed(rank), [Matrix(3, 6, 6, guess)])
+
+
+def means(text, weights, bits=0, values=vector):
+    """(mean, total, own) of each rank."""
+
+    def program(worker):
+        mine, own = values(worker.rank).clone(), torch.full((N,), float("nan"), dtype=torch.float64)
+        weight = weights[worker.rank]
+        total = compressed_mean_(worker.group, codec_of(text), mine, weight, 1 << worker.rank, hints(worker.rank), own)
+        return mine, total, own
+
+    return together(len(weights), program)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_mean_of_what_was_sent_on_every_rank(text):
+    """Weighted, in rank order; bits are OR-ed; the same bits everywhere."""
+    weights = [1.0, 2.5, 0.5]
+    got = means(text, weights)
+    wanted = naive_mean([own for _, _, own in got], weights)
+    for mean, total, _ in got:
+        assert torch.equal(mean, got[0][0])
+        assert (mean - wanted).abs().max() < (0.02 if text == "bf16" else 1e-12)
+        assert (total.weight, total.bits) == (4.0, 0b111)
+
+
+@pytest.mark.parametrize("text", GATHERED)
+def test_what_was_sent_is_what_the_codec_leaves(text):
+    for rank, (_, _, own) in enumerate(means(text, [1.0, 1.0])):
+        codec = codec_of(text)
+        payload = codec.encode(vector(rank), hints(rank))
+        assert torch.equal(own, codec.decode(payload, N, torch.float64))
+
+
+def test_factors_are_of_the_mean_matrix():
+    """PowerSGD of N workers is PowerSGD of the mean: equal matrices give what one worker's codec gives."""
+    codec = codec_of("powersgd:2")
+    alone = codec.decode(codec.encode(vector(5), hints(0)), N, torch.float64)
+    for mean, _, own in means("powersgd:2", [1.0, 3.0], values=lambda rank: vector(5)):
+        assert (mean - alone).abs().max() < 1e-12
+        assert (own - alone).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_rank_of_weight_0_does_not_count_nan_included(text):
+    def values(rank):
+        return torch.full((N,), float("nan"), dtype=torch.float64) if rank == 1 else vector(rank)
+
+    got = means(text, [1.0, 0.0, 1.0], values=values)
+    without = means(text, [1.0, 0.0, 1.0])
+    for (mean, total, _), (wanted, _, _) in zip(got, without, strict=True):
+        assert torch.equal(mean, wanted)
+        assert (total.weight, total.bits) == (2.0, 0b111)
+    assert not got[1][2].any()
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_without_any_weight_all_stays_as_it_was(text):
+    for rank, (mean, total, _) in enumerate(means(text, [0.0, 0.0])):
+        assert torch.equal(mean, vector(rank))
+        assert (total.weight, total.bits) == (0.0, 0b11)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_what_is_not_finite_is_seen_by_all(text):
+    def values(rank):
+        mine = vector(rank)
+        mine[7] = float("inf") if rank else 0.0
+        return mine
+
+    for mean, _, _ in means(text, [1.0, 1.0], values=values):
+        assert not mean[7].isfinite()
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_with_one_rank_nothing_is_encoded(text):
+    mine, own, group = vector(0), torch.zeros(N, dtype=torch.float64), SoloGroup()
+    total = compressed_mean_(group, codec_of(text), mine, 2.0, 5, own=own)
+    assert torch.equal(mine, vector(0))
+    assert torch.equal(own, mine)
+    assert (total.weight, total.bits, group.ledger.total_bytes) == (2.0, 5, 0)
+
+
+def test_a_weight_that_is_none_is_refused():
+    group = ThreadGroup(Meeting(2), 0)
+    with pytest.raises(BadInput, match="finite number of at least 0"):
+        compressed_mean_(group, codec_of("int8"), vector(0), -1.0)

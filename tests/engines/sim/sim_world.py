@@ -1,0 +1,144 @@
+"""For tests of the simulated engine's parts: programs on a timeline, and calls from outside of it."""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from manyhands.engines.sim.compute import Compute
+from manyhands.engines.sim.costs import Costs
+from manyhands.engines.sim.faults import Faults
+from manyhands.engines.sim.group import SimGroup, SimMeeting
+from manyhands.engines.sim.network import Network, Wires
+from manyhands.engines.sim.server import SimServers
+from manyhands.engines.sim.timeline import Timeline
+from manyhands.server.base import Server, ServerSpec
+
+BETWEEN_CALLS_S = 1e-3
+
+
+def meeting_of(timeline: Timeline, size: int, network: str = "", timeout_s: float = 300.0) -> SimMeeting:
+    wires = Wires(Network.parse(network), size, 0)
+    return SimMeeting(timeline, Costs(wires, size), wires, size, timeout_s)
+
+
+def servers_of(
+    timeline: Timeline,
+    spec: ServerSpec,
+    workers: int,
+    shards: int = 1,
+    network: str = "",
+    faults: str = "",
+    compute: str = "",
+    seed: int = 0,
+    timeout_s: float = math.inf,
+) -> SimServers:
+    said = Faults.parse(faults)
+    wires = Wires(Network.parse(network), workers, 1 if spec.one_shard else shards)
+    return SimServers(
+        spec, workers, shards, timeline, wires, said.messages(seed), Compute.parse(compute), said, timeout_s
+    )
+
+
+def raise_errors(program: Any) -> None:
+    if program.error is not None:
+        raise program.error
+
+
+def run(timeline: Timeline, programs: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Values of the programs, in order; the first error is raised."""
+    timeline.on_end = raise_errors
+    started = [timeline.start(rank, program) for rank, program in enumerate(programs)]
+    timeline.run()
+    return [program.value for program in started]
+
+
+def in_group(
+    size: int, program: Callable[[SimGroup], Any], network: str = "", timeout_s: float = 300.0, seed: int = 0
+) -> tuple[list[Any], Timeline, list[SimGroup]]:
+    """What the program gives on every rank."""
+    timeline = Timeline(seed)
+    meeting = meeting_of(timeline, size, network, timeout_s)
+    groups = [SimGroup(meeting, rank) for rank in range(size)]
+    return run(timeline, [partial(program, group) for group in groups]), timeline, groups
+
+
+class Outside:
+    """Runs a timeline in a thread of its own, one program for each call that comes from other threads.
+
+    Virtual time passes from call to call, and only by what is due; calls that wait stay on the timeline.
+    """
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        future: Future[Any] = Future()
+        self._calls.put((function, future))
+        return future.result()
+
+    def close(self) -> None:
+        self._calls.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        timeline = self._timeline
+        while (call := self._calls.get()) is not None:
+            program = timeline.start(len(timeline.programs), partial(_settle, *call), at=timeline.now + BETWEEN_CALLS_S)
+            assert not program.ended
+            while timeline.advance():
+                pass
+
+
+def _settle(function: Callable[[], Any], future: Future[Any]) -> None:
+    try:
+        future.set_result(function())
+    except Exception as error:  # noqa: BLE001 - raised where it was called
+        future.set_exception(error)
+
+
+class Proxy(Server):
+    """A simulated client, for callers outside of the timeline."""
+
+    def __init__(self, outside: Outside, client: Server) -> None:
+        self._outside, self._client = outside, client
+
+    @property
+    def ledger(self):
+        return self._client.ledger
+
+    @property
+    def shards(self):
+        return self._client.shards
+
+    @property
+    def waited_s(self):
+        return self._client.waited_s
+
+    def _through(name):
+        def call(self, *arguments):
+            return self._outside.call(partial(getattr(self._client, name), *arguments))
+
+        return call
+
+    for _name in Server.__abstractmethods__:
+        locals()[_name] = _through(_name)
+
+
+@contextmanager
+def outside(servers: SimServers) -> Iterator[list[Server]]:
+    """Its clients, for callers outside of the timeline."""
+    bridge = Outside(servers.timeline)
+    try:
+        yield [Proxy(bridge, client) for client in servers.clients]
+    finally:
+        bridge.close()

@@ -1,0 +1,134 @@
+import math
+import statistics
+
+import pytest
+
+from manyhands.engines.sim.compute import Compute
+from manyhands.errors import BadInput, UnknownName
+
+EVERYTHING = "row=1e-4,step=1ms,jitter=lognormal:0.2,3=5x,7=0.5x,8-10=2x,lease=1e-4,merge=2e-10"
+
+
+def draws(text, n=20_000, rank=0, seed=0, rows=1):
+    pace = Compute.parse(text).pace(rank, seed)
+    return [pace.seconds(rows) for _ in range(n)]
+
+
+# -- how it is written ---------------------------------------------------------------------------------------------------
+
+
+def test_everything_at_once():
+    assert Compute.parse(EVERYTHING) == Compute(
+        row=1e-4,
+        step=1e-3,
+        jitter="lognormal:0.2",
+        factors={3: 5.0, 7: 0.5, 8: 2.0, 9: 2.0, 10: 2.0},
+        lease=1e-4,
+        merge=2e-10,
+    )
+
+
+@pytest.mark.parametrize("text", ["", "row=0", EVERYTHING, "jitter=quantiles:0.5/1/3", "row=50us,jitter=exponential"])
+def test_str_is_what_parse_reads(text):
+    compute = Compute.parse(text)
+    assert Compute.parse(str(compute)) == compute
+    assert hash(compute) == hash(Compute.parse(str(compute)))
+
+
+def test_text_changes_only_what_it_names():
+    after = Compute.parse(EVERYTHING).with_text("step=2ms,3=1x")
+    assert (after.step, after.row, after.jitter) == (2e-3, 1e-4, "lognormal:0.2")
+    assert (after.factors[3], after.factors[7]) == (1.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rows=1", "compute has no option 'rows'.*did you mean 'row'.*RANK=5x"),
+        ("row", "compute: row is a time"),
+        ("row=-1", "compute: row is a time in seconds"),
+        ("3=0x", "compute: 3 is a factor above 0"),
+        ("jitter=normal:1", "jitter is one of none, lognormal:SIGMA.*got 'normal:1'.*write jitter=lognormal:0.2"),
+        ("jitter=none:1", "jitter is one of"),
+        ("jitter=lognormal", "jitter is one of.*with numbers of at least 0; got 'lognormal'"),
+        ("jitter=lognormal:-1", "with numbers of at least 0"),
+        ("jitter=uniform:1.5", "SHARE of jitter=uniform:SHARE is at most 1.*got 1.5"),
+        ("jitter=quantiles:1", "two or more numbers from the least to the greatest.*got 1"),
+        ("jitter=quantiles:2/1", "two or more numbers from the least to the greatest.*got 2/1"),
+        ("jitter=quantiles:0/0", "which is not 0; got 0/0"),
+    ],
+)
+def test_what_is_refused(text, message):
+    with pytest.raises(BadInput, match=message):
+        Compute.parse(text)
+
+
+def test_an_unknown_option_is_an_unknown_name():
+    with pytest.raises(UnknownName):
+        Compute.parse("rate=1")
+
+
+@pytest.mark.parametrize("options", [{"row": -1.0}, {"step": math.nan}, {"factors": {-1: 2.0}}, {"factors": {0: 0.0}}])
+def test_numbers_that_make_no_sense_are_refused_from_python_too(options):
+    with pytest.raises(BadInput, match="compute: "):
+        Compute(**options)
+
+
+def test_a_factor_of_a_worker_that_is_not_there():
+    Compute.parse("3=5x").check(4)
+    with pytest.raises(BadInput, match="worker 3 has a factor, and this run has workers 0 to 2"):
+        Compute.parse("3=5x,7=2x").check(3)
+
+
+# -- seconds -------------------------------------------------------------------------------------------------------------
+
+
+def test_seconds_of_a_tick():
+    """1 ms and 32 rows of 0.1 ms: 4.2 ms; a tick without rows takes none."""
+    pace = Compute.parse("row=1e-4,step=1ms").pace(0, 0)
+    assert pace.seconds(32) == pytest.approx(4.2e-3)
+    assert pace.seconds(0) == 0.0
+
+
+def test_a_straggler_takes_so_many_times_as_long():
+    compute = Compute.parse("row=1e-4,step=1ms,3=5x,7=0.5x")
+    assert [compute.pace(rank, 0).seconds(32) for rank in (0, 3, 7)] == pytest.approx([4.2e-3, 21e-3, 2.1e-3])
+
+
+@pytest.mark.parametrize(
+    ("jitter", "deviation"),
+    [
+        ("lognormal:0.5", math.sqrt(math.expm1(0.25))),
+        ("exponential", 1.0),
+        ("uniform:0.3", 0.3 / math.sqrt(3)),
+        ("quantiles:0/2", 1 / math.sqrt(3)),  # uniform between 0 and 2
+        ("quantiles:1/1", 0.0),
+    ],
+)
+def test_jitter_has_mean_1_and_its_own_spread(jitter, deviation):
+    factors = draws(f"row=1,jitter={jitter}")
+    assert statistics.fmean(factors) == pytest.approx(1, abs=0.03)
+    assert statistics.pstdev(factors) == pytest.approx(deviation, rel=0.03, abs=1e-12)
+    assert min(factors) >= 0
+
+
+def test_quantiles_are_joined_by_lines():
+    """1, 1, 4: the mean of the two lines is (1 + 2.5) / 2 = 1.75; so half of the draws are 1/1.75, the greatest below 4/1.75."""
+    factors = draws("row=1,jitter=quantiles:1/1/4")
+    assert sum(factor == pytest.approx(1 / 1.75) for factor in factors) == pytest.approx(10_000, rel=0.05)
+    assert 3.9 / 1.75 < max(factors) < 4 / 1.75
+    assert statistics.fmean(factors) == pytest.approx(1, abs=0.03)
+
+
+def test_each_worker_draws_its_own_and_the_same_again():
+    text = "row=1,jitter=exponential"
+    assert draws(text, 5, rank=1, seed=7) == draws(text, 5, rank=1, seed=7)
+    assert draws(text, 5, rank=1, seed=7) != draws(text, 5, rank=2, seed=7)
+    assert draws(text, 5, rank=1, seed=7) != draws(text, 5, rank=1, seed=8)
+    assert draws(text, 5, rank=11, seed=1) != draws(text, 5, rank=1, seed=11)
+
+
+def test_the_draw_of_a_tick_does_not_depend_on_its_rows_or_on_empty_ticks():
+    pace, other = (Compute.parse("row=1,jitter=exponential").pace(0, 0) for _ in range(2))
+    first = [pace.seconds(1), pace.seconds(1)]
+    assert [other.seconds(2) / 2, other.seconds(0), other.seconds(1)] == [first[0], 0.0, first[1]]

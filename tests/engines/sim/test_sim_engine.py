@@ -1,0 +1,693 @@
+"""Engine `sim` from outside: the exam, errors, faults, time, and all that `train` and `launch` promise."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from typer.testing import CliRunner
+
+import manyhands as mh
+from manyhands import cli
+from manyhands.callbacks.base import Callback
+from manyhands.engines.base import Launch, Observer
+from manyhands.engines.sim import engine as sim_engine
+from manyhands.engines.sim.engine import Sim
+from manyhands.errors import BadInput, PeerLost, Unsupported, WorkerFailed
+from manyhands.events import Event
+from manyhands.replica import Replica
+from manyhands.server.base import ServerSpec
+from manyhands.testing.engine_exam import ENGINE_EXAM
+from manyhands.worker import Worker, current
+from plain import cross_entropy, flat, mlp, plain_loop, rows, task
+
+SECOND_A_ROW = "compute=row=1"
+
+
+def train(spec: str = "", strategy: str = "allreduce", workers: int = 3, **fields: Any) -> mh.Run:
+    given = {"workers": workers, "threads_per_worker": 1, **fields}
+    return mh.train(given.pop("task", None) or task(), strategy=strategy, engine=f"sim:{spec}", **given)
+
+
+def launch(
+    program: Callable[[Worker], Any], workers: int = 3, observer: Observer | None = None, **options: Any
+) -> list[Any]:
+    timeout_s = options.pop("timeout_s", 300.0)
+    plan = Launch(workers=workers, threads_per_worker=1, observer=observer or Observer(), timeout_s=timeout_s)
+    return Sim(**options).launch(program, plan)
+
+
+def same(one: mh.Run, other: mh.Run) -> bool:
+    return torch.equal(one.parameters, other.parameters) and one.metrics == other.metrics
+
+
+# -- the exam --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check", ENGINE_EXAM)
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_sim_passes(workers: int, check: str) -> None:
+    """CASES 21, 28. What is killed here is a simulated worker: `faults=`, below, stands for SIGKILL."""
+    ENGINE_EXAM[check](Sim(), workers=workers)
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_observers_error_comes_as_it_was() -> None:
+    class Full(Observer):
+        def event(self, event: Event) -> None:
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="the disk is full"):
+        launch(lambda worker: worker.emit("step"), observer=Full())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_ends_all_of_it(error: type[BaseException]) -> None:
+    """The others' `finally` blocks run, and the next launch works."""
+    tidied: list[int] = []
+
+    def program(worker: Worker) -> None:
+        try:
+            worker.group.barrier()
+            if worker.rank == 1:
+                raise error
+            worker.group.barrier()
+        finally:
+            tidied.append(worker.rank)
+
+    with pytest.raises(error):
+        launch(program)
+    assert sorted(tidied) == [0, 1, 2]
+    assert launch(lambda worker: worker.rank) == [0, 1, 2]
+
+
+def test_an_error_in_a_gradient_says_where() -> None:
+    """CASE 21"""
+    seen: list[int] = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        worker = current()
+        assert worker is not None
+        seen.append(worker.rank)
+        if worker.rank == 1 and seen.count(1) == 3:
+            raise ArithmeticError("no such gradient")
+        return cross_entropy(model, batch)
+
+    with pytest.raises(WorkerFailed, match="no such gradient") as raised:
+        train(task=task(loss=loss))
+    said = raised.value
+    assert (said.rank, said.host, said.phase, said.step, said.error) == (1, "host1", "compute", 2, "ArithmeticError")
+    assert "in loss" in said.detail
+
+
+def test_bad_counts_are_refused() -> None:
+    for plan, words in ((Launch(workers=0), "workers must be at least 1"),):
+        with pytest.raises(BadInput, match=words):
+            Sim().launch(lambda worker: None, plan)
+    with pytest.raises(BadInput, match="fewer than one row for each of 40 workers"):
+        train(workers=40)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "faults=kill=3@step:1",
+        "faults=pause=7@1s+2",
+        "faults=kill=shard0@1s",
+        "compute='3=5x'",
+        "network='link0-3=latency:1ms'",
+    ],
+)
+def test_what_is_of_a_worker_that_is_not_there_is_refused(spec: str) -> None:
+    with pytest.raises(BadInput, match="this run has|is overridden"):
+        train(spec)
+
+
+# -- faults ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "strategy", ["allreduce", "local-sgd:period=3", "downpour", "downpour:bound=1", "quorum", "easgd"]
+)
+@pytest.mark.parametrize("when", ["step:3", "40s"])
+def test_a_killed_worker_ends_a_training_by_name(strategy: str, when: str) -> None:
+    with pytest.raises(WorkerFailed, match="worker 1 on host1 was killed, as faults= asks for") as raised:
+        train(f"{SECOND_A_ROW},faults='kill=1@{when},notice=2'", strategy, task=task(batch_size=12, epochs=4))
+    assert raised.value.rank == 1
+    assert raised.value.step >= 3
+    at = float(str(raised.value).rpartition("lost at ")[2].removesuffix(" s"))
+    assert at == pytest.approx(42.0 if when == "40s" else at)
+
+
+def test_a_worker_that_dies_at_its_step_computes_no_more() -> None:
+    """It fires once, where it should."""
+    computed: list[tuple[int, int]] = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        worker = current()
+        assert worker is not None
+        computed.append((worker.rank, worker.coordinator.step))  # type: ignore[attr-defined]
+        return cross_entropy(model, batch)
+
+    with pytest.raises(WorkerFailed, match="at step 3, and declared lost at 13 s"):
+        train(f"{SECOND_A_ROW},faults='kill=1@step:3'", task=task(loss=loss))
+    assert max(step for rank, step in computed if rank == 1) == 2
+    assert max(step for rank, step in computed if rank == 0) == 3
+
+
+def test_a_pause_takes_exactly_its_time() -> None:
+    """All wait for the one that pauses, and hold the same bits."""
+    plain = train(SECOND_A_ROW)
+    for pause in ("pause=1@step:2+2.5", "pause=2@5s+2.5", "pause=2@5s+1.5,pause=2@5.5s+2"):
+        paused = train(f"{SECOND_A_ROW},faults='{pause}'")
+        assert same(plain, paused)
+        assert paused.seconds - plain.seconds == pytest.approx(2.5, abs=1e-9)
+
+
+def test_a_straggler_sets_the_pace() -> None:
+    plain, slow = (train(f"compute='row=1{factor}'", task=task(train_data=rows(36))) for factor in ("", ",2=5x"))
+    assert same(plain, slow)
+    assert (plain.seconds, slow.seconds) == (6 * 4, 6 * 4 * 5)
+    assert slow.timing["wait"] == pytest.approx(2 / 3 * 6 * 4 * 4)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "downpour"])
+def test_the_split_of_time_has_the_pauses(strategy: str) -> None:
+    plain, paused = (
+        train(f"{SECOND_A_ROW}{more}", strategy, workers=1) for more in ("", ",faults='pause=0@step:2+10'")
+    )
+    assert paused.seconds == plain.seconds + 10
+    where = "compute" if strategy == "allreduce" else "exchange"  # downpour pulls before it computes
+    assert paused.timing[where] == pytest.approx(plain.timing[where] + 10)
+    assert sum(paused.timing.values()) == pytest.approx(paused.seconds)
+
+
+def test_a_fault_that_did_not_happen_is_a_warning() -> None:
+    run = train(f"{SECOND_A_ROW},faults='pause=1@step:99+1,kill=0@1000s,pause=1@step:1+1'")
+    assert [word for word in run.info["warnings"] if "did not happen" in word] == [
+        "faults: pause=1@step:99+1 did not happen: the run was over before, or whom it was to befall",
+        "faults: kill=0@1000s did not happen: the run was over before, or whom it was to befall",
+    ]
+
+
+def test_a_shard_does_not_die_twice() -> None:
+    class Ear(Observer):
+        def __init__(self) -> None:
+            self.heard: list[str] = []
+
+        def event(self, event: Event) -> None:
+            self.heard.append(event.values["message"])
+
+    ear = Ear()
+    plan = Launch(workers=1, server=ServerSpec(rule="add"), observer=ear)
+    Sim(compute="row=1", faults="kill=shard0@1s,pause=shard0@2s+1").launch(lambda w: w.coordinator.computed(5), plan)
+    assert [message.partition(" did not")[0] for message in ear.heard] == ["faults: pause=shard0@2s+1"]
+
+
+def counted(worker: Worker) -> tuple[int, int, float]:
+    """A program of five steps of a second each."""
+    for step in range(5):
+        worker.coordinator.progress("compute", step)
+        worker.coordinator.computed(1)
+    return worker.rank, worker.generation, worker.clock()
+
+
+@pytest.mark.parametrize(("when", "end"), [("step:3", 3 + 2 + 5), ("2.5s", 2.5 + 2 + 5)])
+def test_a_restarted_worker_begins_anew_in_the_next_generation(when: str, end: float) -> None:
+    values = launch(counted, compute="row=1", faults=f"restart=1@{when}+2")
+    assert values == [(0, 0, 5.0), (1, 1, end), (2, 0, 5.0)]
+
+
+def test_a_worker_may_be_restarted_twice_and_killed_in_the_end() -> None:
+    values = launch(counted, compute="row=1", faults="restart=1@1.5s+1,restart=1@4s+1")
+    assert values[1] == (1, 2, 10.0)
+    with pytest.raises(WorkerFailed, match="worker 1 on host1 was killed"):
+        launch(counted, compute="row=1", faults="restart=1@1.5s+1,kill=1@4s")
+
+
+def test_a_worker_may_be_back_at_once() -> None:
+    """Whatever the seed draws first: it waits for the others again, and what is left of the old one disturbs nobody."""
+
+    def program(worker: Worker) -> tuple[int, float]:
+        number = torch.zeros(1)
+        if worker.rank == 0:
+            worker.coordinator.computed(5)
+            worker.group.send(torch.ones(1), 1)
+        else:
+            worker.group.receive_(number, 0)
+        return worker.generation, float(number)
+
+    for seed in range(8):
+        assert launch(program, workers=2, compute="row=1", faults="restart=1@2.5s", seed=seed) == [(0, 0.0), (1, 1.0)]
+        assert launch(counted, compute="row=1", faults="restart=1@step:2", seed=seed)[1] == (1, 1, 7.0)
+
+
+def refused(words: str, spec: str, directory: Path, **options: Any) -> None:
+    """Before anything is written or computed."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        raise AssertionError("it began")
+
+    with pytest.raises(Unsupported, match=words):
+        train(spec, options.pop("strategy", "allreduce"), task=task(loss=loss), run_dir=directory / "run", **options)
+    assert not (directory / "run").exists()
+
+
+def test_a_training_refuses_a_restart_of_a_worker(tmp_path: Path) -> None:
+    refused("restart=1@step:99.1 of a worker, and nobody can join", "faults='restart=1@step:99+1'", tmp_path)
+
+
+def test_faults_of_messages_want_a_server(tmp_path: Path) -> None:
+    refused("drop, reorder are of messages to and from a parameter server", "faults='drop=0.1,reorder=0.1'", tmp_path)
+    with pytest.raises(Unsupported, match="delay is of messages"):
+        launch(counted, faults="delay=0.1:1")
+
+
+def test_a_gpu_is_refused(tmp_path: Path) -> None:
+    refused("computes on the CPU", "", tmp_path, device="cuda")
+
+
+def test_a_death_is_named_also_where_another_notices_it_first() -> None:
+    """It would be declared lost long after who waits for it has given up."""
+    for strategy in ("allreduce", "downpour:bound=0"):
+        with pytest.raises(WorkerFailed, match="worker 1 on host1 was killed, as faults= asks for") as raised:
+            train(f"{SECOND_A_ROW},faults='kill=1@step:2,notice=100'", strategy, timeout_s=10.0)
+        assert isinstance(raised.value.__cause__, PeerLost)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "downpour:bound=1", "quorum", "downpour:warmup=3"])
+def test_who_stands_still_for_too_long_ends_the_run(strategy: str) -> None:
+    """Whether the others wait in the group, at the gate, for an answer or for rows."""
+    victim = 0 if "warmup" in strategy else 1
+    with pytest.raises(PeerLost, match="worker .*(did not|took no)") as raised:
+        train(f"{SECOND_A_ROW},faults='pause={victim}@step:2+1000'", strategy, timeout_s=20.0)
+    assert raised.value.rank == victim
+
+
+def test_who_leaves_the_group_too_early_is_named_at_once() -> None:
+    def program(worker: Worker) -> None:
+        if worker.rank:
+            worker.group.barrier()
+
+    with pytest.raises(PeerLost, match="worker 0 .*left the group"):
+        launch(program)
+
+
+def test_a_slow_link_that_loses_messages_is_only_slow() -> None:
+    """A vector takes longer than `retry`: what is on its way is not sent again."""
+    fields: dict[str, Any] = {"strategy": "downpour", "workers": 4}
+    slow = "network='latency=1ms,bandwidth=1e4'"
+    plain = train(slow, **fields)
+    lossy = train(f"{slow},faults='drop=0.02,retry=0.01'", **fields)
+    assert 0 < lossy.ledger["resent"]["messages"] < 30
+    assert lossy.seconds < 1.5 * plain.seconds
+
+
+def test_replicas_are_gone_when_the_run_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only at the interpreter's next search for circles, until which the next run's would lie beside them."""
+    monkeypatch.setattr(sim_engine, "COLLECT_AFTER_S", 0.0)
+    gc.collect()
+    gc.disable()
+    try:
+        train()
+        assert not [one for one in gc.get_objects() if type(one) is Replica]
+    finally:
+        gc.enable()
+
+
+def test_who_waits_too_long_hears_for_whom() -> None:
+    def program(worker: Worker) -> None:
+        worker.coordinator.computed(1 + 99 * worker.rank)
+        worker.group.barrier()
+
+    with pytest.raises(PeerLost, match="worker 1 .*did not come for 10 s"):
+        launch(program, workers=2, compute="row=1", timeout_s=10.0)
+    with pytest.raises(PeerLost, match="did not come for 10 s"):
+        train("compute='row=1,1=50x'", timeout_s=10.0)
+
+
+# -- servers ---------------------------------------------------------------------------------------------------------
+
+
+def test_shards_hold_the_same_center_and_share_the_bytes() -> None:
+    """CASE 9"""
+    one, three = (train(strategy="downpour:bound=0", servers=servers) for servers in (1, 3))
+    assert same(one, three)
+    assert one.ledger["push"]["bytes"] == three.ledger["push"]["bytes"]
+    assert 3 * one.ledger["push"]["messages"] == three.ledger["push"]["messages"]
+
+
+def test_a_dead_shard_ends_the_run_by_name() -> None:
+    with pytest.raises(PeerLost, match="shard 1.*is gone"):
+        train(f"{SECOND_A_ROW},faults='kill=shard1@10s'", "downpour", servers=2)
+
+
+@pytest.mark.parametrize("what", ["restart", "pause"])
+def test_a_shard_that_comes_back_costs_time_alone(what: str) -> None:
+    plain = train(SECOND_A_ROW, "downpour:bound=0", servers=2)
+    late = train(f"{SECOND_A_ROW},faults='{what}=shard1@3.5s+4'", "downpour:bound=0", servers=2)
+    assert same(plain, late)
+    assert late.seconds == pytest.approx(plain.seconds + 3.5)  # asked at 4 s, answered at 7.5 s
+
+
+# -- stopping, resuming, keeping -------------------------------------------------------------------------------------
+
+
+def result(directory: Path) -> dict[str, Any]:
+    """What a run directory says."""
+    return dict(json.loads((directory / "result.json").read_text()))
+
+
+class StopsAt(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, event: Event) -> Any:
+        return "stop" if event.step >= self.step else None
+
+
+def test_max_seconds_are_virtual() -> None:
+    run = train("compute='row=0,step=1'", task=task(epochs=100), max_seconds=9.5)
+    assert (run.steps, run.seconds, run.info["stopped"]) == (11, 11.0, "max_seconds")
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "gossip", "downpour"])
+def test_a_callbacks_stop_is_obeyed_at_the_next_tick(strategy: str) -> None:
+    runs = [train("compute='row=0,step=1'", strategy, task=task(epochs=100), callbacks=[StopsAt(5)]) for _ in range(2)]
+    assert same(*runs)
+    assert all(run.info["stopped"] == "callback" and run.steps <= 7 for run in runs)
+
+
+def test_early_stopping_stops() -> None:
+    early = mh.EarlyStopping(metric="validation_loss", patience=2)
+    run = train(task=task(epochs=300, validation_data=rows(9, seed=2)), callbacks=[early])
+    assert run.info["stopped"] == "callback"
+    assert 0 < run.steps < 300 * 4
+
+
+def dropping() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 9), nn.BatchNorm1d(9), nn.Dropout(0.4), nn.Linear(9, 3)).double()
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "local-sgd:period=3", "quorum", "easgd:via=group"])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, strategy: str) -> None:
+    """CASE 19. What interrupts it is a worker's death, two steps after the last checkpoint."""
+    common: dict[str, Any] = {"model": dropping, "train_data": rows(36), "epochs": 3}
+    spec = "compute='row=1,jitter=exponential',network='latency=1ms'"
+    whole = train(spec, strategy, task=task(**common))
+    kept: dict[str, Any] = {"task": task(**common), "run_dir": tmp_path / "run", "checkpoint_every": 2}
+    with pytest.raises(WorkerFailed, match="killed"):
+        train(f"{spec},faults='kill=2@step:6'", strategy, **kept)
+    resumed = train(spec, strategy, **kept, resume=True)
+    assert resumed.steps == 9
+    assert same(whole, resumed)
+    assert [row["tick"] for row in resumed.history] == list(range(9))
+
+
+def test_the_best_is_kept() -> None:
+    fields = {
+        "task": task(
+            epochs=30, validation_data=rows(9, seed=2), optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=3.0)
+        )
+    }
+    best, last = (train(**fields, keep=keep) for keep in ("best:validation_loss", "last"))
+    assert best.metrics["validation_loss"] < last.metrics["validation_loss"]
+
+
+def test_a_run_directory_holds_virtual_time(tmp_path: Path) -> None:
+    run = train(f"{SECOND_A_ROW},network='latency=0.5'", run_dir=tmp_path / "run")
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    times = [event["time_s"] for event in events]
+    assert times == sorted(times)
+    assert max(times) == pytest.approx(run.seconds, abs=2.0)
+    assert run.seconds > 26
+    assert run.info["simulated"] == {"network": "latency=0.5", "compute": "row=1", "seed": "0"}
+    assert result(tmp_path / "run")["seconds"] == run.seconds
+
+
+# -- what it shares with the caller's process ------------------------------------------------------------------------
+
+
+def state_of_the_process() -> list[Any]:
+    generator = np.random.get_state()
+    return [
+        torch.get_num_threads(),
+        current(),
+        torch.get_rng_state().tolist(),
+        [part if isinstance(part, str | int | float) else part.tolist() for part in generator],
+        random.getstate(),
+        torch.is_grad_enabled(),
+        sys.stdout,
+        torch.save,
+        torch.autograd.backward,
+    ]
+
+
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("fault", ["", "kill=1@step:2"])
+def test_nothing_is_left_and_the_next_run_is_the_same(fault: str) -> None:
+    """As in a notebook, where cells run again in one process; also after a run that failed."""
+    before = state_of_the_process()
+    first = train(task=task(model=dropping, train_data=rows(36)))
+    if fault:
+        with pytest.raises(WorkerFailed):
+            train(f"faults='{fault}'")
+    np.random.rand(), random.random(), torch.rand(1)
+    second = train(task=task(model=dropping, train_data=rows(36)))
+    assert same(first, second)
+    np.random.set_state(("MT19937", np.array(before[3][1], dtype=np.uint32), *before[3][2:]))
+    random.setstate(before[4])
+    torch.set_rng_state(torch.tensor(before[2], dtype=torch.uint8))
+    assert state_of_the_process() == before
+
+
+def test_a_launch_leaves_the_random_state_of_its_caller() -> None:
+    before = state_of_the_process()
+    launch(lambda worker: (np.random.rand(worker.rank + 1), random.random(), torch.rand(3), worker.group.barrier()))
+    assert state_of_the_process() == before
+
+
+def test_a_given_module_holds_the_final_weights() -> None:
+    torch.manual_seed(0)
+    given = mlp()
+    run = train(task=task(model=given))
+    assert run.model is given
+    assert torch.equal(flat(given), run.parameters)
+    assert same(train(), run)
+
+
+def test_a_function_that_gives_one_module_to_all_workers() -> None:
+    """As on engine local, each worker has its own."""
+    torch.manual_seed(0)
+    given = mlp()
+    assert torch.equal(train(task=task(model=lambda: given)).parameters, train().parameters)
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter([(x, y) for x, y in zip(*rows(39), strict=True)])
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "local-sgd:period=3", "downpour", "gossip"])
+def test_streams(strategy: str) -> None:
+    """CASE 18"""
+    run = train(strategy=strategy, task=task(train_data=Stream()))
+    assert run.rows["total"] == 2 * 39
+    assert run.parameters.isfinite().all()
+
+
+def test_one_worker_is_a_plain_loop() -> None:
+    """CASE 1"""
+    model, _ = plain_loop(mlp, lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2), rows(39), batch_size=12, epochs=2)
+    assert torch.equal(train(workers=1).parameters, flat(model))
+
+
+# -- launch and prepare ----------------------------------------------------------------------------------------------
+
+
+def own_loop(prepared: bool = True) -> tuple[Tensor, float, float]:
+    """A training script: clipping between backward and step."""
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader: Any = DataLoader(
+        TensorDataset(*rows(38)), batch_size=12, shuffle=True, generator=torch.Generator().manual_seed(3)
+    )
+    if prepared:
+        model, optimizer, loader = mh.prepare(model, optimizer, loader)
+    for _ in range(2):
+        for batch in loader:
+            optimizer.zero_grad()
+            mh.weight(float(len(batch[0])))
+            cross_entropy(model, batch).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+    return flat(model), mh.worker().clock(), float(torch.rand(1))
+
+
+def prepare(strategy: str, workers: int = 3, engine: str = f"sim:{SECOND_A_ROW}") -> list[Any]:
+    return mh.launch(own_loop, workers=workers, strategy=strategy, engine=engine, threads_per_worker=1)
+
+
+def test_a_prepared_script_on_all_workers_is_the_script_alone() -> None:
+    """CASE 2; its gradients take virtual time: 26 rows of each worker's, 4 of every 12, and 1 of the last 2 or none."""
+    alone, _, _ = own_loop(prepared=False)
+    ends = prepare("allreduce")
+    for parameters, seconds, _ in ends:
+        torch.testing.assert_close(parameters, alone, rtol=0, atol=1e-12)
+        assert seconds == 2 * (4 + 4 + 4 + 1)
+    assert len({drawn for _, _, drawn in ends}) == 3
+
+
+@pytest.mark.parametrize("strategy", ["local-sgd:period=3", "gossip:graph=ring", "gossip:graph=random"])
+def test_a_prepared_script_under_other_strategies(strategy: str) -> None:
+    ends = prepare(strategy)
+    assert all(torch.equal(ends[0][0], parameters) for parameters, _, _ in ends)
+    assert torch.equal(ends[0][0], prepare(strategy)[0][0])
+
+
+def test_many_prepared_workers() -> None:
+    """None waits inside autograd's engine, which keeps count of who is in it."""
+
+    def program() -> Tensor:
+        torch.manual_seed(0)
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = mh.prepare(model, optimizer, [rows(80)])
+        for batch in loader:
+            cross_entropy(model, batch).backward()
+            optimizer.step()
+        return flat(model)
+
+    ends = mh.launch(program, workers=80, engine="sim")
+    assert all(torch.equal(ends[0], end) for end in ends)
+
+
+def test_a_prepared_scripts_faults_are_at_its_steps() -> None:
+    with pytest.raises(WorkerFailed, match="worker 2 .*at step 3"):
+        prepare("allreduce", engine=f"sim:{SECOND_A_ROW},faults='kill=2@step:3'")
+
+
+def test_others_are_quiet_and_the_caller_is_not(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def program() -> str:
+        worker = mh.worker()
+        worker.group.barrier()
+        print("I am", worker.rank)
+        torch.save(worker.rank, tmp_path / f"saved{worker.rank}")
+        return str(worker.rank)
+
+    assert mh.launch(program, workers=3, engine="sim", strategy="local-sgd") == ["0", "1", "2"]
+    print("heard")
+    torch.save(1, tmp_path / "after")
+    said = capsys.readouterr()
+    assert said.out == "I am 0\nheard\n"
+    assert said.err.count("print nothing to standard output") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["after", "saved0"]
+
+
+def test_the_strategy_of_a_launch_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is the last to end, and whether it was given as a string or not."""
+    monkeypatch.delenv("MANYHANDS_STRATEGY", raising=False)
+    from manyhands.launching import launched_strategy
+
+    for strategy in ("local-sgd:period=3", mh.LocalSGD(period=3)):
+
+        def program() -> Any:
+            mh.worker().coordinator.computed(3 - mh.worker().rank)
+            return launched_strategy()
+
+        assert mh.launch(program, workers=3, engine="sim", strategy=strategy) == [strategy] * 3
+        assert launched_strategy() is None
+
+
+def test_hogwild_wants_one_host() -> None:
+    """Where its order, which nothing else knows, is the seed's."""
+    with pytest.raises(Unsupported, match="hogwild.*on one machine"):
+        train(strategy="hogwild")
+    first, again, other = (
+        train(f"network='workers_per_host=3',compute='jitter=exponential',seed={seed}", "hogwild") for seed in (1, 1, 2)
+    )
+    assert same(first, again)
+    assert not same(first, other)
+
+
+def test_a_training_inside_of_a_launch_is_refused() -> None:
+    with pytest.raises(Unsupported, match="takes turns with others"):
+        mh.launch(lambda: mh.train(task()), workers=2, engine="sim")
+
+
+def test_a_script_is_refused(tmp_path: Path) -> None:
+    from manyhands.launching import run_script
+
+    (tmp_path / "train.py").write_text("print('here')")
+    with pytest.raises(Unsupported, match="share this process.*manyhands.launch"):
+        run_script(tmp_path / "train.py", workers=2, engine="sim")
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+def command(*arguments: str) -> Any:
+    environment = {"COLUMNS": "200", "NO_COLOR": "1"}
+    return CliRunner().invoke(cli.app, ["train", "digits", *arguments], prog_name="manyhands", env=environment)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """Options of the command and of the spec string are the same."""
+    common = ("-n", "8", "--max-steps", "4", "--log", "quiet", "--batch-size", "64")
+    apart = command(*common, "--network", "latency=1ms,bandwidth=1Gbit", "--compute", "row=1e-3,3=5x",
+                    "--faults", "pause=1@step:2+1", "--sim-seed", "3", "--run-dir", str(tmp_path / "one"))  # fmt: skip
+    assert apart.exit_code == 0, apart.output
+    spec = "sim:network='latency=1ms,bandwidth=1Gbit',compute='row=1e-3,3=5x',faults='pause=1@step:2+1',seed=3"
+    together = command(*common, "--engine", spec, "--run-dir", str(tmp_path / "two"))
+    assert together.exit_code == 0, together.output
+    one, other = (result(tmp_path / name) for name in ("one", "two"))
+    assert one["seconds"] == other["seconds"]
+    assert one["info"]["simulated"] == other["info"]["simulated"]
+    assert one["seconds"] > 1 + 8e-3 + 3 * 8 * 5e-3  # worker 3 waits for the pause of worker 1
+    assert "simulated" in apart.output
+
+
+def test_the_command_takes_a_profile(tmp_path: Path) -> None:
+    from manyhands.engines.sim.compute import Compute
+    from manyhands.engines.sim.network import Network
+    from manyhands.engines.sim.profile import Profile
+
+    measured = Profile(
+        networks={"local": Network.parse("latency=2ms")},
+        compute=Compute.parse("row=0,step=1"),
+        task="digits",
+        workers=2,
+    )
+    measured.save(tmp_path / "profile.json")
+    found = command("-n", "2", "--max-steps", "3", "--log", "quiet", "--profile", str(tmp_path / "profile.json"),
+                    "--run-dir", str(tmp_path / "run"))  # fmt: skip
+    assert found.exit_code == 0, found.output
+    run = result(tmp_path / "run")
+    assert (run["info"]["engine"], round(run["seconds"])) == ("sim", 3)
+
+
+def test_the_commands_errors_are_bad_input(tmp_path: Path) -> None:
+    found = command("-n", "2", "--faults", "kill=9@step:1", "--run-dir", str(tmp_path / "run"))
+    assert found.exit_code == 2
+    assert "this run has workers 0 to 1" in found.output

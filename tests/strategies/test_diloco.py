@@ -1,0 +1,345 @@
+"""DiLoCo on mathematics that a hand can check: over the group, and over a server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from by_hand import F64, Hand, Point, hands, quadratic, scripted, slope
+from torch import Tensor
+
+from manyhands.errors import BadInput
+from manyhands.strategies import strategy_of
+from manyhands.strategies.base import Leasing
+from manyhands.strategies.decoupled import ServedState
+from manyhands.strategies.diloco import DiLoCo
+from manyhands.testing.seat import Seat, seated
+from manyhands.testing.turns import Turns
+
+SHIFTS = (-1.0, 0.0, 4.0)
+LOSSES = [quadratic([2.0], [b]) for b in SHIFTS]
+
+
+def rows(n: int) -> Tensor:
+    return torch.zeros(n, dtype=F64)
+
+
+def centers(ticks: int) -> Any:
+    """A program: the consensus after each tick, and after the end."""
+
+    def program(hand: Hand) -> list[float]:
+        path = []
+        for _ in range(ticks):
+            hand.tick()
+            path.append(float(hand.center))
+        hand.worker.group.barrier()
+        hand.finish()
+        return [*path, float(hand.center)]
+
+    return program
+
+
+# -- over the group ----------------------------------------------------------------------------------------------------
+
+
+def test_with_outer_rate_one_and_no_momentum_it_is_local_sgd() -> None:
+    """CASE 5, with an inner optimizer whose state is kept, uneven slices, and a last window that is shorter."""
+
+    def program(seat: Seat) -> list[Tensor]:
+        seat.train(7)
+        seat.finish()
+        return [seat.consensus(), *seat.holds().values()]
+
+    ours = seated(strategy_of("diloco:period=3,outer_rate=1.0,outer_momentum=0.0"), 3, program)
+    theirs = seated(strategy_of("local-sgd:period=3,optimizer_state=kept"), 3, program)
+    for mine, wanted in zip(ours, theirs, strict=True):
+        for a, b in zip(mine, wanted, strict=True):
+            assert (a - b).abs().max() < 1e-13
+
+
+@pytest.mark.parametrize("spec", ["diloco:period=1", "diloco:period=1,via=server,bound=0"])
+def test_with_period_one_it_is_nesterov_sgd_on_the_mean_gradient(spec: str) -> None:
+    """CASE 5: inner rate .1 and outer rate .7 are one rate of .07."""
+    point = Point([1.0])
+    optimizer = torch.optim.SGD(point.parameters(), lr=0.07, momentum=0.9, nesterov=True)
+    wanted = []
+    for _ in range(12):
+        point.w.grad = (2 * (point.w - 1.0)).detach()
+        optimizer.step()
+        wanted.append(float(point.w.detach()))
+    for path in hands(spec, LOSSES, centers(12), start=[1.0]):
+        assert path == pytest.approx([*wanted, wanted[-1]], abs=1e-14)
+
+
+@pytest.mark.parametrize("spec", ["diloco:period=2", "diloco:period=2,via=server"])
+def test_two_rounds_by_hand(spec: str) -> None:
+    """A steady way of .1 a step: g=-.2, m=-.2, c=.7·(.2 + .9·.2)=.266; then m=-.38, c=.266 + .7·(.2 + .9·.38)=.6454."""
+    path = hands(spec, [slope(-1.0)], centers(4))[0]
+    assert path == pytest.approx([0.0, 0.266, 0.266, 0.6454, 0.6454], abs=1e-15)
+
+
+def test_all_go_on_from_the_center_and_an_epochs_end_closes_the_window() -> None:
+    def program(hand: Hand) -> list[tuple[float, float]]:
+        path = []
+        for _ in range(3):
+            hand.tick()
+            path.append((float(hand.x), float(hand.center)))
+        for _ in range(2):
+            hand.finish()
+            path.append((float(hand.x), float(hand.center)))
+        return path
+
+    c = 0.266 + 0.7 * (0.1 + 0.9 * (0.1 + 0.9 * 0.2))
+    wanted = [(0.1, 0.0), (0.266, 0.266), (0.366, 0.266), (c, c), (c, c)]
+    for path in hands("diloco:period=2", [slope(-1.0)] * 2, program):
+        for got, expected in zip(path, wanted, strict=True):
+            assert got == pytest.approx(expected, abs=1e-15)
+
+
+@pytest.mark.parametrize("spec", ["diloco:period=2", "diloco:period=2,via=server,bound=0"])
+def test_the_mean_is_weighted_by_rows(spec: str) -> None:
+    """3 + 1 rows go .1 a step, 1 + 1 rows .7: (4·.2 + 2·1.4) / 6."""
+
+    def program(hand: Hand) -> float:
+        for n in ((3, 1), (1, 1))[hand.worker.rank]:
+            hand.tick(rows(n))
+        hand.worker.group.barrier()
+        return float(hand.center)
+
+    spec += ",outer_rate=1.0,outer_momentum=0.0"
+    assert hands(spec, [slope(-1.0), slope(-7.0)], program) == pytest.approx([0.6, 0.6], abs=1e-15)
+
+
+@pytest.mark.parametrize("spec", ["diloco:period=2", "diloco:period=2,via=server,bound=0"])
+def test_rounds_of_nobody_change_nothing_and_who_has_no_rows_takes_the_center(spec: str) -> None:
+    """CASE 27, the outer momentum included."""
+
+    def program(hand: Hand, empty: int) -> list[float]:
+        path = []
+        for batch in (rows(1), rows(1), *[None] * empty, rows(1), rows(1)):
+            hand.tick(None if hand.worker.rank else batch)
+            path.append(float(hand.center))
+        hand.gradient()
+        return [*path, float(hand.x)]
+
+    alone = hands(spec, [slope(-1.0)], lambda hand: program(hand, 0))[0]
+    for path in hands(spec, [slope(-1.0)] * 2, lambda hand: program(hand, 4)):
+        assert path[1:6] == [alone[1]] * 5
+        assert path[-2:] == alone[-2:] == [alone[3]] * 2
+
+
+# -- over a server -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["quorum=3", "quorum=2", "bound=0", "quorum=3,grace=0,bound=2"])
+def test_with_equal_speeds_the_server_gives_what_the_group_gives(spec: str) -> None:
+    """Two windows of four ticks and one of two: at each tick all take their gradient, then all exchange."""
+    program = centers(10) if spec == "bound=0" else scripted([0, 1, 2] * 2 * 10, 10)
+    served = hands(f"diloco:period=4,via=server,{spec}", LOSSES, program, start=[1.0])
+    ends = [float(end[-1]) for end in served]
+    wanted = hands("diloco:period=4", LOSSES, centers(10), start=[1.0])[0][-1]
+    assert ends == pytest.approx([wanted] * 3, abs=1e-14)
+
+
+def test_rounds_do_not_wait_for_a_late_worker_whose_push_enters_the_next() -> None:
+    """By hand, outer rate 1 without momentum, windows of 1 step of .1, .2 and .3; worker 2 has begun, and comes late.
+
+    Workers 0 and 1 are a quorum: c=.15, and again c=.15 + .15=.3. Worker 2's .3 is then two rounds old: it weighs 1/3
+    beside the 1 of worker 0, of the same round: c=.3 + (.3/3 + .1) / (1/3 + 1)=.45.
+    """
+    turns = Turns([2, 0, 1, 0, 1, 0, 1, 0, 1, 0, 2, 0])
+    options = "period=1,via=server,quorum=2,grace=0,outer_rate=1.0,outer_momentum=0.0"
+
+    def program(hand: Hand) -> list[float]:
+        path = []
+        for act in (hand.gradient, hand.exchange) * (1 if hand.worker.rank == 2 else 3 - hand.worker.rank):
+            with turns.take(hand.worker.rank):
+                act()
+                center = torch.zeros_like(hand.replica.parameters)
+                hand.worker.server.center(center)
+                path.append(float(center[0]))
+        hand.worker.group.barrier()
+        hand.finish()
+        return [*path, float(hand.center)]
+
+    first, second, late = hands(f"diloco:{options}", [slope(-1.0), slope(-2.0), slope(-3.0)], program)
+    assert first == pytest.approx([0.0, 0.0, 0.15, 0.15, 0.3, 0.45, 0.45], abs=1e-15)
+    assert second == pytest.approx([0.0, 0.15, 0.15, 0.3, 0.45], abs=1e-15)
+    assert late == pytest.approx([0.0, 0.3, 0.45], abs=1e-15)
+
+
+def test_who_is_fast_goes_on_from_where_it_is_while_the_round_is_open() -> None:
+    """Worker 0 makes three windows of .1 before worker 1 has made its one of .5; then both begin at the center.
+
+    (3·.3 + 1·.5) / 4 = .35: three windows weigh three times, and went .3.
+    """
+    turns = Turns([1, 0, 0, 0, 0, 0, 0, 1, 0, 1])
+    spec = "diloco:period=1,via=server,quorum=2,outer_rate=1.0,outer_momentum=0.0"
+
+    def program(hand: Hand) -> list[float]:
+        path = []
+        for _ in range(3 - 2 * hand.worker.rank):
+            with turns.take(hand.worker.rank):
+                hand.gradient()
+                path.append(float(hand.x))
+            with turns.take(hand.worker.rank):
+                hand.exchange()
+        with turns.take(hand.worker.rank):
+            hand.gradient()
+            path.append(float(hand.x))
+        return path
+
+    assert hands(spec, [slope(-1.0), slope(-5.0)], program) == [
+        pytest.approx([0.0, 0.1, 0.2, 0.35], abs=1e-15),
+        pytest.approx([0.0, 0.35], abs=1e-15),
+    ]
+
+
+def test_an_epochs_end_closes_the_open_round_with_all_that_was_begun() -> None:
+    """Two of three push .1·2 each at the end, of windows of four; the third had no rows: their mean is in the center."""
+
+    def program(hand: Hand) -> tuple[float, float]:
+        if hand.worker.rank < 2:
+            for _ in range(2):
+                hand.tick()
+        hand.worker.group.barrier()
+        before = float(hand.center)
+        hand.finish()
+        return before, float(hand.center)
+
+    ends = hands("diloco:period=4,via=server,quorum=3,outer_rate=1.0,outer_momentum=0.0", [slope(-1.0)] * 3, program)
+    assert ends == [(0.0, pytest.approx(0.2, abs=1e-15))] * 3
+
+
+def test_with_another_number_of_workers_the_open_windows_become_one() -> None:
+    """What was moved and not pushed stays in: (3·2 + 1·4) / 4 beyond the mean start, with half of 4 rows on each of two."""
+    states = [
+        ServedState(center=torch.zeros(1), start=torch.tensor([s]), ticks=t, counted=w, residual=torch.tensor([w]))
+        for s, t, w in ((1.0, 2, 3.0), (5.0, 3, 1.0))
+    ]
+    merged = ServedState(center=torch.zeros(1), start=torch.zeros(1), residual=torch.zeros(1)).merge(states, 0, 4)
+    assert merged.residual is not None
+    assert float(merged.residual) == 2.0
+    assert (float(merged.start), merged.ticks, merged.counted) == (2.0, 3, 1.0)
+    assert [state.weight_of_window() for state in states] == [3.0, 1.0]
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"period": 0}, "period must be a whole number of at least 1"),
+        ({"outer_rate": 0}, "outer_rate must be a number above 0"),
+        ({"outer_rate": float("inf")}, "outer_rate must be a number above 0"),
+        ({"outer_momentum": 1.0}, "outer_momentum must be a number from 0 to below 1"),
+        ({"outer_momentum": True}, "outer_momentum must be a number from 0 to below 1"),
+        ({"outer_rate": "0.7"}, "outer_rate must be a number above 0, not '0.7'"),
+        ({"outer_momentum": None}, "outer_momentum must be a number from 0 to below 1, not None"),
+        ({"outer_rate": float("nan")}, "outer_rate must be a number above 0"),
+        ({"streaming": 2, "mixing": "a"}, "mixing must be a number from 0 to below 1, not 'a'"),
+        ({"streaming": 2, "overlap": "1"}, "overlap must be a whole number of at least 0"),
+        ({"compress": "zip"}, "compress=zip: no codec 'zip'"),
+        ({"feedback": True}, "feedback=true is about what compress leaves out"),
+        ({"streaming": 2, "compress": "int8"}, "compress=int8 waits for one whole vector: leave one of them out"),
+        ({"via": "mail"}, "via must be group or server"),
+        ({"streaming": -1}, "streaming must be a whole number of at least 0"),
+        ({"overlap": 1}, "overlap means nothing: leave it out, or take streaming=2"),
+        ({"mixing": 0.5}, "mixing means nothing: leave it out, or take streaming=2"),
+        ({"streaming": 2, "via": "server"}, "via=server has no streaming"),
+        ({"streaming": 5, "period": 4}, "give streaming=4 or less"),
+        ({"streaming": 2, "period": 4, "overlap": 4}, "give less than period=4"),
+        ({"streaming": 2, "overlap": -1}, "overlap must be a whole number of at least 0"),
+        ({"streaming": 2, "mixing": 1.0}, "mixing must be a number from 0 to below 1"),
+        ({"quorum": 2}, "quorum means nothing: leave it out, or take via=server"),
+        ({"grace": 0}, "grace means nothing: leave it out, or take via=server"),
+        ({"bound": 0}, "bound means nothing: leave it out, or take via=server"),
+        ({"via": "server", "bound": -1}, "bound must be a whole number of 0 or more"),
+        ({"via": "server", "bound": 0, "quorum": 2}, "bound=0 waits for all workers, so quorum means nothing"),
+        ({"via": "server", "quorum": 0}, "quorum must be a whole number of at least 1"),
+        ({"via": "server", "grace": -1}, "grace must be a whole number of at least 0"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: dict, problem: str) -> None:
+    with pytest.raises(BadInput, match=problem):
+        DiLoCo(**options)
+
+
+def test_a_quorum_of_more_than_all_is_refused() -> None:
+    with pytest.raises(BadInput, match="quorum=3 of 2 workers never comes together: give at most 2"):
+        hands("diloco:via=server,quorum=3", [slope(1.0)] * 2, lambda hand: None)
+
+
+def test_what_it_wants() -> None:
+    group, served, in_step = (strategy_of(f"diloco{o}") for o in ("", ":via=server", ":via=server,bound=0"))
+    assert (group.server(), group.leasing()) == (None, None)
+    assert served.leasing() == Leasing()
+    assert served.server().rule == "rounds"
+    assert served.server().one_shard
+    assert in_step.leasing() is None
+    assert in_step.server().rule == "outer"
+    assert [strategy_of(f"diloco:compress=int8{o}").server() for o in ("", ",streaming=0")] == [None, None]
+    assert strategy_of("diloco:via=server,compress=int8").server().compress == "int8"
+    assert strategy_of("diloco:via=server,bound=0,compress=int8").server().compress == "int8"
+
+
+# -- how far a global batch goes ---------------------------------------------------------------------------------------
+
+
+def way(hand: Hand, periods: int, period: int) -> float:
+    """How far the center went in the last of so many periods, in steps of .1 a tick."""
+    for _ in range((periods - 1) * period):
+        hand.tick()
+    before = float(hand.center.mean())
+    for _ in range(period):
+        hand.tick()
+    return (float(hand.center.mean()) - before) / (0.1 * period)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "diloco:period=4",
+        "diloco:period=4,outer_rate=1.5,outer_momentum=.5",
+        "diloco:period=4,via=server,bound=0",
+        "diloco:period=4,streaming=1,overlap=0,mixing=.5",
+        "diloco:period=4,streaming=1,overlap=1,mixing=0.0",
+        "diloco:period=4,streaming=1",
+        "diloco:period=6,streaming=2,overlap=2,mixing=.75",
+        "diloco:period=4,streaming=2,overlap=3,mixing=.2,outer_momentum=.5",
+    ],
+)
+def test_a_steady_way_is_gone_as_far_as_the_summary_says(spec: str) -> None:
+    strategy = strategy_of(spec)
+    ways = hands(spec, [slope(-1.0)] * 2, lambda hand: way(hand, 200, strategy.period), start=[0.0] * 32)  # type: ignore[attr-defined]
+    assert ways == pytest.approx([strategy.rate_factor(2)] * 2, rel=1e-6)
+
+
+@pytest.mark.parametrize(("quorum", "grace", "workers"), [(1, 0, 3), (2, 0, 4), (2, 1, 3), (3, 0, 3), (None, 0, 4)])
+def test_a_steady_way_over_a_server_is_gone_as_far_as_the_summary_says(
+    quorum: int | None, grace: int, workers: int
+) -> None:
+    """Equally fast, one after the other, 24 windows each; no momentum, so that it is exact."""
+    strategy = DiLoCo(period=1, via="server", quorum=quorum, grace=grace, outer_rate=0.5, outer_momentum=0.0)
+    order = [rank for _ in range(24) for rank in range(workers) for _ in range(2)]
+    ends = hands(strategy, [slope(-1.0)] * workers, scripted(order, 24))
+    assert float(ends[0]) / (0.1 * 24) == pytest.approx(strategy.rate_factor(workers), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "workers", "wanted"),
+    [
+        ("", 9, 7.0),
+        (":streaming=2", 9, 7 * (1 - 0.5 / 16) / 4),
+        (":streaming=2,overlap=0", 9, 7.0),
+        (":via=server", 9, 7.0),
+        (":via=server,grace=0", 4, 7 * 4 / 3),
+        (":via=server,grace=0,quorum=2", 8, 28.0),
+        (":via=server,grace=0,quorum=2", 1, 7.0),
+        (":via=server,bound=0", 9, 7.0),
+    ],
+)
+def test_how_far_a_global_batch_goes(options: str, workers: int, wanted: float) -> None:
+    assert strategy_of(f"diloco{options}").rate_factor(workers) == pytest.approx(wanted)

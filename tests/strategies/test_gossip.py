@@ -1,0 +1,238 @@
+"""Gossip on mathematics that a hand can check."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from by_hand import F64, ROW, Hand, hands, quadratic, slope
+from torch import Tensor
+
+import manyhands as mh
+from manyhands.errors import BadInput, UnknownName
+from manyhands.replica import MORE
+from manyhands.strategies import strategy_of
+from manyhands.strategies.base import Leasing
+from manyhands.strategies.gossip import Gossip, GossipState
+from manyhands.strategies.graphs import edges
+
+FLAT = slope(0.0)  # nobody steps: only the mixing moves
+
+
+def place(hand: Hand, value: float) -> None:
+    hand.replica.named(hand.replica.parameters)["w"].fill_(value)
+
+
+def spread(spec: str, values: list[float], rounds: int) -> Tensor:
+    """[rounds + 1, workers] where the workers stand, who began at `values`, after each round of mixing alone."""
+
+    def program(hand: Hand) -> list[float]:
+        place(hand, values[hand.worker.rank])
+        path = [float(hand.x)]
+        for _ in range(rounds):
+            hand.tick()
+            path.append(float(hand.x))
+        return path
+
+    return torch.tensor(hands(spec, [FLAT] * len(values), program), dtype=F64).T
+
+
+def matrices(graph: str, size: int, rounds: int, **options: Any) -> list[Tensor]:
+    """[size, size] of each round."""
+    made = []
+    for number in range(rounds):
+        w = torch.eye(size, dtype=F64)
+        for source, target, share in edges(graph, size, number, **options):
+            w[target, source] += share
+            w[source, source] -= share
+        made.append(w)
+    return made
+
+
+# -- mixing ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_ring_shrinks_the_consensus_error_round_by_round() -> None:
+    """CASE 14: by 1/3 + 2/3·cos(2π/8) = .804738 where it is of the slowest kind; the mean stays."""
+    wave = [5 + math.cos(2 * math.pi * rank / 8) for rank in range(8)]
+    path = spread("gossip:graph=ring", wave, 6)
+    for before, after in pairwise(path):
+        assert float((after - 5).norm() / (before - 5).norm()) == pytest.approx(0.804738, abs=5e-7)
+        assert float(after.mean()) == pytest.approx(5, abs=1e-14)
+
+
+def test_one_peer_at_a_time_reaches_the_exact_mean_in_log2_rounds() -> None:
+    """CASE 15: 16 workers, 4 rounds, and not 3."""
+    path = spread("gossip:graph=exponential", [float(rank**2) for rank in range(16)], 4)
+    assert path[4].tolist() == [77.5] * 16
+    assert float((path[3] - 77.5).abs().max()) == 60.0
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("graph", ["ring", "exponential", "random"])
+def test_any_number_of_workers_comes_together_at_the_mean(graph: str, size: int) -> None:
+    path = spread(f"gossip:graph={graph}", [float(3**rank) for rank in range(size)], 80)
+    mean = sum(3**rank for rank in range(size)) / size
+    assert path.mean(1).tolist() == pytest.approx([mean] * 81, abs=1e-12)
+    assert path[-1].tolist() == pytest.approx([mean] * size, abs=1e-7)
+
+
+def test_replicas_that_are_equal_keep_their_bits() -> None:
+    """Thirds do not add up to one in binary: 0.1 stays 0.1 all the same."""
+    for spec in ("gossip:graph=ring", "gossip:graph=random,weights=push-sum"):
+        assert spread(spec, [0.1] * 5, 7).unique().tolist() == [0.1]
+
+
+# -- the algorithms, step by step --------------------------------------------------------------------------------------
+
+SHIFTS = (-1.0, 0.0, 4.0, 2.0, -3.0)
+RATE, CURVATURE = 0.1, 2.0
+
+
+def followed(spec: str, ticks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """[ticks, 5] of five workers at quadratics of their own: where they stand, what they call the answer, their masses."""
+
+    def program(hand: Hand) -> list[tuple[float, float, float]]:
+        path = []
+        for _ in range(ticks):
+            hand.tick()
+            path.append((float(hand.x), float(hand.center), hand.state.mass))
+        return path
+
+    paths = hands(spec, [quadratic([CURVATURE], [b]) for b in SHIFTS], program, rate=RATE)
+    xs, centers, masses = torch.tensor(paths, dtype=F64).permute(2, 1, 0)
+    return xs, centers, masses
+
+
+@pytest.mark.parametrize("graph", ["ring", "exponential", "random"])
+def test_d_psgd_takes_its_gradient_before_it_mixes_and_its_step_after(graph: str) -> None:
+    """x ← W·x - η·g(x), both of the old x; the answer is the mean, which follows the mean gradient."""
+    xs, centers, _ = followed(f"gossip:graph={graph}", 9)
+    b, x = torch.tensor(SHIFTS, dtype=F64), torch.zeros(5, dtype=F64)
+    for tick, w in enumerate(matrices(graph, 5, 9)):
+        x = w @ x - RATE * CURVATURE * (x - b)
+        assert xs[tick].tolist() == pytest.approx(x.tolist(), abs=1e-13)
+        assert centers[tick].tolist() == pytest.approx([float(x.mean())] * 5, abs=1e-13)
+
+
+@pytest.mark.parametrize("graph", ["ring", "exponential", "random"])
+def test_sgp_steps_then_pushes_and_removes_the_bias_by_its_mass(graph: str) -> None:
+    """x ← P·(x - η·g(z)), w ← P·w, z = x / w; the answer is the sum of x over N."""
+    zs, centers, masses = followed(f"gossip:graph={graph},weights=push-sum,seed={3 * (graph == 'random')}", 12)
+    b, x, w = torch.tensor(SHIFTS, dtype=F64), torch.zeros(5, dtype=F64), torch.ones(5, dtype=F64)
+    for tick, p in enumerate(matrices(graph, 5, 12, one_way=True, seed=3)):
+        x, w = p @ (x - RATE * CURVATURE * (x / w - b)), p @ w
+        assert masses[tick].tolist() == pytest.approx(w.tolist(), abs=1e-14)
+        assert zs[tick].tolist() == pytest.approx((x / w).tolist(), abs=1e-12)
+        assert centers[tick].tolist() == pytest.approx([float(x.sum() / 5)] * 5, abs=1e-12)
+    assert bool((masses - 1).abs().max() > 0.4) is (graph == "random")  # else all masses stay 1
+
+
+def test_a_round_comes_every_period_and_where_the_rows_end() -> None:
+    """Two workers at slopes of ∓1: they part by .1 a tick, and meet before the third step, and at the end."""
+
+    def program(hand: Hand) -> list[float]:
+        path = []
+        for _ in range(5):
+            hand.tick()
+            path.append(float(hand.x))
+        for _ in range(2):
+            hand.finish()
+            path.append(float(hand.x))
+        return path
+
+    first, second = hands("gossip:period=3", [slope(-1.0), slope(1.0)], program)
+    assert first == pytest.approx([0.1, 0.2, 0.1, 0.2, 0.3, 0.0, 0.0], abs=1e-15)
+    assert second == pytest.approx([-x for x in first], abs=1e-15)
+
+
+# -- ticks without rows ------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_without_rows_mixes_like_any_other() -> None:
+    """CASE 27: its neighbours' steps go through it."""
+
+    def program(hand: Hand) -> float:
+        for _ in range(4):
+            hand.tick(None if hand.worker.rank == 1 else ROW)
+        return float(hand.x)
+
+    xs = hands("gossip:graph=ring", [slope(-1.0)] * 4, program)
+    assert sum(xs) == pytest.approx(4 * 3 * 0.1)
+    assert 0 < xs[1] < min(xs[0], xs[2])
+
+
+def test_a_round_before_which_nobody_had_rows_mixes_nothing() -> None:
+    """CASE 27: the ticks in which a stream's end is not heard yet do not change the result."""
+
+    def program(hand: Hand) -> tuple[float, int]:
+        place(hand, float(hand.worker.rank))
+        for _ in range(3):
+            hand.tick(None)
+        return float(hand.x), hand.state.rounds
+
+    assert hands("gossip", [FLAT] * 3, program) == [(0.0, 0), (1.0, 0), (2.0, 0)]
+
+
+@pytest.mark.parametrize(("stream", "asked"), [(False, 2), (True, 8)])
+def test_where_the_number_of_ticks_is_known_no_round_asks_all(stream: bool, asked: int) -> None:
+    """But the first of each epoch, which hears that it is known; on a stream every round does."""
+
+    def program(hand: Hand) -> int:
+        group, questions = hand.worker.group, []
+        mean_ = group.mean_
+        group.mean_ = lambda tensor, *rest: (questions.append(tensor.numel()), mean_(tensor, *rest))[1]  # type: ignore[method-assign]
+        hand.replica.vote = lambda worker: False  # type: ignore[method-assign]
+        for _ in range(2):
+            for tick in range(4):
+                hand.replica.more = stream and tick < 3
+                hand.tick()
+            assert bool(hand.replica.heard & MORE) is False
+            hand.finish()
+        return len(questions)
+
+    assert hands("gossip:graph=ring", [FLAT] * 3, program) == [asked] * 3
+
+
+# -- states, options ---------------------------------------------------------------------------------------------------
+
+
+def test_with_another_number_of_workers_all_count_the_same_again() -> None:
+    states = [GossipState(ticks=1, weight=2.0, rounds=5, mass=m, ask=False) for m in (0.5, 1.5)]
+    merged = GossipState().merge(states, 2, 3)
+    assert (merged.ticks, merged.weight, merged.rounds, merged.mass, merged.ask) == (0, 0.0, 5, 1.0, True)
+    assert GossipState().merge(states, 1, 2) is states[1]
+    assert [state.weight_of_window() for state in states] == [0.5, 1.5]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"graph": "star"}, "graph must be one of exponential, ring, random, pairs"),
+        ({"weights": "mean"}, "weights must be one of doubly-stochastic, push-sum"),
+        ({"period": 0}, "period must be a whole number of at least 1"),
+        ({"graph": "random", "seed": -1}, "seed must be a whole number of at least 0"),
+        ({"graph": "ring", "seed": 1}, "graph=ring draws nothing"),
+        ({"bound": 1}, "graph=exponential keeps all in step"),
+        ({"graph": "pairs", "bound": -1}, "bound must be a whole number of 0 or more"),
+        ({"graph": "pairs", "weights": "push-sum"}, "weights=push-sum means nothing"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(BadInput, match=problem):
+        Gossip(**options)
+
+
+def test_what_it_wants() -> None:
+    pairs = mh.Gossip(graph="pairs", seed=3, bound=2)
+    wanted = pairs.server()
+    assert wanted is not None
+    assert (wanted.rule, wanted.bound, wanted.options) == ("pairs", 2, {"seed": 3})
+    assert pairs.leasing() == Leasing(alone=0)
+    assert Gossip(graph="pairs", bound=0).leasing() is None
+    assert (Gossip().server(), Gossip().leasing()) == (None, None)
+    with pytest.raises(UnknownName, match="what others call ad-psgd is 'gossip:graph=pairs' here"):
+        strategy_of("ad-psgd")

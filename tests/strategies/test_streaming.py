@@ -1,0 +1,291 @@
+"""Fragments that are synced in turn, and on their way while workers go on."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from by_hand import Hand, hands, slope
+from torch import Tensor, nn
+
+import manyhands as mh
+import plain
+from manyhands import checkpoint
+from manyhands.callbacks.base import Callback
+from manyhands.errors import BadInput
+from manyhands.events import Event
+from manyhands.flat import Layout
+from manyhands.strategies import strategy_of
+from manyhands.strategies.streaming import GroupState, Schedule, cut
+from manyhands.testing.seat import Seat, seated
+
+
+def schedule(period: int, fragments: int, overlap: int = 0) -> Schedule:
+    return Schedule(period=period, fragments=fragments, overlap=overlap, mixing=0.0, rate=1.0, momentum=0.0)
+
+
+@pytest.mark.parametrize(("period", "fragments"), [(1, 1), (5, 1), (5, 2), (5, 5), (16, 3), (7, 4)])
+def test_each_fragment_is_due_once_a_period_and_never_two_at_once(period: int, fragments: int) -> None:
+    due = [schedule(period, fragments).due(tick) for tick in range(1, 3 * period + 1)]
+    assert [fragment for fragment in due if fragment is not None] == 3 * list(range(fragments))
+    for fragment in range(fragments):
+        ticks = [tick for tick, which in enumerate(due) if which == fragment]
+        assert {b - a for a, b in pairwise(ticks)} <= {period}
+    assert due[period - 1] == fragments - 1
+    assert schedule(period, fragments).due(0) is None
+
+
+def test_what_is_under_way_comes_in_the_order_in_which_it_was_started() -> None:
+    assert [schedule(6, 3, overlap=4).under_way(tick) for tick in range(1, 9)] == [
+        [],
+        [0],
+        [0],
+        [0, 1],
+        [0, 1],
+        [1, 2],
+        [1, 2],
+        [2, 0],
+    ]
+
+
+def layout(*sizes: int) -> Layout:
+    """Parameters of so many times 128 bytes."""
+    model = nn.Module()
+    for i, size in enumerate(sizes):
+        model.register_parameter(f"p{i}", nn.Parameter(torch.zeros(size * 32)))
+    return Layout(model)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fragments", "wanted"),
+    [
+        ((4, 4, 4, 4), 2, [0, 8, 16]),
+        ((3, 5, 4, 4), 4, [0, 3, 8, 12, 16]),  # between parameters where that is near enough
+        ((1, 30, 1), 4, [0, 8, 16, 24, 32]),  # else through the middle of one
+        ((3,), 3, [0, 1, 2, 3]),
+        ((1, 2, 2), 4, [0, 1, 2, 3, 5]),
+        ((7,), 1, [0, 7]),
+    ],
+)
+def test_fragments_are_of_about_the_same_length(sizes: tuple[int, ...], fragments: int, wanted: list[int]) -> None:
+    assert cut(layout(*sizes), fragments) == [(32 * a, 32 * b) for a, b in pairwise(wanted)]
+
+
+def test_more_fragments_than_pieces_of_memory_are_refused() -> None:
+    with pytest.raises(BadInput, match="streaming=4 cuts 96 numbers .* give at most 3"):
+        cut(layout(2, 1), 4)
+
+
+def test_fragments_always_cover_everything_once() -> None:
+    for sizes in ((1, 1, 2, 1), (5, 1, 1), (2, 9, 3, 1, 1)):
+        made = layout(*sizes)
+        for fragments in range(1, sum(sizes) + 1):
+            pieces = cut(made, fragments)
+            assert all(start < stop for start, stop in pieces)
+            assert [start for start, _ in pieces] + [made.padded] == [0] + [stop for _, stop in pieces]
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def trained(spec: str, ticks: int = 8, size: int = 3) -> list[dict[str, Tensor]]:
+    def program(seat: Seat) -> dict[str, Tensor]:
+        seat.train(ticks)
+        held = {"the consensus within": seat.consensus()}
+        seat.finish()
+        return held | seat.holds() | {"the consensus": seat.consensus()}
+
+    return seated(strategy_of(spec), size, program)
+
+
+def test_one_fragment_that_is_waited_for_is_the_plain_form_bit_for_bit() -> None:
+    plain, streamed = trained("diloco:period=3"), trained("diloco:period=3,streaming=1,overlap=0,mixing=0.0")
+    for a, b in zip(plain, streamed, strict=True):
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_one_fragment_under_way_by_hand() -> None:
+    """.1 a step, period 2, one step under way, half mixed.
+
+    Tick 2 sends -.2; tick 3 has x=.3, c=.7·(.2 + .9·.2)=.266, x=.283. Tick 4 sends .266 - .383=-.117; tick 5 has x=.483,
+    m=-.297, c=.266 + .7·(.117 + .9·.297)=.53501, x=.509005.
+    """
+
+    def program(hand: Hand) -> list[tuple[float, float]]:
+        path = []
+        for _ in range(5):
+            hand.tick()
+            path.append((float(hand.x), float(hand.center)))
+        return path
+
+    wanted = [(0.1, 0.0), (0.2, 0.0), (0.283, 0.266), (0.383, 0.266), (0.509005, 0.53501)]
+    for path in hands("diloco:period=2,streaming=1", [slope(-1.0)] * 2, program):
+        for got, expected in zip(path, wanted, strict=True):
+            assert got == pytest.approx(expected, abs=1e-14)
+
+
+def test_the_end_waits_for_what_is_under_way_then_closes_the_windows() -> None:
+    """As above up to tick 4, whose -.117 comes at the end: c=.53501, x=.459005; no step was made since, so that is all."""
+
+    def program(hand: Hand) -> list[tuple[float, float]]:
+        for _ in range(4):
+            hand.tick()
+        path = []
+        for _ in range(2):
+            hand.finish()
+            path.append((float(hand.x), float(hand.center)))
+        return path
+
+    for path in hands("diloco:period=2,streaming=1", [slope(-1.0)] * 2, program):
+        assert path[0] == path[1] == pytest.approx((0.5 * 0.383 + 0.5 * 0.53501, 0.53501), abs=1e-14)
+
+
+class Listening:
+    """Writes down (tick, elements) of each mean that is started, and the numbers of those that are waited for."""
+
+    def __init__(self, seat: Seat) -> None:
+        self.sent: list[tuple[int, int]] = []
+        self.waited: list[int] = []
+        start = seat.worker.group.start_mean_
+
+        def listen(tensor: Tensor, weight: float = 1.0, bits: int = 0) -> Any:
+            handle, number = start(tensor, weight, bits), len(self.sent)
+            self.sent.append((seat.tick, tensor.numel()))
+            wait = handle.wait
+
+            class Told:
+                def wait(inner) -> Any:
+                    self.waited.append(number)
+                    return wait()
+
+            return Told()
+
+        seat.worker.group.start_mean_ = listen  # type: ignore[method-assign]
+        seat.replica.vote = lambda worker: True  # type: ignore[method-assign]
+
+
+def test_at_once_only_a_fragment_is_sent_and_waited_for_in_order_later() -> None:
+    """The peak falls by the number of fragments, the sum stays; 64 numbers of the tiny model, period 4.
+
+    At the end, what is under way is waited for, and the fragments that were stepped since are sent once more: the plain form's not.
+    """
+
+    def program(seat: Seat) -> tuple[list[tuple[int, int]], list[int]]:
+        listening = Listening(seat)
+        seat.train(8)
+        within = list(listening.waited)
+        seat.finish()
+        assert listening.waited == list(range(len(listening.sent)))
+        return listening.sent, within
+
+    plain, streamed, slow = (
+        seated(strategy_of(f"diloco:period=4{more}"), 2, program)[0]
+        for more in ("", ",streaming=4,overlap=0,mixing=0.0", ",streaming=4,overlap=3")
+    )
+    assert plain == ([(4, 64), (8, 64)], [0, 1])
+    assert streamed == ([(tick, 16) for tick in (*range(1, 9), 8, 8, 8)], list(range(8)))
+    assert slow == (streamed[0], list(range(5)))  # three are under way at the end
+
+
+def nesterov(*windows: float) -> float:
+    """Where outer steps of rate .7 and momentum .9 lead along ways of these lengths."""
+    center = momentum = 0.0
+    for way in windows:
+        momentum = 0.9 * momentum + way
+        center += 0.7 * (way + 0.9 * momentum)
+    return center
+
+
+def test_fragments_have_windows_and_momentum_of_their_own() -> None:
+    """.1 a step, period 4: the first half is due after ticks 2 and 6, the second after 4 and 8; the end closes the first's."""
+
+    def program(hand: Hand) -> list[list[float]]:
+        path = []
+        for tick in range(1, 9):
+            hand.tick()
+            if tick % 2 == 0:
+                path.append(hand.center[[0, -1]].tolist())
+        hand.finish()
+        return [*path, hand.center[[0, -1]].tolist()]
+
+    first, second = [nesterov(0.2), nesterov(0.2, 0.4), nesterov(0.2, 0.4, 0.2)], [nesterov(0.4), nesterov(0.4, 0.4)]
+    wanted = [
+        [first[0], 0.0],
+        [first[0], second[0]],
+        [first[1], second[0]],
+        [first[1], second[1]],
+        [first[2], second[1]],
+    ]
+    spec = "diloco:period=4,streaming=2,overlap=0,mixing=0.0"
+    for path in hands(spec, [slope(-1.0)] * 2, program, start=[0.0] * 32):
+        for got, expected in zip(path, wanted, strict=True):
+            assert got == pytest.approx(expected, abs=1e-14)
+
+
+def test_with_another_number_of_workers_what_is_under_way_has_the_same_mean() -> None:
+    """Fragment 0 of two was sent with 3 and 1 rows: (3·2 + 1·6) / 4 = 3, of weight 4 together."""
+    states = [
+        GroupState(
+            center=torch.zeros(4),
+            momentum=torch.zeros(4),
+            on_way=torch.tensor([sent, sent, 9.0, 9.0]),
+            counted=torch.tensor([1.0, open_], dtype=torch.float64),
+            on_way_counted=torch.tensor([weight, 0.0], dtype=torch.float64),
+            ticks=5,
+            fragments=[(0, 2), (2, 4)],
+            residual=torch.full((4,), sent),
+        )
+        for sent, weight, open_ in ((2.0, 3.0, 4.0), (6.0, 1.0, 8.0))
+    ]
+    assert [state.weight_of_window() for state in states] == [5.0, 9.0]
+    merged = states[0].merge(states, 0, 4)
+    assert merged.on_way[:2].tolist() == [3.0, 3.0]
+    assert (merged.counted.tolist(), merged.on_way_counted.tolist()) == ([0.5, 3.0], [1.0, 0.0])
+    assert merged.ticks == 5
+    assert merged.residual is not None
+    assert merged.residual.tolist() == [4.0] * 4
+    assert states[0].merge(states, 1, 2) is states[1]
+
+
+class StopAfter(Callback):
+    """Says stop at the first step of this number."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step(self, event: Event) -> str | None:
+        return "stop" if event.step >= self._step else None
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "diloco:period=6,streaming=2,overlap=2",
+        "diloco:period=6,streaming=3,overlap=5,mixing=.25",
+        "diloco:period=5,streaming=2,overlap=0",
+        "diloco:period=4,compress=topk:0.2",
+    ],
+)
+def test_a_run_that_is_interrupted_anywhere_ends_with_the_same_bits(spec: str, tmp_path: Path) -> None:
+    """CASE 19: at every tick of a period, so with nothing, one and several fragments under way."""
+    given = plain.task(train_data=plain.rows(150), epochs=2)
+    options: dict[str, Any] = {"strategy": spec, "engine": "sim", "workers": 2, "threads_per_worker": 1}
+    whole = mh.train(given, **options)
+    on_way, ticks = set(), set()
+    for step in range(1, 10):
+        folder = tmp_path / str(step)
+        mh.train(given, run_dir=folder, callbacks=[StopAfter(step)], **options)
+        (folder / "result.json").unlink()
+        saved = checkpoint.newest(folder / "checkpoints", print)
+        assert saved is not None
+        tick = saved.tick
+        on_way.add(len(strategy_of(spec)._schedule().under_way(tick)))  # type: ignore[attr-defined]
+        ticks.add(tick)
+        resumed = mh.train(given, run_dir=folder, resume=True, **options)
+        assert torch.equal(resumed.parameters, whole.parameters)
+    assert len(ticks) > 2
+    assert ("overlap=2" in spec) <= (on_way == {0, 1})
+    assert ("overlap=5" in spec) <= ({2} <= on_way)
