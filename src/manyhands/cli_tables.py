@@ -76,7 +76,7 @@ def print_engines() -> None:
     _print(
         table,
         "Options go behind the name: --engine hosts:listen=10.0.0.1,here=2.\n"
-        "auto, the default, is torchrun in what torchrun, mpirun or srun started, hosts with --listen or another of its options,\n"
+        "auto, the default, is torchrun in what torchrun, mpirun or srun started, hosts with --listen, sim with --network, --compute or --faults,\n"
         "and local anywhere else.",
     )
 
