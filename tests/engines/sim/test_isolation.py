@@ -180,3 +180,22 @@ def test_a_failed_program_leaves_nothing_behind():
         run(timeline, [fails])
     assert torch.is_grad_enabled()
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_pending_gauss_is_seen_where_the_generator_stands_as_before():
+    """Seeded again, a generator comes to where it stood, with and without a number that waits."""
+    timeline = Timeline()
+
+    def program():
+        drawn = []
+        for numbers in (2, 1, 2, 1):
+            np.random.seed(7)
+            np.random.standard_normal(numbers)
+            timeline.sleep(1.0)
+            drawn.append(float(np.random.standard_normal()))
+        return drawn
+
+    np.random.seed(7)
+    first = np.random.standard_normal(3)
+    expected = [first[2], first[1]] * 2
+    assert run(timeline, [program, program]) == [expected] * 2

@@ -2,13 +2,12 @@
 
 PyTorch keeps the modes in the thread, and it, numpy and Python keep their generators in the process, so that all of it
 would leak from one worker into the next: it is swapped when another worker's turn comes. That happens at every step of
-every worker, so it has to be cheap: numpy's generator is exchanged as an object, since copying its state takes longer
-than a small model's gradient. What is left to all in common, docs/simulate.md says.
+every worker, so it has to be cheap: numpy's generator is exchanged as an object, since putting its state back takes as long
+again as all the rest. What is left to all in common, docs/simulate.md says.
 """
 
 from __future__ import annotations
 
-import ctypes
 import random
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,17 +18,6 @@ from torch import Tensor
 
 from manyhands.worker import Worker, current, set_current
 
-_KEYS = 624  # of MT19937's state: so many uint32, then the position among them
-
-
-@dataclass(frozen=True, slots=True)
-class _Gauss:
-    """The second of the two numbers that numpy's legacy normal() draws at once, while it waits; `at`: where the generator was then."""
-
-    waits: bool
-    value: float
-    at: tuple[int, int]
-
 
 @dataclass(frozen=True, slots=True)
 class Isolated:
@@ -37,7 +25,7 @@ class Isolated:
 
     torch_state: Tensor
     numpy_generator: np.random.MT19937
-    gauss: _Gauss
+    gauss: float | None  # the second of the two numbers that numpy's legacy normal() draws at once, where it waits
     python_state: tuple[Any, ...]
     dtype: torch.dtype  # the default one
     inference: bool
@@ -48,22 +36,18 @@ class Isolated:
     worker: Worker | None
 
 
-_gauss = _Gauss(False, 0.0, (-1, -1))  # of the generator that is numpy's now
 _guard: Any = None  # see _set_inference
 
 
 def capture() -> Isolated:
     """The state of the process now; numpy's generator is the very object, not a copy."""
-    global _gauss
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     assert isinstance(generator, np.random.MT19937), f"numpy's global generator is a {type(generator).__name__}"
-    if _gauss.waits or _gauss.at != _position(generator):  # one that waits can be drawn without a move
-        state: Any = np.random.get_state(legacy=False)
-        _gauss = _Gauss(bool(state["has_gauss"]), state["gauss"], _position(generator))
+    legacy: Any = np.random.get_state(legacy=False)  # the generator itself does not know what waits
     return Isolated(
         torch_state=torch.get_rng_state(),
         numpy_generator=generator,
-        gauss=_gauss,
+        gauss=legacy["gauss"] if legacy["has_gauss"] else None,
         python_state=random.getstate(),
         dtype=torch.get_default_dtype(),
         inference=torch.is_inference_mode_enabled(),
@@ -77,13 +61,11 @@ def capture() -> Isolated:
 
 def restore(state: Isolated) -> None:
     """Put back what `capture` gave."""
-    global _gauss
     torch.set_rng_state(state.torch_state)
     np.random.set_bit_generator(state.numpy_generator)  # type: ignore[attr-defined]
-    if state.gauss.waits:
+    if state.gauss is not None:
         numbers: Any = np.random.get_state(legacy=False)
-        np.random.set_state({**numbers, "has_gauss": 1, "gauss": state.gauss.value})
-    _gauss = state.gauss
+        np.random.set_state({**numbers, "has_gauss": 1, "gauss": state.gauss})
     random.setstate(state.python_state)
     if torch.get_default_dtype() is not state.dtype:
         torch.set_default_dtype(state.dtype)
@@ -110,12 +92,3 @@ def _set_inference(wanted: bool) -> None:
     if torch.is_inference_mode_enabled() != wanted:
         _guard = torch._C._InferenceMode(wanted)
         _guard.__enter__()
-
-
-def _position(generator: np.random.MT19937) -> tuple[int, int]:
-    """Where a generator stands, read where numpy keeps it: one that has drawn since stands elsewhere."""
-    address = generator.ctypes.state_address
-    return (
-        ctypes.c_uint32.from_address(address).value,
-        ctypes.c_int.from_address(address + 4 * _KEYS).value,
-    )
