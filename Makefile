@@ -2,25 +2,28 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench results clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "manyhands needs Python 3.11 or newer, this is " + sys.version + "; say which: make PYTHON=python3.12 demo"'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch>=2.6,<2.14' numpy
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[report]'
 	touch $@
 
 .venv/installed-dev: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	touch $@
 
-demo: .venv/installed  ## train the digits task alone and on two workers
+demo: .venv/installed  ## train the digits task alone and on two workers, then compare strategies on it
 	@echo '$$ manyhands train digits --workers 1'
 	@$(BIN)/manyhands train digits --workers 1
 	@echo
 	@echo '$$ manyhands train digits --workers 2'
 	@$(BIN)/manyhands train digits --workers 2
+	@echo
+	@echo '$$ manyhands compare digits'
+	@$(BIN)/manyhands compare digits
 
 test: lint  ## everything: format, lint, types, layers, tests
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
@@ -40,6 +43,9 @@ bench: .venv/installed  ## the measured claims, each beside its peer
 	$(BIN)/python benchmarks/hogwild.py
 	$(BIN)/python benchmarks/simulate.py
 	$(BIN)/python benchmarks/accuracy.py
+
+results: .venv/installed-dev  ## docs/results.md, from real runs of this machine (about ten minutes, which it should have for itself)
+	$(BIN)/python benchmarks/results.py
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build dist

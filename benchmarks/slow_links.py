@@ -11,7 +11,7 @@ rates   In every block each strategy and DDP in turn, in an order that rotates; 
         (seconds of a step when all four compute and nobody exchanges + bytes a worker sends in a step / rate of the link).
         Bytes are the ledger's, DDP's those of a ring. Headers (4.5 % of a packet) and acknowledgements are not counted.
 predictions  Engine `sim` with this machine's compute, as `manyhands calibrate` measures it with four workers, and cards of
-        that rate; of DDP there is none. What codecs compute is not in it.
+        that rate; of DDP there is none. What codecs compute is in it, and what headers take of a card.
 losses  As many steps of each, without limits on the cards: a synchronous strategy computes the same bits at any speed,
         and all of these are synchronous. That is checked on the steps that both parts make.
 

@@ -15,6 +15,8 @@ from manyhands.engines.sim.profile import Profile
 from manyhands.errors import BadInput
 from manyhands.history import PARTS
 
+PAYLOAD = 1448 / 1514  # of a full Ethernet frame, as `tc` counts it: what headers (Ethernet, IP, TCP) leave of a card
+
 
 def predictions(model: Model, jobs: list[Job], workers: int, bits_per_s: float) -> list[dict[str, Any]]:
     """By job: (virtual) seconds of every step."""
@@ -23,7 +25,7 @@ def predictions(model: Model, jobs: list[Job], workers: int, bits_per_s: float) 
         task(model, test_data=None), workers=workers, strategies=(), quick=True, threads_per_worker=1
     )
     print(f"  calibrated in {time.monotonic() - begun:.0f} s: compute {profile.compute}", flush=True)
-    network = replace(profile.network, workers_per_host=1, bandwidth=bits_per_s)
+    network = replace(profile.network, workers_per_host=1, bandwidth=bits_per_s * PAYLOAD)
     return [{"name": job.name, **_predicted(model, job, workers, profile, network)} for job in jobs]
 
 

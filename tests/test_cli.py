@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from manyhands import cli, errors
+from manyhands import cli_options as options
 
 SCRIPT = "import manyhands.cli; manyhands.cli.main()"
 
@@ -87,7 +88,7 @@ def test_without_options_the_tasks_own_fields_stand(asked: dict[str, Any]) -> No
         "auto",
         None,
     )
-    assert not asked.keys() & {*cli.TASK_FIELDS, "shuffle"}
+    assert not asked.keys() & {*options.TASK_FIELDS, "shuffle"}
     assert re.fullmatch(r"runs/digits-\d{8}-\d{6}-\d+", str(asked["run_dir"]))
     assert [type(callback).__name__ for callback in asked["callbacks"]] == ["Progress"]
 
@@ -231,12 +232,12 @@ def test_the_tables_list_what_there_is() -> None:
     ],
 )
 def test_a_run_directory_is_named_after_its_task(task: str, start: str) -> None:
-    assert re.fullmatch(start + r"\d{8}-\d{6}-\d+", cli.default_run_dir(task).name)
+    assert re.fullmatch(start + r"\d{8}-\d{6}-\d+", options.stamped("", task).name)
 
 
 def test_torchruns_processes_agree_on_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a/b c")
-    assert cli.default_run_dir("digits") == Path("runs/digits-a-b-c")
+    assert options.stamped("", "digits") == Path("runs/digits-a-b-c")
 
 
 @pytest.fixture

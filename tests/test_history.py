@@ -57,7 +57,7 @@ def test_sums_are_means_over_workers_and_ticks_that_stayed_open_count_at_the_end
     history.add(step(1, tick=1))
     assert [row["tick"] for row in history.close()] == [1]
     assert history.timing() == pytest.approx({"input": 0.2, "compute": 0.6, "exchange": 0.6, "wait": 0.8})
-    assert history.compute_s == pytest.approx({0: 0.2, 1: 0.8})
+    assert [one["compute"] for one in history.timing_of_workers()] == pytest.approx([0.2, 0.8])
     assert history.close() == []
 
 
@@ -90,7 +90,7 @@ def test_a_leased_batch_is_complete_when_all_its_slices_are_whoever_made_them() 
     assert history.add(leased(1, 0, 2, parts=3)) is not None
     assert [row["tick"] for row in history.rows] == [9, 0]  # in the order of completion
     assert history.timing()["compute"] == pytest.approx(0.6)
-    assert sum(history.compute_s.values()) / 2 == pytest.approx(0.6)
+    assert sum(one["compute"] for one in history.timing_of_workers()) / 2 == pytest.approx(0.6)
 
 
 def test_a_resumed_epoch_keeps_its_parts_and_completes_what_was_begun() -> None:

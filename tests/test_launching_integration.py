@@ -52,7 +52,7 @@ def test_strategy_is_said_inside_and_forgotten_after(
 
 
 def test_no_workers(local: Local) -> None:
-    with pytest.raises(BadInput, match="workers must be at least 1, not 0"):
+    with pytest.raises(BadInput, match="workers must be a whole number of at least 1, not 0"):
         launch(place, workers=0, engine=local)
 
 

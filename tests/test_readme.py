@@ -126,7 +126,9 @@ def test_commands_of_tasks_run(page: Path, tmp_path: Path, monkeypatch: pytest.M
 
 
 def limits(words: list[str], folder: Path) -> list[str]:
-    """What makes a command short: two steps, and a directory of its own where it says none."""
+    """What makes a command short: few steps, once, and a directory of its own where a run says none."""
+    if words[1] == "compare":
+        return ["--max-steps", "6", "--repeats", "1"]
     if words[1] != "train" or "--help" in words:
         return []
     return ["--max-steps", "2", *([] if "--run-dir" in words else ["--run-dir", str(folder)])]

@@ -126,7 +126,7 @@ def test_every_event_is_a_line_and_callbacks_get_rows_of_all_workers(tmp_path: P
     assert heard.events[1].values["loss"] == 1.5
     assert heard.events[1].values is recorder.history[0]
     assert heard.events[-1].values == {"metrics": {"test_loss": 0.5}, "seconds": 2.0}
-    assert run.info["compute_s"] == [0.2, 0.2]
+    assert run.timing_of_workers == [{"input": 0.1, "compute": 0.2, "exchange": 0.3, "wait": 0.4}] * 2
 
 
 @pytest.mark.parametrize("asked", ["validation", "epoch"])

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from manyhands.callbacks import Progress as Progress
     from manyhands.callbacks import TensorBoard as TensorBoard
     from manyhands.callbacks import WandB as WandB
+    from manyhands.checking.check import Checked as Checked
+    from manyhands.checking.check import check as check
+    from manyhands.comparing.compare import compare as compare
+    from manyhands.comparing.comparison import Comparison as Comparison
     from manyhands.data.share import epoch_order as epoch_order
     from manyhands.engines.hosts import Hosts as Hosts
     from manyhands.engines.local import Local as Local
@@ -32,6 +36,8 @@ if TYPE_CHECKING:
     from manyhands.errors import UnknownName as UnknownName
     from manyhands.errors import Unsupported as Unsupported
     from manyhands.errors import WorkerFailed as WorkerFailed
+    from manyhands.estimating.estimate import Estimates as Estimates
+    from manyhands.estimating.estimate import estimate as estimate
     from manyhands.events import Event as Event
     from manyhands.launching import launch as launch
     from manyhands.preparing import is_first as is_first
@@ -70,6 +76,8 @@ _WHERE = {
     "AllReduce": "strategies.allreduce",
     "BadInput": "errors",
     "Callback": "callbacks",
+    "Checked": "checking.check",
+    "Comparison": "comparing.comparison",
     "DiLoCo": "strategies.diloco",
     "Distance": "strategies.distance",
     "Downpour": "strategies.downpour",
@@ -78,6 +86,7 @@ _WHERE = {
     "EASGD": "strategies.easgd",
     "EarlyStopping": "callbacks",
     "Ensemble": "strategies.ensemble",
+    "Estimates": "estimating.estimate",
     "Event": "events",
     "Gossip": "strategies.gossip",
     "Hogwild": "strategies.hogwild",
@@ -106,7 +115,10 @@ _WHERE = {
     "Worker": "worker",
     "WorkerFailed": "errors",
     "calibrate": "calibrating.calibrate",
+    "check": "checking.check",
+    "compare": "comparing.compare",
     "epoch_order": "data.share",
+    "estimate": "estimating.estimate",
     "is_first": "preparing",
     "launch": "launching",
     "prepare": "preparing",

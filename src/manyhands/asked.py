@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from manyhands import engines
-from manyhands.data.sources import open_source
-from manyhands.engines.base import Engine
+from manyhands.data.sources import is_function, open_source
+from manyhands.engines.base import Engine, check_count
 from manyhands.errors import BadInput, UnknownName, Unsupported, is_whole
 from manyhands.flat import Layout
 from manyhands.keep import Keep
@@ -50,10 +50,9 @@ class Asked:
 
     def check(self, *, servers: int, nonfinite: str, max_seconds: float | None, timeout_s: float, resume: bool) -> None:
         """Raise BadInput for what cannot be, before anything starts."""
-        if self.workers is not None and not is_whole(self.workers):
-            raise BadInput(f"workers must be a whole number of at least 1, not {self.workers!r}")
-        if servers < 1:
-            raise BadInput(f"servers must be at least 1, not {servers}")
+        if self.workers is not None:
+            check_count("workers", self.workers)
+        check_count("servers", servers)
         if nonfinite not in ("raise", "skip"):
             raise BadInput(f'nonfinite must be "raise" or "skip", not {nonfinite!r}')
         for name, value in (("max_seconds", max_seconds), ("timeout_s", timeout_s)):
@@ -91,7 +90,7 @@ class Asked:
             Layout(self.task.model)
         own = None
         for data in (self.task.train_data, self.task.validation_data, self.task.test_data):
-            if data is not None and not callable(data):
+            if data is not None and not is_function(data):
                 source = open_source(data, collate=self.task.collate, loader_processes=self.task.loader_processes)
                 own = source.batch_size if data is self.task.train_data else own
         global_batch(self.task, self.count, own)

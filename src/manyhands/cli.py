@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from manyhands import cli_evidence
 from manyhands import cli_options as options
-from manyhands.engines import launchers
+from manyhands.cli_options import sim_engine, stamped, task_fields, with_fields
 from manyhands.errors import BadInput, ManyhandsError
 
 if TYPE_CHECKING:
@@ -23,10 +21,6 @@ if TYPE_CHECKING:
     from manyhands.engines.base import Engine
 
 INTERRUPTED = 130
-TASK_FIELDS = (
-    *("epochs", "max_steps", "batch_size", "batch_size_per_worker", "micro_batch_size"),
-    *("seed", "precision", "clip_norm", "loader_processes"),
-)
 
 
 class Commands(TyperGroup):
@@ -150,7 +144,7 @@ def train(
     With --listen the engine is hosts: it prints the command by which others join. With --network, --compute or --faults it is sim: any
     number of workers, in virtual time.
     """
-    engine = _with_fields(
+    engine = with_fields(
         engine,
         "hosts",
         listen=listen,
@@ -160,9 +154,7 @@ def train(
         plain_network=plain_network or None,
         wait_s=wait,
     )
-    engine = _with_fields(
-        engine, "sim", network=network, compute=compute, faults=faults, seed=sim_seed, profile=profile
-    )
+    engine = sim_engine(engine, network=network, compute=compute, faults=faults, seed=sim_seed, profile=profile)
     if resume and run_dir is None:
         raise BadInput("--resume needs --run-dir: name the directory of the run that is to go on")
     with _started(engine, workers) as place:
@@ -176,7 +168,7 @@ def train(
             servers=servers,
             device=device,
             threads_per_worker=threads_per_worker,
-            run_dir=run_dir or default_run_dir(task),
+            run_dir=run_dir or stamped("", task),
             resume=resume,
             callbacks=_callbacks(log, early_stopping, tensorboard),
             validate_every=_steps(validate_every),
@@ -185,7 +177,7 @@ def train(
             nonfinite=nonfinite,
             max_seconds=max_seconds,
             timeout_s=timeout,
-            **_task_fields(ctx.params),
+            **task_fields(ctx.params),
         )
     typer.echo(run.summary(), err=log == "json")
 
@@ -255,58 +247,8 @@ def replay(run: options.RunToReplay, debug: options.Debug = False) -> None:
     typer.echo(f"{run}: replayed {replayed.ticks:,} ticks of {replayed.workers} workers: the same bits")
 
 
-@app.command()
-def calibrate(
-    ctx: typer.Context,
-    task: options.TaskSpec,
-    workers: options.CalibratedWorkers = 2,
-    output: options.Output = Path("profile.json"),
-    strategies: options.CalibratedStrategies = "allreduce,local-sgd:period=8",
-    steps: options.CalibratedSteps = 16,
-    quick: options.Quick = False,
-    engine: options.Engine = "auto",
-    device: options.Device = "auto",
-    threads_per_worker: options.Threads = None,
-    timeout: options.Timeout = 300.0,
-    batch_size: options.BatchSize = None,
-    batch_size_per_worker: options.BatchSizePerWorker = None,
-    micro_batch_size: options.MicroBatchSize = None,
-    precision: options.Precision = None,
-    clip_norm: options.ClipNorm = None,
-    loader_processes: options.LoaderProcesses = None,
-    debug: options.Debug = False,
-) -> None:
-    """Measure what a task costs on this machine, and write a profile that engine sim takes.
-
-    [bold]manyhands calibrate chars --workers 2 --output profile.json[/bold]
-    [bold]manyhands train chars -n 64 -s diloco --engine sim --profile profile.json[/bold]
-
-    It trains a little, with and without exchange, at three batch sizes; times the
-    workers' group and a parameter server; and prints how far the simulated step
-    of each strategy is from the real one. Let the machine be idle meanwhile.
-    """
-    if not output.absolute().parent.is_dir():
-        raise BadInput(f"--output {output} is in a folder that does not exist: make it first, or name another file")
-    from manyhands import spec
-    from manyhands.calibrating.calibrate import calibrated
-    from manyhands.calibrating.report import text
-
-    given = {**dict.fromkeys(TASK_FIELDS), "no_shuffle": False, **ctx.params}
-    found = calibrated(
-        task,
-        workers=workers,
-        strategies=[] if strategies == "none" else spec.split_list(strategies),
-        steps=steps,
-        quick=quick,
-        engine=engine,
-        device=device,
-        threads_per_worker=threads_per_worker,
-        timeout_s=timeout,
-        say=lambda line: typer.echo(f"manyhands: {line}", err=True),
-        **_task_fields(given),
-    )
-    found.profile.save(output)
-    typer.echo(text(found, task, output))
+for _measuring in (cli_evidence.compare, cli_evidence.check, cli_evidence.calibrate, cli_evidence.estimate):
+    app.command()(_measuring)
 
 
 @app.command()
@@ -366,21 +308,6 @@ def engines() -> None:
     print_engines()
 
 
-def default_run_dir(task: str) -> Path:
-    """runs/digits-20250131-142501-4711 for digits:epochs=5: date, time, process. Under torchrun or mpirun, whose processes must agree, the launch's name ends it."""
-    name, _, rest = task.partition(":")
-    if name.endswith(".py"):
-        name = f"{Path(name).stem}-{rest.partition(':')[0]}"
-    end = launchers.run_id() or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    return Path("runs") / re.sub(r"[^A-Za-z0-9_.-]+", "-", f"{name or 'task'}-{end}")
-
-
-def _task_fields(given: dict[str, Any]) -> dict[str, Any]:
-    """The fields of Task among the command's options, those that were given."""
-    fields = {name: given[name] for name in TASK_FIELDS if given[name] is not None}
-    return fields | ({"shuffle": False} if given["no_shuffle"] else {})
-
-
 @contextmanager
 def _started(engine: str, workers: int | None) -> Iterator[Engine | str]:
     """The engine; where it is `local` and will fork, its server loads torch while this process does."""
@@ -399,14 +326,6 @@ def _started(engine: str, workers: int | None) -> Iterator[Engine | str]:
         yield local
     finally:
         local.close()
-
-
-def _with_fields(engine: str, kind: str, **fields: Any) -> str:
-    """The engine's spec with the fields that were given as options of the command; they are those of engine `kind`."""
-    given = ",".join(f'{name}="{value}"' for name, value in fields.items() if value is not None)
-    if not given:
-        return engine
-    return f"{kind if engine == 'auto' else engine}{',' if ':' in engine else ':'}{given}"
 
 
 def _talking(engine: str) -> Engine:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import re
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from manyhands.engines import launchers
 from manyhands.errors import BadInput, UnknownName
 
 DEBUG = "manyhands.debug"  # set in the context by --debug
 LOG_MODES = ("auto", "json", "quiet")
+TASK_FIELDS = (
+    *("epochs", "max_steps", "batch_size", "batch_size_per_worker", "micro_batch_size"),
+    *("seed", "precision", "clip_norm", "loader_processes"),
+)
 
 
 def _option(panel: str, *names: str, help: str, **more: Any) -> Any:
@@ -102,7 +110,8 @@ Network = Annotated[
     str | None, _simulated("--network", help="What messages cost: latency=1ms,bandwidth=1Gbit,workers_per_host=4 …")
 ]
 Compute = Annotated[
-    str | None, _simulated("--compute", help="What gradients cost: row=1e-4,jitter=lognormal:0.2,3=5x …")
+    str | None,
+    _simulated("--compute", help="What gradients and codecs cost: row=1e-4,jitter=lognormal:0.2,3=5x,topk=15ns/1ns …"),
 ]
 Faults = Annotated[
     str | None, _simulated("--faults", help="What goes wrong: kill=2@step:100,pause=1@2.5s+3,drop=0.01 …")
@@ -126,6 +135,39 @@ CalibratedStrategies = Annotated[
 CalibratedSteps = Annotated[
     int, _run("--steps", help="Of each real run; at least three times a strategy's period.", show_default=True)
 ]
+ComparedStrategies = Annotated[
+    str | None,
+    _run("--strategies", "-s", help="With commas between them; options go behind a colon. See `manyhands strategies`."),
+]
+ComparedWorkers = Annotated[
+    str, _run("--workers", "-n", help="Each strategy on so many; solo is always one.", show_default=True)
+]
+Repeats = Annotated[
+    int,
+    _run("--repeats", help="Of each variant; below 3 nothing is called different.", min=1, show_default=True),
+]
+Target = Annotated[
+    str | None, _run("--target", help="Measure the time to it: test_accuracy=0.97, 'validation_loss<=1.8'.")
+]
+ReportDirectory = Annotated[
+    Path | None, _watch("--output", "-o", help="report.html and report.json go there; default: runs/compare-TASK-TIME.")
+]
+Markdown = Annotated[str | None, _watch("--markdown", help="A table for pull requests, into this file; - prints it.")]
+TimeMargin = Annotated[
+    float, _run("--time-margin", help="Ratios of time nearer to 1 are no difference.", show_default=True)
+]
+MetricMargin = Annotated[
+    float, _run("--metric-margin", help="The same of the metric, as a share of solo's.", show_default=True)
+]
+Points = Annotated[int, _run("--points", help="Validations in a trial.", min=1, show_default=True)]
+CheckedWorkers = Annotated[int, _run("--workers", "-n", help="Compared with one; at least 2.", show_default=True)]
+CheckedSteps = Annotated[int, _run("--steps", help="To compare, one by one.", min=1, show_default=True)]
+AsJson = Annotated[bool, _watch("--json", help="Print JSON instead of a table.")]
+EstimateProfile = Annotated[
+    Path, _run("--profile", "-p", help="What `manyhands calibrate` wrote, on such a machine as the cluster has.")
+]
+EstimatedWorkers = Annotated[str, _run("--workers", "-n", help="With commas between them.", show_default=True)]
+EstimatedSteps = Annotated[int | None, _run("--steps", help="To simulate of each; default: until the mean is steady.")]
 Quick = Annotated[bool, _run("--quick", help="Each run once instead of three times.")]
 Output = Annotated[Path, _run("--output", "-o", help="Where the profile goes.", show_default=True)]
 DriverAddress = Annotated[
@@ -168,3 +210,35 @@ Log = Annotated[
     str,
     _watch("--log", help="auto (a bar on a terminal), json (events), quiet.", callback=_log_mode, show_default=True),
 ]
+
+
+# -- what several commands make of them ------------------------------------------------------------------------------
+
+
+def task_fields(given: dict[str, Any]) -> dict[str, Any]:
+    """The fields of Task among a command's options, those that were given."""
+    fields = {name: given[name] for name in TASK_FIELDS if given[name] is not None}
+    return fields | ({"shuffle": False} if given["no_shuffle"] else {})
+
+
+def sim_engine(engine: str, **fields: Any) -> str:
+    """The engine's spec with the options of a simulated cluster that were given."""
+    return with_fields(engine, "sim", **fields)
+
+
+def with_fields(engine: str, kind: str, **fields: Any) -> str:
+    """The engine's spec with the fields that were given as options of the command; they are those of engine `kind`."""
+    given = ",".join(f'{name}="{value}"' for name, value in fields.items() if value is not None)
+    if not given:
+        return engine
+    return f"{kind if engine == 'auto' else engine}{',' if ':' in engine else ':'}{given}"
+
+
+def stamped(kind: str, task: str) -> Path:
+    """runs/digits-20250131-142501-4711 for digits:epochs=5: date, time, process; runs/compare-digits-… for a `kind`. Under torchrun or
+    mpirun, whose processes must agree, the launch's name ends it."""
+    name, _, rest = task.partition(":")
+    if name.endswith(".py"):
+        name = f"{Path(name).stem}-{rest.partition(':')[0]}"
+    end = launchers.run_id() or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    return Path("runs") / re.sub(r"[^A-Za-z0-9_.-]+", "-", "-".join(filter(None, [kind, name or "task", end])))

@@ -21,12 +21,12 @@ class History:
     def __init__(self, workers: int) -> None:
         """`workers`: how many report each tick, unless the reports say that it has another number of parts."""
         self.rows: list[dict[str, Any]] = []
-        self.compute_s: defaultdict[int, float] = defaultdict(float)  # by rank
         self._workers = workers
         self._open: defaultdict[int, list[Event]] = defaultdict(list)
         self._staleness: defaultdict[int, Counter[int]] = defaultdict(Counter)  # by rank: versions -> pushes
         self._gain: dict[int, float] = {}  # by rank
         self._timing = dict.fromkeys(PARTS, 0.0)
+        self._timing_of: defaultdict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(PARTS, 0.0))  # by rank
 
     def add(self, event: Event) -> dict[str, Any] | None:
         """Take a worker's `step`; the tick's row if this was the last report of it."""
@@ -56,6 +56,11 @@ class History:
     def timing(self) -> dict[str, float]:
         """{input, compute, exchange, wait}: seconds, the mean over workers."""
         return dict(self._timing)
+
+    def timing_of_workers(self) -> list[dict[str, float]]:
+        """The same of each worker, by rank."""
+        ranks = range(max(self._timing_of, default=-1) + 1)
+        return [dict(self._timing_of[rank]) for rank in ranks]
 
     def staleness_of_workers(self) -> list[dict[int, int]]:
         """By rank, {versions: pushes}, the least stale first; empty where nobody pushed to a server."""
@@ -94,7 +99,8 @@ class History:
             self._timing[part] += row[f"{part}_s"]
         for report in reports:
             if report.rank is not None:
-                self.compute_s[report.rank] += report.values["compute_s"]
+                for part in PARTS:
+                    self._timing_of[report.rank][part] += report.values[f"{part}_s"]
         return row
 
 

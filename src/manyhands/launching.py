@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from manyhands.engines import default_workers, engine_of
-from manyhands.engines.base import Engine, Launch, Observer
+from manyhands.engines.base import Engine, Launch, Observer, check_count
 from manyhands.engines.coordinator import USER
 from manyhands.errors import BadInput, Unsupported, WorkerFailed
 from manyhands.signals import sigterm_to
@@ -120,8 +120,7 @@ class _Preemption(Observer):
 
 def _plan(engine: Engine, workers: int | None, threads_per_worker: int | None, timeout_s: float) -> Launch:
     count = default_workers(engine) if workers is None else workers
-    if count < 1:
-        raise BadInput(f"workers must be at least 1, not {count}")
+    check_count("workers", count)
     return Launch(workers=count, threads_per_worker=threads_per_worker, timeout_s=timeout_s)
 
 

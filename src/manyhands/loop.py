@@ -12,6 +12,7 @@ from manyhands.data.feed import Feed, Slice
 from manyhands.data.sources import open_source
 from manyhands.errors import BadInput, Unsupported
 from manyhands.judging import Judge
+from manyhands.memory import peak_bytes
 from manyhands.pace import pace_of
 from manyhands.plan import Outcome, Place, Plan, build_model, global_batch
 from manyhands.replica import MORE, STOP, Replica
@@ -417,6 +418,8 @@ class Loop:
         worker.coordinator.collect(worker.group)
         ledger = worker.group.ledger.as_dict() | ({} if worker.server is None else worker.server.ledger.as_dict())
         own = {"rows": self.place.rows, "unused": self.place.unused, "ledger": ledger}
+        if not worker.shares_process:
+            own["memory"] = peak_bytes(worker.device)
         return Outcome(
             states=states,
             metrics=metrics,

@@ -56,7 +56,7 @@ class Outcome:
 
     states: list[State]  # the answer's; an ensemble's, one a member
     metrics: dict[str, float]
-    workers: list[dict[str, Any]]  # by rank: rows, unused, ledger
+    workers: list[dict[str, Any]]  # by rank: rows, unused, ledger, memory
     steps: int
     ticks: int
     rounds: int

@@ -96,7 +96,7 @@ class Recorder(Observer):
         self._reason = self._reason or reason
 
     def end(self, run: Run) -> None:
-        """The run is done: tells it what only the driver heard (staleness, warnings, each worker's seconds of compute), then the callbacks."""
+        """The run is done: tells it what only the driver heard (staleness, warnings, each worker's split of time), then the callbacks."""
         for row in self._history.close():
             self._tell_step(row)
         if not self.records:
@@ -104,11 +104,11 @@ class Recorder(Observer):
         if run.info.get("stopped") and not self._reason_said:
             self.stop(run.info["stopped"])
             self._say_reason()
+        run.timing_of_workers = self._history.timing_of_workers()
         run.staleness = self._history.staleness()
         run.staleness_of_workers = self._history.staleness_of_workers()
         run.info |= {
             "warnings": list(self.warnings),
-            "compute_s": [s for _, s in sorted(self._history.compute_s.items())],
             **({} if self._history.gain() is None else {"gain": self._history.gain()}),
         }
         self._over("end", metrics=run.metrics, seconds=run.seconds, **_histograms(run))

@@ -44,6 +44,11 @@ class Run:
     """Rows consumed: {"total": int, "workers": [int, …], "unused": int}; the unused had their gradient dropped or skipped."""
     timing: dict[str, float]
     """Seconds of the training loop, mean over workers: {"input", "compute", "exchange", "wait"}."""
+    timing_of_workers: list[dict[str, float]] = field(default_factory=list)
+    """The same by rank: who computes longer than the others is slower."""
+    memory_of_workers: list[int] = field(default_factory=list)
+    """By rank, the most bytes that its process had resident, Python and PyTorch among them; on a GPU, the most allocated there.
+    Of one worker in the caller's process, all of that process. Empty where workers share a process (engine sim)."""
     ledger: dict[str, dict[str, int]]
     """What all workers sent: {operation: {"bytes", "messages"}}."""
     staleness: dict[int, int] = field(default_factory=dict)
@@ -77,20 +82,30 @@ class Run:
 
     def advice(self) -> Advice:
         """What the measured split of time says about the next run."""
-        info = self.info
-        cores = info["workers"] * info["threads"] if "simulated" in info else info["cores"]
+        info, workers = self.info, self.info.get("workers", 1)
         return advise(
             Measured(
-                workers=info.get("workers", 1),
+                workers=workers,
                 steps=len(self.history),
                 **{f"{part}_s": self.timing.get(part, 0.0) for part in ("input", "compute", "exchange", "wait")},
                 strategy=info.get("strategy", ""),
+                period=max(1.0, self.steps / self.rounds) if self.rounds else 1.0,
                 server=bool(self.staleness),
                 threads_per_worker=info.get("threads", 1),
-                cores=cores,
+                cores=workers * info["threads"] if "simulated" in info else info["cores"],
                 device=info.get("device", "cpu"),
                 simulated="simulated" in info,
-                compute_of_workers_s=info.get("compute_s", []),
+                one_host=info.get("engine") == "local",
+                compute_of_workers_s=[one["compute"] for one in self.timing_of_workers],
+                sent_bytes=sum(row.get("bytes", 0) for row in self.history) / workers,
+                parameters=info.get("parameters", 0),
+                shapes=[tuple(one.shape) for one in self.model.parameters() if one.requires_grad],
+                rows_per_step=info.get("batch_size_per_worker", 0.0),
+                epoch_steps=info.get("ticks_per_epoch"),
+                unused=self.rows["unused"] / max(1, self.rows["total"]),
+                rate=info.get("rate", 0.0),
+                staleness=self.staleness,
+                push_gain=info.get("gain"),
             )
         )
 

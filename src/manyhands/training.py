@@ -16,7 +16,7 @@ from manyhands.asked import Asked, check_place, every, keep_of, task_from
 from manyhands.callbacks.base import Callback
 from manyhands.callbacks.progress import Progress
 from manyhands.comm.group import Group
-from manyhands.data.sources import Once
+from manyhands.data.sources import Once, is_function
 from manyhands.engines.base import Engine, Launch
 from manyhands.errors import BadInput, Preempted
 from manyhands.loop import work
@@ -222,6 +222,7 @@ class _Training:
             history=self.recorder.history,
             rows={"total": sum(rows), "workers": rows, "unused": sum(one["unused"] for one in workers)},
             timing=self.recorder.timing(),
+            memory_of_workers=[one["memory"] for one in workers if "memory" in one],
             ledger=_summed([one["ledger"] for one in workers]),
             seconds=outcome.seconds if self.asked.engine.simulated else seconds,
             steps=outcome.steps,
@@ -274,11 +275,7 @@ def _agree(group: Group, refusal: str, directory: Path | None, tick: int | None)
 def _read_once(task: Task) -> Task:
     """The task, its data read once for all workers of this process."""
     given = {name: getattr(task, name) for name in ("train_data", "validation_data", "test_data")}
-    return task.with_fields(**{name: Once(data) for name, data in given.items() if _is_function(data)})
-
-
-def _is_function(data: Any) -> bool:
-    return callable(data) and not hasattr(data, "__getitem__") and not isinstance(data, Iterable)
+    return task.with_fields(**{name: Once(data) for name, data in given.items() if is_function(data)})
 
 
 def _summed(ledgers: list[dict[str, dict[str, int]]]) -> dict[str, dict[str, int]]:

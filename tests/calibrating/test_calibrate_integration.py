@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 import manyhands as mh
 from manyhands import cli
 from manyhands.calibrating.calibrate import calibrated
+from manyhands.calibrating.coding import SETTINGS
+from manyhands.comm.codecs import CODECS
 from manyhands.engines.local import Local
 from manyhands.engines.sim.engine import Sim
 from manyhands.engines.sim.profile import Profile
@@ -50,11 +52,16 @@ def test_all_is_measured_and_each_strategy_compared(local: Local, task: str) -> 
     assert profile.network.workers_per_host == 2
     assert profile.compute.row + profile.compute.step > 0
     assert min(profile.network.latency, profile.network.local_latency, profile.compute.lease) > 0
+    assert [one.codec for one in found.codecs] == list(SETTINGS)
+    assert all(min(one.n, one.encode_s, one.decode_s) > 0 for one in found.codecs)
+    assert profile.compute.codecs.keys() == CODECS.keys()
+    for coding in profile.compute.codecs.values():
+        assert min(coding.encoding(8, 32), coding.decoding(8, 32)) > 0
     assert [one.strategy for one in found.predictions] == list(names) == list(profile.errors)
     for one in found.predictions:
         assert 0 < one.real_s <= one.slowest_s
         assert profile.errors[one.strategy] == round(one.simulated_s / one.real_s - 1, 4)
-    assert len(said) == 3 + len(names)
+    assert len(said) == 4 + len(names)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -70,7 +77,8 @@ def test_the_command_writes_a_profile_that_sim_takes(task: str, tmp_path: Path) 
     profile = Profile.load(path)
     assert 4 in profile.batch_sizes  # rows of a worker
     assert len(profile.errors) == 2
-    network, compute, _ = Sim(profile=path).parts()
+    assert "ms to decode one payload" in done.stdout
+    network, compute, _ = Sim(profile=path).parts
     assert (network, compute) == (profile.network, profile.compute)
     slow = Sim(profile=path, compute="row=1,step=0,jitter=none")
     run = mh.train(task, workers=4, engine=slow, batch_size=8, max_steps=5)

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from manyhands.calibrating.calibrate import Calibration, Prediction
+from manyhands.calibrating.coding import Coded
 from manyhands.calibrating.fit import Computed, Terms
 from manyhands.calibrating.measure import Served
 from manyhands.calibrating.report import text
@@ -23,6 +24,10 @@ FOUND = Calibration(
     memory=Terms(4e-6, 1 / 8e10, (0.1, -0.3)),
     sockets=Terms(1e-4, 0.0, (0.0,)),
     server=Served(1000, 4, request=5e-5, pull=1.5e-3, push=2e-3, lease=6e-5),
+    codecs=(
+        Coded(codec="topk:0.01", n=1000, nbytes=80, encode_s=0.051, decode_s=9e-4),
+        Coded(codec="threshold:1e-30", n=1000, nbytes=4000, encode_s=0.0452, decode_s=0.02541),
+    ),
     predictions=(
         Prediction(strategy="allreduce", real_s=0.060, slowest_s=0.063, simulated_s=0.063),
         Prediction(strategy="local-sgd:period=8", real_s=0.050, slowest_s=0.051, simulated_s=0.045),
@@ -38,6 +43,10 @@ def test_it_says_what_was_measured_how_far_off_it_is_and_what_to_do_with_it() ->
     assert "4 µs latency, 80 Gbit/s; fitted within 30%" in lines[2]
     assert "100 µs latency, bytes cost nothing" in lines[3]
     assert "50 µs a request, 1.5 ms a pull, 2 ms a push (4,000 bytes), 60 µs a lease" in lines[4]
+    assert [line.split() for line in lines if line.startswith(("topk", "threshold"))] == [
+        ["topk:0.01", "80", "51", "0.9"],
+        ["threshold:1e-30", "4,000", "45.2", "25.4"],
+    ]
     assert [line.split() for line in lines if line.startswith(("allreduce", "local-sgd"))] == [
         ["allreduce", "60.00", "63.00", "63.00", "+5.0%"],
         ["local-sgd:period=8", "50.00", "51.00", "45.00", "-10.0%"],
@@ -54,6 +63,8 @@ def test_a_large_error_is_pointed_out_and_a_machine_that_changed_its_speed() -> 
 
 
 def test_without_strategies_there_is_no_table() -> None:
-    said = text(replace(FOUND, predictions=()), "chars", Path("p.json"))
+    said = text(replace(FOUND, predictions=(), codecs=()), "chars", Path("p.json"))
     assert "No strategy was compared." in said
     assert "simulated ms" not in said
+    assert "ms to encode" not in said
+    assert "\n\n\n" not in said

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from manyhands.comm.codecs import Hints, Matrix, codec_of
+from manyhands.comm.codecs.base import TimedGroup
 from manyhands.comm.compressed import compressed_mean_
 from manyhands.comm.reducing import naive_mean
 from manyhands.comm.solo import SoloGroup
@@ -111,3 +112,62 @@ def test_a_weight_that_is_none_is_refused():
     group = ThreadGroup(Meeting(2), 0)
     with pytest.raises(BadInput, match="finite number of at least 0"):
         compressed_mean_(group, codec_of("int8"), vector(0), -1.0)
+
+
+class Hearing(ThreadGroup, TimedGroup):
+    """Writes down what it hears, and what it does meanwhile."""
+
+    def __init__(self, meeting, rank):
+        super().__init__(meeting, rank)
+        self.heard = []
+
+    def encoded(self, codec, n, nbytes):
+        self.heard.append(("encoded", codec, n, nbytes))
+
+    def decoded(self, codec, n, nbytes, payloads):
+        self.heard.append(("decoded", codec, n, nbytes, payloads))
+
+    def start_mean_(self, *arguments):
+        self.heard.append("mean_")
+        return super().start_mean_(*arguments)
+
+    def all_gather(self, tensor):
+        self.heard.append("all_gather")
+        return super().all_gather(tensor)
+
+
+def heard(text, weights):
+    """By each rank."""
+    meeting = Meeting(len(weights))
+
+    def program(worker):
+        group = Hearing(meeting, worker.rank)
+        compressed_mean_(
+            group, codec_of(text), vector(worker.rank).clone(), weights[worker.rank], 0, hints(worker.rank)
+        )
+        return group.heard
+
+    return together(len(weights), program)
+
+
+@pytest.mark.parametrize("text", GATHERED)
+def test_a_timed_group_hears_of_the_own_payload_before_it_leaves_and_of_all_that_count_after_they_came(text):
+    codec = codec_of(text)
+    sizes = [len(codec.encode(vector(rank) * (rank != 1), hints(rank))) for rank in range(3)]
+    for rank, events in enumerate(heard(text, [1.0, 0.0, 2.0])):
+        came = ("decoded", codec, N, sizes[0] + sizes[2], 2)
+        assert events == [("encoded", codec, N, sizes[rank]), "all_gather", came]
+
+
+@pytest.mark.parametrize(("text", "nbytes", "means"), [("bf16", 2 * N, 1), ("powersgd:2", 8 * (N - 36 + 2 * 12), 2)])
+def test_a_timed_group_hears_linear_codecs_decode_the_mean_alone(text, nbytes, means):
+    """PowerSGD's second factors are worked out between its two means, and count as encoding."""
+    codec = codec_of(text)
+    for events in heard(text, [1.0, 1.0, 1.0]):
+        assert events == [("encoded", codec, N, nbytes), *["mean_"] * means, ("decoded", codec, N, nbytes, 1)]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_nothing_is_decoded_where_nobody_has_weight(text):
+    for events in heard(text, [0.0, 0.0]):
+        assert [event[0] for event in events if event[0] in ("encoded", "decoded")] == ["encoded"]

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from manyhands.comm.group import Total
-from manyhands.comm.solo import SoloGroup, _Finished
+from manyhands.comm.group import Done, Total
+from manyhands.comm.solo import SoloGroup
 from manyhands.testing.group_exam import GROUP_EXAM, ExamFailed
 
 
@@ -17,7 +17,7 @@ class _Scales(SoloGroup):
 class _ForgetsBits(SoloGroup):
     def start_mean_(self, tensor, weight=1.0, bits=0):
         super().start_mean_(tensor, weight, bits)
-        return _Finished(Total(weight, bits & (1 << 64) - 1))
+        return Done(Total(weight, bits & (1 << 64) - 1))
 
 
 class _Aliases(SoloGroup):

@@ -1,18 +1,17 @@
 """HierarchicalGroup in real processes: shared memory on each "host", socket pairs between them; the exam, and lost peers."""
 
 import os
-import signal
-import time
 
 import pytest
 import torch
 from harness import forked, values
 from meshes import close, mesh, ring
+from programs import different, exam, expect_killed, expect_told, killed, overlapping, waits
 
 from manyhands.comm.hierarchical import HierarchicalGroup
 from manyhands.comm.reducing import naive_mean
 from manyhands.comm.shared_memory import SharedMemory, SharedMemoryGroup
-from manyhands.errors import BadInput, ManyhandsError, PeerLost, Unsupported
+from manyhands.errors import BadInput, Unsupported
 from manyhands.testing.group_exam import GROUP_EXAM, expect_same_everywhere, vector, vectors
 
 TWO_BY_TWO = ((0, 1), (2, 3))
@@ -54,15 +53,9 @@ def on_hosts(layout, program, *, deadline_s=60, with_direct=True, **options):
     return forked(size, run, deadline_s, then=let_go)
 
 
-def _exam(group):
-    for check in GROUP_EXAM.values():
-        check(group)
-    return len(GROUP_EXAM)
-
-
 @pytest.mark.parametrize("layout", [((0,),), ((0, 1),), TWO_BY_TWO, UNEVEN], ids=str)
 def test_exam(layout):
-    assert values(on_hosts(layout, _exam, timeout_s=30)) == [len(GROUP_EXAM)] * sum(map(len, layout))
+    assert values(on_hosts(layout, exam, timeout_s=30)) == [len(GROUP_EXAM)] * sum(map(len, layout))
 
 
 def _exact(group):
@@ -90,59 +83,17 @@ def test_between_hosts_travels_what_a_ring_of_hosts_sends():
     assert values(on_hosts(TWO_BY_TWO, _between_hosts)) == [4_000_000, None, 4_000_000, None]
 
 
-def _overlapping(group):
-    mine = torch.full((300_000,), float(group.rank))
-    handle = group.start_mean_(mine)
-    deadline = time.monotonic() + 20
-    while not handle.over and time.monotonic() < deadline:
-        torch.ones(100).sum()  # what the caller computes
-    return handle.over, handle.wait().weight, float(mine[0])
-
-
 def test_a_started_mean_completes_while_the_caller_computes():
-    assert values(on_hosts(TWO_BY_TWO, _overlapping, timeout_s=30)) == [(True, 4.0, 1.5)] * 4
-
-
-def _killed(group):
-    tensor = torch.ones(1000)
-    for step in range(1000):
-        group.step = step
-        if (group.rank, step) == (int(os.environ["VICTIM"]), 5):
-            os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            start = time.monotonic()
-            group.mean_(tensor)
-        except PeerLost as error:
-            with pytest.raises(PeerLost):
-                group.barrier()
-            return error.rank, error.host, error.step, time.monotonic() - start
-    return None
+    assert values(on_hosts(TWO_BY_TWO, overlapping(300_000), timeout_s=30)) == [(True, 4.0, 1.5)] * 4
 
 
 @pytest.mark.parametrize("victim", [2, 3])
-def test_a_killed_peer_is_named_on_all_hosts(victim, monkeypatch):
-    monkeypatch.setenv("VICTIM", str(victim))
-    outcomes = on_hosts(TWO_BY_TWO, _killed, timeout_s=30)
-    assert outcomes[victim].status == signal.SIGKILL
-    for outcome in outcomes[:victim] + outcomes[victim + 1 :]:
-        rank, host, step, seconds = outcome.value
-        assert (rank, host) == (victim, "host-1")
-        assert step in (4, 5)
-        assert seconds < 10  # not by the deadline
-
-
-def _different(group):
-    with pytest.raises(ManyhandsError) as caught:
-        group.mean_(torch.ones(4 if group.rank > 1 else 3))
-    with pytest.raises(ManyhandsError):
-        group.barrier()
-    return str(caught.value)
+def test_a_killed_peer_is_named_on_all_hosts(victim):
+    expect_killed(on_hosts(TWO_BY_TWO, killed(victim), timeout_s=30), victim)
 
 
 def test_hosts_that_disagree_are_told():
-    for text in values(on_hosts(TWO_BY_TWO, _different, timeout_s=10)):
-        assert "mean_ of 3 float32" in text
-        assert "mean_ of 4 float32" in text
+    expect_told(on_hosts(TWO_BY_TWO, different("n", odd=(2, 3)), timeout_s=10), "n", odd=(2, 3))
 
 
 def _without_a_way(group):
@@ -160,17 +111,8 @@ def test_without_direct_only_hosts_send_inside():
     assert values(on_hosts(TWO_BY_TWO, _without_a_way, with_direct=False)) == [True] * 4
 
 
-def _waits(group):
-    group.barrier()
-    before = group.waited_s
-    if group.rank == 3:
-        time.sleep(1.5)
-    group.mean_(torch.ones(1000))
-    return group.waited_s - before
-
-
 def test_waiting_is_counted_where_one_waits():
-    leader, other, slow_ones_leader, slow = values(on_hosts(TWO_BY_TWO, _waits))
+    leader, other, slow_ones_leader, slow = values(on_hosts(TWO_BY_TWO, waits(3, 1.5)))
     assert min(leader, slow_ones_leader) > 1.0
     assert max(other, slow) < 0.7
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from harness import forked, values
 from meshes import close, mesh, ring
+from programs import DIFFERENT, different, exam, expect_killed, expect_told, killed, overlapping, silent, waits
 
 from manyhands.comm.exchanges import DIRECT_BYTES, SWAP_BYTES
 from manyhands.comm.reducing import naive_mean
@@ -34,15 +35,9 @@ def on_ring(size, program, *, deadline_s=60, **options):
         close(sockets)
 
 
-def _exam(group):
-    for check in GROUP_EXAM.values():
-        check(group)
-    return len(GROUP_EXAM)
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_exam(size):
-    assert values(on_ring(size, _exam, timeout_s=30)) == [len(GROUP_EXAM)] * size
+    assert values(on_ring(size, exam, timeout_s=30)) == [len(GROUP_EXAM)] * size
 
 
 def _million(group):
@@ -53,6 +48,21 @@ def _million(group):
 def test_traffic_of_a_million_on_four():
     """CASE 8: each worker sends exactly 6,000,000 bytes in 6 messages."""
     assert values(on_ring(4, _million)) == [{"bytes": 6_000_000, "messages": 6}] * 4
+
+
+def _gathered(group):
+    """More than a megabyte of each, which goes round the ring; and how it counts."""
+    n = DIRECT_BYTES // 4 + 7
+    rows = group.all_gather(torch.arange(n) + 1000.0 * group.rank)
+    right = all(torch.equal(rows[rank], torch.arange(n) + 1000.0 * rank) for rank in range(group.size))
+    return right, group.ledger.as_dict()["all_gather"], n
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_large_tensors_are_gathered_round_the_ring(size):
+    for right, counted, n in values(on_ring(size, _gathered)):
+        assert right
+        assert counted == {"bytes": (size - 1) * 4 * n, "messages": size - 1}
 
 
 def _seven(group):
@@ -119,65 +129,21 @@ def test_hundreds_of_small_operations_of_random_sizes():
     assert values(on_ring(3, _many, timeout_s=30)) == [True] * 3
 
 
-def _overlapping(group):
-    mine = torch.full((3_000_000,), float(group.rank))
-    group.barrier()
-    handle = group.start_mean_(mine)
-    deadline = time.monotonic() + 20
-    while not handle.over and time.monotonic() < deadline:
-        torch.ones(100).sum()  # what the caller computes
-    return handle.over, handle.wait().weight, float(mine[0])
-
-
 def test_a_started_mean_completes_while_the_caller_computes():
-    assert values(on_ring(2, _overlapping, timeout_s=30)) == [(True, 2.0, 0.5)] * 2
-
-
-def _killed(group):
-    tensor = torch.ones(int(os.environ["ELEMENTS"]))
-    for step in range(1000):
-        group.step = step
-        if (group.rank, step) == (1, 5):
-            os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            start = time.monotonic()
-            group.mean_(tensor)
-        except PeerLost as error:
-            with pytest.raises(PeerLost):
-                group.barrier()
-            return error.rank, error.host, error.operation, error.step, time.monotonic() - start
-    return None
+    assert values(on_ring(2, overlapping(3_000_000), timeout_s=30)) == [(True, 2.0, 0.5)] * 2
 
 
 @pytest.mark.parametrize("elements", [1000, 2_000_000])
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_killed_peer_is_named_at_once(size, elements, monkeypatch):
-    monkeypatch.setenv("ELEMENTS", str(elements))
-    outcomes = on_ring(size, _killed, timeout_s=30)
-    assert outcomes[1].status == signal.SIGKILL
-    for outcome in outcomes[:1] + outcomes[2:]:
-        rank, host, operation, step, seconds = outcome.value
-        assert (rank, host, operation) == (1, "host-1", "mean_")
-        assert step in (4, 5)  # the killed one may have left before the others saw the end of its last step
-        assert seconds < 10  # not by the deadline
-
-
-def _silent(group):
-    group.barrier()
-    if group.rank == 1:
-        time.sleep(2.0)
-        return None
-    start = time.monotonic()
-    with pytest.raises(PeerLost) as caught:
-        group.mean_(torch.ones(10))
-    return caught.value.rank, caught.value.why, time.monotonic() - start
+def test_a_killed_peer_is_named_at_once(size, elements):
+    expect_killed(on_ring(size, killed(1, elements), timeout_s=30), 1)
 
 
 def test_a_silent_peer_is_lost_after_the_deadline():
-    for outcome in (outcomes := on_ring(3, _silent, timeout_s=0.6))[:1] + outcomes[2:]:
-        rank, why, seconds = values([outcome])[0]
-        assert rank == 1
-        assert "no progress for 0.6 s" in why
+    first, _, third = values(on_ring(3, silent(2.0), timeout_s=0.6))
+    for error, seconds in (first, third):
+        assert error.rank == 1
+        assert "no progress for 0.6 s" in error.why
         assert seconds > 0.5
 
 
@@ -233,37 +199,9 @@ def test_a_peer_known_to_be_busy_is_waited_for():
     assert values(on_ring(2, _busy, timeout_s=0.3, busy=lambda rank: rank == 1)) == [0.5, 0.5]
 
 
-def _different(group):
-    calls = {
-        "operation": lambda odd: group.barrier() if odd else group.mean_(torch.ones(3)),
-        "n": lambda odd: group.mean_(torch.ones(4 if odd else 3)),
-        "dtype": lambda odd: group.all_reduce_(torch.ones(3, dtype=torch.int32 if odd else torch.float32)),
-        "source": lambda odd: group.broadcast_(torch.ones(3), int(odd)),
-        "large": lambda odd: group.mean_(torch.ones(5_000_000 if odd else 3)),
-    }
-    with pytest.raises(ManyhandsError) as caught:
-        calls[os.environ["DIFFERENT"]](group.rank == 1)
-    with pytest.raises(ManyhandsError):
-        group.barrier()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("what", "even", "odd"),
-    [
-        ("operation", "mean_ of 3 float32", "barrier"),
-        ("n", "mean_ of 3 float32", "mean_ of 4 float32"),
-        ("dtype", "all_reduce_ of 3 float32", "all_reduce_ of 3 int32"),
-        ("source", "broadcast_ from worker 0 of 3 float32", "broadcast_ from worker 1 of 3 float32"),
-        ("large", "mean_ of 3 float32", "mean_ of 5000000 float32"),
-    ],
-)
-def test_different_calls_are_told_to_all_with_both_sides(what, even, odd, monkeypatch):
-    monkeypatch.setenv("DIFFERENT", what)
-    for text in values(on_ring(3, _different, timeout_s=10)):
-        assert even in text
-        assert odd in text
-        assert "worker 1" in text
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_different_calls_are_told_to_all_with_both_sides(what):
+    expect_told(on_ring(3, different(what), timeout_s=10), what)
 
 
 def _sent_wrongly(group):
@@ -301,17 +239,8 @@ def test_a_rank_that_ended_well_is_no_loss_until_it_is_needed():
     assert values(on_ring(3, _finishes_alone, timeout_s=10)) == [True] * 3
 
 
-def _waits(group):
-    group.barrier()
-    before = group.waited_s
-    if group.rank == 1:
-        time.sleep(1.5)
-    group.mean_(torch.ones(1000))
-    return group.waited_s - before
-
-
 def test_the_one_who_comes_first_has_waited():
-    early, late = values(on_ring(2, _waits))
+    early, late = values(on_ring(2, waits(1, 1.5)))
     assert early > 1.0
     assert late < 0.7
 

@@ -2,12 +2,12 @@
 
 import os
 import random
-import signal
 import time
 
 import pytest
 import torch
 from harness import on_shared_memory, values
+from programs import DIFFERENT, different, exam, expect_killed, expect_told, killed, silent, waits
 
 from manyhands.comm.reducing import naive_mean
 from manyhands.comm.shared_memory import SharedMemory, SharedMemoryGroup
@@ -15,15 +15,9 @@ from manyhands.errors import ManyhandsError, PeerLost, Unsupported
 from manyhands.testing.group_exam import GROUP_EXAM, vector, vectors
 
 
-def _exam(group):
-    for check in GROUP_EXAM.values():
-        check(group)
-    return len(GROUP_EXAM)
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_exam(size):
-    assert values(on_shared_memory(size, _exam, timeout_s=30)) == [len(GROUP_EXAM)] * size
+    assert values(on_shared_memory(size, exam, timeout_s=30)) == [len(GROUP_EXAM)] * size
 
 
 def _many(group):
@@ -66,80 +60,21 @@ def test_a_ranks_memory_can_be_everybodys():
     assert [mine for _, mine in outcomes] == [[0.0] * 4, [1.0, 2.0, 3.0, 0.0], [0.0] * 4]
 
 
-def _killed(group):
-    tensor = group.allocate(1000, torch.float32)
-    for step in range(1000):
-        group.step = step
-        if (group.rank, step) == (1, 20):
-            os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            start = time.monotonic()
-            group.mean_(tensor)
-        except PeerLost as error:
-            with pytest.raises(PeerLost):
-                group.barrier()
-            return error.rank, error.host, error.step, time.monotonic() - start
-    return None
-
-
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_killed_peer_is_named_at_once(size):
-    outcomes = on_shared_memory(size, _killed, timeout_s=30)
-    assert outcomes[1].status == signal.SIGKILL
-    for outcome in outcomes[:1] + outcomes[2:]:
-        rank, host, step, seconds = outcome.value
-        assert (rank, host) == (1, "host-1")
-        assert step in (19, 20)  # the killed one may have left before the others saw the end of its last step
-        assert seconds < 1
-
-
-def _silent(group):
-    group.barrier()
-    if group.rank == 1:
-        time.sleep(1.2)
-        return None
-    start = time.monotonic()
-    with pytest.raises(PeerLost) as caught:
-        group.mean_(torch.ones(10))
-    return caught.value.rank, time.monotonic() - start
+    expect_killed(on_shared_memory(size, killed(1, allocated=True), timeout_s=30), 1, within_s=1)
 
 
 def test_a_silent_peer_is_lost_after_the_deadline():
-    first, _, third = values(on_shared_memory(3, _silent, timeout_s=0.5))
-    assert first[0] == third[0] == 1
-    assert 0.45 < first[1] < 1
-    assert 0.45 < third[1] < 1
+    first, _, third = values(on_shared_memory(3, silent(1.2), timeout_s=0.5))
+    for error, seconds in (first, third):
+        assert error.rank == 1
+        assert 0.45 < seconds < 1
 
 
-def _different(group):
-    calls = {
-        "operation": lambda odd: group.barrier() if odd else group.mean_(torch.ones(3)),
-        "n": lambda odd: group.mean_(torch.ones(4 if odd else 3)),
-        "dtype": lambda odd: group.all_reduce_(torch.ones(3, dtype=torch.int32 if odd else torch.float32)),
-        "source": lambda odd: group.broadcast_(torch.ones(3), int(odd)),
-    }
-    with pytest.raises(ManyhandsError) as caught:
-        calls[os.environ["DIFFERENT"]](group.rank == 1)
-    with pytest.raises(ManyhandsError):
-        group.barrier()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("what", "even", "odd"),
-    [
-        ("operation", "mean_ of 3 float32", "barrier"),
-        ("n", "mean_ of 3 float32", "mean_ of 4 float32"),
-        ("dtype", "all_reduce_ of 3 float32", "all_reduce_ of 3 int32"),
-        ("source", "broadcast_ from worker 0 of 3 float32", "broadcast_ from worker 1 of 3 float32"),
-    ],
-)
-def test_different_calls_are_told_to_all_with_both_sides(what, even, odd, monkeypatch):
-    monkeypatch.setenv("DIFFERENT", what)
-    for text in values(on_shared_memory(3, _different, timeout_s=10)):
-        assert even in text
-        assert odd in text
-        assert "worker 1" in text
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_different_calls_are_told_to_all_with_both_sides(what):
+    expect_told(on_shared_memory(3, different(what), timeout_s=10), what)
 
 
 def _sent_wrongly(group):
@@ -190,18 +125,8 @@ def test_a_rank_that_ended_well_is_no_loss_for_the_others():
     assert values(on_shared_memory(3, _finishes_alone, timeout_s=10)) == [True] * 3
 
 
-def _waits(group):
-    tensor = group.allocate(1000, torch.float32)
-    group.barrier()
-    before = group.waited_s
-    if group.rank == 1:
-        time.sleep(0.2)
-    group.mean_(tensor)
-    return group.waited_s - before
-
-
 def test_the_one_who_comes_first_has_waited():
-    early, late = values(on_shared_memory(2, _waits))
+    early, late = values(on_shared_memory(2, waits(1, 0.2, allocated=True)))
     assert 0.15 < early < 1
     assert late < 0.1
 

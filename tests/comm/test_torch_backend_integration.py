@@ -1,26 +1,24 @@
 """TorchGroup over gloo in real processes: the exam, and lost peers."""
 
-import os
 import signal
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import on_gloo, values
+from programs import LAST_STEP, exam, killed, silent
 
 from manyhands.comm.torch_backend import TorchGroup
-from manyhands.errors import BadInput, ManyhandsError, PeerLost
+from manyhands.errors import BadInput, ManyhandsError
 from manyhands.testing.group_exam import GROUP_EXAM
 
 
 def _exam(group):
-    for check in GROUP_EXAM.values():
-        check(group)
+    taken = exam(group)
     group.close()
     with pytest.raises(ManyhandsError, match="closed"):
         group.barrier()
-    return len(GROUP_EXAM)
+    return taken
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -28,42 +26,18 @@ def test_exam(size, tmp_path):
     assert values(on_gloo(size, _exam, tmp_path)) == [len(GROUP_EXAM)] * size
 
 
-def _killed(group):
-    for step in range(100):
-        group.step = step
-        if (group.rank, step) == (1, 5):
-            os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            group.mean_(torch.ones(1000))
-        except PeerLost as error:
-            with pytest.raises(PeerLost):
-                group.barrier()
-            return error.rank, error.step
-    return None
-
-
 def test_a_killed_peer_is_lost(tmp_path):
-    first, second = on_gloo(2, _killed, tmp_path)
+    first, second = on_gloo(2, killed(1), tmp_path)
     assert second.status == signal.SIGKILL
-    assert first.value[0] == 1
-    assert first.value[1] in (4, 5)
-
-
-def _silent(group):
-    group.barrier()
-    if group.rank == 1:
-        time.sleep(1.5)
-        return None
-    start = time.monotonic()
-    with pytest.raises(PeerLost) as caught:
-        group.mean_(torch.ones(10))
-    return caught.value.rank, time.monotonic() - start
+    error, _ = first.value
+    assert error.rank == 1
+    assert error.step in (LAST_STEP - 1, LAST_STEP)
 
 
 def test_a_silent_peer_is_lost_after_the_deadline(tmp_path):
-    first, _ = on_gloo(2, _silent, tmp_path, timeout_s=0.5)
-    rank, seconds = first.value
-    assert rank == 1
+    first, _ = on_gloo(2, silent(1.5), tmp_path, timeout_s=0.5)
+    error, seconds = first.value
+    assert error.rank == 1
     assert 0.4 < seconds < 1.4
 
 

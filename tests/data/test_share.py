@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.data.share import epoch_order, shared_order, slice_of, ticks
+from manyhands.data.share import epoch_order, shared, slice_of, ticks
 from manyhands.errors import BadInput
 
 COUNTS = st.integers(0, 200)
@@ -58,9 +58,10 @@ def test_every_index_is_handed_out_exactly_once(rows, batch_size, size):
 
 
 def test_workers_of_one_process_share_an_order_only_while_one_holds_it():
-    order = shared_order(11, 3, 0)
-    assert shared_order(11, 3, 0) is order
-    assert shared_order(11, 3, 1) is not order
+    order = shared(epoch_order, 11, 3, 0)
+    assert shared(epoch_order, 11, 3, 0) is order
+    assert shared(epoch_order, 11, 3, 1) is not order
+    assert shared(lambda *arguments: epoch_order(*arguments), 11, 3, 0) is not order
     assert order.tolist() == epoch_order(11, 3, 0).tolist()
     gone = weakref.ref(order)
     del order

@@ -1,13 +1,15 @@
 """data/sources.py: everything a user may give becomes a source, and everything else an error."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from manyhands.data.arrays import Columns
 from manyhands.data.datasets import Rows
 from manyhands.data.feed import Feed
-from manyhands.data.sources import Once, open_source
+from manyhands.data.sources import Once, is_function, open_source
 from manyhands.data.streams import Stream
 from manyhands.errors import BadInput
 
@@ -28,6 +30,27 @@ class Squares(Dataset):
 class Endless(Dataset):
     def __getitem__(self, i):
         return i
+
+
+class Numbers(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+    def __call__(self):
+        raise AssertionError("a stream that can be called is still a stream")
+
+
+@dataclass
+class Table:
+    x: torch.Tensor
+
+    def __call__(self):
+        raise AssertionError("columns that can be called are still columns")
+
+
+class Records(list):
+    def __call__(self):
+        raise AssertionError("rows that can be called are still rows")
 
 
 class OldStyle:
@@ -57,12 +80,25 @@ class OldStyle:
         (lambda: (X, X), Columns, 5),
         (lambda: iter([1]), Stream, None),
         (Squares, Rows, 5),
+        (Numbers(), Stream, None),
+        (Table(X), Columns, 5),
+        (Records([1, 2]), Rows, 2),
     ],
 )
 def test_what_data_becomes(data, kind, rows):
     source = open_source(data)
     assert type(source) is kind
     assert source.rows == rows
+
+
+@pytest.mark.parametrize("data", [X, (X, X), Squares(), Endless(), Numbers(), Table(X), Records([1]), OldStyle(), "x"])
+def test_what_is_read_as_it_is_is_no_function(data):
+    assert not is_function(data)
+
+
+@pytest.mark.parametrize("data", [lambda: X, Squares, Table, Once(lambda: X)])
+def test_what_open_source_calls_is_a_function(data):
+    assert is_function(data)
 
 
 def test_rows_of_a_dataset_are_collated_by_torch():

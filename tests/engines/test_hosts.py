@@ -49,6 +49,11 @@ def test_what_cannot_be_is_refused_at_construction(fields: dict[str, Any], words
         Hosts(**fields)
 
 
+def test_no_workers_at_all() -> None:
+    with pytest.raises(BadInput, match="workers must be a whole number of at least 1, not 0"):
+        Hosts().launch(lambda worker: None, Launch(workers=0))
+
+
 def test_more_here_than_there_are() -> None:
     with pytest.raises(BadInput, match="here=3 of 2 workers"):
         Hosts(here=3).launch(lambda worker: None, Launch(workers=2))

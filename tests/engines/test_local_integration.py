@@ -382,3 +382,17 @@ def test_many_workers_at_a_low_limit_of_descriptors(script: Any) -> None:
 def test_too_few_workers(workers: int, message: str) -> None:
     with pytest.raises(BadInput, match=message):
         Local().launch(lambda worker: None, Launch(workers=workers))
+
+
+def test_one_worker_is_here_or_apart_and_computes_the_same(local: Local) -> None:
+    def program(worker: Worker) -> Any:
+        value = torch.full((3,), 2.0)
+        total = worker.group.mean_(value, weight=3.0)
+        return os.getpid(), worker.size, value.tolist(), total.weight, torch.get_num_threads()
+
+    plan = Launch(workers=1, timeout_s=30.0, threads_per_worker=1)
+    ((here, *seen),) = local.launch(program, plan)
+    with Local(apart=True) as apart:
+        ((there, *seen_there),) = apart.launch(program, plan)
+    assert (here == os.getpid(), there == os.getpid()) == (True, False)
+    assert seen == seen_there == [1, [2.0] * 3, 3.0, 1]

@@ -188,7 +188,7 @@ def test_a_killed_worker_fails_the_run_and_its_shards_are_gone(local: Local) -> 
 
 
 def test_no_servers_at_all_is_bad_input(local: Local) -> None:
-    with pytest.raises(BadInput, match="servers must be at least 1, not 0"):
+    with pytest.raises(BadInput, match="servers must be a whole number of at least 1, not 0"):
         local.launch(counts, served(servers=0))
 
 

@@ -8,7 +8,13 @@ import torch
 from manyhands.errors import ManyhandsError
 from manyhands.server import in_process, store
 from manyhands.server.in_process import InProcessServers
+from manyhands.testing import rules_exam, server_exam
 from manyhands.testing.server_exam import SERVER_EXAM
+
+
+def test_every_check_that_is_written_is_in_the_exam():
+    written = {name for module in (server_exam, rules_exam) for name in vars(module) if name.startswith("check_")}
+    assert {f"check_{name}" for name in SERVER_EXAM} == written
 
 
 @contextmanager

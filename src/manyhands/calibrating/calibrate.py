@@ -16,6 +16,7 @@ import torch
 from manyhands import engines
 from manyhands.asked import Asked, check_place, task_from
 from manyhands.calibrating import measure
+from manyhands.calibrating.coding import Coded, coded, codings
 from manyhands.calibrating.fit import Computed, Terms, computed
 from manyhands.calibrating.observe import Place, block_of, blocks, merged, observe, own_ticks, steps_for
 from manyhands.engines.base import Engine
@@ -36,6 +37,7 @@ STRATEGIES = ("allreduce", "local-sgd:period=8")
 STEPS = 16
 REPEATS, QUICK_REPEATS = 3, 1
 _COMPUTE_STEPS = 8
+_CODEC_TICKS, _QUICK_CODEC_TICKS = 4, 2  # of each worker, for each setting of a codec
 _LEAST_STEPS = 16
 
 
@@ -63,6 +65,7 @@ class Calibration:
     memory: Terms  # (latency in seconds, seconds a bit) of the group in shared memory
     sockets: Terms  # of the group over sockets
     server: measure.Served
+    codecs: tuple[Coded, ...] = ()
     predictions: tuple[Prediction, ...]
     seconds: float  # that it took
 
@@ -93,7 +96,8 @@ def calibrated(
 
     Seconds a row and a tick, with their jitter, come from ticks of the task's own loop on all workers, which do not
     exchange anything, at three batch sizes; latency and bandwidth from collectives of 4 KB to the model's own vector;
-    server and leases from calls of one worker. Runs of all kinds alternate three times, and of each kind the quickest
+    server and leases from calls of one worker; what codecs compute from means of the task's own gradients, of which nothing is
+    sent. Runs of all kinds alternate three times, and of each kind the quickest
     counts: a machine's other work only ever slows one down. Each strategy runs for real and simulated, and the profile
     holds how far the predicted time of a step is off.
 
@@ -114,7 +118,7 @@ def calibrated(
     check_place(device, threads_per_worker)
     place = Place(engine=local, workers=workers, threads=threads_per_worker, device=device, timeout_s=timeout_s)
     with local if isinstance(engine, str) else nullcontext():  # one that is given may be warm, and stays so
-        return _Calibrating(own, place, chosen, steps, QUICK_REPEATS if quick else REPEATS, say).run()
+        return _Calibrating(own, place, chosen, steps, quick, say).run()
 
 
 def _local_of(engine: Engine | str) -> Local:
@@ -148,11 +152,12 @@ class _Calibrating:
         place: Place,
         strategies: list[Strategy],
         steps: int,
-        repeats: int,
+        quick: bool,
         say: Callable[[str], None],
     ) -> None:
         self.task, self.place, self.strategies, self.say = task, place, strategies, say
-        self.steps, self.repeats = steps_for(steps), repeats
+        self.steps, self.repeats = steps_for(steps), QUICK_REPEATS if quick else REPEATS
+        self.codec_ticks = _QUICK_CODEC_TICKS if quick else _CODEC_TICKS
         self.ticks: list[dict[int, list[float]]] = []  # of each run that does not exchange: {rows: seconds}
         self.real: dict[str, list[float]] = {
             spec_of(strategy): [] for strategy in strategies
@@ -165,6 +170,8 @@ class _Calibrating:
         memory, sockets = measure.groups(self.place, self.task)
         self.say("the parameter server and its leases")
         server = measure.served(self.place, self.task)
+        self.say("what codecs compute")
+        codecs = coded(self.place, self.task, self.codec_ticks)
         sizes = self._own_batch()
         for repeat in range(self.repeats):
             self.say(
@@ -178,7 +185,7 @@ class _Calibrating:
             measure.fit_group(memory, workers, own, one_host=True),
             measure.fit_group(sockets, workers, own, one_host=False),
         )
-        profile = self._profile(compute, *fits, server, sizes)
+        profile = self._profile(compute, *fits, server, codecs, sizes)
         predictions = tuple(self._predict(profile, strategy) for strategy in self.strategies)
         errors = {prediction.strategy: round(prediction.error, 4) for prediction in predictions}
         return Calibration(
@@ -187,6 +194,7 @@ class _Calibrating:
             memory=fits[0],
             sockets=fits[1],
             server=server,
+            codecs=codecs,
             predictions=predictions,
             seconds=time.monotonic() - start,
         )
@@ -212,7 +220,13 @@ class _Calibrating:
     # -- the model ---------------------------------------------------------------------------------------------------
 
     def _profile(
-        self, compute: Computed, memory: Terms, sockets: Terms, server: measure.Served, sizes: list[int]
+        self,
+        compute: Computed,
+        memory: Terms,
+        sockets: Terms,
+        server: measure.Served,
+        codecs: tuple[Coded, ...],
+        sizes: list[int],
     ) -> Profile:
         own_s = 2 * memory.first + 8 * server.bytes * memory.second  # that the network takes of a pull, or of a push
         network = Network(
@@ -231,6 +245,7 @@ class _Calibrating:
                 jitter=f"lognormal:{compute.jitter:.4g}" if compute.jitter else "none",
                 lease=server.lease,
                 merge=max(0.0, (server.pull + server.push) / 2 - own_s) / server.bytes,
+                codecs=codings(codecs),
             ),
             task=self.task.name,
             workers=self.place.workers,

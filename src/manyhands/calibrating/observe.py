@@ -51,24 +51,25 @@ class Place:
 
 @dataclass
 class _Heard(Observer):
-    """Keeps what workers say of their ticks, on the workers' own clocks: those of one host are one clock."""
+    """Keeps what workers say, on the workers' own clocks: those of one host are one clock."""
 
-    steps: list[Event] = field(default_factory=list)
+    said: str  # events of this type
+    events: list[Event] = field(default_factory=list)
 
     @override
     def event(self, event: Event) -> None:
-        if event.type == "step":
-            self.steps.append(event)
+        if event.type == self.said:
+            self.events.append(event)
 
 
-def observe(place: Place, task: Task, strategy: Strategy, steps: int) -> list[Event]:
-    """Train so many steps (global batches) without validation or checkpoints; the workers' `step` events, as they came."""
-    heard = _Heard()
+def observe(place: Place, task: Task, strategy: Strategy, steps: int, said: str = "step") -> list[Event]:
+    """Train so many steps (global batches) without validation or checkpoints; the workers' events of type `said`, as they came."""
+    heard = _Heard(said)
     bare = task.with_fields(validation_data=None, test_data=None, epochs=_NEVER, max_steps=steps)
     plan = Plan(task=bare, strategy=strategy, validate_every=_NEVER, checkpoint_every=_NEVER)
     with random_state.kept():
         place.engine.launch(partial(work, plan), place.launch(server=strategy.server(), observer=heard))
-    return heard.steps
+    return heard.events
 
 
 def own_ticks(events: Sequence[Event]) -> dict[int, list[float]]:

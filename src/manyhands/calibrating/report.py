@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from manyhands.calibrating.calibrate import Calibration, Prediction
+from manyhands.calibrating.coding import Coded
 from manyhands.calibrating.fit import Terms
 from manyhands.calibrating.measure import bandwidth_of
 
@@ -15,8 +16,8 @@ GOOD = 0.15  # of a prediction; a larger error is pointed out
 
 def text(calibration: Calibration, task: str, path: Path) -> str:
     """A block of plain text: what was measured, how far predictions are off, and what to do with the profile at `path`."""
-    lines = [*_measured(calibration), "", *_predicted(calibration.predictions), "", *_next(calibration, task, path)]
-    return "\n".join(lines)
+    parts = [_measured(calibration), _coded(calibration.codecs), _predicted(calibration.predictions)]
+    return "\n\n".join("\n".join(lines) for lines in [*parts, _next(calibration, task, path)] if lines)
 
 
 def _measured(calibration: Calibration) -> list[str]:
@@ -45,6 +46,18 @@ def _way(terms: Terms) -> str:
     speed = bandwidth_of(terms)
     said = "bytes cost nothing" if speed == float("inf") else f"{speed / 1e9:.3g} Gbit/s"
     return f"{_time(terms.first)} latency, {said}; fitted within {terms.worst:.0%}"
+
+
+def _coded(codecs: Sequence[Coded]) -> list[str]:
+    """Of the task's own vector; in the simulator each payload that comes is decoded."""
+    if not codecs:
+        return []
+    width = max(len("codec"), *(len(one.codec) for one in codecs))
+    lines = [f"{'codec':<{width}}  {'bytes':>12}  ms to encode  ms to decode one payload"]
+    for one in codecs:
+        encode, decode = f"{1e3 * one.encode_s:.3g}", f"{1e3 * one.decode_s:.3g}"
+        lines.append(f"{one.codec:<{width}}  {one.nbytes:>12,}  {encode:>12}  {decode:>24}")
+    return lines
 
 
 def _predicted(predictions: Sequence[Prediction]) -> list[str]:

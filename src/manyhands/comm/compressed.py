@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from manyhands.comm.checks import check_mean
-from manyhands.comm.codecs.base import NO_HINTS, Codec, Hints, LinearCodec, computed
+from manyhands.comm.codecs.base import NO_HINTS, Codec, Hints, LinearCodec, computed, decoded, encoded
 from manyhands.comm.group import Group, Total
 
 
@@ -47,6 +47,7 @@ def _gathered(
     codec: Codec, group: Group, vector: Tensor, weight: float, bits: int, hints: Hints, own: Tensor | None
 ) -> Total:
     payload = codec.encode(vector if weight else torch.zeros_like(vector), hints)
+    encoded(group, codec, len(vector), len(payload))
     words = group.all_gather_json([weight, f"{bits:x}", len(payload)])
     total = Total(sum(word[0] for word in words), reduce(or_, (int(word[1], 16) for word in words)))
     if own is not None:
@@ -62,4 +63,6 @@ def _gathered(
             mean = part if mean is None else mean.add_(part)
     assert mean is not None  # total.weight is positive
     vector.copy_(mean)
+    counted = [length for share, _, length in words if share]
+    decoded(group, codec, len(vector), sum(counted), len(counted))
     return total

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from manyhands.comm.checks import check_swap
 from manyhands.comm.ledger import Ledger
@@ -31,6 +32,17 @@ class Handle(ABC):
 
     @abstractmethod
     def wait(self) -> Total: ...
+
+
+class Done(Handle):
+    """Of a mean that was over as it began."""
+
+    def __init__(self, total: Total) -> None:
+        self._total = total
+
+    @override
+    def wait(self) -> Total:
+        return self._total
 
 
 class Group(ABC):

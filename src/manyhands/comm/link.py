@@ -20,7 +20,7 @@ from collections import deque
 from typing import Any
 
 from manyhands.transport.frame import HEADER_BYTES, Frame, FrameError, blob_length, pack, unpack
-from manyhands.transport.wire import one_host
+from manyhands.transport.wire import one_host, shut_down
 
 ARRIVE, CHUNK, SEND, WAITING, GAVE_UP, LEFT = range(1, 7)
 
@@ -201,17 +201,11 @@ class Link:
 
     def end_sending(self) -> None:
         """The peer reads the end behind what left, and its poll tells it at once."""
-        try:
-            socket.socket.shutdown(self._sock, socket.SHUT_WR)  # SSLSocket's own would go on in plain text
-        except OSError:  # it is not connected any more
-            return
+        shut_down(self._sock, socket.SHUT_WR)
 
     def shut(self) -> None:
         """Both directions, from any thread: whoever waits on this link wakes."""
-        try:
-            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
-        except OSError:  # as above
-            return
+        shut_down(self._sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._out.clear()

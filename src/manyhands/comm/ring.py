@@ -138,15 +138,13 @@ class RingGroup(Group):
     @override
     def all_gather(self, tensor: Tensor) -> Tensor:
         self._background.drain()
-        transfer = self._transfer(tensor)
-        result = torch.empty((self.size, transfer.n), dtype=tensor.dtype)
-        result[self.rank].copy_(transfer.flat)
-        transfer.first_out = transfer.first_in = dict.fromkeys(self._links.peers, (0, transfer.n))
-        self._meet("all_gather", transfer)
-        for peer in self._links.peers:
-            self._links.fill(peer, bytes_of(result[peer]))
-        self._links.flush()
-        transfer.count(self.ledger, "all_gather")
+        flat = _on_cpu(tensor)
+        result = torch.empty((self.size, flat.numel()), dtype=tensor.dtype)
+        result[self.rank].copy_(flat)
+        if self.size > 2 and flat.nbytes > DIRECT_BYTES:
+            self._gather_round(result)
+        else:
+            self._gather_directly(flat, result)
         return result.view(self.size, *tensor.shape).to(tensor.device)
 
     @override
@@ -287,6 +285,33 @@ class RingGroup(Group):
         if self.size > 1 and exchange.transfer.n:
             exchange.finish(shares)
             exchange.transfer.count(self.ledger, operation, exchange.messages)
+
+    def _gather_directly(self, flat: Tensor, result: Tensor) -> None:
+        """Each to all at once."""
+        transfer = self._transfer(flat)
+        transfer.first_out = transfer.first_in = dict.fromkeys(self._links.peers, (0, transfer.n))
+        self._meet("all_gather", transfer)
+        for peer in self._links.peers:
+            self._links.fill(peer, bytes_of(result[peer]))
+        self._links.flush()
+        transfer.count(self.ledger, "all_gather")
+
+    def _gather_round(self, result: Tensor) -> None:
+        """Round the ring: a card that all send to at once is shared unevenly, and the slowest is waited for."""
+        transfer, n = self._transfer(result), result.shape[1]
+        left, right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        rows = [(rank * n, (rank + 1) * n) for rank in range(self.size)]
+        transfer.first_out, transfer.first_in = {right: rows[self.rank]}, {left: rows[left]}
+        self._meet("all_gather", transfer)
+        for step in range(1, self.size):
+            for chunk in transfer.chunks(rows[self.rank - step]):
+                transfer.take(left, chunk)
+                if step < self.size - 1:
+                    transfer.post(right, chunk)
+                    self._links.push()
+            transfer.opened()
+        self._links.flush()
+        transfer.count(self.ledger, "all_gather", self.size - 1)
 
     def _transfer(self, tensor: Tensor) -> Transfer:
         return Transfer(self._links, self._scratch, self.rank, self.size, self._sequence + 1, _on_cpu(tensor))

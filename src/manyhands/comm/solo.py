@@ -10,18 +10,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from manyhands.comm.checks import check_mean, check_sum, json_bytes
-from manyhands.comm.group import Group, Handle, Total
+from manyhands.comm.group import Done, Group, Handle, Total
 from manyhands.comm.ledger import Ledger
 from manyhands.errors import BadInput
-
-
-class _Finished(Handle):
-    def __init__(self, total: Total) -> None:
-        self._total = total
-
-    @override
-    def wait(self) -> Total:
-        return self._total
 
 
 class SoloGroup(Group):
@@ -37,7 +28,7 @@ class SoloGroup(Group):
     @override
     def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0) -> Handle:
         check_mean(tensor, weight, bits)
-        return _Finished(Total(float(weight), bits))
+        return Done(Total(float(weight), bits))
 
     @override
     def all_reduce_(self, tensor: Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.comm.group import Group, Handle, Total
+from manyhands.comm.group import Done, Group, Handle, Total
 from manyhands.comm.ledger import Ledger
 
 DEADLINE_S = 20.0
@@ -41,15 +41,6 @@ class Meeting:
         return [value for _, value in values]
 
 
-class _Done(Handle):
-    def __init__(self, total: Total) -> None:
-        self._total = total
-
-    @override
-    def wait(self) -> Total:
-        return self._total
-
-
 class ThreadGroup(Group):
     """The naive group: every operation swaps whole tensors, and computes on all of them. The reference for the fast ones."""
 
@@ -66,7 +57,7 @@ class ThreadGroup(Group):
         total = Total(float(sum(w for _, w, _ in parts)), reduce(or_, (b for _, _, b in parts)))
         if total.weight and self.size > 1:
             tensor.copy_(sum((t * (w / total.weight) for t, w, _ in parts if w), start=torch.zeros_like(tensor)))
-        return _Done(total)
+        return Done(total)
 
     @override
     def all_reduce_(self, tensor: Tensor) -> None:

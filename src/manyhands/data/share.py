@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+from typing import TypeVarTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -10,8 +12,9 @@ from numpy.typing import NDArray
 from manyhands.errors import BadInput
 
 Indices = NDArray[np.int64]
+Arguments = TypeVarTuple("Arguments")
 
-_held: WeakValueDictionary[tuple[int, int, int], Indices] = WeakValueDictionary()
+_held: WeakValueDictionary[Hashable, Indices] = WeakValueDictionary()
 
 
 def epoch_order(rows: int, seed: int, epoch: int) -> Indices:
@@ -31,12 +34,16 @@ def epoch_order(rows: int, seed: int, epoch: int) -> Indices:
     return np.random.default_rng((seed, epoch)).permutation(rows).astype(np.int64, copy=False)
 
 
-def shared_order(rows: int, seed: int, epoch: int) -> Indices:
-    """`epoch_order`, one array for all workers of a process while any of them holds it; not to be written to."""
-    order = _held.get((rows, seed, epoch))
-    if order is None:
-        order = _held[rows, seed, epoch] = epoch_order(rows, seed, epoch)
-    return order
+def shared(make: Callable[[*Arguments], Indices], *arguments: *Arguments) -> Indices:
+    """make(*arguments), one array for all workers of a process while any of them holds it; not to be written to.
+
+    The arguments must have a hash; equal ones give the same array.
+    """
+    key = (make, *arguments)
+    indices = _held.get(key)
+    if indices is None:
+        indices = _held[key] = make(*arguments)
+    return indices
 
 
 def slice_of(b: int, rank: int, size: int) -> tuple[int, int]:

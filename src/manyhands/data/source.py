@@ -6,12 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakValueDictionary
 
 import numpy as np
 from typing_extensions import override
 
-from manyhands.data.share import Indices, shared_order, slice_of, ticks
+from manyhands.data.share import Indices, epoch_order, shared, slice_of, ticks
 from manyhands.errors import BadInput
 
 Order = Callable[[int], Any]  # epoch -> row indices
@@ -166,24 +165,17 @@ class Indexed(Planned):
             return checked_order(reading.order, reading.epoch, self.rows)  # type: ignore[return-value]
         if not reading.shuffle:
             return range(self.rows)
-        return shared_order(self.rows, reading.seed, reading.epoch)  # type: ignore[return-value]
-
-
-_held: WeakValueDictionary[tuple[Order, int, int], Indices] = WeakValueDictionary()
+        return shared(epoch_order, self.rows, reading.seed, reading.epoch)  # type: ignore[return-value]
 
 
 def checked_order(order: Order, epoch: int, rows: int) -> Indices:
-    """order(epoch) as int64 indices, one array for all workers of a process while any of them holds it.
+    """order(epoch) as int64 indices, `shared` by all workers of a process.
 
     Raises BadInput for none, for anything but whole numbers, and for rows that are not there.
     """
     if getattr(order, "__hash__", None) is None:  # a dataclass that is called, say
         return _checked(order, epoch, rows)
-    key = (order, epoch, rows)
-    indices = _held.get(key)
-    if indices is None:
-        indices = _held[key] = _checked(order, epoch, rows)
-    return indices
+    return shared(_checked, order, epoch, rows)
 
 
 def _checked(order: Order, epoch: int, rows: int) -> Indices:

@@ -22,7 +22,7 @@ from manyhands.data.streams import Stream
 from manyhands.data.tables import HuggingFace, arrow_columns, frame_columns
 from manyhands.errors import BadInput
 
-__all__ = ["Slice", "Source", "open_source"]
+__all__ = ["Slice", "Source", "is_function", "open_source"]
 
 ACCEPTED = (
     "a tensor or array; a dict, tuple or dataclass of equally long ones; a torch or Hugging Face Dataset, or a list of rows; a DataLoader; "
@@ -47,7 +47,7 @@ def open_source(data: Any, *, collate: Collate | None = None, loader_processes: 
             return source
     if isinstance(data, str | Path):
         return open_file(Path(data).expanduser(), collate)
-    if callable(data) and not _has_rows(data):
+    if is_function(data):
         return _open_function(data, collate, loader_processes)
     if _has_rows(data):
         return Rows(data, collate, loader_processes, f"the {type(data).__name__}")
@@ -56,13 +56,15 @@ def open_source(data: Any, *, collate: Collate | None = None, loader_processes: 
     raise BadInput(f"cannot read data from {describe(data)}: expected {ACCEPTED}")
 
 
+def is_function(data: Any) -> bool:
+    """Whether `data` is a function that gives data, so that `open_source` calls it; a dataset that can be called is none."""
+    return callable(data) and not (isinstance(data, Dataset | DataLoader) or _has_rows(data) or _has_columns(data))
+
+
 def _open_tensors(data: Any, collate: Collate | None, processes: int) -> Source | None:
     if type(data) is TensorDataset:
         return Columns(data.tensors, collate, "the TensorDataset")
-    columns = isinstance(data, Tensor | np.ndarray | tuple | Mapping) or (
-        is_dataclass(data) and not isinstance(data, type) and not _has_rows(data)
-    )
-    return Columns(data, collate) if columns else None
+    return Columns(data, collate) if _has_columns(data) else None
 
 
 def _open_torch(data: Any, collate: Collate | None, processes: int) -> Source | None:
@@ -108,11 +110,17 @@ def _has_rows(data: Any) -> bool:
     )
 
 
+def _has_columns(data: Any) -> bool:
+    return isinstance(data, Tensor | np.ndarray | tuple | Mapping) or (
+        is_dataclass(data) and not isinstance(data, type) and not _has_rows(data)
+    )
+
+
 def _open_function(make: Callable[[], Any], collate: Collate | None, processes: int) -> Source:
     made = make()
     if isinstance(made, Iterator):
         return Stream(_anew(make, made), collate, processes)
-    if callable(made) and not _has_rows(made) and not isinstance(made, Iterable):
+    if is_function(made) and not isinstance(made, Iterable):
         raise BadInput(f"the data function returned {describe(made)}: expected {ACCEPTED.rpartition(';')[0]}")
     return open_source(made, collate=collate, loader_processes=processes)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from manyhands.errors import BadInput, is_whole
 from manyhands.events import Event
 
 if TYPE_CHECKING:  # both import torch; a command starts the fork server before it does
@@ -53,6 +54,19 @@ class Launch:
         if self.server is None:
             return 0
         return 1 if self.server.one_shard else self.servers
+
+
+def check_count(name: str, value: object) -> None:
+    """BadInput unless it is a whole number of at least 1."""
+    if not is_whole(value):
+        raise BadInput(f"{name} must be a whole number of at least 1, not {value!r}")
+
+
+def check_counts(plan: Launch) -> None:
+    """BadInput for a run without workers, or with a server without shards."""
+    check_count("workers", plan.workers)
+    if plan.server is not None:
+        check_count("servers", plan.servers)
 
 
 class Engine(ABC):

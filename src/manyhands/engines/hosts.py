@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from typing_extensions import override
 
-from manyhands.engines.base import Engine, Launch, Observer
+from manyhands.engines.base import Engine, Launch, Observer, check_counts
 from manyhands.errors import BadInput, ManyhandsError, Preempted, Unsupported, is_whole
 from manyhands.events import Event
 from manyhands.signals import PREEMPTED
@@ -110,9 +110,8 @@ class Hosts(Engine):
 
     def _check(self, plan: Launch) -> int:
         """How many workers are here."""
+        check_counts(plan)
         here = math.ceil(plan.workers / 2) if self.here is None else self.here
-        if plan.workers < 1:
-            raise BadInput(f"workers must be at least 1, not {plan.workers}")
         if here > plan.workers:
             raise BadInput(f"here={here} of {plan.workers} workers: give at most as many as there are in all")
         if sys.platform != "linux":

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from manyhands.engines import roster
+from manyhands.engines.base import check_count
 from manyhands.engines.limits import room_for_descriptors
 from manyhands.engines.local_crew import LocalCrew
 from manyhands.engines.network import Network, check_way, ports_of
@@ -29,7 +30,7 @@ from manyhands.engines.plain_values import encode
 from manyhands.engines.post import SILENCE_S, Letter, Post
 from manyhands.engines.secret import Secret, named_file
 from manyhands.engines.spawner import Spawner, import_path
-from manyhands.errors import BadInput, ManyhandsError, Preempted, is_whole
+from manyhands.errors import BadInput, ManyhandsError, Preempted
 from manyhands.signals import sigterm_to
 from manyhands.transport.address import parse_address
 from manyhands.transport.channel import Channel, ChannelClosed, ChannelTimeout
@@ -57,8 +58,7 @@ class Join:
     wait_s: float = 600.0  # for the driver to be there
 
     def __post_init__(self) -> None:
-        if not is_whole(self.workers):
-            raise BadInput(f"workers must be a whole number of at least 1, not {self.workers!r}")
+        check_count("workers", self.workers)
         if not self.wait_s > 0:
             raise BadInput(f"wait_s must be a positive number of seconds, not {self.wait_s!r}")
         host, _ = parse_address(self.address)

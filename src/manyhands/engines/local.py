@@ -1,4 +1,4 @@
-"""Engine `local`: the processes of this machine, forked from a small server of our own. One worker runs right here."""
+"""Engine `local`: the processes of this machine, forked from a small server of our own. One worker runs right here, unless told apart."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from typing_extensions import override
 
-from manyhands.engines.base import Engine, Launch
-from manyhands.errors import BadInput, Unsupported
+from manyhands.engines.base import Engine, Launch, check_counts
+from manyhands.errors import Unsupported
 
 if TYPE_CHECKING:
     from manyhands.engines.spawner import Spawner
@@ -59,6 +59,10 @@ class Local(Engine):
     As a context manager it keeps one warm fork server for several launches; without, each launch has its own.
     """
 
+    apart: bool = False
+    """Whether one worker has a process of its own, too; without, it runs in the caller's, where a breakpoint works. Turn it on to
+    measure one worker as several are."""
+
     name: ClassVar[str] = "local"
     serves: ClassVar[bool] = True
     _slot: _Slot = field(default_factory=_Slot, init=False, repr=False, compare=False)
@@ -86,7 +90,7 @@ class Local(Engine):
     @override
     def launch(self, program: Callable[[Worker], T], plan: Launch) -> list[T]:
         _check(plan)
-        if plan.workers == 1:
+        if plan.workers == 1 and not self.apart:
             from manyhands.engines.alone import run_here
 
             if not self._slot.keep:
@@ -108,9 +112,6 @@ class Local(Engine):
 
 
 def _check(plan: Launch) -> None:
-    if plan.workers < 1:
-        raise BadInput(f"workers must be at least 1, not {plan.workers}")
-    if plan.server is not None and plan.servers < 1:
-        raise BadInput(f"servers must be at least 1, not {plan.servers}")
+    check_counts(plan)
     if plan.workers > 1 and sys.platform != "linux":
         raise Unsupported(f"several workers need Linux, this is {sys.platform}: on Windows use WSL2, or give workers=1")

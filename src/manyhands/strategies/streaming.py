@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.comm.group import Handle, Total
+from manyhands.comm.group import Done, Handle
 from manyhands.errors import BadInput
 from manyhands.flat import ALIGNMENT_BYTES, Layout
 from manyhands.replica import MORE, STOP, Replica
@@ -186,18 +186,7 @@ def _mean(schedule: Schedule, replica: Replica, worker: Worker, state: GroupStat
     weight, bits = float(state.on_way_counted[fragment]), replica.bits() & (MORE | STOP)
     if schedule.compress == "none":
         return worker.group.start_mean_(gradient, weight, bits)
-    return _Done(compressing.mean_(schedule, replica, worker, state, gradient, weight, bits))
-
-
-class _Done(Handle):
-    """Of a mean that is waited for at once."""
-
-    def __init__(self, total: Total) -> None:
-        self._total = total
-
-    @override
-    def wait(self) -> Total:
-        return self._total
+    return Done(compressing.mean_(schedule, replica, worker, state, gradient, weight, bits))
 
 
 def _use_mean(

@@ -24,7 +24,7 @@ from typing_extensions import override
 from manyhands.engines.base import Engine, Launch, Observer
 from manyhands.errors import BadInput, UnknownName, Unsupported, WorkerFailed
 from manyhands.events import Event
-from manyhands.testing.group_exam import GROUP_EXAM, ExamFailed, expect
+from manyhands.testing.group_exam import GROUP_EXAM, ExamFailed, checks_of, expect
 from manyhands.worker import Worker, current
 
 T = TypeVar("T")
@@ -244,7 +244,5 @@ def _parent(entry: Path) -> int | None:
     return None
 
 
-ENGINE_EXAM: dict[str, Check] = {
-    name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")
-}
+ENGINE_EXAM: dict[str, Check] = checks_of(globals())
 """All checks by name, in the order in which they are written above."""

@@ -11,7 +11,8 @@ A check raises ExamFailed. Ranks know each other's inputs (they come from seeds)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,11 @@ def expect(condition: bool, message: str) -> None:
     """Raise ExamFailed unless `condition` holds."""
     if not condition:
         raise ExamFailed(message)
+
+
+def checks_of(module: Mapping[str, Any]) -> dict[str, Any]:
+    """{name: check} of what a module's globals() call check_name, in the order in which it is written."""
+    return {name.removeprefix("check_"): check for name, check in module.items() if name.startswith("check_")}
 
 
 def vector(rank: int, n: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
@@ -428,7 +434,5 @@ def check_refusals(group: Group) -> None:
     expect_close(tensor, torch.ones(3), "the mean after refusals")
 
 
-GROUP_EXAM: dict[str, Callable[[Group], None]] = {
-    name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")
-}
+GROUP_EXAM: dict[str, Callable[[Group], None]] = checks_of(globals())
 """All checks by name, in the order in which they are written above."""

@@ -26,7 +26,7 @@ from manyhands.checkpoint import Checkpoint
 from manyhands.replica import STOP
 from manyhands.strategies import CATALOGUE, spec_of, strategy_of
 from manyhands.strategies.base import Strategy
-from manyhands.testing.group_exam import expect
+from manyhands.testing.group_exam import checks_of, expect
 from manyhands.testing.seat import (
     EXTRA_TICKS,
     ROWS,
@@ -307,7 +307,5 @@ def check_plain_loop(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
     expect_unchanged(wanted, ends[0], f"{strategy} with one worker beside a plain loop")
 
 
-STRATEGY_EXAM: dict[str, Check] = {
-    name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")
-}
+STRATEGY_EXAM: dict[str, Check] = checks_of(globals())
 """All checks by name, in the order in which they are written above."""

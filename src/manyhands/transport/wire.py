@@ -14,6 +14,7 @@ import struct
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from typing_extensions import override
 
@@ -55,6 +56,12 @@ def one_host(sock: socket.socket) -> bool:
         return False
 
 
+def shut_down(sock: socket.socket, how: int) -> None:
+    """Shut down a connection (`socket.SHUT_WR`, `SHUT_RDWR`), also under TLS; nothing where it is not connected any more."""
+    with suppress(OSError):
+        socket.socket.shutdown(sock, how)  # SSLSocket's own would go on in plain text
+
+
 class Wire(ABC):
     """One connected stream socket. One thread may send while another receives; `shut` wakes both."""
 
@@ -75,10 +82,7 @@ class Wire(ABC):
 
     def shut(self) -> None:
         """End both directions at once; a thread that waits gets Ended. The descriptor stays taken until `close`."""
-        try:
-            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # SSLSocket's own would go on in plain text
-        except OSError:  # it is not connected any more
-            return
+        shut_down(self._sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
         """When no thread is inside any more."""

@@ -27,6 +27,13 @@ def hints(rank=2):
     return Hints(draws(), [Matrix(1, 5, 6, guess), Matrix(40, 2, 2, guess[:2].clone())])
 
 
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_codecs_name_is_that_of_the_catalogue(text):
+    codec = codec_of(text)
+    assert CODECS[codec.name] is type(codec)
+    assert text.startswith(codec.name)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("text", TEXTS)
 def test_what_is_decoded_has_the_vectors_shape_and_is_the_same_each_time(text, dtype):

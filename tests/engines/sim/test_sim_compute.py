@@ -3,10 +3,12 @@ import statistics
 
 import pytest
 
+from manyhands.comm.codecs import CODECS, codec_of
+from manyhands.engines.sim.coding import FREE, Coding
 from manyhands.engines.sim.compute import Compute
 from manyhands.errors import BadInput, UnknownName
 
-EVERYTHING = "row=1e-4,step=1ms,jitter=lognormal:0.2,3=5x,7=0.5x,8-10=2x,lease=1e-4,merge=2e-10"
+EVERYTHING = "row=1e-4,step=1ms,jitter=lognormal:0.2,3=5x,7=0.5x,8-10=2x,lease=1e-4,merge=2e-10,topk=15e-9/1e-9,threshold=1e-9/0/12e-9/7e-9"
 
 
 def draws(text, n=20_000, rank=0, seed=0, rows=1):
@@ -25,6 +27,7 @@ def test_everything_at_once():
         factors={3: 5.0, 7: 0.5, 8: 2.0, 9: 2.0, 10: 2.0},
         lease=1e-4,
         merge=2e-10,
+        codecs={"topk": Coding(15e-9, 1e-9), "threshold": Coding(1e-9, 0.0, 12e-9, 7e-9)},
     )
 
 
@@ -36,9 +39,14 @@ def test_str_is_what_parse_reads(text):
 
 
 def test_text_changes_only_what_it_names():
-    after = Compute.parse(EVERYTHING).with_text("step=2ms,3=1x")
+    after = Compute.parse(EVERYTHING).with_text("step=2ms,3=1x,topk=2/1,int8=4/3")
     assert (after.step, after.row, after.jitter) == (2e-3, 1e-4, "lognormal:0.2")
     assert (after.factors[3], after.factors[7]) == (1.0, 0.5)
+    assert after.codecs == {
+        "topk": Coding(2.0, 1.0),
+        "threshold": Coding(1e-9, 0.0, 12e-9, 7e-9),
+        "int8": Coding(4.0, 3.0),
+    }
 
 
 @pytest.mark.parametrize(
@@ -48,6 +56,9 @@ def test_text_changes_only_what_it_names():
         ("row", "compute: row is a time"),
         ("row=-1", "compute: row is a time in seconds"),
         ("3=0x", "compute: 3 is a factor above 0"),
+        ("topk=15ns", "compute: topk is seconds to encode/to decode a number.*got '15ns'"),
+        ("topk=15ns/-1ns", "compute: topk is a time in seconds"),
+        ("topk:0.1=1/1", "compute has no option 'topk:0.1'.*did you mean 'topk'"),
         ("jitter=normal:1", "jitter is one of none, lognormal:SIGMA.*got 'normal:1'.*write jitter=lognormal:0.2"),
         ("jitter=none:1", "jitter is one of"),
         ("jitter=lognormal", "jitter is one of.*with numbers of at least 0; got 'lognormal'"),
@@ -72,6 +83,26 @@ def test_an_unknown_option_is_an_unknown_name():
 def test_numbers_that_make_no_sense_are_refused_from_python_too(options):
     with pytest.raises(BadInput, match="compute: "):
         Compute(**options)
+
+
+def test_a_codec_that_is_not_there():
+    with pytest.raises(UnknownName, match="compute has no option 'zip'.*topk"):
+        Compute(codecs={"zip": FREE})
+
+
+def test_a_codec_takes_what_is_said_times_the_workers_factor():
+    """Whatever the numbers behind its name; shards have no factor, and codecs of which nothing is said are free."""
+    compute = Compute.parse("topk=2/1/4/3,1=3x")
+    for text in ("topk:0.01", "topk:0.5"):
+        codec = codec_of(text)
+        assert compute.coding(codec, 0) == compute.coding(codec, -2) == Coding(2.0, 1.0, 4.0, 3.0)
+        assert compute.coding(codec, 1) == Coding(6.0, 3.0, 12.0, 9.0)
+    assert compute.coding(codec_of("bf16"), 1) == FREE
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_every_codec_can_be_named(name):
+    assert Compute.parse(f"{name}=2/1").codecs == {name: Coding(2.0, 1.0)}
 
 
 def test_a_factor_of_a_worker_that_is_not_there():

@@ -3,7 +3,10 @@ import math
 
 import pytest
 
+from manyhands.engines.base import Launch
+from manyhands.engines.sim.coding import Coding
 from manyhands.engines.sim.compute import Compute
+from manyhands.engines.sim.engine import Sim
 from manyhands.engines.sim.network import Network
 from manyhands.engines.sim.profile import Profile
 from manyhands.errors import BadInput
@@ -19,7 +22,14 @@ PROFILE = Profile(
         ),
         "sockets": Network.parse("lan,host0=bandwidth:1e8"),
     },
-    compute=Compute(row=0.1 / 3, step=1e-3 / 7, jitter="quantiles:0.9/1/1.7", lease=1e-4, merge=1e-10),
+    compute=Compute(
+        row=0.1 / 3,
+        step=1e-3 / 7,
+        jitter="quantiles:0.9/1/1.7",
+        lease=1e-4,
+        merge=1e-10,
+        codecs={"onebit": Coding(1e-9 / 3, 1e-9 / 7), "threshold": Coding(1e-9, 0.0, 1e-8 / 3, 1e-8 / 7)},
+    ),
     task="chars:width=64",
     workers=2,
     batch_sizes=(8, 32),
@@ -52,6 +62,21 @@ def test_the_least_is_enough(tmp_path):
     profile.save(tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json") == profile
     assert profile.network == Network()
+
+
+def test_a_profile_that_says_nothing_of_codecs_is_loaded(path):
+    """As they were before codecs took time."""
+    compute = Profile.load(changed(path, compute="row=0.1,lease=1e-4")).compute
+    assert (compute.row, compute.codecs) == (0.1, {})
+
+
+def test_an_engine_reads_it_once_and_goes_by_what_it_read(path):
+    engine = Sim(profile=path)
+    path.unlink()
+    for _ in range(2):
+        assert engine.launch(lambda worker: worker.size, Launch(workers=2)) == [2, 2]
+    assert engine.parts[:2] == (PROFILE.network, PROFILE.compute)
+    assert engine.on_one_host(2)
 
 
 def test_a_person_can_read_it(path):
@@ -109,6 +134,7 @@ def test_another_schema(path, schema):
     [
         ({"compute": None, "extra": 1}, "lacks compute, has extra, which is unknown"),
         ({"compute": "row=fast"}, "is damaged: compute: row is a time"),
+        ({"compute": "topk=1ns/-1ns"}, "is damaged: compute: topk is a time"),
         ({"networks": {"local": "speed=1"}}, "is damaged: network has no option 'speed'"),
         ({"networks": {"sockets": "lan"}}, "is damaged: a profile has a network 'local'"),
         ({"networks": "lan"}, "is damaged: networks is of another type"),

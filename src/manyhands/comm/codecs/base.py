@@ -48,6 +48,11 @@ class Codec(ABC):
     biased: ClassVar[bool] = True  # what is decoded is not the vector in expectation: it wants error feedback
     keeps_zeros: ClassVar[bool] = True  # a vector of zeros, or its part, is decoded as zeros
 
+    @property
+    def name(self) -> str:
+        """As in CODECS: what stands before the numbers."""
+        return self.form.partition(":")[0]
+
     @abstractmethod
     def encode(self, vector: Tensor, hints: Hints = NO_HINTS) -> Tensor:
         """[n] -> the payload, uint8. What is not finite in the vector is not finite in what is decoded."""
@@ -80,7 +85,34 @@ class LinearCodec(Codec):
     def mean_(
         self, group: Group, vector: Tensor, weight: float, bits: int, hints: Hints = NO_HINTS, own: Tensor | None = None
     ) -> Total:
-        """As `compressed_mean_` says, which calls it on groups of several."""
+        """As `compressed_mean_` says, which calls it on groups of several. It calls `encoded` and `decoded`."""
+
+
+class TimedGroup(Group):
+    """A group that hears what its rank computes for a codec: one whose time is simulated, and passes here, or measured.
+
+    What a rank does besides, such as adding residuals and decoding its own payload, goes with the encoding.
+    """
+
+    @abstractmethod
+    def encoded(self, codec: Codec, n: int, nbytes: int) -> None:
+        """An [n] has become a payload of so many bytes."""
+
+    @abstractmethod
+    def decoded(self, codec: Codec, n: int, nbytes: int, payloads: int) -> None:
+        """So many payloads, of so many bytes together, have become the mean [n]. Linear codecs decode one, the mean's."""
+
+
+def encoded(group: Group, codec: Codec, n: int, nbytes: int) -> None:
+    """Tell the group, if it wants to hear."""
+    if isinstance(group, TimedGroup):
+        group.encoded(codec, n, nbytes)
+
+
+def decoded(group: Group, codec: Codec, n: int, nbytes: int, payloads: int = 1) -> None:
+    """Tell the group, if it wants to hear."""
+    if isinstance(group, TimedGroup):
+        group.decoded(codec, n, nbytes, payloads)
 
 
 def check_places_fit(form: str, n: int) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.comm.codecs.base import NO_HINTS, Hints, LinearCodec, bytes_of, numbers_of
+from manyhands.comm.codecs.base import NO_HINTS, Hints, LinearCodec, bytes_of, decoded, encoded, numbers_of
 from manyhands.comm.group import Group, Total
 
 
@@ -47,7 +47,9 @@ class BF16(LinearCodec):
         rounded = vector.to(torch.bfloat16, copy=True)
         if own is not None:
             own.copy_(rounded)
+        encoded(group, self, len(vector), rounded.nbytes)
         total = group.mean_(rounded, weight, bits)
         if total.weight:
             vector.copy_(rounded)
+            decoded(group, self, len(vector), rounded.nbytes)
         return total

@@ -19,6 +19,8 @@ from manyhands.comm.codecs.base import (
     check_number,
     check_places_fit,
     computed,
+    decoded,
+    encoded,
     numbers_of,
 )
 from manyhands.comm.group import Group, Total
@@ -77,7 +79,7 @@ class PowerSGD(LinearCodec):
     def decode(self, payload: Tensor, n: int, dtype: torch.dtype) -> Tensor:
         self.check_length(len(payload), n, dtype)
         matrices, at = self._table(payload, n)
-        numbers = sum(self.rank * (m.rows + m.columns) - m.rows * m.columns for m in matrices) + n
+        numbers = self._numbers(matrices, n)
         if len(payload) - at != numbers * dtype.itemsize:
             raise BadInput(
                 f"{self.form}: {len(matrices)} matrices in {n} elements of {dtype} make {numbers * dtype.itemsize} bytes; "
@@ -110,6 +112,8 @@ class PowerSGD(LinearCodec):
         rest = [vector[start:stop] for start, stop in gaps]
         if own is not None:
             own.copy_(vector)  # what is no matrix is sent as it is
+        nbytes = self._numbers(matrices, len(vector)) * vector.itemsize
+        encoded(group, self, len(vector), nbytes)
         ps, means, total = _mean_of(group, ps, rest, vector, weight, bits)
         if not total.weight:
             return total
@@ -124,10 +128,15 @@ class PowerSGD(LinearCodec):
             _keep(matrix, q)
         for (start, stop), mean in zip(gaps, means, strict=True):
             vector[start:stop] = mean
+        decoded(group, self, len(vector), nbytes)
         return total
 
     def _smaller(self, hints: Hints) -> list[Matrix]:
         return [m for m in hints.matrices if self.rank * (m.rows + m.columns) < m.rows * m.columns]
+
+    def _numbers(self, matrices: Sequence[Matrix], n: int) -> int:
+        """That are sent of [n]: all factors, and the rest."""
+        return sum(self.rank * (m.rows + m.columns) - m.rows * m.columns for m in matrices) + n
 
     def _table(self, payload: Tensor, n: int) -> tuple[list[Matrix], int]:
         """The matrices of a payload, and where the factors begin. BadInput where they do not lie in range(n) one after the other."""

@@ -18,7 +18,16 @@ from manyhands.engines.sim.shard import HELD, Act, Call, Read, Request
 from manyhands.errors import BadInput, PeerLost
 from manyhands.server.base import Encoded, Pushed, Server, Snapshot
 from manyhands.server.said import Said
-from manyhands.server.sharding import check_encoded, check_length, codec_for, cut, joined, parts_of, pushed_of
+from manyhands.server.sharding import (
+    check_encoded,
+    check_length,
+    codec_for,
+    cut,
+    joined,
+    lengths_of,
+    parts_of,
+    pushed_of,
+)
 from manyhands.server.store import Duplicate, Go, Held, Refused, Store
 
 if TYPE_CHECKING:
@@ -69,7 +78,8 @@ class SimServer(Server):
             return HELD if isinstance(said, Held) and store.rule.answers else said
 
         acts: list[Act] = [partial(act, part) for part in parts]
-        replies = self._ask_all("push", acts, sizes, work=self._center_sizes(), again=True)
+        decode_s = self._coded(update) if isinstance(update, Encoded) else ()
+        replies = self._ask_all("push", acts, sizes, work=self._center_sizes(), decode_s=decode_s, again=True)
         self._sequence = sequence
         self._add("push", update)
         pushed = pushed_of(replies)
@@ -149,13 +159,21 @@ class SimServer(Server):
         return [read.version for read in reads]
 
     def _ask_all(
-        self, operation: str, acts: Sequence[Act], sends: Sequence[int] = (), work: Sequence[int] = (), **options: bool
+        self,
+        operation: str,
+        acts: Sequence[Act],
+        sends: Sequence[int] = (),
+        work: Sequence[int] = (),
+        decode_s: Sequence[float] = (),
+        **options: bool,
     ) -> list[Any]:
+        nothing = [0] * self.shards
+        each = zip(acts, sends or nothing, work or nothing, decode_s or nothing, strict=True)
         return self._ask(
             operation,
             [
-                Request(shard, act, sends=sends[shard] if sends else 0, work=work[shard] if work else 0, **options)
-                for shard, act in enumerate(acts)
+                Request(shard, act, sends=sent, work=bytes, decode_s=seconds, **options)
+                for shard, (act, sent, bytes, seconds) in enumerate(each)
             ],
         )
 
@@ -187,6 +205,13 @@ class SimServer(Server):
             return update.parts
         self._check(update.shape, "a push", update.dtype)
         return parts_of(update.detach(), self.shards)
+
+    def _coded(self, update: Encoded) -> list[float]:
+        """Let the time pass in which this worker has encoded an update; the seconds that each shard's part takes to decode."""
+        codec, compute = self._codec(), self._servers.compute
+        self._servers.timeline.work(compute.coding(codec, self._worker).encoding(update.n, update.nbytes))
+        parts = zip(lengths_of(update), update.parts, strict=True)
+        return [compute.coding(codec, -1 - shard).decoding(n, part.nbytes, 1) for shard, (n, part) in enumerate(parts)]
 
     def _codec(self) -> Codec:
         return codec_for(self._servers.spec)

@@ -1,4 +1,4 @@
-"""What a gradient costs: seconds a row, jitter, stragglers."""
+"""What a gradient and a codec cost: seconds a row, jitter, stragglers; seconds a number that is encoded or decoded."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, Self
 
+from manyhands.comm.codecs import CODECS, Codec
+from manyhands.engines.sim.coding import FREE, Coding
 from manyhands.engines.sim.units import (
     expect_number,
     read_factor,
@@ -28,6 +30,8 @@ _SECONDS = ("row", "step", "lease", "merge")
 class Compute:
     """How long workers compute: (step + row · rows) · factor · jitter seconds a tick with rows, 0 without.
 
+    Codecs, by name, take what their `Coding` says, times the worker's factor; those that are not named take none.
+
     Frozen, so that it is an engine's option. `str()` gives what `parse` reads. Raises BadInput where a number makes no
     sense.
     """
@@ -40,6 +44,7 @@ class Compute:
     factors: Mapping[int, float] = field(default_factory=dict, hash=False)  # {rank: so many times slower}
     lease: float = 0.0  # seconds a lease takes
     merge: float = 0.0  # seconds a byte that a server shard merges or hands out
+    codecs: Mapping[str, Coding] = field(default_factory=dict, hash=False)  # {name: what it takes}
 
     def __post_init__(self) -> None:
         for name in _SECONDS:
@@ -48,39 +53,46 @@ class Compute:
             if not is_whole(rank, least=0):
                 raise BadInput(f"compute: factors are by rank, a whole number of at least 0; got {rank!r}")
             expect_number(factor, f"compute: the factor of worker {rank}", above=0)
+        for name in self.codecs:
+            if name not in CODECS:
+                raise unknown(name, "compute", CODECS)
         _draw(self.jitter)
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """`row=1e-4,step=1ms,jitter=lognormal:0.2,3=5x,8-15=2x`
+        """`row=1e-4,step=1ms,jitter=lognormal:0.2,3=5x,8-15=2x,topk=15ns/1ns`
 
         Times are seconds, or 2s, 10ms, 50us. `3=5x`: worker 3 takes 5 times as long; `8-15=2x`: so do workers 8 to 15.
-        `merge` is seconds a byte. Raises BadInput, and UnknownName for an option.
+        `merge` is seconds a byte. `topk=15ns/1ns`: that codec encodes in 15 ns a number, and decodes in 1 ns. Raises
+        BadInput, and UnknownName for an option.
         """
         return cls().with_text(text)
 
     def with_text(self, text: str) -> Self:
         """This one where `text`, written as for `parse`, says nothing else. Raises as `parse` does."""
         changes: dict[str, Any] = {}
-        factors = dict(self.factors)
+        factors, codecs = dict(self.factors), dict(self.codecs)
         for name, value in read_items(text, "compute"):
             if found := re.fullmatch(r"(\d+)(?:-(\d+))?", name):
                 ranks = range(int(found[1]), int(found[2] or found[1]) + 1)
                 factors.update(dict.fromkeys(ranks, read_factor(value, f"compute: {name}")))
             elif name in _SECONDS:
                 changes[name] = read_seconds(value, f"compute: {name}")
+            elif name in CODECS:
+                codecs[name] = Coding.parse(value, f"compute: {name}")
             elif name == "jitter":
                 changes[name] = value
             else:
-                valid = [entry.name for entry in fields(self) if entry.name != "factors"]
-                raise unknown(name, "compute", [*valid, "RANK=5x", "RANK-RANK=5x"])
-        return replace(self, **changes, factors=factors)
+                valid = [entry.name for entry in fields(self) if entry.name not in ("factors", "codecs")]
+                raise unknown(name, "compute", [*valid, "RANK=5x", "RANK-RANK=5x", *CODECS])
+        return replace(self, **changes, factors=factors, codecs=codecs)
 
     def __str__(self) -> str:
         parts = [f"{name}={shown(getattr(self, name))}" for name in _SECONDS if name == "row" or getattr(self, name)]
         if self.jitter != "none":
             parts.append(f"jitter={self.jitter}")
-        return ",".join([*parts, *(f"{rank}={shown(factor)}x" for rank, factor in sorted(self.factors.items()))])
+        parts += [f"{rank}={shown(factor)}x" for rank, factor in sorted(self.factors.items())]
+        return ",".join([*parts, *(f"{name}={coding}" for name, coding in self.codecs.items())])
 
     def check(self, workers: int) -> None:
         """BadInput if a factor is of a worker that a simulation of so many does not have."""
@@ -90,6 +102,10 @@ class Compute:
                 f"compute: worker {min(beyond)} has a factor, and this run has workers 0 to {workers - 1}: "
                 "name one of those, or leave it out"
             )
+
+    def coding(self, codec: Codec, node: int) -> Coding:
+        """What a codec takes on a worker, by rank, or on a server shard, -1 - s, which has no factor."""
+        return self.codecs.get(codec.name, FREE).times(self.factors.get(node, 1.0))
 
     def pace(self, rank: int, seed: int) -> Pace:
         """One worker's."""

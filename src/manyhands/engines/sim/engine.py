@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -15,7 +15,7 @@ import torch
 from typing_extensions import override
 
 from manyhands.engines.alone import run_as
-from manyhands.engines.base import Engine, Launch
+from manyhands.engines.base import Engine, Launch, check_counts
 from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.costs import Costs
 from manyhands.engines.sim.faults import Fault, Faults
@@ -25,7 +25,7 @@ from manyhands.engines.sim.network import Network, Wires
 from manyhands.engines.sim.profile import Profile
 from manyhands.engines.sim.server import SimServers
 from manyhands.engines.sim.timeline import Killed, Program, Timeline
-from manyhands.errors import BadInput, PeerLost, Unsupported, WorkerFailed
+from manyhands.errors import PeerLost, Unsupported, WorkerFailed
 from manyhands.events import Event
 from manyhands.server.line import ShardLost
 from manyhands.worker import Worker, set_current
@@ -47,7 +47,7 @@ class Sim(Engine):
     network: str | Network = ""
     """What messages cost: latency=1e-3,bandwidth=1e9,workers_per_host=4 …; free without it."""
     compute: str | Compute = ""
-    """What gradients cost: row=1e-4,step=1e-3,jitter=lognormal:0.2,3=5x (worker 3 is 5 times slower)."""
+    """What gradients cost: row=1e-4,step=1e-3,jitter=lognormal:0.2,3=5x (worker 3 is 5 times slower); and codecs: topk=15ns/1ns."""
     faults: str | Faults = ""
     """What goes wrong: kill=2@step:100,pause=1@2.5s+3,drop=0.01 …; nothing without it."""
     seed: int = 0
@@ -60,10 +60,11 @@ class Sim(Engine):
     simulated: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        self.parts()  # what cannot be read is refused now
+        _ = self.parts  # what cannot be read is refused now
 
+    @cached_property
     def parts(self) -> tuple[Network, Compute, Faults]:
-        """What the options say, put together."""
+        """What the options say, put together, and the profile as it was when this engine was made."""
         network, compute = Network(), Compute()
         if self.profile is not None:
             profile = Profile.load(self.profile)
@@ -77,7 +78,7 @@ class Sim(Engine):
 
     @override
     def on_one_host(self, workers: int) -> bool:
-        return self.parts()[0].workers_per_host >= workers
+        return self.parts[0].workers_per_host >= workers
 
     @override
     def facts(self) -> dict[str, Any]:
@@ -86,16 +87,13 @@ class Sim(Engine):
 
     @override
     def check(self, plan: Launch) -> None:
-        if plan.workers < 1:
-            raise BadInput(f"workers must be at least 1, not {plan.workers}")
-        if plan.server is not None and plan.servers < 1:
-            raise BadInput(f"servers must be at least 1, not {plan.servers}")
+        check_counts(plan)
         if plan.device not in ("auto", "cpu"):
             raise Unsupported(
                 f"engine sim computes on the CPU, where the same seed gives the same bits; device {plan.device} was asked for: "
                 "leave it out, and say with compute= how long a gradient takes"
             )
-        network, compute, faults = self.parts()
+        network, compute, faults = self.parts
         compute.check(plan.workers)
         Wires(network, plan.workers, plan.shards)
         faults.check(plan.workers, plan.shards, rejoins=plan.rejoins)
@@ -119,7 +117,7 @@ class Simulation:
     """One launch."""
 
     def __init__(self, engine: Sim, plan: Launch) -> None:
-        network, self.compute, self.faults = engine.parts()
+        network, self.compute, self.faults = engine.parts
         self.plan, self.seed = plan, engine.seed
         self.timeline = Timeline(engine.seed)
         self.timeline.on_end = self._ended
@@ -172,7 +170,7 @@ class Simulation:
             host=f"host{self.wires.host_of(rank)}",
             device=torch.device("cpu"),
             generation=generation,
-            group=SimGroup(self.meeting, rank),
+            group=SimGroup(self.meeting, rank, self.compute),
             server=None if self.servers is None else self.servers.clients[rank],
             clock=lambda: self.timeline.now,
             coordinator=line,

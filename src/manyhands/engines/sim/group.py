@@ -11,11 +11,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from manyhands.comm.checks import check_mean, check_peer, check_rank, check_sum, check_swap, json_bytes, slice_of
+from manyhands.comm.codecs import Codec
+from manyhands.comm.codecs.base import TimedGroup
 from manyhands.comm.flat import flattened, restore
-from manyhands.comm.group import Group, Handle, Total
+from manyhands.comm.group import Handle, Total
 from manyhands.comm.ledger import Ledger
 from manyhands.comm.reducing import CHUNK, reduce_everywhere, shares_of, sum_of
 from manyhands.comm.signature import signature
+from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.costs import Cost
 from manyhands.engines.sim.meeting import Call, Letter, Round, Run, SimMeeting
 from manyhands.errors import ManyhandsError
@@ -26,7 +29,7 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 _FREE = Cost(0.0, [], [])
 
 
-class SimGroup(Group):
+class SimGroup(TimedGroup):
     """One simulated worker's. Only the program of this rank calls it, in its turn.
 
     A collective is computed at once when the last rank comes, in all ranks' own tensors, with the bits that
@@ -35,6 +38,7 @@ class SimGroup(Group):
     that was started travels while its worker computes. `waited_s` ends with the last arrival; what follows is exchange.
 
     send leaves at once, of any size: the message waits for this worker's network card, not the worker. share: any tensor.
+    What codecs compute takes what `compute` says (nothing without it), before what they send leaves and after it has come.
     Ledger: what this rank sends in the algorithm that `Costs` chose; words (weights, bits, JSON, barriers) are not counted.
 
     Besides the errors of every group: ManyhandsError, on every rank, as soon as one calls another operation than the
@@ -42,10 +46,10 @@ class SimGroup(Group):
     that were under way hold what they held, or the result.
     """
 
-    def __init__(self, meeting: SimMeeting, rank: int) -> None:
+    def __init__(self, meeting: SimMeeting, rank: int, compute: Compute | None = None) -> None:
         check_rank(rank, meeting.size, "rank")
         self.rank, self.size, self.ledger = rank, meeting.size, Ledger()
-        self._meeting = meeting
+        self._meeting, self._compute = meeting, compute or Compute()
         self._closed = False
 
     @override
@@ -125,6 +129,14 @@ class SimGroup(Group):
         call = self._call("share", signature("broadcast_", tensor.dtype, owner), tensor)
         shared: Tensor = self._complete(call, lambda calls: (_FREE, calls[owner].tensor))
         return shared
+
+    @override
+    def encoded(self, codec: Codec, n: int, nbytes: int) -> None:
+        self._meeting.timeline.work(self._compute.coding(codec, self.rank).encoding(n, nbytes))
+
+    @override
+    def decoded(self, codec: Codec, n: int, nbytes: int, payloads: int) -> None:
+        self._meeting.timeline.work(self._compute.coding(codec, self.rank).decoding(n, nbytes, payloads))
 
     @override
     def close(self) -> None:

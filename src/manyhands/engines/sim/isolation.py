@@ -24,7 +24,7 @@ class Isolated:
     """What `capture` found: to be put back before the same worker goes on."""
 
     torch_state: Tensor
-    numpy_generator: np.random.MT19937
+    numpy_generator: np.random.MT19937  # of a simulated worker: a Generator
     gauss: float | None  # the second of the two numbers that numpy's legacy normal() draws at once, where it waits
     python_state: tuple[Any, ...]
     dtype: torch.dtype  # the default one
@@ -43,11 +43,10 @@ def capture() -> Isolated:
     """The state of the process now; numpy's generator is the very object, not a copy."""
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     assert isinstance(generator, np.random.MT19937), f"numpy's global generator is a {type(generator).__name__}"
-    legacy: Any = np.random.get_state(legacy=False)  # the generator itself does not know what waits
     return Isolated(
         torch_state=torch.get_rng_state(),
         numpy_generator=generator,
-        gauss=legacy["gauss"] if legacy["has_gauss"] else None,
+        gauss=_gauss(generator),
         python_state=random.getstate(),
         dtype=torch.get_default_dtype(),
         inference=torch.is_inference_mode_enabled(),
@@ -80,9 +79,36 @@ def restore(state: Isolated) -> None:
 
 def copied(state: Isolated) -> Isolated:
     """The same with a numpy generator of its own, for one that begins."""
-    generator = np.random.MT19937()
+    generator = Generator()
     generator.state = state.numpy_generator.state
     return replace(state, numpy_generator=generator)
+
+
+class Generator(np.random.MT19937):
+    """A worker's own. While `brief`, its state is told without the 624 numbers, which nobody needs who asks for the gauss that waits."""
+
+    brief = False
+
+    @property
+    def state(self) -> Any:
+        return {"bit_generator": "MT19937"} if self.brief else super().state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        vars(np.random.MT19937)["state"].__set__(self, value)
+
+
+Generator.__name__ = "MT19937"  # which numpy asks for
+
+
+def _gauss(generator: np.random.MT19937) -> float | None:
+    """What waits of numpy's legacy normal(), or None: numpy tells it only along with the generator's state."""
+    if isinstance(generator, Generator):
+        generator.brief = True
+    legacy: Any = np.random.get_state(legacy=False)
+    if isinstance(generator, Generator):
+        generator.brief = False
+    return legacy["gauss"] if legacy["has_gauss"] else None
 
 
 def _set_inference(wanted: bool) -> None:

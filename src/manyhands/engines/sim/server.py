@@ -23,7 +23,8 @@ class SimServers:
 
     A call is one request to each shard and one answer of each; the worker waits until it has them all. A request takes
     its time on the wires, waits until the shard has handled what came before, and is handled in `compute.merge` seconds
-    a byte of a push or of the center. A pull is written into the worker's tensor, and a push read from it, then.
+    a byte of a push or of the center. An encoded push takes its worker the codec's seconds before it leaves, and at the shard
+    those of decoding, at the same time as others, before it stands in line. A pull is written into the worker's tensor, and a push read from it, then.
     `waited_s` is what the shards say: how long they held answers back for other workers.
 
     messages: what happens to each message, None where nothing does. Then a request is sent again `faults.retry_s` after its
@@ -49,6 +50,7 @@ class SimServers:
         timeout_s: float,
     ) -> None:
         self.spec, self.timeline, self.wires, self.timeout_s = spec, timeline, wires, timeout_s
+        self.compute = compute
         self.stores = make_stores(spec, workers, shards)
         post = Post(timeline, wires, messages)
         self.shards = [

@@ -38,6 +38,7 @@ class Request:
         "again",
         "answer",
         "call",
+        "decode_s",
         "due",
         "handled_at",
         "held_s",
@@ -50,10 +51,18 @@ class Request:
     )
 
     def __init__(
-        self, shard: int, act: Act, *, sends: int = 0, work: int = 0, needs_center: bool = False, again: bool = False
+        self,
+        shard: int,
+        act: Act,
+        *,
+        sends: int = 0,
+        work: int = 0,
+        decode_s: float = 0.0,
+        needs_center: bool = False,
+        again: bool = False,
     ) -> None:
-        """sends: bytes to the shard. work: bytes that it goes through. again: the store itself knows copies."""
-        self.shard, self.act, self.sends, self.work = shard, act, sends, work
+        """sends: bytes to the shard. work: bytes that it goes through. decode_s: seconds before that. again: the store itself knows copies."""
+        self.shard, self.act, self.sends, self.work, self.decode_s = shard, act, sends, work, decode_s
         self.needs_center, self.again = needs_center, again
         self.call: Call
         self.answer: Any = None
@@ -98,7 +107,9 @@ class Post:
 
 
 class Shard:
-    """Handles requests one at a time, in the order in which they arrive.
+    """Handles requests one at a time, in the order in which they arrive, or have been decoded where they bring a payload.
+
+    Each worker's payloads are decoded on their own, at the same time as those of others: as by the thread of a connection.
 
     Copies of a request that was handled get the same answer; for pushes the store says so itself. Copies of a worker's
     older requests are ignored. merge_s: seconds a byte. on_answer: (request, when it is to arrive) when an answer was sent.
@@ -120,6 +131,7 @@ class Shard:
         self._life = 0  # grows when it breaks down and when it is back: what was sent in another life is lost
         self._is_down = False
         self._free_at = 0.0  # down or paused until then
+        self._decoding: list[Request] = []
         self._queue: deque[Request | Callable[[], None]] = deque()
         self._working: Due | None = None  # on the head of the queue
         self._newest: list[tuple[int, float]] = [(-1, 0.0)] * workers  # the key of each worker's newest call here
@@ -145,7 +157,7 @@ class Shard:
 
     def has(self, request: Request) -> bool:
         """Whether sending it again is in vain: it is here, and its answer is still to come."""
-        return self.holds(request) or request in self._queue
+        return self.holds(request) or request in self._queue or request in self._decoding
 
     @property
     def slowest(self) -> int | None:
@@ -157,9 +169,22 @@ class Shard:
             deliver()
 
     def _arrive(self, request: Request) -> None:
-        if not self._is_down:
-            self._queue.append(request)
-            self._work()
+        if self._is_down:
+            return
+        if not request.decode_s:
+            self._stand_in_line(request)
+            return
+        self._decoding.append(request)
+        done = max(self._timeline.now, self._free_at) + request.decode_s
+        self._timeline.at(done, partial(self._in_this_life, self._life, partial(self._decoded, request)))
+
+    def _decoded(self, request: Request) -> None:
+        self._decoding.remove(request)
+        self._stand_in_line(request)
+
+    def _stand_in_line(self, request: Request) -> None:
+        self._queue.append(request)
+        self._work()
 
     def _reply(self, request: Request, answer: Any) -> None:
         assert request.handled_at is not None
@@ -307,6 +332,7 @@ class Shard:
     def _break_down(self) -> None:
         self._life += 1
         self._queue = deque(item for item in self._queue if not isinstance(item, Request))
+        self._decoding.clear()
         if self._working is not None:
             self._working.cancel()
             self._working = None

@@ -1,0 +1,13 @@
+"""Advice: pure rules over what was measured, each with its number and its source; docs/advice.md has the table.
+
+About one run: of_run.py, exchanging.py. About several strategies that trained the same task: of_comparison.py, explaining.py.
+"""
+
+from __future__ import annotations
+
+from manyhands.advise.compared import Compared, Contestant, Ratio
+from manyhands.advise.measured import Advice, Measured
+from manyhands.advise.of_comparison import advise_comparison
+from manyhands.advise.of_run import advise, all_advice
+
+__all__ = ["Advice", "Compared", "Contestant", "Measured", "Ratio", "advise", "advise_comparison", "all_advice"]

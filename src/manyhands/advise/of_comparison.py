@@ -1,0 +1,205 @@
+"""Advice about a comparison of strategies: whether to distribute comes first, then what wins most."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from manyhands.advise.compared import Compared, Contestant
+from manyhands.advise.exchanging import PERIODS, WORTH
+from manyhands.advise.explaining import explain
+from manyhands.advise.measured import Advice, Measured, ms, percent, times
+from manyhands.advise.of_run import all_advice
+from manyhands.advise.remedies import share_won
+
+REASON_SHARE = 0.15  # of the time, that explains why several workers do not pay
+OF_A_RUN = (
+    "input-bound",
+    "stragglers",
+    "threads",
+    "exchange-bound",
+    "compress",
+    "codec-costs",
+    "server-costs",
+    "few-rows",
+)
+"""Rules about one run that speak here too: what the others say, is measured here."""
+
+
+def advise_comparison(compared: Compared) -> list[Advice]:
+    """All that applies: whether to distribute, then what wins most first. Empty where nothing ran on several workers."""
+    if not compared.several:
+        return []
+    found = [advice for rule in RULES for advice in rule(compared)]
+    return [_distribute(compared), *sorted(found, key=lambda advice: -advice.wins)]
+
+
+def _distribute(c: Compared) -> Advice:
+    """Several workers pay where the best strategy is faster than one process, beyond the interval of the measurement.
+
+    One process stands for itself with the threads that it is better with; against fewer than all of them, 1.1 times counts.
+    """
+    best, alone = c.best, _alone(c)
+    if best is None:
+        fastest = c.several[0]
+        text = f"stay with one process: all that ran on several workers is worse in {c.metric}, also the fastest, {fastest.name}."
+        return Advice(kind="stay", text=text, numbers={"best": None})
+    numbers = {"best": best.name, "speedup": best.times}
+    if not best.times:
+        return _who_reached(c)
+    if alone is not None and best.times < WORTH * alone.times:
+        text = (
+            f"stay with one process: {alone.name} is {_speed(alone)} as fast as {c.reference}, and the best on several workers, "
+            f"{best.name}, {_speed(best)}."
+        )
+        return Advice(kind="stay", text=text, numbers=numbers)
+    speed = f"{_speed(best)} as fast as {c.reference}"
+    if best.said == "better":
+        as_good = "" if best.quality == "worse" else f", and no worse in {c.metric}"
+        text = f"distribute: {best.name} is {speed} by {c.speed_of}{as_good}."
+        return Advice(kind="distribute", text=text, numbers=numbers, wins=share_won(best.times))
+    if best.said == "unclear" and best.times >= WORTH:
+        text = f"not decided: {best.name} is {speed} by {c.speed_of}; more --repeats may tell."
+        return Advice(kind="undecided", text=text, numbers=numbers)
+    text = (
+        f"stay with one process: the best on several workers, {best.name}, is {speed}.{_why_not(best.measured, c.base)}"
+    )
+    return Advice(kind="stay", text=text, numbers=numbers)
+
+
+def _who_reached(c: Compared) -> Advice:
+    """Where nothing can be compared: of a target, whether one process reached it, or several workers did, in every repeat."""
+    if not c.to_target:
+        text = f"not decided: {c.speed_of} of these repeats do not tell; make more, --repeats 3 or 5."
+        return Advice(kind="undecided", text=text, numbers={"best": None})
+    first = next((one for one in c.several if one.reached), None)
+    numbers = {"best": None if first is None else first.name}
+    target = c.speed_of.removeprefix("time to ")
+    if first is not None and not c.base.reached:
+        text = f"distribute: {first.name} reached {target} in every repeat, and {c.reference} did not."
+        return Advice(kind="distribute", text=text, numbers=numbers)
+    if c.base.reached:
+        text = f"stay with one process: {c.reference} reached {target} in every repeat, and nothing on several workers did."
+        return Advice(kind="stay", text=text, numbers=numbers)
+    text = f"not decided: nothing has a known {c.speed_of} in every repeat; train longer, or lower the target."
+    return Advice(kind="undecided", text=text, numbers=numbers)
+
+
+def _alone(c: Compared) -> Contestant | None:
+    """One process that is surely faster than the reference, with fewer threads."""
+    return next((one for one in c.contestants if one.measured.workers == 1 and one.said == "better"), None)
+
+
+def _speed(one: Contestant) -> str:
+    """`1.3x (1.1x to 1.4x)`; without an interval where it has no bounds, as of a single repeat."""
+    if one.speed is None or not math.isfinite(one.speed.high):
+        return times(one.times)
+    return f"{times(one.times)} ({times(one.speed.low)} to {times(one.speed.high)})"
+
+
+def _why_not(m: Measured, base: Contestant) -> str:
+    """Its largest loss, as the rules about one run see them (Amdahl, 1967)."""
+    if m.too_short:
+        return f" Its steps compute {ms(m.compute_per_step_s)} ms, and under 10 ms sharing rarely pays."
+    losses = {"exchange": m.exchange_s, "waiting": m.wait_s, "input": m.input_s}
+    largest = max(losses, key=losses.__getitem__)
+    if m.share(losses[largest]) >= REASON_SHARE:
+        return f" {percent(m.share(losses[largest]))} of its time is {largest}."
+    if m.one_host and m.workers * m.threads_per_worker <= base.threads:
+        return " One process already uses the same cores."
+    return ""
+
+
+def _of_the_best(c: Compared) -> Iterator[Advice]:
+    """What the rules about one run say of the best strategy, unless it was tried."""
+    best = c.best or c.several[0]
+    for advice in all_advice(best.measured):
+        if advice.kind in OF_A_RUN and not _tried(advice, best, c):
+            yield replace(advice, text=f"{best.name}: {advice.text}")
+
+
+def _tried(advice: Advice, best: Contestant, c: Compared) -> bool:
+    """Whether a contestant on as many workers is what the advice proposes."""
+    others = [one.measured for one in c.several if one.measured.workers == best.measured.workers and one is not best]
+    match advice.kind:
+        case "exchange-bound":
+            return any(m.name in PERIODS and m.period >= 0.9 * advice.numbers["period"] for m in others)
+        case "compress":
+            return any(m.codec != "none" for m in others)
+        case "codec-costs":
+            return any(m.codec == "none" and m.name == best.measured.name for m in others)
+        case "server-costs":
+            return any(m.name == "allreduce" for m in others)
+        case _:
+            return False
+
+
+def _explained(c: Compared) -> Iterator[Advice]:
+    """Why others are worse (explaining.py). It wins what they are faster than the best that is not, or than one process."""
+    for one in c.several:
+        advice = explain(one, c.base) if one.quality == "worse" else None
+        if advice is not None:
+            yield replace(advice, wins=share_won(max(1.0, one.times) / max(1.0, c.best.times if c.best else 1.0)))
+
+
+def _compression(c: Compared) -> Iterator[Advice]:
+    """Of a strategy with codecs and without: whether the fastest codec makes it 1.1 times as fast, or as slow, beyond both intervals."""
+    for plain in c.several:
+        coded = [one for one in c.several if one.measured.codec != "none" and _alike(one.measured, plain.measured)]
+        if plain.measured.codec != "none" or not coded:
+            continue
+        fastest = max(coded, key=lambda one: one.times)
+        ratio = fastest.times / plain.times if plain.times else 0.0
+        if ratio >= WORTH and _apart(fastest, plain):
+            text = f"compression helps on this link: {fastest.name} is {times(ratio)} as fast as without."
+            yield Advice(kind="compress", text=text, numbers={"speedup": ratio})
+        if 0 < ratio <= 1 / WORTH and _apart(plain, fastest):
+            text = f"compression costs more than it saves here: {plain.name} is {times(1 / ratio)} as fast as {fastest.name}."
+            yield Advice(kind="codec-costs", text=text, numbers={"speedup": 1 / ratio})
+
+
+def _alike(one: Measured, other: Measured) -> bool:
+    """The same strategy on as many workers, exchanging as often."""
+    return (one.name, one.workers, one.threads_per_worker, round(one.period)) == (
+        other.name,
+        other.workers,
+        other.threads_per_worker,
+        round(other.period),
+    )
+
+
+def _apart(faster: Contestant, slower: Contestant) -> bool:
+    """The intervals of their speeds do not meet."""
+    return faster.speed is not None and slower.speed is not None and faster.speed.low > slower.speed.high
+
+
+def _threads_or_processes(c: Compared) -> Iterator[Advice]:
+    """With as many threads in all: whether the fastest on several workers is faster than one process, or slower, beyond the interval.
+
+    benchmarks/step.py: two workers of one thread were 1.2 times as fast as one process with two (a CNN, a transformer), or 0.7 (an MLP).
+    """
+    rivals = [one for one in c.several if one.measured.one_host and one.threads == c.base.threads and one.times]
+    if c.base.threads == 1 or c.to_target or not rivals:
+        return
+    rival = rivals[0]
+    if rival.said == "better":
+        text = f"processes use these cores better than threads: {rival.name} is {times(rival.times)} as fast as {c.reference}{_gain(c)}."
+        yield Advice(kind="processes", text=text, numbers={"speedup": rival.times})
+    if rival.said == "worse":
+        text = f"threads use these cores better than processes: {c.reference} is {times(1 / rival.times)} as fast as {rival.name}."
+        yield Advice(kind="threads-win", text=text, numbers={"speedup": 1 / rival.times})
+
+
+def _gain(c: Compared) -> str:
+    """What its further threads bring one process, where it also ran with one."""
+    one = next((one for one in c.contestants if one.threads == 1), None)
+    return f", whose threads bring {times(1 / one.times)}" if one and one.times else ""
+
+
+RULES: tuple[Callable[[Compared], Iterator[Advice]], ...] = (
+    _of_the_best,
+    _explained,
+    _compression,
+    _threads_or_processes,
+)

@@ -1,0 +1,11 @@
+"""The same task under several strategies: trials, statistics, the report. See `compare.py`.
+
+comparison.py   what was found: plain data, report.json
+compare.py      what is asked for; trials, then findings
+repeating.py    the trials: a warm-up, repeats in blocks, failures, Ctrl-C
+variants.py     what is compared, in which order
+trials.py       one variant trained once; probe.py: parameters sketched; looking.py: the model's last look; beside.py: beside solo's
+measures.py     numbers of trials and over repeats; metric.py: which metric judges; statistics.py: when two are different
+verdict.py      the one sentence; advising.py: what the rules of advice see; text.py: tables for terminals
+report.py       one HTML file, with the modules that draw it; markdown.py: for pull requests
+"""

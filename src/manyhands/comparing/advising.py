@@ -1,0 +1,95 @@
+"""What the rules of advice see of a comparison. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from statistics import fmean, median
+
+from manyhands.advise import Compared, Contestant, Measured, Ratio, advise_comparison
+from manyhands.comparing import measures
+from manyhands.comparing.comparison import Comparison, Difference, Finding, Trial
+from manyhands.comparing.statistics import HIGHER
+from manyhands.history import PARTS
+
+
+def advice(comparison: Comparison) -> tuple[Finding, ...]:
+    """All that applies, the most important first."""
+    found = advise_comparison(compared(comparison))
+    return tuple(Finding(kind=one.kind, text=one.text, numbers=one.numbers) for one in found)
+
+
+def compared(comparison: Comparison) -> Compared:
+    """The variants that did not fail, beside the better of solo's."""
+    names = [variant.name for variant in comparison.variants]
+    target = comparison.target
+    base = measures.better_solo(comparison)
+    return Compared(
+        contestants=tuple(_contestant(comparison, name, base) for name in names if not comparison.failure(name)),
+        reference=base,
+        metric=comparison.metric,
+        speed_of="rows/s" if target is None else f"time to {target}",
+    )
+
+
+def _contestant(comparison: Comparison, name: str, base: str) -> Contestant:
+    trials, other = comparison.of(name), name != base
+    quality = measures.differ(comparison, name, base, comparison.metric, comparison.higher)
+    return Contestant(
+        name=name,
+        measured=_measured(comparison, name, trials),
+        speed=_ratio(measures.faster(comparison, name, base)) if other else None,
+        quality=quality.said if other else "",
+        effective_rate=trials[0].effective_rate,
+        batch_size=trials[0].batch_size,
+    )
+
+
+def _ratio(found: Difference) -> Ratio | None:
+    """As fast; a ratio of seconds turned over. None where the target was not reached."""
+    if not (found.low > 0 and found.high < math.inf):
+        return None
+    middle, low, high = found.middle, found.low, found.high
+    if not HIGHER[found.of]:
+        middle, low, high = 1 / middle, 1 / high, 1 / low
+    return Ratio(middle=middle, low=low, high=high, said=found.said)
+
+
+def _measured(comparison: Comparison, name: str, trials: Sequence[Trial]) -> Measured:
+    variant, simulated = comparison.variant(name), bool(comparison.simulated)
+
+    def middle(read: Callable[[Trial], float]) -> float:
+        return median(map(read, trials))
+
+    def part(which: str) -> float:
+        return middle(lambda trial: fmean(one[which] for one in trial.timing) if trial.timing else 0.0)
+
+    gains = [trial.gain for trial in trials if trial.gain is not None]
+    return Measured(
+        workers=variant.workers,
+        threads_per_worker=variant.threads,
+        strategy=variant.strategy,
+        steps=round(middle(lambda trial: trial.ticks)),
+        **{f"{which}_s": part(which) for which in PARTS},
+        period=middle(lambda trial: max(1.0, trial.steps / trial.rounds) if trial.rounds else 1.0),
+        cores=variant.workers * variant.threads if simulated else int(comparison.machine.get("cores", 1)),
+        device=str(comparison.machine.get("device", "cpu")),
+        simulated=simulated,
+        server=any(trial.staleness for trial in trials),
+        one_host=comparison.machine.get("engine") == "local",
+        compute_of_workers_s=[median(each) for each in zip(*map(_computes, trials), strict=True)],
+        sent_bytes=middle(lambda trial: trial.bytes) / variant.workers,
+        parameters=comparison.parameters,
+        shapes=comparison.shapes,
+        rows_per_step=trials[0].batch_size / variant.workers,
+        epoch_steps=comparison.ticks_per_epoch,
+        unused=middle(lambda trial: trial.unused / max(1, trial.rows)),
+        rate=trials[0].rate,
+        staleness=dict(sum((Counter(trial.staleness) for trial in trials), Counter())),
+        push_gain=median(gains) if gains else None,
+    )
+
+
+def _computes(trial: Trial) -> list[float]:
+    return [one["compute"] for one in trial.timing]

@@ -1,0 +1,64 @@
+"""How far off a prediction may be, from how far off calibration's own predictions were.
+
+A profile holds, for each strategy that was tried on W workers, e = predicted / measured step - 1: the prediction was off by the
+factor q = max(1 + e, 1 / (1 + e)). The rule:
+
+1. A strategy that was tried has its own q, any other the largest q there is. At least 1 + FLOOR: it is one sample, and two
+   calibrations of the same idle machine differ by nearly so much.
+2. A prediction for N workers with r rows a tick each is log2(N / W) doublings of workers away from what was measured, and as
+   many doublings of rows as r lies outside the batch sizes that were. Halvings count as well.
+3. Each of them may be as wrong again as what was measured, and in the same direction. So with n doublings the true time is
+   taken to lie between t / f and t · f, f = q^(1 + n).
+
+Errors of independent doublings would partly cancel, and the exponent would grow with the root of n. Nothing says that they
+are independent: what a model leaves out, it leaves out every time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from manyhands.engines.sim.profile import Profile
+from manyhands.errors import BadInput
+
+FLOOR = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bars:
+    """Of one prediction: the true time is taken to lie between time / factor and time · factor."""
+
+    factor: float
+    error: float  # q - 1, which it starts from
+    tried: bool  # whether that is this strategy's own
+    doublings: float  # away from what was measured
+
+
+def bars_of(profile: Profile, strategy: str, workers: int, rows: float) -> Bars | None:
+    """strategy: its spec. rows: of a worker's tick. None where calibration tried no strategy.
+
+    Raises BadInput for a profile that says of a prediction that it was of no time at all.
+    """
+    if not profile.errors:
+        return None
+    off = {name: _factor(name, error) for name, error in profile.errors.items()}
+    factor = max(1 + FLOOR, off[strategy] if strategy in off else max(off.values()))
+    doublings = abs(math.log2(workers / profile.workers)) + _outside(profile, rows)
+    return Bars(factor=factor ** (1 + doublings), error=factor - 1, tried=strategy in off, doublings=doublings)
+
+
+def _factor(strategy: str, error: float) -> float:
+    if error <= -1:
+        raise BadInput(
+            f"the profile's prediction error of {strategy} is {error:g}, and a prediction of more than no time is above -1: calibrate again"
+        )
+    return max(1 + error, 1 / (1 + error))
+
+
+def _outside(profile: Profile, rows: float) -> float:
+    """Doublings from the nearest batch size that was measured, 0 between two."""
+    if not profile.batch_sizes:
+        return 0.0
+    low, high = min(profile.batch_sizes), max(profile.batch_sizes)
+    return max(0.0, math.log2(low / rows), math.log2(rows / high))

@@ -1,0 +1,166 @@
+"""What codecs compute takes virtual time: on workers before and after an exchange, at shards before a push is merged. Closed forms."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from sim_world import run as run_programs
+from sim_world import servers_of
+
+import manyhands as mh
+from manyhands.comm.codecs import codec_of
+from manyhands.engines.sim.timeline import Timeline
+from manyhands.flat import Layout
+from manyhands.server.base import Encoded, ServerSpec
+from manyhands.server.sharding import parts_of
+from plain import mlp, rows, task
+
+N = Layout(mlp()).padded  # [D'] in float64
+STEPS = 8  # of two epochs, all with rows on two workers
+ENCODE, DECODE, ENCODE_BYTE, DECODE_BYTE = 1e-3, 1e-2, 1e-5, 1e-4
+SLOW = f"{ENCODE}/{DECODE}/{ENCODE_BYTE}/{DECODE_BYTE}"
+
+
+def train(strategy: str, compute: str, workers: int = 2, more: str = "", **fields: Any) -> mh.Run:
+    given = {"task": task(), "workers": workers, "threads_per_worker": 1, **fields}
+    return mh.train(strategy=strategy, engine=f"sim:compute='row=0,step=1,{compute}'{more}", **given)
+
+
+def seconds_of(nbytes: int, payloads: int) -> tuple[float, float]:
+    """Seconds of encoding, and of decoding."""
+    return ENCODE * N + ENCODE_BYTE * nbytes, payloads * (DECODE * N + DECODE_BYTE * nbytes)
+
+
+FACTORS = 8 * (N - 45 + (9 + 5) - 27 + (3 + 9))
+"""Bytes of powersgd:1: two matrices, 9 x 5 and 3 x 9, as factors, and the rest as it is."""
+GATHERED = [("onebit", 8 + N // 8), ("topk:0.25", N // 4 * 12), ("int8", 8 + N), ("qsgd:4", 8 + N // 2)]
+REDUCED = [("bf16", 2 * N), ("powersgd:1", FACTORS)]
+
+
+@pytest.mark.parametrize(
+    ("codec", "nbytes", "payloads"), [*((*one, 2) for one in GATHERED), *((*one, 1) for one in REDUCED)]
+)
+def test_a_step_is_compute_encoding_and_the_decoding_of_each_payload(codec: str, nbytes: int, payloads: int) -> None:
+    """On a free network; counted as exchange, as real engines count it. Linear codecs decode the mean alone."""
+    encode, decode = seconds_of(nbytes, payloads)
+    run = train(f"allreduce:compress={codec}", f"{codec.partition(':')[0]}={SLOW}")
+    assert run.seconds == pytest.approx(STEPS * (1 + encode + decode))
+    assert [row["compute_s"] for row in run.history] == pytest.approx([1.0] * STEPS)
+    assert [row["exchange_s"] for row in run.history] == pytest.approx([encode + decode] * STEPS)
+    assert run.timing["wait"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_the_payload_of_no_fixed_length_takes_what_it_has() -> None:
+    """Everything is sent, then nothing."""
+    for tau, entries in (("1e-30", 84), ("1e30", 0)):  # 84 parameters, the rest is padding
+        run = train(f"allreduce:compress=threshold:{tau}", "threshold=0/0/1ms/10ms", max_steps=1)
+        assert run.seconds == pytest.approx(1 + 4 * entries * (1e-3 + 2 * 1e-2))
+
+
+def test_who_is_slow_is_waited_for() -> None:
+    """A factor slows encoding and decoding too: the others wait for what it sends, not for what it decodes."""
+    encode, decode = ENCODE * N, 2 * DECODE * N
+    run = train("allreduce:compress=onebit", f"onebit={ENCODE}/{DECODE},1=3x", max_steps=1)
+    assert run.seconds == pytest.approx(3 * (1 + encode + decode))
+    (row,) = run.history
+    assert row["wait_s"] == pytest.approx(2 * (1 + encode) / 2)  # the mean of both
+    assert row["exchange_s"] == pytest.approx((1 + 3) / 2 * (encode + decode))
+
+
+def test_a_payload_without_weight_is_encoded_and_not_decoded() -> None:
+    """The second batch has one row, for one of three workers."""
+    encode, decode = ENCODE * N, DECODE * N
+    run = train("allreduce:compress=onebit", f"onebit={ENCODE}/{DECODE}", 3, task=task(train_data=rows(13), epochs=1))
+    assert [row["exchange_s"] for row in run.history] == pytest.approx([encode + 3 * decode, encode + decode])
+
+
+def test_it_comes_on_top_of_the_network() -> None:
+    network = ",network='latency=1,bandwidth=8000'"
+    free, charged = (
+        train("allreduce:compress=onebit", compute, more=network) for compute in ("onebit=0/0", f"onebit={SLOW}")
+    )
+    encode, decode = seconds_of(8 + N // 8, 2)
+    assert charged.seconds == pytest.approx(free.seconds + STEPS * (encode + decode))
+    assert charged.ledger == free.ledger
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_push_is_encoded_by_its_worker_and_decoded_by_the_shards_at_the_same_time(servers: int) -> None:
+    """Two workers push at the same time; each shard decodes its part of both."""
+    encode, decode = ENCODE * N, DECODE * N / servers
+    run = train("downpour:bound=0,compress=onebit", f"onebit={ENCODE}/{DECODE}", servers=servers)
+    assert [row["exchange_s"] for row in run.history] == pytest.approx([encode + decode] * STEPS)
+    assert [row["compute_s"] for row in run.history] == pytest.approx([1.0] * STEPS)
+    assert run.timing["wait"] == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["allreduce:compress=topk:0.3", "allreduce:compress=powersgd:1", "downpour:bound=0,compress=qsgd:4"]
+)
+def test_the_values_are_those_of_a_codec_that_takes_no_time(strategy: str) -> None:
+    codecs = f"topk={SLOW},powersgd={SLOW},qsgd={SLOW}"
+    free, charged = train(strategy, "lease=0"), train(strategy, codecs)
+    assert charged.seconds > free.seconds
+    assert torch.equal(charged.parameters, free.parameters)
+    assert charged.ledger == free.ledger
+
+
+@pytest.mark.parametrize("strategy", ["allreduce:compress=topk:0.3", "downpour:compress=onebit"])
+def test_the_same_seed_is_the_same_run(strategy: str) -> None:
+    """At the workers' own pace the time that codecs take decides whose push is first."""
+    compute = f"jitter=lognormal:0.3,topk={SLOW},onebit={SLOW},1=2x"
+    first, again = (train(strategy, compute, 3, ",seed=5", servers=2) for _ in range(2))
+    assert first.seconds == again.seconds
+    assert first.history == again.history
+    assert torch.equal(first.parameters, again.parameters)
+
+
+# -- shards ----------------------------------------------------------------------------------------------------------
+
+ONES = torch.ones(1000)
+MILLISECOND = "onebit=0/1ms,merge=1ms"  # a push is decoded in 1 s, and merged in 4 s
+
+
+def pushed(workers: int = 1, faults: str = "", at: float = 0.0, befall: Any = None) -> tuple[list[float], Any]:
+    """When each worker's push of [1000], all begun at 100 s, is answered; `befall`, given the servers, at so many seconds after that."""
+    timeline = Timeline()
+    servers = servers_of(
+        timeline, ServerSpec(rule="add", compress="onebit"), workers, faults=faults, compute=MILLISECOND
+    )
+    payloads = tuple(codec_of("onebit").encode(part) for part in parts_of(ONES, 1))
+
+    def program(rank: int) -> float:
+        client = servers.clients[rank]
+        client.initialize(torch.zeros(1000))
+        client.begin()
+        timeline.sleep(100.0 - timeline.now)
+        client.push(Encoded(payloads, 1000, torch.float32))
+        return timeline.now - 100.0
+
+    if befall is not None:
+        timeline.at(100.0 + at, partial(befall, servers))
+    return run_programs(timeline, [partial(program, rank) for rank in range(workers)]), servers
+
+
+def test_payloads_are_decoded_together_and_merged_one_after_the_other() -> None:
+    assert sorted(pushed(3)[0]) == pytest.approx([5.0, 9.0, 13.0])
+
+
+def test_what_is_being_decoded_is_not_sent_again() -> None:
+    times, servers = pushed(faults="drop=1e-12,retry=0.1")
+    assert times == pytest.approx([5.0])
+    assert "resent" not in servers.clients[0].ledger.as_dict()
+
+
+def test_a_restart_loses_what_is_being_decoded_and_it_is_sent_again() -> None:
+    times, servers = pushed(at=0.5, befall=lambda servers: servers.restart_shard(0, 2.0))
+    assert times == pytest.approx([7.5])
+    assert torch.equal(servers.stores[0].center, ONES)
+
+
+def test_a_paused_shard_decodes_afterwards() -> None:
+    times, _ = pushed(at=-0.5, befall=lambda servers: servers.pause_shard(0, 2.0))
+    assert times == pytest.approx([6.5])
