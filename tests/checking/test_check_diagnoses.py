@@ -44,7 +44,6 @@ EXPLAINED = {
     "collate": ("collate", {"model": planted.OverWords, "train_data": planted.Words(), "collate": planted.padded}),
     "in-place": ("in-place-change", {"model": planted.Clipped}),
     "buffers": ("buffers", {"model": planted.Centered}),
-    "spectral": ("buffers", {"model": planted.spectral}),
     "not rebuilt": ("not-rebuilt", {"model": planted.unseeded}),
     "attribute not rebuilt": ("not-rebuilt", {"model": planted.projected}),
     "rate by workers": ("depends-on-workers", {"optimizer": planted.by_workers}),
@@ -66,6 +65,12 @@ def test_a_plant_is_named_with_its_line_and_explains_all(plant: str) -> None:
     assert finding.alone > 1e-5
     assert "may hide behind it" not in finding.text
     assert not checked.passed
+
+
+def test_buffers_that_a_worker_without_rows_does_not_write() -> None:
+    checked = check(planted.task(model=planted.spectral), engine="sim", steps=4)  # the third has a single row
+    assert kinds(checked) == [("buffers", True)]
+    assert checked.findings[0].places[0].line == planted.line_of("spectral")
 
 
 SEEN = {

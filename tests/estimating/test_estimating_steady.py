@@ -21,10 +21,10 @@ def feed(observer: Steady, seconds: list[float], workers: int = 2, period: int =
     for number, length in enumerate(seconds, 1):
         if observer.stopping():
             return number - 1
-        now += length
+        since, now = now, now + length
         for rank in range(workers):
             observer.event(step(rank, round=number % period == 0, **more))
-            observer.turned(now)
+            observer.turned(since, now)
     return len(seconds)
 
 
@@ -80,11 +80,11 @@ def test_it_goes_on_for_longer_while_two_whole_rounds_were_not_seen() -> None:
 def test_short_epochs_are_looked_at_as_a_whole() -> None:
     """Every third step is an epoch's last and takes longer, whatever the rounds say."""
     observer = Steady(64, 3)
-    feed(observer, [0.4 if number % 3 == 2 else 0.1 for number in range(300)], workers=64)
+    taken = feed(observer, [0.4 if number % 3 == 2 else 0.1 for number in range(300)], workers=64)
     found = observer.measured()
     assert found is not None
     assert found.step_s == pytest.approx(0.2)
-    assert found.steps % 3 == 0
+    assert (found.steps, taken) == (9, 9)  # from the very first on
 
 
 def test_long_epochs_are_not() -> None:
@@ -129,7 +129,7 @@ def test_workers_at_their_own_pace_make_global_batches_together() -> None:
         now += 0.1
         for rank in (0, 1) if round(now * 10) % 2 == 0 else (0,):
             observer.event(step(rank))
-            observer.turned(now)
+            observer.turned(now - 0.1, now)
     found = observer.measured()
     assert found is not None
     assert found.step_s == pytest.approx(0.2 / 1.5, rel=0.02)

@@ -28,6 +28,8 @@ from manyhands.loop import Loop
 from manyhands.plan import Plan
 from manyhands.worker import Worker
 
+Turned = Callable[[float, float], None]
+"""(since when, now): virtual seconds."""
 PATIENCE_S = 1e12
 """Virtual seconds: nobody is late here, however slow the network."""
 _COLLECTIVES = ("mean_", "all_reduce_", "all_gather", "reduce_scatter", "broadcast_", "share")
@@ -41,12 +43,12 @@ def simulate(
     compute: Compute,
     lengths: Lengths,
     observer: Observer,
-    turned: Callable[[float], None] = lambda now: None,
+    turned: Turned = lambda since, now: None,
 ) -> None:
     """Train the plan's stand-in on so many workers; its `step` events have the real one's virtual time and bytes.
 
-    Until the observer stops it, or the plan's steps are over. turned: called with the time whenever a worker has ended a tick,
-    whose event comes later. Raises what `Sim.launch` does.
+    Until the observer stops it, or the plan's steps are over. turned: called whenever a worker has ended a tick, whose event
+    comes later. Raises what `Sim.launch` does.
     """
     engine = Sim(network=network, compute=lengths.compute(compute))
     launch = Launch(
@@ -86,16 +88,17 @@ def _quiet() -> Iterator[None]:
 
 
 class Turning(Loop):
-    """The loop; it says when a tick ends."""
+    """The loop; it says when a tick began to wait for its rows, and when it is over."""
 
-    def __init__(self, plan: Plan, worker: Worker, turned: Callable[[float], None]) -> None:
+    def __init__(self, plan: Plan, worker: Worker, turned: Turned) -> None:
         super().__init__(plan, worker)
         self._turned = turned
 
     @override
     def turn(self, part: Slice, tick: int, **said: Any) -> None:
+        since = self.worker.clock() - self.input_s
         super().turn(part, tick, **said)
-        self._turned(self.worker.clock())
+        self._turned(since, self.worker.clock())
 
 
 class ScaledSimulation(Simulation):

@@ -21,11 +21,11 @@ LEAST_WORKER_STEPS = 512  # that are looked at, of all workers together
 MOST_WORKER_STEPS = 16_384  # that are simulated, of all workers together, where these show whole rounds
 UTMOST_WORKER_STEPS = 65_536  # and where they do not
 MOST_STEPS = 2_048
-EPOCHS_WITHIN = 9_216  # worker-steps of three epochs, up to which means are of whole epochs
+EPOCHS_WITHIN = 6_144  # worker-steps of two epochs, up to which means are of whole epochs
 
 
 class Mark(NamedTuple):
-    """Sums over all workers when another global batch was done."""
+    """Sums over all workers at the start, and whenever another global batch was done."""
 
     time_s: float
     said_s: float  # all that workers say of their time
@@ -61,13 +61,13 @@ class Steady(Observer):
     """Looks at the steps of a training in blocks: whole rounds of exchange, or, where epochs are short, whole epochs.
 
     The training is stopped as soon as the blocks' mean is known to ENOUGH, or after MOST_WORKER_STEPS; with `steps`, when so
-    many have been seen. As in a calibration, the first steps are not looked at.
+    many have been seen. As in a calibration, the first steps are not looked at; but the first epoch is as any other.
     """
 
     def __init__(self, workers: int, ticks_per_epoch: int | None, steps: int | None = None) -> None:
         self._workers, self._steps = workers, steps
         self._epoch = ticks_per_epoch if _is_short(ticks_per_epoch, workers, steps) else None
-        self._first = WARM if self._epoch is None else -(-WARM // self._epoch) * self._epoch  # that are not looked at
+        self._first = WARM if self._epoch is None else 0  # steps that are not looked at
         self._most, self._utmost = (
             min(MOST_STEPS, -(-worker_steps // workers)) if steps is None else self._first + steps
             for worker_steps in (MOST_WORKER_STEPS, UTMOST_WORKER_STEPS)
@@ -101,21 +101,26 @@ class Steady(Observer):
             if values["round"]:
                 self._rounds.append(self._own)
 
-    def turned(self, now: float) -> None:
-        """A worker has ended a tick. Ticks of all workers together make a global batch, whoever made how many."""
+    def turned(self, since: float, now: float) -> None:
+        """A worker has made a tick. Ticks of all workers together make a global batch, whoever made how many."""
         if self._reason:
             return
+        if not self._marks:
+            self._mark(since)
         self._turns += 1
         if self._turns % self._workers == 0:
-            *seconds, rows, bytes = self._sums
-            self._marks.append(Mark(now, *seconds, int(rows), int(bytes), len(self._staleness)))
+            self._mark(now)
             if self._is_enough():
                 self._reason = "steady"
+
+    def _mark(self, now: float) -> None:
+        said_s, compute_s, exchange_s, rows, bytes = self._sums
+        self._marks.append(Mark(now, said_s, compute_s, exchange_s, int(rows), int(bytes), len(self._staleness)))
 
     @property
     def seen(self) -> int:
         """Steps so far."""
-        return len(self._marks)
+        return max(0, len(self._marks) - 1)
 
     # -- blocks ------------------------------------------------------------------------------------------------------
 
@@ -127,20 +132,20 @@ class Steady(Observer):
         gaps = [later - earlier for earlier, later in pairwise(self._rounds)]
         if gaps:
             return max(1, round(statistics.median(gaps)))
-        return LEAST_BLOCK if not self._rounds and len(self._marks) >= self._utmost else 0
+        return LEAST_BLOCK if not self._rounds and self.seen >= self._utmost else 0
 
     def _ends(self) -> list[int]:
         """The marks at which blocks begin and end."""
         block = self._block
-        return list(range(self._first - 1, len(self._marks), block)) if block else []
+        return list(range(self._first, len(self._marks), block)) if block else []
 
     def _is_enough(self) -> bool:
         ends = self._ends()
-        if len(self._marks) >= self._utmost:
+        if self.seen >= self._utmost:
             return True
         if len(ends) <= LEAST_BLOCKS:
             return False
-        if len(self._marks) >= self._most:
+        if self.seen >= self._most:
             return True
         looked_at = ends[-1] - ends[0]
         return self._steps is None and looked_at >= self._least and _spread(self._seconds(ends)) < ENOUGH
@@ -171,7 +176,7 @@ class Steady(Observer):
             bytes=(last.bytes - first.bytes) / (steps * self._workers),
             staleness=float(statistics.median(stale)) if stale else None,
             rounds=len(self._rounds),
-            simulated=len(self._marks),
+            simulated=self.seen,
         )
 
 
@@ -179,7 +184,7 @@ def _is_short(ticks_per_epoch: int | None, workers: int, steps: int | None) -> b
     """Whether a mean can be of whole epochs."""
     if ticks_per_epoch is None or (steps is not None and steps < ticks_per_epoch):
         return False
-    return 3 * ticks_per_epoch * workers <= EPOCHS_WITHIN
+    return 2 * ticks_per_epoch * workers <= EPOCHS_WITHIN
 
 
 def _spread(samples: list[float]) -> float:
