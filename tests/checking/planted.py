@@ -116,10 +116,8 @@ class Centered(nn.Module):
         return out
 
 
-def spectral() -> nn.Module:
-    return nn.Sequential(
-        nn.utils.parametrizations.spectral_norm(nn.Linear(5, 3)),  # plant: spectral
-    )
+def spectral() -> nn.Module:  # plant: spectral
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(5, 3)))
 
 
 class Mixing(nn.Module):

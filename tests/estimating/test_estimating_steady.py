@@ -9,10 +9,9 @@ from manyhands.estimating.steady import MOST_STEPS, Steady
 from manyhands.events import Event
 
 
-def step(rank: int, *, round: bool = True, rows: int = 4, **more: object) -> Event:
-    seconds = {"input_s": 0.0, "compute_s": 0.06, "exchange_s": 0.03, "wait_s": 0.01}
-    values = {**seconds, "rows": rows, "unused": 0, "bytes": 1000, "round": round, **more}
-    return Event(type="step", time_s=0.0, rank=rank, values=values)
+def step(rank: int, time_s: float, *, round: bool = True, rows: int = 4, **more: object) -> Event:
+    values = {"compute_s": 0.06, "exchange_s": 0.03, "rows": rows, "unused": 0, "bytes": 1000, "round": round, **more}
+    return Event(type="step", time_s=time_s, rank=rank, values=values)
 
 
 def feed(observer: Steady, seconds: list[float], workers: int = 2, period: int = 1, **more: object) -> int:
@@ -21,10 +20,9 @@ def feed(observer: Steady, seconds: list[float], workers: int = 2, period: int =
     for number, length in enumerate(seconds, 1):
         if observer.stopping():
             return number - 1
-        since, now = now, now + length
+        now += length
         for rank in range(workers):
-            observer.event(step(rank, round=number % period == 0, **more))
-            observer.turned(since, now)
+            observer.event(step(rank, now, round=number % period == 0, **more))
     return len(seconds)
 
 
@@ -62,29 +60,19 @@ def test_it_goes_on_while_the_mean_is_not_known() -> None:
     taken = feed(observer, lengths, workers=512)
     found = observer.measured()
     assert found is not None
-    assert (
-        taken == observer.seen == 32
-    )  # the most of 512 workers, if they show whole rounds; 2 % would take 625 of these
-    assert found.spread == pytest.approx(0.5 / (28 - 1) ** 0.5, rel=1e-6)
-
-
-def test_it_goes_on_for_longer_while_two_whole_rounds_were_not_seen() -> None:
-    observer = Steady(512, None)
-    taken = feed(observer, [0.5 if number % 30 == 29 else 0.1 for number in range(200)], workers=512, period=30)
-    found = observer.measured()
-    assert found is not None
-    assert (found.steps, taken) == (60, WARM + 60)
-    assert found.step_s == pytest.approx((0.5 + 29 * 0.1) / 30)
+    assert WARM + 8 < taken < 200
+    assert taken == observer.seen == 128  # the most that is simulated of 512 workers: 50 % would take 625 of these
+    assert found.spread == pytest.approx(0.5 / (124 - 1) ** 0.5, rel=1e-6)
 
 
 def test_short_epochs_are_looked_at_as_a_whole() -> None:
     """Every third step is an epoch's last and takes longer, whatever the rounds say."""
     observer = Steady(64, 3)
-    taken = feed(observer, [0.4 if number % 3 == 2 else 0.1 for number in range(300)], workers=64)
+    feed(observer, [0.4 if number % 3 == 2 else 0.1 for number in range(300)], workers=64)
     found = observer.measured()
     assert found is not None
     assert found.step_s == pytest.approx(0.2)
-    assert (found.steps, taken) == (9, 9)  # from the very first on
+    assert found.steps % 3 == 0
 
 
 def test_long_epochs_are_not() -> None:
@@ -127,9 +115,9 @@ def test_workers_at_their_own_pace_make_global_batches_together() -> None:
     observer, now = Steady(2, None, steps=30), 0.0
     while not observer.stopping():
         now += 0.1
-        for rank in (0, 1) if round(now * 10) % 2 == 0 else (0,):
-            observer.event(step(rank))
-            observer.turned(now - 0.1, now)
+        observer.event(step(0, now))
+        if round(now * 10) % 2 == 0:
+            observer.event(step(1, now))
     found = observer.measured()
     assert found is not None
     assert found.step_s == pytest.approx(0.2 / 1.5, rel=0.02)

@@ -140,10 +140,3 @@ def test_what_is_not_known_is_a_dash() -> None:
 def test_times_are_in_the_unit_that_fits(seconds: float, shown: str) -> None:
     said = text(replace(FOUND, estimates=(replace(ROW, step=Span(seconds=seconds, low=None, high=None)),)))
     assert f" {shown} " in said
-
-
-@pytest.mark.parametrize(
-    ("share", "shown"), [(1.0, "100%"), (0.1, "10%"), (0.05, "5.0%"), (0.004, "0.4%"), (0.0002, "0.02%"), (1e-17, "0%")]
-)
-def test_shares_have_the_digits_that_tell_them_apart(share: float, shown: str) -> None:
-    assert f" {shown} " in text(replace(FOUND, estimates=(replace(ROW, efficiency=share, compute=0.777),)))

@@ -238,9 +238,10 @@ class Examination:
             self.add(BUFFERS, BUFFERS, where, names=listed(names))
 
     def _forward_of(self, name: str) -> Place | None:
-        """The line in a module's forward that changes it, or where it is made if it is none of the user's."""
+        """The line in a module's forward that changes it; if it is none of the user's, where it is made, or the model."""
         own = places.of_change(self.subject.model.get_submodule(name), "forward")
-        return own or (places.of_module(self.subject.model, name, self.task.model) if name else None)
+        made = places.of_module(self.subject.model, name, self.task.model) if name else None
+        return own or made or places.of_function(self.task.model)
 
     def _workers(self) -> None:
         """Whether anything asks which worker this is."""

@@ -254,7 +254,7 @@ class _Estimating:
         asked.check(servers=self.servers, nonfinite="raise", max_seconds=None, timeout_s=PATIENCE_S, resume=False)
         observer = Steady(workers, reading.ticks, self.steps)
         plan = Plan(task=task, strategy=usual, validate_every=NEVER, checkpoint_every=NEVER)
-        simulate(plan, workers, self.servers, self.network, self.compute, lengths, observer, observer.turned)
+        simulate(plan, workers, self.servers, self.network, self.compute, lengths, observer)
         measured = observer.measured()
         if measured is None:
             raise BadInput(

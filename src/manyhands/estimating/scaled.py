@@ -7,15 +7,13 @@ latency α, queues, and the way an algorithm takes by its length are then those 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from typing_extensions import override
 
 from manyhands.comm.ledger import Ledger
-from manyhands.data.feed import Slice
 from manyhands.engines.base import Launch, Observer
 from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.costs import Cost, Costs
@@ -28,27 +26,17 @@ from manyhands.loop import Loop
 from manyhands.plan import Plan
 from manyhands.worker import Worker
 
-Turned = Callable[[float, float], None]
-"""(since when, now): virtual seconds."""
 PATIENCE_S = 1e12
 """Virtual seconds: nobody is late here, however slow the network."""
 _COLLECTIVES = ("mean_", "all_reduce_", "all_gather", "reduce_scatter", "broadcast_", "share")
 
 
 def simulate(
-    plan: Plan,
-    workers: int,
-    servers: int,
-    network: Network,
-    compute: Compute,
-    lengths: Lengths,
-    observer: Observer,
-    turned: Turned = lambda since, now: None,
+    plan: Plan, workers: int, servers: int, network: Network, compute: Compute, lengths: Lengths, observer: Observer
 ) -> None:
     """Train the plan's stand-in on so many workers; its `step` events have the real one's virtual time and bytes.
 
-    Until the observer stops it, or the plan's steps are over. turned: called whenever a worker has ended a tick, whose event
-    comes later. Raises what `Sim.launch` does.
+    Until the observer stops it, or the plan's steps are over. Raises what `Sim.launch` does.
     """
     engine = Sim(network=network, compute=lengths.compute(compute))
     launch = Launch(
@@ -66,7 +54,7 @@ def simulate(
         worker.group.ledger = ScaledLedger(lengths)
         if worker.server is not None:
             worker.server.ledger = ScaledLedger(lengths)
-        Turning(plan.own(), worker, turned).run()
+        Loop(plan.own(), worker).run()
 
     with _quiet(), backward_in_turn():
         ScaledSimulation(engine, launch, lengths).run(program)
@@ -85,20 +73,6 @@ def _quiet() -> Iterator[None]:
         if collects:
             gc.enable()
         gc.collect()  # replicas are in circles, and would stay beside those of the next run
-
-
-class Turning(Loop):
-    """The loop; it says when a tick began to wait for its rows, and when it is over."""
-
-    def __init__(self, plan: Plan, worker: Worker, turned: Turned) -> None:
-        super().__init__(plan, worker)
-        self._turned = turned
-
-    @override
-    def turn(self, part: Slice, tick: int, **said: Any) -> None:
-        since = self.worker.clock() - self.input_s
-        super().turn(part, tick, **said)
-        self._turned(since, self.worker.clock())
 
 
 class ScaledSimulation(Simulation):

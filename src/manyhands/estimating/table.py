@@ -144,7 +144,4 @@ def _number(value: float) -> str:
 
 
 def _percent(share: float) -> str:
-    for least, digits in ((0.0995, 0), (0.000995, 1), (0.00005, 2)):
-        if share >= least:
-            return f"{share:.{digits}%}"
-    return "0%"
+    return f"{share:.0%}" if share >= 0.095 or share == 0 else f"{share:.1%}"
