@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from manyhands import callbacks as callbacks
+    from manyhands import spark as spark
     from manyhands import tasks as tasks
     from manyhands.calibrating.calibrate import calibrate as calibrate
     from manyhands.callbacks import Callback as Callback
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from manyhands.engines.hosts import Hosts as Hosts
     from manyhands.engines.local import Local as Local
     from manyhands.engines.sim.engine import Sim as Sim
+    from manyhands.engines.spark.engine import Spark as Spark
     from manyhands.engines.torchrun import Torchrun as Torchrun
     from manyhands.errors import BadInput as BadInput
     from manyhands.errors import ManyhandsError as ManyhandsError
@@ -70,7 +72,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_MODULES = ("callbacks", "tasks")
+_MODULES = ("callbacks", "spark", "tasks")
 _WHERE = {
     "AGN": "strategies.agn",
     "AllReduce": "strategies.allreduce",
@@ -104,6 +106,7 @@ _WHERE = {
     "Run": "run",
     "Sim": "engines.sim.engine",
     "Solo": "strategies.solo",
+    "Spark": "engines.spark.engine",
     "State": "strategies.base",
     "Strategy": "strategies.base",
     "Task": "task",

@@ -47,6 +47,12 @@ def work(plan: Plan, worker: Worker) -> Outcome | None:
         loop.replica.layout.detach()
 
 
+def told(plan: Plan, worker: Worker) -> dict[str, Any] | None:
+    """The fields of what `work` returns: an object of a class does not travel from another host."""
+    outcome = work(plan, worker)
+    return None if outcome is None else vars(outcome)
+
+
 class Loop:
     """The state of one worker's training."""
 

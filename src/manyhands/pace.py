@@ -81,7 +81,7 @@ class Apart:
 
     def __init__(self, loop: Loop, leasing: Leasing) -> None:
         self._loop, self._leasing = loop, leasing
-        self._ticks = loop.ticks_per_epoch  # None: a stream
+        self._ticks = loop.ticks_per_epoch if loop.train_feed.leasable else None  # None: as a stream
         self._entered = False
         self._said = False  # that this worker wants all to stop
         self._answer: Lease | End | None = None  # the newest, of the coordinator

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -16,10 +16,11 @@ from manyhands.asked import Asked, check_place, every, keep_of, task_from
 from manyhands.callbacks.base import Callback
 from manyhands.callbacks.progress import Progress
 from manyhands.comm.group import Group
+from manyhands.data.frames import Frame
 from manyhands.data.sources import Once, is_function
 from manyhands.engines.base import Engine, Launch
 from manyhands.errors import BadInput, Preempted
-from manyhands.loop import work
+from manyhands.loop import told, work
 from manyhands.plan import Outcome, Plan
 from manyhands.quiet import quiet_other_ranks
 from manyhands.recorder import Recorder
@@ -98,6 +99,7 @@ def train(
         threads_per_worker=threads_per_worker,
         device=device,
         timeout_s=timeout_s,
+        frames=_frames(asked.task),
         rejoins=False,
     )
     asked.engine.check(launch)
@@ -114,6 +116,12 @@ def train(
         )
     plan = replace(plan, everywhere=asked.in_place, finished=finished is not None)
     return _Training(asked, plan, _shown(callbacks), launch, resume, refusal).run()
+
+
+def _frames(task: Task) -> tuple[Frame, ...]:
+    """The DataFrames among the task's data, each once."""
+    given = (task.train_data, task.validation_data, task.test_data)
+    return tuple(dict.fromkeys(data for data in given if isinstance(data, Frame)))
 
 
 def _said(asked: Asked, plan: Plan) -> dict[str, Any]:
@@ -187,13 +195,13 @@ class _Training:
         return run
 
     def _launched(self) -> Outcome | None:
-        program: Callable[[Worker], Outcome | None] = self._together
-        if not self.asked.in_place:
-            program = partial(work, self.plan)
-            self._obey_sigterm()
+        launch, engine = replace(self.launch, observer=self.recorder), self.asked.engine
         with random_state.kept():
-            outcomes = self.asked.engine.launch(program, replace(self.launch, observer=self.recorder))
-        return next((outcome for outcome in outcomes if outcome is not None), None)
+            if self.asked.in_place:
+                return next((one for one in engine.launch(self._together, launch) if one is not None), None)
+            self._obey_sigterm()
+            first, *_ = engine.launch(partial(told, self.plan), launch)
+        return None if first is None else Outcome(**first)
 
     def _obey_sigterm(self) -> None:
         """Until the run is over."""

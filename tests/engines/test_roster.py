@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from manyhands.engines.roster import Guest, Roster, hello
+from manyhands.engines.roster import Offer, Roster, hello
 
 
 def roster() -> Roster:
-    return Roster(4, "alpha", 2)
+    return Roster(4, [Offer("alpha", 2)])
 
 
 def test_whoever_has_the_same_versions_may_join() -> None:
@@ -22,7 +22,7 @@ def test_too_many_workers() -> None:
 
 def test_a_late_one() -> None:
     full = roster()
-    full.guests.append(Guest("beta", 2))
+    full.offers.append(Offer("beta", 2))
     assert full.refusal(hello(1)) == "all 4 workers are here already"
 
 
@@ -52,12 +52,12 @@ def test_what_is_no_offer(change: dict[str, Any]) -> None:
 
 
 def test_ranks_are_contiguous_on_every_host() -> None:
-    four = Roster(5, "alpha", 2, [Guest("beta", 1), Guest("gamma", 2)])
+    four = Roster(5, [Offer("alpha", 2), Offer("beta", 1), Offer("gamma", 2)])
     assert four.seats() == [[0, 1], [2], [3, 4]]
     assert four.missing == 0
 
 
 def test_hosts_of_one_name_are_told_apart() -> None:
-    same = Roster(4, "alpha", 2, [Guest("alpha", 1)])
+    same = Roster(4, [Offer("alpha", 2), Offer("alpha", 1)])
     assert same.names() == ["alpha (1)", "alpha (2)"]
     assert same.text() == "3 of 4 workers are here: alpha (1) 2, alpha (2) 1"

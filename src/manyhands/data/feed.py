@@ -65,6 +65,8 @@ class Feed:
         """Handed out in an epoch by all workers together; None: unsized."""
         self.ticks = source.ticks(self._reading)
         """Global batches an epoch, the same on all workers; None: unsized."""
+        self.leasable = isinstance(source, Planned)
+        """Whether any worker can read any slice; else each reads its own, whatever is leased."""
 
     def epoch(self, epoch: int, first_tick: int = 0) -> Slices:
         """This worker's slices of an epoch from `first_tick` on.
@@ -91,7 +93,7 @@ class Feed:
         Unsized: a stream has no slices to lease. Each worker reads its own, as `epoch` does from batch `segment.first`
         on, and `take` is never called.
         """
-        if not isinstance(self.source, Planned):
+        if not isinstance(self.source, Planned):  # `leasable`, as mypy sees it
             yield from self.epoch(segment.epoch, segment.first)
             return End(reason="", left=[])
         rank, parts = self._reading.rank, segment.parts

@@ -16,6 +16,7 @@ from manyhands.data.arrays import Columns
 from manyhands.data.batch import describe
 from manyhands.data.datasets import Collate, Rows
 from manyhands.data.files import KINDS, open_file
+from manyhands.data.frames import Frame
 from manyhands.data.loaders import open_loader
 from manyhands.data.source import Slice, Source
 from manyhands.data.streams import Stream
@@ -41,6 +42,8 @@ def open_source(data: Any, *, collate: Collate | None = None, loader_processes: 
 
     Raises BadInput for anything else, for arrays of different lengths, and for no rows at all.
     """
+    if isinstance(data, Frame):
+        return data.open(collate)
     for opener in (_open_library, _open_torch, _open_tensors):  # a Hugging Face DatasetDict is a dict, too
         source = opener(data, collate, loader_processes)
         if source is not None:
@@ -58,7 +61,7 @@ def open_source(data: Any, *, collate: Collate | None = None, loader_processes: 
 
 def is_function(data: Any) -> bool:
     """Whether `data` is a function that gives data, so that `open_source` calls it; a dataset that can be called is none."""
-    return callable(data) and not (isinstance(data, Dataset | DataLoader) or _has_rows(data) or _has_columns(data))
+    return callable(data) and not (isinstance(data, Dataset | DataLoader | Frame) or _has_rows(data) or _has_columns(data))
 
 
 def _open_tensors(data: Any, collate: Collate | None, processes: int) -> Source | None:

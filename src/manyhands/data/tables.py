@@ -56,11 +56,12 @@ def arrow_columns(table: pa.Table, what: str) -> dict[str, np.ndarray[Any, Any]]
     """
     nonempty(table.num_rows, what)
     return {
-        name: _array(table.column(name).combine_chunks(), f"column {name!r} of {what}") for name in table.column_names
+        name: arrow_array(table.column(name).combine_chunks(), f"column {name!r} of {what}") for name in table.column_names
     }
 
 
-def _array(column: Any, what: str) -> np.ndarray[Any, Any]:
+def arrow_array(column: Any, what: str) -> np.ndarray[Any, Any]:
+    """[rows, …] of an Arrow array. Raises BadInput, naming `what`, for missing values and for lists of different lengths."""
     import pyarrow as pa
 
     if column.null_count:
@@ -73,8 +74,8 @@ def _array(column: Any, what: str) -> np.ndarray[Any, Any]:
         raise BadInput(
             f"{what} holds lists of {min(lengths)} to {max(lengths)} values: pad them to one length, or give a Dataset and collate"
         )
-    return _array(column.flatten(), what).reshape(
-        len(column), lengths.pop(), *_array(column.flatten()[:1], what).shape[1:]
+    return arrow_array(column.flatten(), what).reshape(
+        len(column), lengths.pop(), *arrow_array(column.flatten()[:1], what).shape[1:]
     )
 
 

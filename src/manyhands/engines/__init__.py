@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 CATALOGUE: dict[str, str] = {
     "local": "manyhands.engines.local:Local",
     "hosts": "manyhands.engines.hosts:Hosts",
+    "spark": "manyhands.engines.spark.engine:Spark",
     "sim": "manyhands.engines.sim.engine:Sim",
     "torchrun": "manyhands.engines.torchrun:Torchrun",
 }
@@ -28,6 +29,11 @@ HINTS = {
     "mpirun": "torchrun",
     "srun": "torchrun",
     "cluster": "hosts",
+    "pyspark": "spark",
+    "databricks": "spark",
+    "yarn": "spark",
+    "kubernetes": "spark",
+    "barrier": "spark",
     "simulated": "sim",
     "simulator": "sim",
     "virtual": "sim",

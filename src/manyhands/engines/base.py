@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from manyhands.errors import BadInput, is_whole
 from manyhands.events import Event
 
-if TYPE_CHECKING:  # both import torch; a command starts the fork server before it does
+if TYPE_CHECKING:  # all import torch; a command starts the fork server before it does
+    from manyhands.data.frames import Frame
     from manyhands.server.base import ServerSpec
     from manyhands.worker import Worker
 
@@ -46,6 +47,7 @@ class Launch:
     threads_per_worker: int | None = None  # None: usable cores / workers, at least 1
     device: str = "auto"  # auto: one visible GPU a worker, else cpu
     observer: Observer = field(default_factory=Observer)
+    frames: Sequence[Frame] = ()  # whose rows the engine is to bring to the workers' hosts
     rejoins: bool = True  # whether a worker whose process is started again can take part: not in a training
 
     @property
@@ -79,6 +81,7 @@ class Engine(ABC):
 
     simulated: ClassVar[bool] = False  # all workers live in the caller's process, and their clocks are not real
     serves: ClassVar[bool] = False  # it can start a parameter server, and its driver leases rows
+    brings_frames: ClassVar[bool] = False  # it brings the rows of a DataFrame to the workers' hosts
 
     def on_one_host(self, workers: int) -> bool:
         """Whether so many workers have memory in common."""

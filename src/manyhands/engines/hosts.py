@@ -10,12 +10,11 @@ import contextlib
 import logging
 import math
 import os
-import select
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,14 +22,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from typing_extensions import override
 
-from manyhands.engines.base import Engine, Launch, Observer, check_counts
-from manyhands.errors import BadInput, ManyhandsError, Preempted, Unsupported, is_whole
-from manyhands.events import Event
-from manyhands.signals import PREEMPTED
+from manyhands.engines.base import Engine, Launch, check_counts
+from manyhands.errors import BadInput, ManyhandsError, Unsupported, is_whole
 
 if TYPE_CHECKING:
+    from manyhands.engines.gathering import Guests
     from manyhands.engines.network import Network
-    from manyhands.engines.remote_crew import RemoteCrew
     from manyhands.engines.roster import Roster
     from manyhands.engines.secret import Secret
     from manyhands.transport.listener import Listener
@@ -41,7 +38,6 @@ T = TypeVar("T")
 LOG = logging.getLogger("manyhands")
 
 VARIABLE = "MANYHANDS_CREDENTIALS"  # transport.credentials.VARIABLE, without importing it
-_POLL_S = 0.1
 _ANYWHERE = ("0.0.0.0", "::", "")
 
 
@@ -121,6 +117,7 @@ class Hosts(Engine):
     def _launch(self, program: Any, plan: Launch, here: int) -> list[Any]:
         from manyhands.engines.crew import seats_of, shard_of
         from manyhands.engines.driver import Driver
+        from manyhands.engines.gathering import Guests, Listening
         from manyhands.engines.limits import room_for_descriptors
         from manyhands.engines.local_crew import LocalCrew
         from manyhands.engines.spawner import Spawner
@@ -129,23 +126,34 @@ class Hosts(Engine):
             stack.enter_context(room_for_descriptors(4 * plan.workers + 16))
             spawner = Spawner()  # it loads torch while the others come
             stack.callback(spawner.close)
-            guests = stack.enter_context(_Farewell())
+            guests = stack.enter_context(Guests())
             meeting = self._gathered(plan, here, guests)
             shards = [seat for seat in seats_of(plan.workers, plan.shards) if shard_of(seat) >= 0]
             own = LocalCrew(
                 spawner, [*meeting.hosts[0], *shards], plan.timeout_s, host=meeting.names[0], network=meeting.to_json()
             )
-            observer = _Listening(plan.observer, guests.crews, "" if self.tls else self._without_tls())
+            observer = Listening(plan.observer, guests.crews, "" if self.tls else self._without_tls())
             return Driver([own, *guests.crews], replace(plan, observer=observer)).run(program)
 
-    def _gathered(self, plan: Launch, here: int, guests: _Farewell) -> Network:
+    def _gathered(self, plan: Launch, here: int, guests: Guests) -> Network:
         """This host's Network, once all workers are there; the crews of the others are in `guests`."""
+        from manyhands.engines.gathering import Door, check_stop
         from manyhands.engines.network import Network, ports_of
         from manyhands.engines.post import SILENCE_S
-        from manyhands.engines.roster import Roster
+        from manyhands.engines.roster import Offer, Roster
         from manyhands.transport.listener import Listener
 
-        roster = Roster(plan.workers, socket.gethostname(), here)
+        roster = Roster(plan.workers, [Offer(socket.gethostname(), here)])
+        deadline = time.monotonic() + self.wait_s
+
+        def check() -> None:
+            check_stop(plan.observer, "the other hosts")
+            if time.monotonic() >= deadline:
+                raise ManyhandsError(
+                    f"after {self.wait_s:.0f} s {roster.text()}; {roster.missing} did not come: start `manyhands join` "
+                    "on the other hosts, or give a longer wait_s"
+                )
+
         with self._secret() as (secret, path):
             listener = Listener(
                 self.listen,
@@ -157,7 +165,7 @@ class Hosts(Engine):
             with contextlib.closing(listener):
                 if roster.missing:
                     self.voice.say(f"{roster.text()}. {self._how_to_join(listener, roster, path)}")
-                _Door(listener, roster, guests.crews, self.voice.say, self.wait_s).wait(plan.observer)
+                Door(listener, roster, guests, self.voice.say).wait(check)
                 address = listener.address[0]
         names = roster.names()
         if address in _ANYWHERE and guests.crews:
@@ -226,102 +234,3 @@ def _common_address(came_by: dict[str, str]) -> str:
             "host too, or listen on that address alone"
         )
     return (far or list(came_by.values()))[0]
-
-
-class _Farewell:
-    """The hosts that joined: at the end each is told how the run ended."""
-
-    def __init__(self) -> None:
-        self.crews: list[RemoteCrew] = []
-
-    def __enter__(self) -> _Farewell:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        text = "" if error is None else (str(error).strip() or type(error).__name__).splitlines()[0][:500]
-        for crew in self.crews:
-            crew.leave(text)
-
-
-@dataclass
-class _Door:
-    """Lets hosts in until all workers are there."""
-
-    listener: Listener
-    roster: Roster
-    crews: list[RemoteCrew]
-    say: Callable[[str], None]
-    wait_s: float
-
-    def wait(self, observer: Observer) -> None:
-        deadline = time.monotonic() + self.wait_s
-        poll = select.poll()
-        poll.register(self.listener, select.POLLIN)
-        while self.roster.missing:
-            _check_stop(observer)
-            self._see_off()
-            if time.monotonic() >= deadline:
-                raise ManyhandsError(
-                    f"after {self.wait_s:.0f} s {self.roster.text()}; {self.roster.missing} did not come: start `manyhands join` "
-                    "on the other hosts, or give a longer wait_s"
-                )
-            if poll.poll(_POLL_S * 1000):
-                self._let_in()
-
-    def _let_in(self) -> None:
-        from manyhands.engines.post import Post
-        from manyhands.engines.remote_crew import RemoteCrew
-        from manyhands.engines.roster import Guest
-        from manyhands.transport.channel import ChannelTimeout
-
-        try:
-            channel, said = self.listener.accept(self._name, timeout_s=0.0)
-        except ChannelTimeout:  # it has not said yet who it is
-            return
-        self.roster.guests.append(Guest(said["host"], said["workers"]))
-        self.crews.append(RemoteCrew(Post(channel), said["host"]))
-        self.say(self.roster.text())
-
-    def _name(self, said: dict[str, Any]) -> str:
-        from manyhands.transport.frame import FrameError
-
-        if reason := self.roster.refusal(said):
-            raise FrameError(reason)
-        return f"host {said['host']}"
-
-    def _see_off(self) -> None:
-        """A host that left before the start leaves its seats free."""
-        for i in reversed([i for i, crew in enumerate(self.crews) if not crew.here()]):
-            crew, guest = self.crews.pop(i), self.roster.guests.pop(i)
-            crew.leave("")
-            self.say(f"{guest.host} left again: {self.roster.text()}")
-
-
-def _check_stop(observer: Observer) -> None:
-    if reason := observer.stopping():
-        message = f"asked to stop ({reason}) while waiting for the other hosts: nothing was trained"
-        raise Preempted(message) if reason == PREEMPTED else ManyhandsError(message)
-
-
-@dataclass
-class _Listening(Observer):
-    """The caller's observer, and a joined host that was asked to end (SIGTERM) stops the run as if this one had been."""
-
-    observer: Observer
-    crews: Sequence[RemoteCrew]
-    warning: str = ""  # goes behind the run's first event
-
-    @override
-    def event(self, event: Event) -> None:
-        self.observer.event(event)
-        if self.warning:
-            message, self.warning = self.warning, ""
-            self.observer.event(Event(type="warning", values={"message": message}))
-
-    @override
-    def answer(self, event: Event) -> dict[str, Any]:
-        return self.observer.answer(event)
-
-    @override
-    def stopping(self) -> str:
-        return self.observer.stopping() or (PREEMPTED if any(crew.preempted for crew in self.crews) else "")

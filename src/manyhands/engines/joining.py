@@ -56,6 +56,8 @@ class Join:
     tls: bool = True
     plain_network: bool = False  # without TLS also over addresses other than loopback
     wait_s: float = 600.0  # for the driver to be there
+    threads: int | None = None  # of each worker, where the run does not say; None: usable cores / workers
+    order: int = 0  # this host's place among the others, where they have one
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)
@@ -67,16 +69,16 @@ class Join:
         ports_of(self.ports)
 
 
-def join(offer: Join, say: Callable[[str], None] = LOG.info) -> None:
+def join(offer: Join, say: Callable[[str], None] = LOG.info, secret: Secret | None = None) -> None:
     """Give workers to the run at `offer.address`, until it is over; then nothing of it is left on this host.
 
-    say: gets a line where there is news for the user.
+    say: gets a line where there is news for the user. secret: the run's; None: in the file that MANYHANDS_CREDENTIALS names.
     Raises ManyhandsError with the driver's reason where it refuses, and with the run's error where it fails; Preempted
     after SIGTERM (the driver is told, and stops the run where it can be resumed).
     """
     if sys.platform != "linux":
         raise BadInput(f"joining a run needs Linux, this is {sys.platform}: on Windows use WSL2")
-    secret = _secret(offer)
+    secret = secret or _secret(offer)
     with room_for_descriptors(4 * offer.workers + 16):
         spawner = Spawner()  # it loads torch while we look for the driver
         try:
@@ -110,7 +112,7 @@ def _connected(offer: Join, secret: Secret) -> Channel:
         try:
             return connect(
                 parse_address(offer.address),
-                roster.hello(offer.workers),
+                roster.hello(offer.workers, offer.order),
                 **secret.proof,
                 peer="the driver",
                 timeout_s=timeout_s,
@@ -216,13 +218,15 @@ class Agent:
     def _launch(self, body: dict[str, Any]) -> None:
         shared = body["shared"]
         seats = shared["seats"]
+        ranks = [seat for seat in seats if seat >= 0]
         self.say(
-            f"the run begins: of {shared['size']} workers, {', '.join(map(str, seats))} {'is' if len(seats) == 1 else 'are'} here"
+            f"the run begins: of {shared['size']} workers, {', '.join(map(str, ranks))} {'is' if len(ranks) == 1 else 'are'} here"
         )
         network = self._network(shared["network"]).to_json()
         self._crew = LocalCrew(self.spawner, seats, shared["timeout_s"], host=body["host"], network=network)
         self._running = True
         own = {
+            "threads": shared["threads"] or self.offer.threads,
             "path": list(dict.fromkeys([os.getcwd(), *import_path()])),
             "folder": os.getcwd(),
             "environment": {**os.environ, **body["variables"]},

@@ -33,10 +33,10 @@ _END_S = 20.0
 
 
 class RemoteCrew(Crew):
-    """See Crew. `preempted`: the joined host was asked to end (SIGTERM there)."""
+    """See Crew. `preempted`: the joined host was asked to end (SIGTERM there). log: where its own words are, for the error."""
 
-    def __init__(self, post: Post, host: str) -> None:
-        self.host = host
+    def __init__(self, post: Post, host: str, log: str = "see what `manyhands join` said there") -> None:
+        self.host, self._log = host, log
         self.seats: list[int] = []  # when all hosts are there
         self.preempted = False
         self.network: dict[str, Any] = {}
@@ -92,7 +92,7 @@ class RemoteCrew(Crew):
         phase, step = self._where.get(seat, ("start", 0))
         message = (
             f"worker {seat} on {self.host} is lost in phase {phase} at step {step}: the connection to its host ended "
-            f"({self._post.lost}); see what `manyhands join` said there"
+            f"({self._post.lost}); {self._log}"
         )
         return {
             "type": "error",

@@ -23,11 +23,12 @@ def versions() -> dict[str, str]:
     return {"python": f"{major}.{minor}", "torch": version("torch").partition("+")[0], "manyhands": __version__}
 
 
-def hello(workers: int) -> dict[str, Any]:
-    """What a host says that offers its workers."""
+def hello(workers: int, order: int = 0) -> dict[str, Any]:
+    """What a host says that offers its workers; `order` is for an engine whose hosts have one of their own."""
     return {
         "purpose": JOIN,
         "workers": workers,
+        "order": order,
         "host": socket.gethostname(),
         "versions": versions(),
         "cores": usable_cores(),
@@ -35,25 +36,24 @@ def hello(workers: int) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Guest:
-    """A host that joined."""
+class Offer:
+    """A host, and how many workers it gives."""
 
     host: str
     workers: int
+    order: int = 0
 
 
 @dataclass
 class Roster:
-    """The driver's host first, then guests in the order of their coming; each host's ranks are contiguous."""
+    """Offers in the order of their coming, the driver's own first where it gives workers; each host's ranks are contiguous."""
 
     workers: int  # of the whole run
-    host: str  # the driver's
-    here: int  # workers that it gives itself
-    guests: list[Guest] = field(default_factory=list)
+    offers: list[Offer] = field(default_factory=list)
 
     @property
     def missing(self) -> int:
-        return self.workers - self.here - sum(guest.workers for guest in self.guests)
+        return self.workers - sum(offer.workers for offer in self.offers)
 
     def refusal(self, said: dict[str, Any]) -> str:
         """Why whoever says this hello cannot join, or "" """
@@ -61,6 +61,8 @@ class Roster:
             return "this is the driver of a run, which takes hosts that join: start `manyhands join`"
         if not is_whole(said.get("workers")):
             return f"a host joins with at least one worker, not {said.get('workers')!r}"
+        if not is_whole(said.get("order"), least=0):
+            return f"a host's place in the order is a whole number, not {said.get('order')!r}"
         if said.get("versions") != versions():
             return f"versions differ: the driver has {_text(versions())}, this host {_text(said.get('versions'))}; install the same"
         if not self.missing:
@@ -74,22 +76,21 @@ class Roster:
 
     def seats(self) -> list[list[int]]:
         """Ranks by host."""
-        counts, seats, first = [self.here, *(guest.workers for guest in self.guests)], [], 0
-        for count in counts:
-            seats.append(list(range(first, first + count)))
-            first += count
+        seats, first = [], 0
+        for offer in self.offers:
+            seats.append(list(range(first, first + offer.workers)))
+            first += offer.workers
         return seats
 
     def names(self) -> list[str]:
         """Hosts, as messages name them: by their own name, numbered where several have the same."""
-        own = [self.host, *(guest.host for guest in self.guests)]
+        own = [offer.host for offer in self.offers]
         return [name if own.count(name) == 1 else f"{name} ({i + 1})" for i, name in enumerate(own)]
 
     def text(self) -> str:
         """`2 of 4 workers are here: alpha 2`"""
-        counts = [self.here, *(guest.workers for guest in self.guests)]
-        who = ", ".join(f"{name} {count}" for name, count in zip(self.names(), counts, strict=True))
-        return f"{self.workers - self.missing} of {self.workers} workers are here: {who}"
+        who = ", ".join(f"{name} {offer.workers}" for name, offer in zip(self.names(), self.offers, strict=True))
+        return f"{self.workers - self.missing} of {self.workers} workers are here{': ' if who else ''}{who}"
 
 
 def _text(found: Any) -> str:

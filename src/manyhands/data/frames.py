@@ -1,0 +1,163 @@
+"""A distributed DataFrame as training data: the driver names its columns, an engine brings its rows to the workers' hosts.
+
+On the driver a `Frame` holds the DataFrame. To the workers it travels without it, and opens there the pool of rows that the
+engine has filled on their host.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from typing_extensions import override
+
+from manyhands.data.arrays import Columns
+from manyhands.data.share import epoch_order, shared, slice_of, ticks
+from manyhands.data.source import Indexed, Reading, Slice, Slices, Source
+from manyhands.data.spool import Array, Column, Part, open_part
+from manyhands.errors import BadInput
+
+VARIABLE = "MANYHANDS_POOL"
+"""Names the file in which a host's workers find what was brought to them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """Columns of a DataFrame: rows of (features, label), (features, label, weight), or of features alone.
+
+    table: the DataFrame; None on a worker.
+    """
+
+    key: str
+    columns: tuple[Column, ...]
+    table: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Frame, (self.key, self.columns)
+
+    def open(self, collate: Callable[[list[Any]], Any] | None = None) -> Source:
+        """The rows, on a worker. Raises BadInput where no engine has brought them."""
+        path = os.environ.get(VARIABLE)
+        if path is None:
+            raise BadInput(
+                "the rows of a Spark DataFrame are brought to workers by engine spark alone: train with engine='spark', or give "
+                "files (train_data='rows.parquet')"
+            )
+        with open(path) as file:
+            pools = json.load(file)
+        return open_pool(pools, self.key, tuple(column.name for column in self.columns), collate)
+
+
+def open_pool(pools: dict[str, Any], key: str, names: Sequence[str], collate: Callable[[list[Any]], Any] | None) -> Source:
+    """What was brought here of one frame: all of it on a single host, else this host's share."""
+    rows: list[int] = [host[key] for host in pools["rows"]]  # by host
+    workers: list[int] = pools["workers"]
+    if sum(rows) == 0:
+        raise BadInput("the DataFrame has no rows: expected at least one. Is the filter or split the right one?")
+    here = HostRows([Part.from_json(part) for part in pools["parts"][key]], names, collate)
+    if len(rows) == 1:
+        return here
+    return SharedRows(here, rows, workers, pools["host"])
+
+
+class HostRows(Indexed):
+    """Rows in the spools of this host, all of them mapped: any worker here takes any of them."""
+
+    def __init__(
+        self, parts: Sequence[Part], names: Sequence[str], collate: Callable[[list[Any]], Any] | None = None
+    ) -> None:
+        _check_alike(parts)
+        opened = [open_part(part) for part in parts]
+        self.rows = sum(part.rows for part in parts)
+        self._names, self._collate = names, collate
+        self._columns = {name: [arrays[name] for arrays in opened] for name in names}
+        self._starts = np.cumsum([0, *(part.rows for part in parts)])
+
+    @override
+    def take(self, indices: Sequence[Any]) -> Any:
+        wanted = np.asarray(indices, dtype=np.int64)
+        batch = tuple(torch.from_numpy(self._gather(self._columns[name], wanted)) for name in self._names)
+        if self._collate is not None:
+            return Columns(batch, self._collate).take(range(len(wanted)))
+        return batch[0] if len(batch) == 1 else batch
+
+    def _gather(self, parts: list[Array], wanted: Array) -> Array:
+        if len(parts) == 1:
+            return np.asarray(parts[0][wanted])
+        out = np.empty((len(wanted), *parts[0].shape[1:]), parts[0].dtype)
+        part_of = np.searchsorted(self._starts, wanted, side="right") - 1
+        for i in np.unique(part_of):
+            mine = part_of == i
+            out[mine] = parts[i][wanted[mine] - self._starts[i]]
+        return out
+
+    @override
+    def in_background(self, reading: Reading) -> bool:
+        return self._collate is None
+
+
+class SharedRows(Source):
+    """Rows on several hosts. Every host's workers share that host's rows, in an order of each epoch's own.
+
+    A host's part of a global batch is as large as its workers' together; where its rows end sooner than another's, the last
+    batches are smaller, and weights keep the mean what it is. So every row counts once an epoch, and none travels twice.
+    """
+
+    kind: ClassVar[str] = "frame"
+
+    def __init__(self, here: HostRows, rows: Sequence[int], workers: Sequence[int], host: int) -> None:
+        self._here, self._all, self._workers, self._host = here, list(rows), list(workers), host
+        self.rows = sum(rows)
+
+    @override
+    def epoch_rows(self, reading: Reading) -> int:
+        if reading.order is not None:
+            raise BadInput("order names rows by number, and no host has all rows: leave order out, or use one host")
+        return self.rows or 0
+
+    @override
+    def ticks(self, reading: Reading) -> int:
+        return max(ticks(rows, share) for rows, share in zip(self._all, self._shares(reading), strict=True))
+
+    def _shares(self, reading: Reading) -> list[int]:
+        """Rows of each host in a full global batch: those of its ranks together."""
+        ends = np.cumsum([0, *self._workers]).tolist()
+        bounds = [slice_of(reading.batch_size, rank, reading.size)[0] for rank in range(reading.size)] + [
+            reading.batch_size
+        ]
+        return [bounds[ends[i + 1]] - bounds[ends[i]] for i in range(len(self._workers))]
+
+    @override
+    def slices(self, reading: Reading) -> Slices:
+        shares = self._shares(reading)
+        own, first = shares[self._host], sum(self._workers[: self._host])
+        place, size = reading.rank - first, self._workers[self._host]
+        order: Any = range(self._here.rows)
+        if reading.shuffle and self._here.rows:
+            order = shared(epoch_order, self._here.rows, reading.seed + 1_000_003 * self._host, reading.epoch)
+        for index in range(reading.first_tick, self.ticks(reading)):
+            mine = order[index * own : (index + 1) * own]
+            start, stop = slice_of(len(mine), place, size)
+            everybody = sum(max(0, min(share, rows - index * share)) for share, rows in zip(shares, self._all, strict=True))
+            batch = self._here.take(mine[start:stop]) if stop > start else None
+            yield Slice(batch, stop - start, everybody, index, reading.rank)
+
+    @override
+    def in_background(self, reading: Reading) -> bool:
+        return self._here.in_background(reading)
+
+
+def _check_alike(parts: Sequence[Part]) -> None:
+    for part in parts[1:]:
+        for name, stored in part.columns.items():
+            first = parts[0].columns[name]
+            if (first.dtype, first.shape) != (stored.dtype, stored.shape):
+                raise BadInput(
+                    f"{name} has rows of {np.dtype(first.dtype)} {list(first.shape)} in one partition and of "
+                    f"{np.dtype(stored.dtype)} {list(stored.shape)} in another: bring them to one length and type"
+                )

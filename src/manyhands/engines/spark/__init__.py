@@ -1,0 +1,1 @@
+"""Engine `spark`: workers in the executors of a Spark cluster, as one barrier stage."""

@@ -1,0 +1,131 @@
+"""Engine `spark`: the workers are in the executors of a Spark cluster, one a Spark task of one barrier stage."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+from typing_extensions import override
+
+from manyhands.engines.base import Engine, Launch, check_counts
+from manyhands.errors import BadInput, Unsupported
+
+if TYPE_CHECKING:
+    from manyhands.data.frames import Frame
+    from manyhands.engines.gathering import Guests
+    from manyhands.engines.secret import Secret
+    from manyhands.engines.spark.job import Job
+    from manyhands.engines.spark.stage import Stage
+    from manyhands.transport.listener import Listener
+    from manyhands.worker import Worker
+
+T = TypeVar("T")
+
+LOG = logging.getLogger("manyhands")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spark(Engine):
+    """Workers in the executors of a Spark cluster.
+
+    master: as Spark has it (spark://host:7077, local-cluster[2,1,1024], local[4], yarn, k8s://…); default: the active
+        session's, else what spark-submit was told.
+    listen: an address of this host that the executors reach; default: spark.driver.host.
+    tls: as of engine hosts: without, only on loopback, unless plain_network says otherwise.
+    plain_network: with tls off, also on addresses other than loopback.
+    memory_mb: rows of a DataFrame that each worker's Spark task keeps in memory, in MB; the others lie on the executor's disk.
+
+    Workers of one host share memory, hosts form a ring. Shards of a server are in the first host. What workers return
+    travels as JSON and tensors. The executors need the driver's versions of Python, torch and manyhands.
+    """
+
+    name: ClassVar[str] = "spark"
+    serves: ClassVar[bool] = True
+    brings_frames: ClassVar[bool] = True
+    master: str = ""
+    listen: str = ""
+    tls: bool = True
+    plain_network: bool = False
+    memory_mb: int = 512
+
+    def __post_init__(self) -> None:
+        if isinstance(self.memory_mb, bool) or not isinstance(self.memory_mb, int) or self.memory_mb < 0:
+            raise BadInput(f"memory_mb must be a whole number of megabytes, 0 or more, not {self.memory_mb!r}")
+
+    @override
+    def on_one_host(self, workers: int) -> bool:
+        return workers == 1
+
+    @override
+    def launch(self, program: Callable[[Worker], T], plan: Launch) -> list[T]:
+        check_counts(plan)
+        if sys.platform != "linux":
+            raise Unsupported(f"engine spark needs Linux, this is {sys.platform}")
+        from manyhands.engines.driver import Driver
+        from manyhands.engines.gathering import Guests, Listening
+        from manyhands.engines.limits import room_for_descriptors
+        from manyhands.engines.spark import session
+        from manyhands.engines.spark.job import Job
+
+        with ExitStack() as stack:
+            spark = stack.enter_context(session.session(self.master))
+            session.check(spark, plan.workers)
+            stack.enter_context(room_for_descriptors(2 * plan.workers + 16))
+            listener, stage = self._opened(session.driver_host(spark), tuple(plan.frames))
+            with contextlib.closing(listener):
+                job = stack.enter_context(Job(spark, stage, plan.workers))
+                guests = stack.enter_context(Guests("see the executor's log in Spark's own pages"))
+                self._gather(plan, listener, job, guests)
+            observer = Listening(plan.observer, guests.crews)
+            return Driver(guests.crews, replace(plan, observer=observer)).run(program)
+
+    def _opened(self, host: str, frames: tuple[Frame, ...]) -> tuple[Listener, Stage]:
+        """Where the executors come to, and what they are told."""
+        from manyhands.engines.post import SILENCE_S
+        from manyhands.engines.spark.stage import Stage
+        from manyhands.transport.address import format_address
+        from manyhands.transport.listener import Listener
+
+        secret, plain = self._secret(), self.plain_network
+        listener = Listener(self.listen or host, **secret.proof, plain_network=plain, timeout_s=SILENCE_S)
+        return listener, Stage(
+            address=format_address(listener.address),
+            secret=secret.to_json(),
+            tls=self.tls,
+            plain_network=plain,
+            memory_bytes=self.memory_mb * 1_000_000,
+            frames=frames,
+        )
+
+    def _gather(self, plan: Launch, listener: Listener, job: Job, guests: Guests) -> None:
+        """Until all workers are there; then their hosts have seats, in the order of their Spark tasks."""
+        from manyhands.engines.crew import seats_of, shard_of
+        from manyhands.engines.gathering import Door, check_stop
+        from manyhands.engines.roster import Roster
+
+        def check() -> None:
+            check_stop(plan.observer, "the executors")
+            job.check()
+
+        roster = Roster(plan.workers)
+        Door(listener, roster, guests, LOG.info).wait(check)
+        both = sorted(zip(roster.offers, guests.crews, strict=True), key=lambda pair: pair[0].order)
+        roster.offers[:], guests.crews[:] = [offer for offer, _ in both], [crew for _, crew in both]
+        shards = [seat for seat in seats_of(plan.workers, plan.shards) if shard_of(seat) >= 0]
+        hosts, names = roster.seats(), roster.names()
+        for i, crew in enumerate(guests.crews):
+            crew.take_seats(hosts[i] + (shards if i == 0 else []), names[i], {"hosts": hosts, "names": names})
+
+    def _secret(self) -> Secret:
+        """Of this run alone; it travels to the executors in the job's closure, by whatever way Spark itself protects."""
+        from manyhands.engines.secret import Secret
+
+        with tempfile.TemporaryDirectory(prefix="manyhands-") as folder:
+            return Secret.create(Path(folder) / "run.pem", tls=self.tls)

@@ -1,0 +1,105 @@
+"""The Spark job of a run: in a thread of its own, since it takes as long as the run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from manyhands.data.frames import Frame
+from manyhands.engines.spark.session import is_connect
+from manyhands.engines.spark.stage import SAID, SCHEMA, WHICH, Stage
+from manyhands.errors import BadInput, ManyhandsError
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+_END_S = 20.0
+_OWN_WORD_S = 2.0  # in which Spark itself finds that an executor is gone
+
+
+class Job:
+    """One barrier stage of `workers` Spark tasks."""
+
+    def __init__(self, spark: SparkSession, stage: Stage, workers: int) -> None:
+        self._spark, self._workers = spark, workers
+        self._tag = f"manyhands-{uuid.uuid4().hex[:12]}"
+        self._error: BaseException | None = None
+        self._said: list[dict[str, Any]] = []
+        table = rows_of(spark, stage.frames, workers)
+        self._thread = threading.Thread(target=self._run, args=(table, stage), name=self._tag, daemon=True)
+
+    def __enter__(self) -> Job:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """When this returns, no Spark task of the run is left. What Spark says of its own failure is added to the error."""
+        self._thread.join(_END_S if error is None else _OWN_WORD_S)
+        told = "" if self._error is None else why(self._error)
+        if self._thread.is_alive():
+            with contextlib.suppress(Exception):  # of a session that is gone: nothing of it runs then
+                self._cancel()
+            self._thread.join(_END_S)
+        if error is not None and told:
+            error.add_note(f"Spark says: {told}")
+
+    def _run(self, table: DataFrame, stage: Stage) -> None:
+        try:
+            if is_connect(self._spark):
+                self._spark.addTag(self._tag)
+            else:
+                self._spark.sparkContext.setJobGroup(self._tag, "manyhands", interruptOnCancel=True)
+            answers = table.mapInArrow(stage, SCHEMA, barrier=True).collect()
+            self._said = [json.loads(row[SAID]) for row in answers]
+        except BaseException as error:  # noqa: BLE001 - the driver's thread asks for it
+            self._error = error
+
+    def check(self) -> None:
+        """Raise what ended the job before all workers were there."""
+        if self._thread.is_alive():
+            return
+        if self._error is not None:
+            raise ManyhandsError(f"the Spark job of the run failed before it began: {why(self._error)}") from self._error
+        reasons = [said["refused"] for said in self._said if said.get("refused")]
+        raise BadInput(reasons[0] if reasons else "the Spark job of the run ended before it began")
+
+    def _cancel(self) -> None:
+        if is_connect(self._spark):
+            self._spark.interruptTag(self._tag)
+        else:
+            self._spark.sparkContext.cancelJobGroup(self._tag)
+
+
+def why(error: BaseException) -> str:
+    """The line of a Spark error that says what happened."""
+    text = str(error)
+    for known, said in (
+        ("No module named 'manyhands'", "the executors' Python has no manyhands: install it there as here, or name that Python in PYSPARK_PYTHON"),
+        ("No module named 'torch'", "the executors' Python has no torch: install it there as here, or name that Python in PYSPARK_PYTHON"),
+        ("PYTHON_VERSION_MISMATCH", "the executors' Python is of another version than this one: name the right one in PYSPARK_PYTHON"),
+    ):
+        if known in text:
+            return said
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    told = [line for line in lines if "Error" in line or "Exception" in line or "Reason:" in line]
+    return (told or lines or [type(error).__name__])[-1 if told else 0][:500]
+
+
+def rows_of(spark: SparkSession, frames: Sequence[Frame], workers: int) -> DataFrame:
+    """All rows of all frames, dealt evenly to one partition a worker; without frames, partitions with nothing of use."""
+    if not frames:
+        return spark.range(0, workers, 1, workers)
+    if len(frames) == 1:
+        return frames[0].table.repartition(workers)
+    from pyspark.sql import functions as F
+
+    together = None
+    for i, frame in enumerate(frames):
+        one = frame.table.withColumn(WHICH, F.lit(i))
+        together = one if together is None else together.unionByName(one, allowMissingColumns=True)
+    assert together is not None
+    return together.repartition(workers)

@@ -1,0 +1,77 @@
+"""The Spark session of a run, and what can be known of it before anything starts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from manyhands.errors import BadInput, Unsupported
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_SLOTS_S = 15.0  # executors of a session that has just begun register within seconds
+
+
+@contextmanager
+def session(master: str) -> Iterator[SparkSession]:
+    """The active session, else one of this run's alone, which is stopped at the end.
+
+    Raises BadInput without pyspark, and where the active session has another master.
+    """
+    try:
+        from pyspark.sql import SparkSession
+    except ImportError as error:
+        raise BadInput(f"engine spark needs pyspark ({error}): pip install 'manyhands[spark]'") from error
+    active = SparkSession.getActiveSession()
+    if active is not None:
+        own = active.conf.get("spark.master", "")
+        if master and own != master:
+            raise BadInput(
+                f"master={master} was asked for, and the active Spark session has {own}: leave master out, or stop the session"
+            )
+        yield active
+        return
+    builder = SparkSession.builder.appName("manyhands")
+    made = (builder.master(master) if master else builder).getOrCreate()
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+def is_connect(spark: SparkSession) -> bool:
+    """Whether the session is a client of Spark Connect: there is no JVM here to ask."""
+    return type(spark).__module__.startswith("pyspark.sql.connect")
+
+
+def check(spark: SparkSession, workers: int) -> None:
+    """Raise where no barrier stage of so many workers can run, in seconds instead of Spark's ten minutes."""
+    if str(spark.conf.get("spark.dynamicAllocation.enabled", "false")).lower() == "true":
+        raise Unsupported(
+            "Spark's dynamic allocation may take executors away from a run, and Spark refuses barrier stages with it: set "
+            "spark.dynamicAllocation.enabled=false, and spark.executor.instances"
+        )
+    if is_connect(spark):
+        return
+    deadline = time.monotonic() + _SLOTS_S
+    while (slots := _slots(spark)) < workers:
+        if time.monotonic() >= deadline:
+            raise BadInput(
+                f"{workers} workers need {workers} Spark task slots at once, and the cluster has {slots}: give fewer workers, more "
+                f"executors or cores, or a smaller spark.task.cpus (now {spark.conf.get('spark.task.cpus', '1')})"
+            )
+        time.sleep(0.2)
+
+
+def _slots(spark: Any) -> int:
+    """How many Spark tasks run at once, on all executors that are there."""
+    context = spark.sparkContext._jsc.sc()
+    return int(context.maxNumConcurrentTasks(context.resourceProfileManager().defaultResourceProfile()))
+
+
+def driver_host(spark: SparkSession) -> str:
+    """Where executors reach the driver, as Spark itself was told."""
+    return str(spark.conf.get("spark.driver.bindAddress", "") or spark.conf.get("spark.driver.host", "127.0.0.1"))

@@ -1,0 +1,194 @@
+"""What runs in each Spark task of the barrier stage: bring the partition's rows, then give the host's workers to the run.
+
+Spark tasks of one host find each other through the barrier context. All of them keep the rows of their partition; the first
+of them is the host's agent (`manyhands join`'s), whose worker processes share memory and see all of the host's rows. The
+others wait, so that their cores stay the run's, until it is over.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from manyhands.data.frames import VARIABLE, Frame
+from manyhands.data.spool import Spool
+from manyhands.engines.joining import Join, join
+from manyhands.engines.roster import versions
+from manyhands.engines.secret import Secret
+from manyhands.errors import BadInput, ManyhandsError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+SAID = "said"
+"""The column of what a Spark task answers, JSON; its schema."""
+SCHEMA = f"{SAID} string"
+WHICH = "manyhands_frame"
+"""The column that says of which frame a row is: its number in `Stage.frames`."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What the Spark tasks are to know of the run. It travels in Spark's own closure, as Spark's own secrets do."""
+
+    address: str  # the driver's, HOST:PORT
+    secret: dict[str, str] = field(repr=False)
+    tls: bool
+    plain_network: bool
+    memory_bytes: int  # for each Spark task's rows
+    frames: tuple[Frame, ...]
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """The function of `mapInArrow`: its answer is one row that says what went wrong, or that nothing did."""
+        import pyarrow as pa
+
+        yield pa.RecordBatch.from_pydict({SAID: [json.dumps(self.run(batches))]})
+
+    def run(self, batches: Iterator[pa.RecordBatch]) -> dict[str, Any]:
+        """Give this Spark task's part. {} when the run is over, {"refused": why} where it could not begin.
+
+        Raises RuntimeError where Spark began the stage again: nobody is to train twice.
+        """
+        from pyspark import BarrierTaskContext
+
+        context = BarrierTaskContext.get()
+        if context.stageAttemptNumber() > 0:
+            raise RuntimeError("Spark began the stage of a manyhands run again after it failed: a run is never trained twice")
+        everyone = _told(context, self._hello(context))
+        if refused := _differing(everyone):
+            return {"refused": refused}
+        spools = [
+            Spool(frame.columns, self.memory_bytes // max(1, len(self.frames)), _folder()) for frame in self.frames
+        ]
+        try:
+            refused = ""
+            try:
+                self._fill(spools, batches)
+            except (BadInput, OSError) as error:
+                refused = str(error)
+            held = _told(context, {"refused": refused, "parts": [[p.to_json() for p in spool.parts()] for spool in spools]})
+            if reasons := [said["refused"] for said in held if said["refused"]]:
+                return {"refused": reasons[0]}
+            if self._is_agent(context.partitionId(), everyone):
+                self._give(context.partitionId(), everyone, held)
+            context.barrier()
+        finally:
+            for spool in spools:
+                spool.close()
+        return {}
+
+    def _hello(self, context: Any) -> dict[str, Any]:
+        gpu = context.resources().get("gpu")
+        return {
+            "host": host_key(),
+            "cpus": context.cpus(),
+            "gpus": list(gpu.addresses) if gpu is not None else [],
+            "versions": versions(),
+        }
+
+    def _fill(self, spools: list[Spool], batches: Iterator[pa.RecordBatch]) -> None:
+        import pyarrow.compute as pc
+
+        for batch in batches:
+            if len(spools) == 1:
+                spools[0].add(batch)
+                continue
+            for i, spool in enumerate(spools):
+                spool.add(batch.filter(pc.equal(batch.column(WHICH), i)))
+
+    def _is_agent(self, partition: int, everyone: list[dict[str, Any]]) -> bool:
+        return _of_host(everyone, partition)[0] == partition
+
+    def _give(self, partition: int, everyone: list[dict[str, Any]], held: list[dict[str, Any]]) -> None:
+        """Be the host's agent until the run is over. How it ended is the driver's to say."""
+        here = _of_host(everyone, partition)
+        gpus = [gpu for i in here for gpu in everyone[i]["gpus"]]
+        if gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        pool = self._pool(partition, everyone, held)
+        try:
+            os.environ[VARIABLE] = f"/proc/{os.getpid()}/fd/{pool}"
+            offer = Join(
+                address=self.address,
+                workers=len(here),
+                tls=self.tls,
+                plain_network=self.plain_network,
+                threads=max(1, int(everyone[partition]["cpus"])),
+                order=partition,
+            )
+            join(offer, say=_log, secret=Secret.from_json(self.secret))
+        except ManyhandsError as error:
+            _log(str(error))  # the driver has raised it, or is gone
+        finally:
+            del os.environ[VARIABLE]
+            os.close(pool)
+
+    def _pool(self, partition: int, everyone: list[dict[str, Any]], held: list[dict[str, Any]]) -> int:
+        """A file in memory that says which rows are here, and how many elsewhere; see `open_pool`."""
+        hosts = [_of_host(everyone, i) for i in _agents(everyone)]
+        mine = _of_host(everyone, partition)
+        pools = {
+            "workers": [len(host) for host in hosts],
+            "host": next(i for i, host in enumerate(hosts) if partition in host),
+            "rows": [
+                {
+                    frame.key: sum(part["rows"] for i in host for part in held[i]["parts"][n])
+                    for n, frame in enumerate(self.frames)
+                }
+                for host in hosts
+            ],
+            "parts": {
+                frame.key: [part for i in mine for part in held[i]["parts"][n]] for n, frame in enumerate(self.frames)
+            },
+        }
+        fd = os.memfd_create("manyhands-pool", os.MFD_CLOEXEC)
+        with os.fdopen(os.dup(fd), "w") as file:
+            json.dump(pools, file)
+        return fd
+
+
+def host_key() -> str:
+    """What has memory in common: a host, or one container of YARN's, whose limit of memory is its own."""
+    return ":".join(filter(None, (socket.gethostname(), os.environ.get("CONTAINER_ID", ""))))
+
+
+def _told(context: Any, value: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every Spark task's value, by partition."""
+    return [json.loads(text) for text in context.allGather(json.dumps(value))]
+
+
+def _of_host(everyone: list[dict[str, Any]], partition: int) -> list[int]:
+    """The partitions on this one's host, in order."""
+    return [i for i, other in enumerate(everyone) if other["host"] == everyone[partition]["host"]]
+
+
+def _agents(everyone: list[dict[str, Any]]) -> list[int]:
+    return [i for i in range(len(everyone)) if _of_host(everyone, i)[0] == i]
+
+
+def _differing(everyone: list[dict[str, Any]]) -> str:
+    """Why these executors cannot train together, or "" """
+    first = everyone[0]
+    for other in everyone[1:]:
+        if other["versions"] != first["versions"]:
+            return f"executors differ: {first['host']} has {_listed(first['versions'])}, {other['host']} has {_listed(other['versions'])}; install the same"
+    return ""
+
+
+def _listed(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def _folder() -> str:
+    """The executor's own disk, as Spark has it."""
+    folders = os.environ.get("SPARK_LOCAL_DIRS") or os.environ.get("LOCAL_DIRS") or ""
+    return next((folder for folder in folders.split(",") if os.access(folder, os.W_OK)), "/tmp")
+
+
+def _log(text: str) -> None:
+    print(f"manyhands: {text}", file=sys.stderr, flush=True)  # noqa: T201 - the executor's log

@@ -1,0 +1,103 @@
+"""A Spark DataFrame as training data."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from manyhands.data.frames import Frame
+from manyhands.data.spool import Column
+from manyhands.errors import BadInput
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+    from pyspark.sql.types import DataType
+
+_WHOLE = ("byte", "short", "integer", "long", "boolean")
+_FRACTIONS = ("float", "double")
+
+
+def frame(
+    df: DataFrame,
+    *,
+    features: str | Sequence[str],
+    label: str | Sequence[str] | None = None,
+    weight: str | None = None,
+    dtype: str = "float32",
+) -> Frame:
+    """Columns of a DataFrame, for `train_data` and its like: batches are (features, label), or what of it there is.
+
+    features: a column, or several side by side: numbers, arrays (of one length in all rows) and Spark ML vectors. They become
+        one tensor [rows, numbers] of `dtype`; a single column of numbers [rows], of arrays of arrays [rows, …].
+    label: likewise; whole numbers and booleans become int64, others `dtype`. None: batches are the features alone.
+    weight: a column of numbers; batches are then (features, label, weight).
+
+    Nothing is read here. Engine `spark` deals the rows evenly to one Spark task a worker, which keeps them for all epochs, in
+    memory and on its executor's disk; nothing goes through the driver. Raises BadInput for a column that is not there or
+    holds no numbers.
+    """
+    if weight is not None and label is None:
+        raise BadInput("weight is for batches of (features, label, weight): give label too")
+    wanted = {"features": _listed(features), "label": _listed(label), "weight": _listed(weight)}
+    columns = tuple(
+        Column(name, tuple(sources), _dtype(df, sources, dtype, whole=name != "features"))
+        for name, sources in wanted.items()
+        if sources
+    )
+    return Frame(key=uuid.uuid4().hex, columns=columns, table=_selected(df, [s for c in columns for s in c.sources]))
+
+
+def _listed(names: str | Sequence[str] | None) -> list[str]:
+    return [] if names is None else [names] if isinstance(names, str) else list(names)
+
+
+def _dtype(df: DataFrame, sources: list[str], dtype: str, whole: bool) -> str:
+    np.dtype(dtype)
+    kinds = [_number_of(_type_of(df, source), source) for source in sources]
+    return "int64" if whole and all(kind in _WHOLE for kind in kinds) else dtype
+
+
+def _type_of(df: DataFrame, name: str) -> DataType:
+    found = {field.name: field.dataType for field in df.schema.fields}
+    if name not in found:
+        raise BadInput(f"the DataFrame has no column {name!r}; it has {', '.join(found)}")
+    return found[name]
+
+
+def _number_of(kind: DataType, name: str) -> str:
+    """The type of the numbers in a column."""
+    if _is_vector(kind):
+        return "double"
+    inner: Any = kind
+    while inner.typeName() == "array":
+        inner = inner.elementType
+    if inner.typeName() in (*_WHOLE, *_FRACTIONS) or inner.typeName().startswith("decimal"):
+        return str(inner.typeName())
+    raise BadInput(
+        f"column {name!r} holds {kind.simpleString()}, not numbers: encode it first (StringIndexer, OneHotEncoder), or take columns of "
+        "numbers, arrays or vectors"
+    )
+
+
+def _is_vector(kind: DataType) -> bool:
+    return type(kind).__name__ == "VectorUDT"
+
+
+def _selected(df: DataFrame, names: list[str]) -> DataFrame:
+    """Those columns, vectors as arrays and decimals as doubles: what Arrow brings as plain numbers."""
+    from pyspark.sql import functions as F
+
+    picked = []
+    for name in dict.fromkeys(names):
+        kind, column = _type_of(df, name), F.col(f"`{name}`")
+        if _is_vector(kind):
+            from pyspark.ml.functions import vector_to_array
+
+            column = vector_to_array(column)
+        elif kind.typeName().startswith("decimal"):
+            column = column.cast("double")
+        picked.append(column.alias(name))
+    return df.select(*picked)
