@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import threading
 import uuid
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from manyhands.errors import BadInput, ManyhandsError
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+_SAYS_WHY = re.compile(r"[\w.]*(Error|Exception|BadInput)\b: .|.*ExecutorLostFailure")
 _END_S = 20.0
 _OWN_WORD_S = 2.0  # in which Spark itself finds that an executor is gone
 
@@ -84,9 +86,10 @@ def why(error: BaseException) -> str:
     ):
         if known in text:
             return said
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    told = [line for line in lines if "Error" in line or "Exception" in line or "Reason:" in line]
-    return (told or lines or [type(error).__name__])[-1 if told else 0][:500]
+    lines = [line.strip() for line in text.splitlines()]
+    told = [line for line in lines if _SAYS_WHY.match(line)]
+    own = [line for line in told if not line.startswith(("org.apache.", "py4j.", "java."))]
+    return (own or told or lines)[-1 if own else 0][:500] or type(error).__name__
 
 
 def rows_of(spark: SparkSession, frames: Sequence[Frame], workers: int) -> DataFrame:

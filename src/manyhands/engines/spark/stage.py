@@ -52,13 +52,12 @@ class Stage:
     def run(self, batches: Iterator[pa.RecordBatch]) -> dict[str, Any]:
         """Give this Spark task's part. {} when the run is over, {"refused": why} where it could not begin.
 
-        Raises RuntimeError where Spark began the stage again: nobody is to train twice.
+        Spark may begin the stage again after one of its tasks failed. Once the run has begun nobody can join it any more,
+        and the driver cancels the job: nothing is trained twice.
         """
         from pyspark import BarrierTaskContext
 
         context = BarrierTaskContext.get()
-        if context.stageAttemptNumber() > 0:
-            raise RuntimeError("Spark began the stage of a manyhands run again after it failed: a run is never trained twice")
         everyone = _told(context, self._hello(context))
         if refused := _differing(everyone):
             return {"refused": refused}
