@@ -164,5 +164,7 @@ def test_partitions_of_other_lengths(spools: list[Spool]) -> None:
     spools += made
     for i, spool in enumerate(made):
         spool.add(pa.record_batch({"x": [[1.0] * (i + 1)]}))
-    with pytest.raises(BadInput, match=r"features has rows of float64 \[1\] in one partition and of float64 \[2\] in another"):
+    with pytest.raises(
+        BadInput, match=r"features has rows of float64 \[1\] in one partition and of float64 \[2\] in another"
+    ):
         HostRows([part for spool in made for part in spool.parts()], ["features"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,8 @@ OPTIONS = {
     "spark.executor.memory": "512m",
     "spark.driver.memory": "512m",
     "spark.sql.shuffle.partitions": "4",
-    "spark.sql.artifact.isolation.enabled": "false",
+    "spark.locality.wait": "0s",
+    "spark.ui.showConsoleProgress": "false",
 }
 CLUSTER = "local-cluster[2,2,512]"
 
@@ -24,19 +26,25 @@ CLUSTER = "local-cluster[2,2,512]"
 @contextmanager
 def spark_session(master: str, folder: Path, **options: Any) -> Iterator[Any]:
     """A session whose executors run this Python, whose files are in `folder`, and of which nothing is left."""
+    import pyspark
     from pyspark.sql import SparkSession
 
     os.environ["PYSPARK_PYTHON"] = sys.executable
     os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
     os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
-    os.environ.setdefault("SPARK_WORKER_DIR", str(folder / "work"))
     builder = SparkSession.builder.master(master).appName("tests")
-    own = {"spark.local.dir": str(folder / "local"), "spark.sql.warehouse.dir": str(folder / "warehouse")}
+    own = {
+        "spark.local.dir": str(folder / "local"),
+        "spark.sql.warehouse.dir": str(folder / "warehouse"),
+        "spark.executorEnv.PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
     for name, value in {**OPTIONS, **own, **options}.items():
         builder = builder.config(name, value)
     session = builder.getOrCreate()
     session.sparkContext.setLogLevel("OFF")
+    work = Path(pyspark.__file__).parent / "work" / session.sparkContext.applicationId
     try:
         yield session
     finally:
         session.stop()
+        shutil.rmtree(work, ignore_errors=True)  # where a cluster's executors have their folders

@@ -58,7 +58,9 @@ def test_dynamic_allocation_is_refused(spark: Any) -> None:
 
 @pytest.mark.usefixtures("spark")
 def test_another_master_than_the_session_has() -> None:
-    with pytest.raises(BadInput, match=r"master=local\[2\] was asked for, and the active Spark session has local-cluster"):
+    with pytest.raises(
+        BadInput, match=r"master=local\[2\] was asked for, and the active Spark session has local-cluster"
+    ):
         mh.launch(os.getpid, workers=2, engine="spark:master=local[2]")
 
 
@@ -156,6 +158,11 @@ def test_a_session_of_the_runs_own_is_stopped(tmp_path: Path) -> None:
     """
     environment = {**os.environ, "PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=90
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=90,
     )
     assert done.stdout.split() == ["True", "None"], done.stderr

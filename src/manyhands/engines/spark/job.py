@@ -10,9 +10,9 @@ import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from manyhands.data.frames import Frame
+from manyhands.data.frames import WHICH, Frame
 from manyhands.engines.spark.session import is_connect
-from manyhands.engines.spark.stage import SAID, SCHEMA, WHICH, Stage
+from manyhands.engines.spark.stage import SAID, SCHEMA, Stage
 from manyhands.errors import BadInput, ManyhandsError
 
 if TYPE_CHECKING:
@@ -65,7 +65,9 @@ class Job:
         if self._thread.is_alive():
             return
         if self._error is not None:
-            raise ManyhandsError(f"the Spark job of the run failed before it began: {why(self._error)}") from self._error
+            raise ManyhandsError(
+                f"the Spark job of the run failed before it began: {why(self._error)}"
+            ) from self._error
         reasons = [said["refused"] for said in self._said if said.get("refused")]
         raise BadInput(reasons[0] if reasons else "the Spark job of the run ended before it began")
 
@@ -80,9 +82,18 @@ def why(error: BaseException) -> str:
     """The line of a Spark error that says what happened."""
     text = str(error)
     for known, said in (
-        ("No module named 'manyhands'", "the executors' Python has no manyhands: install it there as here, or name that Python in PYSPARK_PYTHON"),
-        ("No module named 'torch'", "the executors' Python has no torch: install it there as here, or name that Python in PYSPARK_PYTHON"),
-        ("PYTHON_VERSION_MISMATCH", "the executors' Python is of another version than this one: name the right one in PYSPARK_PYTHON"),
+        (
+            "No module named 'manyhands'",
+            "the executors' Python has no manyhands: install it there as here, or name that Python in PYSPARK_PYTHON",
+        ),
+        (
+            "No module named 'torch'",
+            "the executors' Python has no torch: install it there as here, or name that Python in PYSPARK_PYTHON",
+        ),
+        (
+            "PYTHON_VERSION_MISMATCH",
+            "the executors' Python is of another version than this one: name the right one in PYSPARK_PYTHON",
+        ),
     ):
         if known in text:
             return said
@@ -96,13 +107,12 @@ def rows_of(spark: SparkSession, frames: Sequence[Frame], workers: int) -> DataF
     """All rows of all frames, dealt evenly to one partition a worker; without frames, partitions with nothing of use."""
     if not frames:
         return spark.range(0, workers, 1, workers)
-    if len(frames) == 1:
-        return frames[0].table.repartition(workers)
-    from pyspark.sql import functions as F
+    together: DataFrame = frames[0].table
+    if len(frames) > 1 and WHICH not in together.columns:
+        from pyspark.sql import functions as F
 
-    together = None
-    for i, frame in enumerate(frames):
-        one = frame.table.withColumn(WHICH, F.lit(i))
-        together = one if together is None else together.unionByName(one, allowMissingColumns=True)
-    assert together is not None
+        first, *others = (frame.table.withColumn(WHICH, F.lit(i)) for i, frame in enumerate(frames))
+        together = first
+        for other in others:
+            together = together.unionByName(other, allowMissingColumns=True)
     return together.repartition(workers)
