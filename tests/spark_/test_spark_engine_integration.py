@@ -14,7 +14,7 @@ import pytest
 import manyhands as mh
 from manyhands.engines.base import Launch
 from manyhands.engines.spark.engine import Spark
-from manyhands.errors import BadInput, Unsupported, WorkerFailed
+from manyhands.errors import BadInput, WorkerFailed
 from manyhands.testing.engine_exam import ENGINE_EXAM
 from manyhands.worker import Worker
 
@@ -45,15 +45,6 @@ def test_too_few_slots(spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("manyhands.engines.spark.session._SLOTS_S", 0.5)
     with pytest.raises(BadInput, match="5 workers need 5 Spark task slots at once, and the cluster has 4"):
         mh.launch(os.getpid, workers=5, engine="spark")
-
-
-def test_dynamic_allocation_is_refused(spark: Any) -> None:
-    spark.conf.set("spark.dynamicAllocation.enabled", "true")
-    try:
-        with pytest.raises(Unsupported, match=r"set spark\.dynamicAllocation\.enabled=false"):
-            mh.launch(os.getpid, workers=2, engine="spark")
-    finally:
-        spark.conf.unset("spark.dynamicAllocation.enabled")
 
 
 @pytest.mark.usefixtures("spark")

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pyspark import keyword_only
 from pyspark.ml import Estimator as SparkEstimator
 from pyspark.ml import Model as SparkModel
 from pyspark.ml.param import Param, Params, TypeConverters
@@ -23,7 +22,7 @@ from manyhands.errors import BadInput
 from manyhands.run import Run
 from manyhands.spark import stored_model
 from manyhands.spark.framing import frame, plain, split
-from manyhands.spark.predicting import OUTPUTS, Judge, Predict
+from manyhands.spark.predicting import OUTPUTS, Judge, Predict, column_of
 from manyhands.spark.weighted import WeightedLoss, WeightedMetrics
 from manyhands.task import Task
 from manyhands.training import train
@@ -119,7 +118,6 @@ class Estimator(SparkEstimator["Model"], _Columns, MLWritable):
 
     _SCALARS = ("epochs", "batch_size", "seed")
 
-    @keyword_only
     def __init__(
         self,
         task: Task | None = None,
@@ -239,14 +237,11 @@ class Model(SparkModel, _Columns, MLWritable, MLReadable["Model"]):
     @override
     def _transform(self, dataset: DataFrame) -> DataFrame:
         """The rows with their predictions: each is computed beside its own row, so nothing is joined, whatever a shuffle does."""
-        from pyspark.sql.pandas.functions import PandasUDFType, pandas_udf
         from pyspark.sql.types import ArrayType, DoubleType
 
         output = self.getOrDefault(self.output)
         kind = ArrayType(DoubleType()) if output == "array" else DoubleType()
-        predict = pandas_udf(
-            Predict(self.module, self.getOrDefault(self.dtype), output), kind, PandasUDFType.SCALAR_ITER
-        )
+        predict = column_of(Predict(self.module, self.getOrDefault(self.dtype), output), kind)
         return dataset.withColumn(self.getPredictionCol(), predict(*(plain(dataset, name) for name in self.features())))
 
     def evaluate(self, dataset: DataFrame) -> dict[str, float]:

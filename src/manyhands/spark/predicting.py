@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ from manyhands.errors import BadInput
 if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
+    from pyspark.sql import Column as SparkColumn
+    from pyspark.sql.types import DataType
 
 ROWS = 1024  # of a forward
 OUTPUTS = ("class", "value", "array")
@@ -24,7 +27,7 @@ OUTPUTS = ("class", "value", "array")
 
 @dataclass(frozen=True)
 class Predict:
-    """The function of a pandas UDF: features of some rows -> their predictions, in the same order.
+    """The function of `column_of`: features of some rows -> their predictions, in the same order.
 
     output: class: the number of the largest output, or 1 where a single one is above 0; value: the one output of a row; array: all.
     """
@@ -33,16 +36,34 @@ class Predict:
     dtype: str
     output: str
 
-    def __call__(self, parts: Iterator[tuple[pd.Series[Any], ...]]) -> Iterator[pd.Series[Any]]:
+    def __call__(self, parts: Iterator[tuple[pd.Series[Any], ...] | pd.Series[Any]]) -> Iterator[pd.Series[Any]]:
         import pandas as pd
 
         self.model.eval()
         for columns in parts:
-            features = _side_by_side(columns, self.dtype)
+            features = _side_by_side([columns] if isinstance(columns, pd.Series) else columns, self.dtype)
             with torch.inference_mode():
                 outputs = [self.model(torch.from_numpy(features[i : i + ROWS])) for i in range(0, len(features), ROWS)]
             found = np.concatenate([said(one, self.output) for one in outputs]) if outputs else np.empty(0)
             yield pd.Series(list(found) if found.ndim > 1 else found)
+
+
+def column_of(predict: Predict, kind: DataType) -> Callable[..., SparkColumn]:
+    """A function of feature columns that gives the column of predictions, of the given type."""
+    import pandas as pd
+    from pyspark.sql.pandas.functions import pandas_udf
+
+    def predicted(parts: Any) -> Any:
+        return predict(parts)
+
+    # Spark reads off the types that it is a function of iterators: the model is there once, not for each batch.
+    predicted.__annotations__ = {
+        "parts": typing.Iterator[tuple[pd.Series, ...]],
+        "return": typing.Iterator[pd.Series],
+    }
+    make: Any = pandas_udf  # its types know no iterators
+    made: Callable[..., SparkColumn] = make(predicted, kind)
+    return made
 
 
 def said(outputs: Tensor, output: str) -> np.ndarray[Any, Any]:

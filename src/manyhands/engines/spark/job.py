@@ -100,7 +100,8 @@ def why(error: BaseException) -> str:
     lines = [line.strip() for line in text.splitlines()]
     told = [line for line in lines if _SAYS_WHY.match(line)]
     own = [line for line in told if not line.startswith(("org.apache.", "py4j.", "java."))]
-    return (own or told or lines)[-1 if own else 0][:500] or type(error).__name__
+    chosen = own[-1:] or told[:1] or [line for line in lines if line][:1] or [type(error).__name__]
+    return chosen[0][:500]
 
 
 def rows_of(spark: SparkSession, frames: Sequence[Frame], workers: int) -> DataFrame:
