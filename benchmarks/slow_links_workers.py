@@ -136,12 +136,14 @@ def line(job: Job, values: dict[str, Any], seconds: float) -> str:
 
 
 def by_train(model: Model, job: Job) -> dict[str, Any]:
-    """`mh.train` on all workers; what it refuses is said."""
+    """`mh.train` on all workers; what it refuses is said. It goes on through the rows until all steps are made."""
     fields: dict[str, Any] = {} if job.test else {"test_data": None}
     try:
-        run = mh.train(task(model, max_steps=job.steps, **fields), strategy=job.spec)
+        run = mh.train(task(model, epochs=job.steps, max_steps=job.steps, **fields), strategy=job.spec)
     except BadInput as refusal:
         return {"refused": str(refusal)}
+    if run.steps != job.steps:
+        raise SystemExit(f"{job.name} made {run.steps} of {job.steps} steps")
     size = mh.worker().size
     return {
         "parameters": run.info["parameters"],
