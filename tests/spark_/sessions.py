@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,3 +51,61 @@ def spark_session(master: str, folder: Path, **options: Any) -> Iterator[Any]:
     finally:
         session.stop()
         shutil.rmtree(work, ignore_errors=True)  # where a cluster's executors have their folders
+
+
+@contextmanager
+def standalone(folder: Path, workers: int = 2) -> Iterator[str]:
+    """A master and workers of one core each, as pyspark's own `spark-class` starts them; the master's address."""
+    home = Path(pyspark_home())
+    environment = {**os.environ, "SPARK_HOME": str(home), "SPARK_LOCAL_IP": "127.0.0.1", "SPARK_LOG_DIR": str(folder)}
+    environment |= {"SPARK_LOCAL_DIRS": str(folder / "local"), "SPARK_WORKER_DIR": str(folder / "work")}
+
+    def start(name: str, *options: str) -> subprocess.Popen[str]:
+        command = [
+            str(home / "bin" / "spark-class"),
+            f"org.apache.spark.deploy.{name}",
+            "--host",
+            "127.0.0.1",
+            *options,
+        ]
+        return subprocess.Popen(
+            command,
+            env=environment,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
+
+    processes = [start("master.Master", "--port", "0", "--webui-port", "0")]
+    try:
+        address = _said(processes[0], r"(spark://127\.0\.0\.1:\d+)")
+        options = ("--cores", "1", "--memory", "512m", "--webui-port", "0", address)
+        processes += [start("worker.Worker", *options) for _ in range(workers)]
+        for worker in processes[1:]:
+            _said(worker, r"(Successfully registered with master)")
+        yield address
+    finally:
+        for process in reversed(processes):
+            process.terminate()
+        for process in processes:
+            process.wait(20)
+            assert process.stderr is not None
+            process.stderr.close()
+
+
+def _said(process: subprocess.Popen[str], pattern: str) -> str:
+    """The first line of its log that matches; what follows is read and dropped, so that its pipe never fills."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        if found := re.search(pattern, line):
+            threading.Thread(target=process.stderr.read, daemon=True).start()
+            return found[1]
+    raise AssertionError(f"ended with {process.wait(20)} before it said {pattern}")
+
+
+def pyspark_home() -> str:
+    import pyspark
+
+    return os.path.dirname(pyspark.__file__)
