@@ -64,7 +64,7 @@ def _rate(one: Contestant, base: Contestant) -> Advice | None:
     """A global batch moves the answer at least 1.5 times as far as one process's does: N times where N workers add.
 
     Large Scale Distributed Deep Networks, Dean et al., 2012; DiLoCo, Douillard et al., 2023: outer_rate / (1 - outer_momentum) times along a
-    steady way, which few rounds do not bear (8 % more test loss after 8 rounds, 5.8 % after 14 with half the momentum: benchmarks/slow_links.py).
+    steady way, which few rounds do not bear (8 % more test loss after 8 rounds; with half the momentum 5.8 % after 14 and 1.3 % after 60: benchmarks/slow_links.py).
     Late updates bear less than their share, limit(τ) / limit(0) of the rate (staleness.py).
     """
     far = _far(one, base)
