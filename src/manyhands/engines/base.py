@@ -145,7 +145,5 @@ class Engine(ABC):
 
         count = default_workers(self) if workers is None else workers
         cast = Roles(workers=count, others=dict(roles or {}), until=until)
-        plan = Launch(
-            workers=count, threads_per_worker=threads_per_worker, timeout_s=timeout_s, observer=Telling()
-        )
+        plan = Launch(workers=count, threads_per_worker=threads_per_worker, timeout_s=timeout_s, observer=Telling())
         return run(self, Member(function, args, cast, tensorboard), plan)

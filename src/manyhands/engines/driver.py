@@ -148,7 +148,9 @@ class Driver:
             case "lost":
                 self._lost(crew, seat, body)
             case other:
-                raise ManyhandsError(f"{self.plan.name_of(seat)} on {crew.host} sent a message of unknown type {other!r}")
+                raise ManyhandsError(
+                    f"{self.plan.name_of(seat)} on {crew.host} sent a message of unknown type {other!r}"
+                )
 
     def _tell_observer(self) -> None:
         """What was emitted, in order. It may write files: leases do not wait for that."""
