@@ -265,8 +265,8 @@ def cast_of(roles: str | None, workers: int | None, until: str | None, tensorboa
     named = counts.pop(WORKER, None)
     if workers is not None and named is not None:
         raise BadInput(f"--workers {workers} and --roles worker={named}: say it in one of them")
-    count = workers or named or 1
-    return Roles(workers=count, others=counts, until=TRAINING if until is None else tuple(until.split(",")))
+    asked = workers or named or 1
+    return Roles(workers=asked, others=counts, until=TRAINING if until is None else tuple(until.split(",")))
 
 
 def stamped(kind: str, task: str) -> Path:
