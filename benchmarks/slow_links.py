@@ -60,7 +60,7 @@ STEPS = {  # measured in a block: whole periods
     "gossip": 6,
 }
 RATES = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3}  # bits a second
-LIMIT_S = {"rates": 1500.0, "losses": 1500.0}  # longer, and the part is given up
+BEGINNING_S, STEP_S = 300.0, 5.0  # longer on the average, and the part is given up
 ENDING_S = 20.0
 _WHERE = {
     "rates": ", on cards of {rate}",
@@ -111,7 +111,8 @@ def measured(part: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     jobs = jobs_of(part, options)
     if part == "predictions":
         return predictions(options.model, jobs, WORKERS, bits_of(options.rate))
-    return launched(options, jobs, options.rate if part == "rates" else "", LIMIT_S[part])
+    limit_s = BEGINNING_S + STEP_S * sum(job.steps for job in jobs)
+    return launched(options, jobs, options.rate if part == "rates" else "", limit_s)
 
 
 def jobs_of(part: str, options: argparse.Namespace) -> list[Job]:

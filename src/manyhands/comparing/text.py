@@ -43,7 +43,7 @@ def text(comparison: Comparison, width: int = WIDTH) -> str:
         _headline(comparison),
         "",
         _drawn(_results(comparison), width),
-        f"  {legend}; median ± half the range of {_repeats(comparison)}",
+        f"  {legend}; {_taken_over(comparison)}",
         "",
         _drawn(_costs(comparison), width),
         "",
@@ -52,6 +52,10 @@ def text(comparison: Comparison, width: int = WIDTH) -> str:
         *(f"Advice: {one.text}" for one in comparison.advice[:1]),
     ]
     return "\n".join(line for part in parts for line in _wrapped(part, width))
+
+
+def _taken_over(comparison: Comparison) -> str:
+    return f"{'median ± half the range of ' if comparison.repeats > 1 else ''}{_repeats(comparison)}"
 
 
 def _headline(comparison: Comparison) -> str:
@@ -159,11 +163,12 @@ def _middle(trials: Sequence[Trial], field: str) -> float | None:
 
 
 def _spread(found: Spread | None) -> str:
-    """`1,234 ±3 %`: the median, and half of what lies between least and largest."""
+    """`1,234 ±3 %`: the median, and half of what lies between least and largest; of a single repeat the number alone."""
     if found is None:
         return "failed"
-    share = (found.high - found.low) / 2 / found.middle if found.middle else 0.0
-    return f"{_number(found.middle)} ±{100 * share:.0f} %"
+    if found.low == found.high or not found.middle:
+        return _number(found.middle)
+    return f"{_number(found.middle)} ±{50 * (found.high - found.low) / found.middle:.0f} %"
 
 
 def _times(values: Sequence[float | None]) -> list[str]:

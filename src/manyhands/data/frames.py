@@ -22,6 +22,8 @@ from manyhands.data.source import Indexed, Reading, Slice, Slices, Source
 from manyhands.data.spool import Array, Column, Part, open_part
 from manyhands.errors import BadInput
 
+WHICH = "manyhands_frame"
+"""The column that says of which frame of a run a row is, by number; a table with it holds the rows of all of them."""
 VARIABLE = "MANYHANDS_POOL"
 """Names the file in which a host's workers find what was brought to them."""
 
@@ -53,7 +55,9 @@ class Frame:
         return open_pool(pools, self.key, tuple(column.name for column in self.columns), collate)
 
 
-def open_pool(pools: dict[str, Any], key: str, names: Sequence[str], collate: Callable[[list[Any]], Any] | None) -> Source:
+def open_pool(
+    pools: dict[str, Any], key: str, names: Sequence[str], collate: Callable[[list[Any]], Any] | None
+) -> Source:
     """What was brought here of one frame: all of it on a single host, else this host's share."""
     rows: list[int] = [host[key] for host in pools["rows"]]  # by host
     workers: list[int] = pools["workers"]
@@ -143,7 +147,9 @@ class SharedRows(Source):
         for index in range(reading.first_tick, self.ticks(reading)):
             mine = order[index * own : (index + 1) * own]
             start, stop = slice_of(len(mine), place, size)
-            everybody = sum(max(0, min(share, rows - index * share)) for share, rows in zip(shares, self._all, strict=True))
+            everybody = sum(
+                max(0, min(share, rows - index * share)) for share, rows in zip(shares, self._all, strict=True)
+            )
             batch = self._here.take(mine[start:stop]) if stop > start else None
             yield Slice(batch, stop - start, everybody, index, reading.rank)
 

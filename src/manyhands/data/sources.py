@@ -61,7 +61,9 @@ def open_source(data: Any, *, collate: Collate | None = None, loader_processes: 
 
 def is_function(data: Any) -> bool:
     """Whether `data` is a function that gives data, so that `open_source` calls it; a dataset that can be called is none."""
-    return callable(data) and not (isinstance(data, Dataset | DataLoader | Frame) or _has_rows(data) or _has_columns(data))
+    return callable(data) and not (
+        isinstance(data, Dataset | DataLoader | Frame) or _has_rows(data) or _has_columns(data)
+    )
 
 
 def _open_tensors(data: Any, collate: Collate | None, processes: int) -> Source | None:

@@ -132,7 +132,7 @@ class Spool:
 
 
 def _append(fd: int, array: Array) -> None:
-    data = memoryview(array).cast("B")
+    data = array.reshape(-1).view(np.uint8).data
     while data.nbytes:  # one call writes 2 GB at most
         data = data[os.write(fd, data) :]
 

@@ -56,7 +56,8 @@ def arrow_columns(table: pa.Table, what: str) -> dict[str, np.ndarray[Any, Any]]
     """
     nonempty(table.num_rows, what)
     return {
-        name: arrow_array(table.column(name).combine_chunks(), f"column {name!r} of {what}") for name in table.column_names
+        name: arrow_array(table.column(name).combine_chunks(), f"column {name!r} of {what}")
+        for name in table.column_names
     }
 
 

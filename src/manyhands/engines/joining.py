@@ -69,10 +69,13 @@ class Join:
         ports_of(self.ports)
 
 
-def join(offer: Join, say: Callable[[str], None] = LOG.info, secret: Secret | None = None) -> None:
+def join(
+    offer: Join, say: Callable[[str], None] = LOG.info, secret: Secret | None = None, spawner: Spawner | None = None
+) -> None:
     """Give workers to the run at `offer.address`, until it is over; then nothing of it is left on this host.
 
     say: gets a line where there is news for the user. secret: the run's; None: in the file that MANYHANDS_CREDENTIALS names.
+    spawner: a fork server that was started for this; it is closed here.
     Raises ManyhandsError with the driver's reason where it refuses, and with the run's error where it fails; Preempted
     after SIGTERM (the driver is told, and stops the run where it can be resumed).
     """
@@ -80,7 +83,7 @@ def join(offer: Join, say: Callable[[str], None] = LOG.info, secret: Secret | No
         raise BadInput(f"joining a run needs Linux, this is {sys.platform}: on Windows use WSL2")
     secret = secret or _secret(offer)
     with room_for_descriptors(4 * offer.workers + 16):
-        spawner = Spawner()  # it loads torch while we look for the driver
+        spawner = spawner or Spawner()  # it loads torch while we look for the driver
         try:
             agent = Agent(offer, secret, spawner, say)
             agent.serve(Post(_connected(offer, secret), agent.memory_for))

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from manyhands.spark.frame import frame as frame
+from manyhands.errors import BadInput
 
-__all__ = ["frame"]
-_WHERE = {"frame": "frame"}
+if TYPE_CHECKING:
+    from manyhands.spark.estimator import Estimator as Estimator
+    from manyhands.spark.estimator import Model as Model
+    from manyhands.spark.framing import frame as frame
+
+_WHERE = {"Estimator": "estimator", "Model": "estimator", "frame": "framing"}
+__all__ = ["Estimator", "Model", "frame"]
 
 
 def __getattr__(name: str) -> Any:
-    import importlib
-
     if name not in _WHERE:
         raise AttributeError(f"module 'manyhands.spark' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"manyhands.spark.{_WHERE[name]}"), name)
+    try:
+        value = getattr(importlib.import_module(f"manyhands.spark.{_WHERE[name]}"), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "pyspark":
+            raise
+        raise BadInput("mh.spark needs pyspark: pip install 'manyhands[spark]'") from error
     globals()[name] = value
     return value

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import threading
 import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from manyhands.data.frames import Frame
+from manyhands.data.frames import WHICH, Frame
 from manyhands.engines.spark.session import is_connect
-from manyhands.engines.spark.stage import SAID, SCHEMA, WHICH, Stage
+from manyhands.engines.spark.stage import SAID, SCHEMA, Stage
 from manyhands.errors import BadInput, ManyhandsError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+_SAYS_WHY = re.compile(r"[\w.]*(Error|Exception|BadInput)\b: .|.*ExecutorLostFailure")
 _END_S = 20.0
 _OWN_WORD_S = 2.0  # in which Spark itself finds that an executor is gone
 
@@ -63,7 +65,9 @@ class Job:
         if self._thread.is_alive():
             return
         if self._error is not None:
-            raise ManyhandsError(f"the Spark job of the run failed before it began: {why(self._error)}") from self._error
+            raise ManyhandsError(
+                f"the Spark job of the run failed before it began: {why(self._error)}"
+            ) from self._error
         reasons = [said["refused"] for said in self._said if said.get("refused")]
         raise BadInput(reasons[0] if reasons else "the Spark job of the run ended before it began")
 
@@ -78,28 +82,38 @@ def why(error: BaseException) -> str:
     """The line of a Spark error that says what happened."""
     text = str(error)
     for known, said in (
-        ("No module named 'manyhands'", "the executors' Python has no manyhands: install it there as here, or name that Python in PYSPARK_PYTHON"),
-        ("No module named 'torch'", "the executors' Python has no torch: install it there as here, or name that Python in PYSPARK_PYTHON"),
-        ("PYTHON_VERSION_MISMATCH", "the executors' Python is of another version than this one: name the right one in PYSPARK_PYTHON"),
+        (
+            "No module named 'manyhands'",
+            "the executors' Python has no manyhands: install it there as here, or name that Python in PYSPARK_PYTHON",
+        ),
+        (
+            "No module named 'torch'",
+            "the executors' Python has no torch: install it there as here, or name that Python in PYSPARK_PYTHON",
+        ),
+        (
+            "PYTHON_VERSION_MISMATCH",
+            "the executors' Python is of another version than this one: name the right one in PYSPARK_PYTHON",
+        ),
     ):
         if known in text:
             return said
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    told = [line for line in lines if "Error" in line or "Exception" in line or "Reason:" in line]
-    return (told or lines or [type(error).__name__])[-1 if told else 0][:500]
+    lines = [line.strip() for line in text.splitlines()]
+    told = [line for line in lines if _SAYS_WHY.match(line)]
+    own = [line for line in told if not line.startswith(("org.apache.", "py4j.", "java."))]
+    chosen = own[-1:] or told[:1] or [line for line in lines if line][:1] or [type(error).__name__]
+    return chosen[0][:500]
 
 
 def rows_of(spark: SparkSession, frames: Sequence[Frame], workers: int) -> DataFrame:
     """All rows of all frames, dealt evenly to one partition a worker; without frames, partitions with nothing of use."""
     if not frames:
         return spark.range(0, workers, 1, workers)
-    if len(frames) == 1:
-        return frames[0].table.repartition(workers)
-    from pyspark.sql import functions as F
+    together: DataFrame = frames[0].table
+    if len(frames) > 1 and WHICH not in together.columns:
+        from pyspark.sql import functions as F
 
-    together = None
-    for i, frame in enumerate(frames):
-        one = frame.table.withColumn(WHICH, F.lit(i))
-        together = one if together is None else together.unionByName(one, allowMissingColumns=True)
-    assert together is not None
+        first, *others = (frame.table.withColumn(WHICH, F.lit(i)) for i, frame in enumerate(frames))
+        together = first
+        for other in others:
+            together = together.unionByName(other, allowMissingColumns=True)
     return together.repartition(workers)

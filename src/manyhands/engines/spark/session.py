@@ -25,7 +25,7 @@ def session(master: str) -> Iterator[SparkSession]:
         from pyspark.sql import SparkSession
     except ImportError as error:
         raise BadInput(f"engine spark needs pyspark ({error}): pip install 'manyhands[spark]'") from error
-    active = SparkSession.getActiveSession()
+    active = SparkSession.getActiveSession() or _of_another_thread()
     if active is not None:
         own = active.conf.get("spark.master", "")
         if master and own != master:
@@ -40,6 +40,14 @@ def session(master: str) -> Iterator[SparkSession]:
         yield made
     finally:
         made.stop()
+
+
+def _of_another_thread() -> SparkSession | None:
+    """The session that is there although it is not this thread's active one, as in the threads of a CrossValidator."""
+    from pyspark import SparkContext
+    from pyspark.sql import SparkSession
+
+    return None if SparkContext._active_spark_context is None else SparkSession.builder.getOrCreate()
 
 
 def is_connect(spark: SparkSession) -> bool:

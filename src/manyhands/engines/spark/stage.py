@@ -12,14 +12,16 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from manyhands.data.frames import VARIABLE, Frame
+from manyhands.data.frames import VARIABLE, WHICH, Frame
 from manyhands.data.spool import Spool
 from manyhands.engines.joining import Join, join
 from manyhands.engines.roster import versions
 from manyhands.engines.secret import Secret
+from manyhands.engines.spawner import Spawner
 from manyhands.errors import BadInput, ManyhandsError
 
 if TYPE_CHECKING:
@@ -28,8 +30,6 @@ if TYPE_CHECKING:
 SAID = "said"
 """The column of what a Spark task answers, JSON; its schema."""
 SCHEMA = f"{SAID} string"
-WHICH = "manyhands_frame"
-"""The column that says of which frame a row is: its number in `Stage.frames`."""
 
 
 @dataclass(frozen=True)
@@ -52,34 +52,27 @@ class Stage:
     def run(self, batches: Iterator[pa.RecordBatch]) -> dict[str, Any]:
         """Give this Spark task's part. {} when the run is over, {"refused": why} where it could not begin.
 
-        Raises RuntimeError where Spark began the stage again: nobody is to train twice.
+        Spark may begin the stage again after one of its tasks failed. Once the run has begun nobody can join it any more,
+        and the driver cancels the job: nothing is trained twice.
         """
         from pyspark import BarrierTaskContext
 
         context = BarrierTaskContext.get()
-        if context.stageAttemptNumber() > 0:
-            raise RuntimeError("Spark began the stage of a manyhands run again after it failed: a run is never trained twice")
-        everyone = _told(context, self._hello(context))
+        partition, everyone = context.partitionId(), _told(context, self._hello(context))
         if refused := _differing(everyone):
             return {"refused": refused}
-        spools = [
-            Spool(frame.columns, self.memory_bytes // max(1, len(self.frames)), _folder()) for frame in self.frames
-        ]
-        try:
-            refused = ""
-            try:
-                self._fill(spools, batches)
-            except (BadInput, OSError) as error:
-                refused = str(error)
-            held = _told(context, {"refused": refused, "parts": [[p.to_json() for p in spool.parts()] for spool in spools]})
+        with ExitStack() as stack:
+            spawner = None
+            if _of_host(everyone, partition)[0] == partition:  # the host's agent
+                spawner = Spawner()  # it loads torch while the rows come
+                stack.callback(spawner.close)
+            spools = [stack.enter_context(closing(self._spool(frame))) for frame in self.frames]
+            held = _told(context, self._filled(spools, batches))
             if reasons := [said["refused"] for said in held if said["refused"]]:
                 return {"refused": reasons[0]}
-            if self._is_agent(context.partitionId(), everyone):
-                self._give(context.partitionId(), everyone, held)
+            if spawner is not None:
+                self._give(spawner, partition, everyone, held)
             context.barrier()
-        finally:
-            for spool in spools:
-                spool.close()
         return {}
 
     def _hello(self, context: Any) -> dict[str, Any]:
@@ -91,20 +84,27 @@ class Stage:
             "versions": versions(),
         }
 
+    def _spool(self, frame: Frame) -> Spool:
+        return Spool(frame.columns, self.memory_bytes // len(self.frames), _folder())
+
+    def _filled(self, spools: list[Spool], batches: Iterator[pa.RecordBatch]) -> dict[str, Any]:
+        """What is held here, for the others; or why not."""
+        try:
+            self._fill(spools, batches)
+        except (BadInput, OSError) as error:
+            return {"refused": str(error)}
+        return {"refused": "", "parts": [[part.to_json() for part in spool.parts()] for spool in spools]}
+
     def _fill(self, spools: list[Spool], batches: Iterator[pa.RecordBatch]) -> None:
         import pyarrow.compute as pc
 
         for batch in batches:
-            if len(spools) == 1:
-                spools[0].add(batch)
-                continue
             for i, spool in enumerate(spools):
-                spool.add(batch.filter(pc.equal(batch.column(WHICH), i)))
+                spool.add(batch if len(spools) == 1 else batch.filter(pc.equal(batch.column(WHICH), i)))
 
-    def _is_agent(self, partition: int, everyone: list[dict[str, Any]]) -> bool:
-        return _of_host(everyone, partition)[0] == partition
-
-    def _give(self, partition: int, everyone: list[dict[str, Any]], held: list[dict[str, Any]]) -> None:
+    def _give(
+        self, spawner: Spawner, partition: int, everyone: list[dict[str, Any]], held: list[dict[str, Any]]
+    ) -> None:
         """Be the host's agent until the run is over. How it ended is the driver's to say."""
         here = _of_host(everyone, partition)
         gpus = [gpu for i in here for gpu in everyone[i]["gpus"]]
@@ -121,7 +121,7 @@ class Stage:
                 threads=max(1, int(everyone[partition]["cpus"])),
                 order=partition,
             )
-            join(offer, say=_log, secret=Secret.from_json(self.secret))
+            join(offer, say=_log, secret=Secret.from_json(self.secret), spawner=spawner)
         except ManyhandsError as error:
             _log(str(error))  # the driver has raised it, or is gone
         finally:

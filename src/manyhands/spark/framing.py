@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from manyhands.data.frames import Frame
+from manyhands.data.frames import WHICH, Frame
 from manyhands.data.spool import Column
 from manyhands.errors import BadInput
 
 if TYPE_CHECKING:
+    from pyspark.sql import Column as SparkColumn
     from pyspark.sql import DataFrame
     from pyspark.sql.types import DataType
 
@@ -87,17 +89,37 @@ def _is_vector(kind: DataType) -> bool:
 
 
 def _selected(df: DataFrame, names: list[str]) -> DataFrame:
-    """Those columns, vectors as arrays and decimals as doubles: what Arrow brings as plain numbers."""
+    """Those columns as plain numbers, and which frame a row is of, where that is there."""
+    marked = [WHICH] if WHICH in df.columns else []
+    return df.select(*(plain(df, name).alias(name) for name in dict.fromkeys(names)), *marked)
+
+
+def plain(df: DataFrame, name: str) -> SparkColumn:
+    """A column as Arrow brings it as plain numbers: vectors as arrays, decimals as doubles."""
     from pyspark.sql import functions as F
 
-    picked = []
-    for name in dict.fromkeys(names):
-        kind, column = _type_of(df, name), F.col(f"`{name}`")
-        if _is_vector(kind):
-            from pyspark.ml.functions import vector_to_array
+    kind, column = _type_of(df, name), F.col(f"`{name}`")
+    if _is_vector(kind):
+        from pyspark.ml.functions import vector_to_array
 
-            column = vector_to_array(column)
-        elif kind.typeName().startswith("decimal"):
-            column = column.cast("double")
-        picked.append(column.alias(name))
-    return df.select(*picked)
+        return vector_to_array(column)
+    return column.cast("double") if kind.typeName().startswith("decimal") else column
+
+
+def split(
+    df: DataFrame,
+    framed: Callable[[DataFrame], Frame],
+    *,
+    indicator: str | None = None,
+    fraction: float = 0.0,
+    seed: int = 0,
+) -> tuple[Frame, Frame]:
+    """(training, validation) of one DataFrame that is read once: a row is of one of them, whatever a second reading would give.
+
+    indicator: a column of booleans, true for validation; else a `fraction` drawn at random. framed: makes a frame of a DataFrame.
+    """
+    from pyspark.sql import functions as F
+
+    validates = F.col(f"`{indicator}`").cast("boolean") if indicator is not None else F.rand(seed) < fraction
+    whole = framed(df.withColumn(WHICH, F.when(validates, F.lit(1)).otherwise(F.lit(0))))
+    return whole, replace(whole, key=uuid.uuid4().hex)

@@ -1,0 +1,325 @@
+"""manyhands as a stage of a Spark ML pipeline: `Estimator.fit(df)` trains on the cluster, `Model.transform(df)` predicts there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pyspark.ml import Estimator as SparkEstimator
+from pyspark.ml import Model as SparkModel
+from pyspark.ml.param import Param, Params, TypeConverters
+from pyspark.ml.param.shared import HasFeaturesCol, HasLabelCol, HasPredictionCol, HasWeightCol
+from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReadable, MLReader, MLWritable, MLWriter
+from torch import nn
+from torch.nn import functional as F
+from typing_extensions import override
+
+from manyhands.callbacks import EarlyStopping
+from manyhands.data.frames import Frame
+from manyhands.errors import BadInput
+from manyhands.run import Run
+from manyhands.spark import stored_model
+from manyhands.spark.framing import frame, plain, split
+from manyhands.spark.predicting import OUTPUTS, Judge, Predict, column_of
+from manyhands.spark.weighted import WeightedLoss, WeightedMetrics
+from manyhands.task import Task
+from manyhands.training import train
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+Make = Callable[[], nn.Module]
+
+
+class _Columns(HasFeaturesCol, HasLabelCol, HasPredictionCol, HasWeightCol):
+    """Params that an estimator and its model share."""
+
+    features_cols: Param[list[str]] = Param(
+        Params._dummy(),
+        "features_cols",
+        "feature columns, side by side; empty: featuresCol",
+        TypeConverters.toListString,
+    )
+    output: Param[str] = Param(
+        Params._dummy(),
+        "output",
+        "what a prediction is: class (number of the largest output), value (the one output), array; auto: class where labels are whole numbers",
+        TypeConverters.toString,
+    )
+    dtype: Param[str] = Param(
+        Params._dummy(), "dtype", "torch's type of features and of fractional labels", TypeConverters.toString
+    )
+
+    def features(self) -> list[str]:
+        """The feature columns, one or more."""
+        several = self.getOrDefault(self.features_cols)
+        return list(several) if several else [self.getFeaturesCol()]
+
+    def _weight(self) -> str | None:
+        return self.getWeightCol() if self.isDefined(self.weightCol) else None
+
+    def framed(self, table: DataFrame) -> Frame:
+        """The rows as a task gets them."""
+        return frame(
+            table,
+            features=self._features_argument(),
+            label=self.getLabelCol(),
+            weight=self._weight(),
+            dtype=self.getOrDefault(self.dtype),
+        )
+
+    def _features_argument(self) -> str | list[str]:
+        names = self.features()
+        return names[0] if len(names) == 1 else names
+
+
+class Estimator(SparkEstimator["Model"], _Columns, MLWritable):
+    """Trains a PyTorch model on a DataFrame, by any strategy, in the executors.
+
+        model = mh.spark.Estimator(model=Net, num_workers=4, strategy="local-sgd:period=8", epochs=5).fit(df)
+        model.transform(df).select("prediction")
+
+    task: a Task without data (its `train_data` is replaced): loss, optimizer and metrics of your own. Its batches are
+        (features, label), with weight_col (features, label, weight).
+    model: instead of a task, what makes the module, a class or function; then `criterion` (default: cross-entropy, for labels
+        that are class numbers) and `optimizer` (default: Adam at torch's own rate) make the task.
+    features_col: a column of numbers, arrays or vectors, or a list of such. label_col, prediction_col, weight_col: columns.
+    validation_indicator_col: a column of booleans: rows where it is true validate. validation_fraction: so many rows, drawn by
+        `seed`, validate instead. early_stopping: end after so many validations in a row without a lower validation loss, and
+        keep the best.
+    num_workers, strategy, engine, run_dir: as `train` has them (workers, strategy, engine, run_dir).
+    output: what a prediction is: "class", "value", "array", or "auto", by the label's type.
+    fields: any other field of Task (epochs, batch_size, seed, …).
+
+    Spark ML's Params, so that CrossValidator can try them: numWorkers, epochs, batchSize, seed, strategy and all columns.
+    """
+
+    num_workers: Param[int] = Param(
+        Params._dummy(), "num_workers", "workers, one Spark task each", TypeConverters.toInt
+    )
+    strategy: Param[str] = Param(
+        Params._dummy(), "strategy", "how replicas agree, as a spec string", TypeConverters.toString
+    )
+    epochs: Param[int] = Param(Params._dummy(), "epochs", "passes over the training rows", TypeConverters.toInt)
+    batch_size: Param[int] = Param(
+        Params._dummy(), "batch_size", "rows a step of all workers together", TypeConverters.toInt
+    )
+    seed: Param[int] = Param(
+        Params._dummy(), "seed", "of initial parameters, order, dropout and split", TypeConverters.toInt
+    )
+    validation_indicator_col: Param[str] = Param(
+        Params._dummy(), "validation_indicator_col", "rows where it is true validate", TypeConverters.toString
+    )
+    validation_fraction: Param[float] = Param(
+        Params._dummy(), "validation_fraction", "share of the rows that validate", TypeConverters.toFloat
+    )
+
+    _SCALARS = ("epochs", "batch_size", "seed")
+
+    def __init__(
+        self,
+        task: Task | None = None,
+        *,
+        model: Make | None = None,
+        criterion: Callable[..., torch.Tensor] = F.cross_entropy,
+        optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+        features_col: str | Sequence[str] = "features",
+        label_col: str = "label",
+        prediction_col: str = "prediction",
+        weight_col: str | None = None,
+        validation_indicator_col: str | None = None,
+        validation_fraction: float = 0.0,
+        early_stopping: int | None = None,
+        num_workers: int = 2,
+        strategy: str = "allreduce",
+        engine: Any = "spark",
+        run_dir: str | None = None,
+        output: str = "auto",
+        dtype: str = "float32",
+        **fields: Any,
+    ) -> None:
+        super().__init__()
+        _check(task, model, output, validation_fraction, validation_indicator_col, early_stopping)
+        self._task, self._make, self._criterion, self._optimizer = task, model, criterion, optimizer
+        self._early_stopping, self._engine, self._run_dir = early_stopping, engine, run_dir
+        self._fields = {name: value for name, value in fields.items() if name not in self._SCALARS}
+        self._setDefault(features_cols=[], output="auto", dtype="float32", validation_fraction=0.0)
+        several = [] if isinstance(features_col, str) else list(features_col)
+        self._set(
+            featuresCol=several[0] if several else features_col,
+            features_cols=several if len(several) > 1 else [],
+            labelCol=label_col,
+            predictionCol=prediction_col,
+            num_workers=num_workers,
+            strategy=strategy,
+            output=output,
+            dtype=dtype,
+            validation_fraction=validation_fraction,
+            **{name: fields[name] for name in self._SCALARS if name in fields},
+            **({} if weight_col is None else {"weightCol": weight_col}),
+            **({} if validation_indicator_col is None else {"validation_indicator_col": validation_indicator_col}),
+        )
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    @override
+    def _fit(self, dataset: DataFrame) -> Model:
+        training, validation = self._split(dataset)
+        task = self._asked(training, validation)
+        stops = {} if self._early_stopping is None else self._stopping(self._early_stopping)
+        run = train(
+            task,
+            strategy=self.getOrDefault(self.strategy),
+            engine=self._engine,
+            workers=self.getOrDefault(self.num_workers),
+            run_dir=self._run_dir,
+            **stops,
+        )
+        return self._fitted(task, run, training)
+
+    def _fitted(self, task: Task, run: Run, training: Frame) -> Model:
+        model = Model(None if isinstance(task.model, nn.Module) else task.model, run.model, task.metrics)
+        model.run = run
+        self._copyValues(model)
+        if self.getOrDefault(self.output) == "auto":
+            whole = any(column.name == "label" and column.dtype == "int64" for column in training.columns)
+            model._set(output="class" if whole else "value")
+        return model
+
+    def _split(self, table: DataFrame) -> tuple[Frame, Frame | None]:
+        fraction = self.getOrDefault(self.validation_fraction)
+        if self.isDefined(self.validation_indicator_col):
+            return split(table, self.framed, indicator=self.getOrDefault(self.validation_indicator_col))
+        if fraction:
+            seed = self.getOrDefault(self.seed) if self.isDefined(self.seed) else 0
+            return split(table, self.framed, fraction=fraction, seed=seed)
+        return self.framed(table), None
+
+    def _asked(self, training: Frame, validation: Frame | None) -> Task:
+        fields: dict[str, Any] = {"train_data": training, "validation_data": validation, **self._fields}
+        fields |= {name: self.getOrDefault(name) for name in self._SCALARS if self.isDefined(self.getParam(name))}
+        if self._task is not None:
+            return self._task.with_fields(**fields)
+        own = {"model": self._make, "optimizer": self._optimizer or _adam, **fields}
+        if self._weight() is None:
+            return Task.supervised(criterion=self._criterion, **own)
+        weighted = {"loss": WeightedLoss(self._criterion), "evaluate": WeightedMetrics(self._criterion)}
+        return Task(**{**weighted, **own})
+
+    def _stopping(self, patience: int) -> dict[str, Any]:
+        return {"callbacks": [EarlyStopping(patience=patience)], "keep": "best:validation_loss"}
+
+    @override
+    def write(self) -> MLWriter:
+        raise BadInput(
+            "an Estimator that has not been fitted holds functions (model, loss, optimizer), which are not saved without pickle: save the "
+            "fitted Model, or the script"
+        )
+
+
+class Model(SparkModel, _Columns, MLWritable, MLReadable["Model"]):
+    """A trained model: `transform` adds the prediction column, `evaluate` gives the task's metrics over a DataFrame.
+
+    module: the nn.Module. run: how it was trained; None for one that was loaded.
+    """
+
+    run: Run | None = None
+
+    def __init__(
+        self, make: Make | None, module: nn.Module, metrics: Callable[[nn.Module, Any], Any] | None = None
+    ) -> None:
+        super().__init__()
+        self._make, self.module, self._metrics = make, module, metrics
+        self._setDefault(features_cols=[], output="value", dtype="float32")
+
+    @override
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        """The rows with their predictions: each is computed beside its own row, so nothing is joined, whatever a shuffle does."""
+        from pyspark.sql.types import ArrayType, DoubleType
+
+        output = self.getOrDefault(self.output)
+        kind = ArrayType(DoubleType()) if output == "array" else DoubleType()
+        predict = column_of(Predict(self.module, self.getOrDefault(self.dtype), output), kind)
+        return dataset.withColumn(self.getPredictionCol(), predict(*(plain(dataset, name) for name in self.features())))
+
+    def evaluate(self, dataset: DataFrame) -> dict[str, float]:
+        """{metric: weighted mean over all rows}, computed in the executors; those of the task, the loss first."""
+        if self._metrics is None:
+            raise BadInput(
+                "a loaded model has no metrics, which are functions of the task: use a Spark ML evaluator on transform(df)"
+            )
+        data = self.framed(dataset)
+        judge = Judge(self.module, self._metrics, data.columns)
+        sums: dict[str, list[float]] = {}
+        for row in data.table.mapInArrow(judge, "sums string").toLocalIterator():
+            for name, (total, weight) in json.loads(row["sums"]).items():
+                so_far = sums.setdefault(name, [0.0, 0.0])
+                so_far[0], so_far[1] = so_far[0] + total, so_far[1] + weight
+        if not sums:
+            raise BadInput("there is nothing to evaluate: the DataFrame has no rows")
+        return {name: total / weight for name, (total, weight) in sums.items()}
+
+    @override
+    def write(self) -> MLWriter:
+        return _Writer(self)
+
+    @classmethod
+    @override
+    def read(cls) -> MLReader[Model]:
+        return _Reader()
+
+    @override
+    def copy(self, extra: Any = None) -> Model:
+        made: Model = super().copy(extra)
+        made.module, made.run = self.module, self.run
+        return made
+
+
+class _Writer(MLWriter):
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self._model = model
+
+    @override
+    def saveImpl(self, path: str) -> None:
+        if self._model._make is None:
+            raise BadInput(
+                "a model that was given as a module is not saved: give its class, or a function of a module, as model="
+            )
+        stored_model.recipe_of(self._model._make)
+        DefaultParamsWriter.saveMetadata(self._model, path, self.sparkSession)
+        stored_model.save(f"{path}/module", self._model._make, self._model.module)
+
+
+class _Reader(MLReader[Model]):
+    @override
+    def load(self, path: str) -> Model:
+        metadata = DefaultParamsReader.loadMetadata(path, self.sparkSession)
+        make, module = stored_model.load(f"{path}/module")
+        model = Model(make, module)
+        model._resetUid(metadata["uid"])
+        DefaultParamsReader.getAndSetParams(model, metadata)
+        return model
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters())
+
+
+def _check(
+    task: Task | None, model: Any, output: str, fraction: float, indicator: str | None, early_stopping: int | None
+) -> None:
+    if (task is None) == (model is None):
+        raise BadInput("give a task, or what makes the model (model=Net): one of them")
+    if output not in (*OUTPUTS, "auto"):
+        raise BadInput(f"output must be auto or one of {', '.join(OUTPUTS)}, not {output!r}")
+    if not 0 <= fraction < 1:
+        raise BadInput(f"validation_fraction must be from 0 to below 1, not {fraction!r}")
+    if fraction and indicator is not None:
+        raise BadInput(
+            "validation_fraction and validation_indicator_col both say which rows validate: give one of them"
+        )
+    if early_stopping is not None and not (fraction or indicator):
+        raise BadInput("early_stopping needs rows to validate on: give validation_fraction or validation_indicator_col")

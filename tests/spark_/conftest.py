@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from sessions import CLUSTER, spark_session
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first test of a session waits for its cluster, too."""
+    for item in items:
+        if item.path.parent.name == "spark_":
+            item.add_marker(pytest.mark.timeout(400))
+
+
+@pytest.fixture(scope="session")
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A cluster of two executors; whoever kills one makes a cluster of their own."""
+    pytest.importorskip("pyspark")
+    with spark_session(CLUSTER, tmp_path_factory.mktemp("spark")) as session:
+        yield session

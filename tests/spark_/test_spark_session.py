@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from manyhands.engines.spark import session
+from manyhands.engines.spark.engine import Spark
+from manyhands.engines.spark.job import why
+from manyhands.errors import BadInput, Unsupported
+
+
+class Conf:
+    def __init__(self, **values: str) -> None:
+        self.values = {name.replace("__", "."): value for name, value in values.items()}
+
+    def get(self, name: str, default: str = "") -> str:
+        return self.values.get(name, default)
+
+
+class Session:
+    """What `check` asks of a Spark session."""
+
+    def __init__(self, slots: int = 0, **conf: str) -> None:
+        self.conf, self.slots, self.asked = Conf(**conf), slots, 0
+        self.sparkContext = self._jsc = self
+
+    def sc(self) -> Session:
+        return self
+
+    resourceProfileManager = sc
+
+    def defaultResourceProfile(self) -> None:
+        return None
+
+    def maxNumConcurrentTasks(self, profile: None) -> int:
+        self.asked += 1
+        return self.slots * (self.asked > 1)  # executors register late
+
+
+def test_dynamic_allocation_is_refused() -> None:
+    with pytest.raises(Unsupported, match=r"set spark\.dynamicAllocation\.enabled=false"):
+        session.check(Session(8, spark__dynamicAllocation__enabled="true"), 2)  # type: ignore[arg-type]
+
+
+def test_executors_may_register_late() -> None:
+    late = Session(4)
+    session.check(late, 4)  # type: ignore[arg-type]
+    assert late.asked == 2
+
+
+def test_too_few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "_SLOTS_S", 0.3)
+    with pytest.raises(
+        BadInput, match=r"5 workers need 5 Spark task slots at once, and the cluster has 4: .*\(now 2\)"
+    ):
+        session.check(Session(4, spark__task__cpus="2"), 5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("memory", [-1, 1.5, True, "many"])
+def test_memory_is_a_number_of_megabytes(memory: Any) -> None:
+    with pytest.raises(BadInput, match="memory_mb must be a whole number of megabytes"):
+        Spark(memory_mb=memory)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (
+            "java.lang.X: 1\n\tat a.B(C.scala)\nModuleNotFoundError: No module named 'manyhands'\n",
+            "have no manyhands|has no manyhands",
+        ),
+        ("org.apache.spark.SparkException: Job aborted\n\tat a\nKeyError: 'the row'\n\tat b", "^KeyError: 'the row'$"),
+        (
+            "org.apache.spark.SparkException: Job aborted: ExecutorLostFailure (executor 1 exited) Reason: killed",
+            "ExecutorLostFailure",
+        ),
+        ("", "^RuntimeError$"),
+    ],
+)
+def test_what_spark_says_in_one_line(said: str, expected: str) -> None:
+    import re
+
+    assert re.search(expected, why(RuntimeError(said)))

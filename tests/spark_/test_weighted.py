@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from manyhands.errors import BadInput
+from manyhands.spark.predicting import said
+from manyhands.spark.weighted import WeightedLoss, WeightedMetrics
+
+
+def test_a_row_of_weight_three_is_three_rows() -> None:
+    model = nn.Linear(2, 3)
+    x, y = torch.randn(4, 2), torch.tensor([0, 2, 1, 1])
+    repeated = torch.tensor([0, 1, 1, 1, 3])
+    mean, weight = WeightedLoss(F.cross_entropy)(model, (x, y, torch.tensor([1.0, 3.0, 0.0, 1.0])))
+    assert weight == 5
+    assert torch.allclose(mean, F.cross_entropy(model(x[repeated]), y[repeated]))
+    found = WeightedMetrics(F.cross_entropy)(model, (x, y, torch.tensor([1.0, 3.0, 0.0, 1.0])))
+    accuracy, of = found["accuracy"]
+    assert of == 5
+    assert accuracy.item() == pytest.approx((model(x[repeated]).argmax(1) == y[repeated]).float().mean().item())
+
+
+def test_a_criterion_without_reduction() -> None:
+    with pytest.raises(BadInput, match="takes reduction='none'"):
+        WeightedLoss(lambda a, b: (a - b).mean())(nn.Identity(), (torch.ones(1), torch.ones(1), torch.ones(1)))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "output", "expected"),
+    [
+        ([[1.0, 5.0], [3.0, 2.0]], "class", [1, 0]),
+        ([[0.5], [-0.5]], "class", [1, 0]),
+        ([0.5, -0.5], "class", [1, 0]),
+        ([[0.5], [-0.5]], "value", [0.5, -0.5]),
+        ([0.5, -0.5], "array", [[0.5], [-0.5]]),
+    ],
+)
+def test_what_a_prediction_is(outputs: list[object], output: str, expected: list[object]) -> None:
+    assert said(torch.tensor(outputs), output).tolist() == expected
+
+
+def test_one_value_of_several() -> None:
+    with pytest.raises(BadInput, match="2 numbers a row: say output='array'"):
+        said(torch.ones(3, 2), "value")
