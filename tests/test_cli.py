@@ -334,7 +334,7 @@ def test_join_offers_what_its_options_say(monkeypatch: pytest.MonkeyPatch) -> No
 def test_roles_of_another_frameworks_cluster(
     roles: str, workers: int | None, until: str | None, counts: dict[str, int], awaited: set[int]
 ) -> None:
-    cast = options.cast_of(roles, workers, until, None)
+    cast = options.cast_of(roles, workers, until, None, "hosts")
     assert cast is not None
     assert (cast.counts, cast.awaited) == (counts, awaited)
 
@@ -347,6 +347,7 @@ def test_roles_of_another_frameworks_cluster(
         (["--roles", "worker=2", "-n", "2"], "--workers 2 and --roles worker=2: say it in one of them"),
         (["--roles", "boss=1"], "no role 'boss'; choose of chief, ps, evaluator"),
         (["--until", "chief"], "say who is there with --roles worker=2"),
+        (["--engine", "hosts"], "say who is there with --roles worker=2"),
         (["--tensorboard", "logs"], "say who is there with --roles worker=2"),
     ],
 )

@@ -188,7 +188,7 @@ def run(
     arguments: options.ScriptArguments = None,
     workers: options.Workers = None,
     strategy: options.ScriptStrategy = "allreduce",
-    engine: options.Engine = "local",
+    engine: options.ScriptEngine = "local",
     threads_per_worker: options.Threads = None,
     timeout: options.Timeout = 300.0,
     roles: options.ScriptRoles = None,
@@ -206,7 +206,7 @@ def run(
     [bold]manyhands run --roles worker=2 ddp.py[/bold]
     [bold]manyhands run --roles chief=1,worker=2,ps=1 --until chief --tensorboard logs tf.py[/bold]
     """
-    cast = options.cast_of(roles, workers, until, tensorboard)
+    cast = options.cast_of(roles, workers, until, tensorboard, engine)
     workers = workers if cast is None else len(cast.members)
     with _started(engine, workers) as place:
         from manyhands.launching import run_script

@@ -104,6 +104,9 @@ Until = Annotated[
 ScriptTensorBoard = Annotated[
     Path | None, _frameworks("--tensorboard", help="Start TensorBoard on this folder, beside the chief.")
 ]
+ScriptEngine = Annotated[
+    str, _frameworks("--engine", help="Where it runs: local, hosts:listen=ADDRESS …", show_default=True)
+]
 Engine = Annotated[str, _run("--engine", help="Where they run: see `manyhands engines`.", show_default=True)]
 Servers = Annotated[
     int, _run("--servers", help="Shards of the parameter server, where a strategy has one.", min=1, show_default=True)
@@ -248,12 +251,14 @@ def with_fields(engine: str, kind: str, **fields: Any) -> str:
     return f"{kind if engine == 'auto' else engine}{',' if ':' in engine else ':'}{given}"
 
 
-def cast_of(roles: str | None, workers: int | None, until: str | None, tensorboard: Path | None) -> Roles | None:
+def cast_of(
+    roles: str | None, workers: int | None, until: str | None, tensorboard: Path | None, engine: str
+) -> Roles | None:
     """What --roles, --until and --workers say of another framework's cluster; None: there is none."""
     if roles is None:
-        if until is not None or tensorboard is not None:
+        if until is not None or tensorboard is not None or engine != "local":
             raise BadInput(
-                "--until and --tensorboard are for another framework's cluster: say who is there with --roles worker=2"
+                "--until, --tensorboard and --engine are for another framework's cluster: say who is there with --roles worker=2"
             )
         return None
     counts: dict[str, int] = {}
