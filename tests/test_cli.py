@@ -208,6 +208,8 @@ def test_what_follows_the_script_is_the_scripts(monkeypatch: pytest.MonkeyPatch)
         "engine": "local",
         "threads_per_worker": None,
         "timeout_s": 300.0,
+        "roles": None,
+        "tensorboard": None,
     }
 
 
@@ -318,3 +320,38 @@ def test_join_offers_what_its_options_say(monkeypatch: pytest.MonkeyPatch) -> No
         joining.Join(address="10.0.0.1:7000", workers=2, listen="10.0.0.2", ports="7000-7100", wait_s=9.0)
     ]
     assert invoke("join", "10.0.0.1", "--workers", "2").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("roles", "workers", "until", "counts", "awaited"),
+    [
+        ("worker=2", None, None, {"worker": 2}, {0, 1}),
+        ("ps=1, chief=1", 2, None, {"chief": 1, "worker": 2, "ps": 1}, {0, 1, 2}),
+        ("chief=1,ps=2", None, "chief", {"chief": 1, "worker": 1, "ps": 2}, {0}),
+        ("evaluator=1,worker=1", None, "worker,evaluator", {"worker": 1, "evaluator": 1}, {0, 1}),
+    ],
+)
+def test_roles_of_another_frameworks_cluster(
+    roles: str, workers: int | None, until: str | None, counts: dict[str, int], awaited: set[int]
+) -> None:
+    cast = options.cast_of(roles, workers, until, None, "hosts")
+    assert cast is not None
+    assert (cast.counts, cast.awaited) == (counts, awaited)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--roles", "ps"], "--roles must be such as chief=1,worker=2,ps=1, each role once; not 'ps'"),
+        (["--roles", "ps=1,ps=2"], "each role once"),
+        (["--roles", "worker=2", "-n", "2"], "--workers 2 and --roles worker=2: say it in one of them"),
+        (["--roles", "boss=1"], "no role 'boss'; choose of chief, ps, evaluator"),
+        (["--until", "chief"], "say who is there with --roles worker=2"),
+        (["--engine", "hosts"], "say who is there with --roles worker=2"),
+        (["--tensorboard", "logs"], "say who is there with --roles worker=2"),
+    ],
+)
+def test_roles_that_cannot_be(arguments: list[str], words: str) -> None:
+    result = invoke("run", *arguments, "script.py")
+    assert result.exit_code == 2
+    assert words in result.stderr

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from manyhands.engines.local import Local
+from manyhands.engines.roles import Roles
 from manyhands.errors import BadInput, UnknownName, WorkerFailed
 from manyhands.launching import launch, launched_strategy, run_script
 from manyhands.strategies.local_sgd import LocalSGD
@@ -191,3 +192,26 @@ def test_a_thread_without_end_hides_no_error_and_holds_up_no_value(local: Local,
     with pytest.raises(WorkerFailed, match="to be read at once"):
         run_script(script, workers=2, engine=local)
     assert launch(lambda: exec(ENDLESS, {}), workers=2, engine=local) == [None, None]
+
+
+OF_A_CLUSTER = """
+import json, os, sys, threading
+place = json.loads(os.environ["TF_CONFIG"])["task"]
+print(place["type"], place["index"], os.environ.get("RANK"), sys.argv[1:], flush=True)
+if place["type"] == "ps":
+    threading.Event().wait(100)
+sys.exit(7 if sys.argv[1] == "fail" and place["index"] == 1 else 0)
+"""
+
+
+@pytest.mark.parametrize(("argument", "code"), [("well", 0), ("fail", 7)])
+def test_a_script_with_roles_finds_its_cluster_and_all_are_heard(
+    local: Local, tmp_path: Path, argument: str, code: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "script.py").write_text(OF_A_CLUSTER)
+    roles = Roles(workers=2, others={"ps": 1})
+    assert run_script(tmp_path / "script.py", [argument], engine=local, roles=roles) == code
+    said = set(capfd.readouterr().out.splitlines())
+    assert said <= {f"worker 0 0 ['{argument}']", f"worker 1 1 ['{argument}']", f"ps 0 None ['{argument}']"}
+    assert f"worker 1 1 ['{argument}']" in said
+    assert code or len(said) >= 2

@@ -188,16 +188,27 @@ def run(
     arguments: options.ScriptArguments = None,
     workers: options.Workers = None,
     strategy: options.ScriptStrategy = "allreduce",
+    engine: options.ScriptEngine = "local",
     threads_per_worker: options.Threads = None,
     timeout: options.Timeout = 300.0,
+    roles: options.ScriptRoles = None,
+    until: options.Until = None,
+    tensorboard: options.ScriptTensorBoard = None,
     debug: options.Debug = False,
 ) -> None:
     """Run a script on many workers: the same file that `python` runs alone.
 
     [bold]manyhands run -n 4 train.py[/bold]
     [bold]manyhands run -n 4 --strategy local-sgd:period=8 train.py --its-own-arguments[/bold]
+
+    With --roles it is another framework's own program (TensorFlow, torch.distributed, JAX), which finds its cluster in the environment:
+
+    [bold]manyhands run --roles worker=2 ddp.py[/bold]
+    [bold]manyhands run --roles chief=1,worker=2,ps=1 --until chief --tensorboard logs tf.py[/bold]
     """
-    with _started("local", workers) as place:
+    cast = options.cast_of(roles, workers, until, tensorboard, engine)
+    workers = workers if cast is None else len(cast.members)
+    with _started(engine, workers) as place:
         from manyhands.launching import run_script
 
         code = run_script(
@@ -208,6 +219,8 @@ def run(
             engine=place,
             threads_per_worker=threads_per_worker,
             timeout_s=timeout,
+            roles=cast,
+            tensorboard=None if tensorboard is None else str(tensorboard),
         )
     raise typer.Exit(code)
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from manyhands.engines import launchers
+from manyhands.engines.roles import TRAINING, WORKER, Roles
 from manyhands.errors import BadInput, UnknownName
 
 DEBUG = "manyhands.debug"  # set in the context by --debug
@@ -57,6 +58,10 @@ def _hosts(*names: str, help: str, **more: Any) -> Any:
     return _option("Several hosts", *names, help=help, **more)
 
 
+def _frameworks(*names: str, help: str, **more: Any) -> Any:
+    return _option("Another framework's own cluster", *names, help=help, **more)
+
+
 def _simulated(*names: str, help: str, **more: Any) -> Any:
     return _option("A simulated cluster (engine sim)", *names, help=help, **more)
 
@@ -89,6 +94,18 @@ ScriptStrategy = Annotated[
         show_default=True,
         envvar="MANYHANDS_STRATEGY",
     ),
+]
+ScriptRoles = Annotated[
+    str | None, _frameworks("--roles", help="Who is there: chief=1,worker=2,ps=1,evaluator=1; worker may be --workers.")
+]
+Until = Annotated[
+    str | None, _frameworks("--until", help="The run ends when these roles have returned; default: chief,worker.")
+]
+ScriptTensorBoard = Annotated[
+    Path | None, _frameworks("--tensorboard", help="Start TensorBoard on this folder, beside the chief.")
+]
+ScriptEngine = Annotated[
+    str, _frameworks("--engine", help="Where it runs: local, hosts:listen=ADDRESS …", show_default=True)
 ]
 Engine = Annotated[str, _run("--engine", help="Where they run: see `manyhands engines`.", show_default=True)]
 Servers = Annotated[
@@ -232,6 +249,29 @@ def with_fields(engine: str, kind: str, **fields: Any) -> str:
     if not given:
         return engine
     return f"{kind if engine == 'auto' else engine}{',' if ':' in engine else ':'}{given}"
+
+
+def cast_of(
+    roles: str | None, workers: int | None, until: str | None, tensorboard: Path | None, engine: str
+) -> Roles | None:
+    """What --roles, --until and --workers say of another framework's cluster; None: there is none."""
+    if roles is None:
+        if until is not None or tensorboard is not None or engine != "local":
+            raise BadInput(
+                "--until, --tensorboard and --engine are for another framework's cluster: say who is there with --roles worker=2"
+            )
+        return None
+    counts: dict[str, int] = {}
+    for part in roles.split(","):
+        role, _, count = part.strip().partition("=")
+        if not count.isdecimal() or role in counts:
+            raise BadInput(f"--roles must be such as chief=1,worker=2,ps=1, each role once; not {roles!r}")
+        counts[role] = int(count)
+    named = counts.pop(WORKER, None)
+    if workers is not None and named is not None:
+        raise BadInput(f"--workers {workers} and --roles worker={named}: say it in one of them")
+    asked = workers or named or 1
+    return Roles(workers=asked, others=counts, until=TRAINING if until is None else tuple(until.split(",")))
 
 
 def stamped(kind: str, task: str) -> Path:

@@ -14,7 +14,7 @@ _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 class Event:
     """One thing that happened.
 
-    type: start | step | epoch | validation | checkpoint | warning | stop | end | failed
+    type: start | step | epoch | validation | checkpoint | warning | tensorboard | stop | end | failed
     time_s: seconds since the run began, on the driver's clock (a worker's own clock for what it sends)
     rank: the worker it happened to, or None for the driver
     values: numbers and short strings, JSON as they are; `docs/events.md` lists them by type

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from manyhands.engines import default_workers, engine_of
-from manyhands.engines.base import Engine, Launch, Observer, check_count
+from manyhands.engines.base import Engine, Launch, check_count
+from manyhands.engines.cluster import Cluster, Member, Telling, run
 from manyhands.engines.coordinator import USER
+from manyhands.engines.roles import Roles
 from manyhands.errors import BadInput, Unsupported, WorkerFailed
 from manyhands.signals import sigterm_to
 
@@ -76,10 +78,13 @@ def run_script(
     engine: Engine | str = "auto",
     threads_per_worker: int | None = None,
     timeout_s: float = 300.0,
+    roles: Roles | None = None,
+    tensorboard: str | None = None,
 ) -> int:
     """Run a script on every worker as `python path *args` would; its exit code (the first that is not 0, or 0).
 
-    Ranks other than the first are quiet: see `quiet_other_ranks`. SIGTERM reaches the script on every worker, as it
+    Ranks other than the first are quiet: see `quiet_other_ranks`. With roles the processes are another framework's own
+    cluster, as of `Engine.run`: those say how many there are, all of them speak, and no strategy is set. SIGTERM reaches the script on every worker, as it
     would reach `python path`; `train()` inside then checkpoints, and Preempted is raised here. Raises `BadInput` if there is no such file,
     `Unsupported` on engine sim, and `WorkerFailed` for an exception.
     """
@@ -91,11 +96,19 @@ def run_script(
             f"engine {place.name}: its workers share this process, and a script wants one for itself: put it into a function and call "
             "manyhands.launch(function, engine=...), or train a Task"
         )
-    plan = _plan(place, workers, threads_per_worker, timeout_s)
+    count = workers if roles is None else len(roles.members)
+    plan = _plan(place, count, threads_per_worker, timeout_s)
     observer = _Preemption()
     try:
         with sigterm_to(observer.stop) if plan.workers > 1 else nullcontext():
-            place.launch(_Script(str(path), tuple(args), strategy), replace(plan, observer=observer))
+            if roles is None:
+                place.launch(_Script(str(path), tuple(args), strategy), replace(plan, observer=observer))
+            else:
+                run(
+                    place,
+                    Member(_run_as_main, (str(path), tuple(args)), roles, tensorboard),
+                    replace(plan, observer=observer),
+                )
     except SystemExit as end:  # one worker, in this process
         return end.code if isinstance(end.code, int) else 0
     except WorkerFailed as error:
@@ -105,7 +118,7 @@ def run_script(
     return 0
 
 
-class _Preemption(Observer):
+class _Preemption(Telling):
     """Passes SIGTERM on to the workers."""
 
     def __init__(self) -> None:
@@ -156,23 +169,34 @@ class _Script:
 
         worker.coordinator.progress(USER, 0)
         quiet_other_ranks(worker.rank, worker.size)
-        if worker.size > 1:
-            signal.signal(signal.SIGTERM, _terminated)
-        with _choose(self.strategy), _command_line(self.path, self.args):
-            try:
-                runpy.run_path(self.path, run_name="__main__")
-            except SystemExit as end:
-                _end_as_python_does(worker)
-                raise SystemExit(_exit_code(end.code)) from None
-            _end_as_python_does(worker)
+        with _choose(self.strategy):
+            _as_main(self.path, self.args, own_process=worker.size > 1)
 
 
-def _end_as_python_does(worker: Worker) -> None:
+def _run_as_main(cluster: Cluster, path: str, args: Sequence[str]) -> None:
+    """The function of `run_script` with roles."""
+    _as_main(path, args, own_process=sum(map(len, cluster.addresses.values())) > 1)
+
+
+def _as_main(path: str, args: Sequence[str], own_process: bool) -> None:
+    """The script, as `python path *args` runs it; own_process: which ends with it."""
+    if own_process:
+        signal.signal(signal.SIGTERM, _terminated)
+    with _command_line(path, args):
+        try:
+            runpy.run_path(path, run_name="__main__")
+        except SystemExit as end:
+            _end_as_python_does(own_process)
+            raise SystemExit(_exit_code(end.code)) from None
+        _end_as_python_does(own_process)
+
+
+def _end_as_python_does(own_process: bool) -> None:
     """In a process that ends with the script: wait for the threads that it left, then run what it left for the exit.
 
     Not after an error: the user should read that at once, also where a thread never ends.
     """
-    if worker.size > 1:
+    if own_process:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
 

@@ -235,3 +235,55 @@ def test_shards_are_rows_of_the_table() -> None:
 )
 def test_how_it_ended(status: int, words: str) -> None:
     assert words in how_it_ended(status)
+
+
+def led(workers: int = 3) -> Coordinator:
+    """Ranks 0 and 1 must return, the last need not."""
+    names = "chief 0", "worker 0", "ps 0"
+    coordinator = Coordinator(workers, 10.0, now=0.0, awaited={0, 1}, names=names.__getitem__)
+    for rank in range(workers):
+        coordinator.started(rank, now=0.0)
+    return coordinator
+
+
+def test_who_need_not_return_has_a_second_after_those_who_must() -> None:
+    coordinator = led()
+    coordinator.returned(0, 1.0)
+    assert coordinator.verdict(5.0) is None
+    coordinator.returned(1, 5.0)
+    assert coordinator.verdict(5.9) is None
+    assert coordinator.verdict(6.0) == Finished()
+    coordinator.returned(2, 5.5)
+    assert coordinator.verdict(5.5) == Finished()
+
+
+def test_the_return_of_who_need_not_ends_nothing() -> None:
+    coordinator = led()
+    coordinator.returned(2, 1.0)
+    assert coordinator.verdict(5.0) is None
+
+
+def test_what_befalls_who_need_not_return_after_the_others_is_no_failure() -> None:
+    """Before they are known to have returned, too: hosts' messages overtake each other."""
+    coordinator = led()
+    coordinator.returned(0, 1.0)
+    coordinator.raised(failure(2), 1.1)
+    assert coordinator.verdict(1.5) is None
+    coordinator.returned(1, 1.55)
+    assert coordinator.verdict(1.55) == Finished()
+
+
+def test_a_death_of_who_need_not_return_is_the_cause_of_what_follows() -> None:
+    coordinator = led()
+    coordinator.exited(2, -9, "alpha", 1.0)
+    coordinator.raised(failure(0), 1.2)
+    assert coordinator.verdict(1.4) is None
+    verdict = coordinator.verdict(1.5)
+    assert isinstance(verdict, Failed)
+    assert verdict.failure.message.startswith("ps 0 on alpha was killed by signal 9")
+
+
+def test_a_failure_of_who_must_return_is_told_at_once() -> None:
+    coordinator = led()
+    coordinator.raised(failure(1), 1.0)
+    assert coordinator.verdict(1.0) == Failed(failure(1))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from manyhands.engines.crew import name_of
 from manyhands.errors import BadInput, is_whole
 from manyhands.events import Event
 
 if TYPE_CHECKING:  # all import torch; a command starts the fork server before it does
     from manyhands.data.frames import Frame
+    from manyhands.engines.roles import Roles
     from manyhands.server.base import ServerSpec
     from manyhands.worker import Worker
 
@@ -48,6 +50,7 @@ class Launch:
     device: str = "auto"  # auto: one visible GPU a worker, else cpu
     observer: Observer = field(default_factory=Observer)
     frames: Sequence[Frame] = ()  # whose rows the engine is to bring to the workers' hosts
+    roles: Roles | None = None  # of the workers, where they are another framework's cluster
     rejoins: bool = True  # whether a worker whose process is started again can take part: not in a training
 
     @property
@@ -56,6 +59,15 @@ class Launch:
         if self.server is None:
             return 0
         return 1 if self.server.one_shard else self.servers
+
+    @property
+    def awaited(self) -> frozenset[int]:
+        """The ranks whose return ends the run: all, unless roles say otherwise."""
+        return frozenset(range(self.workers)) if self.roles is None else self.roles.awaited
+
+    def name_of(self, seat: int) -> str:
+        """How messages call a worker, by its role where it has one, or a shard."""
+        return name_of(seat) if self.roles is None or seat < 0 else self.roles.name_of(seat)
 
 
 def check_count(name: str, value: object) -> None:
@@ -102,3 +114,36 @@ class Engine(ABC):
         were, anything else as `WorkerFailed` with that worker's traceback, rank, host, phase and step. After it
         returned or raised, no process, socket or memory of the run is left.
         """
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        workers: int | None = None,
+        roles: Mapping[str, int] | None = None,
+        until: Collection[str] = ("chief", "worker"),
+        tensorboard: str | None = None,
+        threads_per_worker: int | None = None,
+        timeout_s: float = 300.0,
+    ) -> dict[str, list[Any]]:
+        """Call `function(cluster, *args)` in a process for each worker and each role of another framework's own cluster.
+
+        The environment is what TensorFlow, torch.distributed and JAX read; `cluster` says the same, see
+        `engines.cluster.Cluster`. Returns {role: values by index}, None for a process that was ended.
+
+        roles: who is there besides the workers: {"chief": 1, "ps": 2, "evaluator": 1}.
+        until: when all processes of these roles have returned the others get a second, then they are ended: parameter
+            servers run for ever. Where workers are servers too, as under TensorFlow 2's ParameterServerStrategy: ("chief",).
+        tensorboard: a folder that TensorBoard shows beside the chief, at an address that is told in the log.
+        workers=None: one per visible GPU, else 1; one process alone is the caller's.
+
+        Raises as `launch`, a process named by its role ("ps 0"); Unsupported where the engine starts no processes.
+        """
+        from manyhands.engines import default_workers
+        from manyhands.engines.cluster import Member, Telling, run
+        from manyhands.engines.roles import Roles
+
+        count = default_workers(self) if workers is None else workers
+        cast = Roles(workers=count, others=dict(roles or {}), until=until)
+        plan = Launch(workers=count, threads_per_worker=threads_per_worker, timeout_s=timeout_s, observer=Telling())
+        return run(self, Member(function, args, cast, tensorboard), plan)

@@ -7,6 +7,7 @@ or hung. `driver.py` acts on it.
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from manyhands.engines.crew import name_of, seats_of
@@ -22,7 +23,7 @@ START_S = 120.0
 ROOT_CAUSE_WAIT_S = 0.5
 """After `PeerLost` from one worker, how long to wait for the death or the error that caused it."""
 LAST_WORDS_S = 1.0
-"""After the last worker returned, how long to wait for the shards, which it has told goodbye."""
+"""After the last worker returned that must, how long to wait for the others, and for the shards, which it has told goodbye."""
 
 
 @dataclass
@@ -58,7 +59,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Finished:
-    """Every worker has returned, and the shards with them, or they had their time."""
+    """Every worker that must has returned, and all others and the shards with them, or they had their time."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,23 @@ class Hung:
 
 
 class Coordinator:
-    """Membership, last heartbeats and deadlines of one run. Times are seconds of one clock of the caller's choice."""
+    """Membership, last heartbeats and deadlines of one run. Times are seconds of one clock of the caller's choice.
 
-    def __init__(self, workers: int, timeout_s: float, now: float, servers: int = 0) -> None:
+    awaited: the ranks whose return ends the run; None: all. names: how messages call a seat.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        timeout_s: float,
+        now: float,
+        servers: int = 0,
+        awaited: Collection[int] | None = None,
+        names: Callable[[int], str] = name_of,
+    ) -> None:
+        self._awaited = frozenset(range(workers) if awaited is None else awaited)
+        self._returned: set[int] = set()
+        self._name_of = names
         self.seats = {seat: Seat(seat, now, now) for seat in seats_of(workers, servers)}
         self.timeout_s = timeout_s
         self.generation = 0
@@ -95,6 +110,7 @@ class Coordinator:
 
     def returned(self, seat: int, now: float) -> None:
         self.seats[seat].done = True
+        self._returned.add(seat)
         self._returned_at = max(self._returned_at, now) if seat >= 0 else self._returned_at
 
     def raised(self, failure: Failure, now: float) -> None:
@@ -114,7 +130,7 @@ class Coordinator:
         known = self.seats[seat]
         if last is not None:
             known.phase, known.step = last
-        message = f"{name_of(seat)} on {host} {how_it_ended(status)} in phase {known.phase} at step {known.step}"
+        message = f"{self._name_of(seat)} on {host} {how_it_ended(status)} in phase {known.phase} at step {known.step}"
         self.raised(Failure(rank=seat, phase=known.phase, step=known.step, message=message, detail=detail), now)
 
     def excuse(self, seconds: float) -> None:
@@ -125,20 +141,27 @@ class Coordinator:
 
     def verdict(self, now: float) -> Finished | Failed | Hung | None:
         """What to do now; None: go on."""
+        over = self._awaited <= self._returned
+        if over:  # what befalls a worker that nobody waits for is no news any more
+            self._failures = [(at, failure) for at, failure in self._failures if failure.rank < 0]
         if self._failures:
             return self._failed(now)
-        if all(seat.done for seat in self.seats.values() if seat.number >= 0):
+        if over:
             told = all(seat.done for seat in self.seats.values()) or now - self._returned_at >= LAST_WORDS_S
             return Finished() if told else None
         return self._hung(now)
 
     def _failed(self, now: float) -> Failed | None:
-        for _, failure in self._failures:
+        for at, failure in self._failures:
             if not failure.secondary:
-                return Failed(failure)
+                return Failed(failure) if self._counts(failure, now - at) else None
         at, first = self._failures[0]
         waited = now - at >= ROOT_CAUSE_WAIT_S or all(seat.done for seat in self.seats.values())
         return Failed(first) if waited else None
+
+    def _counts(self, failure: Failure, seconds: float) -> bool:
+        """A worker that nobody waits for may have failed because those have just returned for whom all wait."""
+        return failure.rank < 0 or failure.rank in self._awaited or seconds >= ROOT_CAUSE_WAIT_S
 
     def _hung(self, now: float) -> Hung | None:
         running = [seat for seat in self.seats.values() if not seat.done]
@@ -168,7 +191,7 @@ class Coordinator:
         rows = [("rank", "last step", "phase", "seconds since progress")]
         for seat in self.seats.values():
             idle = "" if seat.done else f"{seat.idle_s(now):.1f}"
-            name = str(seat.number) if seat.number >= 0 else name_of(seat.number)
+            name = str(seat.number) if seat.number >= 0 else self._name_of(seat.number)
             rows.append((name, str(seat.step), "returned" if seat.done else seat.phase, idle))
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         return "\n".join(" | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)

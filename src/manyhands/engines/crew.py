@@ -12,6 +12,7 @@ nothing. From a seat come, each with its "type":
     value   value                               it returned, and what; nothing but `exited` follows
     error   (the fields of `Failure`)           it raised; nothing but `exited` follows
     exited  status, phase, step, detail         its process ended; where it was last, and the stack that a crash wrote
+    lost    why, phase, step                    its host is gone; where it was when it was last heard
 
 To a seat go answer, leased, met, and stop {reason}.
 """

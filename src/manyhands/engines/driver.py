@@ -16,7 +16,7 @@ from typing import Any
 from manyhands import errors, leases
 from manyhands.engines.base import Launch
 from manyhands.engines.coordinator import Coordinator, Failed, Failure, Finished, Hung
-from manyhands.engines.crew import Crew, name_of, seats_of
+from manyhands.engines.crew import Crew, seats_of
 from manyhands.engines.limits import room_for_descriptors
 from manyhands.engines.meetings import Meetings
 from manyhands.engines.shipping import ship
@@ -43,7 +43,10 @@ class Driver:
     _meetings: Meetings = field(default_factory=Meetings, init=False)
 
     def __post_init__(self) -> None:
-        self.coordinator = Coordinator(self.plan.workers, self.plan.timeout_s, self.clock(), self.plan.shards)
+        plan = self.plan
+        self.coordinator = Coordinator(
+            plan.workers, plan.timeout_s, self.clock(), plan.shards, awaited=plan.awaited, names=plan.name_of
+        )
         self._crew_of = {seat: crew for crew in self.crews for seat in crew.seats}
 
     def run(self, program: Any) -> list[Any]:
@@ -55,7 +58,7 @@ class Driver:
             except BaseException:
                 self._end(grace_s=0.0)
                 raise
-        return [self._values[rank] for rank in range(self.plan.workers)]
+        return [self._values.get(rank) for rank in range(self.plan.workers)]
 
     def _start(self, program: Any) -> None:
         fd = ship(program, "the program")
@@ -142,8 +145,12 @@ class Driver:
                 self.coordinator.exited(seat, body["status"], crew.host, now, last, body["detail"])
             case "error":
                 self._raised(crew, seat, body)
+            case "lost":
+                self._lost(crew, seat, body)
             case other:
-                raise ManyhandsError(f"{name_of(seat)} on {crew.host} sent a message of unknown type {other!r}")
+                raise ManyhandsError(
+                    f"{self.plan.name_of(seat)} on {crew.host} sent a message of unknown type {other!r}"
+                )
 
     def _tell_observer(self) -> None:
         """What was emitted, in order. It may write files: leases do not wait for that."""
@@ -196,16 +203,22 @@ class Driver:
     def _raised(self, crew: Crew, seat: int, body: dict[str, Any]) -> None:
         fields = {name: value for name, value in body.items() if name != "type"}
         if not body["family"]:
-            place = f"{name_of(seat)} on {crew.host} failed in phase {body['phase']} at step {body['step']}"
+            place = f"{self.plan.name_of(seat)} on {crew.host} failed in phase {body['phase']} at step {body['step']}"
             fields["message"] = f"{place}: {body['error']}: {body['message']}"
         self.coordinator.raised(Failure(**fields), self.clock())
+
+    def _lost(self, crew: Crew, seat: int, body: dict[str, Any]) -> None:
+        phase, step = body["phase"], body["step"]
+        place = f"{self.plan.name_of(seat)} on {crew.host} is lost in phase {phase} at step {step}"
+        failure = Failure(rank=seat, phase=phase, step=step, message=f"{place}: {body['why']}")
+        self.coordinator.raised(failure, self.clock())
 
     def _error(self, failure: Failure) -> Exception:
         """What to raise: manyhands' own errors as they were, anything else as `WorkerFailed`."""
         family = getattr(errors, failure.family, ManyhandsError)
         if failure.family and family not in (errors.PeerLost, WorkerFailed):
             error: ManyhandsError = family(failure.message)
-            where = f"{name_of(failure.rank)} on {self._crew_of[failure.rank].host}"
+            where = f"{self.plan.name_of(failure.rank)} on {self._crew_of[failure.rank].host}"
             error.add_note(f"raised by {where}:\n{failure.detail}")
             return error
         return self._failed(failure)
@@ -227,7 +240,7 @@ class Driver:
         seat = self.coordinator.seats[verdict.culprit]
         table = self.coordinator.table(self.clock())
         message = (
-            f"{name_of(seat.number)} on {self._crew_of[seat.number].host} made no progress for {verdict.seconds:.1f} s, in phase {seat.phase} at step {seat.step} "
+            f"{self.plan.name_of(seat.number)} on {self._crew_of[seat.number].host} made no progress for {verdict.seconds:.1f} s, in phase {seat.phase} at step {seat.step} "
             f"(timeout_s={self.plan.timeout_s:g}). Where every worker is follows; if the work is only slow, give a longer timeout_s."
         )
         detail = f"{table}\n\n{self._stacks()}"
@@ -237,4 +250,4 @@ class Driver:
         stacks = {seat: stack for crew in self.crews for seat, stack in crew.stacks().items()}
         missing = "(no stack: the process does not answer, or has ended)"
         seats = seats_of(self.plan.workers, self.plan.shards)
-        return "\n\n".join(f"{name_of(seat)}:\n{stacks.get(seat) or missing}" for seat in seats)
+        return "\n\n".join(f"{self.plan.name_of(seat)}:\n{stacks.get(seat) or missing}" for seat in seats)

@@ -88,24 +88,10 @@ class RemoteCrew(Crew):
         return body
 
     def _lost(self, seat: int) -> dict[str, Any]:
-        """The news that the whole host is gone, as an error of each of its workers."""
+        """The news that the whole host is gone, for one of its seats."""
         phase, step = self._where.get(seat, ("start", 0))
-        message = (
-            f"worker {seat} on {self.host} is lost in phase {phase} at step {step}: the connection to its host ended "
-            f"({self._post.lost}); {self._log}"
-        )
-        return {
-            "type": "error",
-            "rank": seat,
-            "phase": phase,
-            "step": step,
-            "message": message,
-            "detail": "",
-            "error": "",
-            "family": "WorkerFailed",
-            "exit_code": 1,
-            "secondary": False,
-        }
+        why = f"the connection to its host ended ({self._post.lost}); {self._log}"
+        return {"type": "lost", "why": why, "phase": phase, "step": step}
 
     @override
     def tell(self, seat: int, body: dict[str, Any]) -> None:

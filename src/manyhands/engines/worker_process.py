@@ -80,11 +80,20 @@ def _worker(place: Place, line: DriverLine) -> Worker:
         coordinator=line,
         threads=place.threads,
         local_rank=local_rank,
+        **_reached(place),
     )
     if worker.device.type == "cuda":
         torch.cuda.set_device(worker.device)  # what a script calls "cuda" is this worker's own
     set_current(worker)
     return worker
+
+
+def _reached(place: Place) -> dict[str, Any]:
+    """Where workers of other hosts reach what listens here, as the Worker says it; without other hosts its defaults hold."""
+    if place.network is None:
+        return {}
+    ports = place.network["ports"]
+    return {"address": place.network["listen"], "ports": None if ports is None else tuple(ports)}
 
 
 def _group(place: Place, host: str, line: DriverLine) -> Group:

@@ -1,0 +1,182 @@
+"""Another framework's own cluster on an engine's processes: TensorFlow, torch.distributed, JAX, whose programs run unchanged.
+
+Each process binds a free port at the address where the others reach it, and all addresses go round. Then every process
+has the variables that the frameworks read, and calls the user's function. What they say to each other is theirs: these
+ports are neither encrypted nor authenticated unless the framework does it.
+
+    TF_CONFIG                               TFConfigClusterResolver: the cluster, and this process's place in it
+    MASTER_ADDR, MASTER_PORT                torch.distributed's env://, as torchrun sets them: where rank 0 listens
+    RANK, WORLD_SIZE, LOCAL_*               of those who train: the chief first, then the workers
+    JAX_COORDINATOR_ADDRESS                 jax.distributed.initialize reads it; the two others are for its arguments
+    JAX_NUM_PROCESSES, JAX_PROCESS_ID
+
+Sources: https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/TFConfigClusterResolver,
+https://docs.pytorch.org/docs/stable/distributed.html#environment-variable-initialization,
+https://docs.jax.dev/en/latest/_autosummary/jax.distributed.initialize.html
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from manyhands.engines.base import Engine, Launch, Observer
+from manyhands.engines.coordinator import USER
+from manyhands.engines.roles import CHIEF, EVALUATOR, TRAINING, WORKER, Roles
+from manyhands.errors import Unsupported
+from manyhands.events import Event
+from manyhands.transport.address import bound, format_address, parse_address
+
+if TYPE_CHECKING:
+    from manyhands.worker import Worker
+
+LOG = logging.getLogger("manyhands")
+
+TENSORBOARD = "tensorboard"  # the type of the event that tells its address
+NAMES = (
+    "TF_CONFIG",
+    *("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    *("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"),
+)
+_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LOWEST, _SPAN = 10_000, 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """What a function of `Engine.run` is told: its process's place among all."""
+
+    role: str
+    index: int  # among those of its role
+    addresses: Mapping[str, tuple[str, ...]]  # of all processes, HOST:PORT, by role
+
+    @property
+    def address(self) -> str:
+        """This process's own, HOST:PORT: nobody listens there before the function does."""
+        return self.addresses[self.role][self.index]
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process saves and reports for those who train: the chief, or worker 0 where there is none."""
+        return (self.role, self.index) == ((CHIEF if CHIEF in self.addresses else WORKER), 0)
+
+    @property
+    def trainers(self) -> tuple[str, ...]:
+        """Addresses of those who train, by RANK."""
+        return tuple(address for role in TRAINING for address in self.addresses.get(role, ()))
+
+
+def variables(cluster: Cluster, local_rank: int, local_size: int) -> dict[str, str]:
+    """What the frameworks read in this process's environment; local: among those who train on its host."""
+    spec = {role: list(held) for role, held in cluster.addresses.items() if role != EVALUATOR}
+    config = {"cluster": spec, "task": {"type": cluster.role, "index": cluster.index}}
+    found = {"TF_CONFIG": json.dumps(config)}
+    if cluster.role not in TRAINING:
+        return found
+    first, rank, size = cluster.trainers[0], cluster.trainers.index(cluster.address), len(cluster.trainers)
+    host, port = parse_address(first)
+    return found | {
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_size),
+        "JAX_COORDINATOR_ADDRESS": first,
+        "JAX_NUM_PROCESSES": str(size),
+        "JAX_PROCESS_ID": str(rank),
+    }
+
+
+def run(engine: Engine, member: Member, plan: Launch) -> dict[str, list[Any]]:
+    """{role: values by index}. What `plan` says of workers and roles gives way to the member's; see `Engine.run`."""
+    if engine.in_place or engine.simulated:
+        raise Unsupported(
+            f"engine {engine.name} starts no processes: run another framework's cluster on one that does (local, hosts, spark)"
+        )
+    roles = member.roles
+    values = engine.launch(member, replace(plan, workers=len(roles.members), roles=roles, device="cpu"))
+    found: dict[str, list[Any]] = {role: [] for role in roles.counts}
+    for (role, _), value in zip(roles.members, values, strict=True):
+        found[role].append(value)
+    return found
+
+
+class Telling(Observer):
+    """Tells where TensorBoard is."""
+
+    @override
+    def event(self, event: Event) -> None:
+        if event.type == TENSORBOARD:
+            LOG.warning("TensorBoard: %s", event.values["url"])  # a script's user must see it
+
+
+@dataclass(frozen=True)
+class Member:
+    """The program of one process of the cluster."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    roles: Roles
+    tensorboard: str | None
+
+    def __call__(self, worker: Worker) -> Any:
+        cluster, found = met(worker, self.roles)
+        worker.coordinator.progress(USER, 0)
+        with _environment(found), self._shown(worker, cluster):
+            return self.function(cluster, *self.args)
+
+    def _shown(self, worker: Worker, cluster: Cluster) -> Any:
+        if self.tensorboard is None or not cluster.is_chief:
+            return nullcontext()
+        from manyhands.engines.tensorboard import shown
+
+        return shown(self.tensorboard, worker.address, lambda url: worker.emit(TENSORBOARD, url=url))
+
+
+def met(worker: Worker, roles: Roles) -> tuple[Cluster, dict[str, str]]:
+    """This process's place and variables, once all have an address; collective. Ports are free again when it returns, everywhere."""
+    with bound(worker.address, worker.ports or _quiet_ports()) as sock:
+        own = [format_address(sock.getsockname()[:2]), worker.rank - worker.local_rank]
+        everyone = worker.group.all_gather_json(own)
+    worker.group.barrier()
+    addresses: dict[str, tuple[str, ...]] = {}
+    for (role, _), (address, _) in zip(roles.members, everyone, strict=True):
+        addresses[role] = (*addresses.get(role, ()), address)
+    role, index = roles.members[worker.rank]
+    cluster = Cluster(role=role, index=index, addresses=addresses)
+    hosts = [host for _, host in everyone[: len(cluster.trainers)]]  # each by the first rank that it has
+    here = [rank for rank, host in enumerate(hosts) if host == own[1]]
+    return cluster, variables(cluster, here.index(worker.rank) if worker.rank in here else 0, len(here))
+
+
+def _quiet_ports() -> tuple[int, int] | None:
+    """A hundred ports, anywhere below those that the system gives to connections and to who asks for any: those would
+    be taken in the moment in which nobody holds them. None where there are no such ports."""
+    end = int(_RANGE.read_text().split()[0]) if _RANGE.exists() else 0
+    if end < _LOWEST + _SPAN:
+        return None
+    first = _LOWEST + secrets.randbelow(end - _LOWEST - _SPAN + 1)
+    return first, first + _SPAN - 1
+
+
+@contextmanager
+def _environment(found: Mapping[str, str]) -> Iterator[None]:
+    """Within, these variables, and none of the others that `variables` can give: who started the driver may have set some."""
+    before = {name: os.environ.pop(name) for name in NAMES if name in os.environ}
+    os.environ.update(found)
+    try:
+        yield
+    finally:
+        for name in NAMES:
+            os.environ.pop(name, None)
+        os.environ.update(before)

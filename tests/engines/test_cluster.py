@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import json
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from manyhands.engines import cluster as module
+from manyhands.engines.base import Engine
+from manyhands.engines.cluster import NAMES, Cluster, Member, met, variables
+from manyhands.engines.inside import Inside
+from manyhands.engines.roles import ROLES, Roles
+from manyhands.engines.sim.engine import Sim
+from manyhands.engines.torchrun import Torchrun
+from manyhands.errors import Unsupported
+from manyhands.testing.threads import together
+from manyhands.worker import Worker
+
+COUNTS = [
+    {"chief": chief, "worker": worker, "ps": ps, "evaluator": evaluator}
+    for chief in (0, 1)
+    for worker in (1, 2)
+    for ps in (0, 1, 2)
+    for evaluator in (0, 1)
+]
+
+
+def cluster_of(counts: dict[str, int], role: str, index: int) -> Cluster:
+    """Role r's i-th process is at r:7000+i, where the role's name stands for a host."""
+    addresses = {r: tuple(f"{r}:{7000 + i}" for i in range(counts[r])) for r in ROLES if counts[r]}
+    return Cluster(role=role, index=index, addresses=addresses)
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=lambda counts: "".join(map(str, counts.values())))
+def test_variables_of_every_process_of_every_cluster(counts: dict[str, int]) -> None:
+    spec = {r: [f"{r}:{7000 + i}" for i in range(counts[r])] for r in ("chief", "worker", "ps") if counts[r]}
+    first, size = ("chief" if counts["chief"] else "worker"), counts["chief"] + counts["worker"]
+    for role, count in counts.items():
+        for index in range(count):
+            found = variables(cluster_of(counts, role, index), local_rank=5, local_size=6)
+            config = json.loads(found.pop("TF_CONFIG"))
+            assert config == {"cluster": spec, "task": {"type": role, "index": index}}
+            if role in ("ps", "evaluator"):
+                assert found == {}
+                continue
+            rank = str(index + (counts["chief"] if role == "worker" else 0))
+            assert found == {
+                "MASTER_ADDR": first,
+                "MASTER_PORT": "7000",
+                "RANK": rank,
+                "WORLD_SIZE": str(size),
+                "LOCAL_RANK": "5",
+                "LOCAL_WORLD_SIZE": "6",
+                "JAX_COORDINATOR_ADDRESS": f"{first}:7000",
+                "JAX_NUM_PROCESSES": str(size),
+                "JAX_PROCESS_ID": rank,
+            }
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=lambda counts: "".join(map(str, counts.values())))
+def test_one_is_the_chief(counts: dict[str, int]) -> None:
+    places = [(role, index) for role, count in counts.items() for index in range(count)]
+    chiefs = [place for place in places if cluster_of(counts, *place).is_chief]
+    assert chiefs == [("chief", 0) if counts["chief"] else ("worker", 0)]
+
+
+def test_a_host_of_six_has_brackets_where_a_port_follows() -> None:
+    found = variables(Cluster(role="worker", index=0, addresses={"worker": ("[::1]:7000",)}), 0, 1)
+    assert (found["MASTER_ADDR"], found["JAX_COORDINATOR_ADDRESS"]) == ("::1", "[::1]:7000")
+
+
+def meet_all(roles: Roles, hosts: list[int]) -> list[tuple[Cluster, dict[str, str]]]:
+    """All processes as threads; `hosts` is the first rank of each one's host."""
+
+    def one(worker: Worker) -> tuple[Cluster, dict[str, str]]:
+        return met(replace(worker, local_rank=worker.rank - hosts[worker.rank]), roles)
+
+    return together(len(hosts), one)
+
+
+def test_all_hear_the_same_addresses_and_their_ports_are_free_again() -> None:
+    roles = Roles(workers=2, others={"ps": 1})
+    found = meet_all(roles, [0, 0, 0])
+    addresses = found[0][0].addresses
+    assert all(cluster.addresses == addresses for cluster, _ in found)
+    assert [(cluster.role, cluster.index) for cluster, _ in found] == roles.members
+    flat = [address for held in addresses.values() for address in held]
+    assert len(set(flat)) == 3
+    for address in flat:
+        host, _, port = address.rpartition(":")
+        with socket.socket() as sock:
+            sock.bind((host, int(port)))
+
+
+def test_local_ranks_are_of_a_hosts_own_trainers() -> None:
+    """Hosts of 2, 3 and 1 processes: chief and worker 0; workers 1 and 2 and ps 0; ps 1."""
+    found = meet_all(Roles(workers=3, others={"chief": 1, "ps": 2}), [0, 0, 2, 2, 2, 5])
+    local = [(own.get("LOCAL_RANK"), own.get("LOCAL_WORLD_SIZE")) for _, own in found]
+    assert local == [("0", "2"), ("1", "2"), ("0", "2"), ("1", "2"), (None, None), (None, None)]
+
+
+def test_ports_lie_where_the_system_gives_none_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, known in (("32768\t60999\n", True), ("1024\t65535\n", False)):
+        (tmp_path / "range").write_text(text)
+        monkeypatch.setattr(module, "_RANGE", tmp_path / "range")
+        found = module._quiet_ports()
+        assert (found is not None) is known
+        if found is not None:
+            assert 10_000 <= found[0] < found[1] < 32_768
+    monkeypatch.setattr(module, "_RANGE", tmp_path / "missing")
+    assert module._quiet_ports() is None
+
+
+def test_a_worker_listens_on_its_own_ports_alone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    cluster, _ = met(Worker(ports=(port, port)), Roles(workers=1, others={}))
+    assert cluster.address == f"127.0.0.1:{port}"
+
+
+def test_the_environment_is_the_callers_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after an error; and what a launcher set before does not reach a process that has no rank."""
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "17")
+
+    def fails(cluster: Cluster) -> None:
+        seen.update({name: os.environ.get(name) for name in NAMES})
+        raise KeyError
+
+    seen: dict[str, str | None] = {}
+    with pytest.raises(KeyError):
+        Member(fails, (), Roles(workers=1, others={}), None)(Worker())
+    assert (seen["RANK"], seen["WORLD_SIZE"]) == ("0", "1")
+    assert {name: os.environ[name] for name in NAMES if name in os.environ} == {"RANK": "17"}
+    with module._environment({"TF_CONFIG": "{}"}):
+        assert [name for name in NAMES if name in os.environ] == ["TF_CONFIG"]
+
+
+@pytest.mark.parametrize("engine", [Sim(), Torchrun(), Inside(worker=Worker())])
+def test_engines_that_start_no_process(engine: Engine) -> None:
+    with pytest.raises(Unsupported, match=f"engine {engine.name} starts no processes.*local, hosts, spark"):
+        engine.run(print, workers=1)

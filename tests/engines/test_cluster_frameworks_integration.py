@@ -1,0 +1,98 @@
+"""Real TensorFlow and real JAX, where they are installed: programs of theirs, which know nothing of manyhands."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from manyhands.engines.local import Local
+
+tensorflow = pytest.mark.skipif(find_spec("tensorflow") is None, reason="needs tensorflow (tensorflow-cpu will do)")
+jax = pytest.mark.skipif(find_spec("jax") is None, reason="needs jax")
+
+
+def mirrored(cluster: Any, steps: int) -> tuple[int, list[float]]:
+    """Replicas in step, as TensorFlow's own tutorial has it: y = 3.14a + 1.618b, learned by gradient descent on 64 rows."""
+    import tensorflow as tf
+
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        weights = tf.Variable(tf.zeros([2, 1]))
+
+    @tf.function
+    def step() -> None:
+        def replica() -> None:
+            rows = tf.random.stateless_uniform([64, 2], seed=[strategy.cluster_resolver.task_id, 7])
+            targets = rows @ tf.constant([[3.14], [1.618]])
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((rows @ weights - targets) ** 2)
+            gradient = tf.distribute.get_replica_context().all_reduce(
+                tf.distribute.ReduceOp.MEAN, tape.gradient(loss, weights)
+            )
+            weights.assign_sub(0.5 * gradient)
+
+        strategy.run(replica)
+
+    for _ in range(steps):
+        step()
+    return strategy.num_replicas_in_sync, [float(x) for x in weights.numpy()[:, 0]]
+
+
+@tensorflow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("workers", "roles"), [(2, {}), (1, {"chief": 1})])
+def test_multi_worker_mirrored_strategy(local: Local, workers: int, roles: dict[str, int]) -> None:
+    values = local.run(mirrored, 300, workers=workers, roles=roles)
+    (first, second) = [value for each in values.values() for value in each]
+    assert first == second
+    assert first[0] == 2
+    assert first[1] == pytest.approx([3.14, 1.618], abs=0.01)
+
+
+def with_parameter_servers(cluster: Any) -> float | None:
+    """TensorFlow 2's: workers and parameter servers serve for ever, the chief says what is done."""
+    import tensorflow as tf
+
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    if cluster.role != "chief":
+        tf.distribute.Server(resolver.cluster_spec(), job_name=cluster.role, task_index=cluster.index).join()
+    strategy = tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
+    with strategy.scope():
+        total = tf.Variable(0.0)
+    coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+
+    @tf.function
+    def add() -> None:
+        total.assign_add(1.0)
+
+    for _ in range(20):
+        coordinator.schedule(add)
+    coordinator.join()
+    return float(total.numpy())
+
+
+@tensorflow
+@pytest.mark.timeout(300)
+def test_parameter_servers_are_ended_when_the_chief_is_done(local: Local) -> None:
+    values = local.run(with_parameter_servers, workers=1, roles={"chief": 1, "ps": 1}, until=("chief",))
+    assert values == {"chief": [20.0], "worker": [None], "ps": [None]}
+
+
+def total_of_ranks(cluster: Any) -> tuple[int, float]:
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import multihost_utils
+
+    count, own = int(os.environ["JAX_NUM_PROCESSES"]), int(os.environ["JAX_PROCESS_ID"])
+    jax.distributed.initialize(num_processes=count, process_id=own)  # finds the coordinator's address itself
+    gathered = multihost_utils.process_allgather(jnp.array([jax.process_index() + 1.0]))
+    return jax.process_count(), float(gathered.sum())
+
+
+@jax
+@pytest.mark.timeout(300)
+def test_jax_finds_all_processes(local: Local) -> None:
+    assert local.run(total_of_ranks, workers=2) == {"worker": [(2, 3.0), (2, 3.0)]}

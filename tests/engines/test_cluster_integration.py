@@ -1,0 +1,199 @@
+"""Other frameworks' clusters on real processes: torch.distributed, roles that never return, errors, kills."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from manyhands.engines.cluster import Cluster
+from manyhands.engines.hosts import Hosts
+from manyhands.engines.local import Local
+from manyhands.errors import BadInput, WorkerFailed
+
+SOON_S = 60.0  # of the 100 for which the others would wait
+
+
+def forever() -> None:
+    threading.Event().wait(100)
+
+
+def serving(cluster: Cluster) -> socket.socket:
+    """A listener at the process's own address, as a framework opens it."""
+    host, _, port = cluster.address.rpartition(":")
+    return socket.create_server((host, int(port)))
+
+
+def is_free(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_server((host, int(port))).close()
+    except OSError:
+        return False
+    return True
+
+
+def gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
+def ddp(cluster: Cluster, rows: int) -> tuple[int, float, list[float]]:
+    """A plain DDP program: its gradient is that of all rows."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+    own = torch.arange(2.0 * rows).view(rows, 2)[dist.get_rank() :: dist.get_world_size()]
+    model(own).mean().backward()
+    total = torch.tensor(float(dist.get_rank() + 1))
+    dist.all_reduce(total)
+    found = dist.get_rank(), float(total), model.module.weight.grad[0].tolist()
+    del model  # before its group: torch's destructors hang now and then otherwise, see docs/clusters.md
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize(("workers", "roles"), [(2, {}), (1, {"chief": 1})])
+def test_a_ddp_program_runs_unchanged(local: Local, workers: int, roles: dict[str, int]) -> None:
+    found = local.run(ddp, 4, workers=workers, roles=roles)
+    mean = torch.arange(8.0).view(4, 2).mean(0).tolist()
+    assert [value for values in found.values() for value in values] == [(0, 3.0, mean), (1, 3.0, mean)]
+    assert list(found) == [*roles, "worker"]
+
+
+def test_who_serves_for_ever_is_ended_and_no_port_is_left(local: Local, tmp_path: Path) -> None:
+    def program(cluster: Cluster) -> Any:
+        with serving(cluster):
+            (tmp_path / cluster.role).write_text(str(os.getpid()))
+            while cluster.role == "worker" and len(list(tmp_path.iterdir())) < 3:
+                time.sleep(0.01)
+            if cluster.role != "worker":
+                forever()
+        return dict(cluster.addresses)
+
+    found = local.run(program, workers=1, roles={"ps": 1, "evaluator": 1})
+    assert (found["ps"], found["evaluator"]) == ([None], [None])
+    (addresses,) = found["worker"]
+    assert [len(addresses[role]) for role in ("worker", "ps", "evaluator")] == [1, 1, 1]
+    assert all(is_free(address) for held in addresses.values() for address in held)
+    assert all(gone(int(path.read_text())) for path in tmp_path.iterdir())
+
+
+def test_an_evaluator_that_is_awaited_says_what_it_found(local: Local) -> None:
+    until = ("chief", "worker", "evaluator")
+    found = local.run(lambda cluster: cluster.role, workers=1, roles={"evaluator": 1, "ps": 1}, until=until)
+    assert found == {"worker": ["worker"], "ps": ["ps"], "evaluator": ["evaluator"]}
+
+
+def raises(cluster: Cluster, role: str, index: int) -> None:
+    if (cluster.role, cluster.index) == (role, index):
+        raise KeyError("of the user")
+    forever()
+
+
+def dies(cluster: Cluster, role: str, index: int) -> None:
+    if (cluster.role, cluster.index) == (role, index):
+        os.kill(os.getpid(), signal.SIGKILL)
+    forever()
+
+
+@pytest.mark.parametrize(("role", "index"), [("chief", 0), ("worker", 1), ("ps", 0), ("evaluator", 0)])
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [(raises, r"failed in phase user.*KeyError: 'of the user'\n\nTraceback"), (dies, "was killed by signal 9")],
+)
+def test_what_ends_one_ends_all_under_its_roles_name(
+    local: Local, function: Any, words: str, role: str, index: int
+) -> None:
+    began = time.monotonic()
+    with pytest.raises(WorkerFailed, match=rf"^{role} {index} on \S+ {words}"):
+        local.run(function, role, index, workers=2, roles={"chief": 1, "ps": 1, "evaluator": 1})
+    assert time.monotonic() - began < SOON_S
+
+
+def test_bad_input_says_whose_it_is(local: Local) -> None:
+    def program(cluster: Cluster) -> None:
+        if cluster.role == "ps":
+            raise BadInput("give another folder")
+        forever()
+
+    with pytest.raises(BadInput, match="^give another folder") as raised:
+        local.run(program, workers=1, roles={"ps": 1})
+    assert raised.value.__notes__[0].startswith("raised by ps 0 on ")
+
+
+def test_one_process_alone_is_the_callers(local: Local) -> None:
+    found = local.run(lambda cluster: (os.getpid(), cluster.is_chief, os.environ["WORLD_SIZE"]), workers=1)
+    assert found == {"worker": [(os.getpid(), True, "1")]}
+    assert "WORLD_SIZE" not in os.environ
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_tensorboard_beside_the_chief(
+    local: Local, workers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("tensorboard")
+
+    def boards() -> list[int]:
+        wanted = [str(tmp_path), "tensorboard.main"]
+        lines = {path.parent.name: path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")}
+        return [int(pid) for pid, line in lines.items() if all(word.encode() in line for word in wanted)]
+
+    with caplog.at_level(logging.WARNING, "manyhands"):
+        found = local.run(lambda cluster: cluster.is_chief and boards(), workers=workers, tensorboard=str(tmp_path))
+    assert [len(value) for value in found["worker"] if value] == [1]
+    assert re.fullmatch(r"TensorBoard: http://127\.0\.0\.1:\d+/", "\n".join(caplog.messages))
+    assert boards() == []
+
+
+def test_tensorboard_answers_at_the_address_that_is_told(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from manyhands.engines.tensorboard import shown
+
+    told: list[str] = []
+    with shown(str(tmp_path), "127.0.0.1", told.append), urllib.request.urlopen(told[0], timeout=30) as page:
+        assert page.status == 200
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(told[0], timeout=30)
+
+
+def test_addresses_of_a_joined_host_are_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hosts, both this one, by two of its addresses."""
+    monkeypatch.setenv("MANYHANDS_CREDENTIALS", str(tmp_path / "run.pem"))
+    engine, joined = Hosts(here=1), []
+
+    def join(line: str) -> None:
+        if found := re.search(r"manyhands join (\S+)", line):
+            command = "from manyhands.cli import main; main()"
+            options = ["join", found[1], "--workers", "2", "--listen", "127.0.0.2"]
+            joined.append(subprocess.Popen([sys.executable, "-c", command, *options], stderr=subprocess.DEVNULL))
+
+    engine.voice.say = join
+
+    def program(cluster: Any) -> Any:  # by value: the joined host does not have this file
+        if cluster.role == "ps":
+            threading.Event().wait(100)
+        hosts = [cluster.addresses[role][0].rpartition(":")[0] for role in ("worker", "ps")]
+        return hosts, [os.environ[name] for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+
+    try:
+        found = engine.run(program, workers=2, roles={"ps": 1})
+        hosts = ["127.0.0.1", "127.0.0.2"]
+        assert found == {"worker": [(hosts, ["0", "0", "1"]), (hosts, ["1", "0", "1"])], "ps": [None]}
+        assert joined[0].wait(30) == 0
+    finally:
+        for process in joined:
+            process.kill()
+            process.wait()

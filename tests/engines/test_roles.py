@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+
+from manyhands.engines.base import Launch
+from manyhands.engines.roles import Roles
+from manyhands.errors import BadInput, UnknownName
+
+
+def test_ranks_are_chief_workers_ps_evaluator_whatever_the_order_asked() -> None:
+    roles = Roles(workers=2, others={"evaluator": 1, "ps": 2, "chief": 1})
+    assert list(map(roles.name_of, range(6))) == ["chief 0", "worker 0", "worker 1", "ps 0", "ps 1", "evaluator 0"]
+    assert roles.awaited == {0, 1, 2}
+
+
+def test_a_role_of_nobody_is_not_there() -> None:
+    assert Roles(workers=1, others={"ps": 0}).counts == {"worker": 1}
+
+
+@pytest.mark.parametrize(
+    ("until", "awaited"),
+    [(("chief",), {0}), (("worker",), {1, 2}), (("chief", "worker", "evaluator"), {0, 1, 2, 4}), (["ps"], {3})],
+)
+def test_until_says_whose_return_ends_the_run(until: tuple[str, ...], awaited: set[int]) -> None:
+    roles = Roles(workers=2, others={"chief": 1, "ps": 1, "evaluator": 1}, until=until)
+    assert roles.awaited == awaited
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        (BadInput, {"workers": 0, "others": {}}, "workers must be a whole number of at least 1, not 0"),
+        (BadInput, {"workers": 1, "others": {"worker": 2}}, "say how many workers there are with workers="),
+        (UnknownName, {"workers": 1, "others": {"master": 1}}, "no role 'master'; choose of chief, ps, evaluator"),
+        (BadInput, {"workers": 1, "others": {"ps": True}}, "number of ps must be a whole number, 0 or more, not True"),
+        (BadInput, {"workers": 1, "others": {"chief": 2}}, "at most one chief, not 2"),
+        (BadInput, {"workers": 1, "others": {"evaluator": 2}}, "at most one evaluator, not 2"),
+        (BadInput, {"workers": 1, "others": {}, "until": "worker"}, r"until must be a tuple of roles.*'worker',"),
+        (UnknownName, {"workers": 1, "others": {}, "until": ("boss",)}, "no role 'boss'; choose of chief, worker, ps"),
+        (BadInput, {"workers": 1, "others": {}, "until": ("chief",)}, "has none of them; choose of worker"),
+        (BadInput, {"workers": 1, "others": {}, "until": ()}, "has none of them"),
+    ],
+)
+def test_what_no_cluster_can_be(kind: type[BadInput], options: dict[str, object], words: str) -> None:
+    with pytest.raises(kind, match=words) as raised:
+        Roles(**options)  # type: ignore[arg-type]
+    assert type(raised.value) is kind
+
+
+def test_a_launch_without_roles_awaits_all_and_calls_them_workers() -> None:
+    plan = Launch(workers=2)
+    assert plan.awaited == {0, 1}
+    assert [plan.name_of(seat) for seat in (1, -1)] == ["worker 1", "server shard 0"]
+
+
+def test_a_launch_with_roles_names_and_awaits_by_them() -> None:
+    plan = Launch(workers=2, roles=Roles(workers=1, others={"ps": 1}))
+    assert plan.awaited == {0}
+    assert [plan.name_of(seat) for seat in (0, 1, -2)] == ["worker 0", "ps 0", "server shard 1"]
