@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from sessions import CLUSTER, spark_session
+from sessions import CLUSTER, need_spark, spark_session
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -16,7 +16,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A cluster of two executors; whoever kills one makes a cluster of their own."""
-    pytest.importorskip("pyspark")
+    """A cluster of two executors."""
+    need_spark()
     with spark_session(CLUSTER, tmp_path_factory.mktemp("spark")) as session:
         yield session

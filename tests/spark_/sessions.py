@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 OPTIONS = {
     "spark.ui.enabled": "false",
     "spark.driver.host": "127.0.0.1",
@@ -24,6 +26,13 @@ OPTIONS = {
     "spark.ui.showConsoleProgress": "false",
 }
 CLUSTER = "local-cluster[2,2,512]"
+
+
+def need_spark() -> None:
+    """Skip the test where there is no pyspark, or no Java for it."""
+    pytest.importorskip("pyspark")
+    if shutil.which("java") is None and "JAVA_HOME" not in os.environ:
+        pytest.skip("Spark needs Java")
 
 
 @contextmanager

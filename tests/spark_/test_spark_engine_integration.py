@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sessions import need_spark
 
 import manyhands as mh
 from manyhands.engines.base import Launch
@@ -135,6 +136,7 @@ def test_a_killed_executor_is_named_and_the_next_run_works(spark: Any, tmp_path:
 
 def test_a_session_of_the_runs_own_is_stopped(tmp_path: Path) -> None:
     """In a process of its own: this one's session would be taken."""
+    need_spark()
     import subprocess
     import sys
     import textwrap

@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from sessions import standalone
+from sessions import need_spark, standalone
 
 SCRIPT = """
     import json, sys
@@ -41,7 +41,7 @@ SCRIPT = """
 
 @pytest.mark.parametrize("strategy", ["allreduce"])
 def test_two_executors_of_a_standalone_master(strategy: str, tmp_path: Path) -> None:
-    pytest.importorskip("pyspark")
+    need_spark()
     import json
 
     with standalone(tmp_path) as master:
