@@ -21,7 +21,7 @@ SEEDS = "seed_generator_state"
 
 
 class KerasModule(nn.Module):
-    """A built Keras model. `keras` is the model itself; `counts` whether training updates its metrics, too.
+    """A compiled Keras model that is built, and its optimizer is built here. `keras` is the model itself; `counts` whether training updates its metrics, too.
 
     Parameters have the names of the variables' paths, a second one of a name a number behind it. Weights of frozen layers are
     parameters without gradient; moving averages and the states of seed generators are buffers.
@@ -41,6 +41,9 @@ class KerasModule(nn.Module):
                 self.register_parameter(name, variable.value)
             else:
                 self.register_buffer(name, variable.value)
+        if not model.optimizer.built:
+            with self.placed():
+                model.optimizer.build(model.trainable_variables)
 
     @override
     def forward(self, inputs: Any) -> Any:

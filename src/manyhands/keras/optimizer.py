@@ -28,9 +28,6 @@ class KerasOptimizer(torch.optim.Optimizer):
         """Raises BadInput for an optimizer with variables that belong to no parameter, and are no numbers."""
         self.keras, self._model = model.keras.optimizer, model
         self._variables = model.trainable
-        if not self.keras.built:
-            with model.placed():
-                self.keras.build(self._variables)
         super().__init__([variable.value for variable in self._variables], {"lr": float(self.keras.learning_rate)})
         self._slots = _slots(self.keras, self._variables)
         self._numbers = _numbers(self.keras, self._slots)
