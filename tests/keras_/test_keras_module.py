@@ -32,7 +32,8 @@ def test_a_frozen_layers_weights_are_neither_exchanged_nor_averaged() -> None:
     model = convolution()
     model.layers[0].trainable = False
     module = KerasModule(model)
-    assert not any(name.startswith(model.layers[0].path) for name in Layout(module).names)
+    assert "0/kernel" not in Layout(module).names
+    assert "0/kernel" in dict(module.named_parameters())
     assert len(dict(module.named_buffers())) == 2
 
 
@@ -67,14 +68,19 @@ def test_what_only_this_process_knows_travels_along() -> None:
     assert float(there.keras.compute_loss(x, x[:, 0], x)) == float(module.keras.compute_loss(x, x[:, 0], x))
 
 
-def test_variables_of_one_path_have_names_of_their_own() -> None:
+def test_variables_of_one_path_and_name_have_names_of_their_own() -> None:
     keras.utils.set_random_seed(0)
     inputs = keras.Input((4,))
     outer = keras.Model(inputs, keras.layers.Dense(2, name="same")(keras.layers.Dense(3)(inputs)))
     for variable in outer.variables:
         variable._path = "a.b"
     outer.compile("sgd", "mse")
-    assert KerasModule(outer).names == ["a_b", "a_b_1", "a_b_2", "a_b_3"]
+    assert KerasModule(outer).names == ["0/kernel", "0/bias", "0/kernel_1", "0/bias_1"]
+
+
+def test_names_are_the_same_however_often_a_process_builds_the_model() -> None:
+    assert KerasModule(convolution()).names == KerasModule(convolution()).names
+    assert KerasModule(dense()).names == ["0/kernel", "0/bias", "1/kernel", "1/bias"]
 
 
 def test_an_ensemble_finds_its_model() -> None:

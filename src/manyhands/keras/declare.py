@@ -14,7 +14,7 @@ from manyhands.keras.backend import keras, require_torch
 from manyhands.keras.callbacks import KerasCallbacks
 from manyhands.keras.module import KerasModule
 from manyhands.keras.optimizer import KerasOptimizer
-from manyhands.task import Task
+from manyhands.task import Task, check_fields
 
 
 def task(
@@ -48,6 +48,7 @@ def task(
     With one worker and shuffle=False, weights and losses are those of `model.fit(x, y, shuffle=False)`. Raises BadInput for a model that is not
     compiled, Keras on another backend than torch, and what a mean over workers cannot be.
     """
+    check_fields(fields)
     _check(model)
     train_data, validation = x, _given(validation_data)
     if rows.is_arrays(x):

@@ -7,6 +7,7 @@ are: `KerasModule` shows the model's own tensors, so that whatever is written to
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,8 +24,7 @@ SEEDS = "seed_generator_state"
 class KerasModule(nn.Module):
     """A compiled Keras model that is built, and its optimizer is built here. `keras` is the model itself; `counts` whether training updates its metrics, too.
 
-    Parameters have the names of the variables' paths, a second one of a name a number behind it. Weights of frozen layers are
-    parameters without gradient; moving averages and the states of seed generators are buffers.
+    Weights of frozen layers are parameters without gradient; moving averages and the states of seed generators are buffers.
     """
 
     keras: Any
@@ -109,13 +109,18 @@ def _rebuilt(
 
 
 def _names(model: Any) -> list[str]:
-    """A name for each variable, without dots: its path, and a number where another one has it already."""
-    taken: dict[str, int] = {}
+    """A name for each variable: its layer's number and its own name, `2/kernel`; a second one of that name has a number behind it.
+
+    Keras numbers its layers through the whole process (dense_7), so that the same script run twice would not find its checkpoint.
+    """
+    layers: dict[str, int] = {}
+    taken: Counter[str] = Counter()
     names = []
     for variable in model.variables:
-        path = variable.path.replace(".", "_")
-        taken[path] = taken.get(path, -1) + 1
-        names.append(f"{path}_{taken[path]}" if taken[path] else path)
+        layer = layers.setdefault(variable.path.rpartition("/")[0], len(layers))
+        name = f"{layer}/{variable.name}".replace(".", "_")
+        names.append(f"{name}_{taken[name]}" if taken[name] else name)
+        taken[name] += 1
     return names
 
 

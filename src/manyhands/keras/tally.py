@@ -34,8 +34,8 @@ def write(model: Any, state: Tensor) -> None:
     start = 0
     for variable in model.metrics_variables:
         size = variable.value.numel()
-        part = state[start : start + size].reshape(variable.shape)
-        variable.assign(part.to(variable.value.dtype) if len(state) > start else torch.zeros(variable.shape))
+        part = state[start : start + size] if start < len(state) else torch.zeros(size)
+        variable.assign(part.reshape(variable.shape).to(variable.value.dtype))
         start += size
 
 
