@@ -103,7 +103,6 @@ class Asked:
                 own = source.batch_size if data is self.task.train_data else own
         global_batch(self.task, self.count, own)
 
-
     def _check_frame(self) -> None:
         if not self.engine.brings_frames:
             raise Unsupported(

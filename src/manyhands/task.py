@@ -29,7 +29,8 @@ class Summed:
     """(the sum of all batches, float64 [k] on the CPU) -> {name: metric}; the names take the place of this one's."""
 
 
-Evaluate = Callable[[nn.Module, Any], Mapping[str, Measure | Summed]]
+Metrics = Mapping[str, Measure | Summed]
+Evaluate = Callable[[nn.Module, Any], Metrics]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +137,7 @@ class Task:
             raise BadInput(f"criterion must average over the batch (reduction='mean'), not reduction={reduction!r}")
         return cls(**{"loss": SupervisedLoss(criterion), "evaluate": SupervisedMetrics(criterion), **task_fields})
 
-    def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Measure | Summed]:
+    def metrics(self, model: nn.Module, batch: Any) -> Metrics:
         """`evaluate`, or the loss alone."""
         return self.evaluate(model, batch) if self.evaluate is not None else {"loss": self.loss(model, batch)}
 

@@ -12,7 +12,9 @@ os.environ.setdefault("KERAS_BACKEND", "torch")
 
 import keras
 
-KERAS_ON_NUMPY_2 = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+KERAS_ON_NUMPY_2 = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"
+)
 SEED = 3
 
 

@@ -20,7 +20,14 @@ pytestmark = KERAS_ON_NUMPY_2
 def trained(callbacks: list[Any], model: Any = None, **options: Any) -> tuple[Any, mh.Run]:
     x, y = rows()
     model = model or dense()
-    fields = {"batch_size": 16, "epochs": 5, "shuffle": False, "seed": SEED, "validation_data": (x[:20], y[:20]), **options}
+    fields = {
+        "batch_size": 16,
+        "epochs": 5,
+        "shuffle": False,
+        "seed": SEED,
+        "validation_data": (x[:20], y[:20]),
+        **options,
+    }
     task = mh.keras.task(model, x, y, callbacks=callbacks, **fields)
     return model, mh.train(task, workers=1)
 
@@ -28,7 +35,9 @@ def trained(callbacks: list[Any], model: Any = None, **options: Any) -> tuple[An
 def fitted(callbacks: list[Any]) -> Any:
     x, y = rows()
     model = dense()
-    model.fit(x, y, batch_size=16, epochs=5, shuffle=False, verbose=0, validation_data=(x[:20], y[:20]), callbacks=callbacks)
+    model.fit(
+        x, y, batch_size=16, epochs=5, shuffle=False, verbose=0, validation_data=(x[:20], y[:20]), callbacks=callbacks
+    )
     return model
 
 
@@ -90,8 +99,17 @@ def test_logs_have_the_names_and_numbers_of_fit(tmp_path: Path) -> None:
 
 def test_everything_is_called_in_its_order() -> None:
     def said(into: list[str]) -> Any:
-        names = ["on_train_begin", "on_epoch_begin", "on_train_batch_begin", "on_train_batch_end", "on_epoch_end", "on_train_end"]
-        return keras.callbacks.LambdaCallback(**{name: lambda *_, logs=None, name=name: into.append(name) for name in names})
+        names = [
+            "on_train_begin",
+            "on_epoch_begin",
+            "on_train_batch_begin",
+            "on_train_batch_end",
+            "on_epoch_end",
+            "on_train_end",
+        ]
+        return keras.callbacks.LambdaCallback(
+            **{name: lambda *_, logs=None, name=name: into.append(name) for name in names}
+        )
 
     ours: list[str] = []
     plain: list[str] = []

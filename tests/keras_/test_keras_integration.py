@@ -40,9 +40,13 @@ def test_two_workers_are_one_with_rows_that_do_not_divide(local: mh.Local) -> No
     models = [dense(optimizer="adamw", metrics=["accuracy", keras.metrics.F1Score(name="f1")]) for _ in range(2)]
     one_hot = np.eye(3, dtype="float32")[y]
     for model in models:
-        model.compile(model.optimizer, "categorical_crossentropy", metrics=["accuracy", keras.metrics.AUC(name="auc"), ranks])
+        model.compile(
+            model.optimizer, "categorical_crossentropy", metrics=["accuracy", keras.metrics.AUC(name="auc"), ranks]
+        )
     runs = [
-        mh.train(task(m, x, one_hot, class_weight={0: 3.0}, validation_data=(x, one_hot)), engine=local, workers=workers)
+        mh.train(
+            task(m, x, one_hot, class_weight={0: 3.0}, validation_data=(x, one_hot)), engine=local, workers=workers
+        )
         for m, workers in zip(models, (1, 2), strict=True)
     ]
     assert apart(*(values(model) for model in models)) < 1e-6
@@ -64,7 +68,9 @@ def test_workers_draw_noise_of_their_own(local: mh.Local) -> None:
     """Seeds that are alike would give both halves of a batch of equal rows the same gradient: as one worker with half of it."""
     x, y = np.ones((8, 4), "float32"), np.zeros(8, "int64")
     halves, whole = (
-        compiled(lambda: keras.Input((4,)), lambda: keras.layers.GaussianNoise(1.0), optimizer=keras.optimizers.SGD(0.1))
+        compiled(
+            lambda: keras.Input((4,)), lambda: keras.layers.GaussianNoise(1.0), optimizer=keras.optimizers.SGD(0.1)
+        )
         for _ in range(2)
     )
     mh.train(task(halves, x, y, batch_size=8, epochs=1), engine=local, workers=2)

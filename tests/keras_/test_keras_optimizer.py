@@ -107,7 +107,9 @@ def test_a_parameter_without_gradient_is_left_alone() -> None:
     first = replica.layout.parameters[0]
     first.grad = torch.ones_like(first)
     replica.optimizer.step()
-    moved = [not torch.equal(a, b) for a, b in zip(replica.layout.views(before), replica.layout.parameters, strict=True)]
+    moved = [
+        not torch.equal(a, b) for a, b in zip(replica.layout.views(before), replica.layout.parameters, strict=True)
+    ]
     assert moved == [True, False, False, False]
 
 

@@ -53,7 +53,9 @@ def test_one_worker_is_fit_without_shuffling(name: str) -> None:
 
 @pytest.mark.parametrize("layer", ["noise", "dropout"])
 def test_layers_with_a_seed_of_their_own_draw_as_in_fit(layer: str) -> None:
-    make = {"noise": lambda: keras.layers.GaussianNoise(0.5), "dropout": lambda: keras.layers.Dropout(0.4, seed=5)}[layer]
+    make = {"noise": lambda: keras.layers.GaussianNoise(0.5), "dropout": lambda: keras.layers.Dropout(0.4, seed=5)}[
+        layer
+    ]
     models = [compiled(lambda: keras.Input((4,)), lambda: keras.layers.Dense(6), make) for _ in range(2)]
     assert_equal(models[0], {}, *rows(), plain=models[1])
 
@@ -112,7 +114,9 @@ def test_the_weights_are_in_the_users_own_model() -> None:
 
 def test_batches_may_come_from_anything_that_a_task_reads() -> None:
     x, y = rows()
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y)), batch_size=16)
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y)), batch_size=16
+    )
     model, plain = dense(), dense()
     trained(plain, x, y)
     trained(model, loader)

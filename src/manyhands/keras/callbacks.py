@@ -154,7 +154,9 @@ class Beside(Companion):
 
 def _remembered(callback: Any) -> dict[str, Any]:
     """What of a callback's attributes JSON holds."""
-    return {name: _plain(value) for name, value in vars(callback).items() if name != "params" and _is_plain(_plain(value))}
+    return {
+        name: _plain(value) for name, value in vars(callback).items() if name != "params" and _is_plain(_plain(value))
+    }
 
 
 def _plain(value: Any) -> Any:

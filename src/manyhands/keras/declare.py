@@ -99,7 +99,9 @@ def _check(model: Any) -> None:
             f"model must be a keras.Model, not a {type(model).__module__}.{type(model).__name__}: a PyTorch module is a task by itself, mh.Task(model=…)"
         )
     if not isinstance(next((v.value for v in model.variables), Tensor()), Tensor):
-        raise BadInput("the model was built on another backend: set KERAS_BACKEND=torch before Keras is imported, and build it again")
+        raise BadInput(
+            "the model was built on another backend: set KERAS_BACKEND=torch before Keras is imported, and build it again"
+        )
     if not model.compiled or model.optimizer is None:
         raise BadInput("the model is not compiled: call model.compile(optimizer=…, loss=…) before mh.keras.task")
     for step in ("train_step", "test_step"):
@@ -115,17 +117,23 @@ def _check(model: Any) -> None:
 def _check_optimizer(optimizer: Any) -> None:
     inner = [name for name, one in vars(optimizer).items() if isinstance(one, keras.optimizers.Optimizer)]
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor:
-        raise BadInput("losses are not scaled: take the dtype policy mixed_bfloat16 in place of mixed_float16, and no loss_scale_factor")
+        raise BadInput(
+            "losses are not scaled: take the dtype policy mixed_bfloat16 in place of mixed_float16, and no loss_scale_factor"
+        )
     if inner:
         raise BadInput(f"{type(optimizer).__name__} holds other optimizers: compile the model with one of them")
     if optimizer.use_ema:
-        raise BadInput("use_ema=True is not supported: leave it out, or keep the best weights with EarlyStopping(restore_best_weights=True)")
+        raise BadInput(
+            "use_ema=True is not supported: leave it out, or keep the best weights with EarlyStopping(restore_best_weights=True)"
+        )
 
 
 def _build(model: Any, train_data: Any) -> None:
     """As `fit` does it: weights, optimizer, loss and metrics, from one row, where the rows are at hand."""
     if not isinstance(train_data, tuple):
         if not model.built:
-            raise BadInput("the model has no weights yet, and no rows are at hand to build it by: give it an Input, or call it on a batch first")
+            raise BadInput(
+                "the model has no weights yet, and no rows are at hand to build it by: give it an Input, or call it on a batch first"
+            )
         return
     model._symbolic_build(data_batch=slice_rows(train_data, 0, 1))

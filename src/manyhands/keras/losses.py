@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from manyhands.errors import BadInput
 from manyhands.keras import tally
 from manyhands.keras.backend import keras
 from manyhands.keras.module import KerasModule, module_of
-from manyhands.task import Measure, Summed
+from manyhands.task import Measure, Metrics, Summed
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
@@ -32,7 +31,7 @@ def loss(model: nn.Module, batch: Any) -> Measure:
     return mean, weight
 
 
-def metrics(model: nn.Module, batch: Any) -> Mapping[str, Measure | Summed]:
+def metrics(model: nn.Module, batch: Any) -> Metrics:
     """The loss, and the model's metrics under the names that Keras gives them: sums of their state over all batches and workers."""
     module = module_of(model)
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)

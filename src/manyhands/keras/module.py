@@ -85,12 +85,18 @@ class KerasModule(nn.Module):
     def __reduce__(self) -> tuple[Any, ...]:
         """By Keras's own archive, with the classes that only this process knows and the seeds, which it leaves out."""
         rebuild, arguments = self.keras.__reduce__()
-        return _rebuilt, (rebuild, arguments, _objects(self.keras), self.names, [seed.tolist() for seed in self.seeds()])
+        return _rebuilt, (
+            rebuild,
+            arguments,
+            _objects(self.keras),
+            self.names,
+            [seed.tolist() for seed in self.seeds()],
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KerasModule:
         """As through pickle, and where this one lies."""
-        rebuild, arguments = self.__reduce__()
-        return rebuild(*copy.deepcopy(arguments, memo)).to(next(self.parameters()).device)
+        _, arguments = self.__reduce__()
+        return _rebuilt(*copy.deepcopy(arguments, memo)).to(next(self.parameters()).device)
 
 
 def module_of(model: nn.Module) -> KerasModule:

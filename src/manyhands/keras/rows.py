@@ -40,11 +40,15 @@ def packed(x: Any, y: Any = None, sample_weight: Any = None, class_weight: Mappi
 def split(data: Any, fraction: float) -> tuple[Any, Any]:
     """(the first rows, the last `fraction` of them), as `validation_split` has it: before anything is shuffled."""
     if not 0 < fraction < 1:
-        raise BadInput(f"validation_split must be above 0 and below 1, not {fraction!r}: leave it out for no validation")
+        raise BadInput(
+            f"validation_split must be above 0 and below 1, not {fraction!r}: leave it out for no validation"
+        )
     rows = Columns(data).rows
     at = math.floor(rows * (1 - fraction))
     if at in (0, rows):
-        raise BadInput(f"validation_split={fraction} of {rows} rows leaves one side without any: give more rows, or another fraction")
+        raise BadInput(
+            f"validation_split={fraction} of {rows} rows leaves one side without any: give more rows, or another fraction"
+        )
     return slice_rows(data, 0, at), slice_rows(data, at, rows)
 
 
@@ -77,7 +81,9 @@ def _of_classes(y: Any, sample_weight: Any, class_weight: Mapping[int, float]) -
     if sample_weight is not None:
         raise BadInput("class_weight and sample_weight were both given: multiply them into sample_weight")
     if not (hasattr(y, "shape") and len(y.shape) in (1, 2)):
-        raise BadInput("class_weight needs targets of one output, [rows] classes or [rows, classes] one-hot; give sample_weight")
+        raise BadInput(
+            "class_weight needs targets of one output, [rows] classes or [rows, classes] one-hot; give sample_weight"
+        )
     classes = np.asarray(y)
     classes = classes.argmax(1) if classes.ndim == 2 and classes.shape[1] > 1 else classes.reshape(-1)
     return np.asarray([class_weight.get(int(one), 1.0) for one in classes], dtype=keras.config.floatx())
