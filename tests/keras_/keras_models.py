@@ -6,15 +6,11 @@ import os
 from typing import Any
 
 import numpy as np
-import pytest
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
 
 import keras
 
-KERAS_ON_NUMPY_2 = pytest.mark.filterwarnings(
-    "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"
-)
 SEED = 3
 
 

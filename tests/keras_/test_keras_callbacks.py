@@ -9,12 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from keras_models import KERAS_ON_NUMPY_2, SEED, apart, dense, keras, rows, values
+from keras_models import SEED, apart, dense, keras, rows, values
 
 import manyhands as mh
 from manyhands.keras.callbacks import KerasCallbacks, _remembered
-
-pytestmark = KERAS_ON_NUMPY_2
 
 
 def trained(callbacks: list[Any], model: Any = None, **options: Any) -> tuple[Any, mh.Run]:

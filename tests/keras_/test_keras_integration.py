@@ -7,12 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from keras_models import KERAS_ON_NUMPY_2, apart, compiled, convolution, dense, images, keras, rows, values
+from keras_models import apart, compiled, convolution, dense, images, keras, rows, values
 
 import manyhands as mh
 from manyhands.strategies import CATALOGUE
-
-pytestmark = KERAS_ON_NUMPY_2
 
 
 def task(model: Any, *data: Any, **options: Any) -> mh.Task:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from keras_models import KERAS_ON_NUMPY_2, compiled, dense, keras, rows
+from keras_models import compiled, dense, keras, rows
 
 import manyhands as mh
 from manyhands import evaluation
@@ -16,8 +16,6 @@ from manyhands.data.feed import Feed
 from manyhands.data.sources import open_source
 from manyhands.keras import losses
 from manyhands.keras.module import KerasModule
-
-pytestmark = KERAS_ON_NUMPY_2
 
 
 def evaluated(model: Any, *data: Any, batch_size: int = 7) -> dict[str, float]:

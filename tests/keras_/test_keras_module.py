@@ -9,12 +9,10 @@ import keras_models
 import numpy as np
 import pytest
 import torch
-from keras_models import KERAS_ON_NUMPY_2, compiled, convolution, dense, keras
+from keras_models import compiled, convolution, dense, keras
 
 from manyhands.flat import Layout
 from manyhands.keras.module import KerasModule, module_of
-
-pytestmark = KERAS_ON_NUMPY_2
 
 
 def noisy() -> KerasModule:

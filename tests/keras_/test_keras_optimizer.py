@@ -8,15 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from keras_models import KERAS_ON_NUMPY_2, apart, dense, keras, values
+from keras_models import apart, dense, keras, values
 
 from manyhands.comm.solo import SoloGroup
 from manyhands.errors import BadInput
 from manyhands.keras.module import KerasModule
 from manyhands.keras.optimizer import KerasOptimizer
 from manyhands.replica import Replica
-
-pytestmark = KERAS_ON_NUMPY_2
 
 OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.1),

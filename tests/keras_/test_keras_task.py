@@ -8,11 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from keras_models import KERAS_ON_NUMPY_2, SEED, apart, compiled, convolution, dense, images, keras, rows, values
+from keras_models import SEED, apart, compiled, convolution, dense, images, keras, rows, values
 
 import manyhands as mh
-
-pytestmark = KERAS_ON_NUMPY_2
 
 OPTIMIZERS = {
     "adam": lambda: "adam",
