@@ -99,6 +99,14 @@ def test_callbacks_on_worker_0_hold_for_all(strategy: str, local: mh.Local, tmp_
     assert apart(values(model), values(best)) < 1e-6
 
 
+def test_a_rate_that_a_callback_sets_is_every_workers(local: mh.Local) -> None:
+    """At a rate of 0 nobody moves; whoever kept another rate would move the average."""
+    model, still = dense(), keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.0)
+    before = values(model)
+    mh.train(task(model, epochs=1, callbacks=[still]), strategy="local-sgd:period=2", engine=local, workers=2)
+    assert apart(values(model), before) == 0.0
+
+
 def test_logs_count_all_workers_rows(local: mh.Local) -> None:
     histories = [keras.callbacks.History() for _ in range(2)]
     for workers, history in enumerate(histories, start=1):
