@@ -30,9 +30,11 @@ OPTIMIZERS = {
     "ftrl": lambda: keras.optimizers.Ftrl(0.1),
     "lamb": lambda: keras.optimizers.Lamb(0.01),
     "adafactor": lambda: keras.optimizers.Adafactor(0.01),
-    "muon": lambda: keras.optimizers.Muon(0.01),
     "accumulating": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2),
 }
+
+if hasattr(keras.optimizers, "Muon"):  # newer than the oldest Keras that is supported
+    OPTIMIZERS["muon"] = lambda: keras.optimizers.Muon(0.01)
 
 
 def replica_of(optimizer: Any) -> Replica:
