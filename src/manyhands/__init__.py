@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from manyhands import callbacks as callbacks
+    from manyhands import keras as keras
     from manyhands import spark as spark
     from manyhands import tasks as tasks
     from manyhands.calibrating.calibrate import calibrate as calibrate
@@ -72,7 +73,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_MODULES = ("callbacks", "spark", "tasks")
+_MODULES = ("callbacks", "keras", "spark", "tasks")
 _WHERE = {
     "AGN": "strategies.agn",
     "AllReduce": "strategies.allreduce",

@@ -62,6 +62,7 @@ class Asked:
         if resume and self.directory is None:
             raise BadInput("resume needs a run directory: give run_dir (--run-dir)")
         self._check_strategy(servers)
+        self._check_companion()
         self._check_data()
 
     def _check_strategy(self, servers: int) -> None:
@@ -84,6 +85,10 @@ class Asked:
             raise Unsupported(
                 f"strategy {self.strategy.name} works on one piece of memory, so all workers must be on one machine: take engine local"
             )
+
+    def _check_companion(self) -> None:
+        if self.task.companion is not None:
+            self.task.companion.check(self.strategy.needs.one_model)
 
     def _check_data(self) -> None:
         """Open what is at hand (a function that gives data is called on the workers alone), and check the batch size."""

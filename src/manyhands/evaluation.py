@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from manyhands.comm.group import Group
 from manyhands.data.batch import rows_of
 from manyhands.data.feed import Feed
 from manyhands.replica import Replica
-from manyhands.task import Task
+from manyhands.task import Summed, Task
 
 
 class AveragedOutputs(nn.Module):
@@ -103,11 +103,12 @@ def _fill_buffers(model: nn.Module, buffers: dict[str, Tensor]) -> None:
 def evaluate(
     task: Task, model: nn.Module, feed: Feed, group: Group, progress: Callable[[int], None]
 ) -> dict[str, float]:
-    """The task's metrics over all rows of `feed`, the same on every rank: weighted means over batches and ranks.
+    """The task's metrics over all rows of `feed`, the same on every rank: weighted means over batches and ranks, or of their sums.
 
     progress: called with each batch's number.
     """
     sums: dict[str, tuple[float, float]] = {}
+    summed: dict[str, Summed] = {}
     with torch.no_grad(), closing(feed.epoch(0)) as slices:
         for part in slices:
             progress(part.index)
@@ -116,13 +117,34 @@ def evaluate(
             with torch.autocast(feed.device.type, dtype=torch.bfloat16, enabled=task.precision == "bf16-mixed"):
                 metrics = task.metrics(model, part.batch)
             for name, measure in metrics.items():
+                if isinstance(measure, Summed):
+                    summed[name] = _added(summed.get(name), measure)
+                    continue
                 mean, weight = measure if isinstance(measure, tuple) else (measure, rows_of(part.batch))
                 if weight:
                     total, weights = sums.get(name, (0.0, 0.0))
                     sums[name] = total + float(mean) * float(weight), weights + float(weight)
     everyone = group.all_gather_json(sums)
     names = dict.fromkeys(name for one in everyone for name in one)
-    return {name: _ratio([one[name] for one in everyone if name in one]) for name in names}
+    means = {name: _ratio([one[name] for one in everyone if name in one]) for name in names}
+    return means | results_of(summed, group)
+
+
+def _added(before: Summed | None, measure: Summed) -> Summed:
+    sums = measure.sums.detach().to("cpu", torch.float64)
+    return Summed(sums if before is None else before.sums + sums, measure.result)
+
+
+def results_of(summed: Mapping[str, Summed], group: Group) -> dict[str, float]:
+    """What the sums over all ranks say, the same on every rank; a rank without rows has none of its own."""
+    everyone = group.all_gather_json({name: one.sums.tolist() for name, one in summed.items()})
+    if not any(everyone):
+        return {}
+    own: dict[str, float] = {}
+    for name, one in summed.items():
+        total = torch.tensor([sums[name] for sums in everyone if name in sums], dtype=torch.float64).sum(0)
+        own |= {metric: float(value) for metric, value in one.result(total).items()}
+    return {name: value for said in reversed(group.all_gather_json(own)) for name, value in said.items()}
 
 
 def _ratio(parts: list[list[float]]) -> float:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from manyhands import evaluation
 from manyhands.comm.solo import SoloGroup
+from manyhands.companion import Companion
 from manyhands.data.feed import Feed
+from manyhands.errors import Unsupported
 from manyhands.plan import Place, Plan, State
 from manyhands.replica import Replica
 from manyhands.strategies.base import State as StrategyState
@@ -37,17 +42,55 @@ class Judge:
         metrics = self._evaluate(self.validation, consensus, buffers, "validation_")
         return metrics, self.plan.keep.offer(metrics, consensus, buffers)
 
-    def answer(self, state: StrategyState, test: bool) -> tuple[list[State], dict[str, float]]:
-        """The consensus, or the best that was kept, where it is wanted, and its metrics."""
+    @contextmanager
+    def showing(self, state: StrategyState) -> Iterator[None]:
+        """The model holds the consensus as it is now, to be looked at; raises Unsupported where that changed its parameters."""
+        consensus = self.plan.strategy.consensus(self.replica, self.worker, state)
+        with evaluation.holding(self.replica, consensus, self._buffers()):
+            before = self.replica.parameters.clone()
+            yield
+            if not _same(before, self.replica.parameters):
+                raise Unsupported(
+                    "a callback changed the model's parameters between two epochs, which no exchange would carry to the other workers: "
+                    "change them when training is over, or leave the callback out"
+                )
+
+    def answer(
+        self, state: StrategyState, test: bool, companion: Companion | None = None
+    ) -> tuple[list[State], dict[str, float], Any]:
+        """The consensus, or the best that was kept, where it is wanted, its metrics, and what worker 0's companion says."""
         keep = self.plan.keep
         consensus = self.plan.strategy.consensus(self.replica, self.worker, state)
         buffers = self._buffers()
         metrics = dict(keep.newest)
         if keep.parameters is not None:
             consensus, buffers, metrics = keep.parameters, keep.buffers, dict(keep.metrics)
+        said = None
+        if companion is not None:
+            said, changed, consensus, buffers = self._ended(companion, consensus, buffers)
+            if changed and self.validation is not None:
+                metrics = self._evaluate(self.validation, consensus, buffers, "validation_")
         if self.test is not None and test:
             metrics |= self._evaluate(self.test, consensus, buffers, "test_")
-        return self._states(consensus, buffers), metrics
+        return self._states(consensus, buffers), metrics, said
+
+    def _ended(
+        self, companion: Companion, parameters: Tensor, buffers: dict[str, Tensor]
+    ) -> tuple[Any, bool, Tensor, dict[str, Tensor]]:
+        """(what worker 0's companion says, whether it changed the answer, the answer's parameters [D'] and buffers)"""
+        group = self.worker.group
+        with evaluation.holding(self.replica, parameters, buffers) as model:
+            before = self.replica.parameters.clone()
+            said = companion.end()
+            after = self.replica.parameters.clone()
+            held = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        changed = not _same(before, after) or not all(_same(buffers[name], held[name]) for name in buffers)
+        changed, said = group.all_gather_json([changed, said])[0]
+        if not changed:
+            return said, False, parameters, buffers
+        for tensor in (after, *held.values()):
+            group.broadcast_(tensor, 0)
+        return said, True, after, held
 
     def _buffers(self) -> dict[str, Tensor]:
         """Those of the one answer, or this rank's own where there are N."""
@@ -75,6 +118,12 @@ class Judge:
         trainable = self.replica.layout.names
         states = [({n: p for n, p in m.named_parameters() if n in trainable}, dict(m.named_buffers())) for m in members]
         return [(_own(p), _own(b)) for p, b in states] if wanted else []
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Bit for bit: a NaN is itself."""
+    views = [t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
+    return torch.equal(*views)
 
 
 def _own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

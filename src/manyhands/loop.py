@@ -67,6 +67,8 @@ class Loop:
         if worker.rank and not many:
             random_state.seed_all(plan.task.seed, worker.rank)  # dropout draws per rank
         self.state = plan.strategy.start(self.replica, worker)
+        self.companion = None if plan.task.companion is None else plan.task.companion.join(worker, self.replica)
+        self._called_off = False  # by this worker's companion
         self.place = Place()
         self.reason = ""
         self.began = worker.clock()
@@ -142,6 +144,8 @@ class Loop:
     def run(self) -> None:
         """All epochs, or until something stops them."""
         self._announce()
+        if self.companion is not None:
+            self.companion.begin(self.facts)
         while self.place.epoch < self.task.epochs and not self.finished():
             self._epoch()
         if self.reason and self.saver.saved != self.place.tick:
@@ -155,8 +159,10 @@ class Loop:
         return bool(self.reason) or (most is not None and place.left is None and place.tick >= most)
 
     def _epoch(self) -> None:
-        place = self.place
+        place, epoch = self.place, self.place.epoch
         self.replica.model.train()
+        if self.companion is not None:
+            self.companion.epoch_begins(epoch)
         complete = self.pace.epoch()
         if self.reason:
             self.flush()  # what closing the open window pushes is lost again when the run is resumed
@@ -167,7 +173,7 @@ class Loop:
             place.epoch, place.epoch_tick = place.epoch + 1, 0
         self._finish(last=place.epoch == self.task.epochs or self.finished())
         self.stopped()  # a strategy whose rounds are longer than an epoch hears it only now
-        self._end_epoch()
+        self._end_epoch(epoch)
 
     def turn(self, part: Slice, tick: int, **said: Any) -> None:
         """One tick: gradient, exchange, gate, and their record under the number of the global batch; `said` goes into it."""
@@ -210,6 +216,8 @@ class Loop:
             rate=self._rate(),
             **said,
         )
+        if self.companion is not None and self.companion.ticked(loss if part.rows else None):
+            self._called_off = True
 
     def _rate(self) -> float:
         return float(self.replica.optimizer.param_groups[0]["lr"])
@@ -324,6 +332,8 @@ class Loop:
         self._own_reason = self.worker.coordinator.should_stop()
         if not self._own_reason and limit is not None and self.worker.clock() - self.began >= limit:
             self._own_reason = "max_seconds"
+        if not self._own_reason and self._called_off:
+            self._own_reason = "callback"
         return bool(self._own_reason)
 
     @property
@@ -363,9 +373,14 @@ class Loop:
             if not last:
                 self._obey(answer)
 
-    def _end_epoch(self) -> None:
+    def _end_epoch(self, epoch: int) -> None:
         if self.plan.validate_every == "epoch":
             self.validate()
+        if self.companion is not None:
+            metrics = self.plan.keep.newest if self.judge.judged == self.place.tick else {}
+            with self.judge.showing(self.state):
+                ends = self.companion.epoch_ends(epoch, metrics)
+            self.reason = self.reason or ("callback" if ends else "")
         if self.plan.checkpoint_every == "epoch" or self.place.epoch == self.task.epochs or self.finished():
             self.save()
         self.worker.coordinator.collect(self.worker.group)
@@ -420,7 +435,8 @@ class Loop:
         """The consensus, or the best that was kept, its metrics, and all workers' counts."""
         worker, replica = self.worker, self.replica
         worker.coordinator.progress("end", replica.step)
-        states, metrics = self.judge.answer(self.state, test=self.reason != PREEMPTED)
+        over = self.reason != PREEMPTED
+        states, metrics, said = self.judge.answer(self.state, test=over, companion=self.companion if over else None)
         worker.coordinator.collect(worker.group)
         ledger = worker.group.ledger.as_dict() | ({} if worker.server is None else worker.server.ledger.as_dict())
         own = {"rows": self.place.rows, "unused": self.place.unused, "ledger": ledger}
@@ -436,4 +452,5 @@ class Loop:
             reason=self.reason,
             seconds=worker.clock() - self.began,
             facts=self.facts,
+            said=said,
         )

@@ -63,6 +63,7 @@ class Outcome:
     reason: str  # why it stopped before the end, or ""
     seconds: float  # since this worker began, on its clock
     facts: dict[str, Any]
+    said: Any = None  # by worker 0's companion
 
 
 @dataclass

@@ -11,12 +11,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from manyhands.companion import Companions
 from manyhands.errors import BadInput, UnknownName, is_whole
 
 PRECISIONS = ("float32", "bf16-mixed")
 Measure = Tensor | tuple[Tensor, Any]  # a mean over the batch, or (mean, weight)
 Loss = Callable[[nn.Module, Any], Measure]
-Evaluate = Callable[[nn.Module, Any], Mapping[str, Measure]]
+
+
+@dataclass(frozen=True)
+class Summed:
+    """Metrics that are no means over rows (an AUC, a perplexity): what to add up over batches and workers, and what it says."""
+
+    sums: Tensor
+    """[k] of this batch."""
+    result: Callable[[Tensor], Mapping[str, float]]
+    """(the sum of all batches, float64 [k] on the CPU) -> {name: metric}; the names take the place of this one's."""
+
+
+Metrics = Mapping[str, Measure | Summed]
+Evaluate = Callable[[nn.Module, Any], Metrics]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +50,7 @@ class Task:
     test_data: Any = None
     """Rows on which `evaluate` runs once, with the final parameters."""
     evaluate: Evaluate | None = None
-    """(model, batch) -> {name: mean or (mean, weight)}, one forward for all metrics. Default: {"loss": loss}."""
+    """(model, batch) -> {name: mean, (mean, weight) or Summed}, one forward for all metrics. Default: {"loss": loss}."""
     batch_size: int | None = None
     """GLOBAL rows a step: rank r of N takes rows [r·b//N, (r+1)·b//N) of each global batch. Default 64, or a DataLoader's own."""
     batch_size_per_worker: int | None = None
@@ -63,6 +77,8 @@ class Task:
     """False: rows in their own order, every epoch."""
     collate: Callable[[list[Any]], Any] | None = None
     """[row, …] -> batch. Default: torch's default_collate."""
+    companion: Companions | None = None
+    """Code of its own beside the loop on the workers (`mh.keras.task` gives its callbacks so); `callbacks` of train() run on the driver."""
     name: str = "task"
     """How the summary calls it."""
 
@@ -121,7 +137,7 @@ class Task:
             raise BadInput(f"criterion must average over the batch (reduction='mean'), not reduction={reduction!r}")
         return cls(**{"loss": SupervisedLoss(criterion), "evaluate": SupervisedMetrics(criterion), **task_fields})
 
-    def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Measure]:
+    def metrics(self, model: nn.Module, batch: Any) -> Metrics:
         """`evaluate`, or the loss alone."""
         return self.evaluate(model, batch) if self.evaluate is not None else {"loss": self.loss(model, batch)}
 

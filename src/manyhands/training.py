@@ -184,6 +184,8 @@ class _Training:
             if outcome is None:
                 return finished_run(self.asked)
             run = self._run_of(outcome, time.monotonic() - start)
+            if self.asked.task.companion is not None:
+                self.asked.task.companion.hear(outcome.said)
             self.recorder.end(run)
         if outcome.reason == PREEMPTED:
             kept = "give a run_dir to be able to resume"

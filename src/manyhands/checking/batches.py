@@ -16,7 +16,7 @@ from manyhands.checking.effects import Call
 from manyhands.checking.generators import positions
 from manyhands.checking.lens import Lens, Seen
 from manyhands.data.batch import rows_of, slice_rows
-from manyhands.task import Measure, Task
+from manyhands.task import Measure, Summed, Task
 
 MEAN, SUM, OTHER_WEIGHT, COUPLED = "mean", "sum", "other-weight", "coupled"
 
@@ -89,13 +89,13 @@ class Subject:
         )
 
     def metrics(self, batch: Any) -> dict[str, tuple[float, float]]:
-        """{name: (mean, weight)} of `evaluate`, in evaluation mode."""
+        """{name: (mean, weight)} of `evaluate`, in evaluation mode; what is `Summed` is exact by itself."""
         self.restore()
         random_state.seed_all(0)
         self.model.eval()
         with torch.no_grad(), Lens(double=self.double):
             measures = self.task.metrics(self.model, in_double(batch) if self.double else batch)
-        return {name: _numbers(measure, batch) for name, measure in measures.items()}
+        return {name: _numbers(one, batch) for name, one in measures.items() if not isinstance(one, Summed)}
 
     def changed_by_metrics(self, batch: Any) -> tuple[tuple[str, ...], tuple[Seen, ...]]:
         """(parameters that `evaluate` changes, what wrote to them)"""

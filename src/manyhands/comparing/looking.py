@@ -17,7 +17,7 @@ from manyhands.data.batch import columns
 from manyhands.data.feed import Feed
 from manyhands.data.source import Reading, Slices, Source
 from manyhands.data.sources import open_source
-from manyhands.task import Evaluate, Measure, Task
+from manyhands.task import Evaluate, Metrics, Task
 
 ROWS = 10_000
 NUMBERS = 1_000_000  # that are kept of what one model predicts
@@ -105,7 +105,7 @@ class _Watch:
     _kept: list[Tensor] = field(default_factory=list)
     _numbers: int = 0
 
-    def __call__(self, model: nn.Module, batch: Any) -> Mapping[str, Measure]:
+    def __call__(self, model: nn.Module, batch: Any) -> Metrics:
         if self._numbers >= NUMBERS:
             return self.measure(model, batch)
         given: list[Any] = []

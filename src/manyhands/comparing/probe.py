@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.evaluation import AveragedOutputs
-from manyhands.task import Evaluate, Measure, Task
+from manyhands.task import Evaluate, Measure, Metrics, Task
 
 BUCKETS = 512
 SEED = 20020708
@@ -58,7 +58,7 @@ class Probe:
     measure: Evaluate
     _seen: int | None = field(default=None, init=False, repr=False)
 
-    def __call__(self, model: nn.Module, batch: Any) -> dict[str, Measure]:
+    def __call__(self, model: nn.Module, batch: Any) -> Metrics:
         metrics = dict(self.measure(model, batch))
         if isinstance(model, AveragedOutputs):
             return metrics

@@ -1,0 +1,171 @@
+"""The user's Keras callbacks, beside the loop on worker 0; what they decide holds for all workers.
+
+They see the consensus: at an epoch's end the model has the weights that all replicas agree on, and the logs count all workers'
+rows. All workers stop where `stop_training` is set, take over a rate that is set, and the weights that are there when training ends
+(EarlyStopping's best) are the run's answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from typing_extensions import override
+
+from manyhands import evaluation
+from manyhands.companion import Companion, Companions
+from manyhands.errors import BadInput, Unsupported
+from manyhands.keras import tally
+from manyhands.keras.backend import keras
+from manyhands.keras.module import KerasModule
+from manyhands.keras.optimizer import KerasOptimizer
+from manyhands.replica import Replica
+from manyhands.task import Summed
+from manyhands.worker import Worker
+
+_OTHERWISE = {
+    "BackupAndRestore": "give train() a run_dir, and resume=True to go on",
+    "SwapEMAWeights": "average the weights after training",
+}
+_APART = 1 << 20  # draws between the seeds of two workers, of which a layer makes one a step
+
+
+@dataclass(frozen=True)
+class KerasCallbacks(Companions):
+    """A Keras task's: callbacks, if any, and every worker's own dropout."""
+
+    callbacks: tuple[Any, ...]
+
+    def __post_init__(self) -> None:
+        for callback in self.callbacks:
+            if not isinstance(callback, keras.callbacks.Callback):
+                raise BadInput(
+                    f"callbacks of mh.keras.task must be keras.callbacks.Callback objects, not {callback!r}; manyhands' own go to "
+                    "train(callbacks=…)"
+                )
+            if (name := type(callback).__name__) in _OTHERWISE:
+                raise BadInput(f"{name} does not go with manyhands: {_OTHERWISE[name]}")
+
+    @override
+    def check(self, one_model: bool) -> None:
+        if self.callbacks and not one_model:
+            raise Unsupported(
+                "Keras callbacks look at one model, and the strategy trains one a worker: leave callbacks out, or take another strategy"
+            )
+
+    @override
+    def join(self, worker: Worker, replica: Replica) -> Companion | None:
+        module = replica.model
+        assert isinstance(module, KerasModule)
+        for seed in module.seeds():
+            seed[1] += worker.rank * _APART
+        return Beside(self.callbacks, worker, replica, module) if self.callbacks else None
+
+    @override
+    def hear(self, said: Any) -> None:
+        """What worker 0's callbacks remember, into the user's own: `history`, `best`, `stopped_epoch`."""
+        for callback, remembered in zip(self.callbacks, said or (), strict=False):
+            vars(callback).update(remembered)
+
+
+class Beside(Companion):
+    """One worker's part: all count, worker 0 calls back, all obey."""
+
+    def __init__(self, callbacks: tuple[Any, ...], worker: Worker, replica: Replica, module: KerasModule) -> None:
+        self._callbacks = callbacks if worker.rank == 0 else ()
+        self._worker, self._module, self._model = worker, module, module.keras
+        assert isinstance(replica.optimizer, KerasOptimizer)
+        self._optimizer = replica.optimizer
+        self._batches = 0  # of this worker, in this epoch
+        self._logs: dict[str, float] = {}  # of the newest epoch
+
+    @override
+    def begin(self, facts: Mapping[str, Any]) -> None:
+        self._module.counts = True
+        self._model.stop_training = False
+        for callback in self._callbacks:
+            callback.set_params({"verbose": 0, "epochs": facts["epochs"], "steps": facts["ticks_per_epoch"]})
+            callback.set_model(self._model)
+        self._agree(lambda: self._call("on_train_begin"))
+
+    @override
+    def epoch_begins(self, epoch: int) -> None:
+        self._model.reset_metrics()
+        self._batches = 0
+        self._agree(lambda: self._call("on_epoch_begin", epoch))
+
+    @override
+    def ticked(self, loss: float | None) -> bool:
+        if loss is None:
+            return False
+        if self._callbacks:
+            rate = self._rate()
+            with self._module.placed():
+                self._call("on_train_batch_begin", self._batches)
+                self._call("on_train_batch_end", self._batches, tally.results(self._model))
+            if self._rate() != rate and self._worker.size > 1:
+                raise Unsupported(
+                    "a callback set the learning rate after a batch, which the other workers would not hear: set it at an epoch's "
+                    "beginning or end, or compile the model with a LearningRateSchedule"
+                )
+        self._batches += 1
+        return bool(self._model.stop_training)
+
+    @override
+    def epoch_ends(self, epoch: int, metrics: Mapping[str, float]) -> bool:
+        judged = {"val_" + name.removeprefix("validation_"): value for name, value in metrics.items()}
+        self._logs = self._counted() | judged
+        return self._agree(lambda: self._call("on_epoch_end", epoch, self._logs))
+
+    @override
+    def end(self) -> list[dict[str, Any]]:
+        self._module.counts = False
+        with self._module.placed():
+            self._call("on_train_end", self._logs)
+        return [_remembered(callback) for callback in self._callbacks]
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        for callback in self._callbacks:
+            getattr(callback, method)(*arguments)
+
+    def _agree(self, call: Callable[[], None]) -> bool:
+        """Worker 0 calls back, and all have the rate that was set. Whether the run shall end, the same on all workers."""
+        before = self._rate()
+        with self._module.placed():
+            call()
+        rate = self._rate()
+        own = [bool(self._model.stop_training), None if rate == before else rate]
+        stop, rate = self._worker.group.all_gather_json(own)[0]
+        if rate is not None:
+            self._model.optimizer.learning_rate = rate
+        self._optimizer.agree_on_rate()
+        return bool(stop)
+
+    def _rate(self) -> float:
+        return float(self._model.optimizer.learning_rate)
+
+    def _counted(self) -> dict[str, float]:
+        """What the metrics say of the epoch's rows of all workers, as each was trained."""
+        seen = {"": Summed(tally.read(self._model), lambda total: tally.results_of(self._module, total))}
+        return evaluation.results_of(seen if self._batches else {}, self._worker.group)
+
+
+def _remembered(callback: Any) -> dict[str, Any]:
+    """What of a callback's attributes JSON holds."""
+    return {
+        name: _plain(value) for name, value in vars(callback).items() if name != "params" and _is_plain(_plain(value))
+    }
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(_is_plain(one) for one in value)
+    if type(value) is dict:
+        return all(isinstance(key, str) and _is_plain(one) for key, one in value.items())
+    return value is None or isinstance(value, int | float | str)

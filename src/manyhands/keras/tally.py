@@ -1,0 +1,62 @@
+"""What a Keras model's metrics have counted, as one vector that can be added to another worker's.
+
+Every metric is a function of state variables that add up over batches, as Keras itself adds them over replicas: an accuracy's
+total and count, an AUC's true positives at each threshold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyhands.keras.module import KerasModule
+
+
+def count(model: Any, mean: Tensor, weight: float, batch: tuple[Any, Any, Any, Any]) -> None:
+    """Add a batch (x, y, predictions, sample weights) of this loss, as `model.fit` does."""
+    model._loss_tracker.update_state(mean, sample_weight=weight)
+    x, y, predicted, sample_weight = batch
+    model.compute_metrics(x, y, predicted, sample_weight=sample_weight)
+
+
+def read(model: Any) -> Tensor:
+    """[k] float64, on the CPU: all state variables, one after the other. k grows when a metric sees its first batch."""
+    states = [variable.value.detach().to("cpu", torch.float64).reshape(-1) for variable in model.metrics_variables]
+    return torch.cat(states)
+
+
+def write(model: Any, state: Tensor) -> None:
+    """Have the metrics stand where `read` gave [k] `state`; those that had seen nothing then have seen nothing."""
+    start = 0
+    for variable in model.metrics_variables:
+        size = variable.value.numel()
+        part = state[start : start + size] if start < len(state) else torch.zeros(size)
+        variable.assign(part.reshape(variable.shape).to(variable.value.dtype))
+        start += size
+
+
+def results(model: Any) -> dict[str, float]:
+    """{name: value} of all metrics, under Keras's names."""
+    return {name: float(value) for name, value in model.get_metrics_result().items()}
+
+
+def results_of(module: KerasModule, state: Tensor) -> dict[str, float]:
+    """Those of another [k] `state`; the metrics then stand where they stood."""
+    with module.placed(), apart(module.keras):
+        write(module.keras, state)
+        return results(module.keras)
+
+
+@contextmanager
+def apart(model: Any) -> Iterator[None]:
+    """Inside, the metrics begin at nothing; afterwards they stand where they stood."""
+    before = read(model)
+    model.reset_metrics()
+    try:
+        yield
+    finally:
+        write(model, before)
