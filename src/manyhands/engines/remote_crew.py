@@ -83,7 +83,7 @@ class RemoteCrew(Crew):
     def _said(self, seat: int, body: dict[str, Any], tensors: list[Tensor]) -> dict[str, Any]:
         if body["type"] == "beat":
             self._where[seat] = (body["phase"], body["step"])
-        if body["type"] == "value":
+        if body["type"] == "value" and "value" in body:  # a shard returns none
             return {**body, "value": decode(body["value"], tensors)}
         return body
 
