@@ -15,7 +15,7 @@ from sessions import need_spark
 import manyhands as mh
 from manyhands.engines.base import Launch
 from manyhands.engines.spark.engine import Spark
-from manyhands.errors import BadInput, WorkerFailed
+from manyhands.errors import BadInput, ManyhandsError, WorkerFailed
 from manyhands.testing.engine_exam import ENGINE_EXAM
 from manyhands.worker import Worker
 
@@ -54,6 +54,12 @@ def test_another_master_than_the_session_has() -> None:
         BadInput, match=r"master=local\[2\] was asked for, and the active Spark session has local-cluster"
     ):
         mh.launch(os.getpid, workers=2, engine="spark:master=local[2]")
+
+
+@pytest.mark.usefixtures("spark")
+def test_a_cluster_that_is_busy_is_not_waited_for_for_ever() -> None:
+    with pytest.raises(ManyhandsError, match="after 0 s 0 of 2 workers are here: the cluster is busy"):
+        Spark(wait_s=0.01).launch(lambda worker: None, PLAN)
 
 
 def _fails(worker: Worker) -> None:

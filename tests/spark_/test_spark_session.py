@@ -63,6 +63,11 @@ def test_memory_is_a_number_of_megabytes(memory: Any) -> None:
         Spark(memory_mb=memory)
 
 
+def test_nobody_waits_for_ever() -> None:
+    with pytest.raises(BadInput, match="wait_s must be a positive number"):
+        Spark(wait_s=0)
+
+
 @pytest.mark.parametrize(
     ("said", "expected"),
     [

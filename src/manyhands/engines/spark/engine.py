@@ -6,6 +6,7 @@ import contextlib
 import logging
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 from typing_extensions import override
 
 from manyhands.engines.base import Engine, Launch, check_counts
-from manyhands.errors import BadInput, Unsupported
+from manyhands.errors import BadInput, ManyhandsError, Unsupported
 
 if TYPE_CHECKING:
     from manyhands.data.frames import Frame
@@ -41,6 +42,7 @@ class Spark(Engine):
     tls: as of engine hosts: without, only on loopback, unless plain_network says otherwise.
     plain_network: with tls off, also on addresses other than loopback.
     memory_mb: rows of a DataFrame that each worker's Spark task keeps in memory, in MB; the others lie on the executor's disk.
+    wait_s: how long to wait until the Spark tasks have begun and have read the rows.
 
     Workers of one host share memory, hosts form a ring. Shards of a server are in the first host. What workers return
     travels as JSON and tensors. The executors need the driver's versions of Python, torch and manyhands.
@@ -54,8 +56,11 @@ class Spark(Engine):
     tls: bool = True
     plain_network: bool = False
     memory_mb: int = 512
+    wait_s: float = 3600.0
 
     def __post_init__(self) -> None:
+        if not self.wait_s > 0:
+            raise BadInput(f"wait_s must be a positive number of seconds, not {self.wait_s!r}")
         if isinstance(self.memory_mb, bool) or not isinstance(self.memory_mb, int) or self.memory_mb < 0:
             raise BadInput(f"memory_mb must be a whole number of megabytes, 0 or more, not {self.memory_mb!r}")
 
@@ -110,11 +115,17 @@ class Spark(Engine):
         from manyhands.engines.gathering import Door, check_stop
         from manyhands.engines.roster import Roster
 
+        roster, deadline = Roster(plan.workers), time.monotonic() + self.wait_s
+
         def check() -> None:
             check_stop(plan.observer, "the executors")
             job.check()
+            if time.monotonic() >= deadline:
+                raise ManyhandsError(
+                    f"after {self.wait_s:.0f} s {roster.text()}: the cluster is busy with other jobs, or reads the rows still (Spark's own "
+                    "pages show the job manyhands); give a longer wait_s"
+                )
 
-        roster = Roster(plan.workers)
         Door(listener, roster, guests, LOG.info).wait(check)
         both = sorted(zip(roster.offers, guests.crews, strict=True), key=lambda pair: pair[0].order)
         roster.offers[:], guests.crews[:] = [offer for offer, _ in both], [crew for _, crew in both]
