@@ -20,3 +20,10 @@ def local() -> Iterator[Local]:
     """Engine `local`, warm for the whole session."""
     with Local() as engine:
         yield engine
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is refused, is refused before engine `local` starts anything."""
+    monkeypatch.setattr(Local, "prestart", lambda self: pytest.fail("a process was started"))
+    monkeypatch.setattr(Local, "launch", lambda *_: pytest.fail("workers were started"))

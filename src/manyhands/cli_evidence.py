@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -128,9 +128,7 @@ def check(
     """
     from manyhands.checking.check import check as check_task
 
-    found = check_task(
-        task, workers=workers, steps=steps, timeout_s=timeout, say=_say, **task_fields({**_none(), **ctx.params})
-    )
+    found = check_task(task, workers=workers, steps=steps, timeout_s=timeout, say=_say, **task_fields(ctx.params))
     typer.echo(found.to_json() if as_json else found.text())
     if not found.passed:
         raise typer.Exit(1)
@@ -176,7 +174,7 @@ def estimate(
         compute=compute,
         servers=servers,
         say=_say,
-        **task_fields({**_none(), **ctx.params}),
+        **task_fields(ctx.params),
     )
     typer.echo(found.to_json() if as_json else text(found))
 
@@ -227,7 +225,7 @@ def calibrate(
         threads_per_worker=threads_per_worker,
         timeout_s=timeout,
         say=_say,
-        **task_fields({**_none(), **ctx.params}),
+        **task_fields(ctx.params),
     )
     found.profile.save(output)
     typer.echo(text(found, task, output))
@@ -235,11 +233,6 @@ def calibrate(
 
 def _say(line: str) -> None:
     typer.echo(f"manyhands: {line}", err=True)
-
-
-def _none() -> dict[str, Any]:
-    """The fields of a task that a command has no option for: none of them is given."""
-    return {**dict.fromkeys(options.TASK_FIELDS), "no_shuffle": False}
 
 
 def _counts(text: str) -> list[int]:

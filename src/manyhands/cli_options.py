@@ -233,9 +233,9 @@ Log = Annotated[
 
 
 def task_fields(given: dict[str, Any]) -> dict[str, Any]:
-    """The fields of Task among a command's options, those that were given."""
-    fields = {name: given[name] for name in TASK_FIELDS if given[name] is not None}
-    return fields | ({"shuffle": False} if given["no_shuffle"] else {})
+    """The fields of Task among a command's options, those that it has and that were given."""
+    fields = {name: given[name] for name in TASK_FIELDS if given.get(name) is not None}
+    return fields | ({"shuffle": False} if given.get("no_shuffle") else {})
 
 
 def sim_engine(engine: str, **fields: Any) -> str:

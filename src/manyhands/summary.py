@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
+from manyhands import words
 from manyhands.advise import Advice
 from manyhands.history import PARTS
 from manyhands.staleness import limit, quantile
@@ -53,11 +54,9 @@ def headline(facts: dict[str, Any]) -> str:
     info = facts["info"]
     workers, threads = info.get("workers", 1), info.get("threads", 1)
     each = "" if workers == 1 else " each"
-    place = f"engine {info.get('engine', 'local')}, {info.get('device', 'cpu')}, {_count(threads, 'thread')}{each}"
+    place = f"engine {info.get('engine', 'local')}, {info.get('device', 'cpu')}, {words.count(threads, 'thread')}{each}"
     simulated = "simulated " if "simulated" in info else ""
-    return (
-        f"{info.get('task', 'task')}: {info.get('strategy', '')} on {_count(workers, simulated + 'worker')} ({place})"
-    )
+    return f"{info.get('task', 'task')}: {info.get('strategy', '')} on {words.count(workers, simulated + 'worker')} ({place})"
 
 
 def lines(facts: dict[str, Any]) -> Lines:
@@ -76,21 +75,21 @@ def lines(facts: dict[str, Any]) -> Lines:
 
 
 def _result(facts: dict[str, Any]) -> Lines:
-    metrics = [f"{name} {_number(value)}" for name, value in facts["metrics"].items()]
+    metrics = [f"{name} {words.number(value)}" for name, value in facts["metrics"].items()]
     return [("result" if i == 0 else "", "   ".join(metrics[i : i + 3])) for i in range(0, len(metrics), 3)]
 
 
 def _speed(facts: dict[str, Any]) -> Lines:
     loop_s, total = sum(facts["timing"].values()), facts["rows"]["total"]
-    rate = f"{_number(total / loop_s)} rows/s in the loop" if loop_s else ""
+    rate = f"{words.number(total / loop_s)} rows/s in the loop" if loop_s else ""
     info = facts["info"]
     whose = " of worker 0" if info.get("own_pace") and info.get("workers", 1) > 1 else ""
     parts = (
         f"{facts['seconds']:.1f} s in all",
         rate,
-        _count(facts["steps"], "step") + whose,
-        _count(facts["rounds"], "round") + whose,
-        _count(total, "row"),
+        words.count(facts["steps"], "step") + whose,
+        words.count(facts["rounds"], "round") + whose,
+        words.count(total, "row"),
     )
     return [("speed", "   ".join(part for part in parts if part))]
 
@@ -113,9 +112,9 @@ def _batch(facts: dict[str, Any]) -> Lines:
     if "batch_size" not in info:
         return []
     total = "not known (a stream)" if info.get("total_steps") is None else f"{info['total_steps']:,}"
-    rates = f"rate {_number(info['rate'])}   effective rate {_number(info['effective_rate'])}"
+    rates = f"rate {words.number(info['rate'])}   effective rate {words.number(info['effective_rate'])}"
     return [
-        ("batch", f"{info['batch_size']:,} rows, {_number(info['batch_size_per_worker'])} a worker   {rates}"),
+        ("batch", f"{info['batch_size']:,} rows, {words.number(info['batch_size_per_worker'])} a worker   {rates}"),
         ("planned", f"total steps {total}   parameters {info['parameters']:,}"),
     ]
 
@@ -147,9 +146,9 @@ def _exchanged(facts: dict[str, Any]) -> Lines:
         return []
     messages = sum(entry["messages"] for entry in ledger.values())
     parts = ", ".join(
-        f"{name.rstrip('_')} {_bytes(entry['bytes'])}" for name, entry in ledger.items() if entry["bytes"]
+        f"{name.rstrip('_')} {words.size(entry['bytes'])}" for name, entry in ledger.items() if entry["bytes"]
     )
-    return [("exchanged", f"{_bytes(sent)} by all workers in {_count(messages, 'message')}: {parts}")]
+    return [("exchanged", f"{words.size(sent)} by all workers in {words.count(messages, 'message')}: {parts}")]
 
 
 def _staleness(facts: dict[str, Any]) -> Lines:
@@ -161,12 +160,12 @@ def _staleness(facts: dict[str, Any]) -> Lines:
     found = [
         (
             "staleness",
-            f"0 {blocks(histogram)} {largest}   median {middle}   largest {largest}   of {_count(sum(histogram.values()), 'push', 'pushes')}",
+            f"0 {blocks(histogram)} {largest}   median {middle}   largest {largest}   of {words.count(sum(histogram.values()), 'push', 'pushes')}",
         )
     ]
     late = quantile(histogram, 0.9)
     if "gain" in facts["info"] and late:
-        text = f"rate x curvature of a push {_number(facts['info']['gain'])}; {_count(late, 'version')} late bears up to {limit(late):.3g}"
+        text = f"rate x curvature of a push {words.number(facts['info']['gain'])}; {words.count(late, 'version')} late bears up to {limit(late):.3g}"
         found.append(("", text))
     medians = {rank: quantile(one, 0.5) for rank, one in enumerate(workers) if one}
     if len(set(medians.values())) > 1:
@@ -194,28 +193,10 @@ def _unusual(facts: dict[str, Any]) -> Lines:
     info, unused = facts["info"], facts["rows"]["unused"]
     found: Lines = []
     if unused:
-        found.append(("unused", f"{_count(unused, 'row')} whose gradient was dropped or skipped"))
+        found.append(("unused", f"{words.count(unused, 'row')} whose gradient was dropped or skipped"))
     if facts["generations"] > 1:
-        found.append(("members", f"changed {_count(facts['generations'] - 1, 'time')}"))
+        found.append(("members", f"changed {words.count(facts['generations'] - 1, 'time')}"))
     if info.get("stopped"):
         found.append(("stopped", f"before the end: {info['stopped']}"))
     found += [("warning", message) for message in info.get("warnings", [])]
     return found
-
-
-def _count(number: int, what: str, many: str = "") -> str:
-    return f"{number:,} {what if number == 1 else many or what + 's'}"
-
-
-def _number(value: float) -> str:
-    """Four digits that matter, no more."""
-    if abs(value) < 1e15 and value == int(value):
-        return f"{int(value):,}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def _bytes(number: int) -> str:
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
-        if number >= size:
-            return f"{number / size:,.1f} {unit}"
-    return f"{number} B"

@@ -1,6 +1,5 @@
 """What compare() refuses, before any process starts."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,16 +7,10 @@ import torch
 
 import manyhands as mh
 from manyhands.comparing.compare import compare
-from manyhands.engines.local import Local
 from manyhands.engines.torchrun import Torchrun
 from manyhands.errors import BadInput, UnknownName, Unsupported
 
-
-@pytest.fixture(autouse=True)
-def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(Local, "prestart", lambda self: pytest.fail("a process was started"))
-    monkeypatch.setattr(Local, "launch", lambda *_: pytest.fail("workers were started"))
-    return
+pytestmark = pytest.mark.usefixtures("nothing_starts")
 
 
 def task(**fields: Any) -> mh.Task:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from manyhands.advise.measured import Advice, Measured, count, ms, percent, times
+from manyhands.advise.measured import Advice, Measured, ms, percent, times
 from manyhands.advise.remedies import (
     CODECS,
     DILOCO_FROM,
@@ -15,6 +15,7 @@ from manyhands.advise.remedies import (
     share_won,
     speedup,
 )
+from manyhands.words import count
 
 EXCHANGE_SHARE = 0.25
 WORTH = 1.10  # times as fast: below it a change of strategy is not worth the trouble

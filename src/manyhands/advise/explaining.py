@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable
 
 from manyhands.advise.compared import Contestant
-from manyhands.advise.measured import Advice, count, percent, times
+from manyhands.advise.measured import Advice, percent, times
 from manyhands.advise.remedies import bearable_period
 from manyhands.staleness import limit
+from manyhands.words import count
 
 GREW = 1.5  # times: smaller changes of batch or rate explain nothing
 UNUSED_SHARE = 0.10

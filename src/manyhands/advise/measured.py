@@ -142,8 +142,3 @@ def times(factor: float) -> str:
 
 def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
-
-
-def count(number: int, what: str) -> str:
-    """`1 core`, `2 cores`."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from manyhands.advise import exchanging
-from manyhands.advise.measured import NEAR_LIMIT, SHORT_STEP_S, Advice, Measured, count, ms, percent, times
+from manyhands.advise.measured import NEAR_LIMIT, SHORT_STEP_S, Advice, Measured, ms, percent, times
 from manyhands.advise.remedies import share_won, speedup
 from manyhands.staleness import limit
+from manyhands.words import count
 
 INPUT_SHARE = 0.20
 WAIT_SHARE = 0.15

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from manyhands.checking.findings import Checked, Finding, Proof
+from manyhands.words import count
 
 WIDTH = 110
 
@@ -68,11 +69,7 @@ def _share(share: float) -> str:
 
 
 def _last(checked: Checked, breaks: int, notes: int) -> str:
-    tail = f"{_count(notes, 'note')}, {checked.seconds:.0f} s" if notes else f"{checked.seconds:.0f} s"
+    tail = f"{count(notes, 'note')}, {checked.seconds:.0f} s" if notes else f"{checked.seconds:.0f} s"
     if checked.passed:
         return f"PASS ({tail})"
-    return f"FAIL: {_count(breaks, 'finding')} ({tail}); docs/check.md says what each means"
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}{'' if n == 1 else 's'}"
+    return f"FAIL: {count(breaks, 'finding')} ({tail}); docs/check.md says what each means"

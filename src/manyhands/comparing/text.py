@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from manyhands import words
 from manyhands.comparing import measures
 from manyhands.comparing.comparison import Comparison, Trial
 from manyhands.comparing.measures import Spread, spread
@@ -220,10 +221,7 @@ def _memory(trials: Sequence[Trial]) -> str:
 
 
 def _number(value: float | None) -> str:
-    """Three digits that matter; all of a large one before the point."""
-    if value is None:
-        return ""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return "" if value is None else words.short(value)
 
 
 def _bytes(value: float | None) -> str:

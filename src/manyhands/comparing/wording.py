@@ -5,20 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from manyhands import words
+from manyhands.words import count as count
+from manyhands.words import size as size
+
 NOT_FINITE = "not finite"
 NAMED = 3  # names in a sentence, before it says how many more there are
-_UNITS = (("GB", 10**9), ("MB", 10**6), ("KB", 10**3))
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 LABEL = 40  # characters of a name in a chart
 
 
 def number(value: float) -> str:
-    """Four digits that matter, no more: `12,970`, `0.9867`, `1.2e-05`."""
-    if not math.isfinite(value):
-        return NOT_FINITE
-    if abs(value) < 1e15 and value == round(value):
-        return f"{int(value):,}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    """As `words.number`, where it is one."""
+    return words.number(value) if math.isfinite(value) else NOT_FINITE
 
 
 def metric(value: float) -> str:
@@ -67,14 +66,6 @@ def seconds(value: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
-def size(number_of_bytes: float) -> str:
-    """`512 B`, `61.2 MB`"""
-    for unit, least in _UNITS:
-        if number_of_bytes >= least:
-            return f"{number_of_bytes / least:,.1f} {unit}"
-    return f"{number_of_bytes:.0f} B"
-
-
 def times(ratio: float) -> str:
     """`1.62×`, `52.8×`, `1,024×`, `0.052×`"""
     if ratio < 0.1:
@@ -85,11 +76,6 @@ def times(ratio: float) -> str:
 def percent(share: float) -> str:
     """`38 %`, and `0.4 %` where it is less than one."""
     return f"{100 * share:.1f} %" if 0 < abs(share) < 0.01 else f"{100 * share:.0f} %"
-
-
-def count(many: int, what: str) -> str:
-    """`1 repeat`, `3 repeats`"""
-    return f"{many:,} {what}{'' if many == 1 else 's'}"
 
 
 def named(names: Sequence[str], most: int = NAMED) -> str:

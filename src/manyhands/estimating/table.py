@@ -8,6 +8,7 @@ from io import StringIO
 from rich.console import Console
 from rich.table import Table
 
+from manyhands import words
 from manyhands.engines.sim.profile import Profile
 from manyhands.estimating.bars import FLOOR
 from manyhands.estimating.estimate import Estimate, Estimates, Span
@@ -48,7 +49,7 @@ def text(found: Estimates) -> str:
 def _head(found: Estimates) -> list[str]:
     rows = "a stream" if found.rows is None else f"{found.rows:,} rows an epoch"
     return [
-        f"{found.task}: {found.parameters:,} parameters, {rows}; one worker of the profile makes {_number(found.solo_rows_per_s)} rows/s",
+        f"{found.task}: {found.parameters:,} parameters, {rows}; one worker of the profile makes {words.short(found.solo_rows_per_s)} rows/s",
         f"network {found.network}; compute {found.compute}",
     ]
 
@@ -80,7 +81,7 @@ def _cells(one: Estimate) -> list[str]:
     return [
         f"{one.strategy}{bars}",
         _time(one.step.seconds),
-        _or_dash(one.rows_per_s, _number),
+        _or_dash(one.rows_per_s, words.short),
         _or_dash(one.speed_up, lambda value: f"{value:.3g}"),
         _or_dash(one.efficiency, _percent),
         "-" if one.training is None else _span(one.training),
@@ -137,10 +138,6 @@ def _bytes(count: float) -> str:
         if count >= least:
             return f"{count / least:.3g} {name}"
     return f"{count:.3g} B"
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _percent(share: float) -> str:

@@ -1,0 +1,30 @@
+"""Counts, numbers and sizes as people read them, the same in summaries, advice, tables and reports."""
+
+from __future__ import annotations
+
+_UNITS = (("GB", 10**9), ("MB", 10**6), ("KB", 10**3))
+
+
+def count(many: int, what: str, plural: str = "") -> str:
+    """`1 core`, `2 cores`, `1,024 rows`; `plural` where it is not by an s: `2 pushes`."""
+    return f"{many:,} {what if many == 1 else plural or what + 's'}"
+
+
+def number(value: float) -> str:
+    """Four digits that matter, no more: `12,970`, `0.9867`, `1.2e-05`; whole numbers whole."""
+    if abs(value) < 1e15 and value == int(value):
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def short(value: float) -> str:
+    """Three digits that matter; all of a large one before the point: `1,234`, `12.3`."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def size(nbytes: float) -> str:
+    """`512 B`, `61.2 MB`"""
+    for unit, least in _UNITS:
+        if nbytes >= least:
+            return f"{nbytes / least:,.1f} {unit}"
+    return f"{nbytes:.0f} B"
