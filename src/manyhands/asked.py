@@ -13,7 +13,7 @@ from torch import nn
 from manyhands import engines
 from manyhands.data.frames import Frame
 from manyhands.data.sources import is_function, open_source
-from manyhands.engines.base import Engine, check_count
+from manyhands.engines.base import Engine, check_brings, check_count
 from manyhands.errors import BadInput, UnknownName, Unsupported, is_whole
 from manyhands.flat import Layout
 from manyhands.keep import Keep
@@ -97,18 +97,11 @@ class Asked:
         own = None
         for data in (self.task.train_data, self.task.validation_data, self.task.test_data):
             if isinstance(data, Frame):
-                self._check_frame()
+                check_brings(self.engine)
             elif data is not None and not is_function(data):
                 source = open_source(data, collate=self.task.collate, loader_processes=self.task.loader_processes)
                 own = source.batch_size if data is self.task.train_data else own
         global_batch(self.task, self.count, own)
-
-    def _check_frame(self) -> None:
-        if not self.engine.brings_frames:
-            raise Unsupported(
-                f"the rows of a Spark DataFrame are brought to workers by engine spark, not by {self.engine.name}: give engine='spark', "
-                "or data in files"
-            )
 
 
 def task_from(task: Task | str | None, task_fields: dict[str, Any]) -> Task:

@@ -105,6 +105,17 @@ def test_every_row_once_an_epoch_on_several_hosts(
     assert (orders[0] != orders[1]) == shuffle
 
 
+def test_fewer_read_than_bring(spools: list[Spool]) -> None:
+    """Of another framework's cluster only some processes train: the first ones, as ranks go."""
+    rows, seen = [range(20), range(20, 41)], []
+    for rank, host in enumerate((0, 0, 1)):
+        source = SharedRows(source_of(spools, rows[host]), [20, 21], [2, 2], host)
+        seen += [part.batch[1].tolist() for part in Feed(source, rank=rank, size=3, batch_size=9).epoch(0) if part.rows]
+    assert Counter(sum(seen, [])) == Counter(range(41))
+    with pytest.raises(BadInput, match="21 rows are on a host where nobody trains"):
+        Feed(SharedRows(source_of(spools, rows[0]), [20, 21], [2, 2], 0), size=2, batch_size=9)
+
+
 def test_an_epoch_goes_on_from_any_tick(spools: list[Spool]) -> None:
     source = SharedRows(source_of(spools, range(21)), [21, 20], [1, 1], 0)
     feed = Feed(source, rank=0, size=2, batch_size=6)

@@ -3,9 +3,11 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from manyhands.engines import cluster as module
@@ -15,7 +17,7 @@ from manyhands.engines.inside import Inside
 from manyhands.engines.roles import ROLES, Roles
 from manyhands.engines.sim.engine import Sim
 from manyhands.engines.torchrun import Torchrun
-from manyhands.errors import Unsupported
+from manyhands.errors import BadInput, Unsupported
 from manyhands.testing.threads import together
 from manyhands.worker import Worker
 
@@ -32,6 +34,35 @@ def cluster_of(counts: dict[str, int], role: str, index: int) -> Cluster:
     """Role r's i-th process is at r:7000+i, where the role's name stands for a host."""
     addresses = {r: tuple(f"{r}:{7000 + i}" for i in range(counts[r])) for r in ROLES if counts[r]}
     return Cluster(role=role, index=index, addresses=addresses)
+
+
+def dealt(drop_remainder: bool) -> list[list[tuple[np.ndarray, np.ndarray]]]:
+    """[trainer] the batches of two epochs of 22 rows, four rows a batch."""
+    counts = {"chief": 1, "worker": 2, "ps": 1, "evaluator": 0}
+    numbers = np.arange(22)
+    found = []
+    for role, index in (("chief", 0), ("worker", 0), ("worker", 1)):
+        cluster = replace(cluster_of(counts, role, index), data=(numbers * 2.0, numbers))
+        found.append(list(cluster.rows(4, epochs=2, drop_remainder=drop_remainder)))
+    return found
+
+
+def test_every_row_once_an_epoch_to_those_who_train() -> None:
+    batches = [batch for trainer in dealt(drop_remainder=False) for batch in trainer]
+    assert Counter(int(n) for _, label in batches for n in label) == Counter(dict.fromkeys(range(22), 2))
+    assert all(type(x) is np.ndarray and (x == 2 * label).all() for x, label in batches)
+
+
+def test_whole_batches_alone_and_equally_many() -> None:
+    assert [[len(label) for _, label in trainer] for trainer in dealt(drop_remainder=True)] == [[4, 4]] * 3
+
+
+def test_rows_for_nobody() -> None:
+    counts = {"chief": 0, "worker": 1, "ps": 1, "evaluator": 0}
+    with pytest.raises(BadInput, match="was given no rows"):
+        next(cluster_of(counts, "worker", 0).rows(4))
+    with pytest.raises(BadInput, match="rows are for those who train .*this process is ps"):
+        next(replace(cluster_of(counts, "ps", 0), data=np.arange(4)).rows(4))
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=lambda counts: "".join(map(str, counts.values())))

@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 
+import manyhands as mh
 from manyhands.engines.spark.engine import Spark
 from manyhands.errors import WorkerFailed
 
 pytestmark = pytest.mark.usefixtures("spark")
 
 
-def test_torch_distributed_beside_a_parameter_server() -> None:
+def test_torch_distributed_beside_a_parameter_server(spark: Any) -> None:
+    """Every row of an RDD reaches one of those who train, in each of two epochs."""
+
     def program(cluster: Any, number: int) -> Any:  # by value: the executors do not have this file
         import threading
 
@@ -25,10 +28,15 @@ def test_torch_distributed_beside_a_parameter_server() -> None:
         total = torch.tensor(float(number * (dist.get_rank() + 1)))
         dist.all_reduce(total)
         dist.destroy_process_group()
-        return float(total), cluster.index
+        labels = [int(label) for _, batch in cluster.rows(8, epochs=2) for label in batch]
+        return float(total), cluster.index, labels
 
-    found = Spark().run(program, 10, workers=2, roles={"ps": 1})
-    assert found == {"worker": [(30.0, 0), (30.0, 1)], "ps": [None]}
+    rdd = spark.sparkContext.parallelize([(n, n / 2) for n in range(33)], 3)
+    rows = mh.spark.frame(rdd.toDF("row long, x double"), features="x", label="row")
+    found = Spark().run(program, 10, workers=2, roles={"ps": 1}, rows=rows)
+    assert [value[:2] for value in found["worker"]] == [(30.0, 0), (30.0, 1)]
+    assert found["ps"] == [None]
+    assert sorted(n for value in found["worker"] for n in value[2]) == sorted([*range(33)] * 2)
 
 
 def test_an_error_names_the_role() -> None:

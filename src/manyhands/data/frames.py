@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -126,21 +127,28 @@ class SharedRows(Source):
 
     @override
     def ticks(self, reading: Reading) -> int:
-        return max(ticks(rows, share) for rows, share in zip(self._all, self._shares(reading), strict=True))
+        return max(ticks(rows, share) for rows, share in zip(self._all, self._shares(reading), strict=True) if share)
+
+    def _ends(self, reading: Reading) -> list[int]:
+        """0, and behind each host the first rank that is not its; those who do not read come last, and have no rank."""
+        return [min(int(end), reading.size) for end in np.cumsum([0, *self._workers])]
 
     def _shares(self, reading: Reading) -> list[int]:
-        """Rows of each host in a full global batch: those of its ranks together."""
-        ends = np.cumsum([0, *self._workers]).tolist()
-        bounds = [slice_of(reading.batch_size, rank, reading.size)[0] for rank in range(reading.size)] + [
-            reading.batch_size
-        ]
-        return [bounds[ends[i + 1]] - bounds[ends[i]] for i in range(len(self._workers))]
+        """Rows of each host in a full global batch: those of its ranks together. BadInput where rows lie on a host that nobody reads on."""
+        bounds = [slice_of(reading.batch_size, rank, reading.size)[0] for rank in range(reading.size)]
+        bounds.append(reading.batch_size)
+        shares = [bounds[stop] - bounds[start] for start, stop in pairwise(self._ends(reading))]
+        if idle := [i for i, share in enumerate(shares) if self._all[i] and not share]:
+            raise BadInput(
+                f"{self._all[idle[0]]} rows are on a host where nobody trains: give each host a worker, by more workers or fewer other roles"
+            )
+        return shares
 
     @override
     def slices(self, reading: Reading) -> Slices:
-        shares = self._shares(reading)
-        own, first = shares[self._host], sum(self._workers[: self._host])
-        place, size = reading.rank - first, self._workers[self._host]
+        shares, ends = self._shares(reading), self._ends(reading)
+        own, first, size = shares[self._host], ends[self._host], ends[self._host + 1] - ends[self._host]
+        place = reading.rank - first
         order: Any = range(self._here.rows)
         if reading.shuffle and self._here.rows:
             order = shared(epoch_order, self._here.rows, reading.seed + 1_000_003 * self._host, reading.epoch)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from manyhands.engines.crew import name_of
-from manyhands.errors import BadInput, is_whole
+from manyhands.errors import BadInput, Unsupported, is_whole
 from manyhands.events import Event
 
 if TYPE_CHECKING:  # all import torch; a command starts the fork server before it does
@@ -83,6 +83,15 @@ def check_counts(plan: Launch) -> None:
         check_count("servers", plan.servers)
 
 
+def check_brings(engine: Engine) -> None:
+    """Unsupported unless the engine brings the rows of a DataFrame to the workers."""
+    if not engine.brings_frames:
+        raise Unsupported(
+            f"the rows of a Spark DataFrame are brought to workers by engine spark, not by {engine.name}: give engine='spark', "
+            "or data in files"
+        )
+
+
 class Engine(ABC):
     """Where workers run. An engine is a frozen dataclass whose fields are its options; it knows nothing of algorithms."""
 
@@ -123,6 +132,7 @@ class Engine(ABC):
         roles: Mapping[str, int] | None = None,
         until: Collection[str] = ("chief", "worker"),
         tensorboard: str | None = None,
+        rows: Any = None,
         threads_per_worker: int | None = None,
         timeout_s: float = 300.0,
     ) -> dict[str, list[Any]]:
@@ -135,6 +145,7 @@ class Engine(ABC):
         until: when all processes of these roles have returned the others get a second, then they are ended: parameter
             servers run for ever. Where workers are servers too, as under TensorFlow 2's ParameterServerStrategy: ("chief",).
         tensorboard: a folder that TensorBoard shows beside the chief, at an address that is told in the log.
+        rows: what `cluster.rows(batch_size)` deals to those who train: whatever Task.train_data takes, `mh.spark.frame` too.
         workers=None: one per visible GPU, else 1; one process alone is the caller's.
 
         Raises as `launch`, a process named by its role ("ps 0"); Unsupported where the engine starts no processes.
@@ -146,4 +157,4 @@ class Engine(ABC):
         count = default_workers(self) if workers is None else workers
         cast = Roles(workers=count, others=dict(roles or {}), until=until)
         plan = Launch(workers=count, threads_per_worker=threads_per_worker, timeout_s=timeout_s, observer=Telling())
-        return run(self, Member(function, args, cast, tensorboard), plan)
+        return run(self, Member(function, args, cast, tensorboard, rows), plan)

@@ -23,16 +23,16 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from manyhands.engines.base import Engine, Launch, Observer
+from manyhands.engines.base import Engine, Launch, Observer, check_brings
 from manyhands.engines.coordinator import USER
 from manyhands.engines.roles import CHIEF, EVALUATOR, TRAINING, WORKER, Roles
-from manyhands.errors import Unsupported
+from manyhands.errors import BadInput, Unsupported
 from manyhands.events import Event
 from manyhands.transport.address import bound, format_address, parse_address
 
@@ -58,6 +58,7 @@ class Cluster:
     role: str
     index: int  # among those of its role
     addresses: Mapping[str, tuple[str, ...]]  # of all processes, HOST:PORT, by role
+    data: Any = field(default=None, repr=False)  # what `Engine.run` was given as rows
 
     @property
     def address(self) -> str:
@@ -73,6 +74,36 @@ class Cluster:
     def trainers(self) -> tuple[str, ...]:
         """Addresses of those who train, by RANK."""
         return tuple(address for role in TRAINING for address in self.addresses.get(role, ()))
+
+    def rows(
+        self, batch_size: int, *, epochs: int = 1, shuffle: bool = True, seed: int = 0, drop_remainder: bool = False
+    ) -> Iterator[Any]:
+        """This process's batches of what `Engine.run` was given as rows: numpy arrays [batch_size, …] in the data's own structure.
+
+        All who train together get every row once an epoch, in an order of each epoch's own.
+
+        batch_size: rows of this process. At an epoch's end there are smaller ones, and not as many in every process.
+        drop_remainder: only whole batches, and equally many in every process: what programs that meet after each batch need.
+
+        Raises BadInput where no rows were given, and in a process that does not train.
+        """
+        import numpy as np
+
+        from manyhands.data.batch import map_columns
+        from manyhands.data.feed import Feed
+        from manyhands.data.sources import open_source
+
+        if self.data is None:
+            raise BadInput("this cluster was given no rows: run(function, rows=…)")
+        if self.role not in TRAINING:
+            raise BadInput(f"rows are for those who train ({', '.join(TRAINING)}), and this process is {self.role}")
+        rank, size = self.trainers.index(self.address), len(self.trainers)
+        whole = batch_size * size
+        feed = Feed(open_source(self.data), rank=rank, size=size, batch_size=whole, seed=seed, shuffle=shuffle)
+        for epoch in range(epochs):
+            for part in feed.epoch(epoch):
+                if part.batch is not None and not (drop_remainder and part.global_rows != whole):
+                    yield map_columns(part.batch, np.asarray)
 
 
 def variables(cluster: Cluster, local_rank: int, local_size: int) -> dict[str, str]:
@@ -103,8 +134,14 @@ def run(engine: Engine, member: Member, plan: Launch) -> dict[str, list[Any]]:
         raise Unsupported(
             f"engine {engine.name} starts no processes: run another framework's cluster on one that does (local, hosts, spark)"
         )
+    from manyhands.data.frames import Frame
+
     roles = member.roles
-    values = engine.launch(member, replace(plan, workers=len(roles.members), roles=roles, device="cpu"))
+    frames: tuple[Any, ...] = ()
+    if isinstance(member.rows, Frame):
+        check_brings(engine)
+        frames = (member.rows,)
+    values = engine.launch(member, replace(plan, workers=len(roles.members), roles=roles, device="cpu", frames=frames))
     found: dict[str, list[Any]] = {role: [] for role in roles.counts}
     for (role, _), value in zip(roles.members, values, strict=True):
         found[role].append(value)
@@ -128,12 +165,13 @@ class Member:
     args: tuple[Any, ...]
     roles: Roles
     tensorboard: str | None
+    rows: Any = None
 
     def __call__(self, worker: Worker) -> Any:
         cluster, found = met(worker, self.roles)
         worker.coordinator.progress(USER, 0)
         with _environment(found), self._shown(worker, cluster):
-            return self.function(cluster, *self.args)
+            return self.function(replace(cluster, data=self.rows), *self.args)
 
     def _shown(self, worker: Worker, cluster: Cluster) -> Any:
         if self.tensorboard is None or not cluster.is_chief:
