@@ -146,3 +146,30 @@ def test_what_cannot_be(spark: Any, plane: Any) -> None:
         mh.spark.frame(plane.selectExpr("'x' as a", "y"), features="a", label="y")
     with pytest.raises(BadInput, match="has none that another process could import"):
         mh.spark.Model(lambda: None, line()).write().saveImpl("nowhere")
+
+
+def test_a_compiled_keras_model(halves: Any, tmp_path: Path) -> None:
+    """Its own loss, optimizer and metrics; fit leaves it as it was, whatever is fitted is saved as Keras saves it."""
+    import os
+
+    os.environ.setdefault("KERAS_BACKEND", "torch")
+    import keras
+
+    keras.utils.set_random_seed(0)
+    net = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, activation="sigmoid")])
+    net.compile(keras.optimizers.Adam(0.1), "binary_crossentropy", metrics=["accuracy", keras.metrics.AUC(name="auc")])
+    before = [weight.copy() for weight in net.get_weights()]
+    estimator = mh.spark.Estimator(model=net, features_col="x", epochs=3, batch_size=32, seed=1)
+    model = estimator.fit(halves)
+    assert all((a == b).all() for a, b in zip(before, net.get_weights(), strict=True))
+    trained = model.module.keras
+    rows = halves.collect()
+    x, y = np.array([row["x"] for row in rows], "float32"), np.array([row["label"] for row in rows])
+    right = [float(p > 0.5) for p in trained.predict(x, verbose=0)[:, 0]]
+    assert [row["prediction"] for row in model.transform(halves).select("prediction").collect()] == right
+    assert sum(p == label for p, label in zip(right, y, strict=True)) > 380
+
+    found, expected = model.evaluate(halves), trained.evaluate(x, y, verbose=0, return_dict=True)
+    assert found == {name: pytest.approx(value, abs=1e-6) for name, value in expected.items()}
+    model.write().overwrite().save(str(tmp_path / "model"))
+    assert mh.spark.Model.load(str(tmp_path / "model")).evaluate(halves) == found

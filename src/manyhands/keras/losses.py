@@ -70,6 +70,11 @@ def reductions(model: Any) -> list[str]:
     return [str(one.reduction) if isinstance(one, keras.losses.Loss) else "sum_over_batch_size" for one in losses]
 
 
+def of_logits(model: Any) -> bool:
+    """Whether a loss that it was compiled with takes logits, as all of Keras's take probabilities unless told otherwise."""
+    return any(getattr(one, "from_logits", False) for one in keras.tree.flatten(model.loss))
+
+
 def check_losses(model: Any) -> None:
     """Raise BadInput for a loss that is no mean, or whose mean no weight of the batch says."""
     kinds = reductions(model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import copy
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,8 @@ from manyhands.errors import BadInput
 from manyhands.run import Run
 from manyhands.spark import stored_model
 from manyhands.spark.framing import frame, plain, split
-from manyhands.spark.predicting import OUTPUTS, Judge, Predict, column_of
+from manyhands.spark.of_keras import is_keras, metrics_of, single_output_threshold
+from manyhands.spark.predicting import OUTPUTS, Predict, column_of, judged
 from manyhands.spark.weighted import WeightedLoss, WeightedMetrics
 from manyhands.task import Task
 from manyhands.training import train
@@ -47,6 +48,12 @@ class _Columns(HasFeaturesCol, HasLabelCol, HasPredictionCol, HasWeightCol):
         "output",
         "what a prediction is: class (number of the largest output), value (the one output), array; auto: class where labels are whole numbers",
         TypeConverters.toString,
+    )
+    threshold: Param[float] = Param(
+        Params._dummy(),
+        "threshold",
+        "a single output above it is class 1: 0 for logits, 0.5 for probabilities",
+        TypeConverters.toFloat,
     )
     dtype: Param[str] = Param(
         Params._dummy(), "dtype", "torch's type of features and of fractional labels", TypeConverters.toString
@@ -84,14 +91,18 @@ class Estimator(SparkEstimator["Model"], _Columns, MLWritable):
     task: a Task without data (its `train_data` is replaced): loss, optimizer and metrics of your own. Its batches are
         (features, label), with weight_col (features, label, weight).
     model: instead of a task, what makes the module, a class or function; then `criterion` (default: cross-entropy, for labels
-        that are class numbers) and `optimizer` (default: Adam at torch's own rate) make the task.
+        that are class numbers) and `optimizer` (default: Adam at torch's own rate) make the task. Or a compiled Keras model, with
+        its own loss, optimizer and metrics (`mh.keras.task`); Keras callbacks are `callbacks`, among the fields.
     features_col: a column of numbers, arrays or vectors, or a list of such. label_col, prediction_col, weight_col: columns.
     validation_indicator_col: a column of booleans: rows where it is true validate. validation_fraction: so many rows, drawn by
         `seed`, validate instead. early_stopping: end after so many validations in a row without a lower validation loss, and
         keep the best.
     num_workers, strategy, engine, run_dir: as `train` has them (workers, strategy, engine, run_dir).
-    output: what a prediction is: "class", "value", "array", or "auto", by the label's type.
+    output: what a prediction is: "class", "value", "array", or "auto", by the label's type. threshold: a single output above it is
+        class 1; default: 0, for logits, and 0.5 for a Keras model whose loss takes probabilities.
     fields: any other field of Task (epochs, batch_size, seed, …).
+
+    `fit` trains a copy and leaves what was given as it is, so that it can be called any number of times.
 
     Spark ML's Params, so that CrossValidator can try them: numWorkers, epochs, batchSize, seed, strategy and all columns.
     """
@@ -123,7 +134,7 @@ class Estimator(SparkEstimator["Model"], _Columns, MLWritable):
         task: Task | None = None,
         *,
         model: Make | None = None,
-        criterion: Callable[..., torch.Tensor] = F.cross_entropy,
+        criterion: Callable[..., torch.Tensor] | None = None,
         optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
         features_col: str | Sequence[str] = "features",
         label_col: str = "label",
@@ -137,15 +148,17 @@ class Estimator(SparkEstimator["Model"], _Columns, MLWritable):
         engine: Any = "spark",
         run_dir: str | None = None,
         output: str = "auto",
+        threshold: float | None = None,
         dtype: str = "float32",
         **fields: Any,
     ) -> None:
         super().__init__()
         _check(task, model, output, validation_fraction, validation_indicator_col, early_stopping)
+        _check_own(model, criterion, optimizer)
         self._task, self._make, self._criterion, self._optimizer = task, model, criterion, optimizer
         self._early_stopping, self._engine, self._run_dir = early_stopping, engine, run_dir
         self._fields = {name: value for name, value in fields.items() if name not in self._SCALARS}
-        self._setDefault(features_cols=[], output="auto", dtype="float32", validation_fraction=0.0)
+        self._setDefault(features_cols=[], output="auto", dtype="float32", validation_fraction=0.0, threshold=0.0)
         several = [] if isinstance(features_col, str) else list(features_col)
         self._set(
             featuresCol=several[0] if several else features_col,
@@ -159,6 +172,7 @@ class Estimator(SparkEstimator["Model"], _Columns, MLWritable):
             validation_fraction=validation_fraction,
             **{name: fields[name] for name in self._SCALARS if name in fields},
             **({} if weight_col is None else {"weightCol": weight_col}),
+            **({} if threshold is None else {"threshold": threshold}),
             **({} if validation_indicator_col is None else {"validation_indicator_col": validation_indicator_col}),
         )
 
@@ -186,6 +200,8 @@ class Estimator(SparkEstimator["Model"], _Columns, MLWritable):
         if self.getOrDefault(self.output) == "auto":
             whole = any(column.name == "label" and column.dtype == "int64" for column in training.columns)
             model._set(output="class" if whole else "value")
+        if not model.isSet(model.threshold):
+            model._set(threshold=single_output_threshold(run.model))
         return model
 
     def _split(self, table: DataFrame) -> tuple[Frame, Frame | None]:
@@ -200,12 +216,21 @@ class Estimator(SparkEstimator["Model"], _Columns, MLWritable):
     def _asked(self, training: Frame, validation: Frame | None) -> Task:
         fields: dict[str, Any] = {"train_data": training, "validation_data": validation, **self._fields}
         fields |= {name: self.getOrDefault(name) for name in self._SCALARS if self.isDefined(self.getParam(name))}
+        task = self._declared(fields)
+        return task.with_fields(model=copy.deepcopy(task.model)) if isinstance(task.model, nn.Module) else task
+
+    def _declared(self, fields: dict[str, Any]) -> Task:
         if self._task is not None:
             return self._task.with_fields(**fields)
+        if is_keras(self._make):
+            from manyhands.keras import task
+
+            return task(self._make, fields.pop("train_data"), **fields)
         own = {"model": self._make, "optimizer": self._optimizer or _adam, **fields}
+        criterion = self._criterion or F.cross_entropy
         if self._weight() is None:
-            return Task.supervised(criterion=self._criterion, **own)
-        weighted = {"loss": WeightedLoss(self._criterion), "evaluate": WeightedMetrics(self._criterion)}
+            return Task.supervised(criterion=criterion, **own)
+        weighted = {"loss": WeightedLoss(criterion), "evaluate": WeightedMetrics(criterion)}
         return Task(**{**weighted, **own})
 
     def _stopping(self, patience: int) -> dict[str, Any]:
@@ -232,7 +257,7 @@ class Model(SparkModel, _Columns, MLWritable, MLReadable["Model"]):
     ) -> None:
         super().__init__()
         self._make, self.module, self._metrics = make, module, metrics
-        self._setDefault(features_cols=[], output="value", dtype="float32")
+        self._setDefault(features_cols=[], output="value", dtype="float32", threshold=0.0)
 
     @override
     def _transform(self, dataset: DataFrame) -> DataFrame:
@@ -241,7 +266,8 @@ class Model(SparkModel, _Columns, MLWritable, MLReadable["Model"]):
 
         output = self.getOrDefault(self.output)
         kind = ArrayType(DoubleType()) if output == "array" else DoubleType()
-        predict = column_of(Predict(self.module, self.getOrDefault(self.dtype), output), kind)
+        threshold, dtype = self.getOrDefault(self.threshold), self.getOrDefault(self.dtype)
+        predict = column_of(Predict(self.module, dtype, output, threshold), kind)
         return dataset.withColumn(self.getPredictionCol(), predict(*(plain(dataset, name) for name in self.features())))
 
     def evaluate(self, dataset: DataFrame) -> dict[str, float]:
@@ -250,16 +276,7 @@ class Model(SparkModel, _Columns, MLWritable, MLReadable["Model"]):
             raise BadInput(
                 "a loaded model has no metrics, which are functions of the task: use a Spark ML evaluator on transform(df)"
             )
-        data = self.framed(dataset)
-        judge = Judge(self.module, self._metrics, data.columns)
-        sums: dict[str, list[float]] = {}
-        for row in data.table.mapInArrow(judge, "sums string").toLocalIterator():
-            for name, (total, weight) in json.loads(row["sums"]).items():
-                so_far = sums.setdefault(name, [0.0, 0.0])
-                so_far[0], so_far[1] = so_far[0] + total, so_far[1] + weight
-        if not sums:
-            raise BadInput("there is nothing to evaluate: the DataFrame has no rows")
-        return {name: total / weight for name, (total, weight) in sums.items()}
+        return judged(self.module, self._metrics, self.framed(dataset))
 
     @override
     def write(self) -> MLWriter:
@@ -284,11 +301,7 @@ class _Writer(MLWriter):
 
     @override
     def saveImpl(self, path: str) -> None:
-        if self._model._make is None:
-            raise BadInput(
-                "a model that was given as a module is not saved: give its class, or a function of a module, as model="
-            )
-        stored_model.recipe_of(self._model._make)
+        stored_model.check(self._model._make, self._model.module)
         DefaultParamsWriter.saveMetadata(self._model, path, self.sparkSession)
         stored_model.save(f"{path}/module", self._model._make, self._model.module)
 
@@ -298,7 +311,7 @@ class _Reader(MLReader[Model]):
     def load(self, path: str) -> Model:
         metadata = DefaultParamsReader.loadMetadata(path, self.sparkSession)
         make, module = stored_model.load(f"{path}/module")
-        model = Model(make, module)
+        model = Model(make, module, metrics_of(module))
         model._resetUid(metadata["uid"])
         DefaultParamsReader.getAndSetParams(model, metadata)
         return model
@@ -323,3 +336,8 @@ def _check(
         )
     if early_stopping is not None and not (fraction or indicator):
         raise BadInput("early_stopping needs rows to validate on: give validation_fraction or validation_indicator_col")
+
+
+def _check_own(model: Any, criterion: object, optimizer: object) -> None:
+    if is_keras(model) and not (criterion is None and optimizer is None):
+        raise BadInput("a compiled Keras model has its own loss and optimizer: leave criterion and optimizer out")

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import typing
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from manyhands.data.frames import Frame
 from manyhands.data.spool import Column
 from manyhands.errors import BadInput
+from manyhands.task import Evaluate, Metrics, Summed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,12 +31,14 @@ OUTPUTS = ("class", "value", "array")
 class Predict:
     """The function of `column_of`: features of some rows -> their predictions, in the same order.
 
-    output: class: the number of the largest output, or 1 where a single one is above 0; value: the one output of a row; array: all.
+    output: class: the number of the largest output, or 1 where a single one is above `threshold`; value: the one output of a
+        row; array: all.
     """
 
     model: nn.Module
     dtype: str
     output: str
+    threshold: float = 0.0
 
     def __call__(self, parts: Iterator[tuple[pd.Series[Any], ...] | pd.Series[Any]]) -> Iterator[pd.Series[Any]]:
         import pandas as pd
@@ -44,7 +48,9 @@ class Predict:
             features = _side_by_side([columns] if isinstance(columns, pd.Series) else columns, self.dtype)
             with torch.inference_mode():
                 outputs = [self.model(torch.from_numpy(features[i : i + ROWS])) for i in range(0, len(features), ROWS)]
-            found = np.concatenate([said(one, self.output) for one in outputs]) if outputs else np.empty(0)
+            found = (
+                np.concatenate([said(one, self.output, self.threshold) for one in outputs]) if outputs else np.empty(0)
+            )
             yield pd.Series(list(found) if found.ndim > 1 else found)
 
 
@@ -66,7 +72,7 @@ def column_of(predict: Predict, kind: DataType) -> Callable[..., SparkColumn]:
     return made
 
 
-def said(outputs: Tensor, output: str) -> np.ndarray[Any, Any]:
+def said(outputs: Tensor, output: str, threshold: float = 0.0) -> np.ndarray[Any, Any]:
     """[rows] or [rows, outputs] as float64."""
     flat = outputs.double().reshape(len(outputs), -1)
     if output == "array":
@@ -75,7 +81,7 @@ def said(outputs: Tensor, output: str) -> np.ndarray[Any, Any]:
         raise BadInput(f"the model gives {flat.shape[1]} numbers a row: say output='array' or output='class'")
     if output == "value":
         return flat[:, 0].numpy()
-    return (flat.argmax(1) if flat.shape[1] > 1 else (flat[:, 0] > 0)).double().numpy()
+    return (flat.argmax(1) if flat.shape[1] > 1 else (flat[:, 0] > threshold)).double().numpy()
 
 
 def _side_by_side(columns: Sequence[pd.Series[Any]], dtype: str) -> np.ndarray[Any, Any]:
@@ -86,30 +92,76 @@ def _side_by_side(columns: Sequence[pd.Series[Any]], dtype: str) -> np.ndarray[A
     return np.ascontiguousarray(np.concatenate([a.reshape(len(a), -1) for a in arrays], axis=1), dtype=dtype)
 
 
+def judged(model: nn.Module, metrics: Evaluate, data: Frame) -> dict[str, float]:
+    """{metric: weighted mean over all rows, or what their sums say}, computed in the executors. BadInput without rows."""
+    tally = Tally()
+    for row in data.table.mapInArrow(Judge(model, metrics, data.columns), "tally string").toLocalIterator():
+        tally.merge(json.loads(row["tally"]))
+    if not tally.means and not tally.sums:
+        raise BadInput("there is nothing to evaluate: the DataFrame has no rows")
+    found = {name: total / weight for name, (total, weight) in tally.means.items()}
+    if not tally.sums:
+        return found
+    import pyarrow as pa
+
+    first = pa.RecordBatch.from_pandas(data.table.limit(1).toPandas(), preserve_index=False)
+    measures = Judge(model, metrics, data.columns).measured(
+        first
+    )  # a metric says what its sums mean once it has seen a row
+    for name, sums in tally.sums.items():
+        measure = measures[name]
+        assert isinstance(measure, Summed)
+        found |= {said: float(value) for said, value in measure.result(torch.tensor(sums, dtype=torch.float64)).items()}
+    return found
+
+
+@dataclass
+class Tally:
+    """What was measured on some rows: (metric · weight, weight) of means, and sums of what is `Summed`."""
+
+    means: dict[str, list[float]] = field(default_factory=dict)
+    sums: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, measures: Metrics, rows: int) -> None:
+        """One batch of so many rows."""
+        for name, measure in measures.items():
+            if isinstance(measure, Summed):
+                self._add(self.sums, name, measure.sums.detach().double().reshape(-1).tolist())
+                continue
+            mean, weight = measure if isinstance(measure, tuple) else (measure, rows)
+            self._add(self.means, name, [float(mean) * float(weight), float(weight)])
+
+    def merge(self, other: dict[str, dict[str, list[float]]]) -> None:
+        """Add another one's, as JSON had it."""
+        for own, there in ((self.means, other["means"]), (self.sums, other["sums"])):
+            for name, values in there.items():
+                self._add(own, name, values)
+
+    def _add(self, into: dict[str, list[float]], name: str, values: list[float]) -> None:
+        into[name] = [a + b for a, b in zip(into.get(name, [0.0] * len(values)), values, strict=True)]
+
+
 @dataclass(frozen=True)
 class Judge:
-    """The function of `mapInArrow`: sums of (metric · weight, weight) over a partition's rows, as one row of JSON."""
+    """The function of `mapInArrow`: the tally of a partition's rows, as one row of JSON."""
 
     model: nn.Module
-    metrics: Callable[[nn.Module, Any], Any]
+    metrics: Evaluate
     columns: tuple[Column, ...]
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         import pyarrow as pa
 
-        sums: dict[str, list[float]] = {}
-        self.model.eval()
+        tally = Tally()
         for batch in batches:
             for start in range(0, batch.num_rows, ROWS):
-                self._add(sums, batch.slice(start, ROWS))
-        yield pa.RecordBatch.from_pydict({"sums": [json.dumps(sums)]})
+                part = batch.slice(start, ROWS)
+                tally.add(self.measured(part), part.num_rows)
+        yield pa.RecordBatch.from_pydict({"tally": [json.dumps(asdict(tally))]})
 
-    def _add(self, sums: dict[str, list[float]], batch: pa.RecordBatch) -> None:
+    def measured(self, batch: pa.RecordBatch) -> Metrics:
+        """The metrics of these rows."""
         arrays = tuple(torch.from_numpy(column.of(batch)) for column in self.columns)
-        with torch.inference_mode():
-            found = self.metrics(self.model, arrays)
-        for name, value in found.items():
-            mean, weight = value if isinstance(value, tuple) else (value, batch.num_rows)
-            total = sums.setdefault(name, [0.0, 0.0])
-            total[0] += float(mean) * float(weight)
-            total[1] += float(weight)
+        self.model.eval()
+        with torch.no_grad():  # not inference mode: a metric may keep what it makes here
+            return self.metrics(self.model, arrays)

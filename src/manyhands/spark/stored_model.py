@@ -1,4 +1,5 @@
-"""A trained module on disk without pickle: where its class or function is, what it was called with, and its tensors.
+"""A trained module on disk without pickle: where its class or function is, what it was called with, and its tensors. Keras
+models are what Keras itself saves.
 
 The folder may be on any file system that pyarrow knows: a path, file://, hdfs://, s3://.
 """
@@ -17,12 +18,16 @@ from pyarrow import fs
 from torch import nn
 
 from manyhands.errors import BadInput
+from manyhands.evaluation import AveragedOutputs
+from manyhands.spark.of_keras import from_bytes, keras_module, to_bytes
 
 FORMAT = 1
-_RECIPE, _TENSORS = "model.json", "model.safetensors"
+_RECIPE, _TENSORS, _KERAS = "model.json", "model.safetensors", "model.keras"
+
+Make = Callable[[], nn.Module]
 
 
-def recipe_of(make: Callable[[], nn.Module]) -> dict[str, Any]:
+def recipe_of(make: Make) -> dict[str, Any]:
     """How to make the module again, as JSON. BadInput where another process could not."""
     function: Any = make
     args: tuple[Any, ...] = ()
@@ -45,35 +50,66 @@ def recipe_of(make: Callable[[], nn.Module]) -> dict[str, Any]:
     return recipe
 
 
-def save(path: str, make: Callable[[], nn.Module], model: nn.Module) -> None:
-    """Write the recipe, parameters and buffers into a folder."""
-    place, folder = fs.FileSystem.from_uri(path) if "://" in path else (fs.LocalFileSystem(), path)
-    recipe = json.dumps(recipe_of(make), indent=1).encode()
-    tensors = safetensors.torch.save({name: tensor.contiguous() for name, tensor in _tensors(model).items()})
+def check(make: Make | None, model: nn.Module) -> None:
+    """BadInput where `save` could not, before anything is written."""
+    if keras_module(model) is not None:
+        return
+    if make is None:
+        raise BadInput(
+            "a model that was given as a module is not saved: give its class, or a function of a module, as model="
+        )
+    recipe_of(make)
+
+
+def save(path: str, make: Make | None, model: nn.Module) -> None:
+    """Write the recipe, parameters and buffers into a folder; a Keras model's own archive in their place."""
+    check(make, model)
+    place, folder = _place(path)
+    keras = keras_module(model)
+    if keras is not None:
+        files = {_RECIPE: json.dumps({"format": FORMAT, "keras": _KERAS}, indent=1).encode(), _KERAS: to_bytes(keras)}
+    else:
+        assert make is not None
+        members = len(model.members) if isinstance(model, AveragedOutputs) else 0
+        tensors = {name: tensor.contiguous() for name, tensor in _tensors(model).items()}
+        recipe = json.dumps(recipe_of(make) | {"members": members}, indent=1).encode()
+        files = {_RECIPE: recipe, _TENSORS: safetensors.torch.save(tensors)}
     place.create_dir(folder)
-    for name, data in ((_RECIPE, recipe), (_TENSORS, tensors)):
+    for name, data in files.items():
         with place.open_output_stream(f"{folder}/{name}") as file:
             file.write(data)
 
 
-def load(path: str) -> tuple[Callable[[], nn.Module], nn.Module]:
-    """(what makes it, the module with its tensors). BadInput where its code is not here."""
-    place, folder = fs.FileSystem.from_uri(path) if "://" in path else (fs.LocalFileSystem(), path)
-    with place.open_input_stream(f"{folder}/{_RECIPE}") as file:
-        recipe = json.loads(file.read())
+def load(path: str) -> tuple[Make | None, nn.Module]:
+    """(what makes it, the module with its tensors); nothing makes a Keras model. BadInput where its code is not here."""
+    place, folder = _place(path)
+
+    def content(name: str) -> bytes:
+        with place.open_input_stream(f"{folder}/{name}") as file:
+            return bytes(file.read())
+
+    recipe = json.loads(content(_RECIPE))
     if recipe.get("format") != FORMAT:
         raise BadInput(f"{path} has format {recipe.get('format')!r}, this version reads {FORMAT}")
+    if "keras" in recipe:
+        return None, from_bytes(content(_KERAS), path)
+    make = _maker(recipe, path)
+    model = AveragedOutputs([make() for _ in range(recipe["members"])]) if recipe["members"] else make()
+    _fill(model, safetensors.torch.load(content(_TENSORS)), path)
+    return make, model
+
+
+def _maker(recipe: dict[str, Any], path: str) -> Make:
     function = _found(recipe["module"], recipe["name"])
     if function is None:
         raise BadInput(
             f"{path} needs {recipe['module']}.{recipe['name']}, which cannot be imported here: install that module"
         )
-    make = (
-        partial(function, *recipe["args"], **recipe["keywords"]) if recipe["args"] or recipe["keywords"] else function
-    )
-    with place.open_input_stream(f"{folder}/{_TENSORS}") as file:
-        tensors = safetensors.torch.load(file.read())
-    model = make()
+    args, keywords = recipe["args"], recipe["keywords"]
+    return partial(function, *args, **keywords) if args or keywords else function
+
+
+def _fill(model: nn.Module, tensors: dict[str, torch.Tensor], path: str) -> None:
     own = _tensors(model)
     if own.keys() != tensors.keys():
         raise BadInput(
@@ -82,7 +118,11 @@ def load(path: str) -> tuple[Callable[[], nn.Module], nn.Module]:
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
-    return make, model
+
+
+def _place(path: str) -> tuple[fs.FileSystem, str]:
+    place, folder = fs.FileSystem.from_uri(path) if "://" in path else (fs.LocalFileSystem(), path)
+    return place, folder
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
