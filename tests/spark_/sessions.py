@@ -64,12 +64,15 @@ def spark_session(master: str, folder: Path, **options: Any) -> Iterator[Any]:
 
 @contextmanager
 def standalone(folder: Path, workers: int = 2) -> Iterator[str]:
-    """A master and workers of one core each, as pyspark's own `spark-class` starts them; the master's address."""
+    """A master and workers of one core each, as pyspark's own `spark-class` starts them; the master's address.
+
+    Each worker's executors are what containers of YARN are: hosts of their own, without memory in common.
+    """
     home = Path(pyspark_home())
     environment = {**os.environ, "SPARK_HOME": str(home), "SPARK_LOCAL_IP": "127.0.0.1", "SPARK_LOG_DIR": str(folder)}
     environment |= {"SPARK_LOCAL_DIRS": str(folder / "local"), "SPARK_WORKER_DIR": str(folder / "work")}
 
-    def start(name: str, *options: str) -> subprocess.Popen[str]:
+    def start(name: str, *options: str, container: str = "") -> subprocess.Popen[str]:
         command = [
             str(home / "bin" / "spark-class"),
             f"org.apache.spark.deploy.{name}",
@@ -79,7 +82,7 @@ def standalone(folder: Path, workers: int = 2) -> Iterator[str]:
         ]
         return subprocess.Popen(
             command,
-            env=environment,
+            env=environment | ({"CONTAINER_ID": container, "LOCAL_DIRS": str(folder)} if container else {}),
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -91,7 +94,7 @@ def standalone(folder: Path, workers: int = 2) -> Iterator[str]:
     try:
         address = _said(processes[0], r"(spark://127\.0\.0\.1:\d+)")
         options = ("--cores", "1", "--memory", "512m", "--webui-port", "0", address)
-        processes += [start("worker.Worker", *options) for _ in range(workers)]
+        processes += [start("worker.Worker", *options, container=f"container-{i}") for i in range(workers)]
         for worker in processes[1:]:
             _said(worker, r"(Successfully registered with master)")
         yield address
