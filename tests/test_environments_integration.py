@@ -477,7 +477,7 @@ BAD = {
     "another system's strategy": ("digits --strategy ddp", "what others call ddp is 'allreduce' here"),
     "unknown option": ("digits --strategy local-sgd:perod=8", "no option 'perod' .did you mean 'period'.*period, "),
     "unknown option of a task": ("digits:epoch=8", "no option 'epoch' .did you mean 'epochs'"),
-    "unknown engine": ("digits --engine slurm", "no engine 'slurm'.*known are local, hosts, sim, torchrun"),
+    "unknown engine": ("digits --engine slurm", "no engine 'slurm'.*known are local, hosts, spark, sim, torchrun"),
     "no file": ("nowhere.py:task", "no file 'nowhere.py'"),
     "a file that fails": ("broken.py:task", r"broken.py failed to import: ZeroDivisionError.*line 2"),
     "no such name": ("tasks.py:god", "tasks.py has no 'god' .did you mean 'good'"),

@@ -69,7 +69,8 @@ class Driver:
         here, there = (Channel(sock, peer="the driver", timeout_s=5.0) for sock in socket.socketpair())
         self.post = Post(here)
         self.said: list[str] = []
-        self.agent = Agent(Join(address="127.0.0.1:1", workers=2, listen="10.0.0.2"), SECRET, None, self.said.append)  # type: ignore[arg-type]
+        offer = Join(address="127.0.0.1:1", workers=2, listen="10.0.0.2", threads=3)
+        self.agent = Agent(offer, SECRET, None, self.said.append)  # type: ignore[arg-type]
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._serve, args=(Post(there, self.agent.memory_for),))
         self.thread.start()
@@ -86,6 +87,7 @@ class Driver:
             "seats": [2, 3],
             "timeout_s": 9.0,
             "network": {"hosts": [[0, 1], [2, 3]], "names": ["a", "b"]},
+            "threads": None,
         }
         body = {"type": "launch", "host": "b", "shared": shared, "variables": {"MANYHANDS_STRATEGY": "easgd"}}
         self.post.send(body, [torch.frombuffer(bytearray(b"program"), dtype=torch.uint8)])
@@ -121,6 +123,7 @@ def test_this_hosts_own_place_and_the_drivers_program(driver: Driver) -> None:
     assert (crew.seats, crew.host, crew.program) == ([2, 3], "b", b"program")
     assert crew.shared["folder"] == crew.shared["path"][0] == os.getcwd()
     assert crew.shared["environment"] == {**os.environ, "MANYHANDS_STRATEGY": "easgd"}
+    assert crew.shared["threads"] == 3  # what this host offers, since the run does not say
     assert crew.network["hosts"] == [[0, 1], [2, 3]]
     assert crew.network["listen"] == "10.0.0.2"
     assert Secret.from_json(crew.network["secret"]) == SECRET

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,6 +56,36 @@ def test_too_few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
         BadInput, match=r"5 workers need 5 Spark task slots at once, and the cluster has 4: .*\(now 2\)"
     ):
         session.check(Session(4, spark__task__cpus="2"), 5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "slots"),
+    [
+        ({"spark__master": "local[4]"}, 4),
+        ({"spark__master": "local[4,2]", "spark__task__cpus": "3"}, 1),
+        ({"spark__master": "local-cluster[2,3,512]", "spark__task__cpus": "2"}, 2),
+        ({"spark__master": "yarn", "spark__executor__instances": "5", "spark__executor__cores": "4"}, 20),
+        ({"spark__master": "yarn", "spark__executor__instances": "5"}, None),
+        ({"spark__master": "spark://host:7077"}, None),
+    ],
+)
+def test_a_client_of_spark_connect_goes_by_the_settings(
+    settings: dict[str, str], slots: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "is_connect", lambda spark: True)
+    there = Session(**settings)  # type: ignore[arg-type]
+    session.check(there, slots or 1000)  # type: ignore[arg-type]
+    assert there.asked == 0
+    if slots is not None:
+        with pytest.raises(BadInput, match=f"and the cluster has {slots}:"):
+            session.check(there, slots + 1)  # type: ignore[arg-type]
+
+
+def test_a_client_of_spark_connect_listens_where_it_reaches_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "is_connect", lambda spark: True)
+    there = Session()
+    there.client = SimpleNamespace(host="127.0.0.7")  # type: ignore[attr-defined]
+    assert session.driver_host(there) == "127.0.0.1"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("memory", [-1, 1.5, True, "many"])

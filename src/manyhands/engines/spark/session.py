@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -63,15 +65,22 @@ def check(spark: SparkSession, workers: int) -> None:
             "spark.dynamicAllocation.enabled=false, and spark.executor.instances"
         )
     if is_connect(spark):
+        slots = _slots_by_settings(spark.conf.get)
+        if slots is not None and slots < workers:
+            raise BadInput(_too_few(spark, workers, slots))
         return
     deadline = time.monotonic() + _SLOTS_S
     while (slots := _slots(spark)) < workers:
         if time.monotonic() >= deadline:
-            raise BadInput(
-                f"{workers} workers need {workers} Spark task slots at once, and the cluster has {slots}: give fewer workers, more "
-                f"executors or cores, or a smaller spark.task.cpus (now {spark.conf.get('spark.task.cpus', '1')})"
-            )
+            raise BadInput(_too_few(spark, workers, slots))
         time.sleep(0.2)
+
+
+def _too_few(spark: SparkSession, workers: int, slots: int) -> str:
+    return (
+        f"{workers} workers need {workers} Spark task slots at once, and the cluster has {slots}: give fewer workers, more "
+        f"executors or cores, or a smaller spark.task.cpus (now {spark.conf.get('spark.task.cpus', '1')})"
+    )
 
 
 def _slots(spark: Any) -> int:
@@ -80,6 +89,30 @@ def _slots(spark: Any) -> int:
     return int(context.maxNumConcurrentTasks(context.resourceProfileManager().defaultResourceProfile()))
 
 
+def _slots_by_settings(get: Callable[..., Any]) -> int | None:
+    """As many as the settings ask for, which is what a client of Spark Connect can know; None where they do not say.
+
+    get: (name, default) -> a setting of Spark's.
+    """
+    master, cpus = str(get("spark.master", "")), int(get("spark.task.cpus", "1"))
+    if found := re.fullmatch(r"local\[(\d+)(,\d+)?\]", master):
+        return int(found[1]) // cpus
+    if found := re.fullmatch(r"local-cluster\[(\d+),(\d+),\d+\]", master):
+        return int(found[1]) * (int(found[2]) // cpus)
+    executors, cores = get("spark.executor.instances", ""), get("spark.executor.cores", "")
+    return int(executors) * (int(cores) // cpus) if executors and cores else None
+
+
 def driver_host(spark: SparkSession) -> str:
-    """Where executors reach the driver, as Spark itself was told."""
+    """Where executors reach the driver: as Spark itself was told, or for a client of Spark Connect where it reaches its server."""
+    if is_connect(spark):
+        return _own_address(spark.client.host)
     return str(spark.conf.get("spark.driver.bindAddress", "") or spark.conf.get("spark.driver.host", "127.0.0.1"))
+
+
+def _own_address(peer: str) -> str:
+    """Of this host's addresses the one from which it reaches another; nothing is sent."""
+    family, kind, protocol, _, address = socket.getaddrinfo(peer, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as sock:
+        sock.connect(address)
+        return str(sock.getsockname()[0])
