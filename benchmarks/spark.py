@@ -2,6 +2,7 @@
 
     python benchmarks/spark.py [--rows 400000] [--features 64] [--epochs 2] [--blocks 3] [--json FILE]
     python benchmarks/spark.py --large             200 MB of model, 4 GB of rows, a heap of 512 MB: whether it fits, and how much the driver takes
+    python benchmarks/spark.py --accuracy          every strategy on the digits: test accuracy on Spark beside local, two workers, median of 3 seeds
 
 A cluster of two executors of one core (`local-cluster`), each worker one thread. In every block, in an order that rotates:
 
@@ -34,8 +35,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import manyhands as mh
+from manyhands.strategies import CATALOGUE
 
-BATCH, WIDTH, WORKERS = 512, 256, 2
+ROWS, BATCH, WIDTH, WORKERS = 400_000, 512, 256, 2
 CLASSES = 10
 
 
@@ -66,6 +68,8 @@ def main() -> None:
         spark = stack.enter_context(_session(folder))
         if options.large:
             found = large(spark, options)
+        elif options.accuracy:
+            found = {"accuracy": accuracy()}
         else:
             found = compared(spark, folder, options)
     if options.json:
@@ -194,31 +198,72 @@ def _plain(files: str, features: int, epochs: int) -> tuple[int, float]:
 # -- what fits -------------------------------------------------------------------------------------------------------
 
 
+FEATURES, HASHED = 1000, 8
+
+
+class Wide(nn.Module):
+    """200 MB: a table of vectors, of which the first features of a row choose a few; the others count as they are."""
+
+    def __init__(self, entries: int = 780_000, width: int = 64) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(entries, width, mode="mean")
+        self.last = nn.Linear(width + FEATURES - HASHED, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = (x[:, :HASHED] * (self.table.num_embeddings - 1)).long()
+        logits: torch.Tensor = self.last(torch.cat([self.table(chosen), x[:, HASHED:]], dim=1))
+        return logits
+
+
 def large(spark: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """200 MB of parameters on 4 GB of rows."""
-    features, rows = 1000, options.rows if options.rows != 400_000 else 1_000_000
-    table = spark.range(0, rows, 1, 64).selectExpr(
-        f"transform(sequence(1, {features}), i -> float(rand())) as x", f"id % {CLASSES} as y"
-    )
+    """An epoch over 4 GB of rows."""
+    rows = options.rows if options.rows != ROWS else 1_000_000
+    numbers = f"transform(sequence(1, {FEATURES}), i -> float((id * 7919 + i * 104729) % 10007) / 10007)"
+    table = spark.range(0, rows, 1, 64).selectExpr(f"{numbers} as x", f"id % {CLASSES} as y")
     begun = time.perf_counter()
     run = mh.train(
-        model=_Made(features, 6_600),
+        model=Wide,
         loss=of_frame,
         optimizer=sgd,
         train_data=mh.spark.frame(table, features="x", label="y"),
         batch_size=16_384,
-        micro_batch_size=2_048,
         engine="spark",
         workers=WORKERS,
         threads_per_worker=1,
-        max_steps=options.steps,
     )
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    seconds, resident = time.perf_counter() - begun, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    assert run.rows["total"] == rows
     print(
-        f"{4 * run.parameters.numel() / 1e6:,.0f} MB of parameters, {rows * features * 4 / 1e9:.1f} GB of rows, {run.steps} steps, "
-        f"{time.perf_counter() - begun:.0f} s; the driver's Python took at most {resident:.2f} GB"
+        f"{4 * run.parameters.numel() / 1e6:,.0f} MB of parameters, {rows * FEATURES * 4 / 1e9:.1f} GB of rows, {run.steps} steps, "
+        f"{seconds:.0f} s; the driver's Python held at most {resident:.2f} GB; heaps: {spark.conf.get('spark.driver.memory')} "
+        f"and {spark.conf.get('spark.executor.memory')}"
     )
-    return {"parameters": run.parameters.numel(), "rows": rows, "resident_gb": resident}
+    return {"parameters": run.parameters.numel(), "rows": rows, "seconds": seconds, "resident_gb": resident}
+
+
+# -- what is learned -------------------------------------------------------------------------------------------------
+
+
+def accuracy() -> list[dict[str, Any]]:
+    """Test accuracy of each strategy, in per cent: medians of three seeds."""
+    print("| strategy | local | spark | difference, points |\n|---|---|---|---|")
+    rows = []
+    for name in (name for name in CATALOGUE if name != "solo"):
+        try:
+            there, here = ([_percent(name, engine, seed) for seed in range(3)] for engine in ("spark", "local"))
+            row = {"strategy": name, "spark": there, "local": here}
+        except mh.Unsupported as error:
+            print(f"| `{name}` | – | – | {error} |", flush=True)
+            continue
+        rows.append(row)
+        medians = statistics.median(row["local"]), statistics.median(row["spark"])
+        print(f"| `{name}` | {medians[0]:.2f} | {medians[1]:.2f} | {medians[1] - medians[0]:+.2f} |", flush=True)
+    return rows
+
+
+def _percent(strategy: str, engine: str, seed: int) -> float:
+    run = mh.train("digits", strategy=strategy, engine=engine, workers=WORKERS, seed=seed, threads_per_worker=1)
+    return 100 * run.metrics["test_accuracy"]
 
 
 def _session(folder: Path) -> Any:
@@ -230,12 +275,12 @@ def _session(folder: Path) -> Any:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=400_000)
+    parser.add_argument("--rows", type=int, default=ROWS)
     parser.add_argument("--features", type=int, default=64)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--blocks", type=int, default=3)
     parser.add_argument("--large", action="store_true")
-    parser.add_argument("--steps", type=int, default=10, help="of --large, all rows being brought first")
+    parser.add_argument("--accuracy", action="store_true")
     parser.add_argument("--json", type=Path, default=None)
     return parser.parse_args()
 
