@@ -55,6 +55,7 @@ def test_a_client_trains_on_its_servers_executors(tmp_path: Path) -> None:
         "SPARK_LOCAL_IP": "127.0.0.1",
         "SPARK_TESTING": "1",  # any free port
         "SPARK_LOCAL_DIRS": str(tmp_path / "local"),
+        "JAVA_TOOL_OPTIONS": f"-Djava.io.tmpdir={tmp_path}",  # its server does not tidy up when its client ends
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
     done = subprocess.run(
