@@ -170,9 +170,9 @@ def _crc32c() -> Callable[[bytes], int]:
     return cast(Callable[[bytes], int], google_crc32c.value)
 
 
-def _example(data: bytes) -> dict[str, Feature]:
-    """The features of an Example, in their order. Of a name that comes twice the last counts, as in protocol buffers."""
-    found = {}
+def _example(data: bytes) -> dict[str, bytes]:
+    """The features of an Example in their order, each a message still. Of a name that comes twice the last counts, as in protocol buffers."""
+    found: dict[str, bytes] = {}
     for features in _messages(data, 1):
         for entry in _messages(features, 1):
             name, feature = b"", b""
@@ -181,7 +181,7 @@ def _example(data: bytes) -> dict[str, Feature]:
                     name = inner
                 elif wire == _LENGTH and number == 2:
                     feature = inner
-            found[_text(name)] = _feature(feature)
+            found[_text(name)] = feature
     return found
 
 
@@ -233,6 +233,8 @@ def _fields(data: bytes) -> Iterator[tuple[int, int, bytes]]:
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
     """The number that begins at `at`, and where it ends: seven bits a byte, the lowest first."""
+    if at < len(data) and data[at] < 128:  # what most are
+        return data[at], at + 1
     value = 0
     for i, byte in enumerate(data[at : at + 10]):
         value |= (byte & 127) << 7 * i
@@ -241,19 +243,20 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     raise _Broken("is no tf.train.Example: a number is cut off")
 
 
-def _chosen(row: dict[str, Feature], names: Sequence[str], first: dict[str, Feature] | None) -> dict[str, Feature]:
+def _chosen(row: dict[str, bytes], names: Sequence[str], first: dict[str, Feature] | None) -> dict[str, Feature]:
     """The features wanted, which must have values, of the kinds that they have in the batch's first row."""
     if not names:
         raise _Broken("has no features")
+    chosen = {}
     for name in names:
         if name not in row:
             raise _Broken(f"has no feature {name!r}; it has {', '.join(row) or 'none'}")
-        kind, values = row[name]
+        chosen[name] = kind, values = _feature(row[name])
         if not any(values) and (kind != _BYTES or not values):
             raise _Broken(f"has no values in feature {name!r}")
         if first is not None and kind != first[name][0]:
             raise _Broken(f"has {name!r} as {_KINDS[kind]}, and those before as {_KINDS[first[name][0]]}")
-    return {name: row[name] for name in names}
+    return chosen
 
 
 def _batch(rows: list[dict[str, Feature]], names: Sequence[str]) -> pa.RecordBatch:
