@@ -102,7 +102,7 @@ def test_only_named_columns_are_read_in_batches_of_bounded_size(memory: str, mon
 def test_files_globs_and_folders_in_the_order_given(memory: str) -> None:
     for name in ("b", "a", "d/z", "d/e/y"):
         parquet(f"{memory}/{name}.parquet", range(1))
-    for name in ("_SUCCESS", ".b.parquet.crc", "d/_temporary/x.parquet", "d/readme.md"):
+    for name in ("_SUCCESS", ".hidden.parquet.crc", "d/.hidden.parquet", "d/_temporary/x.parquet", "d/readme.md"):
         with fsspec.open(f"{memory}/{name}", "wb") as file:
             file.write(b"no table")
     names = [file.removeprefix(memory) for file in find([f"{memory}/d/", f"{memory}/*.parquet"])]

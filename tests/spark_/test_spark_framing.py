@@ -34,6 +34,7 @@ def kinds(frame: Any) -> list[tuple[str, tuple[str, ...], str]]:
 
 
 def test_columns_of_files_are_typed_as_those_of_a_dataframe(folder: Path) -> None:
+    assert kinds(mh.spark.frame(folder, features="n")) == [("features", ("n",), "float32")]
     for table in (folder, str(folder / "*.parquet"), [folder / "a.parquet"]):
         frame = mh.spark.frame(table, features=["x", "v"], label=["n", "yes"], weight="x", dtype="float64")
         assert kinds(frame) == [
