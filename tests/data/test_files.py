@@ -1,5 +1,6 @@
-"""data/files.py: .npz, .npy, .parquet and .txt."""
+"""data/files.py: .npz, .npy, .parquet, .tfrecord and .txt."""
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -9,6 +10,7 @@ import torch
 from manyhands.data.feed import Feed
 from manyhands.data.sources import open_source
 from manyhands.errors import BadInput
+from tfrecord_files import examples
 
 
 def read(data, **options):
@@ -44,6 +46,33 @@ def test_a_parquet_file_and_a_folder_of_them_in_the_order_of_their_names(tmp_pat
     assert batches[0]["v"].shape == (3, 2)
 
 
+def test_a_parquet_file_by_its_url(tmp_path):
+    table = pa.table({"x": [1, 2], "v": [[0.5, 1.5], [2.5, 3.5]]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    with fsspec.open("memory://test_files/a.parquet", "wb") as file:
+        pq.write_table(table, file)
+    try:
+        for url in ("memory://test_files/a.parquet", "memory://test_files", f"file://{tmp_path}/a.parquet"):
+            (batch,) = read(url)
+            assert batch["x"].tolist() == [1, 2]
+            assert batch["v"].tolist() == [[0.5, 1.5], [2.5, 3.5]]
+    finally:
+        fsspec.filesystem("memory").rm("test_files", recursive=True)
+
+
+def test_tfrecord_files_are_dicts_of_columns(tmp_path):
+    (tmp_path / "b.tfrecord").write_bytes(examples({"x": [3.0, 4.0], "y": [-1], "name": [b"b"]}))
+    (tmp_path / "a.tfrecord").write_bytes(examples({"x": [1.0, 2.0], "y": [7], "name": [b"a"]}))
+    (batch,) = read(str(tmp_path))
+    assert batch["x"].tolist() == [[1, 2], [3, 4]]
+    assert (batch["x"].dtype, batch["y"].dtype) == (torch.float32, torch.int64)
+    assert batch["y"].tolist() == [7, -1]
+    assert list(batch["name"]) == [b"a", b"b"]
+    (tmp_path / "c.tfrecord").write_bytes(examples({"x": [1.0, 2.0], "y": [0.5], "name": [b"c"]}))
+    with pytest.raises(BadInput, match="are of several types or lengths"):
+        open_source(tmp_path)
+
+
 def test_text_rows_are_lines(tmp_path):
     path = tmp_path / "text.txt"
     path.write_bytes("eins\n\nzwei drei\r\nvierß".encode())
@@ -64,6 +93,7 @@ def test_text_that_is_not_utf8_names_its_line(tmp_path):
 def test_what_cannot_be_read_is_refused(tmp_path):
     (tmp_path / "data.csv").write_text("1,2")
     (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "empty.tfrecord").write_text("")
     (tmp_path / "empty").mkdir()
     for name in ("broken.npz", "broken.npy", "broken.parquet"):
         (tmp_path / name).write_text("no such format")
@@ -71,6 +101,7 @@ def test_what_cannot_be_read_is_refused(tmp_path):
         ("missing.npz", "no file or folder"),
         ("data.csv", "expected .npz"),
         ("empty.txt", "has no rows"),
+        ("empty.tfrecord", "has no rows"),
         ("empty", "holds no .parquet file"),
         ("broken.npz", "cannot be read as .npz"),
         ("broken.npy", "cannot be read as .npy"),
@@ -78,3 +109,5 @@ def test_what_cannot_be_read_is_refused(tmp_path):
     ]:
         with pytest.raises(BadInput, match=message):
             open_source(tmp_path / name)
+    with pytest.raises(BadInput, match="is not on this machine: copy it here"):
+        open_source("s3://bucket/x.npz")

@@ -150,6 +150,8 @@ def test_a_frame_travels_without_its_table_and_opens_the_pool(
     frame = Frame("k", COLUMNS, table=object())
     there: Frame = pickle.loads(pickle.dumps(frame))
     assert (there.key, there.columns, there.table) == ("k", COLUMNS, None)
+    read: Frame = pickle.loads(pickle.dumps(Frame("k", COLUMNS, files=("s3://a",))))
+    assert (read.files, read.sources) == (("s3://a",), ["x"])
     file = tmp_path / "pool"
     file.write_text(json.dumps(pools(spools, [4], [2], range(4))))
     monkeypatch.setenv(VARIABLE, str(file))

@@ -77,6 +77,13 @@ def test_what_is_no_number_is_named() -> None:
         Column("f", ("a",)).of(pa.record_batch({"a": [[1.0], [1.0, 2.0]]}))
 
 
+def test_fractions_do_not_become_whole_numbers_silently() -> None:
+    label = Column("label", ("y",), "int64")
+    assert label.of(pa.record_batch({"y": [1.0, 2.0]})).tolist() == [1, 2]
+    with pytest.raises(BadInput, match="label holds fractions, and is to be int64"):
+        label.of(pa.record_batch({"y": [1.0, 2.5]}))
+
+
 def test_later_rows_must_be_like_the_first() -> None:
     spool = Spool((Column("f", ("a",)),), 1 << 20)
     spool.add(pa.record_batch({"a": [[1.0], [2.0]]}))

@@ -7,7 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
+from spark_models import line
+from torch import nn
 
 import manyhands as mh
 from manyhands.data.feed import Feed
@@ -17,6 +23,7 @@ from manyhands.engines.base import Launch
 from manyhands.engines.spark.engine import Spark
 from manyhands.errors import BadInput
 from manyhands.worker import Worker
+from tfrecord_files import examples
 
 
 def read(frames: tuple[Frame, ...], batch_size: int, worker: Worker) -> list[list[list[int]]]:
@@ -80,6 +87,75 @@ def test_ten_files_on_two_workers(spark: Any, tmp_path: Path) -> None:
     files = spark.read.parquet(str(tmp_path / "files"))
     (epochs,) = labels(Spark(memory_mb=0), (framed(files),), 2)
     assert epochs == [Counter(range(60_000))] * 2
+
+
+def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    inputs, targets = batch
+    return (model(inputs).squeeze(1) - targets).square().mean()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-3)
+
+
+def test_executors_read_the_files_themselves_and_learn_what_local_workers_do(spark: Any, tmp_path: Path) -> None:
+    """The files of one host are one table in the order of their names: the same bits as from memory."""
+    folder = tmp_path / "files"
+    folder.mkdir()
+    for i in range(10):
+        n = np.arange(i * 50, i * 50 + 40 + i)
+        pq.write_table(pa.table({"a": n / 500, "b": (n % 7).astype("float32"), "y": n / 100}), folder / f"{i}.parquet")
+    rows = pq.read_table(folder).to_pandas()
+    assert len(rows) == 445
+    local = (torch.tensor(rows[["a", "b"]].to_numpy("float32")), torch.tensor(rows["y"].to_numpy("float32")))
+    options: dict[str, Any] = {
+        "model": line,
+        "loss": loss,
+        "optimizer": sgd,
+        "batch_size": 32,
+        "epochs": 2,
+        "workers": 2,
+    }
+    given = mh.spark.frame(spark.read.parquet(str(folder)), features=["a", "b"], label="y", input="files")
+    ours = mh.train(train_data=given, engine=Spark(), **options)
+    theirs = mh.train(train_data=local, engine="local", **options)
+    assert ours.rows["total"] == theirs.rows["total"] == 2 * 445
+    assert torch.equal(ours.parameters, theirs.parameters)
+
+
+def test_files_and_streams_in_one_run(spark: Any, tmp_path: Path) -> None:
+    for i, many in enumerate([5, 0, 9, 1]):
+        file = examples(*({"x": [0.5], "row": [100 * i + n]} for n in range(many)))
+        (tmp_path / f"{i}.tfrecord").write_bytes(file)
+    frames = (framed(numbered(spark, [5, 2])), framed(tmp_path), framed(numbered(spark, [3])))
+    streamed, read_there, other = labels(Spark(), frames, 3)
+    assert streamed == [Counter(range(7))] * 2
+    assert read_there == [Counter([*range(5), *range(200, 209), 300])] * 2
+    assert other == [Counter(range(3))] * 2
+    (tmp_path / "9.tfrecord").write_bytes(b"no record at all")
+    with pytest.raises(BadInput, match=r"record 0 of .*9.tfrecord is damaged"):
+        labels(Spark(), (framed(tmp_path),), 2)
+
+
+def test_only_a_read_of_files_is_read_there(spark: Any, tmp_path: Path) -> None:
+    numbered(spark, [3, 2]).write.parquet(str(tmp_path / "a b%"))
+    table = spark.read.parquet(str(tmp_path / "a b%"))
+
+    def of(table: Any) -> tuple[str, ...]:
+        return mh.spark.frame(table, features="x", label="row", input="files").files
+
+    assert of(table) == of(table.select("x", "row")) == of(table.alias("t")) == of(tmp_path / "a b%")
+    table.write.csv(str(tmp_path / "csv"), header=True)
+    as_csv = spark.read.csv(str(tmp_path / "csv"), header=True, inferSchema=True)
+    for changed in (
+        table.filter("x > 1"),
+        table.selectExpr("x * 2 as x", "row"),
+        table.limit(1),
+        table.union(table),
+        as_csv,
+    ):
+        with pytest.raises(BadInput, match="nothing but a read of Parquet files, and this one has '"):
+            of(changed)
 
 
 def test_several_frames_of_one_run(spark: Any) -> None:

@@ -1,4 +1,4 @@
-"""Data in files: `.npz`, `.npy`, `.parquet` (a folder of them too) and `.txt`."""
+"""Data in files: `.npz`, `.npy` and `.txt` of this machine; `.parquet`, `.tfrecord` and folders of them, also elsewhere by URL."""
 
 from __future__ import annotations
 
@@ -10,35 +10,36 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
+from manyhands.data import shared_files
 from manyhands.data.arrays import Columns
 from manyhands.data.source import Indexed, Reading, Source, nonempty
-from manyhands.data.tables import parquet_columns
 from manyhands.errors import BadInput
 
 Collate = Callable[[list[Any]], Any]
-KINDS = ".npz, .npy, .parquet, .txt, or a folder of .parquet files"
+KINDS = f".npz, .npy, .txt, {shared_files.KINDS}"
 
 
-def open_file(path: Path, collate: Collate | None = None) -> Source:
-    """The source that a file is, by its suffix. Raises BadInput for a path that is not there or of another kind."""
-    if not path.exists():
-        raise BadInput(f"no file or folder {str(path)!r} (looked from {Path.cwd()})")
-    suffix = path.suffix.lower()
-    if path.is_dir() or suffix in (".parquet", ".pq"):
-        _check_folder(path)
-        return Columns(parquet_columns(path), collate, str(path))
+def open_file(path: str | Path, collate: Collate | None = None) -> Source:
+    """The source that a file is, by its suffix. path: a path, `~` at home; a table's also a glob, or a URL that fsspec knows.
+
+    Raises BadInput for a path that is not there or of another kind, and for storage of which the package is not installed.
+    """
+    what = str(path)
+    suffix = Path(what).suffix.lower()
     if suffix in (".npz", ".npy"):
-        return Columns(_numpy(path), collate, str(path))
+        return Columns(_numpy(_here(what)), collate, what)
     if suffix == ".txt":
-        return Lines(path, collate)
-    raise BadInput(
-        f"cannot read {str(path)!r}: expected {KINDS}. Read it yourself and give arrays, a DataFrame or a Dataset"
-    )
+        return Lines(_here(what), collate)
+    return Columns(shared_files.columns_of(shared_files.find([what], KINDS), what), collate, what)
 
 
-def _check_folder(path: Path) -> None:
-    if path.is_dir() and not any(path.rglob("*.parquet")):
-        raise BadInput(f"the folder {str(path)!r} holds no .parquet file: expected {KINDS}")
+def _here(path: str) -> Path:
+    if "://" in path and not path.startswith("file://"):
+        raise BadInput(f"{path!r} is not on this machine: copy it here. By URL come {shared_files.KINDS}")
+    local = Path(path.removeprefix("file://")).expanduser()
+    if not local.exists():
+        raise BadInput(f"no file or folder {path!r} (looked from {Path.cwd()})")
+    return local
 
 
 def _numpy(path: Path) -> Any:

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from manyhands.data.arrays import Columns
 from manyhands.data.share import epoch_order, shared, slice_of, ticks
-from manyhands.data.source import Indexed, Reading, Slice, Slices, Source
+from manyhands.data.source import Indexed, Reading, Slice, Slices, Source, nonempty
 from manyhands.data.spool import Array, Column, Part, open_part
 from manyhands.errors import BadInput
 
@@ -31,17 +31,24 @@ VARIABLE = "MANYHANDS_POOL"
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """Columns of a DataFrame: rows of (features, label), (features, label, weight), or of features alone.
+    """Columns of a table: rows of (features, label), (features, label, weight), or of features alone.
 
-    table: the DataFrame; None on a worker.
+    table: a DataFrame, whose rows are brought; None on a worker. files: URLs (`shared_files.find`) that the hosts read themselves
+    instead.
     """
 
     key: str
     columns: tuple[Column, ...]
     table: Any = None
+    files: tuple[str, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Frame, (self.key, self.columns)
+        return Frame, (self.key, self.columns, None, self.files)
+
+    @property
+    def sources(self) -> list[str]:
+        """The names of the table's columns, each once."""
+        return list(dict.fromkeys(source for column in self.columns for source in column.sources))
 
     def open(self, collate: Callable[[list[Any]], Any] | None = None) -> Source:
         """The rows, on a worker. Raises BadInput where no engine has brought them."""
@@ -53,17 +60,21 @@ class Frame:
             )
         with open(path) as file:
             pools = json.load(file)
-        return open_pool(pools, self.key, tuple(column.name for column in self.columns), collate)
+        names = tuple(column.name for column in self.columns)
+        return open_pool(pools, self.key, names, collate, "the table in files" if self.files else "the DataFrame")
 
 
 def open_pool(
-    pools: dict[str, Any], key: str, names: Sequence[str], collate: Callable[[list[Any]], Any] | None
+    pools: dict[str, Any],
+    key: str,
+    names: Sequence[str],
+    collate: Callable[[list[Any]], Any] | None,
+    what: str = "the DataFrame",
 ) -> Source:
     """What was brought here of one frame: all of it on a single host, else this host's share."""
     rows: list[int] = [host[key] for host in pools["rows"]]  # by host
     workers: list[int] = pools["workers"]
-    if sum(rows) == 0:
-        raise BadInput("the DataFrame has no rows: expected at least one. Is the filter or split the right one?")
+    nonempty(sum(rows), what)
     here = HostRows([Part.from_json(part) for part in pools["parts"][key]], names, collate)
     if len(rows) == 1:
         return here

@@ -27,7 +27,7 @@ __all__ = ["Slice", "Source", "is_function", "open_source"]
 
 ACCEPTED = (
     "a tensor or array; a dict, tuple or dataclass of equally long ones; a torch or Hugging Face Dataset, or a list of rows; a DataLoader; "
-    f"an IterableDataset or any iterable of rows; a pandas DataFrame or Arrow table; a path to {KINDS}; or a function that gives one of these"
+    f"an IterableDataset or any iterable of rows; a pandas DataFrame or Arrow table; a path or URL of {KINDS}; or a function that gives one of these"
 )
 
 
@@ -49,7 +49,7 @@ def open_source(data: Any, *, collate: Collate | None = None, loader_processes: 
         if source is not None:
             return source
     if isinstance(data, str | Path):
-        return open_file(Path(data).expanduser(), collate)
+        return open_file(data, collate)
     if is_function(data):
         return _open_function(data, collate, loader_processes)
     if _has_rows(data):

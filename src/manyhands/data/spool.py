@@ -34,7 +34,7 @@ class Column:
     def of(self, batch: pa.RecordBatch) -> Array:
         """[rows, …]. Several sources are put side by side in the last dimension: numbers count as one value a row.
 
-        Raises BadInput for missing values, lists of different lengths, and what is no number.
+        Raises BadInput for missing values, lists of different lengths, what is no number, and fractions in a column of whole numbers.
         """
         arrays = [arrow_array(batch.column(source), f"column {source!r}") for source in self.sources]
         for source, array in zip(self.sources, arrays, strict=True):
@@ -42,7 +42,12 @@ class Column:
                 raise BadInput(f"column {source!r} holds {array.dtype}, not numbers: encode it before training")
         if len(arrays) > 1:
             arrays = [np.concatenate([array.reshape(len(array), -1) for array in arrays], axis=1)]
-        return np.ascontiguousarray(arrays[0], dtype=self.dtype or arrays[0].dtype)
+        array = np.ascontiguousarray(arrays[0], dtype=self.dtype or arrays[0].dtype)
+        if array.dtype.kind in "iu" and arrays[0].dtype.kind == "f" and not np.array_equal(array, arrays[0]):
+            raise BadInput(
+                f"{self.name} holds fractions, and is to be {array.dtype}: its first rows, or dtype, said whole numbers. Write one type"
+            )
+        return array
 
 
 @dataclass(frozen=True)

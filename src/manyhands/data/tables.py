@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,8 +32,8 @@ def frame_columns(frame: pd.DataFrame) -> dict[str, np.ndarray[Any, Any]]:
     return columns
 
 
-def parquet_columns(path: Path) -> dict[str, np.ndarray[Any, Any]]:
-    """{column name: array} of a Parquet file, or of all Parquet files of a folder in the order of their names.
+def parquet_columns(paths: Sequence[str], filesystem: Any, what: str) -> dict[str, np.ndarray[Any, Any]]:
+    """{column name: array} of Parquet files, one after the other. filesystem: pyarrow's or fsspec's, in which the paths are.
 
     All columns are loaded into this worker's memory: for more than that holds, stream instead (Hugging Face's
     `load_dataset("parquet", data_files=…, streaming=True)`).
@@ -43,10 +42,10 @@ def parquet_columns(path: Path) -> dict[str, np.ndarray[Any, Any]]:
     import pyarrow.dataset as ds
 
     try:
-        table = ds.dataset(path, format="parquet", exclude_invalid_files=False).to_table()
+        table = ds.dataset(list(paths), filesystem=filesystem, format="parquet").to_table()
     except (pa.ArrowInvalid, OSError) as error:
-        raise BadInput(f"{path} cannot be read as Parquet: {error}") from error
-    return arrow_columns(table, str(path))
+        raise BadInput(f"{what} cannot be read as Parquet: {error}") from error
+    return arrow_columns(table, what)
 
 
 def arrow_columns(table: pa.Table, what: str) -> dict[str, np.ndarray[Any, Any]]:

@@ -1,19 +1,24 @@
-"""A Spark DataFrame as training data."""
+"""A Spark DataFrame, or files that all executors see, as training data."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
 from manyhands.data.frames import WHICH, Frame
+from manyhands.data.shared_files import find, types_of
 from manyhands.data.spool import Column
 from manyhands.errors import BadInput
+from manyhands.spark.plans import files_of
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from pyspark.sql import Column as SparkColumn
     from pyspark.sql import DataFrame
     from pyspark.sql.types import DataType
@@ -23,43 +28,88 @@ _FRACTIONS = ("float", "double")
 
 
 def frame(
-    df: DataFrame,
+    table: DataFrame | str | Path | Sequence[str | Path],
     *,
     features: str | Sequence[str],
     label: str | Sequence[str] | None = None,
     weight: str | None = None,
     dtype: str = "float32",
+    input: Literal["stream", "files"] | None = None,
 ) -> Frame:
-    """Columns of a DataFrame, for `train_data` and its like: batches are (features, label), or what of it there is.
+    """Columns of a table, for `train_data` and its like: batches are (features, label), or what of it there is.
 
+    table: a DataFrame; or paths, globs and folders of Parquet or TFRecord files that all executors see (URLs that fsspec knows).
     features: a column, or several side by side: numbers, arrays (of one length in all rows) and Spark ML vectors. They become
         one tensor [rows, numbers] of `dtype`; a single column of numbers [rows], of arrays of arrays [rows, …].
     label: likewise; whole numbers and booleans become int64, others `dtype`. None: batches are the features alone.
     weight: a column of numbers; batches are then (features, label, weight).
+    input: `stream`, what a DataFrame is by default: Spark reads, computes and deals its rows. `files`, what paths are: the executors
+        read the files themselves, where rows through the JVM cost too much; of a DataFrame only if it is nothing but a read
+        of Parquet files.
 
-    Nothing is read here. Engine `spark` deals the rows evenly to one Spark task a worker, which keeps them for all epochs, in
-    memory and on its executor's disk; nothing goes through the driver. Raises BadInput for a column that is not there or
-    holds no numbers.
+    No row is read here, of files the first one's types. Engine `spark` deals the rows evenly to one Spark task a worker, which keeps them for
+    all epochs, in memory and on its executor's disk; nothing goes through the driver. Raises BadInput for a column that is not there or
+    holds no numbers, for files that cannot be read, and for `files` of a DataFrame that computes something.
     """
     if weight is not None and label is None:
         raise BadInput("weight is for batches of (features, label, weight): give label too")
+    np.dtype(dtype)
     wanted = {"features": _listed(features), "label": _listed(label), "weight": _listed(weight)}
-    columns = tuple(
-        Column(name, tuple(sources), _dtype(df, sources, dtype, whole=name != "features"))
-        for name, sources in wanted.items()
-        if sources
-    )
-    return Frame(key=uuid.uuid4().hex, columns=columns, table=_selected(df, [s for c in columns for s in c.sources]))
+    files = _files(table, input)
+    is_whole = partial(_is_whole_in_files, types_of(files)) if files else partial(_is_whole, cast("DataFrame", table))
+    columns = []
+    for name, sources in wanted.items():
+        whole = [is_whole(source) for source in sources]
+        if sources:
+            kind = "int64" if name != "features" and all(whole) else dtype
+            columns.append(Column(name, tuple(sources), kind))
+    made = Frame(key=uuid.uuid4().hex, columns=tuple(columns), files=files)
+    return made if files else replace(made, table=_selected(cast("DataFrame", table), made.sources))
 
 
 def _listed(names: str | Sequence[str] | None) -> list[str]:
     return [] if names is None else [names] if isinstance(names, str) else list(names)
 
 
-def _dtype(df: DataFrame, sources: list[str], dtype: str, whole: bool) -> str:
-    np.dtype(dtype)
-    kinds = [_number_of(_type_of(df, source), source) for source in sources]
-    return "int64" if whole and all(kind in _WHOLE for kind in kinds) else dtype
+def _files(table: Any, input: str | None) -> tuple[str, ...]:
+    """The files that executors are to read; none where Spark streams."""
+    paths = [table] if isinstance(table, str | Path) else list(table) if isinstance(table, list | tuple) else []
+    if input not in (None, "stream", "files"):
+        raise BadInput(f"input must be 'stream' or 'files', not {input!r}")
+    if input == "stream" and paths:
+        raise BadInput(
+            f"input='stream' is for a DataFrame: give spark.read.parquet({str(paths[0])!r}), or input='files'"
+        )
+    if paths:
+        return find(paths)
+    return files_of(table) if input == "files" else ()
+
+
+def _is_whole_in_files(types: dict[str, pa.DataType], name: str) -> bool:
+    """Whether a column holds whole numbers. Raises BadInput where it holds none."""
+    import pyarrow.types as at
+
+    if name not in types:
+        raise BadInput(
+            f"the files have no column {name!r}; they have {', '.join(types)}. Columns that only folders' names hold (y=1/) are not in "
+            "them: have Spark read them (input='stream')"
+        )
+    inner: Any = types[name]
+    while at.is_list(inner) or at.is_large_list(inner) or at.is_fixed_size_list(inner):
+        inner = inner.value_type
+    if at.is_integer(inner) or at.is_boolean(inner):
+        return True
+    if at.is_floating(inner) or at.is_decimal(inner):
+        return False
+    raise BadInput(
+        f"column {name!r} holds {types[name]}, not numbers: write numbers or arrays of them (of a vector: vector_to_array), or "
+        "have Spark read them (input='stream')"
+    )
+
+
+def _is_whole(df: DataFrame, name: str) -> bool:
+    """Whether a column holds whole numbers. Raises BadInput where it holds none."""
+    return _number_of(_type_of(df, name), name) in _WHOLE
 
 
 def _type_of(df: DataFrame, name: str) -> DataType:

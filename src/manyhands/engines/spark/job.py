@@ -105,14 +105,15 @@ def why(error: BaseException) -> str:
 
 
 def rows_of(spark: SparkSession, frames: Sequence[Frame], workers: int) -> DataFrame:
-    """All rows of all frames, dealt evenly to one partition a worker; without frames, partitions with nothing of use."""
-    if not frames:
+    """All rows of all frames with a table, dealt evenly to one partition a worker; without any, partitions with nothing of use."""
+    tables = [(i, frame.table) for i, frame in enumerate(frames) if not frame.files]
+    if not tables:
         return spark.range(0, workers, 1, workers)
-    together: DataFrame = frames[0].table
-    if len(frames) > 1 and WHICH not in together.columns:
+    together: DataFrame = tables[0][1]
+    if len(tables) > 1 and WHICH not in together.columns:
         from pyspark.sql import functions as F
 
-        first, *others = (frame.table.withColumn(WHICH, F.lit(i)) for i, frame in enumerate(frames))
+        first, *others = (table.withColumn(WHICH, F.lit(i)) for i, table in tables)
         together = first
         for other in others:
             together = together.unionByName(other, allowMissingColumns=True)

@@ -1,7 +1,7 @@
 """What runs in each Spark task of the barrier stage: bring the partition's rows, then give the host's workers to the run.
 
-Spark tasks of one host find each other through the barrier context. All of them keep the rows of their partition; the first
-of them is the host's agent (`manyhands join`'s), whose worker processes share memory and see all of the host's rows. The
+Spark tasks of one host find each other through the barrier context. All of them keep the rows of their partition, or of their
+part of the files that they read themselves; the first of them is the host's agent (`manyhands join`'s), whose worker processes share memory and see all of the host's rows. The
 others wait, so that their cores stay the run's, until it is over.
 """
 
@@ -11,11 +11,12 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from manyhands.data import shared_files
 from manyhands.data.frames import VARIABLE, WHICH, Frame
 from manyhands.data.spool import Spool
 from manyhands.engines.joining import Join, join
@@ -67,9 +68,12 @@ class Stage:
                 spawner = Spawner()  # it loads torch while the rows come
                 stack.callback(spawner.close)
             spools = [stack.enter_context(closing(self._spool(frame))) for frame in self.frames]
-            held = _told(context, self._filled(spools, batches))
-            if reasons := [said["refused"] for said in held if said["refused"]]:
-                return {"refused": reasons[0]}
+            counted = _told(context, _tried(lambda: self._counted(partition, len(everyone))))
+            if refused := _refused(counted):
+                return {"refused": refused}
+            held = _told(context, _tried(lambda: self._filled(spools, batches, counted, partition)))
+            if refused := _refused(held):
+                return {"refused": refused}
             if spawner is not None:
                 self._give(spawner, partition, everyone, held)
             context.barrier()
@@ -87,20 +91,22 @@ class Stage:
     def _spool(self, frame: Frame) -> Spool:
         return Spool(frame.columns, self.memory_bytes // len(self.frames), _folder())
 
-    def _filled(self, spools: list[Spool], batches: Iterator[pa.RecordBatch]) -> dict[str, Any]:
-        """What is held here, for the others; or why not."""
-        try:
-            self._fill(spools, batches)
-        except (BadInput, OSError) as error:
-            return {"refused": str(error)}
-        return {"refused": "", "parts": [[part.to_json() for part in spool.parts()] for spool in spools]}
+    def _counted(self, partition: int, tasks: int) -> dict[str, Any]:
+        """The rows of this one's share of the files, for the others, which need them to know their parts."""
+        return {"files": [shared_files.count(frame.files, partition, tasks) for frame in self.frames]}
 
-    def _fill(self, spools: list[Spool], batches: Iterator[pa.RecordBatch]) -> None:
-        import pyarrow.compute as pc
-
-        for batch in batches:
-            for i, spool in enumerate(spools):
-                spool.add(batch if len(spools) == 1 else batch.filter(pc.equal(batch.column(WHICH), i)))
+    def _filled(
+        self, spools: list[Spool], batches: Iterator[pa.RecordBatch], counted: list[dict[str, Any]], partition: int
+    ) -> dict[str, Any]:
+        """Keep this one's rows; what is held here, for the others."""
+        streamed = {i: spool for i, spool in enumerate(spools) if not self.frames[i].files}
+        _fill(streamed, batches)
+        for i, frame in enumerate(self.frames):
+            if frame.files:
+                rows = shared_files.together([told["files"][i] for told in counted])
+                for batch in shared_files.read(frame.files, rows, frame.sources, partition, len(counted)):
+                    spools[i].add(batch)
+        return {"parts": [[part.to_json() for part in spool.parts()] for spool in spools]}
 
     def _give(
         self, spawner: Spawner, partition: int, everyone: list[dict[str, Any]], held: list[dict[str, Any]]
@@ -152,6 +158,15 @@ class Stage:
         return fd
 
 
+def _fill(spools: dict[int, Spool], batches: Iterator[pa.RecordBatch]) -> None:
+    """Add the rows that Spark brings, to the spools of the frames' numbers."""
+    import pyarrow.compute as pc
+
+    for batch in batches:
+        for i, spool in spools.items():
+            spool.add(batch if len(spools) == 1 else batch.filter(pc.equal(batch.column(WHICH), i)))
+
+
 def host_key() -> str:
     """What has memory in common: a host, or one container of YARN's, whose limit of memory is its own."""
     return ":".join(filter(None, (socket.gethostname(), os.environ.get("CONTAINER_ID", ""))))
@@ -160,6 +175,19 @@ def host_key() -> str:
 def _told(context: Any, value: dict[str, Any]) -> list[dict[str, Any]]:
     """Every Spark task's value, by partition."""
     return [json.loads(text) for text in context.allGather(json.dumps(value))]
+
+
+def _tried(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What the work gives, for the others; or why it cannot be done."""
+    try:
+        return {"refused": "", **work()}
+    except (BadInput, OSError) as error:
+        return {"refused": str(error)}
+
+
+def _refused(told: list[dict[str, Any]]) -> str:
+    """Why one of the Spark tasks cannot go on, or "" """
+    return next((said["refused"] for said in told if said["refused"]), "")
 
 
 def _of_host(everyone: list[dict[str, Any]], partition: int) -> list[int]:
