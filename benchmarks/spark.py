@@ -7,7 +7,7 @@
 A cluster of two executors of one core (`local-cluster`), each worker one thread. In every block, in an order that rotates:
 
 frame         manyhands, engine spark, rows from a DataFrame that reads the Parquet files
-files         manyhands, engine spark, each worker reads the Parquet files itself
+files         manyhands, engine spark, the executors read the Parquet files themselves
 distributor   pyspark's TorchDistributor runs a plain DistributedDataParallel loop on gloo, each rank reads its half of the files
 local         manyhands, engine local, the same files
 
@@ -88,7 +88,7 @@ def compared(spark: Any, folder: Path, options: argparse.Namespace) -> dict[str,
         "frame": lambda: _ours(
             options, "spark", mh.spark.frame(spark.read.parquet(files), features="x", label="y"), of_frame
         ),
-        "files": lambda: _ours(options, "spark", files, of_files),
+        "files": lambda: _ours(options, "spark", mh.spark.frame(files, features="x", label="y"), of_frame),
         "distributor": lambda: _distributor(options, files),
         "local": lambda: _ours(options, "local", files, of_files),
     }
