@@ -202,7 +202,6 @@ def _finish(partial: AnyPath, final: AnyPath, manifest: bytes) -> None:
 
 def _remove(path: AnyPath) -> None:
     if isinstance(path, RemotePath):
-        (path / MANIFEST).remove()  # first: who is killed meanwhile leaves what is none, not a damaged one
         path.remove()
     else:
         shutil.rmtree(path)
