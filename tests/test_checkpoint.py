@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,12 +12,13 @@ import torch
 
 from manyhands import checkpoint, random_state
 from manyhands.comm.solo import SoloGroup
-from manyhands.errors import BadInput
+from manyhands.errors import BadInput, ManyhandsError
+from manyhands.remote_path import AnyPath, RemotePath
 from manyhands.testing.threads import together
 from manyhands.worker import Worker
 
 
-def save(folder: Path, tick: int) -> Path:
+def save(folder: AnyPath, tick: int) -> AnyPath:
     return checkpoint.save(folder, tick, SoloGroup(), {"w": torch.full((3,), float(tick))}, {"tick": tick})
 
 
@@ -203,3 +204,85 @@ def test_a_manifest_that_is_none_is_damage(tmp_path: Path, manifest: str) -> Non
     found = checkpoint.newest(tmp_path, said.append)
     assert found is not None
     assert (found.tick, len(said)) == (1, 1)
+
+
+# -- elsewhere than on a disk ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Iterator[RemotePath]:
+    folder = RemotePath(f"memory:/{tmp_path}/checkpoints")
+    yield folder
+    folder.remove()
+
+
+def names(folder: RemotePath) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_elsewhere_every_rank_puts_its_own_part_and_the_newest_two_are_kept(elsewhere: RemotePath) -> None:
+    for tick in (1, 5, 30):
+        together(
+            3, lambda w, t=tick: checkpoint.save(elsewhere, t, w.group, {"w": torch.tensor([w.rank])}, {"rank": w.rank})
+        )
+    assert names(elsewhere) == ["step-00000005", "step-00000030"]
+    found = checkpoint.newest(elsewhere, never)
+    assert found is not None
+    assert (found.tick, found.ranks) == (30, 3)
+    assert [int(found.tensors(rank)["w"]) for rank in range(3)] == [0, 1, 2]
+    assert [found.values(rank)["rank"] for rank in range(3)] == [0, 1, 2]
+    with checkpoint.within_reach(found, SoloGroup()) as there:
+        assert there == found
+
+
+def test_elsewhere_it_counts_once_its_manifest_is_there(elsewhere: RemotePath) -> None:
+    save(elsewhere, 9)
+    (elsewhere / "step-00000009" / "manifest.json").remove()
+    assert checkpoint.newest(elsewhere, never) is None
+    save(elsewhere, 3)
+    assert names(elsewhere) == ["step-00000003"]  # what was never finished is gone
+    found = checkpoint.newest(elsewhere, never)
+    assert found is not None
+    assert found.tick == 3
+
+
+def test_elsewhere_a_damaged_one_is_named_and_replaced(elsewhere: RemotePath) -> None:
+    for tick in (1, 2):
+        save(elsewhere, tick)
+    (elsewhere / "step-00000002" / "rank-00000.safetensors").write_bytes(b"something else")
+    said: list[str] = []
+    found = checkpoint.newest(elsewhere, said.append)
+    assert found is not None
+    assert found.tick == 1
+    assert "memory://" in said[0]
+    assert "rank-00000.safetensors is not what was written" in said[0]
+    save(elsewhere, 2)
+    found = checkpoint.newest(elsewhere, never)
+    assert found is not None
+    assert found.tick == 2
+
+
+def test_a_file_system_that_does_not_answer_is_no_damage(
+    elsewhere: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older checkpoint would be taken, and the newer ones removed."""
+    for tick in (1, 2):
+        save(elsewhere, tick)
+
+    def silent(*_: object, **options: object) -> None:
+        raise ConnectionError("it does not answer")
+
+    monkeypatch.setattr("fsspec.implementations.memory.MemoryFileSystem._open", silent)
+    with pytest.raises(ManyhandsError, match="cannot read .*step-00000002.*ConnectionError: it does not answer"):
+        checkpoint.newest(elsewhere, never)
+
+
+def test_a_part_that_rank_0_does_not_find_is_an_error(elsewhere: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where each host has a file system of its own under this URL."""
+    put = RemotePath.write_bytes
+    monkeypatch.setattr(RemotePath, "write_bytes", lambda path, data: "00001.json" in path.url or put(path, data))
+    with pytest.raises(
+        ManyhandsError, match=r"worker 1 put rank-00001.json of 2 bytes into .*, and worker 0 finds none"
+    ):
+        together(2, lambda w: checkpoint.save(elsewhere, 7, w.group, {"w": torch.zeros(1)}, {}))
+    assert checkpoint.newest(elsewhere, never) is None

@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 from manyhands import cli, errors
 from manyhands import cli_options as options
+from manyhands.remote_path import RemotePath
 
 SCRIPT = "import manyhands.cli; manyhands.cli.main()"
 
@@ -91,6 +92,14 @@ def test_without_options_the_tasks_own_fields_stand(asked: dict[str, Any]) -> No
     assert not asked.keys() & {*options.TASK_FIELDS, "shuffle"}
     assert re.fullmatch(r"runs/digits-\d{8}-\d{6}-\d+", str(asked["run_dir"]))
     assert [type(callback).__name__ for callback in asked["callbacks"]] == ["Progress"]
+
+
+def test_a_run_directory_may_be_a_url(asked: dict[str, Any]) -> None:
+    assert invoke("train", "digits", "--run-dir", "memory://bucket/run").exit_code == 0
+    assert asked["run_dir"] == RemotePath("memory://bucket/run")
+    done = invoke("train", "digits", "--run-dir", "nosuch://bucket/run")
+    assert done.exit_code == 2
+    assert "no file system nosuch://" in done.output
 
 
 def test_every_option_arrives(asked: dict[str, Any], tmp_path: Path) -> None:

@@ -1,19 +1,21 @@
 """Lines of events on a disk that may be full, written by drivers that may be killed."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from manyhands.errors import ManyhandsError
-from manyhands.event_log import EventLog, read, steps_that_count
+from manyhands.event_log import EventLog, left_at, read, steps_that_count
 from manyhands.events import Event
+from manyhands.remote_path import AnyPath, RemotePath
 
 
 def step(tick: int, rank: int = 0) -> Event:
     return Event(type="step", tick=tick, rank=rank)
 
 
-def write(path: Path, *events: Event) -> None:
+def write(path: AnyPath, *events: Event) -> None:
     log = EventLog(path)
     for event in events:
         log.write(event)
@@ -91,3 +93,70 @@ def test_of_a_leased_epoch_that_was_interrupted_the_slices_still_to_do_do_not_co
         (e.tick, e.values["lease"][1]) for e in [*made, *lost, leased(0, 0, epoch=2)]
     ]
     assert len(steps_that_count(path, before_tick=8)) == len(made) + len(lost)
+
+
+# -- elsewhere than on a disk ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Iterator[RemotePath]:
+    folder = RemotePath(f"memory:/{tmp_path}")
+    yield folder / "events.jsonl"
+    folder.remove()
+
+
+def ticks(path: AnyPath) -> list[int]:
+    return [event.tick for event in read(path)]
+
+
+def test_elsewhere_it_is_put_after_a_checkpoint_a_little_later_and_at_the_end(elsewhere: RemotePath) -> None:
+    log = EventLog(elsewhere)
+    log.poll(100.0)
+    log.write(step(0))
+    log.poll(101.0)
+    assert not elsewhere.exists()
+    log.write(Event(type="checkpoint", tick=1))
+    assert ticks(elsewhere) == [0, 1]
+    log.write(step(0, rank=1))  # before the checkpoint, heard after it
+    log.poll(101.9)
+    log.poll(102.0)
+    assert ticks(elsewhere) == [0, 1]
+    log.poll(103.0)
+    assert ticks(elsewhere) == [0, 1, 0]
+    log.write(step(2))
+    log.close()
+    log.close()
+    assert ticks(elsewhere) == [0, 1, 0, 2]
+
+
+def test_elsewhere_a_second_launch_appends(elsewhere: RemotePath) -> None:
+    write(elsewhere, step(0))
+    elsewhere.write_bytes(elsewhere.read_bytes() + b'{"type":"st')
+    write(elsewhere, step(1))
+    assert ticks(elsewhere) == [0, 1]
+
+
+def test_elsewhere_what_was_to_replace_it_is_not_lost(elsewhere: RemotePath) -> None:
+    """Where a file system cannot replace a file, a launch may be killed when the old one is gone."""
+    assert left_at(elsewhere) is None
+    write(elsewhere.with_name("events.jsonl.partial"), step(0), step(1))
+    assert left_at(elsewhere) == elsewhere.with_name("events.jsonl.partial")
+    write(elsewhere, step(2))
+    assert left_at(elsewhere) == elsewhere
+    assert ticks(elsewhere) == [0, 1, 2]
+
+
+def test_elsewhere_a_failure_is_one_error(elsewhere: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = EventLog(elsewhere)
+
+    def refused(*_: object, **options: object) -> None:
+        raise PermissionError("not yours")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("fsspec.implementations.memory.MemoryFileSystem._open", refused)
+        with pytest.raises(
+            ManyhandsError, match=r"cannot write .*events.jsonl.partial: PermissionError: not yours.*resume=True"
+        ):
+            log.write(Event(type="checkpoint"))
+    log.close()  # says nothing again
+    assert not elsewhere.exists()

@@ -23,6 +23,7 @@ from manyhands.engines.local import Local
 from manyhands.errors import BadInput, PeerLost, Preempted
 from manyhands.events import Event
 from manyhands.launching import launch, run_script
+from manyhands.remote_path import AnyPath, path_of
 
 ROOT = Path(__file__).resolve().parents[1]
 STRATEGIES = ("allreduce", "local-sgd:period=3", "ensemble")
@@ -52,6 +53,7 @@ def everything(folder: str, rank: int) -> dict[str, Any]:
     return {
         "strategies": {strategy: trained(strategy) for strategy in STRATEGIES},
         "directory": in_a_directory(Path(folder) / "run"),
+        "url": in_a_directory(path_of(f"local://{folder}/url")),
         "stopped": stopped(Path(folder) / "stopped"),
         "terminated": [terminated(Path(folder) / f"terminated{who}", rank, who) for who in (0, 1)],
         "refused": refused(Path(folder), rank),
@@ -78,7 +80,7 @@ def trained(strategy: str) -> list[dict[str, Any]]:
     return [{**facts(run), "heard": heard.events, "given": given.models[0] is model} for run in runs]
 
 
-def in_a_directory(directory: Path) -> dict[str, Any]:
+def in_a_directory(directory: AnyPath) -> dict[str, Any]:
     """Two epochs of three; the third; the finished run again; refused without resume."""
     begun = mh.train(task(epochs=2), run_dir=directory)
     went_on = mh.train(task(), run_dir=directory, resume=True)
@@ -143,6 +145,7 @@ def check(first: dict[str, Any], second: dict[str, Any], folder: Path) -> None:
         check_strategy(strategy, first["strategies"][strategy], second["strategies"][strategy])
     alone = mh.train(task(), workers=1, engine="local")
     check_directory(first["directory"], second["directory"], alone, folder / "run")
+    check_directory(first["url"], second["url"], alone, folder / "url")
     assert first["stopped"] == second["stopped"] == {"steps": 8, "reason": "callback"}  # heard at the epoch's end
     for one, other in zip(first["terminated"], second["terminated"], strict=True):
         assert one["message"] == other["message"]
@@ -185,7 +188,7 @@ def check_directory(first: dict[str, Any], second: dict[str, Any], alone: mh.Run
         assert got["again"]["parameters"] == got["went on"]["parameters"]
         assert got["again"]["metrics"] == got["went on"]["metrics"]
         assert len(got["again"]["history"]) == STEPS  # read from the directory
-        assert f"run directory {directory} exists: resume it" in got["refused"]
+        assert f"{directory} exists: resume it" in got["refused"]
     assert len(first["went on"]["history"]) == STEPS
     assert second["went on"]["history"] == []
     events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -18,6 +17,7 @@ from manyhands.errors import BadInput, UnknownName, Unsupported, is_whole
 from manyhands.flat import Layout
 from manyhands.keep import Keep
 from manyhands.plan import global_batch
+from manyhands.remote_path import AnyPath
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task, check_fields
 from manyhands.task_specs import task_of
@@ -31,7 +31,7 @@ class Asked:
     strategy: Strategy
     engine: Engine
     workers: int | None
-    directory: Path | None
+    directory: AnyPath | None
 
     @property
     def count(self) -> int:

@@ -15,6 +15,7 @@ from manyhands import cli_evidence
 from manyhands import cli_options as options
 from manyhands.cli_options import sim_engine, stamped, task_fields, with_fields
 from manyhands.errors import BadInput, ManyhandsError
+from manyhands.remote_path import path_of
 
 if TYPE_CHECKING:
     from manyhands.callbacks.base import Callback
@@ -168,7 +169,7 @@ def train(
             servers=servers,
             device=device,
             threads_per_worker=threads_per_worker,
-            run_dir=run_dir or stamped("", task),
+            run_dir=stamped("", task) if run_dir is None else path_of(run_dir),
             resume=resume,
             callbacks=_callbacks(log, early_stopping, tensorboard),
             validate_every=_steps(validate_every),
@@ -246,8 +247,9 @@ def replay(run: options.RunToReplay, debug: options.Debug = False) -> None:
     from manyhands.cli_tables import bar_of
     from manyhands.replaying.replay import replay as replay_run
 
+    folder = path_of(run)
     with bar_of("ticks") as progress:
-        replayed = replay_run(run, progress=progress)
+        replayed = replay_run(folder, progress=progress)
     if not replayed.identical:
         known = (
             replayed.otherwise
@@ -255,9 +257,9 @@ def replay(run: options.RunToReplay, debug: options.Debug = False) -> None:
         )
         raise ManyhandsError(
             f"replayed {replayed.ticks:,} ticks of {replayed.workers} workers, and parameters differ by up to {replayed.difference:.3g} "
-            f"from {run / 'model.safetensors'}. Otherwise than when it ran: {known}"
+            f"from {folder / 'model.safetensors'}. Otherwise than when it ran: {known}"
         )
-    typer.echo(f"{run}: replayed {replayed.ticks:,} ticks of {replayed.workers} workers: the same bits")
+    typer.echo(f"{folder}: replayed {replayed.ticks:,} ticks of {replayed.workers} workers: the same bits")
 
 
 for _measuring in (cli_evidence.compare, cli_evidence.check, cli_evidence.calibrate, cli_evidence.estimate):

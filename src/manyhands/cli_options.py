@@ -74,7 +74,7 @@ TaskSpec = Annotated[
     str, typer.Argument(help="A name, digits:batch_size=32 with options, or file.py:NAME.", show_default=False)
 ]
 RunToReplay = Annotated[
-    Path, typer.Argument(help="The directory of a finished run, --run-dir of `train`.", show_default=False)
+    str, typer.Argument(help="The directory of a finished run, --run-dir of `train`.", show_default=False)
 ]
 Script = Annotated[Path, typer.Argument(help="A Python script that calls manyhands.prepare(...).", show_default=False)]
 ScriptArguments = Annotated[
@@ -209,7 +209,10 @@ ClipNorm = Annotated[float | None, _task("--clip-norm", help="Clip the gradient'
 NoShuffle = Annotated[bool, _task("--no-shuffle", help="Rows in their own order.")]
 LoaderProcesses = Annotated[int | None, _task("--loader-processes", help="Load rows in so many, per worker.")]
 
-RunDirectory = Annotated[Path | None, _watch("--run-dir", help="Events, checkpoints, result; default: runs/TASK-TIME.")]
+RunDirectory = Annotated[
+    str | None,
+    _watch("--run-dir", help="Events, checkpoints, result: a path, hdfs://…, s3://…; default: runs/TASK-TIME."),
+]
 Resume = Annotated[bool, _watch("--resume", help="Go on from the newest checkpoint in it.")]
 ValidateEvery = Annotated[
     str, _watch("--validate-every", help="epoch, or a number of steps (global batches).", show_default=True)

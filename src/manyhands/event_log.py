@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
-from pathlib import Path
+from typing import BinaryIO
 
 from manyhands.errors import ManyhandsError
 from manyhands.events import Event
+from manyhands.remote_path import PARTIAL, AnyPath, RemotePath
 
 FILE = "events.jsonl"
 FLUSH_EVERY_S = 1.0
@@ -17,14 +20,19 @@ class EventLog:
     """The file of one launch's driver; whole lines reach it at least once a second while events come, and at the end.
 
     A half line at its end (the driver was killed, or the disk was full) is cut off when the file is opened again.
+
+    Elsewhere than on a disk nothing can be appended: there it grows in a nameless local file, of which a copy is put at
+    `path` (`publish`) after each checkpoint, and at the end.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: AnyPath) -> None:
         self._path = path
         self._pending: list[str] = []
         self._flushed_s = 0.0
         self._failed = False
-        self._file = path.open("a+b", buffering=0)
+        self._unpublished = False
+        self._publish_in = 0  # so many more seconds
+        self._file = _copied(path) if isinstance(path, RemotePath) else path.open("a+b", buffering=0)
         self._cut_half_line()
 
     def write(self, event: Event) -> None:
@@ -32,12 +40,20 @@ class EventLog:
         self._pending.append(event.to_json() + "\n")
         if event.type != "step":
             self.flush()
+        if event.type == "checkpoint":
+            self.publish()
+            self._publish_in = 2  # what other workers did before it may still be on its way
 
     def poll(self, now_s: float) -> None:
         """Give the lines to the disk if the last time is a second ago, on any steady clock."""
-        if now_s - self._flushed_s >= FLUSH_EVERY_S:
-            self._flushed_s = now_s
-            self.flush()
+        if now_s - self._flushed_s < FLUSH_EVERY_S:
+            return
+        self._flushed_s = now_s
+        self.flush()
+        if self._publish_in:
+            self._publish_in -= 1
+            if not self._publish_in:
+                self.publish()
 
     def flush(self) -> None:
         """Raises ManyhandsError where the disk takes no more; nothing is written from then on."""
@@ -45,6 +61,7 @@ class EventLog:
             return
         data = memoryview("".join(self._pending).encode())
         self._pending.clear()
+        self._unpublished = True
         try:
             while data:
                 data = data[self._file.write(data) :]
@@ -54,10 +71,20 @@ class EventLog:
                 f"cannot write {self._path}: {problem.strerror}. The run was stopped; make room, then go on with resume=True (--resume)"
             ) from problem
 
+    def publish(self) -> None:
+        """Flush; where the file lies elsewhere, put it there if anything is new (ManyhandsError; nothing is put from then on)."""
+        self.flush()
+        if self._failed or not self._unpublished or not isinstance(self._path, RemotePath):
+            return
+        self._failed, self._unpublished = True, False
+        self._file.seek(0)
+        self._path.write_whole(self._file)
+        self._failed = False
+
     def close(self) -> None:
-        """Flush and give the descriptor back; idempotent."""
+        """Flush, publish and give the descriptor back; idempotent."""
         try:
-            self.flush()
+            self.publish()
         finally:
             self._file.close()
 
@@ -73,9 +100,32 @@ class EventLog:
             end = start
         if end != size:
             self._file.truncate(end)
+        self._file.seek(0, os.SEEK_END)
 
 
-def read(path: Path) -> Iterator[Event]:
+def left_at(path: AnyPath) -> AnyPath | None:
+    """Where the events lie that earlier launches left for `path`; None: nowhere.
+
+    Elsewhere than on a disk that is what was to replace it, where a launch was killed just before it had its name.
+    """
+    if path.exists():
+        return path
+    if isinstance(path, RemotePath) and (partial := path.with_name(path.name + PARTIAL)).exists():
+        return partial
+    return None
+
+
+def _copied(path: RemotePath) -> BinaryIO:
+    """A nameless local file with what earlier launches left."""
+    file = tempfile.TemporaryFile("w+b", buffering=0)  # noqa: SIM115 - the log's, which closes it
+    left = left_at(path)
+    if left is not None:
+        with left.open("rb") as source:
+            shutil.copyfileobj(source, file)
+    return file
+
+
+def read(path: AnyPath) -> Iterator[Event]:
     """The events of a file, in the order written; a half line at the end is left out."""
     with path.open("rb") as file:
         for line in file:
@@ -86,7 +136,7 @@ def read(path: Path) -> Iterator[Event]:
 Left = tuple[int, list[list[int]]]  # an epoch, and by part [front, back): the slices that were not leased yet
 
 
-def steps_that_count(path: Path, before_tick: int | None = None, left: Left | None = None) -> list[Event]:
+def steps_that_count(path: AnyPath, before_tick: int | None = None, left: Left | None = None) -> list[Event]:
     """The `step` and `closing` events of all launches that wrote this file, without those that a resumed launch did again.
 
     A launch begins with `start`, whose tick is where it goes on; its `left`, where rows are leased and the epoch was

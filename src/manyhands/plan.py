@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from manyhands.checkpoint import Checkpoint
 from manyhands.errors import BadInput
 from manyhands.keep import Keep
+from manyhands.remote_path import AnyPath
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task
 
@@ -27,7 +27,7 @@ class Plan:
     keep: Keep = field(default_factory=Keep)
     nonfinite: str = "raise"
     max_seconds: float | None = None
-    checkpoints: Path | None = None  # the folder; None: write none
+    checkpoints: AnyPath | None = None  # the folder; None: write none
     resume_from: Checkpoint | None = None
     everywhere: bool = False  # every rank is a driver of its own (torchrun, a script's train()) and gets the answer
     finished: bool = False  # rank 0 found a finished run: nobody trains

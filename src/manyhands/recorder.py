@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,6 +18,7 @@ from manyhands.errors import BadInput
 from manyhands.event_log import EventLog
 from manyhands.events import Event
 from manyhands.history import History
+from manyhands.remote_path import AnyPath
 from manyhands.run import Run
 
 LOG = logging.getLogger("manyhands")
@@ -38,7 +38,7 @@ class Recorder(Observer):
         self,
         *,
         workers: int,
-        directory: Path | None = None,
+        directory: AnyPath | None = None,
         callbacks: Iterable[Callback] = (),
         clock: Callable[[], float] = time.monotonic,
         simulated: bool = False,
@@ -82,8 +82,8 @@ class Recorder(Observer):
 
         left: (epoch, by part [front, back)) of a leased epoch that was interrupted, the slices of earlier ticks still to do.
         """
-        path = self._directory / event_log.FILE if self._directory is not None else None
-        if path is not None and path.exists():
+        path = event_log.left_at(self._directory / event_log.FILE) if self._directory is not None else None
+        if path is not None:
             self._history.preload(event_log.steps_that_count(path, tick, left))
             self._before_s = max((row["seconds"] for row in self._history.rows), default=0.0)
 
@@ -114,9 +114,9 @@ class Recorder(Observer):
         self._over("end", metrics=run.metrics, seconds=run.seconds, **_histograms(run))
 
     def flush(self) -> None:
-        """Give what was heard so far to the disk."""
+        """Give what was heard so far to the run directory."""
         if self._log is not None:
-            self._log.flush()
+            self._log.publish()
 
     @property
     def history(self) -> list[dict[str, Any]]:

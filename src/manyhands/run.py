@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -21,6 +20,7 @@ from manyhands.advise import Advice, Measured, advise
 from manyhands.checkpoint import write_whole
 from manyhands.engines.cores import usable_cores
 from manyhands.history import History
+from manyhands.remote_path import AnyPath
 
 TENSORS = ("model", "models", "parameters")
 _ELSEWHERE = (*TENSORS, "history", "directory")  # fields that result.json does not hold
@@ -64,8 +64,9 @@ class Run:
     """Exchanges among replicas; at the workers' own pace those of worker 0."""
     generations: int = 1
     """Memberships the run had; 1 where no worker was lost or joined."""
-    directory: Path | None = None
-    """Of events.jsonl, checkpoints and result.json; None where nothing was written."""
+    directory: AnyPath | None = None
+    """Of events.jsonl, checkpoints and result.json; None where nothing was written. Where run_dir was a URL, a RemotePath,
+    whose text is that URL."""
     info: dict[str, Any] = field(default_factory=dict)
     """What ran: task, strategy, engine, workers, device, threads, batch_size, batch_size_per_worker, rate, effective_rate,
     total_steps, parameters, own_pace (whether workers go at their own), stopped ("" or why it ended early), warnings, command, host, cores, versions; with a server, gain:
@@ -152,7 +153,7 @@ class Run:
         return events.to_json({f.name: getattr(self, f.name) for f in fields(self) if f.name not in _ELSEWHERE})
 
     @classmethod
-    def from_json(cls, saved: str | dict[str, Any], *, directory: Path | None = None, **tensors: Any) -> Self:
+    def from_json(cls, saved: str | dict[str, Any], *, directory: AnyPath | None = None, **tensors: Any) -> Self:
         """The Run that wrote this JSON (text, or what json.loads made of it); its history is read from the directory's events.jsonl.
 
         tensors: model, models and parameters, as in the constructor.
@@ -167,8 +168,8 @@ class Run:
         values["staleness_of_workers"] = [_by_number(one) for one in values.get("staleness_of_workers", [])]
         return cls(**values, **tensors, history=history.rows, directory=directory)
 
-    def save(self, path: Path) -> None:
-        """Write `to_json` to a file: whole, synced and renamed into place, or not at all (OSError)."""
+    def save(self, path: AnyPath) -> None:
+        """Write `to_json` to a file: whole, synced and renamed into place, or not at all (OSError; a RemotePath's ManyhandsError)."""
         write_whole(path, (self.to_json() + "\n").encode())
 
     def _facts(self) -> dict[str, Any]:

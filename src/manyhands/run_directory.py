@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import safetensors.torch
@@ -15,9 +14,10 @@ from torch import Tensor, nn
 
 from manyhands import checkpoint, evaluation, random_state, spec
 from manyhands.asked import Asked
-from manyhands.errors import BadInput
+from manyhands.errors import BadInput, ManyhandsError
 from manyhands.flat import Layout
 from manyhands.plan import State, build_model
+from manyhands.remote_path import AnyPath
 from manyhands.run import Run
 from manyhands.task import Task
 
@@ -27,19 +27,19 @@ CHECKPOINTS, FINAL, RESULT, ASKED = "checkpoints", "model.safetensors", "result.
 def open_directory(asked: Asked, resume: bool) -> tuple[dict[str, Any] | None, str]:
     """(the result of the finished run that lies there, "") or (None, why the directory is refused); nothing on other ranks.
 
-    Raises BadInput instead where nobody else has to hear why.
+    Raises BadInput instead where nobody else has to hear why, and ManyhandsError where a file system elsewhere cannot be reached.
     """
     if asked.directory is None or not asked.first:
         return None, ""
     try:
         return _make_directory(asked.directory, asked.task, resume), ""
-    except BadInput as error:
+    except ManyhandsError as error:
         if not asked.in_place:
             raise
         return None, str(error)
 
 
-def _make_directory(directory: Path, task: Task, resume: bool) -> dict[str, Any] | None:
+def _make_directory(directory: AnyPath, task: Task, resume: bool) -> dict[str, Any] | None:
     """Make the run directory, or refuse it; the result of the finished run that lies there if there is no more to do."""
     if directory.exists() and not directory.is_dir():
         raise BadInput(f"run directory {directory} is a file: give another path")
@@ -67,7 +67,7 @@ def _more_is_asked(task: Task, info: dict[str, Any]) -> bool:
     )
 
 
-def note(directory: Path, asked: dict[str, Any], task_fields: dict[str, Any]) -> None:
+def note(directory: AnyPath, asked: dict[str, Any], task_fields: dict[str, Any]) -> None:
     """Write down what train() was called with, so that `replay` can call it again; a task that no text names is null."""
     try:
         text = json.dumps(asked | {"fields": task_fields}, indent=1)
@@ -91,7 +91,7 @@ def finished_run(asked: Asked, saved: dict[str, Any] | None = None) -> Run:
             f"the finished run in {asked.directory} is of strategy {was}, not {asked.strategy.name}: give another run directory"
         )
     try:
-        tensors = safetensors.torch.load_file(asked.directory / FINAL)
+        tensors = checkpoint.load_tensors(asked.directory / FINAL)
     except (OSError, SafetensorError) as problem:
         raise BadInput(
             f"the finished run in {asked.directory} has lost its parameters ({problem}): start again in another run directory"
@@ -105,7 +105,7 @@ def finished_run(asked: Asked, saved: dict[str, Any] | None = None) -> Run:
     return Run.from_json(saved, directory=asked.directory, **answer(models))
 
 
-def write(directory: Path, run: Run, states: list[State]) -> None:
+def write(directory: AnyPath, run: Run, states: list[State]) -> None:
     """The final parameters, then result.json, last: a directory that has it is a finished run's."""
     tensors: dict[str, Tensor] = {}
     for i, (parameters, buffers) in enumerate(states):

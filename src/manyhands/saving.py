@@ -77,7 +77,8 @@ class Saver:
                 setattr(place, count, sum(p[count] for p in places))
         self.replica.rounds, self.replica.tick = place.rounds, max(0, place.tick - 1)
         source = rank if self._keeps_best() else 0
-        self.plan.keep.restore(self.replica, saved.tensors(source), saved.values(source)["keep"])
+        kept = saved.tensors(source) if self.plan.keep.metric else {}
+        self.plan.keep.restore(self.replica, kept, saved.values(source)["keep"])
         return state, place
 
     def _check(self, saved: Checkpoint) -> None:

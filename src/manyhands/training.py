@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from manyhands import checkpoint, engines, random_state, run_directory
@@ -24,6 +23,7 @@ from manyhands.loop import told, work
 from manyhands.plan import Outcome, Plan
 from manyhands.quiet import quiet_other_ranks
 from manyhands.recorder import Recorder
+from manyhands.remote_path import AnyPath, path_of
 from manyhands.run import Run
 from manyhands.run_directory import CHECKPOINTS, answer, finished_run, models_of, open_directory
 from manyhands.signals import PREEMPTED, sigterm_to
@@ -42,7 +42,7 @@ def train(
     servers: int = 1,
     device: str = "auto",
     threads_per_worker: int | None = None,
-    run_dir: str | Path | None = None,
+    run_dir: str | AnyPath | None = None,
     resume: bool = False,
     callbacks: Iterable[Callback] = (),
     validate_every: str | int = "epoch",
@@ -60,7 +60,8 @@ def train(
         `manyhands run`), else `local`.
     workers: None is one per visible GPU, else 1. One worker runs in the calling process.
     servers: shards of the parameter server, for strategies that have one.
-    run_dir: events, checkpoints and result go there; None writes nothing. An existing one needs `resume=True`.
+    run_dir: events, checkpoints and result go there; None writes nothing. An existing one needs `resume=True`. A path, or
+        the URL of a file system that fsspec knows ("hdfs://…", "s3://…"), with the credentials of each host's environment.
     resume: go on from the newest checkpoint. Starts on an empty directory; returns a finished run as it is, unless
         more epochs or steps are asked for than it had.
     validate_every, checkpoint_every: "epoch", or a number of steps.
@@ -78,7 +79,7 @@ def train(
         strategy=strategy_of(strategy),
         engine=engines.engine_of(engine),
         workers=workers,
-        directory=None if run_dir is None else Path(run_dir),
+        directory=None if run_dir is None else path_of(run_dir),
     )
     asked.check(servers=servers, nonfinite=nonfinite, max_seconds=max_seconds, timeout_s=timeout_s, resume=resume)
     check_place(device, threads_per_worker)
@@ -163,7 +164,7 @@ class _Training:
             plan = replace(plan, task=_read_once(plan.task))
         self.plan = replace(plan, resume_from=self._newest(plan.checkpoints) if resume else None)
 
-    def _newest(self, folder: Path | None) -> checkpoint.Checkpoint | None:
+    def _newest(self, folder: AnyPath | None) -> checkpoint.Checkpoint | None:
         assert folder is not None
         found = checkpoint.newest(folder, self.recorder.warn if self.asked.first else lambda message: None)
         if found is not None and self.asked.first:
@@ -263,7 +264,7 @@ class _Training:
         return {"rate": highest, "effective_rate": highest * factor}
 
 
-def _agree(group: Group, refusal: str, directory: Path | None, tick: int | None) -> None:
+def _agree(group: Group, refusal: str, directory: AnyPath | None, tick: int | None) -> None:
     """A collective: raise BadInput on all ranks where rank 0 refuses the run directory, or where ranks see different ones."""
     own = {"refusal": refusal, "directory": None if directory is None else str(directory), "tick": tick}
     first, *others = group.all_gather_json(own)

@@ -50,14 +50,16 @@ def test_in_step_over_two_hosts_it_is_what_it_is_on_one_and_without_tls_the_summ
     assert "could read and change what was sent, the program included" in said
 
 
-def test_stopped_on_two_hosts_and_resumed_on_one(local: Local, tmp_path: Path) -> None:
-    """Every row is trained once, whoever is there."""
+@pytest.mark.parametrize("scheme", ["", "local://"])
+def test_stopped_on_two_hosts_and_resumed_on_one(scheme: str, local: Local, tmp_path: Path) -> None:
+    """Every row is trained once, whoever is there; with a run directory on a disk, and at a URL."""
     folder = tmp_path / "run"
-    with pytest.raises(Preempted, match="resume it with resume=True"):
-        train(task(loss=Preempting(1, 5)), "downpour", run_dir=folder)
+    url = f"{scheme}{folder}"
+    with pytest.raises(Preempted, match=rf"resume it with resume=True \(--resume\) from {url}$"):
+        train(task(loss=Preempting(1, 5)), "downpour", run_dir=url)
     assert 5 <= len(leases(folder)) <= 2 * 5
     fields = {"strategy": "downpour", "workers": 2, "threads_per_worker": 1}
-    run = mh.train(task(), engine=local, run_dir=folder, resume=True, **fields)
+    run = mh.train(task(), engine=local, run_dir=url, resume=True, **fields)
     assert run.rows["total"] == 390
     assert sorted(leases(folder)) == [(e, b, p) for e in range(3) for b in range(11) for p in range(2)]
     assert torch.isfinite(run.parameters).all()

@@ -5,21 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands import event_log
+from manyhands import checkpoint, event_log
 from manyhands.asked import every, keep_of, task_from
 from manyhands.comm.threads import ThreadGroup
 from manyhands.errors import BadInput, Unsupported
 from manyhands.events import Event
 from manyhands.loop import work
 from manyhands.plan import Outcome, Plan
+from manyhands.remote_path import AnyPath, path_of
 from manyhands.replaying.journal import Journal, Told
 from manyhands.replaying.server import ReplayServer, Stores
 from manyhands.replaying.turns import InTurns, Turns
@@ -45,7 +44,7 @@ class Replayed:
     otherwise: str  # what is known to be otherwise than when it ran: versions, number of cores, host; "" for nothing
 
 
-def replay(directory: str | Path, *, task: Task | None = None, progress: Progress | None = None) -> Replayed:
+def replay(directory: str | AnyPath, *, task: Task | None = None, progress: Progress | None = None) -> Replayed:
     """Compute the finished run in `directory` again, in the order of its journal (its `step` events), in this process.
 
     All workers take turns in one thread each; pulls and pushes happen at the versions that the run recorded, slices go
@@ -57,7 +56,7 @@ def replay(directory: str | Path, *, task: Task | None = None, progress: Progres
     Raises BadInput for a directory without a finished run, Unsupported for strategies without an order: synchronous
     ones repeat by their seed alone, and hogwild has none.
     """
-    folder = Path(directory)
+    folder = path_of(directory)
     asked, result = _read(folder, ASKED), _read(folder, RESULT)
     strategy = strategy_of(asked["strategy"])
     spec = strategy.server()
@@ -147,7 +146,7 @@ class _Counting(Told):
             self._count()
 
 
-def _read(folder: Path, name: str) -> dict[str, Any]:
+def _read(folder: AnyPath, name: str) -> dict[str, Any]:
     try:
         return dict(json.loads((folder / name).read_text()))
     except (OSError, ValueError) as problem:
@@ -156,7 +155,7 @@ def _read(folder: Path, name: str) -> dict[str, Any]:
         ) from None
 
 
-def _task_of(asked: dict[str, Any], folder: Path) -> str:
+def _task_of(asked: dict[str, Any], folder: AnyPath) -> str:
     if asked["task"] is None:
         raise BadInput(
             f"the run in {folder} was given its task as an object, which no file can hold: call mh.replay(directory, task=…) with the same"
@@ -170,9 +169,9 @@ def _why_not(name: str, leases: bool) -> str:
     return f"strategy {name} is synchronous: train again with the same seed, which gives the same bits; only asynchronous runs need a replay"
 
 
-def _compared(parameters: dict[str, Tensor], folder: Path) -> tuple[dict[str, Tensor], float, bool]:
+def _compared(parameters: dict[str, Tensor], folder: AnyPath) -> tuple[dict[str, Tensor], float, bool]:
     """(parameters, the largest difference from the run's, whether they are the same bits)."""
-    saved = safetensors.torch.load_file(folder / FINAL)
+    saved = checkpoint.load_tensors(folder / FINAL)
     wanted = {name: saved[f"0/parameters/{name}"] for name in parameters}
     difference = max(float((parameters[name] - wanted[name]).abs().max()) for name in parameters)
     return parameters, difference, all(torch.equal(parameters[name], wanted[name]) for name in parameters)

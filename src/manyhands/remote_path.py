@@ -1,0 +1,194 @@
+"""Paths on a file system that fsspec reaches (hdfs://, s3://, …), with those methods of `pathlib.Path` that a run directory needs."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+from urllib.parse import unquote, urlsplit
+
+from manyhands.errors import BadInput, ManyhandsError
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+PARTIAL = ".partial"  # ends the name of a file that is being written
+
+
+@dataclass(frozen=True)
+class RemotePath:
+    """A file or folder by its URL; its text is that URL. Nothing is held open between two calls, so it goes to other processes as it is.
+
+    Each process reaches the file system with the credentials of its own environment. Methods raise FileNotFoundError
+    where what they read is not there, and ManyhandsError for anything else that the file system says.
+    """
+
+    url: str
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __truediv__(self, name: str) -> RemotePath:
+        return RemotePath(f"{self.url}/{name}")
+
+    @property
+    def name(self) -> str:
+        return self.url.rpartition("/")[2]
+
+    def with_name(self, name: str) -> RemotePath:
+        return RemotePath(self.url.removesuffix(self.name) + name)
+
+    # -- what is there -----------------------------------------------------------------------------------------------
+
+    def exists(self) -> bool:
+        with self._reached("read") as (system, path):
+            return bool(system.exists(path))
+
+    def is_dir(self) -> bool:
+        """Whether it is a folder; an object store has those alone that hold something."""
+        with self._reached("read") as (system, path):
+            return bool(system.isdir(path))
+
+    def iterdir(self) -> Iterator[RemotePath]:
+        """What lies in this folder; nothing where there is no such folder."""
+        return (self / name for name in self.sizes())
+
+    def sizes(self) -> dict[str, int]:
+        """What lies in this folder by name, with the bytes of each (of folders, what the file system says)."""
+        with self._reached("read") as (system, path):
+            found = system.ls(path, detail=True) if system.isdir(path) else []
+        own = path.strip("/")  # a store may list a folder within itself
+        entries = {entry["name"].strip("/"): int(entry["size"] or 0) for entry in found}
+        return {name.rpartition("/")[2]: size for name, size in entries.items() if name != own}
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    def read_bytes(self) -> bytes:
+        with self._reached("read") as (system, path):
+            return bytes(system.cat_file(path))
+
+    def read_text(self) -> str:
+        return self.read_bytes().decode()
+
+    @contextmanager
+    def open(self, mode: str = "rb") -> Iterator[BinaryIO]:
+        """The file to read, block by block."""
+        assert mode == "rb"
+        with self._reached("read") as (system, path), io.BufferedReader(system.open(path, mode)) as file:
+            yield file
+
+    # -- writing -----------------------------------------------------------------------------------------------------
+
+    def mkdir(self, parents: bool = True, exist_ok: bool = True) -> None:
+        """The folder and those above it; nothing on an object store, but its bucket."""
+        assert parents
+        with self._reached("write") as (system, path):
+            system.makedirs(path, exist_ok=exist_ok)
+
+    def write_bytes(self, data: bytes) -> None:
+        """A file in a folder that is there; who is killed meanwhile may leave a part of it."""
+        with self._reached("write") as (system, path):
+            system.pipe_file(path, data)
+
+    def write_whole(self, source: BinaryIO) -> None:
+        """All of `source`, under the name with `PARTIAL` at its end first: under its own there is never a part of it.
+
+        Who is killed before the last may leave it under that name alone, since not every file system replaces a file by renaming.
+        """
+        partial = self.with_name(self.name + PARTIAL)
+        with partial._reached("write") as (system, path), system.open(path, "wb") as file:
+            shutil.copyfileobj(source, file, 1 << 20)
+        with self._reached("write") as (system, target):
+            if system.exists(target):
+                system.rm_file(target)
+            system.mv(path, target)
+
+    def remove(self) -> None:
+        """The file, or the folder and all in it; nothing where there is none."""
+        with self._reached("remove") as (system, path):
+            if system.exists(path):
+                system.rm(path, recursive=True)
+
+    @contextmanager
+    def _reached(self, action: str) -> Iterator[tuple[AbstractFileSystem, str]]:
+        """(file system, path there), without anything that was listed before. Its errors, of a type for each store, become one of ours."""
+        try:
+            system, path = _opened(self.url)
+            system.invalidate_cache()
+            yield system, path
+        except Exception as problem:
+            if isinstance(problem, FileNotFoundError) and action == "read":
+                raise
+            raise self._cannot(action, problem) from problem
+
+    def _cannot(self, action: str, problem: Exception) -> ManyhandsError:
+        said = str(problem).partition("\n")[0]
+        return ManyhandsError(
+            f"cannot {action} {self.url}: {type(problem).__name__}: {said}. Is the address right, and may this host go there "
+            "(credentials are those of its environment)? A run that has begun goes on with resume=True (--resume)"
+        )
+
+
+AnyPath = Path | RemotePath
+
+
+def path_of(given: str | AnyPath) -> AnyPath:
+    """What a user names a run directory by: a local path (file:///… is one, too), or the URL of a file system that fsspec knows.
+
+    Raises BadInput for a protocol that is unknown, or whose package is not installed; nothing is connected to.
+    """
+    protocol = str(given).partition(":/")[0]
+    if isinstance(given, Path) and len(given.parts) > 1 and given.parts[0] == f"{protocol}:" and _known(protocol):
+        raise BadInput(f"a pathlib.Path cannot hold a URL, it made {str(given)!r} of it: give the URL as a string")
+    if isinstance(given, Path | RemotePath):
+        return given
+    if "://" not in given:
+        return Path(given)
+    if protocol == "file":
+        return _local(given)
+    if any(sign in given for sign in "*?[]"):
+        raise BadInput(f"{given} has signs of a pattern (* ? [ ]), which file systems would expand: give a URL without")
+    _check(protocol, given)
+    return RemotePath(given.rstrip("/"))
+
+
+def _local(url: str) -> Path:
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost"):
+        raise BadInput(
+            f"{url} names the host {parts.netloc}: a file of this host is file:///{parts.netloc}{parts.path}"
+        )
+    return Path(unquote(parts.path))
+
+
+def _known(protocol: str) -> bool:
+    from fsspec import available_protocols
+
+    return protocol in available_protocols()
+
+
+def _check(protocol: str, url: str) -> None:
+    from fsspec import available_protocols, get_filesystem_class
+    from fsspec.registry import known_implementations
+
+    try:
+        get_filesystem_class(protocol)
+    except ValueError:
+        raise BadInput(
+            f"{url}: no file system {protocol}://; give a path, or one of {', '.join(sorted(available_protocols()))}"
+        ) from None
+    except ImportError as missing:
+        package = known_implementations[protocol]["class"].partition(".")[0]
+        install = "" if package == "fsspec" else f"; pip install {package}, on every host"
+        raise BadInput(f"{url} needs a package that is not installed: {missing}{install}") from missing
+
+
+def _opened(url: str) -> tuple[Any, str]:
+    from fsspec.core import url_to_fs
+
+    system, path = url_to_fs(url)
+    return system, str(path)
