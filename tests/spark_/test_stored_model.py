@@ -30,6 +30,12 @@ def test_a_uri_is_a_path_too(tmp_path: Path) -> None:
     assert torch.equal(load(f"file://{tmp_path}/m")[1].weight, load(str(tmp_path / "m"))[1].weight)  # type: ignore[arg-type]
 
 
+def test_a_folder_elsewhere() -> None:
+    model = line()
+    save("memory://models/m", line, model)
+    assert torch.equal(load("memory://models/m")[1].weight, model.weight)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("make", [lambda: nn.Linear(1, 1), partial(lambda: nn.Linear(1, 1))])
 def test_what_nobody_can_import(make: object) -> None:
     with pytest.raises(BadInput, match="none that another process could import"):

@@ -29,7 +29,7 @@ from manyhands.task import Task
 from manyhands.training import train
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, SparkSession
 
 Make = Callable[[], nn.Module]
 
@@ -303,18 +303,25 @@ class _Writer(MLWriter):
     def saveImpl(self, path: str) -> None:
         stored_model.check(self._model._make, self._model.module)
         DefaultParamsWriter.saveMetadata(self._model, path, self.sparkSession)
-        stored_model.save(f"{path}/module", self._model._make, self._model.module)
+        stored_model.save(_module_folder(self.sparkSession, path), self._model._make, self._model.module)
 
 
 class _Reader(MLReader[Model]):
     @override
     def load(self, path: str) -> Model:
         metadata = DefaultParamsReader.loadMetadata(path, self.sparkSession)
-        make, module = stored_model.load(f"{path}/module")
+        make, module = stored_model.load(_module_folder(self.sparkSession, path))
         model = Model(make, module, metrics_of(module))
         model._resetUid(metadata["uid"])
         DefaultParamsReader.getAndSetParams(model, metadata)
         return model
+
+
+def _module_folder(spark: SparkSession, path: str) -> str:
+    """Where the module lies in a saved model's folder, with the file system that Hadoop's settings mean by a path without one."""
+    place: Any = spark._jvm.org.apache.hadoop.fs.Path(path, "module")  # type: ignore[union-attr]
+    url = str(place.getFileSystem(spark._jsc.hadoopConfiguration()).makeQualified(place).toString())
+    return url.replace("file:/", "file:///", 1) if url.startswith("file:/") and "//" not in url else url
 
 
 def _adam(model: nn.Module) -> torch.optim.Optimizer:

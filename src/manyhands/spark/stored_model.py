@@ -1,7 +1,7 @@
 """A trained module on disk without pickle: where its class or function is, what it was called with, and its tensors. Keras
 models are what Keras itself saves.
 
-The folder may be on any file system that pyarrow knows: a path, file://, hdfs://, s3://.
+The folder may be on any file system that fsspec knows: a path, file:///, hdfs://, s3://.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from pyarrow import fs
 from torch import nn
 
 from manyhands.errors import BadInput
 from manyhands.evaluation import AveragedOutputs
+from manyhands.remote_path import path_of
 from manyhands.spark.of_keras import from_bytes, keras_module, to_bytes
 
 FORMAT = 1
@@ -64,7 +64,7 @@ def check(make: Make | None, model: nn.Module) -> None:
 def save(path: str, make: Make | None, model: nn.Module) -> None:
     """Write the recipe, parameters and buffers into a folder; a Keras model's own archive in their place."""
     check(make, model)
-    place, folder = _place(path)
+    folder = path_of(path)
     keras = keras_module(model)
     if keras is not None:
         files = {_RECIPE: json.dumps({"format": FORMAT, "keras": _KERAS}, indent=1).encode(), _KERAS: to_bytes(keras)}
@@ -74,28 +74,22 @@ def save(path: str, make: Make | None, model: nn.Module) -> None:
         tensors = {name: tensor.contiguous() for name, tensor in _tensors(model).items()}
         recipe = json.dumps(recipe_of(make) | {"members": members}, indent=1).encode()
         files = {_RECIPE: recipe, _TENSORS: safetensors.torch.save(tensors)}
-    place.create_dir(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
-        with place.open_output_stream(f"{folder}/{name}") as file:
-            file.write(data)
+        (folder / name).write_bytes(data)
 
 
 def load(path: str) -> tuple[Make | None, nn.Module]:
     """(what makes it, the module with its tensors); nothing makes a Keras model. BadInput where its code is not here."""
-    place, folder = _place(path)
-
-    def content(name: str) -> bytes:
-        with place.open_input_stream(f"{folder}/{name}") as file:
-            return bytes(file.read())
-
-    recipe = json.loads(content(_RECIPE))
+    folder = path_of(path)
+    recipe = json.loads((folder / _RECIPE).read_bytes())
     if recipe.get("format") != FORMAT:
         raise BadInput(f"{path} has format {recipe.get('format')!r}, this version reads {FORMAT}")
     if "keras" in recipe:
-        return None, from_bytes(content(_KERAS), path)
+        return None, from_bytes((folder / _KERAS).read_bytes(), path)
     make = _maker(recipe, path)
     model = AveragedOutputs([make() for _ in range(recipe["members"])]) if recipe["members"] else make()
-    _fill(model, safetensors.torch.load(content(_TENSORS)), path)
+    _fill(model, safetensors.torch.load((folder / _TENSORS).read_bytes()), path)
     return make, model
 
 
@@ -118,11 +112,6 @@ def _fill(model: nn.Module, tensors: dict[str, torch.Tensor], path: str) -> None
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
-
-
-def _place(path: str) -> tuple[fs.FileSystem, str]:
-    place, folder = fs.FileSystem.from_uri(path) if "://" in path else (fs.LocalFileSystem(), path)
-    return place, folder
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
