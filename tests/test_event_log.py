@@ -109,7 +109,7 @@ def ticks(path: AnyPath) -> list[int]:
     return [event.tick for event in read(path)]
 
 
-def test_elsewhere_it_is_put_after_a_checkpoint_a_little_later_and_at_the_end(elsewhere: RemotePath) -> None:
+def test_elsewhere_it_is_put_after_a_checkpoint_and_at_the_end(elsewhere: RemotePath) -> None:
     log = EventLog(elsewhere)
     log.poll(100.0)
     log.write(step(0))
@@ -117,16 +117,12 @@ def test_elsewhere_it_is_put_after_a_checkpoint_a_little_later_and_at_the_end(el
     assert not elsewhere.exists()
     log.write(Event(type="checkpoint", tick=1))
     assert ticks(elsewhere) == [0, 1]
-    log.write(step(0, rank=1))  # before the checkpoint, heard after it
-    log.poll(101.9)
-    log.poll(102.0)
-    assert ticks(elsewhere) == [0, 1]
-    log.poll(103.0)
-    assert ticks(elsewhere) == [0, 1, 0]
     log.write(step(2))
+    log.poll(103.0)
+    assert ticks(elsewhere) == [0, 1]
     log.close()
     log.close()
-    assert ticks(elsewhere) == [0, 1, 0, 2]
+    assert ticks(elsewhere) == [0, 1, 2]
 
 
 def test_elsewhere_a_second_launch_appends(elsewhere: RemotePath) -> None:

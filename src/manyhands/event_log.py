@@ -31,7 +31,6 @@ class EventLog:
         self._flushed_s = 0.0
         self._failed = False
         self._unpublished = False
-        self._publish_in = 0  # so many more seconds
         self._file = _copied(path) if isinstance(path, RemotePath) else path.open("a+b", buffering=0)
         self._cut_half_line()
 
@@ -42,18 +41,12 @@ class EventLog:
             self.flush()
         if event.type == "checkpoint":
             self.publish()
-            self._publish_in = 2  # what other workers did before it may still be on its way
 
     def poll(self, now_s: float) -> None:
         """Give the lines to the disk if the last time is a second ago, on any steady clock."""
-        if now_s - self._flushed_s < FLUSH_EVERY_S:
-            return
-        self._flushed_s = now_s
-        self.flush()
-        if self._publish_in:
-            self._publish_in -= 1
-            if not self._publish_in:
-                self.publish()
+        if now_s - self._flushed_s >= FLUSH_EVERY_S:
+            self._flushed_s = now_s
+            self.flush()
 
     def flush(self) -> None:
         """Raises ManyhandsError where the disk takes no more; nothing is written from then on."""

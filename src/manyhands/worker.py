@@ -38,7 +38,7 @@ class Coordinator(ABC):
 
     @abstractmethod
     def collect(self, group: Group) -> None:
-        """A collective at an epoch's end: bring all ranks' events to the driver where they do not get there by themselves."""
+        """A collective at an epoch's end and before a checkpoint: bring all ranks' events to the driver, of which some wait until now."""
 
     @abstractmethod
     def lease(self, segment: Segment) -> Lease | End:

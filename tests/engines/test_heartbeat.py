@@ -114,6 +114,8 @@ def test_an_event_that_is_no_json_raises_at_once(pair: Pair) -> None:
         pair.line.emit(Event(type="step", values={"loss": object()}))
 
 
-def test_collect_has_nothing_to_do(pair: Pair) -> None:
+def test_collect_sends_what_was_emitted_at_once(pair: Pair) -> None:
+    pair.line.emit(Event(type="step", tick=7))
     pair.line.collect(SoloGroup())
-    assert not pair.driver.readable(0)
+    (beat,) = pair.sent()
+    assert [Event(**event).tick for event in beat["events"]] == [7]

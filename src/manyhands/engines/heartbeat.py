@@ -118,7 +118,8 @@ class DriverLine(Coordinator):
 
     @override
     def collect(self, group: Group) -> None:
-        """Nothing to do: events are on their way."""
+        """Send them now instead of with the next heartbeat: who dies afterwards takes none of them with him."""
+        self._send(None)
 
     def last(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
         """Send the final message, after all events; heartbeats end."""
