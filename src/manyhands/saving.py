@@ -44,7 +44,9 @@ class Saver:
             self.worker.group.barrier()  # all have pushed what they push
             if self.worker.rank == 0:
                 shared, values["server"] = snapshot.capture_server(server, self.replica)
-        self.worker.coordinator.collect(self.worker.group)  # the history goes as far as the checkpoint, whoever dies next
+        self.worker.coordinator.collect(
+            self.worker.group
+        )  # the history goes as far as the checkpoint, whoever dies next
         path = checkpoint.save(
             self.plan.checkpoints, place.tick, self.worker.group, {**tensors, **kept, **shared}, values
         )

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from manyhands.data.feed import Feed
-from manyhands.data.frames import VARIABLE, Frame, HostRows, SharedRows, open_pool
+from manyhands.data.frames import ORDER, VARIABLE, Frame, HostRows, SharedRows, open_pool
 from manyhands.data.sources import open_source
 from manyhands.data.spool import Column, Spool
 from manyhands.errors import BadInput
@@ -53,6 +53,21 @@ def test_any_row_of_any_partition(spools: list[Spool]) -> None:
         features, label = source.take(wanted)  # type: ignore[arg-type]
         assert features.tolist() == label.tolist() == list(wanted)
         assert (features.dtype, label.dtype) == (torch.float32, torch.int64)
+
+
+def test_rows_are_numbered_by_their_place_in_the_table(spools: list[Spool]) -> None:
+    """Whatever way they came in, and to whom."""
+    frame = Frame("k", COLUMNS)
+    parts = []
+    for rows in ([4, 0], [9], [7, 1, 3]):
+        spool = Spool(frame.kept, 1 << 20)
+        spools.append(spool)
+        spool.add(pa.record_batch({"x": rows, ORDER: [10 * x for x in rows]}))
+        parts += spool.parts()
+    source = HostRows(parts, ["features", "label"])
+    assert source.take(range(6))[1].tolist() == [0, 1, 3, 4, 7, 9]
+    assert source.take([5, 0])[1].tolist() == [9, 0]
+    assert Frame("k", COLUMNS, files=("a.parquet",)).kept == COLUMNS
 
 
 def test_one_host_reads_as_an_array_would(spools: list[Spool]) -> None:

@@ -48,6 +48,7 @@ def spark_session(master: str, folder: Path, **options: Any) -> Iterator[Any]:
     own = {
         "spark.local.dir": str(folder / "local"),
         "spark.sql.warehouse.dir": str(folder / "warehouse"),
+        "spark.deploy.appIdPattern": f"app-{os.getpid()}-%s-%04d",  # else clusters of one second share a folder
         "spark.executorEnv.PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
     for name, value in {**OPTIONS, **own, **options}.items():

@@ -168,11 +168,14 @@ def test_several_frames_of_one_run(spark: Any) -> None:
 def test_an_epoch_shuffles_across_partitions(spark: Any) -> None:
     frame = framed(numbered(spark, [50, 50]))
     values = Spark().launch(partial(read, (frame,), 10), Launch(workers=2, frames=(frame,), timeout_s=60))
-    for worker in values:
+    rows = torch.arange(100)
+    for rank, worker in enumerate(values):
         first, second = worker[0]
         assert first != second
         assert set(first) != set(second)  # another half of the rows
         assert len({row // 50 for row in first}) == 2
+        here = Feed(open_source((rows.double(), rows)), rank=rank, size=2, batch_size=10)
+        assert worker[0] == [[int(x) for part in here.epoch(e) for x in part.batch[1]] for e in range(2)]
 
 
 def test_missing_values_are_named(spark: Any) -> None:

@@ -25,6 +25,8 @@ from manyhands.errors import BadInput
 
 WHICH = "manyhands_frame"
 """The column that says of which frame of a run a row is, by number; a table with it holds the rows of all of them."""
+ORDER = "manyhands_order"
+"""The column that says where a row stands in its DataFrame: whatever way rows come in, they are read in this order."""
 VARIABLE = "MANYHANDS_POOL"
 """Names the file in which a host's workers find what was brought to them."""
 
@@ -49,6 +51,11 @@ class Frame:
     def sources(self) -> list[str]:
         """The names of the table's columns, each once."""
         return list(dict.fromkeys(source for column in self.columns for source in column.sources))
+
+    @property
+    def kept(self) -> tuple[Column, ...]:
+        """What is to be kept of a row where it is brought: all columns, and its place."""
+        return self.columns if self.files else (*self.columns, Column(ORDER, (ORDER,), "int64"))
 
     def open(self, collate: Callable[[list[Any]], Any] | None = None) -> Source:
         """The rows, on a worker. Raises BadInput where no engine has brought them."""
@@ -93,10 +100,15 @@ class HostRows(Indexed):
         self._names, self._collate = names, collate
         self._columns = {name: [arrays[name] for arrays in opened] for name in names}
         self._starts = np.cumsum([0, *(part.rows for part in parts)])
+        self._places: Array | None = None  # rows as they are numbered -> as they lie
+        if opened and ORDER in opened[0]:
+            self._places = np.argsort(np.concatenate([arrays[ORDER] for arrays in opened]), kind="stable")
 
     @override
     def take(self, indices: Sequence[Any]) -> Any:
         wanted = np.asarray(indices, dtype=np.int64)
+        if self._places is not None:
+            wanted = self._places[wanted]
         batch = tuple(torch.from_numpy(self._gather(self._columns[name], wanted)) for name in self._names)
         if self._collate is not None:
             return Columns(batch, self._collate).take(range(len(wanted)))

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from manyhands.data.frames import WHICH, Frame
+from manyhands.data.frames import ORDER, WHICH, Frame
 from manyhands.engines.spark.session import is_connect
 from manyhands.engines.spark.stage import SAID, SCHEMA, Stage
 from manyhands.errors import BadInput, ManyhandsError
@@ -105,16 +105,39 @@ def why(error: BaseException) -> str:
 
 
 def rows_of(spark: SparkSession, frames: Sequence[Frame], workers: int) -> DataFrame:
-    """All rows of all frames with a table, dealt evenly to one partition a worker; without any, partitions with nothing of use."""
+    """All rows of all frames with a table and the place of each, dealt evenly to one partition a worker; without any, partitions
+    with nothing of use."""
     tables = [(i, frame.table) for i, frame in enumerate(frames) if not frame.files]
     if not tables:
         return spark.range(0, workers, 1, workers)
+    from pyspark.sql import functions as F
+
     together: DataFrame = tables[0][1]
     if len(tables) > 1 and WHICH not in together.columns:
-        from pyspark.sql import functions as F
-
         first, *others = (table.withColumn(WHICH, F.lit(i)) for i, table in tables)
         together = first
         for other in others:
             together = together.unionByName(other, allowMissingColumns=True)
-    return together.repartition(workers)
+    return _dealt(spark, together.withColumn(ORDER, F.monotonically_increasing_id()), workers)
+
+
+def _dealt(spark: SparkSession, table: DataFrame, workers: int) -> DataFrame:
+    """Every partition's rows in turn to all workers, beginning anywhere.
+
+    By a key instead of `repartition(workers)`, which sorts all rows first, so that a shuffle that is read again deals them as
+    before; this stage is never read again in part.
+    """
+    from pyspark.sql import functions as F
+
+    if workers == 1:
+        return table.repartition(1)
+    turn = F.pmod(F.hash(F.spark_partition_id()) + F.col(ORDER), F.lit(workers))
+    keys = F.array(*(F.lit(key).cast("long") for key in _keys(spark, workers)))
+    return table.repartition(workers, F.element_at(keys, (turn + 1).cast("int")))
+
+
+def _keys(spark: SparkSession, partitions: int) -> list[int]:
+    """For each partition a number of which Spark's own hash makes that partition."""
+    tried = spark.range(0, 32 * partitions, 1, 1).selectExpr("id", f"pmod(hash(id), {partitions}) as place").collect()
+    found = {int(row["place"]): int(row["id"]) for row in tried}
+    return [found[place] for place in range(partitions)]

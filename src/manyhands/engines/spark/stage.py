@@ -89,7 +89,7 @@ class Stage:
         }
 
     def _spool(self, frame: Frame) -> Spool:
-        return Spool(frame.columns, self.memory_bytes // len(self.frames), _folder())
+        return Spool(frame.kept, self.memory_bytes // len(self.frames), _folder())
 
     def _counted(self, partition: int, tasks: int) -> dict[str, Any]:
         """The rows of this one's share of the files, for the others, which need them to know their parts."""
