@@ -26,6 +26,8 @@ OPTIONS = {
     "spark.ui.showConsoleProgress": "false",
 }
 CLUSTER = "local-cluster[2,2,512]"
+JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xshare:auto"
+"""For every JVM of the tests: they live for seconds, and share two cores."""
 
 
 def need_spark() -> None:
@@ -44,6 +46,7 @@ def spark_session(master: str, folder: Path, **options: Any) -> Iterator[Any]:
     os.environ["PYSPARK_PYTHON"] = sys.executable
     os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
     os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
+    os.environ["JAVA_TOOL_OPTIONS"] = JAVA
     builder = SparkSession.builder.master(master).appName("tests")
     own = {
         "spark.local.dir": str(folder / "local"),
@@ -71,6 +74,7 @@ def standalone(folder: Path, workers: int = 2) -> Iterator[str]:
     """
     home = Path(pyspark_home())
     environment = {**os.environ, "SPARK_HOME": str(home), "SPARK_LOCAL_IP": "127.0.0.1", "SPARK_LOG_DIR": str(folder)}
+    environment |= {"JAVA_TOOL_OPTIONS": JAVA}
     environment |= {"SPARK_LOCAL_DIRS": str(folder / "local"), "SPARK_WORKER_DIR": str(folder / "work")}
 
     def start(name: str, *options: str, container: str = "") -> subprocess.Popen[str]:

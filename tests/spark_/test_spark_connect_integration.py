@@ -10,7 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from sessions import need_spark
+from sessions import JAVA, need_spark
 
 SCRIPT = """
     import json, sys
@@ -55,7 +55,7 @@ def test_a_client_trains_on_its_servers_executors(tmp_path: Path) -> None:
         "SPARK_LOCAL_IP": "127.0.0.1",
         "SPARK_TESTING": "1",  # any free port
         "SPARK_LOCAL_DIRS": str(tmp_path / "local"),
-        "JAVA_TOOL_OPTIONS": f"-Djava.io.tmpdir={tmp_path}",  # its server does not tidy up when its client ends
+        "JAVA_TOOL_OPTIONS": f"{JAVA} -Djava.io.tmpdir={tmp_path}",  # its server does not tidy up when its client ends
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
     done = subprocess.run(

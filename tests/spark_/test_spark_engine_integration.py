@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sessions import need_spark
 
 import manyhands as mh
 from manyhands.engines.base import Launch
@@ -138,30 +137,3 @@ def test_a_killed_executor_is_named_and_the_next_run_works(spark: Any, tmp_path:
         time.sleep(0.05)
     assert not [pid for pid in processes if _alive(pid)]
     assert Spark().launch(lambda worker: worker.size, PLAN) == [2, 2]
-
-
-def test_a_session_of_the_runs_own_is_stopped(tmp_path: Path) -> None:
-    """In a process of its own: this one's session would be taken."""
-    need_spark()
-    import subprocess
-    import sys
-    import textwrap
-
-    script = """
-        import os
-        import manyhands as mh
-        from pyspark.sql import SparkSession
-        if __name__ == "__main__":
-            print(mh.launch(os.getpid, workers=2, engine="spark:master=local[2]") != [])
-            print(SparkSession.getActiveSession())
-    """
-    environment = {**os.environ, "PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
-    assert done.stdout.split() == ["True", "None"], done.stderr

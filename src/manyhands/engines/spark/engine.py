@@ -94,6 +94,7 @@ class Spark(Engine):
     def _opened(self, host: str, frames: tuple[Frame, ...]) -> tuple[Listener, Stage]:
         """Where the executors come to, and what they are told."""
         from manyhands.engines.post import SILENCE_S
+        from manyhands.engines.roster import versions
         from manyhands.engines.spark.stage import Stage
         from manyhands.transport.address import format_address
         from manyhands.transport.listener import Listener
@@ -106,6 +107,7 @@ class Spark(Engine):
             tls=self.tls,
             plain_network=plain,
             memory_bytes=self.memory_mb * 1_000_000,
+            versions=versions(),
             frames=frames,
         )
 

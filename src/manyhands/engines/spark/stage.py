@@ -1,8 +1,8 @@
 """What runs in each Spark task of the barrier stage: bring the partition's rows, then give the host's workers to the run.
 
-Spark tasks of one host find each other through the barrier context. All of them keep the rows of their partition, or of their
-part of the files that they read themselves; the first of them is the host's agent (`manyhands join`'s), whose worker processes share memory and see all of the host's rows. The
-others wait, so that their cores stay the run's, until it is over.
+All Spark tasks keep the rows of their partition, or of their part of the files that they read themselves. The first one of each
+host is its agent (`manyhands join`'s), whose worker processes share memory and see all of the host's rows. The others wait, so
+that their cores stay the run's, until it is over.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from manyhands.data.spool import Spool
 from manyhands.engines.joining import Join, join
 from manyhands.engines.roster import versions
 from manyhands.engines.secret import Secret
+from manyhands.engines.spark.neighbours import Busy, Neighbours, wait_until_over
 from manyhands.engines.spawner import Spawner
 from manyhands.errors import BadInput, ManyhandsError
 
@@ -42,6 +43,7 @@ class Stage:
     tls: bool
     plain_network: bool
     memory_bytes: int  # for each Spark task's rows
+    versions: dict[str, str]  # the driver's, which the executors must have
     frames: tuple[Frame, ...]
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -59,64 +61,69 @@ class Stage:
         from pyspark import BarrierTaskContext
 
         context = BarrierTaskContext.get()
-        partition, everyone = context.partitionId(), _told(context, self._hello(context))
-        if refused := _differing(everyone):
-            return {"refused": refused}
+        partition = context.partitionId()
+        neighbours = Neighbours.of([info.address for info in context.getTaskInfos()])
         with ExitStack() as stack:
-            spawner = None
-            if _of_host(everyone, partition)[0] == partition:  # the host's agent
+            spawner, own = None, {**_means(context), "busy": ""}
+            if partition in neighbours.agents:
                 spawner = Spawner()  # it loads torch while the rows come
                 stack.callback(spawner.close)
+                own["busy"] = stack.enter_context(closing(Busy())).place
+            counts = self._counts(context, partition, len(neighbours.hosts))
             spools = [stack.enter_context(closing(self._spool(frame))) for frame in self.frames]
-            counted = _told(context, _tried(lambda: self._counted(partition, len(everyone))))
-            if refused := _refused(counted):
-                return {"refused": refused}
-            held = _told(context, _tried(lambda: self._filled(spools, batches, counted, partition)))
-            if refused := _refused(held):
+            told = _told(context, own | _tried(lambda: self._filled(spools, batches, counts, partition)))
+            if refused := next((said["refused"] for said in told if said["refused"]), ""):
                 return {"refused": refused}
             if spawner is not None:
-                self._give(spawner, partition, everyone, held)
-            context.barrier()
+                self._give(spawner, partition, neighbours, told)
+            else:
+                wait_until_over(told[neighbours.here(partition)[0]]["busy"])
         return {}
-
-    def _hello(self, context: Any) -> dict[str, Any]:
-        gpu = context.resources().get("gpu")
-        return {
-            "host": host_key(),
-            "cpus": context.cpus(),
-            "gpus": list(gpu.addresses) if gpu is not None else [],
-            "versions": versions(),
-        }
 
     def _spool(self, frame: Frame) -> Spool:
         return Spool(frame.kept, self.memory_bytes // len(self.frames), _folder())
 
-    def _counted(self, partition: int, tasks: int) -> dict[str, Any]:
-        """The rows of this one's share of the files, for the others, which need them to know their parts."""
-        return {"files": [shared_files.count(frame.files, partition, tasks) for frame in self.frames]}
+    def _counts(self, context: Any, partition: int, tasks: int) -> list[dict[str, Any]]:
+        """What every Spark task says of its share of the files: the rows, which all need to know their parts; nothing without files."""
+        if not any(frame.files for frame in self.frames):
+            return []
+
+        def counted() -> dict[str, Any]:
+            return {"files": [shared_files.count(frame.files, partition, tasks) for frame in self.frames]}
+
+        return _told(context, _tried(counted))
 
     def _filled(
-        self, spools: list[Spool], batches: Iterator[pa.RecordBatch], counted: list[dict[str, Any]], partition: int
+        self, spools: list[Spool], batches: Iterator[pa.RecordBatch], counts: list[dict[str, Any]], partition: int
     ) -> dict[str, Any]:
         """Keep this one's rows; what is held here, for the others."""
+        self._check_versions()
+        if refused := next((said["refused"] for said in counts if said["refused"]), ""):
+            raise BadInput(refused)
         streamed = {i: spool for i, spool in enumerate(spools) if not self.frames[i].files}
         _fill(streamed, batches)
         for i, frame in enumerate(self.frames):
             if frame.files:
-                rows = shared_files.together([told["files"][i] for told in counted])
-                for batch in shared_files.read(frame.files, rows, frame.sources, partition, len(counted)):
+                rows = shared_files.together([told["files"][i] for told in counts])
+                for batch in shared_files.read(frame.files, rows, frame.sources, partition, len(counts)):
                     spools[i].add(batch)
         return {"parts": [[part.to_json() for part in spool.parts()] for spool in spools]}
 
-    def _give(
-        self, spawner: Spawner, partition: int, everyone: list[dict[str, Any]], held: list[dict[str, Any]]
-    ) -> None:
+    def _check_versions(self) -> None:
+        here = versions()
+        if here != self.versions:
+            raise BadInput(
+                f"the executor on {socket.gethostname()} has {_listed(here)}, the driver {_listed(self.versions)}; install the same, or "
+                "name the right Python in PYSPARK_PYTHON"
+            )
+
+    def _give(self, spawner: Spawner, partition: int, neighbours: Neighbours, told: list[dict[str, Any]]) -> None:
         """Be the host's agent until the run is over. How it ended is the driver's to say."""
-        here = _of_host(everyone, partition)
-        gpus = [gpu for i in here for gpu in everyone[i]["gpus"]]
+        here = neighbours.here(partition)
+        gpus = [gpu for i in here for gpu in told[i]["gpus"]]
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        pool = self._pool(partition, everyone, held)
+        pool = self._pool(partition, neighbours, told)
         try:
             os.environ[VARIABLE] = f"/proc/{os.getpid()}/fd/{pool}"
             offer = Join(
@@ -124,7 +131,7 @@ class Stage:
                 workers=len(here),
                 tls=self.tls,
                 plain_network=self.plain_network,
-                threads=max(1, int(everyone[partition]["cpus"])),
+                threads=max(1, int(told[partition]["cpus"])),
                 order=partition,
             )
             join(offer, say=_log, secret=Secret.from_json(self.secret), spawner=spawner)
@@ -134,23 +141,19 @@ class Stage:
             del os.environ[VARIABLE]
             os.close(pool)
 
-    def _pool(self, partition: int, everyone: list[dict[str, Any]], held: list[dict[str, Any]]) -> int:
+    def _pool(self, partition: int, neighbours: Neighbours, told: list[dict[str, Any]]) -> int:
         """A file in memory that says which rows are here, and how many elsewhere; see `open_pool`."""
-        hosts = [_of_host(everyone, i) for i in _agents(everyone)]
-        mine = _of_host(everyone, partition)
+        hosts = [neighbours.here(agent) for agent in neighbours.agents]
+        here = neighbours.here(partition)
+        frames = list(enumerate(self.frames))
         pools = {
             "workers": [len(host) for host in hosts],
-            "host": next(i for i, host in enumerate(hosts) if partition in host),
+            "host": hosts.index(here),
             "rows": [
-                {
-                    frame.key: sum(part["rows"] for i in host for part in held[i]["parts"][n])
-                    for n, frame in enumerate(self.frames)
-                }
+                {frame.key: sum(part["rows"] for i in host for part in told[i]["parts"][n]) for n, frame in frames}
                 for host in hosts
             ],
-            "parts": {
-                frame.key: [part for i in mine for part in held[i]["parts"][n]] for n, frame in enumerate(self.frames)
-            },
+            "parts": {frame.key: [part for i in here for part in told[i]["parts"][n]] for n, frame in frames},
         }
         fd = os.memfd_create("manyhands-pool", os.MFD_CLOEXEC)
         with os.fdopen(os.dup(fd), "w") as file:
@@ -167,9 +170,10 @@ def _fill(spools: dict[int, Spool], batches: Iterator[pa.RecordBatch]) -> None:
             spool.add(batch if len(spools) == 1 else batch.filter(pc.equal(batch.column(WHICH), i)))
 
 
-def host_key() -> str:
-    """What has memory in common: a host, or one container of YARN's, whose limit of memory is its own."""
-    return ":".join(filter(None, (socket.gethostname(), os.environ.get("CONTAINER_ID", ""))))
+def _means(context: Any) -> dict[str, Any]:
+    """What Spark gave to this Spark task."""
+    gpu = context.resources().get("gpu")
+    return {"cpus": context.cpus(), "gpus": list(gpu.addresses) if gpu is not None else []}
 
 
 def _told(context: Any, value: dict[str, Any]) -> list[dict[str, Any]]:
@@ -183,29 +187,6 @@ def _tried(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"refused": "", **work()}
     except (BadInput, OSError) as error:
         return {"refused": str(error)}
-
-
-def _refused(told: list[dict[str, Any]]) -> str:
-    """Why one of the Spark tasks cannot go on, or "" """
-    return next((said["refused"] for said in told if said["refused"]), "")
-
-
-def _of_host(everyone: list[dict[str, Any]], partition: int) -> list[int]:
-    """The partitions on this one's host, in order."""
-    return [i for i, other in enumerate(everyone) if other["host"] == everyone[partition]["host"]]
-
-
-def _agents(everyone: list[dict[str, Any]]) -> list[int]:
-    return [i for i in range(len(everyone)) if _of_host(everyone, i)[0] == i]
-
-
-def _differing(everyone: list[dict[str, Any]]) -> str:
-    """Why these executors cannot train together, or "" """
-    first = everyone[0]
-    for other in everyone[1:]:
-        if other["versions"] != first["versions"]:
-            return f"executors differ: {first['host']} has {_listed(first['versions'])}, {other['host']} has {_listed(other['versions'])}; install the same"
-    return ""
 
 
 def _listed(versions: dict[str, str]) -> str:
