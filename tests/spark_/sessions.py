@@ -98,7 +98,7 @@ def standalone(folder: Path, workers: int = 2) -> Iterator[str]:
     processes = [start("master.Master", "--port", "0", "--webui-port", "0")]
     try:
         address = _said(processes[0], r"(spark://127\.0\.0\.1:\d+)")
-        options = ("--cores", "1", "--memory", "512m", "--webui-port", "0", address)
+        options = ("--cores", "1", "--memory", "1g", "--webui-port", "0", address)
         processes += [start("worker.Worker", *options, container=f"container-{i}") for i in range(workers)]
         for worker in processes[1:]:
             _said(worker, r"(Successfully registered with master)")

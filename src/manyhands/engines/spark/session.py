@@ -77,6 +77,11 @@ def check(spark: SparkSession, workers: int) -> None:
 
 
 def _too_few(spark: SparkSession, workers: int, slots: int) -> str:
+    if slots == 0:
+        return (
+            f"{workers} workers need {workers} Spark task slots at once, and no executor has come within {_SLOTS_S:.0f} s: do others hold the cluster, "
+            f"or do executors ask for more than a node has (spark.executor.memory is {spark.conf.get('spark.executor.memory', '1g')})?"
+        )
     return (
         f"{workers} workers need {workers} Spark task slots at once, and the cluster has {slots}: give fewer workers, more "
         f"executors or cores, or a smaller spark.task.cpus (now {spark.conf.get('spark.task.cpus', '1')})"
