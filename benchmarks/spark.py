@@ -4,7 +4,8 @@
     python benchmarks/spark.py --large             200 MB of model, 4 GB of rows, a heap of 512 MB: whether it fits, and how much the driver takes
     python benchmarks/spark.py --accuracy          every strategy on the digits: test accuracy on Spark beside local, two workers, median of 3 seeds
 
-A cluster of two executors of one core (`local-cluster`), each worker one thread. In every block, in an order that rotates:
+A cluster of two executors of one core (`local-cluster`), each worker one thread. After one round that is not counted, in every
+block, in an order that rotates:
 
 frame         manyhands, engine spark, rows from a DataFrame that reads the Parquet files
 files         manyhands, engine spark, the executors read the Parquet files themselves
@@ -92,6 +93,8 @@ def compared(spark: Any, folder: Path, options: argparse.Namespace) -> dict[str,
         "distributor": lambda: _distributor(options, files),
         "local": lambda: _ours(options, "local", files, of_files),
     }
+    for way in ways.values():  # JVMs compile what they do often
+        way()
     blocks = []
     for block in range(options.blocks):
         order = list(ways)[block % len(ways) :] + list(ways)[: block % len(ways)]
@@ -270,7 +273,7 @@ def _session(folder: Path) -> Any:
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "spark_"))
     from sessions import spark_session
 
-    return spark_session("local-cluster[2,1,1024]", folder, **{"spark.driver.memory": "512m"})
+    return spark_session("local-cluster[2,1,1024]", folder, java="", **{"spark.driver.memory": "512m"})
 
 
 def _options() -> argparse.Namespace:

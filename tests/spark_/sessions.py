@@ -38,15 +38,15 @@ def need_spark() -> None:
 
 
 @contextmanager
-def spark_session(master: str, folder: Path, **options: Any) -> Iterator[Any]:
-    """A session whose executors run this Python, whose files are in `folder`, and of which nothing is left."""
+def spark_session(master: str, folder: Path, java: str = JAVA, **options: Any) -> Iterator[Any]:
+    """A session whose executors run this Python, whose files are in `folder`, and of which nothing is left. java: for its JVMs."""
     import pyspark
     from pyspark.sql import SparkSession
 
     os.environ["PYSPARK_PYTHON"] = sys.executable
     os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
     os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
-    os.environ["JAVA_TOOL_OPTIONS"] = JAVA
+    os.environ["JAVA_TOOL_OPTIONS"] = java
     builder = SparkSession.builder.master(master).appName("tests")
     own = {
         "spark.local.dir": str(folder / "local"),
