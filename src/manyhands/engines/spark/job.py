@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 _SAYS_WHY = re.compile(r"[\w.]*(Error|Exception|BadInput)\b: .|.*ExecutorLostFailure")
+_KEYS: dict[int, list[int]] = {}  # by the number of partitions: the hash is the same in all sessions
 _END_S = 20.0
 _OWN_WORD_S = 2.0  # in which Spark itself finds that an executor is gone
 
@@ -138,6 +139,8 @@ def _dealt(spark: SparkSession, table: DataFrame, workers: int) -> DataFrame:
 
 def _keys(spark: SparkSession, partitions: int) -> list[int]:
     """For each partition a number of which Spark's own hash makes that partition."""
+    if partitions in _KEYS:
+        return _KEYS[partitions]
     tried = spark.range(0, 32 * partitions, 1, 1).selectExpr("id", f"pmod(hash(id), {partitions}) as place").collect()
     found = {int(row["place"]): int(row["id"]) for row in tried}
-    return [found[place] for place in range(partitions)]
+    return _KEYS.setdefault(partitions, [found[place] for place in range(partitions)])
