@@ -1,6 +1,6 @@
 """Training on Spark beside TorchDistributor: rows/s of the same model on the same rows, on the same cluster.
 
-    python benchmarks/spark.py [--rows 400000] [--features 64] [--epochs 2] [--blocks 3] [--json FILE]
+    python benchmarks/spark.py [--rows 400000] [--features 64] [--epochs 5] [--blocks 3] [--json FILE]
     python benchmarks/spark.py --large             200 MB of model, 4 GB of rows, a heap of 512 MB: whether it fits, and how much the driver takes
     python benchmarks/spark.py --accuracy          every strategy on the digits: test accuracy on Spark beside local, two workers, median of 3 seeds
 
@@ -85,10 +85,9 @@ def compared(spark: Any, folder: Path, options: argparse.Namespace) -> dict[str,
     columns = ", ".join(f"rand({i})" for i in range(options.features))
     table = spark.range(0, options.rows, 1, 8).selectExpr(f"array({columns}) as x", f"id % {CLASSES} as y")
     table.selectExpr("transform(x, v -> float(v)) as x", "y").write.parquet(files)
+    rows = spark.read.parquet(files)
     ways: dict[str, Callable[[], dict[str, float]]] = {
-        "frame": lambda: _ours(
-            options, "spark", mh.spark.frame(spark.read.parquet(files), features="x", label="y"), of_frame
-        ),
+        "frame": lambda: _ours(options, "spark", mh.spark.frame(rows, features="x", label="y"), of_frame),
         "files": lambda: _ours(options, "spark", mh.spark.frame(files, features="x", label="y"), of_frame),
         "distributor": lambda: _distributor(options, files),
         "local": lambda: _ours(options, "local", files, of_files),
@@ -280,7 +279,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=ROWS)
     parser.add_argument("--features", type=int, default=64)
-    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--blocks", type=int, default=3)
     parser.add_argument("--large", action="store_true")
     parser.add_argument("--accuracy", action="store_true")
