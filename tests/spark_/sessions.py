@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -120,6 +122,25 @@ def _said(process: subprocess.Popen[str], pattern: str) -> str:
             threading.Thread(target=process.stderr.read, daemon=True).start()
             return found[1]
     raise AssertionError(f"ended with {process.wait(20)} before it said {pattern}")
+
+
+def said_by(script: str, folder: Path, *arguments: str) -> Any:
+    """The JSON in the last line that a script prints: a driver in a process of its own, whose files are in `folder`."""
+    file = folder / "script.py"
+    file.write_text(textwrap.dedent(script))
+    environment = {
+        **os.environ,
+        "PYSPARK_PYTHON": sys.executable,
+        "SPARK_LOCAL_IP": "127.0.0.1",
+        "SPARK_LOCAL_DIRS": str(folder / "local"),
+        "SPARK_TESTING": "1",  # a Connect server takes any free port
+        "JAVA_TOOL_OPTIONS": f"{JAVA} -Djava.io.tmpdir={folder}",  # which that server does not tidy up
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]),
+    }
+    command = [sys.executable, str(file), *arguments]
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def pyspark_home() -> str:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
+
+import manyhands as mh
 
 
 def line() -> nn.Module:
@@ -26,3 +30,30 @@ class Classes(nn.Module):
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=0.2)
+
+
+def slope(spark: Any) -> mh.Task:
+    """64 rows of y = 2x + 1 in a DataFrame, and one linear unit that learns it."""
+    table = spark.range(64).selectExpr("array(id / 64) as x", "id / 32 + 1 as y")
+    return mh.Task(
+        model=_unit,
+        loss=_squares,
+        optimizer=_sgd,
+        train_data=mh.spark.frame(table, features="x", label="y"),
+        batch_size=16,
+        epochs=60,
+    )
+
+
+def _unit() -> nn.Module:
+    return nn.Linear(1, 1)
+
+
+def _squares(model: nn.Module, batch: Any) -> torch.Tensor:
+    x, y = batch
+    loss: torch.Tensor = ((model(x) - y[:, None]) ** 2).mean()
+    return loss
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.5)
