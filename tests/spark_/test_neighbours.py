@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from manyhands.engines.spark.neighbours import Busy, Neighbours, wait_until_over
+from manyhands.engines.spark.neighbours import Busy, Neighbours, process_space, wait_until_over
 
 ADDRESSES = ["10.0.0.1:7001", "10.0.0.2:7001", "10.0.0.1:7002", "10.0.0.2:7001"]
 
@@ -23,6 +23,13 @@ def test_a_container_of_yarn_is_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Neighbours.of(ADDRESSES)
     assert found.agents == [0, 1, 2]
     assert found.here(3) == [1, 3]
+
+
+def test_containers_in_the_hosts_network_cannot_work_together() -> None:
+    found = Neighbours(("a", "b", "a"))
+    assert found.apart(["x", "y", "x"]) == ""
+    assert found.apart(["x", "y", "z"]).startswith("executors at a have one address and no processes in common")
+    assert process_space() == process_space()
 
 
 def test_neighbours_wait_until_the_agent_lets_go() -> None:

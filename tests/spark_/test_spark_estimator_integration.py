@@ -112,17 +112,26 @@ def test_a_pipeline_is_saved_without_pickle(fitted: Any, halves: Any, tmp_path: 
 
 
 @pytest.mark.filterwarnings("ignore:unclosed running multiprocessing pool:ResourceWarning")  # Spark's own
-def test_cross_validation_tries_params(spark: Any, halves: Any) -> None:
+def test_cross_validation_tries_params_and_is_saved(halves: Any, tmp_path: Path) -> None:
     from pyspark.ml.evaluation import MulticlassClassificationEvaluator
-    from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
+    from pyspark.ml.tuning import CrossValidator, CrossValidatorModel, ParamGridBuilder
 
-    estimator = mh.spark.Estimator(model=partial(Classes, 2), optimizer=adam, features_col="x", epochs=1, batch_size=32)
+    make, runs = partial(Classes, 2), str(tmp_path / "runs")
+    estimator = mh.spark.Estimator(model=make, optimizer=adam, features_col="x", epochs=1, batch_size=32, run_dir=runs)
     grid = ParamGridBuilder().addGrid(estimator.epochs, [2]).build()
     judge = MulticlassClassificationEvaluator(metricName="accuracy")
     search = CrossValidator(estimator=estimator, estimatorParamMaps=grid, evaluator=judge, numFolds=2)
     best = search.fit(halves.select("x", "label"))
     assert max(best.avgMetrics) > 0.8
     assert best.bestModel.run.info["epochs"] == 2
+    assert len(list((tmp_path / "runs").iterdir())) == 3
+    best.save(str(tmp_path / "search"))
+    again = CrossValidatorModel.load(str(tmp_path / "search"))
+    assert again.avgMetrics == best.avgMetrics
+    x = torch.randn(4, 2)
+    assert torch.equal(again.bestModel.module.eval()(x), best.bestModel.module.eval()(x))
+    with pytest.raises(BadInput, match="this Estimator was loaded"):
+        again.getEstimator().fit(halves)
 
 
 def test_validation_rows_by_a_column(halves: Any) -> None:

@@ -22,6 +22,7 @@ from manyhands.data.sources import open_source
 from manyhands.engines.base import Launch
 from manyhands.engines.spark.engine import Spark
 from manyhands.errors import BadInput
+from manyhands.spark.framing import split
 from manyhands.worker import Worker
 from tfrecord_files import examples
 
@@ -159,10 +160,10 @@ def test_only_a_read_of_files_is_read_there(spark: Any, tmp_path: Path) -> None:
 
 
 def test_several_frames_of_one_run(spark: Any) -> None:
-    one, other = numbered(spark, [5, 2]), numbered(spark, [3]).selectExpr("row + 100 as row", "x")
-    first, second = labels(Spark(), (framed(one), framed(other)), 2)
-    assert first == [Counter(range(7))] * 2
-    assert second == [Counter(range(100, 103))] * 2
+    one, other = numbered(spark, [5, 2]), numbered(spark, [3]).selectExpr("row + 100 as row", "x", "row = 1 as judged")
+    trains, judges = split(other, framed, indicator="judged")
+    found = labels(Spark(), (trains, judges, framed(one)), 2)
+    assert found == [[Counter([100, 102])] * 2, [Counter([101])] * 2, [Counter(range(7))] * 2]
 
 
 def test_an_epoch_shuffles_across_partitions(spark: Any) -> None:

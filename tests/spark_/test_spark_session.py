@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from manyhands.engines.spark import session
+from manyhands.engines.base import Launch
+from manyhands.engines.spark import job, session
 from manyhands.engines.spark.engine import Spark
 from manyhands.engines.spark.job import why
+from manyhands.engines.spark.stage import check_versions
 from manyhands.errors import BadInput, Unsupported
 
 
@@ -91,7 +94,41 @@ def test_a_client_of_spark_connect_listens_where_it_reaches_its_server(monkeypat
     monkeypatch.setattr(session, "is_connect", lambda spark: True)
     there = Session()
     there.client = SimpleNamespace(host="127.0.0.7")  # type: ignore[attr-defined]
-    assert session.driver_host(there) == "127.0.0.1"  # type: ignore[arg-type]
+    assert session.addresses(there) == ("127.0.0.1", "127.0.0.1")  # type: ignore[arg-type]
+
+
+def test_the_driver_listens_where_it_is_bound_and_is_called_by_its_name() -> None:
+    there = Session(spark__driver__host="edge.example", spark__driver__bindAddress="0.0.0.0")
+    assert session.addresses(there) == ("0.0.0.0", "edge.example")  # type: ignore[arg-type]
+    listener, stage = Spark()._opened(("0.0.0.0", "edge.example"), Launch(workers=2))
+    listener.close()
+    assert stage.address.startswith("edge.example:")
+    assert session.addresses(Session(spark__driver__host="10.0.0.5")) == ("10.0.0.5", "10.0.0.5")  # type: ignore[arg-type]
+
+
+def test_executors_of_other_versions() -> None:
+    with pytest.raises(BadInput, match=r"the executor on far has torch 2\.6, the driver torch 2\.13; install the same"):
+        check_versions("far", {"torch": "2.6"}, {"torch": "2.13"})
+
+
+def test_a_cancelled_job_that_was_still_planned_is_cancelled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "_AGAIN_S", 0.01)
+    cancelled, over = [], threading.Event()
+    made = job.Job.__new__(job.Job)
+    made._error, made._tag = None, "tag"
+    made._thread = threading.Thread(target=over.wait)
+
+    def cancel() -> None:
+        cancelled.append(1)
+        if len(cancelled) == 3:
+            over.set()
+
+    monkeypatch.setattr(made, "_cancel", cancel)
+    monkeypatch.setattr(job, "_OWN_WORD_S", 0.01)
+    with pytest.raises(KeyError), made:
+        raise KeyError
+    assert len(cancelled) == 3
+    assert not made._thread.is_alive()
 
 
 @pytest.mark.parametrize("memory", [-1, 1.5, True, "many"])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -40,6 +41,18 @@ def test_a_folder_elsewhere() -> None:
 def test_what_nobody_can_import(make: object) -> None:
     with pytest.raises(BadInput, match="none that another process could import"):
         recipe_of(make)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["loose", "system"])
+def test_a_file_cannot_name_what_else_is_called(name: str, tmp_path: Path) -> None:
+    save(str(tmp_path / "m"), line, line())
+    recipe = tmp_path / "m" / "model.json"
+    module, called = {"loose": ("spark_models", "loose"), "system": ("os", "system")}[name]
+    found = json.loads(recipe.read_text()) | {"module": module, "name": called, "args": [f"touch {tmp_path}/called"]}
+    recipe.write_text(json.dumps(found))
+    with pytest.raises(BadInput, match=f"a function that says it returns one: def {called}"):
+        load(str(tmp_path / "m"))
+    assert not (tmp_path / "called").exists()
 
 
 def test_arguments_that_json_does_not_hold() -> None:

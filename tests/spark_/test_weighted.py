@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from manyhands.errors import BadInput
-from manyhands.spark.predicting import said
+from manyhands.spark.predicting import _side_by_side, said
 from manyhands.spark.weighted import WeightedLoss, WeightedMetrics
 
 
@@ -21,6 +22,25 @@ def test_a_row_of_weight_three_is_three_rows() -> None:
     accuracy, of = found["accuracy"]
     assert of == 5
     assert accuracy.item() == pytest.approx((model(x[repeated]).argmax(1) == y[repeated]).float().mean().item())
+
+
+def test_rows_without_weight_alone() -> None:
+    model = nn.Linear(2, 3)
+    batch = (torch.randn(2, 2), torch.tensor([0, 2]), torch.zeros(2))
+    mean, weight = WeightedLoss(F.cross_entropy)(model, batch)
+    mean.backward()
+    assert (mean.item(), weight.item()) == (0.0, 0.0)
+    assert model.weight.grad is not None
+    assert not model.weight.grad.any()
+    assert [float(value) for value in WeightedMetrics(F.cross_entropy)(model, batch)["accuracy"]] == [0.0, 0.0]
+
+
+def test_arrays_in_arrays_are_one_array() -> None:
+    import pandas as pd
+
+    nested = pd.Series([np.array([np.arange(3.0), np.arange(3.0) + i], dtype=object) for i in range(2)])
+    found = _side_by_side([nested], "float32")
+    assert found.tolist() == [[[0, 1, 2], [0, 1, 2]], [[0, 1, 2], [1, 2, 3]]]
 
 
 def test_a_criterion_without_reduction() -> None:

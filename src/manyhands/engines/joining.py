@@ -121,12 +121,16 @@ def _connected(offer: Join, secret: Secret) -> Channel:
                 timeout_s=timeout_s,
             )
         except ChannelClosed as error:
-            raise ManyhandsError(str(error)) from error
+            raise JoinError(str(error)) from error
         except ChannelTimeout as error:
             if time.monotonic() >= deadline:
-                raise ManyhandsError(
+                raise JoinError(
                     f"no run took this host's workers within {offer.wait_s:.0f} s: {error}; or has the run begun without them?"
                 ) from error
+
+
+class JoinError(ManyhandsError):
+    """No run took this host's workers."""
 
 
 @dataclass

@@ -50,6 +50,11 @@ class Roles:
         return [(role, index) for role, count in self.counts.items() for index in range(count)]
 
     @property
+    def trainers(self) -> int:
+        """How many train: the first ranks."""
+        return sum(count for role, count in self.counts.items() if role in TRAINING)
+
+    @property
     def awaited(self) -> frozenset[int]:
         """The ranks that must return; the others are ended then."""
         return frozenset(rank for rank, (role, _) in enumerate(self.members) if role in self.until)

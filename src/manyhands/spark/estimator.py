@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import uuid
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +83,7 @@ class _Columns(HasFeaturesCol, HasLabelCol, HasPredictionCol, HasWeightCol):
         return names[0] if len(names) == 1 else names
 
 
-class Estimator(SparkEstimator["Model"], _Columns, MLWritable):
+class Estimator(SparkEstimator["Model"], _Columns, MLWritable, MLReadable["Estimator"]):
     """Trains a PyTorch model on a DataFrame, by any strategy, in the executors.
 
         model = mh.spark.Estimator(model=Net, num_workers=4, strategy="local-sgd:period=8", epochs=5).fit(df)
@@ -97,7 +98,8 @@ class Estimator(SparkEstimator["Model"], _Columns, MLWritable):
     validation_indicator_col: a column of booleans: rows where it is true validate. validation_fraction: so many rows, drawn by
         `seed`, validate instead. early_stopping: end after so many validations in a row without a lower validation loss, and
         keep the best.
-    num_workers, strategy, engine, run_dir: as `train` has them (workers, strategy, engine, run_dir).
+    num_workers, strategy, engine, run_dir: as `train` has them (workers, strategy, engine, run_dir); each fit has a folder of its own
+        below run_dir, `Model.run.directory`.
     output: what a prediction is: "class", "value", "array", or "auto", by the label's type. threshold: a single output above it is
         class 1; default: 0, for logits, and 0.5 for a Keras model whose loss takes probabilities.
     fields: any other field of Task (epochs, batch_size, seed, …).
@@ -180,6 +182,8 @@ class Estimator(SparkEstimator["Model"], _Columns, MLWritable):
 
     @override
     def _fit(self, dataset: DataFrame) -> Model:
+        if self._make is _was_not_saved:
+            _was_not_saved()
         training, validation = self._split(dataset)
         task = self._asked(training, validation)
         stops = {} if self._early_stopping is None else self._stopping(self._early_stopping)
@@ -188,7 +192,7 @@ class Estimator(SparkEstimator["Model"], _Columns, MLWritable):
             strategy=self.getOrDefault(self.strategy),
             engine=self._engine,
             workers=self.getOrDefault(self.num_workers),
-            run_dir=self._run_dir,
+            run_dir=None if self._run_dir is None else f"{self._run_dir}/{uuid.uuid4().hex[:12]}",
             **stops,
         )
         return self._fitted(task, run, training)
@@ -238,10 +242,12 @@ class Estimator(SparkEstimator["Model"], _Columns, MLWritable):
 
     @override
     def write(self) -> MLWriter:
-        raise BadInput(
-            "an Estimator that has not been fitted holds functions (model, loss, optimizer), which are not saved without pickle: save the "
-            "fitted Model, or the script"
-        )
+        return _ParamsWriter(self)
+
+    @classmethod
+    @override
+    def read(cls) -> MLReader[Estimator]:
+        return _ParamsReader()
 
 
 class Model(SparkModel, _Columns, MLWritable, MLReadable["Model"]):
@@ -294,6 +300,34 @@ class Model(SparkModel, _Columns, MLWritable, MLReadable["Model"]):
         return made
 
 
+class _ParamsWriter(MLWriter):
+    """The Params alone: an Estimator holds functions (model, loss, optimizer), which are not saved without pickle."""
+
+    def __init__(self, estimator: Estimator) -> None:
+        super().__init__()
+        self._estimator = estimator
+
+    @override
+    def saveImpl(self, path: str) -> None:
+        DefaultParamsWriter.saveMetadata(self._estimator, path, self.sc)
+
+
+class _ParamsReader(MLReader[Estimator]):
+    @override
+    def load(self, path: str) -> Estimator:
+        metadata = DefaultParamsReader.loadMetadata(path, self.sc)
+        estimator = Estimator(model=_was_not_saved)
+        estimator._resetUid(metadata["uid"])
+        DefaultParamsReader.getAndSetParams(estimator, metadata)
+        return estimator
+
+
+def _was_not_saved() -> nn.Module:
+    raise BadInput(
+        "this Estimator was loaded, and a saved one holds its Params alone: make it anew with its model (its Params can be read off this one)"
+    )
+
+
 class _Writer(MLWriter):
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -302,14 +336,14 @@ class _Writer(MLWriter):
     @override
     def saveImpl(self, path: str) -> None:
         stored_model.check(self._model._make, self._model.module)
-        DefaultParamsWriter.saveMetadata(self._model, path, self.sparkSession)
+        DefaultParamsWriter.saveMetadata(self._model, path, self.sc)
         stored_model.save(_module_folder(self.sparkSession, path), self._model._make, self._model.module)
 
 
 class _Reader(MLReader[Model]):
     @override
     def load(self, path: str) -> Model:
-        metadata = DefaultParamsReader.loadMetadata(path, self.sparkSession)
+        metadata = DefaultParamsReader.loadMetadata(path, self.sc)
         make, module = stored_model.load(_module_folder(self.sparkSession, path))
         model = Model(make, module, metrics_of(module))
         model._resetUid(metadata["uid"])

@@ -84,9 +84,16 @@ def said(outputs: Tensor, output: str, threshold: float = 0.0) -> np.ndarray[Any
     return (flat.argmax(1) if flat.shape[1] > 1 else (flat[:, 0] > threshold)).double().numpy()
 
 
+def _stacked(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Arrays in an array, at any depth, as one."""
+    if values.dtype != object or not len(values):
+        return values
+    return np.stack([_stacked(np.asarray(value)) for value in values])
+
+
 def _side_by_side(columns: Sequence[pd.Series[Any]], dtype: str) -> np.ndarray[Any, Any]:
     """As training has them: one column as it is, several as values side by side."""
-    arrays = [np.stack(list(c)) if c.dtype == object and len(c) else c.to_numpy() for c in columns]
+    arrays = [_stacked(column.to_numpy()) for column in columns]
     if len(arrays) == 1:
         return np.ascontiguousarray(arrays[0], dtype=dtype)
     return np.ascontiguousarray(np.concatenate([a.reshape(len(a), -1) for a in arrays], axis=1), dtype=dtype)
@@ -95,7 +102,7 @@ def _side_by_side(columns: Sequence[pd.Series[Any]], dtype: str) -> np.ndarray[A
 def judged(model: nn.Module, metrics: Evaluate, data: Frame) -> dict[str, float]:
     """{metric: weighted mean over all rows, or what their sums say}, computed in the executors. BadInput without rows."""
     tally = Tally()
-    for row in data.table.mapInArrow(Judge(model, metrics, data.columns), "tally string").toLocalIterator():
+    for row in data.table.mapInArrow(Judge(model, metrics, data.columns), "tally string").collect():
         tally.merge(json.loads(row["tally"]))
     if not tally.means and not tally.sums:
         raise BadInput("there is nothing to evaluate: the DataFrame has no rows")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import typing
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -40,6 +41,7 @@ def recipe_of(make: Make) -> dict[str, Any]:
             f"a model is saved by the name of what makes it, and {name or function!r} has none that another process could import: put a class "
             "or function into a module of yours, and give that (or a functools.partial of it) as model"
         )
+    _check_makes_modules(function)
     recipe = {"format": FORMAT, "module": module, "name": name, "args": list(args), "keywords": dict(keywords)}
     try:
         json.dumps(recipe)
@@ -93,12 +95,29 @@ def load(path: str) -> tuple[Make | None, nn.Module]:
     return make, model
 
 
+def _check_makes_modules(function: Any) -> None:
+    """BadInput for anything but a class of modules, or a function that says it returns one: a file must not name what else is called."""
+    kind = function
+    if not isinstance(function, type):
+        try:
+            kind = typing.get_type_hints(function).get("return")
+        except (NameError, TypeError):
+            kind = None
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        name = getattr(function, "__qualname__", repr(function))
+        raise BadInput(
+            f"a saved model names what makes it, which must be a class of torch modules, or a function that says it returns one: "
+            f"def {name}(…) -> nn.Module"
+        )
+
+
 def _maker(recipe: dict[str, Any], path: str) -> Make:
     function = _found(recipe["module"], recipe["name"])
     if function is None:
         raise BadInput(
             f"{path} needs {recipe['module']}.{recipe['name']}, which cannot be imported here: install that module"
         )
+    _check_makes_modules(function)
     args, keywords = recipe["args"], recipe["keywords"]
     return partial(function, *args, **keywords) if args or keywords else function
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from manyhands.errors import BadInput
@@ -32,8 +33,7 @@ class WeightedLoss:
                 f"weight_col needs a criterion that takes reduction='none', as torch.nn.functional's do ({error}): give one, or a task "
                 "whose loss takes (features, label, weight)"
             ) from error
-        each = each.reshape(len(weight), -1).mean(1)
-        return (each * weight).sum() / weight.sum(), weight.sum()
+        return _mean(each.reshape(len(weight), -1).mean(1), weight)
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,11 @@ class WeightedMetrics:
         outputs = model(features)
         metrics: dict[str, Any] = {"loss": WeightedLoss(self.criterion).mean(outputs, label, weight)}
         if not label.is_floating_point() and outputs.dim() == label.dim() + 1:
-            right = (outputs.argmax(1) == label).float()
-            metrics["accuracy"] = ((right * weight).sum() / weight.sum(), weight.sum())
+            metrics["accuracy"] = _mean((outputs.argmax(1) == label).float(), weight)
         return metrics
+
+
+def _mean(values: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(mean of [rows] values, weight); 0 where nothing has weight."""
+    total = weight.sum()
+    return (values * weight).sum() / total.clamp_min(torch.finfo(torch.float32).tiny), total

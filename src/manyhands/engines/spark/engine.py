@@ -19,7 +19,6 @@ from manyhands.engines.base import Engine, Launch, check_counts
 from manyhands.errors import BadInput, ManyhandsError, Unsupported
 
 if TYPE_CHECKING:
-    from manyhands.data.frames import Frame
     from manyhands.engines.gathering import Guests
     from manyhands.engines.secret import Secret
     from manyhands.engines.spark.job import Job
@@ -77,13 +76,15 @@ class Spark(Engine):
         from manyhands.engines.gathering import Guests, Listening
         from manyhands.engines.limits import room_for_descriptors
         from manyhands.engines.spark import session
-        from manyhands.engines.spark.job import Job
+        from manyhands.engines.spark.job import Job, check_executors
 
         with ExitStack() as stack:
             spark = stack.enter_context(session.session(self.master))
             session.check(spark, plan.workers)
             stack.enter_context(room_for_descriptors(2 * plan.workers + 16))
-            listener, stage = self._opened(session.driver_host(spark), tuple(plan.frames))
+            if any(not frame.files for frame in plan.frames):
+                check_executors(spark, plan.workers)
+            listener, stage = self._opened(session.addresses(spark), plan)
             with contextlib.closing(listener):
                 job = stack.enter_context(Job(spark, stage, plan.workers))
                 guests = stack.enter_context(Guests("see the executor's log in Spark's own pages"))
@@ -91,8 +92,8 @@ class Spark(Engine):
             observer = Listening(plan.observer, guests.crews)
             return Driver(guests.crews, replace(plan, observer=observer)).run(program)
 
-    def _opened(self, host: str, frames: tuple[Frame, ...]) -> tuple[Listener, Stage]:
-        """Where the executors come to, and what they are told."""
+    def _opened(self, addresses: tuple[str, str], plan: Launch) -> tuple[Listener, Stage]:
+        """Where the executors come to, and what they are told. addresses: of this host to listen at, and by which executors call it."""
         from manyhands.engines.post import SILENCE_S
         from manyhands.engines.roster import versions
         from manyhands.engines.spark.stage import Stage
@@ -100,15 +101,17 @@ class Spark(Engine):
         from manyhands.transport.listener import Listener
 
         secret, plain = self._secret(), self.plain_network
-        listener = Listener(self.listen or host, **secret.proof, plain_network=plain, timeout_s=SILENCE_S)
+        own, called = (self.listen, self.listen) if self.listen else addresses
+        listener = Listener(own, **secret.proof, plain_network=plain, timeout_s=SILENCE_S)
         return listener, Stage(
-            address=format_address(listener.address),
+            address=format_address((listener.address[0] if own == called else called, listener.address[1])),
             secret=secret.to_json(),
             tls=self.tls,
             plain_network=plain,
             memory_bytes=self.memory_mb * 1_000_000,
             versions=versions(),
-            frames=frames,
+            frames=tuple(plan.frames),
+            readers=plan.workers if plan.roles is None else plan.roles.trainers,
         )
 
     def _gather(self, plan: Launch, listener: Listener, job: Job, guests: Guests) -> None:

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 import threading
+import time
 import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from manyhands.data.frames import ORDER, WHICH, Frame
+from manyhands.engines.roster import versions
 from manyhands.engines.spark.session import is_connect
-from manyhands.engines.spark.stage import SAID, SCHEMA, Stage
+from manyhands.engines.spark.stage import SAID, SCHEMA, Stage, check_versions, told_versions
 from manyhands.errors import BadInput, ManyhandsError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+LOG = logging.getLogger("manyhands")
+
 _SAYS_WHY = re.compile(r"[\w.]*(Error|Exception|BadInput)\b: .|.*ExecutorLostFailure")
 _KEYS: dict[int, list[int]] = {}  # by the number of partitions: the hash is the same in all sessions
 _END_S = 20.0
+_AGAIN_S = 0.5
 _OWN_WORD_S = 2.0  # in which Spark itself finds that an executor is gone
 
 
@@ -32,7 +38,7 @@ class Job:
         self._tag = f"manyhands-{uuid.uuid4().hex[:12]}"
         self._error: BaseException | None = None
         self._said: list[dict[str, Any]] = []
-        table = rows_of(spark, stage.frames, workers)
+        table = rows_of(spark, stage.frames, workers, stage.readers)
         self._thread = threading.Thread(target=self._run, args=(table, stage), name=self._tag, daemon=True)
 
     def __enter__(self) -> Job:
@@ -43,10 +49,13 @@ class Job:
         """When this returns, no Spark task of the run is left. What Spark says of its own failure is added to the error."""
         self._thread.join(_END_S if error is None else _OWN_WORD_S)
         told = "" if self._error is None else why(self._error)
-        if self._thread.is_alive():
+        deadline = time.monotonic() + _END_S
+        while self._thread.is_alive() and time.monotonic() < deadline:
             with contextlib.suppress(Exception):  # of a session that is gone: nothing of it runs then
-                self._cancel()
-            self._thread.join(_END_S)
+                self._cancel()  # what is still being planned begins only now, and is cancelled the next time
+            self._thread.join(_AGAIN_S)
+        if self._thread.is_alive():
+            LOG.warning("the Spark job %s does not end: look for it in Spark's own pages", self._tag)
         if error is not None and told:
             error.add_note(f"Spark says: {told}")
 
@@ -69,6 +78,8 @@ class Job:
             raise ManyhandsError(
                 f"the Spark job of the run failed before it began: {why(self._error)}"
             ) from self._error
+        if not self._said:
+            raise BadInput("the DataFrame has no rows: expected at least one. Is the filter or split the right one?")
         reasons = [said["refused"] for said in self._said if said.get("refused")]
         raise BadInput(reasons[0] if reasons else "the Spark job of the run ended before it began")
 
@@ -77,6 +88,17 @@ class Job:
             self._spark.interruptTag(self._tag)
         else:
             self._spark.sparkContext.cancelJobGroup(self._tag)
+
+
+def check_executors(spark: SparkSession, workers: int) -> None:
+    """Raise BadInput for executors of other versions, before Spark computes any row for them."""
+    table = spark.range(0, workers, 1, workers)
+    try:
+        told = [json.loads(row[SAID]) for row in table.mapInArrow(told_versions, SCHEMA).collect()]
+    except Exception as error:
+        raise ManyhandsError(f"the executors cannot work for a run: {why(error)}") from error
+    for host, found in told:
+        check_versions(host, found, versions())
 
 
 def why(error: BaseException) -> str:
@@ -105,25 +127,29 @@ def why(error: BaseException) -> str:
     return chosen[0][:500]
 
 
-def rows_of(spark: SparkSession, frames: Sequence[Frame], workers: int) -> DataFrame:
-    """All rows of all frames with a table and the place of each, dealt evenly to one partition a worker; without any, partitions
-    with nothing of use."""
-    tables = [(i, frame.table) for i, frame in enumerate(frames) if not frame.files]
+def rows_of(spark: SparkSession, frames: Sequence[Frame], workers: int, readers: int) -> DataFrame:
+    """All rows of all frames with a table and the place of each, dealt evenly to the first `readers` of one partition a worker;
+    without any, partitions with nothing of use."""
+    tables = {i: frame.table for i, frame in enumerate(frames) if not frame.files}
     if not tables:
         return spark.range(0, workers, 1, workers)
     from pyspark.sql import functions as F
 
-    together: DataFrame = tables[0][1]
-    if len(tables) > 1 and WHICH not in together.columns:
-        first, *others = (table.withColumn(WHICH, F.lit(i)) for i, table in tables)
-        together = first
-        for other in others:
+    if len(tables) > 1:
+        marked = [table if WHICH in table.columns else table.withColumn(WHICH, F.lit(i)) for i, table in tables.items()]
+    else:
+        marked = list(tables.values())
+    together: DataFrame = marked[0]
+    for i, other in enumerate(marked):
+        if i and all(
+            other is not before for before in marked[:i]
+        ):  # one that holds rows of several frames is there once
             together = together.unionByName(other, allowMissingColumns=True)
-    return _dealt(spark, together.withColumn(ORDER, F.monotonically_increasing_id()), workers)
+    return _dealt(spark, together.withColumn(ORDER, F.monotonically_increasing_id()), workers, readers)
 
 
-def _dealt(spark: SparkSession, table: DataFrame, workers: int) -> DataFrame:
-    """Every partition's rows in turn to all workers, beginning anywhere.
+def _dealt(spark: SparkSession, table: DataFrame, workers: int, readers: int) -> DataFrame:
+    """Every partition's rows in turn to all readers, beginning anywhere.
 
     By a key instead of `repartition(workers)`, which sorts all rows first, so that a shuffle that is read again deals them as
     before; this stage is never read again in part.
@@ -132,8 +158,8 @@ def _dealt(spark: SparkSession, table: DataFrame, workers: int) -> DataFrame:
 
     if workers == 1:
         return table.repartition(1)
-    turn = F.pmod(F.hash(F.spark_partition_id()) + F.col(ORDER), F.lit(workers))
-    keys = F.array(*(F.lit(key).cast("long") for key in _keys(spark, workers)))
+    turn = F.pmod(F.hash(F.spark_partition_id()) + F.col(ORDER), F.lit(readers))
+    keys = F.array(*(F.lit(key).cast("long") for key in _keys(spark, workers)[:readers]))
     return table.repartition(workers, F.element_at(keys, (turn + 1).cast("int")))
 
 

@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,24 @@ class Neighbours:
     def here(self, partition: int) -> list[int]:
         """The partitions on this one's host, in order."""
         return [i for i, host in enumerate(self.hosts) if host == self.hosts[partition]]
+
+    def apart(self, spaces: Sequence[str]) -> str:
+        """Why partitions of one host cannot work together, or "": they have an address in common, and see other processes.
+
+        spaces: of each partition (`process_space`).
+        """
+        for i, host in enumerate(self.hosts):
+            if spaces[i] != spaces[self.hosts.index(host)]:
+                return (
+                    f"executors at {host} have one address and no processes in common, as containers in the host's network have: give each an "
+                    "address of its own"
+                )
+        return ""
+
+
+def process_space() -> str:
+    """Which machine this is since it started, and which of its processes are seen here."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 class Busy:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ def session(master: str) -> Iterator[SparkSession]:
         from pyspark.sql import SparkSession
     except ImportError as error:
         raise BadInput(f"engine spark needs pyspark ({error}): pip install 'manyhands[spark]'") from error
-    active = SparkSession.getActiveSession() or _of_another_thread()
+    active = SparkSession.getActiveSession() or _of_another_thread() or _of_another_client()
     if active is not None:
         own = active.conf.get("spark.master", "")
         if master and own != master:
@@ -50,6 +51,12 @@ def _of_another_thread() -> SparkSession | None:
     from pyspark.sql import SparkSession
 
     return None if SparkContext._active_spark_context is None else SparkSession.builder.getOrCreate()
+
+
+def _of_another_client() -> SparkSession | None:
+    """The same of Spark Connect."""
+    client = sys.modules.get("pyspark.sql.connect.session")
+    return None if client is None else client.SparkSession._get_default_session()
 
 
 def is_connect(spark: SparkSession) -> bool:
@@ -108,11 +115,14 @@ def _slots_by_settings(get: Callable[..., Any]) -> int | None:
     return int(executors) * (int(cores) // cpus) if executors and cores else None
 
 
-def driver_host(spark: SparkSession) -> str:
-    """Where executors reach the driver: as Spark itself was told, or for a client of Spark Connect where it reaches its server."""
+def addresses(spark: SparkSession) -> tuple[str, str]:
+    """(where this host is to listen, by which address executors reach it): as Spark itself was told, or for a client of Spark
+    Connect where it reaches its server."""
     if is_connect(spark):
-        return _own_address(spark.client.host)
-    return str(spark.conf.get("spark.driver.bindAddress", "") or spark.conf.get("spark.driver.host", "127.0.0.1"))
+        own = _own_address(spark.client.host)
+        return own, own
+    called = str(spark.conf.get("spark.driver.host", "127.0.0.1"))
+    return str(spark.conf.get("spark.driver.bindAddress", "") or called), called
 
 
 def _own_address(peer: str) -> str:

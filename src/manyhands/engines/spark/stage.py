@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 from manyhands.data import shared_files
 from manyhands.data.frames import VARIABLE, WHICH, Frame
 from manyhands.data.spool import Spool
-from manyhands.engines.joining import Join, join
+from manyhands.engines.joining import Join, JoinError, join
 from manyhands.engines.roster import versions
 from manyhands.engines.secret import Secret
-from manyhands.engines.spark.neighbours import Busy, Neighbours, wait_until_over
+from manyhands.engines.spark.neighbours import Busy, Neighbours, process_space, wait_until_over
 from manyhands.engines.spawner import Spawner
 from manyhands.errors import BadInput, ManyhandsError
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 SAID = "said"
 """The column of what a Spark task answers, JSON; its schema."""
 SCHEMA = f"{SAID} string"
+_DRIVER_S = 20.0  # in which the driver, which listens already, must be reached
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Stage:
     memory_bytes: int  # for each Spark task's rows
     versions: dict[str, str]  # the driver's, which the executors must have
     frames: tuple[Frame, ...]
+    readers: int  # so many of the first Spark tasks bring rows: as many as there are workers that read them
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """The function of `mapInArrow`: its answer is one row that says what went wrong, or that nothing did."""
@@ -72,7 +74,8 @@ class Stage:
             counts = self._counts(context, partition, len(neighbours.hosts))
             spools = [stack.enter_context(closing(self._spool(frame))) for frame in self.frames]
             told = _told(context, own | _tried(lambda: self._filled(spools, batches, counts, partition)))
-            if refused := next((said["refused"] for said in told if said["refused"]), ""):
+            refused = next((said["refused"] for said in told if said["refused"]), "")
+            if refused := refused or neighbours.apart([said["processes"] for said in told]):
                 return {"refused": refused}
             if spawner is not None:
                 self._give(spawner, partition, neighbours, told)
@@ -97,35 +100,28 @@ class Stage:
         self, spools: list[Spool], batches: Iterator[pa.RecordBatch], counts: list[dict[str, Any]], partition: int
     ) -> dict[str, Any]:
         """Keep this one's rows; what is held here, for the others."""
-        self._check_versions()
+        check_versions(socket.gethostname(), versions(), self.versions)
         if refused := next((said["refused"] for said in counts if said["refused"]), ""):
             raise BadInput(refused)
         streamed = {i: spool for i, spool in enumerate(spools) if not self.frames[i].files}
         _fill(streamed, batches)
         for i, frame in enumerate(self.frames):
-            if frame.files:
+            if frame.files and partition < self.readers:
                 rows = shared_files.together([told["files"][i] for told in counts])
-                for batch in shared_files.read(frame.files, rows, frame.sources, partition, len(counts)):
+                for batch in shared_files.read(frame.files, rows, frame.sources, partition, self.readers):
                     spools[i].add(batch)
         return {"parts": [[part.to_json() for part in spool.parts()] for spool in spools]}
-
-    def _check_versions(self) -> None:
-        here = versions()
-        if here != self.versions:
-            raise BadInput(
-                f"the executor on {socket.gethostname()} has {_listed(here)}, the driver {_listed(self.versions)}; install the same, or "
-                "name the right Python in PYSPARK_PYTHON"
-            )
 
     def _give(self, spawner: Spawner, partition: int, neighbours: Neighbours, told: list[dict[str, Any]]) -> None:
         """Be the host's agent until the run is over. How it ended is the driver's to say."""
         here = neighbours.here(partition)
-        gpus = [gpu for i in here for gpu in told[i]["gpus"]]
-        if gpus:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         pool = self._pool(partition, neighbours, told)
+        variables = {VARIABLE: f"/proc/{os.getpid()}/fd/{pool}"}
+        if gpus := [gpu for i in here for gpu in told[i]["gpus"]]:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        before = {name: os.environ.get(name) for name in variables}
         try:
-            os.environ[VARIABLE] = f"/proc/{os.getpid()}/fd/{pool}"
+            os.environ.update(variables)
             offer = Join(
                 address=self.address,
                 workers=len(here),
@@ -133,12 +129,19 @@ class Stage:
                 plain_network=self.plain_network,
                 threads=max(1, int(told[partition]["cpus"])),
                 order=partition,
+                wait_s=_DRIVER_S,
             )
             join(offer, say=_log, secret=Secret.from_json(self.secret), spawner=spawner)
+        except JoinError:
+            raise  # the run cannot begin, and only Spark can tell the driver
         except ManyhandsError as error:
             _log(str(error))  # the driver has raised it, or is gone
         finally:
-            del os.environ[VARIABLE]
+            for name, value in before.items():  # Spark uses this process again
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
             os.close(pool)
 
     def _pool(self, partition: int, neighbours: Neighbours, told: list[dict[str, Any]]) -> int:
@@ -161,6 +164,22 @@ class Stage:
         return fd
 
 
+def told_versions(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """A function of `mapInArrow`: one row, [host, versions] as JSON."""
+    import pyarrow as pa
+
+    yield pa.RecordBatch.from_pydict({SAID: [json.dumps([socket.gethostname(), versions()])]})
+
+
+def check_versions(host: str, found: dict[str, str], wanted: dict[str, str]) -> None:
+    """BadInput for an executor that has other versions than the driver."""
+    if found != wanted:
+        raise BadInput(
+            f"the executor on {host} has {_listed(found)}, the driver {_listed(wanted)}; install the same, or name the right Python in "
+            "PYSPARK_PYTHON"
+        )
+
+
 def _fill(spools: dict[int, Spool], batches: Iterator[pa.RecordBatch]) -> None:
     """Add the rows that Spark brings, to the spools of the frames' numbers."""
     import pyarrow.compute as pc
@@ -171,9 +190,13 @@ def _fill(spools: dict[int, Spool], batches: Iterator[pa.RecordBatch]) -> None:
 
 
 def _means(context: Any) -> dict[str, Any]:
-    """What Spark gave to this Spark task."""
+    """What Spark gave to this Spark task, and which processes it sees."""
     gpu = context.resources().get("gpu")
-    return {"cpus": context.cpus(), "gpus": list(gpu.addresses) if gpu is not None else []}
+    return {
+        "cpus": context.cpus(),
+        "gpus": list(gpu.addresses) if gpu is not None else [],
+        "processes": process_space(),
+    }
 
 
 def _told(context: Any, value: dict[str, Any]) -> list[dict[str, Any]]:
