@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,19 @@ def test_another_master_than_the_session_has() -> None:
 def test_a_cluster_that_is_busy_is_not_waited_for_for_ever() -> None:
     with pytest.raises(ManyhandsError, match="after 0 s 0 of 2 workers are here: the cluster is busy"):
         Spark(wait_s=0.01).launch(lambda worker: None, PLAN)
+
+
+@pytest.mark.usefixtures("spark")
+def test_a_driver_that_executors_cannot_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Spark._opened
+
+    def elsewhere(self: Spark, addresses: tuple[str, str], plan: Launch) -> tuple[Any, Any]:
+        listener, stage = opened(self, addresses, plan)
+        return listener, replace(stage, address="127.0.0.1:1", reach_s=0.2)
+
+    monkeypatch.setattr(Spark, "_opened", elsewhere)
+    with pytest.raises(ManyhandsError, match=r"failed before it began: .*JoinError: no run took this host's workers"):
+        Spark().launch(lambda worker: None, PLAN)
 
 
 def _fails(worker: Worker) -> None:

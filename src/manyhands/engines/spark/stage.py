@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 SAID = "said"
 """The column of what a Spark task answers, JSON; its schema."""
 SCHEMA = f"{SAID} string"
-_DRIVER_S = 20.0  # in which the driver, which listens already, must be reached
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,7 @@ class Stage:
     versions: dict[str, str]  # the driver's, which the executors must have
     frames: tuple[Frame, ...]
     readers: int  # so many of the first Spark tasks bring rows: as many as there are workers that read them
+    reach_s: float = 20.0  # in which the driver, which listens already, must be reached
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """The function of `mapInArrow`: its answer is one row that says what went wrong, or that nothing did."""
@@ -129,7 +129,7 @@ class Stage:
                 plain_network=self.plain_network,
                 threads=max(1, int(told[partition]["cpus"])),
                 order=partition,
-                wait_s=_DRIVER_S,
+                wait_s=self.reach_s,
             )
             join(offer, say=_log, secret=Secret.from_json(self.secret), spawner=spawner)
         except JoinError:
