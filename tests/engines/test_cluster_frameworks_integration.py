@@ -6,6 +6,7 @@ import os
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import pytest
 
 from manyhands.engines.local import Local
@@ -49,6 +50,44 @@ def test_multi_worker_mirrored_strategy(local: Local, workers: int, roles: dict[
     (first, second) = [value for each in values.values() for value in each]
     assert first == second
     assert first[0] == 2
+    assert first[1] == pytest.approx([3.14, 1.618], abs=0.01)
+
+
+def fed(cluster: Any) -> tuple[int, list[float]]:
+    """The same from rows that the run was given; each replica meets the other after every batch."""
+    import tensorflow as tf
+
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        weights = tf.Variable(tf.zeros([2, 1]))
+
+    @tf.function
+    def step(rows: Any, targets: Any) -> None:
+        def replica() -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((rows @ weights - targets) ** 2)
+            gradient = tf.distribute.get_replica_context().all_reduce(
+                tf.distribute.ReduceOp.MEAN, tape.gradient(loss, weights)
+            )
+            weights.assign_sub(0.5 * gradient)
+
+        strategy.run(replica)
+
+    steps = 0
+    for rows, targets in cluster.rows(16, epochs=40, drop_remainder=True):
+        step(tf.constant(rows), tf.constant(targets))
+        steps += 1
+    return steps, [float(x) for x in weights.numpy()[:, 0]]
+
+
+@tensorflow
+@pytest.mark.timeout(300)
+def test_multi_worker_mirrored_strategy_is_fed(local: Local) -> None:
+    rows = np.random.default_rng(1234).random((250, 2), np.float32)
+    targets = rows @ np.array([[3.14], [1.618]], np.float32)
+    first, second = local.run(fed, workers=2, rows=(rows, targets))["worker"]
+    assert first == second
+    assert first[0] == 40 * (250 // 32)
     assert first[1] == pytest.approx([3.14, 1.618], abs=0.01)
 
 
