@@ -62,7 +62,7 @@ def test_too_few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_executor_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "_SLOTS_S", 0.3)
+    monkeypatch.setattr(session, "_FIRST_S", 0.3)
     with pytest.raises(BadInput, match=r"no executor has come within 0 s: .*spark\.executor\.memory is 4g"):
         session.check(Session(0, spark__executor__memory="4g"), 2)  # type: ignore[arg-type]
 

@@ -15,7 +15,8 @@ from manyhands.errors import BadInput, Unsupported
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-_SLOTS_S = 15.0  # executors of a session that has just begun register within seconds
+_SLOTS_S = 15.0  # executors of a session that has just begun register one soon after the other
+_FIRST_S = 60.0  # where the first one's JVM has to start on a busy machine
 
 
 @contextmanager
@@ -76,9 +77,11 @@ def check(spark: SparkSession, workers: int) -> None:
         if slots is not None and slots < workers:
             raise BadInput(_too_few(spark, workers, slots))
         return
-    deadline = time.monotonic() + _SLOTS_S
+    seen, since = 0, time.monotonic()
     while (slots := _slots(spark)) < workers:
-        if time.monotonic() >= deadline:
+        if slots != seen:
+            seen, since = slots, time.monotonic()
+        if time.monotonic() - since >= (_SLOTS_S if slots else _FIRST_S):
             raise BadInput(_too_few(spark, workers, slots))
         time.sleep(0.2)
 
@@ -86,7 +89,7 @@ def check(spark: SparkSession, workers: int) -> None:
 def _too_few(spark: SparkSession, workers: int, slots: int) -> str:
     if slots == 0:
         return (
-            f"{workers} workers need {workers} Spark task slots at once, and no executor has come within {_SLOTS_S:.0f} s: do others hold the cluster, "
+            f"{workers} workers need {workers} Spark task slots at once, and no executor has come within {_FIRST_S:.0f} s: do others hold the cluster, "
             f"or do executors ask for more than a node has (spark.executor.memory is {spark.conf.get('spark.executor.memory', '1g')})?"
         )
     return (
