@@ -39,6 +39,11 @@ def need_spark() -> None:
         pytest.skip("Spark needs Java")
 
 
+def _tidy(folder: Path) -> str:
+    """The option by which a JVM that is killed leaves its temporary files here."""
+    return f"-Djava.io.tmpdir={folder}"
+
+
 @contextmanager
 def spark_session(master: str, folder: Path, java: str = JAVA, **options: Any) -> Iterator[Any]:
     """A session whose executors run this Python, whose files are in `folder`, and of which nothing is left. java: for its JVMs."""
@@ -48,7 +53,8 @@ def spark_session(master: str, folder: Path, java: str = JAVA, **options: Any) -
     os.environ["PYSPARK_PYTHON"] = sys.executable
     os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
     os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
-    os.environ["JAVA_TOOL_OPTIONS"] = java
+    folder.mkdir(exist_ok=True)
+    os.environ["JAVA_TOOL_OPTIONS"] = f"{java} {_tidy(folder)}"
     builder = SparkSession.builder.master(master).appName("tests")
     own = {
         "spark.local.dir": str(folder / "local"),
@@ -76,7 +82,7 @@ def standalone(folder: Path, workers: int = 2) -> Iterator[str]:
     """
     home = Path(pyspark_home())
     environment = {**os.environ, "SPARK_HOME": str(home), "SPARK_LOCAL_IP": "127.0.0.1", "SPARK_LOG_DIR": str(folder)}
-    environment |= {"JAVA_TOOL_OPTIONS": JAVA}
+    environment |= {"JAVA_TOOL_OPTIONS": f"{JAVA} {_tidy(folder)}"}
     environment |= {"SPARK_LOCAL_DIRS": str(folder / "local"), "SPARK_WORKER_DIR": str(folder / "work")}
 
     def start(name: str, *options: str, container: str = "") -> subprocess.Popen[str]:
@@ -134,7 +140,7 @@ def said_by(script: str, folder: Path, *arguments: str) -> Any:
         "SPARK_LOCAL_IP": "127.0.0.1",
         "SPARK_LOCAL_DIRS": str(folder / "local"),
         "SPARK_TESTING": "1",  # a Connect server takes any free port
-        "JAVA_TOOL_OPTIONS": f"{JAVA} -Djava.io.tmpdir={folder}",  # which that server does not tidy up
+        "JAVA_TOOL_OPTIONS": f"{JAVA} {_tidy(folder)}",
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]),
     }
     command = [sys.executable, str(file), *arguments]
