@@ -15,6 +15,16 @@ tensorflow = pytest.mark.skipif(find_spec("tensorflow") is None, reason="needs t
 jax = pytest.mark.skipif(find_spec("jax") is None, reason="needs jax")
 
 
+def descended(rows: Any, targets: Any, weights: Any) -> None:
+    """A replica's step of gradient descent, with the mean gradient of all replicas."""
+    import tensorflow as tf
+
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((rows @ weights - targets) ** 2)
+    gradient = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.MEAN, tape.gradient(loss, weights))
+    weights.assign_sub(0.5 * gradient)
+
+
 def mirrored(cluster: Any, steps: int) -> tuple[int, list[float]]:
     """Replicas in step, as TensorFlow's own tutorial has it: y = 3.14a + 1.618b, learned by gradient descent on 64 rows."""
     import tensorflow as tf
@@ -27,13 +37,7 @@ def mirrored(cluster: Any, steps: int) -> tuple[int, list[float]]:
     def step() -> None:
         def replica() -> None:
             rows = tf.random.stateless_uniform([64, 2], seed=[strategy.cluster_resolver.task_id, 7])
-            targets = rows @ tf.constant([[3.14], [1.618]])
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean((rows @ weights - targets) ** 2)
-            gradient = tf.distribute.get_replica_context().all_reduce(
-                tf.distribute.ReduceOp.MEAN, tape.gradient(loss, weights)
-            )
-            weights.assign_sub(0.5 * gradient)
+            descended(rows, rows @ tf.constant([[3.14], [1.618]]), weights)
 
         strategy.run(replica)
 
@@ -63,15 +67,7 @@ def fed(cluster: Any) -> tuple[int, list[float]]:
 
     @tf.function
     def step(rows: Any, targets: Any) -> None:
-        def replica() -> None:
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean((rows @ weights - targets) ** 2)
-            gradient = tf.distribute.get_replica_context().all_reduce(
-                tf.distribute.ReduceOp.MEAN, tape.gradient(loss, weights)
-            )
-            weights.assign_sub(0.5 * gradient)
-
-        strategy.run(replica)
+        strategy.run(descended, args=(rows, targets, weights))
 
     steps = 0
     for rows, targets in cluster.rows(16, epochs=40, drop_remainder=True):
