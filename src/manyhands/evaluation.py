@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from manyhands.comm.group import Group
 from manyhands.data.batch import rows_of
 from manyhands.data.feed import Feed
 from manyhands.replica import Replica
-from manyhands.task import Summed, Task
+from manyhands.task import Metrics, Summed, Task
 
 
 class AveragedOutputs(nn.Module):
@@ -107,8 +108,7 @@ def evaluate(
 
     progress: called with each batch's number.
     """
-    sums: dict[str, tuple[float, float]] = {}
-    summed: dict[str, Summed] = {}
+    measured = Measured()
     with torch.no_grad(), closing(feed.epoch(0)) as slices:
         for part in slices:
             progress(part.index)
@@ -116,23 +116,38 @@ def evaluate(
                 continue
             with torch.autocast(feed.device.type, dtype=torch.bfloat16, enabled=task.precision == "bf16-mixed"):
                 metrics = task.metrics(model, part.batch)
-            for name, measure in metrics.items():
-                if isinstance(measure, Summed):
-                    summed[name] = _added(summed.get(name), measure)
-                    continue
-                mean, weight = measure if isinstance(measure, tuple) else (measure, rows_of(part.batch))
-                if weight:
-                    total, weights = sums.get(name, (0.0, 0.0))
-                    sums[name] = total + float(mean) * float(weight), weights + float(weight)
-    everyone = group.all_gather_json(sums)
-    names = dict.fromkeys(name for one in everyone for name in one)
-    means = {name: _ratio([one[name] for one in everyone if name in one]) for name in names}
-    return means | results_of(summed, group)
+            measured.add(metrics, rows_of(part.batch))
+    return means_of(group.all_gather_json(measured.means)) | results_of(measured.summed, group)
+
+
+@dataclass
+class Measured:
+    """What was measured on some batches: of means (total, weight), where anything has weight; and what is `Summed`."""
+
+    means: dict[str, tuple[float, float]] = field(default_factory=dict)
+    summed: dict[str, Summed] = field(default_factory=dict)
+
+    def add(self, metrics: Metrics, rows: int) -> None:
+        """One batch of so many rows."""
+        for name, measure in metrics.items():
+            if isinstance(measure, Summed):
+                self.summed[name] = _added(self.summed.get(name), measure)
+                continue
+            mean, weight = measure if isinstance(measure, tuple) else (measure, rows)
+            if weight:
+                total, weights = self.means.get(name, (0.0, 0.0))
+                self.means[name] = total + float(mean) * float(weight), weights + float(weight)
 
 
 def _added(before: Summed | None, measure: Summed) -> Summed:
     sums = measure.sums.detach().to("cpu", torch.float64)
     return Summed(sums if before is None else before.sums + sums, measure.result)
+
+
+def means_of(everyone: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """The means of what several processes measured (`Measured.means`)."""
+    names = dict.fromkeys(name for one in everyone for name in one)
+    return {name: _ratio([one[name] for one in everyone if name in one]) for name in names}
 
 
 def results_of(summed: Mapping[str, Summed], group: Group) -> dict[str, float]:
@@ -147,5 +162,5 @@ def results_of(summed: Mapping[str, Summed], group: Group) -> dict[str, float]:
     return {name: value for said in reversed(group.all_gather_json(own)) for name, value in said.items()}
 
 
-def _ratio(parts: list[list[float]]) -> float:
+def _ratio(parts: list[Sequence[float]]) -> float:
     return sum(total for total, _ in parts) / sum(weight for _, weight in parts)

@@ -64,7 +64,7 @@ class Roster:
         if not is_whole(said.get("order"), least=0):
             return f"a host's place in the order is a whole number, not {said.get('order')!r}"
         if said.get("versions") != versions():
-            return f"versions differ: the driver has {_text(versions())}, this host {_text(said.get('versions'))}; install the same"
+            return f"versions differ: the driver has {listed(versions())}, this host {listed(said.get('versions'))}; install the same"
         if not self.missing:
             return f"all {self.workers} workers are here already"
         if said["workers"] > self.missing:
@@ -93,7 +93,8 @@ class Roster:
         return f"{self.workers - self.missing} of {self.workers} workers are here{': ' if who else ''}{who}"
 
 
-def _text(found: Any) -> str:
+def listed(found: Any) -> str:
+    """Versions, as messages name them; of what somebody else says the first letters."""
     if not isinstance(found, dict):
         return "none that it says"
     return ", ".join(f"{str(name)[:20]} {str(value)[:20]}" for name, value in found.items())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import typing
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from manyhands.data.frames import Frame
 from manyhands.data.spool import Column
 from manyhands.errors import BadInput
+from manyhands.evaluation import Measured, means_of
 from manyhands.task import Evaluate, Metrics, Summed
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from pyspark.sql.types import DataType
 
 ROWS = 1024  # of a forward
+_TOLD = "told"  # the column of what a partition measured
 OUTPUTS = ("class", "value", "array")
 
 
@@ -100,57 +102,30 @@ def _side_by_side(columns: Sequence[pd.Series[Any]], dtype: str) -> np.ndarray[A
 
 
 def judged(model: nn.Module, metrics: Evaluate, data: Frame) -> dict[str, float]:
-    """{metric: weighted mean over all rows, or what their sums say}, computed in the executors. BadInput without rows."""
-    tally = Tally()
-    for row in data.table.mapInArrow(Judge(model, metrics, data.columns), "tally string").collect():
-        tally.merge(json.loads(row["tally"]))
-    if not tally.means and not tally.sums:
-        raise BadInput("there is nothing to evaluate: the DataFrame has no rows")
-    found = {name: total / weight for name, (total, weight) in tally.means.items()}
-    if not tally.sums:
+    """{metric: weighted mean over all rows, or what their sums say}, computed in the executors. BadInput where nothing counts."""
+    judge = Judge(model, metrics, data.columns)
+    told = [json.loads(row[_TOLD]) for row in data.table.mapInArrow(judge, f"{_TOLD} string").collect()]
+    found = means_of([one["means"] for one in told])
+    summed = dict.fromkeys(name for one in told for name in one["sums"])
+    if not found and not summed:
+        raise BadInput("there is nothing to evaluate: the DataFrame has no rows, or none with a weight")
+    if not summed:
         return found
     import pyarrow as pa
 
     first = pa.RecordBatch.from_pandas(data.table.limit(1).toPandas(), preserve_index=False)
-    measures = Judge(model, metrics, data.columns).measured(
-        first
-    )  # a metric says what its sums mean once it has seen a row
-    for name, sums in tally.sums.items():
+    measures = judge.measured(first)  # a metric says what its sums mean once it has seen a row
+    for name in summed:
         measure = measures[name]
         assert isinstance(measure, Summed)
-        found |= {said: float(value) for said, value in measure.result(torch.tensor(sums, dtype=torch.float64)).items()}
+        total = torch.tensor([one["sums"][name] for one in told if name in one["sums"]], dtype=torch.float64).sum(0)
+        found |= {said: float(value) for said, value in measure.result(total).items()}
     return found
-
-
-@dataclass
-class Tally:
-    """What was measured on some rows: (metric · weight, weight) of means, and sums of what is `Summed`."""
-
-    means: dict[str, list[float]] = field(default_factory=dict)
-    sums: dict[str, list[float]] = field(default_factory=dict)
-
-    def add(self, measures: Metrics, rows: int) -> None:
-        """One batch of so many rows."""
-        for name, measure in measures.items():
-            if isinstance(measure, Summed):
-                self._add(self.sums, name, measure.sums.detach().double().reshape(-1).tolist())
-                continue
-            mean, weight = measure if isinstance(measure, tuple) else (measure, rows)
-            self._add(self.means, name, [float(mean) * float(weight), float(weight)])
-
-    def merge(self, other: dict[str, dict[str, list[float]]]) -> None:
-        """Add another one's, as JSON had it."""
-        for own, there in ((self.means, other["means"]), (self.sums, other["sums"])):
-            for name, values in there.items():
-                self._add(own, name, values)
-
-    def _add(self, into: dict[str, list[float]], name: str, values: list[float]) -> None:
-        into[name] = [a + b for a, b in zip(into.get(name, [0.0] * len(values)), values, strict=True)]
 
 
 @dataclass(frozen=True)
 class Judge:
-    """The function of `mapInArrow`: the tally of a partition's rows, as one row of JSON."""
+    """The function of `mapInArrow`: what was measured on a partition's rows, as one row of JSON."""
 
     model: nn.Module
     metrics: Evaluate
@@ -159,12 +134,13 @@ class Judge:
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         import pyarrow as pa
 
-        tally = Tally()
+        found = Measured()
         for batch in batches:
             for start in range(0, batch.num_rows, ROWS):
                 part = batch.slice(start, ROWS)
-                tally.add(self.measured(part), part.num_rows)
-        yield pa.RecordBatch.from_pydict({"tally": [json.dumps(asdict(tally))]})
+                found.add(self.measured(part), part.num_rows)
+        sums = {name: one.sums.tolist() for name, one in found.summed.items()}
+        yield pa.RecordBatch.from_pydict({_TOLD: [json.dumps({"means": found.means, "sums": sums})]})
 
     def measured(self, batch: pa.RecordBatch) -> Metrics:
         """The metrics of these rows."""

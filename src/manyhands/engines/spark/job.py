@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from manyhands.data.frames import ORDER, WHICH, Frame
@@ -34,7 +35,7 @@ class Job:
     """One barrier stage of `workers` Spark tasks."""
 
     def __init__(self, spark: SparkSession, stage: Stage, workers: int) -> None:
-        self._spark, self._workers = spark, workers
+        self._spark = spark
         self._tag = f"manyhands-{uuid.uuid4().hex[:12]}"
         self._error: BaseException | None = None
         self._said: list[dict[str, Any]] = []
@@ -136,15 +137,9 @@ def rows_of(spark: SparkSession, frames: Sequence[Frame], workers: int, readers:
     from pyspark.sql import functions as F
 
     if len(tables) > 1:
-        marked = [table if WHICH in table.columns else table.withColumn(WHICH, F.lit(i)) for i, table in tables.items()]
-    else:
-        marked = list(tables.values())
-    together: DataFrame = marked[0]
-    for i, other in enumerate(marked):
-        if i and all(
-            other is not before for before in marked[:i]
-        ):  # one that holds rows of several frames is there once
-            together = together.unionByName(other, allowMissingColumns=True)
+        tables = {i: t if WHICH in t.columns else t.withColumn(WHICH, F.lit(i)) for i, t in tables.items()}
+    once = {id(table): table for table in tables.values()}.values()  # one may hold the rows of several frames
+    together = reduce(lambda one, other: one.unionByName(other, allowMissingColumns=True), once)
     return _dealt(spark, together.withColumn(ORDER, F.monotonically_increasing_id()), workers, readers)
 
 

@@ -20,7 +20,7 @@ from manyhands.data import shared_files
 from manyhands.data.frames import VARIABLE, WHICH, Frame
 from manyhands.data.spool import Spool
 from manyhands.engines.joining import Join, JoinError, join
-from manyhands.engines.roster import versions
+from manyhands.engines.roster import listed, versions
 from manyhands.engines.secret import Secret
 from manyhands.engines.spark.neighbours import Busy, Neighbours, process_space, wait_until_over
 from manyhands.engines.spawner import Spawner
@@ -175,7 +175,7 @@ def check_versions(host: str, found: dict[str, str], wanted: dict[str, str]) -> 
     """BadInput for an executor that has other versions than the driver."""
     if found != wanted:
         raise BadInput(
-            f"the executor on {host} has {_listed(found)}, the driver {_listed(wanted)}; install the same, or name the right Python in "
+            f"the executor on {host} has {listed(found)}, the driver {listed(wanted)}; install the same, or name the right Python in "
             "PYSPARK_PYTHON"
         )
 
@@ -210,10 +210,6 @@ def _tried(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"refused": "", **work()}
     except (BadInput, OSError) as error:
         return {"refused": str(error)}
-
-
-def _listed(versions: dict[str, str]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def _folder() -> str:
