@@ -11,7 +11,6 @@ a driver that proved to hold the run's credentials (joining.py). What comes back
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import io
 import mmap
@@ -79,11 +78,17 @@ class Shipper(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no t
 
 
 def _reduced(storage: Any) -> tuple[Any, ...]:
-    size = storage.nbytes()
-    if size == 0:
+    """The buffer's array keeps the storage alive until the bytes are written.
+
+    The pickler lets go of all objects when it ends, which is before. A storage that `__getstate__` made would be freed
+    then, and whatever takes its place would be sent.
+    """
+    import torch
+
+    if storage.nbytes() == 0:
         return _storage, (b"",)
-    memory = (ctypes.c_char * size).from_address(storage.data_ptr())
-    return _storage, (pickle.PickleBuffer(memory),)
+    view: Any = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
+    return _storage, (pickle.PickleBuffer(view),)
 
 
 def _typed(untyped: Any, dtype: Any) -> Any:
