@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from manyhands import checkpoint, random_state
+from manyhands.comm.group import Group
 from manyhands.comm.solo import SoloGroup
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.remote_path import AnyPath, RemotePath
@@ -102,6 +106,164 @@ def test_a_checkpoint_that_all_see_is_read_where_it_is(tmp_path: Path) -> None:
             return found.path
 
     assert together(2, read) == [path, path]
+
+
+# -- what other ranks send ---------------------------------------------------------------------------------------------
+
+
+class Forger:
+    """A group whose rank says of its part of a checkpoint what `forge` makes of it."""
+
+    def __init__(self, group: Group, forge: Callable[[Any], Any]) -> None:
+        self._group, self._forge = group, forge
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def all_gather_json(self, value: Any) -> list[Any]:
+        return self._group.all_gather_json(self._forge(value))
+
+
+def attacked(folder: Path, far: Callable[[int], None], forge: Callable[[Any], Any], forger: int = 1) -> str:
+    """The error of a checkpoint for which one rank forged what it says."""
+
+    def write(worker: Worker) -> None:
+        far(worker.rank)
+        group = Forger(worker.group, forge) if worker.rank == forger else worker.group
+        checkpoint.save(folder, 7, group, {"w": torch.zeros(100)}, {})  # type: ignore[arg-type]
+
+    with pytest.raises(ManyhandsError) as raised:
+        together(2, write)
+    return str(raised.value)
+
+
+DIGEST = "0" * 64
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"../../escaped": [DIGEST, 3]},
+        {"seen": False, "parts": {"../../escaped": {"bytes": 3, "sha256": DIGEST}}},
+        {"seen": False, "parts": [{"bytes": 3, "sha256": DIGEST}]},
+        {"seen": False, "parts": [{"bytes": 1 << 50, "sha256": DIGEST}] * 2},
+        {"seen": False, "parts": [{"bytes": -1, "sha256": DIGEST}] * 2},
+        {"seen": False, "parts": [{"bytes": True, "sha256": DIGEST}] * 2},
+        {"seen": False, "parts": [{"bytes": 3, "sha256": "../escaped"}] * 2},
+        {"seen": False, "parts": [{"bytes": 3, "sha256": DIGEST, "name": "/escaped"}] * 2},
+        {"seen": "no", "parts": [{"bytes": 3, "sha256": DIGEST}] * 2},
+        ["seen", []],
+        None,
+    ],
+)
+def test_a_rank_decides_neither_names_nor_lengths(tmp_path: Path, far: Callable[[int], None], said: Any) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    error = attacked(folder, far, lambda own: own if own == "" else said)
+    assert "worker 1 announced" in error
+    assert "rank-00001.safetensors" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert checkpoint.newest(folder, never) is None or pytest.fail("a forged checkpoint counts")
+
+
+@pytest.mark.parametrize("token", ["../../x", "/tmp/x", "", "ABCDEF0123456789", 7, None, "0" * 17])
+def test_rank_0_decides_no_folder_of_other_ranks(tmp_path: Path, far: Callable[[int], None], token: Any) -> None:
+    assert "worker 0 began" in attacked(tmp_path, far, lambda own: token, forger=0)
+
+
+def test_a_part_that_is_not_what_was_announced_is_refused(tmp_path: Path, far: Callable[[int], None]) -> None:
+    def forge(own: Any) -> Any:
+        return own if own == "" else {**own, "parts": [{**part, "sha256": DIGEST} for part in own["parts"]]}
+
+    assert "another SHA-256" in attacked(tmp_path, far, forge)
+    assert checkpoint.newest(tmp_path, never) is None or pytest.fail("a forged checkpoint counts")
+
+
+def test_a_copy_is_what_the_driver_verified(tmp_path: Path, far: Callable[[int], None]) -> None:
+    """A rank that sends another file than the one of the plan is named."""
+    saved = _saved_by_two(tmp_path)
+    (saved.path / "rank-00000.json").write_bytes(b'{"r": 1}')
+
+    def read(worker: Worker) -> None:
+        far(worker.rank)
+        with checkpoint.within_reach(saved, worker.group):
+            pass
+
+    with pytest.raises(ManyhandsError, match="worker 0 sent rank-00000.json"):
+        together(2, read)
+    (saved.path / "rank-00000.json").write_bytes(b"{}")
+    with pytest.raises(ManyhandsError, match="rank-00000.json became shorter"):
+        together(2, read)
+
+
+def test_a_checkpoint_that_no_host_sees_and_different_ones_are_errors(tmp_path: Path) -> None:
+    saved = _saved_by_two(tmp_path / "here")
+    gone = checkpoint.Checkpoint(tmp_path / "nowhere", saved.tick, saved.ranks, saved.parts)
+    other = checkpoint.Checkpoint(saved.path, 8, saved.ranks, saved.parts)
+
+    def read(worker: Worker, of: list[checkpoint.Checkpoint]) -> None:
+        with checkpoint.within_reach(of[worker.rank], worker.group):
+            pytest.fail("it is not there")
+
+    with pytest.raises(BadInput, match="no worker's host sees"):
+        together(2, lambda worker: read(worker, [gone, gone]))
+    with pytest.raises(ManyhandsError, match="steps 7, 8"):
+        together(2, lambda worker: read(worker, [saved, other]))
+
+
+def _saved_by_two(folder: Path) -> checkpoint.Checkpoint:
+    together(2, lambda w: checkpoint.save(folder, 7, w.group, {"w": torch.tensor([w.rank])}, {"r": 0}))
+    saved = checkpoint.newest(folder, never)
+    assert saved is not None
+    return saved
+
+
+def test_large_parts_come_in_pieces(
+    tmp_path: Path, far: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "_PIECE_BYTES", 1000)
+    values = torch.arange(999.0)
+
+    def write(worker: Worker) -> None:
+        far(worker.rank)
+        checkpoint.save(tmp_path, 7, worker.group, {"w": values + worker.rank}, {})
+
+    together(2, write)
+    found = checkpoint.newest(tmp_path, never)
+    assert found is not None
+    assert torch.equal(found.tensors(1)["w"], values + 1)
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "directory", "manifest link"])
+def test_what_is_no_regular_file_is_damage(tmp_path: Path, kind: str) -> None:
+    """Nobody waits for a FIFO, and a link does not bring another file of this user to other hosts."""
+    path = save(tmp_path, 1)
+    file = path / ("manifest.json" if kind == "manifest link" else "rank-00000.json")
+    moved = file.replace(tmp_path / "elsewhere")
+    if kind == "fifo":
+        os.mkfifo(file)
+    elif kind == "directory":
+        file.mkdir()
+    else:
+        file.symlink_to(moved)
+    said: list[str] = []
+    with pytest.raises(BadInput, match="all 1 checkpoints"):
+        checkpoint.newest(tmp_path, said.append)
+    assert file.name in said[0] or kind == "directory"
+
+
+@pytest.mark.parametrize("name", ["../../secret", "/etc/hostname", "rank-00001.json", "notes.txt"])
+def test_a_manifest_that_names_other_files_is_damage(tmp_path: Path, name: str) -> None:
+    path = save(tmp_path, 1)
+    manifest = json.loads((path / "manifest.json").read_text())
+    for names in (manifest["sha256"] | {name: DIGEST}, {name: DIGEST, "rank-00000.json": DIGEST}):
+        (path / "manifest.json").write_text(json.dumps(manifest | {"sha256": names}))
+        said: list[str] = []
+        with pytest.raises(BadInput, match="all 1 checkpoints"):
+            checkpoint.newest(tmp_path, said.append)
+        assert "names 3 files" in said[0] or "names 2 files" in said[0]
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest"])

@@ -10,16 +10,19 @@ are to lie: there a folder without a manifest is not finished, and no checkpoint
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
 import os
+import re
 import secrets
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +32,44 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from manyhands.comm.group import Group
-from manyhands.errors import BadInput, ManyhandsError
-from manyhands.remote_path import AnyPath, RemotePath, path_of
+from manyhands.errors import BadInput, ManyhandsError, is_whole
+from manyhands.remote_path import AnyPath, RemotePath
 
 KEPT = 2
 FORMAT = 1
 MANIFEST = "manifest.json"
+_TOKEN_BYTES = 8
+_MOST_TIMES, _MOST_MORE_BYTES = 8, 64 << 20  # see `_most_bytes`
+_PIECE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Part:
+    """One file of a checkpoint, as whoever wrote or verified it says."""
+
+    bytes: int
+    sha256: str
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint; `ranks` files of each kind."""
+    """A verified checkpoint; `ranks` files of each kind. `parts`: all its files but the manifest, by name."""
 
     path: AnyPath
     tick: int
     ranks: int
+    parts: dict[str, Part] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """Of all parts."""
+        return hashlib.sha256("".join(part.sha256 for part in self.parts.values()).encode()).hexdigest()
 
     def tensors(self, rank: int) -> dict[str, Tensor]:
-        return load_tensors(self.path / f"rank-{rank:05d}.safetensors")
+        return load_tensors(self.path / _names(rank)[0])
 
     def values(self, rank: int) -> dict[str, Any]:
-        return dict(json.loads((self.path / f"rank-{rank:05d}.json").read_text()))
+        return dict(json.loads((self.path / _names(rank)[1]).read_text()))
 
 
 def load_tensors(path: AnyPath) -> dict[str, Tensor]:
@@ -64,12 +84,16 @@ def save(folder: AnyPath, tick: int, group: Group, tensors: dict[str, Tensor], v
 
     A rank on a host that does not see rank 0's folder on a disk sends its part there. OSError (a full disk, say) and a
     RemotePath's ManyhandsError pass through: no checkpoint under the final name exists then.
+
+    No rank writes where another one tells it to: every rank knows `folder` and the names of all files, and takes from the
+    others a random token, lengths within `_most_bytes`, and digests. ManyhandsError for anything else.
     """
     final = folder / _name(tick)
-    begun = str(_begin(folder, tick)) if group.rank == 0 else ""
-    partial = path_of(group.all_gather_json(begun)[0])
-    digests = _write_parts(partial, group, _files(group.rank, tensors, values))
+    token = _begin(folder, tick) if group.rank == 0 else ""
+    partial = _partial(folder, tick, _token_of(group.all_gather_json(token)[0]))
+    parts = _write_parts(partial, group, _files(group.rank, tensors, values))
     if group.rank == 0:
+        digests = {name: part.sha256 for name, part in parts.items()}
         manifest = {"format": FORMAT, "tick": tick, "ranks": group.size, "sha256": digests}
         _finish(partial, final, json.dumps(manifest, indent=1).encode())
         discard_newer(folder, tick)
@@ -83,23 +107,33 @@ def save(folder: AnyPath, tick: int, group: Group, tensors: dict[str, Tensor], v
 def within_reach(saved: Checkpoint, group: Group) -> Iterator[Checkpoint]:
     """The checkpoint as this rank can read it, within; a collective.
 
-    Hosts that do not see rank 0's disk get a copy of it from there, which is gone afterwards.
+    Hosts that do not see its folder get a copy from the first rank that does, which is gone afterwards. What comes has to
+    be what `saved` says (ManyhandsError).
     """
-    if isinstance(saved.path, RemotePath):
+    seen = _holds(saved)
+    everyone = group.all_gather_json([seen, saved.tick, saved.digest])
+    if any(said[1:] != everyone[0][1:] for said in everyone):
+        ticks = ", ".join(str(said[1])[:20] for said in everyone)
+        raise ManyhandsError(
+            f"the workers are to go on from different checkpoints (by rank, steps {ticks}): give a run directory "
+            "(run_dir=, --run-dir) that is one and the same place for all hosts"
+        )
+    where = [said[0] for said in everyone]
+    if all(where):
         yield saved
         return
-    own = _digest_of(saved.path / MANIFEST)
-    digests = group.all_gather_json(own)
-    if len(set(digests)) == 1:
-        yield saved
-        return
+    if not any(where):
+        raise BadInput(
+            f"no worker's host sees the checkpoint {saved.path}: resume where its disk is, or give a run directory "
+            "(run_dir=, --run-dir) that is one and the same place for all hosts"
+        )
+    source = where.index(True)
     with tempfile.TemporaryDirectory(prefix="manyhands-") as folder:
-        names = sorted(path.name for path in saved.path.iterdir()) if group.rank == 0 else []
-        for name in group.all_gather_json(names)[0]:
-            data = _from_rank_0(group, (saved.path / name).read_bytes() if group.rank == 0 else b"")
-            if own != digests[0]:
-                (Path(folder) / name).write_bytes(data)
-        yield saved if own == digests[0] else replace(saved, path=Path(folder))
+        for name, part in saved.parts.items():
+            copy = Path(os.devnull) if seen else Path(folder) / name
+            with (saved.path / name).open("rb") if group.rank == source else copy.open("wb") as file:
+                _bring(group, file, name, part, source, to_all=True)
+        yield saved if seen else replace(saved, path=Path(folder))
 
 
 def discard_newer(folder: AnyPath, tick: int) -> None:
@@ -149,42 +183,83 @@ def _tick(path: AnyPath) -> int:
 
 
 def _verified(path: AnyPath) -> Checkpoint:
-    manifest = json.loads((path / MANIFEST).read_text())
+    with _regular(path / MANIFEST) as file:
+        manifest = json.load(file)
     if manifest["format"] != FORMAT:
         raise ValueError(f"it has format {manifest['format']}, this version reads {FORMAT}")
-    for name, digest in manifest["sha256"].items():
-        with (path / name).open("rb") as file:
+    ranks, digests = manifest["ranks"], manifest["sha256"]
+    if len(digests) != 2 * ranks or any(name not in digests for rank in range(ranks) for name in _names(rank)):
+        raise ValueError(f"its manifest names {len(digests)} files, which are not the two of each of {ranks!r} ranks")
+    parts = {}
+    for name, digest in digests.items():
+        with _regular(path / name) as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
+            parts[name] = Part(file.tell(), found)
         if found != digest:
             raise ValueError(f"{name} is not what was written")
-    return Checkpoint(path, manifest["tick"], manifest["ranks"])
+    return Checkpoint(path, manifest["tick"], ranks, parts)
 
 
-def _begin(folder: AnyPath, tick: int) -> AnyPath:
-    """An empty folder, with a name that no other host has by chance; elsewhere the final one, once what was never finished is gone."""
+@contextmanager
+def _regular(path: AnyPath) -> Iterator[io.BufferedReader]:
+    """The file to read. ValueError for a link, a FIFO, a device: what is read belongs to the checkpoint, and nobody waits for it."""
+    if isinstance(path, RemotePath):
+        with path.open("rb") as file:
+            yield file
+        return
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ValueError(f"{path.name} is a link, where a file was expected") from error
+        raise
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError(f"{path.name} is no regular file")
+        yield file
+
+
+def _begin(folder: AnyPath, tick: int) -> str:
+    """Make the empty folder `_partial`; its token. Elsewhere than on a disk it is the final one, once what was never finished is gone."""
+    token = secrets.token_hex(_TOKEN_BYTES)
+    partial = _partial(folder, tick, token)
     if isinstance(folder, RemotePath):
-        final = folder / _name(tick)
         for path in _remote_folders(folder):
-            if path == final or not (path / MANIFEST).exists():
+            if path == partial or not (path / MANIFEST).exists():
                 _remove(path)
-        final.mkdir()
-        return final
+        partial.mkdir()
+        return token
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.partial"):
         shutil.rmtree(old)
-    partial = (folder / f"{_name(tick)}.{secrets.token_hex(4)}.partial").absolute()
     partial.mkdir()
-    return partial
+    return token
+
+
+def _partial(folder: AnyPath, tick: int, token: str) -> AnyPath:
+    """Where the parts are written: on a disk a folder whose token no other host's folder has by chance."""
+    return folder / (_name(tick) if isinstance(folder, RemotePath) else f"{_name(tick)}.{token}.partial")
+
+
+def _token_of(said: Any) -> str:
+    if not (isinstance(said, str) and re.fullmatch(f"[0-9a-f]{{{2 * _TOKEN_BYTES}}}", said)):
+        raise ManyhandsError(
+            f"worker 0 began a checkpoint with {said!r:.80}; expected {2 * _TOKEN_BYTES} hexadecimal digits: "
+            "do all hosts run the same version of manyhands?"
+        )
+    return said
+
+
+def _names(rank: int) -> tuple[str, str]:
+    """The files of a rank's part. Nobody says these names: every rank knows them."""
+    return f"rank-{rank:05d}.safetensors", f"rank-{rank:05d}.json"
 
 
 def _files(rank: int, tensors: dict[str, Tensor], values: dict[str, Any]) -> dict[str, bytes]:
     own = {
         name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()
     }  # a view would save all its storage
-    return {
-        f"rank-{rank:05d}.safetensors": safetensors.torch.save(own),
-        f"rank-{rank:05d}.json": json.dumps(values).encode(),
-    }
+    return dict(zip(_names(rank), (safetensors.torch.save(own), json.dumps(values).encode()), strict=True))
 
 
 def _finish(partial: AnyPath, final: AnyPath, manifest: bytes) -> None:
@@ -207,62 +282,126 @@ def _remove(path: AnyPath) -> None:
         shutil.rmtree(path)
 
 
-def _write_parts(partial: AnyPath, group: Group, files: dict[str, bytes]) -> dict[str, str]:
-    """Every rank's files, written where the folder is seen; the digests of all."""
-    if isinstance(partial, RemotePath):
-        return _put_parts(partial, group, files)
-    seen = partial.is_dir()
+def _write_parts(partial: AnyPath, group: Group, files: dict[str, bytes]) -> dict[str, Part]:
+    """Every rank's files, written where the folder is seen; all of them, by name."""
+    seen = isinstance(partial, RemotePath) or partial.is_dir()
     for name, data in files.items() if seen else ():
-        _write_synced(partial / name, data)
-    digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
-    everyone = group.all_gather_json([digests, {} if seen else {name: len(data) for name, data in files.items()}])
-    for rank, (_, sizes) in enumerate(everyone):
-        for name, size in sizes.items():
-            if group.rank == rank:
-                group.send(_tensor_of(files[name]), 0)
-            elif group.rank == 0:
-                came = torch.empty(size, dtype=torch.uint8)
-                group.receive_(came, rank)
-                _write_synced(partial / name, came.numpy().tobytes())
-    return {name: digest for part, _ in everyone for name, digest in part.items()}
+        if isinstance(partial, RemotePath):
+            (partial / name).write_bytes(data)
+        else:
+            _write_synced(partial / name, data)
+    own = {"seen": seen, "parts": [asdict(_part_of(data)) for data in files.values()]}
+    most = _most_bytes(files)
+    everyone = [_announced(rank, said, most) for rank, said in enumerate(group.all_gather_json(own))]
+    if isinstance(partial, RemotePath):
+        if group.rank == 0:
+            _check_put(partial, [parts for _, parts in everyone])
+    else:
+        for rank, (there, parts) in enumerate(everyone):
+            for name, part in parts.items() if not there and group.rank in (0, rank) else ():
+                with _synced(partial / name) if group.rank == 0 else io.BytesIO(files[name]) as file:
+                    _bring(group, file, name, part, rank)
+    return {name: part for _, parts in everyone for name, part in parts.items()}
 
 
-def _put_parts(folder: RemotePath, group: Group, files: dict[str, bytes]) -> dict[str, str]:
-    """The same elsewhere, each rank on its own. Raises ManyhandsError where rank 0 does not find there what another put."""
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
-    own = {name: [hashlib.sha256(data).hexdigest(), len(data)] for name, data in files.items()}
-    everyone = group.all_gather_json(own)
-    found = folder.sizes() if group.rank == 0 else {}
-    for rank, part in enumerate(everyone if group.rank == 0 else ()):
-        for name, (_, size) in part.items():
-            if found.get(name) != size:
+def _most_bytes(files: dict[str, bytes]) -> int:
+    """How long a file of another rank may be: the same model, optimizer and strategy are in it as in this rank's own.
+
+    A rank that has not stepped yet holds no optimizer state, and rank 0 holds the best parameters and the server's vectors
+    besides: the factor leaves room for these.
+    """
+    return _MOST_TIMES * max(map(len, files.values())) + _MOST_MORE_BYTES
+
+
+def _announced(rank: int, said: Any, most: int) -> tuple[bool, dict[str, Part]]:
+    """(whether this rank sees the folder, its parts by name) of what it says; ManyhandsError where that cannot be."""
+    names = _names(rank)
+    seen, parts = (said.get("seen"), said.get("parts")) if isinstance(said, dict) else (None, None)
+    if isinstance(seen, bool) and isinstance(parts, list) and len(parts) == len(names):
+        checked = [_checked(part, most) for part in parts]
+        if None not in checked:
+            return seen, {name: part for name, part in zip(names, checked, strict=True) if part is not None}
+    raise ManyhandsError(
+        f"worker {rank} announced {said!r:.200} as its part of a checkpoint; expected the lengths (of at most {most} bytes) "
+        f"and SHA-256 of {' and '.join(names)}: do all hosts run the same version of manyhands, and the same program?"
+    )
+
+
+def _checked(said: Any, most: int) -> Part | None:
+    if not isinstance(said, dict) or said.keys() != {"bytes", "sha256"}:
+        return None
+    size, digest = said["bytes"], said["sha256"]
+    if not is_whole(size, 0) or size > most or not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
+        return None
+    return Part(size, digest)
+
+
+def _part_of(data: bytes) -> Part:
+    return Part(len(data), hashlib.sha256(data).hexdigest())
+
+
+def _check_put(folder: RemotePath, everyone: list[dict[str, Part]]) -> None:
+    """ManyhandsError where rank 0 does not find there what another rank put."""
+    found = folder.sizes()
+    for rank, parts in enumerate(everyone):
+        for name, part in parts.items():
+            if found.get(name) != part.bytes:
                 raise ManyhandsError(
-                    f"worker {rank} put {name} of {size} bytes into {folder}, and worker 0 finds {found.get(name, 'none')} there: "
+                    f"worker {rank} put {name} of {part.bytes} bytes into {folder}, and worker 0 finds {found.get(name, 'none')} there: "
                     "give a run directory (run_dir=, --run-dir) that is one and the same place for all hosts"
                 )
-    return {name: digest for part in everyone for name, (digest, _) in part.items()}
 
 
-def _digest_of(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+def _holds(saved: Checkpoint) -> bool:
+    """Whether this host sees that very checkpoint, and not another one under the same name."""
+    manifest = saved.path / MANIFEST
+    if isinstance(manifest, RemotePath) or not manifest.is_file():
+        return isinstance(manifest, RemotePath)
+    try:
+        written = json.loads(manifest.read_text())
+    except ValueError:
+        return False
+    return isinstance(written, dict) and written.get("sha256") == {n: part.sha256 for n, part in saved.parts.items()}
 
 
-def _from_rank_0(group: Group, data: bytes) -> bytes:
-    size = group.all_gather_json(len(data))[0]
-    tensor = _tensor_of(data) if group.rank == 0 else torch.empty(size, dtype=torch.uint8)
-    if size:
-        group.broadcast_(tensor, 0)
-    return tensor.numpy().tobytes()
+def _bring(group: Group, file: io.BufferedIOBase, name: str, part: Part, source: int, *, to_all: bool = False) -> None:
+    """One file from rank `source`, who reads it from `file`, to rank 0 or `to_all`, who write it there.
 
-
-def _tensor_of(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    It comes in pieces, so that no announced length decides how much memory is taken. ManyhandsError where something
+    else came than was announced.
+    """
+    found = hashlib.sha256()
+    for start in range(0, part.bytes, _PIECE_BYTES):
+        size = min(_PIECE_BYTES, part.bytes - start)
+        piece = torch.empty(size, dtype=torch.uint8)
+        if group.rank == source and file.readinto(piece.numpy().data) != size:
+            raise ManyhandsError(f"{name} became shorter than its {part.bytes} bytes while it was sent to other hosts")
+        if to_all:
+            group.broadcast_(piece, source)
+        elif group.rank == source:
+            group.send(piece, 0)
+        else:
+            group.receive_(piece, source)
+        if group.rank != source:
+            file.write(piece.numpy().data)
+            found.update(piece.numpy().data)
+    if group.rank != source and found.hexdigest() != part.sha256:
+        raise ManyhandsError(
+            f"worker {source} sent {name} with another SHA-256 than was announced: expected {part.sha256}, got "
+            f"{found.hexdigest()}. Start again with resume=True (--resume); if it happens again, look at that host"
+        )
 
 
 def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
+    with _synced(path) as file:
         file.write(data)
+
+
+@contextmanager
+def _synced(path: Path) -> Iterator[io.BufferedWriter]:
+    """A file to write; it is on the disk afterwards."""
+    with path.open("wb") as file:
+        yield file
         file.flush()
         os.fsync(file.fileno())
 

@@ -75,7 +75,7 @@ class RemotePath:
         return self.read_bytes().decode()
 
     @contextmanager
-    def open(self, mode: str = "rb") -> Iterator[BinaryIO]:
+    def open(self, mode: str = "rb") -> Iterator[io.BufferedReader]:
         """The file to read, block by block."""
         assert mode == "rb"
         with self._reached("read") as (system, path), io.BufferedReader(system.open(path, mode)) as file:
