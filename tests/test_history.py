@@ -89,6 +89,7 @@ def test_a_leased_batch_is_complete_when_all_its_slices_are_whoever_made_them() 
     assert history.add(leased(1, 0, 1, parts=3)) is None
     assert history.add(leased(1, 0, 2, parts=3)) is not None
     assert [row["tick"] for row in history.rows] == [9, 0]  # in the order of completion
+    assert [row["step"] for row in history.rows] == [1, 2]  # the run's, not the workers' own
     assert history.timing()["compute"] == pytest.approx(0.6)
     assert sum(one["compute"] for one in history.timing_of_workers()) / 2 == pytest.approx(0.6)
 
@@ -102,7 +103,7 @@ def test_a_resumed_epoch_keeps_its_parts_and_completes_what_was_begun() -> None:
     assert history.add(leased(0, 1, 0, parts=3)) is None
     row = history.add(leased(0, 1, 1, parts=3))
     assert row is not None
-    assert (row["tick"], row["rows"]) == (1, 12)
+    assert (row["tick"], row["rows"], row["step"]) == (1, 12, 2)
     assert history.close() == []
 
 

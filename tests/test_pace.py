@@ -66,6 +66,10 @@ class Line(Alone):
         with self.desk.lock:
             self.desk.events.append(event)
 
+    def ask(self, event: Event) -> dict[str, Any]:
+        self.emit(event)
+        return {}
+
 
 def train(
     strategy: str, desk: Desk, workers: int = 3, hindrance: Callable[[int], None] | None = None, **options: Any
@@ -182,6 +186,7 @@ def test_segments_end_where_validations_are_due_and_at_max_steps() -> None:
     ]
     assert outcome.ticks == 5
     assert "validation_loss" in outcome.metrics
+    assert [e.step for e in desk.events if e.type == "validation"] == [2, 4, 5]  # of the run, not of worker 0
 
 
 def test_a_stream_cannot_be_validated_after_so_many_batches() -> None:

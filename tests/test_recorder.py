@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -322,6 +323,42 @@ def test_ticks_of_workers_that_were_stopped_apart_still_count() -> None:
         recorder.end(run_of(recorder))
     assert heard.calls == ["start", "step", "end"]
     assert recorder.history[0]["rows"] == 4
+
+
+def test_callbacks_get_the_runs_step_also_where_workers_go_at_their_own_pace(tmp_path: Path) -> None:
+    """Each worker counts its own optimizer steps; batches are complete in any order, in any launch."""
+    slices = [
+        (0, 5, 0),
+        (1, 9, 1),
+        (0, 6, 1),
+        (1, 0, 0),
+        (0, 0, 1),
+        (1, 5, 1),
+        (0, 9, 0),
+        (1, 6, 0),
+    ]  # rank, tick, part
+    made = [
+        replace(step(rank, tick, lease=[tick, part, n], parts=2), step=40 - 10 * rank + n)
+        for n, (rank, tick, part) in enumerate(slices)
+    ]
+    heard = Heard()
+    with Recorder(workers=2, directory=tmp_path, callbacks=[heard]) as first:
+        record(first, START, *made[:6])
+    assert [event.step for event in heard.events if event.type == "step"] == [1, 2]
+    again = Heard()
+    second = Recorder(workers=2, directory=tmp_path, callbacks=[again])
+    second.preload(10, (0, [[8, 10], [0, 0]]))
+    with second:
+        record(second, Event(type="start", rank=0, tick=10), *made[6:])
+    assert [event.step for event in again.events] == [0, 3, 4]
+    assert [row["step"] for row in second.history] == [1, 2, 3, 4]
+
+
+def test_a_launch_that_finds_no_events_goes_on_at_its_checkpoints_step(tmp_path: Path) -> None:
+    recorder = Recorder(workers=1, directory=tmp_path)
+    recorder.preload(7)
+    record(recorder, Event(type="start", rank=0, tick=7), step(0, 7))
+    assert [row["step"] for row in recorder.history] == [8]
 
 
 def test_a_full_disk_is_an_error_that_the_user_sees(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ class History:
     def __init__(self, workers: int) -> None:
         """`workers`: how many report each tick, unless the reports say that it has another number of parts."""
         self.rows: list[dict[str, Any]] = []
+        self.steps = 0  # global batches that are complete
         self._workers = workers
         self._open: defaultdict[int, list[Event]] = defaultdict(list)
         self._staleness: defaultdict[int, Counter[int]] = defaultdict(Counter)  # by rank: versions -> pushes
@@ -93,7 +94,8 @@ class History:
 
     def _complete(self, tick: int, workers: int) -> dict[str, Any]:
         reports = self._open.pop(tick)
-        row = row_of(tick, reports, workers)
+        self.steps += 1
+        row = row_of(self.steps, tick, reports, workers)
         self.rows.append(row)
         for part in PARTS:
             self._timing[part] += row[f"{part}_s"]
@@ -104,12 +106,12 @@ class History:
         return row
 
 
-def row_of(tick: int, reports: list[Event], workers: int) -> dict[str, Any]:
-    """One row of `Run.history`: what the workers that made this tick reported of it (docs/events.md lists the columns)."""
+def row_of(step: int, tick: int, reports: list[Event], workers: int) -> dict[str, Any]:
+    """One row of `Run.history`, the run's `step`-th: what the workers that made this tick reported of it (docs/events.md lists the columns)."""
     values = [report.values for report in reports]
     sharing = workers if "lease" in values[0] else len(values)
     row: dict[str, Any] = {
-        "step": max(report.step for report in reports),
+        "step": step,
         "tick": tick,
         "epoch": values[0]["epoch"],
         "loss": weighted_loss(values),

@@ -391,7 +391,7 @@ class Loop:
         if self.worker.rank:
             return ""
         answer = self.worker.ask(
-            type, tick=max(0, self.place.tick - 1), step=self.replica.step, epoch=self.place.epoch, **values
+            type, tick=max(0, self.place.tick - 1), step=self.place.tick, epoch=self.place.epoch, **values
         )
         return str(answer.get("stop", ""))
 
@@ -426,9 +426,7 @@ class Loop:
             left: dict[str, Any] = {"left": [self.place.epoch, self.place.left]} if self.place.left else {}
             if self.worker.shares_process:
                 left["virtual_time"] = True
-            self.worker.ask(
-                "start", tick=self.place.tick, step=self.replica.step, **self.facts, **environment(), **left
-            )
+            self.worker.ask("start", tick=self.place.tick, step=self.place.tick, **self.facts, **environment(), **left)
         self.worker.group.barrier()
 
     def outcome(self) -> Outcome:

@@ -83,6 +83,7 @@ class Recorder(Observer):
         left: (epoch, by part [front, back)) of a leased epoch that was interrupted, the slices of earlier ticks still to do.
         """
         path = event_log.left_at(self._directory / event_log.FILE) if self._directory is not None else None
+        self._history.steps = tick if path is None else 0
         if path is not None:
             self._history.preload(event_log.steps_that_count(path, tick, left))
             self._before_s = max((row["seconds"] for row in self._history.rows), default=0.0)
@@ -238,8 +239,8 @@ class Recorder(Observer):
         return round(self._before_s + elapsed, 6)
 
     def _event(self, type: str, **values: Any) -> Event:
-        last = self._history.rows[-1] if self._history.rows else {"tick": 0, "step": 0}
-        return Event(type=type, time_s=self._now_s(), tick=last["tick"], step=last["step"], values=values)
+        tick = self._history.rows[-1]["tick"] if self._history.rows else 0
+        return Event(type=type, time_s=self._now_s(), tick=tick, step=self._history.steps, values=values)
 
     def _on_own_clock(self, event: Event) -> Event:
         """The event in the driver's seconds: clocks differ by what the fastest delivery so far took, at most."""

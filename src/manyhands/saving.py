@@ -52,7 +52,7 @@ class Saver:
         )
         if self.worker.rank == 0:
             seconds = self.worker.clock() - start
-            self.worker.emit("checkpoint", tick=place.tick, step=self.replica.step, path=str(path), seconds=seconds)
+            self.worker.emit("checkpoint", tick=place.tick, step=place.tick, path=str(path), seconds=seconds)
 
     def _keeps_best(self) -> bool:
         """Whether this rank's checkpoint holds what is best: rank 0's is everybody's, an ensemble's member is its own."""

@@ -50,7 +50,7 @@ def test_it_draws_at_most_five_times_a_second() -> None:
     progress = Progress(console=Console(file=io.StringIO(), force_terminal=True), clock=lambda: now[0])
     progress.on_start(START)
     drawn: list[int] = []
-    progress._display.draw = lambda pace: drawn.append(pace.ticks)  # type: ignore[union-attr,method-assign]
+    progress._display.draw = lambda pace: drawn.append(pace.steps)  # type: ignore[union-attr,method-assign]
     for tick in range(10):
         progress.on_step(step(tick, tick * 0.1))
         now[0] += 0.1
@@ -107,11 +107,30 @@ def test_a_notebook_gets_one_output_that_is_rewritten(monkeypatch: pytest.Monkey
 def test_the_pace_is_that_of_the_last_five_seconds() -> None:
     pace = Pace(total_steps=1000)
     pace.step(step(0, 0.0))
-    assert (pace.rows_per_s(), pace.left_s()) == (None, None)
+    assert (pace.rows_per_s(), pace.left_s()) == (None, None)  # it does not know when the run began
     for tick in range(1, 11):
         pace.step(step(tick, 100.0 + tick))  # a compile took 100 s; then a step a second
     assert pace.rows_per_s() == pytest.approx(32.0)
     assert pace.left_s() == pytest.approx(989.0)
+
+
+def test_a_step_longer_than_the_window_has_a_pace_too() -> None:
+    """The last two steps, however long ago the one before was; at first, the time since the start."""
+    pace = Pace(total_steps=10, began_s=4.0)
+    pace.step(step(0, 64.0))
+    assert (pace.rows_per_s(), pace.left_s()) == (pytest.approx(32 / 60), pytest.approx(9 * 60.0))
+    for tick in range(1, 4):
+        pace.step(step(tick, 64.0 + 20.0 * tick))
+    assert (pace.rows_per_s(), pace.left_s()) == (pytest.approx(1.6), pytest.approx(6 * 20.0))
+
+
+def test_long_steps_show_their_pace_on_a_terminal() -> None:
+    out = io.StringIO()
+    progress = Progress(console=Console(file=out, force_terminal=True, width=120))
+    progress.on_start(START)
+    progress.on_step(step(0, 8.0))
+    progress.on_end(Event(type="end", values={}))
+    assert "4 rows/s   0:05:12 left" in out.getvalue()
 
 
 def test_a_stream_has_no_end_to_show_and_an_empty_tick_keeps_the_loss() -> None:
@@ -129,14 +148,3 @@ def test_numbers_for_people() -> None:
 def test_an_unknown_mode_lists_those_that_are() -> None:
     with pytest.raises(UnknownName, match="auto, json, quiet"):
         Progress("loud")
-
-
-def test_ticks_are_counted_in_whatever_order_they_are_complete() -> None:
-    """A resumed launch completes some that were begun before it: never more than there are."""
-    pace = Pace(total_steps=6, epochs=1, ticks=2)
-    for tick in (5, 2, 4):
-        pace.step(step(tick, 1.0))
-    assert pace.ticks == 5
-    for tick in (3, 1):
-        pace.step(step(tick, 1.0))
-    assert pace.ticks == 6

@@ -12,8 +12,9 @@ import pytest
 
 from manyhands.callbacks import MLflow, TensorBoard, WandB, trackers
 from manyhands.callbacks.trackers import Tracker
-from manyhands.errors import BadInput
+from manyhands.errors import BadInput, ManyhandsError
 from manyhands.events import Event
+from manyhands.recorder import Recorder
 
 START = Event(type="start", values={"total_steps": 2, "batch_size": 8})
 END = Event(type="end", step=2, values={"metrics": {"test_loss": 0.125}, "seconds": 1.0})
@@ -46,21 +47,26 @@ class Recording(Tracker):
 
     _library, _install = "json", "json"
 
-    def __init__(self, gate: threading.Event | None = None, fails: str = "") -> None:
+    def __init__(
+        self,
+        gate: threading.Event | None = None,
+        fails: BaseException | None = None,
+        cannot_open: BaseException | None = None,
+    ) -> None:
         super().__init__()
-        self.gate, self.fails = gate, fails
+        self.gate, self.fails, self.cannot_open = gate, fails, cannot_open
         self.rows: list[tuple[int, dict[str, float]]] = []
         self.end = ""
 
     def _open(self, facts: dict[str, Any]) -> None:
-        if self.fails == "open":
-            raise ConnectionError("no route")
+        if self.cannot_open is not None:
+            raise self.cannot_open
 
     def _write(self, step: int, numbers: dict[str, float]) -> None:
         if self.gate is not None:
             assert self.gate.wait(30)
-        if self.fails == "write":
-            raise ConnectionError("no route")
+        if self.fails is not None:
+            raise self.fails
         self.rows.append((step, numbers))
 
     def _finish(self, failed: bool) -> None:
@@ -75,6 +81,52 @@ def test_steps_validations_and_the_result_arrive_in_order() -> None:
     assert "loss" not in tracker.rows[1][1]
     assert [row for _, row in tracker.rows[2:]] == [{"validation_loss": 0.25}, {"test_loss": 0.125}]
     assert tracker.end == "done"
+
+
+class NeverBack(Recording):
+    """Refuses a step below the last, as W&B does."""
+
+    def _write(self, step: int, numbers: dict[str, float]) -> None:
+        if self.rows and step < self.rows[-1][0]:
+            raise ValueError(f"step {step} after {self.rows[-1][0]}")
+        super()._write(step, numbers)
+
+
+def slice_of(rank: int, own_step: int, batch: int, part: int, **values: Any) -> Event:
+    """A worker's `step`, which counts its own optimizer steps."""
+    facts = {"epoch": 0, "weight": 4.0, "unused": 0, "round": True, "lease": [batch, part, 0], "parts": 2}
+    return Event(type="step", rank=rank, tick=batch, step=own_step, values=ROW | facts | values)
+
+
+def test_a_tracker_that_never_goes_back_takes_all_of_an_asynchronous_run() -> None:
+    """Worker 1 is fast and takes from the back; a validation is heard before the last slices of its step are."""
+    tracker = NeverBack()
+    with Recorder(workers=2, callbacks=[tracker]) as recorder:
+        recorder.event(Event(type="start", rank=0, values={"total_steps": 4}))
+        for event in (slice_of(1, 1, 0, 1), slice_of(1, 2, 1, 1), slice_of(0, 1, 0, 0, loss=1.0)):
+            recorder.event(event)
+        for event in (slice_of(1, 3, 2, 1), slice_of(1, 4, 2, 0, loss=0.75)):
+            recorder.event(event)
+        recorder.answer(
+            Event(
+                type="validation", rank=0, tick=2, step=3, values={"metrics": {"validation_loss": 0.25}, "best": True}
+            )
+        )
+        recorder.event(slice_of(0, 2, 1, 0, loss=0.25))
+        recorder.event(slice_of(1, 5, 3, 1))
+        recorder.event(slice_of(0, 3, 3, 0))
+        tracker.on_end(END)
+    assert [number for number, _ in tracker.rows] == [1, 2, 3, 3, 4, 4]
+    assert [row.get("validation_loss", row.get("loss")) for _, row in tracker.rows[:4]] == [0.75, 0.625, 0.375, 0.25]
+
+
+def test_a_validation_whose_step_never_comes_is_sent_at_the_end() -> None:
+    tracker = NeverBack()
+    tracker.on_start(START)
+    tracker.on_step(step(1))
+    tracker.on_validation(Event(type="validation", step=5, values={"metrics": {"validation_loss": 0.25}}))
+    tracker.on_end(Event(type="end", step=1, values={"metrics": {"test_loss": 0.125}}))
+    assert [number for number, _ in tracker.rows] == [1, 5, 5]
 
 
 def test_a_failed_run_is_told_as_one() -> None:
@@ -109,13 +161,39 @@ def test_a_tracker_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch, ca
     assert "Recording is still sending" in caplog.text
 
 
-@pytest.mark.parametrize("fails", ["open", "write"])
-def test_a_failure_is_one_warning_and_the_run_goes_on(fails: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_is_one_warning_and_the_run_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        whole_run(Recording(fails=fails))
+        whole_run(Recording(fails=ConnectionError("no route")))
     assert [record.message for record in caplog.records] == [
         "Recording failed and gets no more of this run: ConnectionError: no route"
     ]
+
+
+@pytest.mark.parametrize("problem", [ConnectionError("no route"), SystemExit("no route")])
+def test_a_tracker_that_cannot_be_opened_ends_the_run_before_its_first_step(problem: BaseException) -> None:
+    """The others, which were opened, hear of a failed run."""
+    opened, broken = Recording(), Recording(cannot_open=problem)
+    recorder = Recorder(workers=1, callbacks=[opened, broken])
+    with pytest.raises(ManyhandsError, match="Recording could not start.*no route") as caught, recorder:
+        recorder.answer(Event(type="start", rank=0))
+    assert caught.value.__cause__ is problem
+    assert (opened.end, broken.end) == ("failed", "")
+
+
+def test_a_tracker_that_is_never_opened_ends_the_run_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "OPENING_S", 0.05)
+    gate = threading.Event()
+
+    class Waiting(Recording):
+        def _open(self, facts: dict[str, Any]) -> None:
+            assert gate.wait(30)
+
+    tracker = Waiting()
+    with pytest.raises(ManyhandsError, match="no connection after"):
+        tracker.on_start(START)
+    gate.set()
+    tracker.on_end(END)
+    assert tracker.rows == []
 
 
 def test_a_run_that_never_began_needs_no_end() -> None:
@@ -123,7 +201,8 @@ def test_a_run_that_never_began_needs_no_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "package"), [(MLflow, "mlflow-skinny"), (WandB, "wandb"), (lambda: TensorBoard("d"), "tensorboard")]
+    ("make", "package"),
+    [(MLflow, r'"manyhands\[mlflow\]"'), (WandB, "wandb"), (lambda: TensorBoard("d"), "tensorboard")],
 )
 def test_a_missing_library_is_said_at_once(make: Any, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -166,6 +245,42 @@ def test_mlflow_gets_facts_as_parameters_and_numbers_as_metrics(monkeypatch: pyt
     assert ("loss", 0.5, 1) in client.of("log_batch")[0][1]["metrics"]
     assert client.of("log_batch")[-1][1]["metrics"] == [("test_loss", 0.125, 2)]
     assert client.of("set_terminated") == [(("r",), {"status": "FINISHED"})]
+
+
+def test_mlflow_without_what_a_database_needs_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mlflow-skinny keeps runs in sqlite by default, and brings no library for it."""
+
+    def refused(tracking_uri: str | None) -> None:
+        raise ValueError(f"unsupported {tracking_uri}")
+
+    fake_module(monkeypatch, "mlflow", MlflowClient=refused, entities=types.SimpleNamespace(Metric=None))
+    tracker = MLflow(tracking_uri="sqlite:///m.db")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ManyhandsError, match=r"unsupported sqlite(.|\n)*pip install .manyhands\[mlflow\]"):
+        tracker.on_start(START)
+
+
+@pytest.mark.filterwarnings("ignore")  # of mlflow and what it uses
+def test_the_real_mlflow_keeps_a_run_in_a_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    pytest.importorskip("sqlalchemy", reason="mlflow-skinny has no database without sqlalchemy")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    whole_run(MLflow("mine"))
+    client = mlflow.MlflowClient()
+    (run,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
+    assert (tmp_path / "mlflow.db").exists()
+    assert (run.info.status, run.data.params) == ("FINISHED", {"total_steps": "2", "batch_size": "8"})
+    assert [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, "loss")] == [(1, 0.5)]
+    assert run.data.metrics["test_loss"] == 0.125
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_real_mlflow_that_refuses_a_folder_ends_the_run_at_its_start(tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow", minversion="3.17", reason="older mlflow takes folders")
+    assert mlflow.__version__
+    with pytest.raises(ManyhandsError, match="sqlite"):
+        MLflow(tracking_uri=str(tmp_path / "runs")).on_start(START)
 
 
 def test_wandb_gets_numbers_by_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from manyhands.events import Event
 
 MODES = ("auto", "json", "quiet")
 DRAW_EVERY_S = 0.2
-RECENT_S = 5.0  # rows/s and the time left are of so many last seconds
+RECENT_S = 5.0  # rows/s and the time left are of so many last seconds, or of the last two steps where these are longer
 
 
 class Progress(Callback):
@@ -48,7 +48,8 @@ class Progress(Callback):
     @override
     def on_start(self, event: Event) -> None:
         clock = self._clock if event.values.get("virtual_time") else None
-        self._pace = Pace(event.values.get("total_steps"), event.values.get("epochs"), event.tick, clock)
+        began_s = event.time_s if clock is None else clock()
+        self._pace = Pace(event.values.get("total_steps"), event.values.get("epochs"), began_s, clock)
         if self._log == "auto":
             self._display = _display_on(self._console or Console(stderr=True))
         self._print_json(event)
@@ -98,47 +99,49 @@ class Pace:
         self,
         total_steps: int | None = None,
         epochs: int | None = None,
-        ticks: int = 0,
+        began_s: float | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """`ticks`: where the launch begins. `clock`: real seconds, where the events' are not: a user waits in these."""
+        """`began_s`: when the launch began. `clock`: real seconds, where the events' are not: a user waits in these."""
         self._clock = clock
         self.total_steps, self.epochs = total_steps, epochs
-        self.ticks, self.epoch, self.loss = ticks, 0, math.nan
+        self.steps, self.epoch, self.loss = 0, 0, math.nan
+        self._began_s = began_s
         self._recent: deque[tuple[float, int]] = deque()  # (seconds, rows)
 
     def step(self, event: Event) -> None:
-        """Take the row of a tick. Where workers go at their own pace, ticks are complete in any order: they are counted."""
+        """Take the row of a step."""
         values = event.values
-        self.ticks, self.epoch = self.ticks + 1, max(self.epoch, values["epoch"] + 1)
-        if self.total_steps is not None:
-            self.ticks = min(self.ticks, self.total_steps)  # a resumed launch completes ticks that were begun before
+        self.steps, self.epoch = event.step, max(self.epoch, values["epoch"] + 1)
         self.loss = self.loss if values["loss"] is None else values["loss"]
         now = event.time_s if self._clock is None else self._clock()
         self._recent.append((now, values["rows"]))
-        while now - self._recent[0][0] > RECENT_S:
+        while len(self._recent) > 2 and now - self._recent[0][0] > RECENT_S:
             self._recent.popleft()
 
     def rows_per_s(self) -> float | None:
-        """Of the last five seconds; None before there are two steps."""
-        seconds = self._seconds()
-        return sum(rows for _, rows in list(self._recent)[1:]) / seconds if seconds else None
+        """Of the last five seconds, or of the last step where it took longer; None before there is one."""
+        seconds, steps = self._window()
+        return sum(rows for _, rows in list(self._recent)[-steps:]) / seconds if seconds else None
 
     def left_s(self) -> float | None:
-        """Seconds to the last step at the pace of the last five, None where the end is not known."""
-        seconds = self._seconds()
+        """Seconds to the last step at that pace, None where the end is not known."""
+        seconds, steps = self._window()
         if not seconds or self.total_steps is None:
             return None
-        return (self.total_steps - self.ticks) * seconds / (len(self._recent) - 1)
+        return (self.total_steps - self.steps) * seconds / steps
 
-    def _seconds(self) -> float:
-        return self._recent[-1][0] - self._recent[0][0] if self._recent else 0.0
+    def _window(self) -> tuple[float, int]:
+        """Seconds, and the steps made in them. The first step counts, warm-up and all, as long as it is the only one."""
+        if len(self._recent) == 1 and self._began_s is not None:
+            return self._recent[0][0] - self._began_s, 1
+        return (self._recent[-1][0] - self._recent[0][0], len(self._recent) - 1) if self._recent else (0.0, 0)
 
     def text(self) -> str:
         """One line: `epoch 2/5   step 120/410   loss 0.4121   2,345 rows/s   0:00:12 left`."""
         of_epochs = f"/{self.epochs}" if self.epochs else ""
         of_steps = f"/{self.total_steps:,}" if self.total_steps else ""
-        parts = [f"epoch {self.epoch}{of_epochs}", f"step {self.ticks:,}{of_steps}", f"loss {self.loss:.4g}"]
+        parts = [f"epoch {self.epoch}{of_epochs}", f"step {self.steps:,}{of_steps}", f"loss {self.loss:.4g}"]
         rate, left = self.rows_per_s(), self.left_s()
         if rate is not None:
             parts.append(f"{rate:,.0f} rows/s")
@@ -191,7 +194,7 @@ class _Terminal(_Display):
     @override
     def draw(self, pace: Pace) -> None:
         self._bar.update(
-            self._task, completed=pace.ticks, total=pace.total_steps, description=pace.text(), refresh=True
+            self._task, completed=pace.steps, total=pace.total_steps, description=pace.text(), refresh=True
         )
 
     @override

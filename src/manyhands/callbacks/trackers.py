@@ -5,21 +5,24 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import math
 import queue
 import threading
 import time
 from abc import abstractmethod
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
 from manyhands.callbacks.base import Callback
-from manyhands.errors import BadInput
+from manyhands.errors import BadInput, ManyhandsError
 from manyhands.events import Event
 
 LOG = logging.getLogger("manyhands")
 QUEUE = 4096  # rows that may wait for the tracker
+OPENING_S = 60.0  # how long a run waits at its start for a tracker's connection
 CLOSING_S = 10.0  # how long a run waits at its end for what is still to be sent
 STEP_VALUES = ("loss", "rate", "input_s", "compute_s", "exchange_s", "wait_s", "bytes")
 
@@ -29,8 +32,12 @@ Row = tuple[int, dict[str, float]]  # step, numbers by name
 class Tracker(Callback):
     """Sends numbers from a daemon thread of its own, best effort: training neither waits for a tracker nor fails with it.
 
-    Rows wait in a bounded queue; those that find it full are dropped and counted. The first failure of the tracker is
-    logged as a warning and ends the sending. Missing the library is a BadInput at once, at construction.
+    Rows wait in a bounded queue; those that find it full are dropped and counted. A tracker that cannot be opened ends the
+    run before its first step, with a ManyhandsError; from then on its first failure is logged as a warning and ends the
+    sending. Missing the library is a BadInput at once, at construction.
+
+    Steps are global batches of the run that are complete, whatever the strategy; they never go back. A validation is sent
+    when all rows before it are.
     """
 
     _library: str  # the module to import
@@ -44,6 +51,10 @@ class Tracker(Callback):
         self.dropped = 0
         self._queue: queue.Queue[Row | None] = queue.Queue(QUEUE)
         self._thread: threading.Thread | None = None
+        self._waiting: deque[Row] = deque()  # validations of steps that are not complete on the driver yet
+        self._step = 0  # the last that was offered
+        self._opened = threading.Event()  # or could not be: `_problem`
+        self._problem: BaseException | None = None
         self._failed = threading.Event()
         self._run_failed = False
 
@@ -61,6 +72,10 @@ class Tracker(Callback):
     def _finish(self, failed: bool) -> None:
         """Send the rest and disconnect. failed: the run did not come to its end."""
 
+    def _hint(self) -> str:
+        """What may help where it cannot be opened, as a sentence."""
+        return ""
+
     # -- on the driver's thread --------------------------------------------------------------------------------------
 
     @override
@@ -69,19 +84,33 @@ class Tracker(Callback):
             target=self._work, args=(event.values,), name=f"manyhands-{type(self).__name__}", daemon=True
         )
         self._thread.start()
+        opened = self._opened.wait(OPENING_S)
+        if opened and self._problem is None:
+            return
+        self._failed.set()
+        self._thread = None
+        why = f"{type(self._problem).__name__}: {self._problem}" if opened else f"no connection after {OPENING_S:.0f} s"
+        name = type(self).__name__
+        raise ManyhandsError(
+            " ".join(filter(None, (f"{name} could not start, and nothing was trained: {why}", self._hint())))
+            + f"\nMend what it says, or leave {name} out of the callbacks"
+        ) from self._problem
 
     @override
     def on_step(self, event: Event) -> None:
         self._offer(event.step, {name: event.values[name] for name in STEP_VALUES if event.values[name] is not None})
+        self._offer_validations(event.step)
 
     @override
     def on_validation(self, event: Event) -> None:
-        self._offer(event.step, event.values["metrics"])
+        self._waiting.append((event.step, event.values["metrics"]))
+        self._offer_validations(self._step)
 
     @override
     def on_end(self, event: Event) -> None:
         if self._thread is None:
             return
+        self._offer_validations(math.inf)
         self._run_failed = event.type == "failed"
         self._offer(event.step, event.values.get("metrics", {}))
         deadline = time.monotonic() + CLOSING_S
@@ -98,12 +127,18 @@ class Tracker(Callback):
         self._thread = None
 
     def _offer(self, step: int, numbers: dict[str, float]) -> None:
+        self._step = max(self._step, step)
         if self._thread is None or self._failed.is_set():
             return
         try:
-            self._queue.put_nowait((step, numbers))
+            self._queue.put_nowait((self._step, numbers))
         except queue.Full:
             self.dropped += 1
+
+    def _offer_validations(self, complete: float) -> None:
+        """Those of steps up to `complete`."""
+        while self._waiting and self._waiting[0][0] <= complete:
+            self._offer(*self._waiting.popleft())
 
     def _ask_to_finish(self, deadline: float) -> None:
         try:
@@ -116,10 +151,16 @@ class Tracker(Callback):
     def _work(self, facts: dict[str, Any]) -> None:
         try:
             self._open(facts)
+        except (Exception, SystemExit) as problem:  # noqa: BLE001 - another's library may raise anything; on_start raises it
+            self._problem = problem
+            return
+        finally:
+            self._opened.set()
+        try:
             while (row := self._queue.get()) is not None and not self._failed.is_set():
                 self._write(*row)
             self._finish(self._run_failed)
-        except Exception as problem:  # noqa: BLE001 - another's library on the network may raise anything; the run must go on
+        except (Exception, SystemExit) as problem:  # noqa: BLE001 - as above; the run must go on
             self._failed.set()
             self._drain()
             self._warn(f"failed and gets no more of this run: {type(problem).__name__}: {problem}")
@@ -163,10 +204,13 @@ class TensorBoard(Tracker):
 class MLflow(Tracker):
     """A run in an MLflow experiment: the task's facts as parameters, all numbers as metrics.
 
-    tracking_uri: None is MLflow's own setting (MLFLOW_TRACKING_URI). run_name: None lets MLflow invent one.
+    tracking_uri: `http://…` of a server, for which mlflow-skinny is enough; `sqlite:///FILE` or another database, which
+    need SQLAlchemy and Alembic too (`pip install "manyhands[mlflow]"` has all three); MLflow 3.17 refuses folders.
+    None is MLflow's own setting (MLFLOW_TRACKING_URI, else `mlflow.db` in the working directory). run_name: None lets
+    MLflow invent one.
     """
 
-    _library, _install = "mlflow", "mlflow-skinny"
+    _library, _install = "mlflow", '"manyhands[mlflow]"'
 
     def __init__(
         self, experiment: str = "manyhands", *, tracking_uri: str | None = None, run_name: str | None = None
@@ -184,6 +228,15 @@ class MLflow(Tracker):
         self._run = self._client.create_run(experiment, run_name=self._run_name).info.run_id
         for name, value in facts.items():
             self._client.log_param(self._run, name, value)
+
+    @override
+    def _hint(self) -> str:
+        if all(importlib.util.find_spec(name) for name in ("sqlalchemy", "alembic")):
+            return ""
+        return (
+            "A database, as MLflow's default sqlite:///mlflow.db is one, needs SQLAlchemy and Alembic: pip install "
+            f'{self._install}; a server (tracking_uri="http://…") needs neither.'
+        )
 
     @override
     def _write(self, step: int, numbers: dict[str, float]) -> None:
