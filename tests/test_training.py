@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -360,6 +361,11 @@ def test_resuming_something_else_is_refused(tmp_path: Path) -> None:
         ({"run_dir": "/proc/none"}, "cannot make the run directory"),
         ({"device": "gpu"}, "no device 'gpu'"),
         ({"threads_per_worker": 0}, "threads_per_worker must be"),
+        ({"threads_per_worker": 10**30}, "threads_per_worker must be"),
+        ({"timeout_s": 1e30}, "timeout_s must be"),
+        ({"timeout_s": math.nan}, "timeout_s must be"),
+        ({"seed": -1}, "seed must be"),
+        ({"seed": 1 << 64}, "seed must be"),
         ({"optimizer": lambda m: torch.optim.LBFGS(m.parameters())}, "LBFGS"),
         ({"epochs": 0}, "epochs must be"),
         ({"batch_size": 4, "batch_size_per_worker": 4}, "both given"),

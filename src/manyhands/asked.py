@@ -12,7 +12,7 @@ from torch import nn
 from manyhands import engines
 from manyhands.data.frames import Frame
 from manyhands.data.sources import is_function, open_source
-from manyhands.engines.base import Engine, check_brings, check_count
+from manyhands.engines.base import Engine, check_brings, check_count, check_seconds, check_threads
 from manyhands.errors import BadInput, UnknownName, Unsupported, is_whole
 from manyhands.flat import Layout
 from manyhands.keep import Keep
@@ -56,9 +56,9 @@ class Asked:
         check_count("servers", servers)
         if nonfinite not in ("raise", "skip"):
             raise BadInput(f'nonfinite must be "raise" or "skip", not {nonfinite!r}')
-        for name, value in (("max_seconds", max_seconds), ("timeout_s", timeout_s)):
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise BadInput(f"{name} must be a positive number of seconds, not {value!r}")
+        check_seconds("timeout_s", timeout_s)
+        if max_seconds is not None and not (max_seconds > 0 and math.isfinite(max_seconds)):
+            raise BadInput(f"max_seconds must be a positive number of seconds, not {max_seconds!r}")
         if resume and self.directory is None:
             raise BadInput("resume needs a run directory: give run_dir (--run-dir)")
         self._check_strategy(servers)
@@ -123,12 +123,9 @@ def task_from(task: Task | str | None, task_fields: dict[str, Any]) -> Task:
 
 
 def check_place(device: str, threads: int | None) -> None:
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(device)):
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,5})?", str(device)):
         raise UnknownName(f"no device {device!r}: give auto, cpu, cuda (each worker its own GPU) or cuda:0")
-    if threads is not None and not is_whole(threads):
-        raise BadInput(
-            f"threads_per_worker must be a whole number of at least 1, not {threads!r}; leave it out for usable cores / workers"
-        )
+    check_threads(threads)
 
 
 def every(name: str, value: str | int) -> str | int:

@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 from manyhands import cli_evidence
 from manyhands import cli_options as options
 from manyhands.cli_options import sim_engine, stamped, task_fields, with_fields
-from manyhands.errors import BadInput, ManyhandsError
+from manyhands.errors import BadInput, ManyhandsError, whole_of
 from manyhands.remote_path import path_of
 
 if TYPE_CHECKING:
@@ -369,4 +369,5 @@ def _callbacks(log: str, early_stopping: str | None, tensorboard: Path | None) -
 
 
 def _steps(value: str) -> str | int:
-    return int(value) if value.lstrip("-").isdigit() else value
+    number = whole_of(value)
+    return value if number is None else number  # train() refuses texts other than "epoch"

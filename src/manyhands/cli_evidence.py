@@ -9,7 +9,7 @@ import typer
 
 from manyhands import cli_options as options
 from manyhands.cli_options import sim_engine, stamped, task_fields
-from manyhands.errors import BadInput
+from manyhands.errors import BadInput, is_whole, whole_of
 
 if TYPE_CHECKING:
     from manyhands.comparing.comparison import Comparison
@@ -237,9 +237,9 @@ def _say(line: str) -> None:
 
 def _counts(text: str) -> list[int]:
     """`1,2,4`"""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() and int(part) for part in parts):
+    counts = [count for part in text.split(",") if (count := whole_of(part)) is not None and is_whole(count)]
+    if len(counts) != len(text.split(",")):
         raise BadInput(
             f"--workers must be whole numbers of at least 1 with commas between them, as 1,2,4; not {text!r}"
         )
-    return [int(part) for part in parts]
+    return counts

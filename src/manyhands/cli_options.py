@@ -12,7 +12,7 @@ import typer
 
 from manyhands.engines import launchers
 from manyhands.engines.roles import TRAINING, WORKER, Roles
-from manyhands.errors import BadInput, UnknownName
+from manyhands.errors import BadInput, UnknownName, is_whole, whole_of
 
 DEBUG = "manyhands.debug"  # set in the context by --debug
 LOG_MODES = ("auto", "json", "quiet")
@@ -33,7 +33,7 @@ def _debug(ctx: typer.Context, value: bool) -> bool:
 
 def _patience(value: str | None) -> str | None:
     _, colon, patience = (value or "").partition(":")
-    if colon and not patience.isdigit():
+    if colon and not is_whole(whole_of(patience)):
         raise BadInput(
             f"--early-stopping must be METRIC or METRIC:PATIENCE, with a number of validations; not {value!r}"
         )
@@ -266,10 +266,11 @@ def cast_of(
         return None
     counts: dict[str, int] = {}
     for part in roles.split(","):
-        role, _, count = part.strip().partition("=")
-        if not count.isdecimal() or role in counts:
+        role, _, text = part.strip().partition("=")
+        count = whole_of(text)
+        if count is None or role in counts:
             raise BadInput(f"--roles must be such as chief=1,worker=2,ps=1, each role once; not {roles!r}")
-        counts[role] = int(count)
+        counts[role] = count
     named = counts.pop(WORKER, None)
     if workers is not None and named is not None:
         raise BadInput(f"--workers {workers} and --roles worker={named}: say it in one of them")

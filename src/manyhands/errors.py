@@ -28,6 +28,14 @@ def is_whole(value: object, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+def whole_of(text: str) -> int | None:
+    """The whole number that a text says; None where it says none. (`isdigit` says yes to "²" and to 5,000 digits, `int` no.)"""
+    try:
+        return int(text)
+    except ValueError:
+        return None
+
+
 class PeerLost(ManyhandsError):
     """A peer died, or showed no progress for `timeout_s`, while this worker waited for it in a collective."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -94,6 +95,8 @@ class Task:
             raise BadInput(f"clip_norm must be a number above 0, not {self.clip_norm!r}; leave it out to not clip")
         if self.precision not in PRECISIONS:
             raise UnknownName(f"no precision {self.precision!r}: choose one of {', '.join(PRECISIONS)}")
+        if not (isinstance(self.seed, int | np.integer) and 0 <= self.seed < 1 << 64):
+            raise BadInput(f"seed must be a whole number of at least 0 and below 2^64, not {self.seed!r}")
         if self.loader_processes < 0:
             raise BadInput(f"loader_processes must be 0 or more, not {self.loader_processes}")
 

@@ -1,5 +1,7 @@
 """data/files.py: .npz, .npy, .parquet, .tfrecord and .txt."""
 
+import tracemalloc
+
 import fsspec
 import numpy as np
 import pyarrow as pa
@@ -82,6 +84,30 @@ def test_text_rows_are_lines(tmp_path):
     assert sorted(seen) == ["", "eins", "vierß", "zwei drei"]
     path.write_bytes(b"a\nb\n")
     assert read(path) == [["a", "b"]]
+
+
+def test_text_of_any_lengths_is_found_by_number(tmp_path):
+    lines = ["x" * (i * i % 37) for i in range(1000)]
+    lines[500] = "y" * 300_000  # longer than what is looked through at once
+    (tmp_path / "text.txt").write_text("".join(line + "\n" for line in lines))
+    source = open_source(tmp_path / "text.txt")
+    assert source.rows == 1000
+    assert source.take(range(1000)) == lines
+    assert source.take([999, 0, 500, 16, 15, 17]) == [lines[i] for i in (999, 0, 500, 16, 15, 17)]
+
+
+def test_text_stays_in_its_file(tmp_path):
+    """Neither while it is opened nor afterwards does a worker hold memory of the file's size."""
+    (tmp_path / "text.txt").write_bytes(b"abc\n" * 2_000_000)
+    tracemalloc.start()
+    try:
+        source = open_source(tmp_path / "text.txt")
+        held, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (source.rows, source.take([1_999_999])) == (2_000_000, ["abc"])
+    assert held < 2_000_000  # a quarter of the file
+    assert most < 4_000_000
 
 
 def test_text_that_is_not_utf8_names_its_line(tmp_path):

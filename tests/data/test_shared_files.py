@@ -152,7 +152,7 @@ def test_decimals_are_doubles(memory: str) -> None:
 
 
 def test_what_cannot_be_found_is_refused(memory: str) -> None:
-    for name in ("a.parquet", "a.tfrecord", "text.csv", "delta/_delta_log/0.json", "delta/a.parquet", "no/table.md"):
+    for name in ("a.parquet", "a.tfrecord", "text.csv", "no/table.md"):
         with fsspec.open(f"{memory}/{name}", "wb") as file:
             file.write(b"")
     for paths, message in [
@@ -160,12 +160,43 @@ def test_what_cannot_be_found_is_refused(memory: str) -> None:
         (["*.orc"], "no file or folder"),
         (["text.csv"], "cannot read .*text.csv': expected .parquet"),
         (["no"], "holds no .parquet file and no .tfrecord file"),
-        (["delta"], "is a Delta table"),
         (["a.parquet", "a.tfrecord"], "Parquet and TFRecord: give files of one kind"),
         (["a.parquet", "*.parquet"], "a.parquet is named twice"),
     ]:
         with pytest.raises(BadInput, match=message):
             find([f"{memory}/{path}" for path in paths])
+
+
+LOGS = {
+    "Delta": ("_delta_log/0.json", "a.parquet", "day=1/b.parquet", "0f/c.parquet"),
+    "Iceberg": ("metadata/v2.metadata.json", "data/a.parquet", "data/day=1/b.parquet", "data/0f/c.parquet"),
+    "Hudi": (".hoodie/1.commit", "a.parquet", "day=1/.hoodie_partition_metadata", "day=1/b.parquet"),
+    "stream": ("_spark_metadata/0", "a.parquet", "day=1/b.parquet"),
+}
+
+
+@pytest.mark.parametrize("kind", LOGS)
+def test_files_that_only_a_log_tells_from_stale_ones_are_refused(memory: str, kind: str) -> None:
+    for name in LOGS[kind]:
+        with fsspec.open(f"{memory}/tables/one/{name}", "wb") as file:
+            file.write(b"")
+    files = [name for name in LOGS[kind] if name.endswith(".parquet")]
+    plain = "tables/one/data" if kind == "Iceberg" else "tables/one"
+    for path in ["tables", "tables/one", plain, f"{plain}/day=1", f"{plain}/*.parquet", f"{plain}/day=*/*.parquet"]:
+        with pytest.raises(BadInput, match=f"{kind}.*rows"):
+            find([f"{memory}/{path}"])
+    assert len(find([f"{memory}/tables/one/{name}" for name in files])) == len(
+        files
+    )  # by name: whoever reads the log may
+
+
+@pytest.mark.parametrize("beside", ["metadata/notes.json", "data/b.parquet", "delta_log/0.json", "_SUCCESS"])
+def test_a_folder_without_such_a_log_is_read(memory: str, beside: str) -> None:
+    for name in ("day=1/a.parquet", beside):
+        with fsspec.open(f"{memory}/{name}", "wb") as file:
+            file.write(b"")
+    assert len(find([memory])) == 1 + beside.endswith(".parquet")
+    assert len(find([f"{memory}/day=*/*.parquet"])) == 1
 
 
 def test_storage_that_nobody_knows_or_whose_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

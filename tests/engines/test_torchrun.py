@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from manyhands.engines import engine_of
+from manyhands.engines import default_workers, engine_of, own_rank
 from manyhands.engines.base import Launch
 from manyhands.engines.torchrun import Place, Torchrun
 from manyhands.errors import BadInput, Unsupported
@@ -35,11 +35,20 @@ def test_a_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str)
         Place.from_environment()
 
 
-@pytest.mark.parametrize(("name", "value"), [("RANK", "x"), ("RANK", "4"), ("WORLD_SIZE", "-1")])
+@pytest.mark.parametrize(("name", "value"), [("RANK", "x"), ("RANK", "4"), ("WORLD_SIZE", "-1"), ("RANK", "²")])
 def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(BadInput, match=name):
         Place.from_environment()
+
+
+def test_a_wrong_variable_is_bad_input_also_before_the_workers_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(BadInput, match="WORLD_SIZE must be a whole number, not 'two'"):
+        default_workers(Torchrun())
+    monkeypatch.setenv("RANK", "²")
+    with pytest.raises(BadInput, match="RANK must be a whole number, not '²'"):
+        own_rank(Torchrun())
 
 
 def test_another_number_of_workers_is_refused() -> None:

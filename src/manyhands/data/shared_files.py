@@ -8,11 +8,12 @@ a Parquet file; a TFRecord file has none, and its records are counted from lengt
 from __future__ import annotations
 
 import glob
+import posixpath
 import re
 import socket
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import accumulate
@@ -36,6 +37,14 @@ KINDS = ".parquet, .tfrecord (also .tfrecord.gz), or a folder of these"
 _PARQUET = re.compile(r"\.(parquet|pq)$", re.IGNORECASE)
 _TFRECORD = re.compile(r"\.tfrecords?(-\d+-of-\d+)?(\.gz)?$", re.IGNORECASE)
 
+_LOGS = {
+    "a Delta table": re.compile(r"/_delta_log(/|$)"),
+    "an Iceberg table": re.compile(r"/metadata/[^/]+\.metadata\.json"),
+    "a Hudi table": re.compile(r"/\.hoodie(_partition_metadata)?(/|$)"),
+    "the output of a Spark stream": re.compile(r"/_spark_metadata(/|$)"),
+}
+"""What keeps a log of which of its files count: the others in its folder hold rows that were removed, replaced or never committed."""
+
 _BATCH_BYTES = 16 << 20
 _BATCH_ROWS = 65536
 _READS_AT_ONCE = 8  # footers: each is a few round trips to the storage, and little else
@@ -47,8 +56,9 @@ def find(paths: Sequence[str | Path], kinds: str = KINDS) -> tuple[str, ...]:
     A name that begins with `_` or `.` inside a folder is none of the table's (`_SUCCESS`, `.part.crc`). kinds: what the error says that
     can be read.
 
-    Raises BadInput for a path that is not there, a folder without such files or of a Delta table, files of another kind, of
-    both kinds, or named twice, and for storage of which the package is not installed.
+    Raises BadInput for a path that is not there, a folder without such files, a folder or glob in a table whose log says which
+    files count (Delta, Iceberg, Hudi, the output of a Spark stream), files of another kind, of both kinds, or named twice, and
+    for storage of which the package is not installed.
     """
     files = [file for path in paths for file in _found(str(path), kinds)]
     if twice := [file for file, n in Counter(files).items() if n > 1]:
@@ -164,21 +174,57 @@ def filesystem(url: str) -> tuple[Any, str]:
 def _found(path: str, kinds: str) -> list[str]:
     fs, place = filesystem(path)
     fs.invalidate_cache()  # else a listing of before, without the files that were written since
-    places = [place] if fs.exists(place) else sorted(fs.glob(place)) if glob.has_magic(place) else []
+    named = fs.exists(place)
+    places = [place] if named else sorted(fs.glob(place)) if glob.has_magic(place) else []
     if not places:
         raise BadInput(f"no file or folder {path!r}" + ("" if "://" in path else f" (looked from {Path.cwd()})"))
-    files = [file for one in places for file in (_inside(fs, one, kinds) if fs.isdir(one) else [one])]
+    files, folders = [], set()
+    for one in places:
+        if fs.isdir(one):
+            files += _inside(fs, one, kinds)
+            folders.add(one)
+        else:
+            files.append(one)
+            if not named:  # a file that is named outright may be one of those that a log lists
+                folders.add(posixpath.dirname(one))
+    for folder in {above for one in folders for above in _tables_around(one)}:
+        _refuse_log(folder, _names_in(fs, folder))
     return [_url(fs, path, place, file) for file in files]
 
 
+def _tables_around(folder: str) -> Iterator[str]:
+    """The folders of which `folder` may be a partition: `TABLE/day=1/hour=2`, Iceberg's `TABLE/data/day=1`."""
+    while "=" in posixpath.basename(folder) and posixpath.dirname(folder):
+        folder = posixpath.dirname(folder)
+    yield folder
+    if posixpath.basename(folder) == "data" and posixpath.dirname(folder):
+        yield posixpath.dirname(folder)
+
+
+def _names_in(fs: Any, folder: str) -> list[str]:
+    try:
+        names = fs.ls(folder, detail=False)
+        return [*names, *(name for one in names if one.endswith("/metadata") for name in fs.ls(one, detail=False))]
+    except PermissionError:  # storage may show somebody one partition and not the table around it
+        return []
+
+
+def _refuse_log(folder: str, names: Iterable[str]) -> None:
+    for kind, log in _LOGS.items():
+        if any(log.search(name) for name in names):
+            raise BadInput(
+                f"{folder!r} is part of {kind}: beside current files lie others, whose rows were removed or replaced, and only a log tells "
+                "which. Let Spark read it, or name the current files one by one"
+            )
+
+
 def _inside(fs: Any, folder: str, kinds: str) -> list[str]:
-    names = {file: file.removeprefix(folder).strip("/").split("/") for file in fs.find(folder)}
-    if any("_delta_log" in parts for parts in names.values()):
-        raise BadInput(f"{folder!r} is a Delta table, whose files also hold rows that were removed: let Spark read it")
+    names = {file: file.removeprefix(folder.rstrip("/")) for file in fs.find(folder)}  # "/day=1/part.parquet"
+    _refuse_log(folder, names.values())
     tables = [
         file
-        for file, parts in names.items()
-        if not any(part.startswith(("_", ".")) for part in parts) and (_PARQUET.search(file) or _TFRECORD.search(file))
+        for file, name in names.items()
+        if not re.search(r"/[_.]", name) and (_PARQUET.search(file) or _TFRECORD.search(file))
     ]
     if not tables:
         raise BadInput(f"the folder {folder!r} holds no .parquet file and no .tfrecord file: expected {kinds}")

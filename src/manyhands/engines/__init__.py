@@ -82,7 +82,7 @@ def default_workers(engine: Engine) -> int:
         assert isinstance(engine, Inside)
         return engine.worker.size
     if engine.name == "torchrun":
-        return int(launchers.value_of(launchers.SIZE) or "1")
+        return launchers.number_of(launchers.SIZE, "1")
     import torch
 
     return max(1, torch.cuda.device_count())
@@ -102,4 +102,4 @@ def own_rank(engine: Engine) -> int:
     """This process's rank under an engine whose workers all make the same call."""
     from manyhands.engines.inside import Inside
 
-    return engine.worker.rank if isinstance(engine, Inside) else int(launchers.value_of(launchers.RANK) or "0")
+    return engine.worker.rank if isinstance(engine, Inside) else launchers.number_of(launchers.RANK, "0")

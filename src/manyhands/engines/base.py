@@ -19,6 +19,9 @@ if TYPE_CHECKING:  # all import torch; a command starts the fork server before i
 
 T = TypeVar("T")
 
+MOST_SECONDS = 1_000_000  # poll() takes milliseconds below 2^31
+MOST_THREADS = 4_096
+
 
 class Observer:
     """The driver's ear: the engine calls it, always from the thread that called `launch`.
@@ -53,6 +56,10 @@ class Launch:
     roles: Roles | None = None  # of the workers, where they are another framework's cluster
     rejoins: bool = True  # whether a worker whose process is started again can take part: not in a training
 
+    def __post_init__(self) -> None:
+        check_seconds("timeout_s", self.timeout_s)
+        check_threads(self.threads_per_worker)
+
     @property
     def shards(self) -> int:
         """How many shards there are: none without a server, one where its rule cannot be split."""
@@ -74,6 +81,22 @@ def check_count(name: str, value: object) -> None:
     """BadInput unless it is a whole number of at least 1."""
     if not is_whole(value):
         raise BadInput(f"{name} must be a whole number of at least 1, not {value!r}")
+
+
+def check_seconds(name: str, value: float) -> None:
+    """BadInput unless it is a time that a wait can last: above 0, and no more than the system's calls take."""
+    if not 0 < value <= MOST_SECONDS:
+        raise BadInput(
+            f"{name} must be a positive number of seconds, {MOST_SECONDS:,} (11 days) at most, not {value!r}"
+        )
+
+
+def check_threads(threads: int | None) -> None:
+    """BadInput for threads_per_worker that are neither None nor a whole number that a process can start."""
+    if threads is not None and not (is_whole(threads) and threads <= MOST_THREADS):
+        raise BadInput(
+            f"threads_per_worker must be a whole number from 1 to {MOST_THREADS:,}, not {threads!r}; leave it out for usable cores / workers"
+        )
 
 
 def check_counts(plan: Launch) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from typing_extensions import override
 
-from manyhands.engines.base import Engine, Launch, check_counts
+from manyhands.engines.base import Engine, Launch, check_counts, check_seconds
 from manyhands.errors import BadInput, ManyhandsError, Unsupported, is_whole
 
 if TYPE_CHECKING:
@@ -84,8 +84,7 @@ class Hosts(Engine):
 
         if self.here is not None and not is_whole(self.here):
             raise BadInput(f"here must be at least 1, not {self.here!r}: worker 0 and the driver are on one host")
-        if not self.wait_s > 0:
-            raise BadInput(f"wait_s must be a positive number of seconds, not {self.wait_s!r}")
+        check_seconds("wait_s", self.wait_s)
         if self.tls and self.plain_network:
             raise BadInput("plain_network is for tls off: leave it out, or say tls=off too")
         check_way(self.listen, tls=self.tls, plain_network=self.plain_network)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from manyhands.engines import roster
-from manyhands.engines.base import check_count
+from manyhands.engines.base import check_count, check_seconds
 from manyhands.engines.limits import room_for_descriptors
 from manyhands.engines.local_crew import LocalCrew
 from manyhands.engines.network import Network, check_way, ports_of
@@ -61,8 +61,7 @@ class Join:
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)
-        if not self.wait_s > 0:
-            raise BadInput(f"wait_s must be a positive number of seconds, not {self.wait_s!r}")
+        check_seconds("wait_s", self.wait_s)
         host, _ = parse_address(self.address)
         for one in filter(None, (host, self.listen)):
             check_way(one, tls=self.tls, plain_network=self.plain_network)

@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from manyhands.errors import BadInput, whole_of
+
 RANK, SIZE, LOCAL_RANK, LOCAL_SIZE = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
 MEETING = ("MASTER_ADDR", "MASTER_PORT")
 """Where the processes meet: torchrun sets them; to the others the user says them."""
@@ -65,6 +67,23 @@ def value_of(word: str, environment: Mapping[str, str] = os.environ) -> str | No
     return text
 
 
+def number_of(word: str, default: str | None = None) -> int:
+    """`value_of`, a whole number of at least 0. Raises BadInput where it is none, or missing without a default."""
+    name = launcher_of().names[word]
+    text = value_of(word) or default
+    if text is None:
+        raise missing(name)
+    number = whole_of(text)
+    if number is None or number < 0:
+        raise BadInput(f"the variable {name} must be a whole number, not {text!r}: {launcher_of().start}")
+    return number
+
+
+def missing(name: str) -> BadInput:
+    """The error for a variable that engine torchrun needs."""
+    return BadInput(f"engine torchrun needs the variable {name}: {launcher_of().start}")
+
+
 def started_as_one_of_several(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether a launcher started this process together with others, which are to work as one.
 
@@ -96,4 +115,5 @@ def _tasks_here(text: str, node: str) -> str | None:
     counts: list[str] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [count] * int(times or 1)
-    return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else None
+    number = whole_of(node)
+    return counts[number] if number is not None and 0 <= number < len(counts) else None

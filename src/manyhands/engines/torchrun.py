@@ -44,14 +44,14 @@ class Place:
     def from_environment(cls) -> Place:
         """Raises BadInput where a variable is missing or no whole number."""
         place = cls(
-            rank=_number(launchers.RANK),
-            size=_number(launchers.SIZE),
-            local_rank=_number(launchers.LOCAL_RANK),
-            local_size=_number(launchers.LOCAL_SIZE, default="1"),
+            rank=launchers.number_of(launchers.RANK),
+            size=launchers.number_of(launchers.SIZE),
+            local_rank=launchers.number_of(launchers.LOCAL_RANK),
+            local_size=launchers.number_of(launchers.LOCAL_SIZE, default="1"),
         )
         for name in launchers.MEETING:
             if name not in os.environ:
-                raise _missing(name)
+                raise launchers.missing(name)
         if not 0 <= place.rank < place.size:
             names = launchers.launcher_of().names
             raise BadInput(
@@ -167,18 +167,3 @@ def _group(place: Place, device: torch.device, timeout_s: float) -> Group:
         return adopt(group, [socket.gethostname()] * place.size, timeout_s)
     finally:
         group.close()
-
-
-def _number(word: str, default: str | None = None) -> int:
-    """The launcher's variable for torchrun's `word`, a whole number."""
-    name = launchers.launcher_of().names[word]
-    text = launchers.value_of(word) or default
-    if text is None:
-        raise _missing(name)
-    if not text.isdecimal():
-        raise BadInput(f"the variable {name} must be a whole number, not {text!r}")
-    return int(text)
-
-
-def _missing(name: str) -> BadInput:
-    return BadInput(f"engine torchrun needs the variable {name}: {launchers.launcher_of().start}")

@@ -20,9 +20,10 @@ from manyhands.engines.sim.units import (
     shown,
     unknown,
 )
-from manyhands.errors import BadInput, is_whole
+from manyhands.errors import BadInput, is_whole, whole_of
 
 _JITTERS = "none, lognormal:SIGMA, exponential, uniform:SHARE, quantiles:A/B/…"
+_MOST_WORKERS = 1_000_000  # far beyond what a machine's memory simulates
 _SECONDS = ("row", "step", "lease", "merge")
 
 
@@ -74,8 +75,7 @@ class Compute:
         factors, codecs = dict(self.factors), dict(self.codecs)
         for name, value in read_items(text, "compute"):
             if found := re.fullmatch(r"(\d+)(?:-(\d+))?", name):
-                ranks = range(int(found[1]), int(found[2] or found[1]) + 1)
-                factors.update(dict.fromkeys(ranks, read_factor(value, f"compute: {name}")))
+                factors.update(dict.fromkeys(_ranks(found), read_factor(value, f"compute: {name}")))
             elif name in _SECONDS:
                 changes[name] = read_seconds(value, f"compute: {name}")
             elif name in CODECS:
@@ -110,6 +110,15 @@ class Compute:
     def pace(self, rank: int, seed: int) -> Pace:
         """One worker's."""
         return Pace(self, rank, seed)
+
+
+def _ranks(found: re.Match[str]) -> range:
+    first, last = whole_of(found[1]), whole_of(found[2] or found[1])
+    if first is None or last is None or not first <= last < _MOST_WORKERS:
+        raise BadInput(
+            f"compute: factors are of a worker or of several, as 3=5x or 8-15=2x, below {_MOST_WORKERS:,}; got {found[0]!r}"
+        )
+    return range(first, last + 1)
 
 
 class Pace:

@@ -12,7 +12,9 @@ from manyhands.errors import BadInput, Unsupported, is_whole
 
 What = Literal["kill", "pause", "restart"]
 
-_PLANNED = rf"(?P<shard>shard)?(?P<number>\d+)@(?:step:(?P<step>\d+)|(?P<time>{TIME}))(?:\+(?P<seconds>{TIME}))?"
+_PLANNED = (
+    rf"(?P<shard>shard)?(?P<number>\d{{1,9}})@(?:step:(?P<step>\d{{1,18}})|(?P<time>{TIME}))(?:\+(?P<seconds>{TIME}))?"
+)
 _PROBABILITIES = ("drop", "duplicate", "delay", "reorder")
 _OPTIONS = {"retry": "retry_s", "notice": "notice_s"}
 

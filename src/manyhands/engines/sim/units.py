@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from manyhands.errors import BadInput, UnknownName
 from manyhands.spec import split_commas
 
-NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?"
 TIME = rf"{NUMBER}(?:[mµun]?s)?"
 
 _PER_SECOND = {"": 1, "s": 1, "ms": 1_000, "us": 1_000_000, "µs": 1_000_000, "ns": 1_000_000_000}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from typing_extensions import override
 
-from manyhands.engines.base import Engine, Launch, check_counts
+from manyhands.engines.base import Engine, Launch, check_counts, check_seconds
 from manyhands.errors import BadInput, ManyhandsError, Unsupported
 
 if TYPE_CHECKING:
@@ -58,8 +58,7 @@ class Spark(Engine):
     wait_s: float = 3600.0
 
     def __post_init__(self) -> None:
-        if not self.wait_s > 0:
-            raise BadInput(f"wait_s must be a positive number of seconds, not {self.wait_s!r}")
+        check_seconds("wait_s", self.wait_s)
         if isinstance(self.memory_mb, bool) or not isinstance(self.memory_mb, int) or self.memory_mb < 0:
             raise BadInput(f"memory_mb must be a whole number of megabytes, 0 or more, not {self.memory_mb!r}")
 
