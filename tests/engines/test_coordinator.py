@@ -69,6 +69,8 @@ def test_hang_blames_the_stalest_that_does_not_wait() -> None:
     coordinator.beat(1, "compute", 7, 0.0, now=2.0)
     coordinator.beat(2, "compute", 8, 0.0, now=11.5)
     assert coordinator.verdict(10.9) is None
+    for rank, idle_s in ((0, 10.5), (1, 9.5)):
+        coordinator.beat(rank, coordinator.seats[rank].phase, 7, idle_s, now=11.5)
     assert coordinator.verdict(12.0) == Hung(1, 10.0)
 
 
@@ -83,7 +85,33 @@ def test_all_waiting_is_a_hang_too() -> None:
     coordinator = started()
     coordinator.beat(0, "exchange", 7, 0.0, now=1.0)
     coordinator.beat(1, "wait", 7, 0.0, now=2.0)
+    for rank, idle_s in ((0, 10.5), (1, 9.5)):
+        coordinator.beat(rank, coordinator.seats[rank].phase, 7, idle_s, now=11.5)
     assert coordinator.verdict(12.0) == Hung(0, 11.0)
+
+
+@pytest.mark.parametrize("phase", ["start", "validation", "checkpoint", "exchange", "user"])
+def test_who_sends_no_heartbeat_is_blamed_before_those_that_wait_for_it(phase: str) -> None:
+    """All are in the same phase: in those where workers meet, the phase alone does not tell who waits."""
+    coordinator = started(3)
+    for rank in range(3):
+        coordinator.beat(rank, phase, 4, 0.0, now=1.0)
+    coordinator.beat(1, phase, 4, 1.0, now=2.0)  # its last; the others have stood still for longer
+    for rank in (0, 2):
+        coordinator.beat(rank, "exchange" if phase == "user" else phase, 4, 10.5, now=11.5)
+    assert coordinator.verdict(11.5) == Hung(1, 10.5, silent_s=9.5)
+
+
+def test_of_several_silent_ones_the_status_pages_tell_who_waits() -> None:
+    """Their last heartbeats were sent from `compute`; the pages, which stopped processes leave behind, are newer."""
+    coordinator = started(3)
+    for rank, idle_s in ((0, 0.3), (1, 0.2), (2, 0.1)):
+        coordinator.beat(rank, "compute", 7, idle_s, now=1.0)
+    assert coordinator.verdict(11.0) == Hung(0, 10.3, silent_s=10.0)
+    for rank, phase in enumerate(["exchange", "validation", "exchange"]):
+        coordinator.found(rank, phase, 8)
+    assert coordinator.verdict(11.0) == Hung(1, 10.2, silent_s=10.0)
+    assert (coordinator.seats[1].phase, coordinator.seats[1].step) == ("validation", 8)
 
 
 def test_compiling_is_progress_while_heartbeats_come() -> None:
@@ -92,7 +120,7 @@ def test_compiling_is_progress_while_heartbeats_come() -> None:
     for now in range(2, 40):
         coordinator.beat(1, "compile", 0, float(now), now=float(now))
         assert coordinator.verdict(float(now)) is None
-    assert coordinator.verdict(49.0) == Hung(1, 49.0)
+    assert coordinator.verdict(49.0) == Hung(1, 49.0, silent_s=10.0)
 
 
 def test_user_code_may_take_long_unless_somebody_waits_for_it() -> None:
@@ -102,6 +130,8 @@ def test_user_code_may_take_long_unless_somebody_waits_for_it() -> None:
     assert coordinator.verdict(1000.0) is None
     coordinator.beat(0, "exchange", 0, 0.0, now=1000.0)
     assert coordinator.verdict(1009.0) is None
+    coordinator.beat(0, "exchange", 0, 9.5, now=1009.5)
+    coordinator.beat(1, "user", 0, 1008.5, now=1009.5)
     assert coordinator.verdict(1010.0) == Hung(1, 1009.0)
 
 
@@ -110,6 +140,8 @@ def test_stale_work_is_blamed_before_older_user_code() -> None:
     coordinator.beat(0, "user", 0, 0.0, now=1.0)
     coordinator.beat(1, "compute", 4, 0.0, now=2.0)
     coordinator.beat(2, "exchange", 4, 0.0, now=1.5)
+    for rank, idle_s in ((0, 10.5), (1, 9.5), (2, 10.0)):
+        coordinator.beat(rank, coordinator.seats[rank].phase, 4, idle_s, now=11.5)
     assert coordinator.verdict(12.0) == Hung(1, 10.0)
 
 
@@ -125,7 +157,7 @@ def test_the_drivers_own_work_is_excused() -> None:
     coordinator = started(1)
     coordinator.excuse(30.0)
     assert coordinator.verdict(39.9) is None
-    assert coordinator.verdict(40.0) == Hung(0, 10.0)
+    assert coordinator.verdict(40.0) == Hung(0, 10.0, silent_s=10.0)
 
 
 def test_table_has_a_row_a_worker() -> None:
@@ -134,9 +166,9 @@ def test_table_has_a_row_a_worker() -> None:
     coordinator.returned(1, 1.0)
     rows = [[cell.strip() for cell in row.split("|")] for row in coordinator.table(14.5).splitlines()]
     assert rows == [
-        ["rank", "last step", "phase", "seconds since progress"],
-        ["0", "41", "compute", "12.5"],
-        ["1", "0", "returned", ""],
+        ["rank", "last step", "phase", "seconds since progress", "since a heartbeat"],
+        ["0", "41", "compute", "12.5", "12.5"],
+        ["1", "0", "returned", "", ""],
     ]
 
 
@@ -182,7 +214,7 @@ def test_an_idle_shard_is_not_blamed_for_a_hang_of_all_workers() -> None:
     for rank in (0, 1):
         coordinator.beat(rank, "exchange", 3, 0.0, now=1.0 + rank)
     coordinator.beat(-1, "wait", 0, idle_s=12.0, now=11.5)
-    assert coordinator.verdict(11.5) == Hung(0, 10.5)
+    assert coordinator.verdict(11.5) == Hung(0, 10.5, silent_s=10.5)
 
 
 def test_a_shard_that_is_not_heard_is_a_hang() -> None:
@@ -191,7 +223,9 @@ def test_a_shard_that_is_not_heard_is_a_hang() -> None:
     coordinator.beat(-1, "wait", 0, idle_s=0.0, now=1.0)
     for rank in (0, 1):
         coordinator.beat(rank, "exchange", 3, 0.0, now=2.0)
-    assert coordinator.verdict(11.0) == Hung(-1, 10.0)
+    for rank in (0, 1):
+        coordinator.beat(rank, "exchange", 3, 8.9, now=10.9)
+    assert coordinator.verdict(11.0) == Hung(-1, 10.0, silent_s=10.0)
 
 
 def test_the_run_is_finished_when_all_workers_are_and_shards_had_their_time() -> None:

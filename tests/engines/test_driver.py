@@ -22,6 +22,8 @@ class Scripted(Crew):
         self.said: list[tuple[int, dict[str, Any]]] = []
         self.told: list[tuple[int, dict[str, Any]]] = []
         self.did: list[Any] = []
+        self.pages: dict[int, tuple[str, int]] = {}
+        self.silence_s = 0.0
         self.shared: dict[str, Any] = {}
 
     @override
@@ -47,7 +49,16 @@ class Scripted(Crew):
         self.did.append(number)
 
     @override
+    def where(self) -> dict[int, tuple[str, int]]:
+        return self.pages
+
+    @override
+    def silent_s(self) -> float:
+        return self.silence_s
+
+    @override
     def stacks(self) -> dict[int, str]:
+        self.did.append("stacks")
         return {seat: f"stack of {seat}" for seat in self.seats}
 
     @override
@@ -247,13 +258,42 @@ def test_a_hang_shows_every_stack_of_every_host() -> None:
     run = Run()
     run.say(1, "beat", phase="compute", step=7, idle_s=0.0, events=[])
     run.now = 11.0
-    for seat in (0, 2):
+    for seat in (0, 2, -1):
         run.say(seat, "beat", phase="wait", step=7, idle_s=0.0, events=[])
+    run.say(1, "beat", phase="compute", step=7, idle_s=11.0, events=[])
     with pytest.raises(WorkerFailed, match="worker 1 on alpha made no progress for 11.0 s, in phase compute") as raised:
         run.driver._finished()
     table, *stacks = raised.value.detail.split("\n\n")
     assert "server shard 0 |" in table
     assert stacks == [f"{who}:\nstack of {seat}" for seat, who in NAMES.items()]
+
+
+def test_a_worker_without_heartbeats_is_called_silent_where_its_page_says_it_is() -> None:
+    run = Run()
+    run.now = 11.0
+    for seat in (0, 2):
+        run.say(seat, "beat", phase="validation", step=7, idle_s=10.9, events=[])
+    run.alpha.pages = {1: ("validation", 7)}
+    with pytest.raises(WorkerFailed, match=r"worker 1 on alpha is silent.* for 11\.0 s, in phase validation") as raised:
+        run.driver._finished()
+    assert (raised.value.rank, raised.value.phase, raised.value.step) == (1, "validation", 7)
+    assert "only slow" not in str(raised.value)
+    assert run.alpha.did == run.beta.did == ["stacks"]
+
+
+def test_a_silent_host_is_called_silent_and_not_asked_for_stacks() -> None:
+    run = Run()
+    run.now = 11.0
+    for seat in (0, 1):
+        run.say(seat, "beat", phase="exchange", step=7, idle_s=10.9, events=[])
+    run.beta.silence_s = 10.5
+    with pytest.raises(
+        WorkerFailed, match=r"host beta is silent: nothing came from it for 10\.5 s, and worker 2"
+    ) as raised:
+        run.driver._finished()
+    assert "only slow" not in str(raised.value)
+    assert (run.alpha.did, run.beta.did) == (["stacks"], [])
+    assert "worker 2:\n(no stack" in raised.value.detail
 
 
 NAMES = {0: "worker 0", 1: "worker 1", 2: "worker 2", -1: "server shard 0"}
@@ -281,5 +321,7 @@ def test_shipping_the_program_is_no_silence_of_the_workers() -> None:
     run.driver.run("the program")
     assert (run.now, verdicts) == (2000.0, [False])
     run.now += 11.0
+    for seat in NAMES:
+        run.say(seat, "beat", phase="compute", step=0, idle_s=11.0, events=[])
     with pytest.raises(WorkerFailed, match=r"made no progress for 11\.0 s"):
         run.driver._finished()

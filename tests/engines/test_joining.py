@@ -58,6 +58,9 @@ class NotesCrew:
     def stacks(self) -> dict[int, str]:
         return {2: "stack"}
 
+    def where(self) -> dict[int, tuple[str, int]]:
+        return {2: ("validation", 7)}
+
     def end(self, grace_s: float) -> None:
         self.notes.append(("end", grace_s))
 
@@ -92,7 +95,7 @@ class Driver:
         body = {"type": "launch", "host": "b", "shared": shared, "variables": {"MANYHANDS_STRATEGY": "easgd"}}
         self.post.send(body, [torch.frombuffer(bytearray(b"program"), dtype=torch.uint8)])
         self.post.send({"type": "stacks"})
-        assert self.letter().body == {"type": "stacks", "stacks": {"2": "stack"}}
+        assert self.letter().body == {"type": "stacks", "stacks": {"2": "stack"}, "where": {"2": ["validation", 7]}}
         crew = self.agent._crew
         assert isinstance(crew, NotesCrew)
         return crew

@@ -105,8 +105,9 @@ def test_orders_reach_the_agent(line: Line) -> None:
 
 def test_stacks_are_asked_for_and_what_comes_before_them_is_kept(line: Line) -> None:
     line.said(2, {"type": "started"})
-    line.agent.send({"type": "stacks", "stacks": {"2": "here"}})
+    line.agent.send({"type": "stacks", "stacks": {"2": "here"}, "where": {"2": ["validation", 4], "9": ["x", 1]}})
     assert line.crew.stacks() == {2: "here", 3: ""}
+    assert line.crew.where() == {2: ("validation", 4)}
     assert line.received(1) == [(2, {"type": "started"})]
 
 
@@ -121,6 +122,14 @@ def test_the_end_waits_until_the_host_is_empty(line: Line) -> None:
     line.crew.end(0.5)  # idempotent: asks nobody
     line.crew.leave("what went wrong")
     assert line.letter().body == {"type": "over", "error": "what went wrong"}
+
+
+def test_nothing_is_awaited_from_a_silent_host(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert line.crew.silent_s() < 5.0
+    monkeypatch.setattr(line.crew._post, "silent_s", lambda: 7.0)
+    monkeypatch.setattr(line.crew._post, "wait", lambda timeout_s: pytest.fail("it waits"))
+    assert line.crew.stacks() == {2: "", 3: ""}
+    line.crew.end(0.5)
 
 
 def test_a_host_that_is_gone_is_told_of_each_of_its_workers(line: Line) -> None:

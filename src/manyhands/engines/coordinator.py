@@ -20,6 +20,8 @@ USER = "user"
 """The user's own code, which reports nothing: it may take as long as it likes, unless a peer waits for it."""
 START_S = 120.0
 """At least so long may the fork server take to load torch, on however slow a disk, whatever `timeout_s` is."""
+SILENT_S = 5.0
+"""Without a heartbeat for so long, or for half of `timeout_s` where that is less, a seat is silent: heartbeats come four times a second."""
 ROOT_CAUSE_WAIT_S = 0.5
 """After `PeerLost` from one worker, how long to wait for the death or the error that caused it."""
 LAST_WORDS_S = 1.0
@@ -40,6 +42,9 @@ class Seat:
 
     def idle_s(self, now: float) -> float:
         return max(0.0, now - self.progress_at)
+
+    def unheard_s(self, now: float) -> float:
+        return max(0.0, now - self.heard_at)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +74,11 @@ class Failed:
 
 @dataclass(frozen=True)
 class Hung:
+    """`seconds` without progress; `silent_s` of them without a heartbeat, 0 where heartbeats come."""
+
     culprit: int
     seconds: float
+    silent_s: float = 0.0
 
 
 class Coordinator:
@@ -107,6 +115,11 @@ class Coordinator:
         known = self.seats[seat]
         since = 0.0 if seat < 0 and phase in WAITING else idle_s
         known.phase, known.step, known.heard_at, known.progress_at = phase, step, now, now - since
+
+    def found(self, seat: int, phase: str, step: int) -> None:
+        """Where it is by its status page, which is newer than the last heartbeat of a process that was stopped."""
+        known = self.seats[seat]
+        known.phase, known.step = phase, step
 
     def returned(self, seat: int, now: float) -> None:
         self.seats[seat].done = True
@@ -172,9 +185,18 @@ class Coordinator:
             return None
         if not busy and any(self._moving(seat, now) for seat in running):  # somebody is slow, and on the way
             return None
-        suspects = busy or [seat for seat in running if seat.phase not in WAITING] or stale
+        return self._suspect(running, stale, now)
+
+    def _suspect(self, running: list[Seat], stale: list[Seat], now: float) -> Hung:
+        """Whom to blame: first who sends no heartbeat, since all others may be waiting for it, whatever their phase says."""
+        silent = [seat for seat in running if self.is_silent(seat.unheard_s(now)) and seat.started]
+        suspects = next(filter(None, (_at_work(silent), silent, _at_work(stale), _at_work(running), stale)))
         culprit = max(suspects, key=lambda seat: seat.idle_s(now))
-        return Hung(culprit.number, culprit.idle_s(now))
+        return Hung(culprit.number, culprit.idle_s(now), culprit.unheard_s(now) if silent else 0.0)
+
+    def is_silent(self, seconds: float) -> bool:
+        """Whether so many seconds without a sign of life are a silence."""
+        return seconds >= min(SILENT_S, self.timeout_s / 2)
 
     def _stale(self, seat: Seat, now: float) -> bool:
         timeout_s = self.timeout_s if seat.started else max(self.timeout_s, START_S)
@@ -187,14 +209,19 @@ class Coordinator:
         return seat.phase == COMPILING and now - seat.heard_at < self.timeout_s
 
     def table(self, now: float) -> str:
-        """rank | last step | phase | seconds since progress"""
-        rows = [("rank", "last step", "phase", "seconds since progress")]
+        """rank | last step | phase | seconds since progress | since a heartbeat"""
+        rows = [("rank", "last step", "phase", "seconds since progress", "since a heartbeat")]
         for seat in self.seats.values():
-            idle = "" if seat.done else f"{seat.idle_s(now):.1f}"
+            idle, unheard = ("", "") if seat.done else (f"{seat.idle_s(now):.1f}", f"{seat.unheard_s(now):.1f}")
             name = str(seat.number) if seat.number >= 0 else self._name_of(seat.number)
-            rows.append((name, str(seat.step), "returned" if seat.done else seat.phase, idle))
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+            rows.append((name, str(seat.step), "returned" if seat.done else seat.phase, idle, unheard))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(" | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def _at_work(seats: list[Seat]) -> list[Seat]:
+    """Those of them that do not wait for others, as far as their phase tells."""
+    return [seat for seat in seats if seat.phase not in WAITING]
 
 
 def how_it_ended(status: int) -> str:

@@ -69,5 +69,13 @@ class Crew(ABC):
         """Every seat's Python stack, "" where it does not answer within a second."""
 
     @abstractmethod
+    def where(self) -> dict[int, tuple[str, int]]:
+        """The newest (phase, step) that is known of each seat, without waiting; newer than its heartbeats where a page tells."""
+
+    @abstractmethod
+    def silent_s(self) -> float:
+        """For how many seconds nothing at all came from this host; 0 for the driver's own."""
+
+    @abstractmethod
     def end(self, grace_s: float) -> None:
         """When this returns, every process of the run on this host is gone, and every descriptor of the run's. Idempotent."""

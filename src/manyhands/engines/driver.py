@@ -15,7 +15,7 @@ from typing import Any
 
 from manyhands import errors, leases
 from manyhands.engines.base import Launch
-from manyhands.engines.coordinator import Coordinator, Failed, Failure, Finished, Hung
+from manyhands.engines.coordinator import Coordinator, Failed, Failure, Finished, Hung, Seat
 from manyhands.engines.crew import Crew, seats_of
 from manyhands.engines.limits import room_for_descriptors
 from manyhands.engines.meetings import Meetings
@@ -237,17 +237,40 @@ class Driver:
         return error
 
     def _hung(self, verdict: Hung) -> WorkerFailed:
-        seat = self.coordinator.seats[verdict.culprit]
-        table = self.coordinator.table(self.clock())
-        message = (
-            f"{self.plan.name_of(seat.number)} on {self._crew_of[seat.number].host} made no progress for {verdict.seconds:.1f} s, in phase {seat.phase} at step {seat.step} "
-            f"(timeout_s={self.plan.timeout_s:g}). Where every worker is follows; if the work is only slow, give a longer timeout_s."
+        """The error of a hang, judged once more by what the status pages say, as of the moment when it was seen."""
+        now = self.clock()
+        stacks = self._stacks()
+        for crew in self.crews:
+            for number, place in crew.where().items():
+                self.coordinator.found(number, *place)
+        again = self.coordinator.verdict(now)
+        verdict = again if isinstance(again, Hung) else verdict
+        seat, crew = self.coordinator.seats[verdict.culprit], self._crew_of[verdict.culprit]
+        message = f"{self._how_it_hangs(verdict, crew, seat)} (timeout_s={self.plan.timeout_s:g}). Where every worker is follows"
+        if not verdict.silent_s:
+            message += "; if the work is only slow, give a longer timeout_s"
+        detail = f"{self.coordinator.table(now)}\n\n{stacks}"
+        failure = Failure(rank=seat.number, phase=seat.phase, step=seat.step, message=f"{message}.", detail=detail)
+        return self._failed(failure)
+
+    def _how_it_hangs(self, verdict: Hung, crew: Crew, seat: Seat) -> str:
+        name, place = f"{self.plan.name_of(seat.number)} on {crew.host}", f"in phase {seat.phase} at step {seat.step}"
+        if not verdict.silent_s:
+            return f"{name} made no progress for {verdict.seconds:.1f} s, {place}"
+        if self.coordinator.is_silent(silent_s := crew.silent_s()):
+            return (
+                f"host {crew.host} is silent: nothing came from it for {silent_s:.1f} s, and {name} was last heard {place}. "
+                "Look whether that machine is up, and whether the network between is"
+            )
+        return (
+            f"{name} is silent: it sent no heartbeat for {verdict.silent_s:.1f} s, {place}. Its process was stopped, or native "
+            "code there holds Python's lock"
         )
-        detail = f"{table}\n\n{self._stacks()}"
-        return self._failed(Failure(rank=seat.number, phase=seat.phase, step=seat.step, message=message, detail=detail))
 
     def _stacks(self) -> str:
-        stacks = {seat: stack for crew in self.crews for seat, stack in crew.stacks().items()}
+        """Of all seats; a host that is silent is not asked."""
+        asked = [crew for crew in self.crews if not self.coordinator.is_silent(crew.silent_s())]
+        stacks = {seat: stack for crew in asked for seat, stack in crew.stacks().items()}
         missing = "(no stack: the process does not answer, or has ended)"
         seats = seats_of(self.plan.workers, self.plan.shards)
         return "\n\n".join(f"{self.plan.name_of(seat)}:\n{stacks.get(seat) or missing}" for seat in seats)

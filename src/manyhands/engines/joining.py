@@ -219,7 +219,8 @@ class Agent:
             case "signal":
                 crew.signal(body["number"])
             case "stacks":
-                self._send({"type": "stacks", "stacks": {str(seat): text for seat, text in crew.stacks().items()}})
+                stacks, where = crew.stacks(), crew.where()
+                self._send({"type": "stacks", "stacks": _by_name(stacks), "where": _by_name(where)})
 
     def _launch(self, body: dict[str, Any]) -> None:
         shared = body["shared"]
@@ -297,6 +298,11 @@ class Agent:
     def _send(self, body: dict[str, Any], tensors: list[Tensor] | None = None) -> None:
         with suppress(ChannelClosed, ChannelTimeout):  # `lost` will say so
             self._post.send(body, tensors or [])
+
+
+def _by_name(of_seats: dict[int, Any]) -> dict[str, Any]:
+    """As JSON has it, whose keys are strings."""
+    return {str(seat): value for seat, value in of_seats.items()}
 
 
 def _refused(seat: int, error: BadInput) -> dict[str, Any]:

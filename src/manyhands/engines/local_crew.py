@@ -200,6 +200,15 @@ class LocalCrew(Crew):
         return {seat: line.stack() for seat, line in self._lines.items()}
 
     @override
+    def where(self) -> dict[int, tuple[str, int]]:
+        pages = {seat: line.status.read() for seat, line in self._lines.items()}
+        return {seat: place for seat, place in pages.items() if place is not None}
+
+    @override
+    def silent_s(self) -> float:
+        return 0.0
+
+    @override
     def end(self, grace_s: float) -> None:
         try:
             self._spawner.end_run(grace_s)

@@ -77,6 +77,7 @@ class Post:
         self.local_address = _local_address(channel)
         self._memory = memory or _own_memory
         self._came: deque[Letter | str] = deque()  # a text: the reason of the end
+        self._heard_at = time.monotonic()  # when the last letter came, one that says "alive" too
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._sending = threading.Lock()
         self._closing = threading.Event()
@@ -90,6 +91,10 @@ class Post:
     def fileno(self) -> int:
         """Readable while `receive` has something."""
         return self._bell
+
+    def silent_s(self) -> float:
+        """For how many seconds no letter has come. The other end sends one every ALIVE_S at least."""
+        return time.monotonic() - self._heard_at
 
     def send(self, body: dict[str, Any], tensors: Sequence[Tensor] = ()) -> None:
         """Waits for a slow reader as long as the channel allows. ChannelClosed, ChannelTimeout when the other end is gone.
@@ -156,6 +161,7 @@ class Post:
         try:
             while True:
                 letter = self._next()
+                self._heard_at = time.monotonic()
                 if letter.body["type"] != "alive":
                     self._ring(letter)
         except ChannelTimeout:

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from manyhands.engines.crew import Crew
 from manyhands.engines.plain_values import decode
-from manyhands.engines.post import Letter, Post
+from manyhands.engines.post import ALIVE_S, Letter, Post
 from manyhands.errors import WorkerFailed
 from manyhands.transport.channel import ChannelClosed, ChannelTimeout
 
@@ -29,6 +29,9 @@ OWN = frozenset({"path", "folder", "environment", "network"})
 """What a joined host has of its own: the driver's would mean nothing there."""
 PREFIX, CREDENTIALS = "MANYHANDS_", "MANYHANDS_CREDENTIALS"
 _STACKS_S = 3.0  # the agent's own second, and the way
+_QUIET_S = 3 * ALIVE_S
+"""A host that has sent nothing for so long gives no answer either."""
+_LOOK_S = 0.5
 _END_S = 20.0
 
 
@@ -106,7 +109,18 @@ class RemoteCrew(Crew):
         self._send({"type": "stacks"})
         answer = self._wait_for("stacks", _STACKS_S)
         found = answer.get("stacks", {}) if answer else {}
+        places = answer.get("where", {}) if answer else {}
+        self._where |= {seat: tuple(places[str(seat)]) for seat in self.seats if str(seat) in places}
         return {seat: str(found.get(str(seat), "")) for seat in self.seats}
+
+    @override
+    def where(self) -> dict[int, tuple[str, int]]:
+        """As of the last heartbeats, or of the last `stacks`, which brings what the pages there say."""
+        return dict(self._where)
+
+    @override
+    def silent_s(self) -> float:
+        return self._post.silent_s()
 
     @override
     def end(self, grace_s: float) -> None:
@@ -120,7 +134,7 @@ class RemoteCrew(Crew):
             LOG.warning(
                 "host %s did not say that its workers ended (%s): they end as soon as it finds that the driver is gone",
                 self.host,
-                self._post.lost or f"nothing within {grace_s + _END_S:.0f} s",
+                self._post.lost or f"nothing came for {self.silent_s():.0f} s",
             )
 
     def leave(self, error: str) -> None:
@@ -143,10 +157,10 @@ class RemoteCrew(Crew):
         return not self._post.lost
 
     def _wait_for(self, type: str, timeout_s: float) -> dict[str, Any] | None:
-        """The agent's answer, or None; what comes before it is kept."""
+        """The agent's answer, or None, at once where the host is silent; what comes before it is kept."""
         deadline = time.monotonic() + timeout_s
-        while (left := deadline - time.monotonic()) > 0 and not self._post.lost:
-            letters = self._post.wait(left)
+        while (left := deadline - time.monotonic()) > 0 and not self._post.lost and self.silent_s() < _QUIET_S:
+            letters = self._post.wait(min(left, _LOOK_S))
             found = [letter.body for letter in letters if letter.body["type"] == type]
             for letter in letters:
                 self._take(letter)
