@@ -36,3 +36,11 @@ def test_sizes() -> None:
     assert [words.size(n) for n in (0, 999, 1000, 61_234_000, 2_500_000_000_000)] == [
         *("0 B", "999 B", "1.0 KB", "61.2 MB", "2,500.0 GB")
     ]
+
+
+def test_text_of_others_moves_no_cursor_and_forges_no_line() -> None:
+    forged = "alpha\x1b[2J\r\nWARNING all is well\u202e\x9b1m"
+    assert words.printable(forged) == "alpha?[2J??WARNING all is well??1m"
+    assert words.printable("a\n\tb\x07", keep="\n\t") == "a\n\tb?"
+    assert words.printable("Zürich 東京 " + "x" * 500, 12) == "Zürich 東京 xx"
+    assert words.printable(7) == "7"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 
 class ManyhandsError(Exception):
     """The root of manyhands' own errors; `exit_code` is what the command ends with."""
@@ -23,7 +25,7 @@ class Unsupported(BadInput):
     """Both choices are valid, but not together (a server strategy under torchrun, say)."""
 
 
-def is_whole(value: object, least: int = 1) -> bool:
+def is_whole(value: object, least: int = 1) -> TypeGuard[int]:
     """Whether a value is a whole number of at least `least`; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 

@@ -1,4 +1,4 @@
-"""Counts, numbers and sizes as people read them, the same in summaries, advice, tables and reports."""
+"""Counts, numbers and sizes as people read them, the same in summaries, advice, tables and reports; text that others sent."""
 
 from __future__ import annotations
 
@@ -28,3 +28,12 @@ def size(nbytes: float) -> str:
         if nbytes >= least:
             return f"{nbytes / least:,.1f} {unit}"
     return f"{nbytes:.0f} B"
+
+
+def printable(text: object, most: int = 200, keep: str = "") -> str:
+    """At most so many characters of what another process or host sent, for messages and logs.
+
+    A `?` stands for each character that is not printed, but for those in `keep`: escape sequences would command the
+    terminal, and line ends would forge lines of a log.
+    """
+    return "".join(char if char.isprintable() or char in keep else "?" for char in str(text)[:most])

@@ -31,6 +31,10 @@ def push(**other):
     return pack(Frame(**WHOLE_PUSH | other)) + bytes(4 * N)
 
 
+def restore(said):
+    return pack(Frame(kind=Kind.RESTORE, blob=to_json(said), generation=1)) + to_json(said)
+
+
 BEGIN = pack(Frame(kind=Kind.BEGIN, generation=1))
 ATTACKS = {
     "noise": random.Random(1).randbytes(500),
@@ -52,7 +56,10 @@ ATTACKS = {
     "a center of whole numbers": pack(Frame(kind=Kind.OFFER, a=N, b=DTYPES.index(torch.int64), generation=1)),
     "a pull of another length": pack(Frame(kind=Kind.PULL, a=N + 1, b=FLOAT, generation=1)),
     "a snapshot that is no JSON": pack(Frame(kind=Kind.RESTORE, blob=b"{", generation=1)) + b"{",
-    "a snapshot without names": pack(Frame(kind=Kind.RESTORE, blob=to_json({}), generation=1)) + to_json({}),
+    "a snapshot without names": restore({}),
+    "a snapshot without a center": restore({"names": [], "numbers": {"version": 1}}),
+    "a snapshot with names twice": restore({"names": ["center", "center"], "numbers": {"version": 1}}),
+    "a snapshot without a version": restore({"names": ["center"], "numbers": {}}),
 }
 
 
@@ -90,6 +97,20 @@ def until_the_end(sock):
     except ConnectionResetError:
         pass
     return True
+
+
+def test_a_snapshot_of_another_rule_ends_its_senders_connection_and_not_the_shard(caplog):
+    center = pack(Frame(kind=Kind.VECTOR, dtype=torch.float32, elements=N, generation=1)) + bytes(4 * N)
+    with hosting(ServerSpec(rule="adagrad"), 2, memory_from=-1) as host, caplog.at_level(logging.WARNING, "manyhands"):
+        good, bad = host.client(0), host.pairs[1][0][1]
+        good.initialize(torch.zeros(N))
+        bad.settimeout(10)
+        bad.sendall(restore({"names": ["center"], "numbers": {"version": 1}}) + center)
+        assert until_the_end(bad)
+        good.pull(torch.empty(N))
+    (record,) = caplog.records
+    assert "worker 1" in record.getMessage()
+    assert host.said[0]["lost"] == [1]
 
 
 def test_a_push_that_was_cut_short_is_not_applied():

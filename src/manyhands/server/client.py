@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.comm.checks import bits_bytes, check_mean
+from manyhands.comm.checks import bits_bytes, check_mean, slice_of
 from manyhands.comm.ledger import Ledger
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.server.base import Encoded, Pushed, Server, ServerSpec, Snapshot
@@ -21,7 +21,7 @@ from manyhands.server.said import Said
 from manyhands.server.sharding import check_encoded, codec_for, cut, joined, parts_of
 from manyhands.server.store import Applied, Dropped, Held
 from manyhands.transport.channel import Channel
-from manyhands.transport.frame import Frame, from_json, to_json
+from manyhands.transport.frame import Frame, to_json
 
 
 class ServedServer(Server):
@@ -107,13 +107,17 @@ class ServedServer(Server):
 
     @override
     def capture(self) -> Snapshot:
+        if self._like is None:
+            raise BadInput(
+                "server.capture comes after a vector: initialize, pull or center tells this worker its length"
+            )
+        bounds = [slice_of(shard, self.shards, self._like[0]) for shard in range(self.shards)]
         with self._turn():
             for line in self._lines:
                 line.ask("capture", self.step, Kind.CAPTURE)
-            captured = []
-            for line in self._lines:
-                said = from_json(line.answer(Kind.SNAPSHOT).blob)
-                captured.append(({name: line.read_vector() for name in said["names"]}, said["numbers"]))
+            captured = [
+                line.read_snapshot(stop - start) for line, (start, stop) in zip(self._lines, bounds, strict=True)
+            ]
         return joined(captured)
 
     @override

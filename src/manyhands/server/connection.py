@@ -11,15 +11,13 @@ from torch import Tensor
 
 from manyhands.comm.checks import bits_bytes
 from manyhands.errors import BadInput, ManyhandsError
-from manyhands.server.protocol import Kind, Place, bits_of, dtype_of
+from manyhands.server.protocol import Kind, Place, bits_of, dtype_of, snapshot_of
 from manyhands.server.published import make_outbox, map_outbox
 from manyhands.server.shard import Late, Shard
 from manyhands.server.sharding import codec_for
 from manyhands.server.store import Applied, Dropped, Go, Held
 from manyhands.transport.channel import Channel, ChannelTimeout
-from manyhands.transport.frame import Frame, FrameError, from_json, to_json
-
-_MOST_VECTORS = 16
+from manyhands.transport.frame import Frame, FrameError, to_json
 
 
 class Connection:
@@ -200,13 +198,14 @@ class Connection:
             self._send(Kind.VECTOR, vector)
 
     def _restore(self, frame: Frame) -> None:
-        said = from_json(frame.blob)
-        names, numbers = said.get("names"), said.get("numbers")
-        most = _MOST_VECTORS + self._shard.workers  # a rule may keep one of each worker
-        if not isinstance(names, list) or not isinstance(numbers, dict) or len(names) > most:
-            raise FrameError(f"expected the names of at most {most} vectors, and numbers; got {said!r:.200}")
-        vectors = {str(name): self._vector() for name in names}
-        self._shard.call(lambda store: store.restore(vectors, numbers))
+        names, numbers = snapshot_of(frame.blob, self._shard.workers)
+        vectors = {name: self._vector() for name in names}
+        try:
+            self._shard.call(lambda store: store.restore(vectors, numbers))
+        except ManyhandsError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise FrameError(f"this shard's rule cannot go on from such a snapshot ({error!r:.200})") from error
         self._send(Kind.DONE)
 
     def _vector(self) -> Tensor:

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands.errors import BadInput, ManyhandsError, PeerLost
-from manyhands.server.protocol import Kind, Place, about
+from manyhands.comm.checks import MEAN_DTYPES
+from manyhands.errors import BadInput, ManyhandsError, PeerLost, is_whole
+from manyhands.server.protocol import Kind, Place, about, snapshot_of
 from manyhands.server.published import Window, map_outbox
 from manyhands.server.store import Refused
 from manyhands.transport.channel import Channel, ChannelClosed, ChannelTimeout
 from manyhands.transport.frame import Frame, FrameError, from_json
+from manyhands.words import printable
 
 
 class ShardLost(PeerLost):
@@ -144,11 +146,20 @@ class Line:
             if not direct:
                 into.copy_(memory)
 
-    def read_vector(self) -> Tensor:
-        """A VECTOR, in memory of its own."""
+    def read_snapshot(self, n: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """A SNAPSHOT and its vectors [n], in memory of their own; the numbers."""
+        frame = self.answer(Kind.SNAPSHOT)
+        with self._watched():
+            names, numbers = snapshot_of(frame.blob, len(self._hosts))
+        return {name: self._read_vector(n) for name in names}, numbers
+
+    def _read_vector(self, n: int) -> Tensor:
         frame = self.answer(Kind.VECTOR)
-        vector = torch.empty(frame.elements, dtype=frame.dtype)
-        self.read(frame, vector)
+        with self._watched():
+            if frame.elements != n or frame.dtype not in MEAN_DTYPES:
+                raise FrameError(f"expected a vector of {n} floating elements; got {frame}")
+            vector = torch.empty(n, dtype=frame.dtype)
+            self.channel.receive_into(vector)
         return vector
 
     def close(self) -> None:
@@ -181,8 +192,10 @@ class Line:
     def _refusal(self, kind: int, said: dict[str, Any]) -> ManyhandsError:
         if kind == Kind.REFUSED:
             family = BadInput if said.get("error") == "BadInput" else Refused
-            return family(str(said.get("message")))
-        worker, seconds = int(said.get("worker", -1)), float(said.get("seconds", 0.0))
+            return family(printable(said.get("message"), 2000))
+        worker, seconds = said.get("worker"), said.get("seconds")
+        if not is_whole(worker, -1) or not isinstance(seconds, int | float):
+            raise FrameError(f"expected a worker and seconds; got {said!r:.200}")
         operation, step, _ = self._asked
         if worker < 0:
             return ManyhandsError(

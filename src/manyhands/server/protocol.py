@@ -36,10 +36,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands.transport.frame import DTYPES, Frame, FrameError
+from manyhands.errors import is_whole
+from manyhands.transport.frame import DTYPES, Frame, FrameError, from_json
 
 SMALL_BYTES = 1 << 16
 """A vector up to this size goes through the socket on one host too: the copy costs less than the bookkeeping."""
+_MOST_VECTORS = 16  # of a snapshot, and one of each worker, that a rule may keep
 
 
 class Kind(IntEnum):
@@ -98,6 +100,19 @@ def dtype_of(frame: Frame) -> torch.dtype:
     if frame.a < 0 or not 0 <= frame.b < len(DTYPES):
         raise FrameError(f"expected a number of elements and a dtype's; got {frame.a} and {frame.b}")
     return DTYPES[frame.b]
+
+
+def snapshot_of(blob: bytes | memoryview, workers: int) -> tuple[list[str], dict[str, Any]]:
+    """(names of the vectors, numbers) of a SNAPSHOT or a RESTORE; FrameError for what is none."""
+    said = from_json(blob)
+    names, numbers, most = said.get("names"), said.get("numbers"), _MOST_VECTORS + workers
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise FrameError(f"expected the names of vectors; got {names!r:.200}")
+    if "center" not in names or len(names) != len(set(names)) or len(names) > most:
+        raise FrameError(f"expected at most {most} different names, the center's among them; got {names!r:.200}")
+    if not isinstance(numbers, dict) or not is_whole(numbers.get("version"), 0):
+        raise FrameError(f"expected numbers with a version of at least 0; got {numbers!r:.200}")
+    return names, numbers
 
 
 def bits_of(blob: bytes | memoryview) -> int:

@@ -72,9 +72,9 @@ class Window:
 
     def __init__(self, fd: int, slots: int, stride: int, n: int, dtype: torch.dtype) -> None:
         """`fd` stays the caller's. FrameError where the memory is not what was announced."""
+        if slots < 1 or stride != _pages(n * dtype.itemsize):
+            raise FrameError(f"expected slots of {_pages(n * dtype.itemsize)} bytes; got {slots} of {stride}")
         length = slots * stride
-        if n * dtype.itemsize > stride:
-            raise FrameError(f"slots of {stride} bytes cannot hold {n} elements of {dtype}")
         _check(fd, length)
         # Private, since a tensor of memory that cannot be written makes torch warn; what nobody writes is never copied.
         memory = _mapped(fd, length, mmap.MAP_PRIVATE | _MAP_NORESERVE)

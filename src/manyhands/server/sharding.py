@@ -10,7 +10,7 @@ from torch import Tensor
 
 from manyhands.comm.checks import slice_of
 from manyhands.comm.codecs import Codec, codec_of
-from manyhands.errors import BadInput
+from manyhands.errors import BadInput, ManyhandsError
 from manyhands.server.base import Encoded, Pushed, ServerSpec, Snapshot
 from manyhands.server.rules import make_rule
 from manyhands.server.store import Applied, Dropped, Held, Store
@@ -85,6 +85,11 @@ def joined(captured: Sequence[tuple[dict[str, Tensor], dict[str, Any]]]) -> Snap
 
     The numbers are the first shard's, and the newest version: a worker that died between two shards leaves them apart.
     """
+    names = [sorted(vectors) for vectors, _ in captured]
+    if any(own != names[0] for own in names):
+        raise ManyhandsError(
+            f"the server's shards captured different vectors ({names}): do all hosts run the same version of manyhands?"
+        )
     vectors = {name: torch.cat([vectors[name] for vectors, _ in captured]) for name in captured[0][0]}
     numbers = {**captured[0][1], "version": max(numbers["version"] for _, numbers in captured)}
     return Snapshot(vectors=vectors, numbers=numbers)
