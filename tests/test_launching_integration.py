@@ -110,6 +110,34 @@ def test_an_exception_of_the_script(local: Local, path: Path) -> None:
         run_script(path, ["a", "undefined"], workers=2, strategy="allreduce", engine=local)
 
 
+@pytest.mark.parametrize(
+    ("line", "said"), [("", "exchanged nothing"), ("mh.prepare(m, o)", "all 2 workers computed the same")]
+)
+def test_workers_that_train_all_rows_are_named(
+    local: Local, tmp_path: Path, line: str, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A script without `prepare`, and one whose loader was not given: once, on standard error."""
+    (tmp_path / "apart.py").write_text(textwrap.dedent(APART.format(line=line)))
+    assert run_script(tmp_path / "apart.py", workers=2, engine=local) == 0
+    assert capfd.readouterr().err.count(said) == 1
+
+
+APART = """
+    import warnings
+    import torch
+    import manyhands as mh
+    warnings.simplefilter("always")
+    torch.manual_seed(0)
+    m = torch.nn.Linear(3, 1)
+    o = torch.optim.SGD(m.parameters(), lr=0.1)
+    {line}
+    for x in torch.utils.data.DataLoader(torch.ones(20, 3), batch_size=4):
+        o.zero_grad()
+        m(x).pow(2).mean().backward()
+        o.step()
+"""
+
+
 def test_no_such_script(local: Local) -> None:
     with pytest.raises(BadInput, match=r"no script 'missing\.py'"):
         run_script("missing.py", workers=2, engine=local)

@@ -147,12 +147,13 @@ class _Call:
 
     def __call__(self, worker: Worker) -> Any:
         from manyhands.quiet import quiet_other_ranks
+        from manyhands.unprepared import warning_if_unprepared
 
         worker.coordinator.progress(USER, 0)
         if worker.shares_process:
             return self.function(*self.args)
         quiet_other_ranks(worker.rank, worker.size)
-        with _choose(self.strategy):
+        with _choose(self.strategy), warning_if_unprepared(worker):
             return self.function(*self.args)
 
 
@@ -166,10 +167,11 @@ class _Script:
 
     def __call__(self, worker: Worker) -> None:
         from manyhands.quiet import quiet_other_ranks
+        from manyhands.unprepared import warning_if_unprepared
 
         worker.coordinator.progress(USER, 0)
         quiet_other_ranks(worker.rank, worker.size)
-        with _choose(self.strategy):
+        with _choose(self.strategy), warning_if_unprepared(worker):
             _as_main(self.path, self.args, own_process=worker.size > 1)
 
 

@@ -41,7 +41,8 @@ def prepare(model: M, optimizer: O, *loaders: Iterable[Any], strategy: Strategy 
     rates, schedulers built before or after, `zero_grad` and `state_dict` work as ever); and for each loader one that gives
     this worker's share of each batch (see `PreparedLoader`): the user's batch size is the global one. Several pairs of
     model and optimizer (a GAN's) are prepared one by one. Prepare only loaders of training data: a loader that is not
-    prepared gives every worker everything, which is right for validation.
+    prepared gives every worker everything, which is right for validation. In its first steps a loop without a prepared
+    loader's batch compares the workers' gradients; if all are equal, they train on the same rows, and a warning says so.
 
     strategy: how the workers agree. None: what `manyhands run` or `launch` said, else the variable MANYHANDS_STRATEGY,
     else allreduce. Under allreduce `.grad` holds the workers' mean as soon as `backward()` returns, so that clipping
@@ -83,7 +84,7 @@ def worker() -> Worker:
 
 def is_first() -> bool:
     """Whether this is rank 0, the one that prints, logs and saves."""
-    return worker().rank == 0
+    return _worker_here().rank == 0
 
 
 def weight(w: float) -> None:
@@ -102,11 +103,15 @@ _outside: Worker | None = None  # the worker of a process that no engine of ours
 
 def session() -> Session:
     """What this process has prepared, as the worker that it is now."""
-    now = current() or _worker_outside()
+    now = _worker_here()
     if now.prepared is None:
         now.prepared = Session(now)
     found: Session = now.prepared
     return found
+
+
+def _worker_here() -> Worker:
+    return current() or _worker_outside()
 
 
 def _worker_outside() -> Worker:

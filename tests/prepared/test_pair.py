@@ -22,6 +22,8 @@ from manyhands.preparing import prepare_on
 from manyhands.testing.threads import together
 from manyhands.worker import Worker
 
+ALIKE = "ignore:all . workers computed the same:UserWarning"
+"""Of tests whose workers train on the same rows."""
 SCHEDULES = {
     "step": lambda optimizer: StepLR(optimizer, 5, 0.5),
     "one-cycle": lambda optimizer: OneCycleLR(optimizer, 0.1, 12, cycle_momentum=False),
@@ -65,6 +67,7 @@ def test_every_strategy_alone_is_the_plain_script(strategy: str, shuffle: bool) 
     assert all(torch.equal(a, b) for a, b in zip(tensors_of(own_rule), tensors_of(rule), strict=True))
 
 
+@pytest.mark.filterwarnings(ALIKE)
 def test_a_parameter_unused_on_a_step_does_not_move() -> None:
     """CASE 1: its `.grad` stays None where nobody used it, and AdamW leaves it alone."""
 
@@ -450,6 +453,7 @@ def test_grad_scaler_works_alone_and_is_refused_together(fused: bool, unscale: b
         together(2, program)
 
 
+@pytest.mark.filterwarnings(ALIKE)
 @pytest.mark.parametrize("strategy", ["allreduce", "local-sgd"])
 def test_a_gradient_that_is_not_finite_raises_together(strategy: str) -> None:
     def program(worker: Worker) -> None:

@@ -14,6 +14,7 @@ from manyhands import evaluation
 from manyhands.engines.coordinator import USER
 from manyhands.errors import Unsupported
 from manyhands.prepared.checks import check_alike, check_arguments, check_step
+from manyhands.prepared.first_steps import FirstSteps
 from manyhands.prepared.session import Session
 from manyhands.prepared.silence import Silence
 from manyhands.prepared.stepper import Stepper
@@ -47,6 +48,7 @@ class Pair:
         self._addresses = [p.data_ptr() for p in self.replica.layout.parameters]
         self.own = {id(p) for p in self.replica.layout.parameters}
         self.silence = Silence(model, self.replica.layout.parameters)
+        self._first_steps = FirstSteps(session)
         self._averages = strategy.needs.mean_gradient and self.together
         self._weight = 0.0  # behind the gradients since the last step
         self._backwards = 0  # since the last step
@@ -115,6 +117,7 @@ class Pair:
         replica.touched = 0
         replica.collect()
         replica.weight = weight
+        self._first_steps.collected(replica.gradients)
         with self._exchanging():
             return replica.mean_gradients(self.worker.group).weight
 
@@ -127,8 +130,10 @@ class Pair:
         if not (self._averages and self._backwards):  # gradients set by hand have had no exchange yet
             replica.touched = 0
             replica.collect()
+            self._first_steps.collected(replica.gradients)
         replica.weight = self._weight if self._backwards else self.session.weight
         with torch.no_grad(), self._exchanging():
+            self._first_steps.stepped(replica.step)
             self.strategy.exchange(replica, self.worker, self.state)
         replica.tick += 1
         replica.forget()

@@ -38,6 +38,7 @@ class Session:
         self.iterations: WeakSet[Iteration] = WeakSet()
         self.counts_weights = worker.size > 1 or worker.shares_process
         """Alone, a weight matters only once the user states one; where time is simulated, rows are what a gradient costs."""
+        self.told_alike = False
         self._prepared = 0
         self._began = False
         self._rows: dict[Iteration, float | None] = {}  # of each open pass's batch at hand, the newest last
@@ -75,6 +76,11 @@ class Session:
             return self._stated
         newest = next(reversed(self._rows.values()), None)
         return 1.0 if newest is None else newest
+
+    @property
+    def weight_known(self) -> bool:
+        """Whether a prepared loader or the user says what a backward now counts."""
+        return self._stated is not None or bool(self._rows)
 
     def state_weight(self, weight: float) -> None:
         """What `mh.weight` says; holds until the next step or batch."""
