@@ -70,6 +70,43 @@ def test_launch_says_the_strategy(local: Local, strategy: LocalSGD | str) -> Non
     assert not torch.allclose(first, train("adamw", prepare=False), atol=1e-6)
 
 
+def draw_by_hand(prepare: bool, alike: bool) -> tuple[list[Tensor], Tensor]:
+    """As docs/own-loop.md has it: the rows of each step's batch on this worker, and the parameters."""
+    torch.manual_seed(0)
+    model: Any = plain.mlp()
+    rule = plain.OPTIMIZERS["adamw"](model)
+    if prepare:
+        model, rule = mh.prepare(model, rule)
+    x, y = plain.rows(39)
+    draws, batches = torch.Generator().manual_seed(1337), []
+    for _ in range(4):
+        ix = torch.randint(len(x), (10,), generator=draws if alike else None)
+        if alike:
+            ix = ix.tensor_split(mh.worker().size)[mh.worker().rank]
+            mh.weight(len(ix))
+        rule.zero_grad()
+        plain.cross_entropy(model, (x[ix], y[ix])).backward()
+        rule.step()
+        batches.append(ix)
+    return batches, plain.flat(model)
+
+
+def test_three_lines_make_a_hand_drawn_batch_one_process(local: Local) -> None:
+    """10 rows on 4 workers: the parts of each step's batch are the batch, and the parameters are one process's."""
+    batches, expected = draw_by_hand(prepare=False, alike=True)
+    parts = launch(draw_by_hand, True, True, workers=4, engine=local, threads_per_worker=1)
+    for step, batch in enumerate(batches):
+        assert torch.equal(torch.cat([own[step] for own, _ in parts]), batch)
+    for _, got in parts:
+        assert (got - expected).abs().max() < 1e-10
+
+
+def test_without_them_batches_differ_after_the_first_backward(local: Local, capfd: pytest.CaptureFixture[str]) -> None:
+    (first, _), (second, _) = launch(draw_by_hand, True, False, workers=2, engine=local, threads_per_worker=1)
+    assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [True, False, False, False]
+    assert "computed the same gradient in step 0" in capfd.readouterr().err
+
+
 class Shuffled:
     """An iterable of batches that shuffles by Python's own generator, before and while it is read."""
 

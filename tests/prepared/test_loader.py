@@ -180,7 +180,7 @@ def test_a_stand_in_leaves_buffers_as_they_were() -> None:
         seen, last = [], norm.running_mean.clone()
         for inputs, _ in loader:
             unchanged = torch.equal(norm.running_mean, last)
-            norm(inputs[:, None]).square().sum().backward()
+            norm(inputs[:, None]).square().mean().backward()
             moved = not torch.equal(norm.running_mean, last)
             optimizer.step()
             seen.append((unchanged, moved, torch.equal(norm.running_mean, last)))
@@ -202,7 +202,7 @@ def test_buffers_are_averaged_at_the_end_of_a_pass() -> None:
         session, norm = Session(worker), nn.BatchNorm1d(1, momentum=None).double()
         norm, optimizer, loader = prepare_on(session, norm, torch.optim.SGD(norm.parameters(), lr=0.1), loader_of(7, 6))
         for inputs, _ in loader:
-            norm(inputs[:, None]).square().sum().backward()
+            norm(inputs[:, None]).square().mean().backward()
             optimizer.step()
             norm(inputs[:, None])
         return torch.cat([norm.running_mean, norm.num_batches_tracked[None]])

@@ -1,4 +1,4 @@
-"""The first steps of a user's own loop, looked at: whether all workers compute the same gradient."""
+"""The first steps of a user's own loop, looked at: whether all workers compute the same gradient, and whether the loss is a sum."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from manyhands.prepared import summed
 
 if TYPE_CHECKING:
     from manyhands.prepared.session import Session
@@ -20,6 +22,35 @@ _ALIKE = (
     "Iterate the loader that mh.prepare gives back: model, optimizer, loader = mh.prepare(model, optimizer, loader). "
     "For batches that are drawn without a loader, see help(mh.prepare). If it is meant so, state the weight: mh.weight(1)."
 )
+_SUMMED = (
+    "the loss adds up over the batch's rows ({functions}), and each worker has a part of the batch: the mean of the workers' gradients is 1/{size} of "
+    "what one process computes. Divide the loss by the batch's rows (reduction='mean'), or keep the sum, before backward(): "
+    "mh.weight(1); loss = loss * mh.worker().size. See docs/own-loop.md."
+)
+
+
+class FirstLosses:
+    """Of one session: looks at the losses of its first backwards. Nothing travels: rank 0's loss is everybody's."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._left = STEPS if session.worker.size > 1 and session.worker.rank == 0 else 0
+        self._unwatch = summed.watch(self) if self._left else lambda: None
+
+    def backward_over(self) -> None:
+        """A backward that reached a pair is over, its loss is `summed.under_way()`'s. Warns once, of a loader's rows."""
+        if not self._left:
+            return
+        self._left -= 1
+        rows = self._session.counted_rows
+        sums = [one.function for one in summed.under_way() if rows is not None and one.over(rows)]
+        if sums:
+            self._left = 0
+            functions = ", ".join(dict.fromkeys(sums))
+            # the user's backward(), where the engine calls back in its thread
+            warnings.warn(_SUMMED.format(functions=functions, size=self._session.worker.size), stacklevel=8)
+        if not self._left:
+            self._unwatch()
 
 
 class FirstSteps:
@@ -61,4 +92,4 @@ class FirstSteps:
 
 def checksum(vector: Tensor, start: int = 0) -> int:
     """CRC-32 of a vector's bits, after another's."""
-    return zlib.crc32(vector.detach().cpu().view(torch.uint8).numpy(), start)
+    return zlib.crc32(vector.detach().cpu().view(torch.uint8).numpy().data, start)

@@ -12,6 +12,7 @@ import torch
 from manyhands import random_state
 from manyhands.engines.coordinator import USER
 from manyhands.errors import BadInput
+from manyhands.prepared.first_steps import FirstLosses
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Session:
         self.counts_weights = worker.size > 1 or worker.shares_process
         """Alone, a weight matters only once the user states one; where time is simulated, rows are what a gradient costs."""
         self.told_alike = False
+        self._first_losses = FirstLosses(self)
         self._prepared = 0
         self._began = False
         self._rows: dict[Iteration, float | None] = {}  # of each open pass's batch at hand, the newest last
@@ -76,6 +78,11 @@ class Session:
             return self._stated
         newest = next(reversed(self._rows.values()), None)
         return 1.0 if newest is None else newest
+
+    @property
+    def counted_rows(self) -> float | None:
+        """Of the batch at hand that a prepared loader gave, where they are the weight."""
+        return None if self._stated is not None else next(reversed(self._rows.values()), None)
 
     @property
     def weight_known(self) -> bool:
@@ -135,6 +142,7 @@ class Session:
     def _after_backward(self, task: int) -> None:
         self.begin()
         pairs = in_order(self._pending.pop(task))
+        self._first_losses.backward_over()
         if self.worker.shares_process:
             self._take_time(pairs[0].replica.step)
         with torch.no_grad():
