@@ -134,3 +134,11 @@ def test_a_simulated_run_says_so() -> None:
     assert lines[0] == "digits: allreduce on 2 simulated workers (engine sim, cpu, 1 thread each)"
     assert "  simulated  all seconds are virtual, of a cluster that is not there; computed in 4.5 s" in lines
     assert "             network latency=1ms   seed 0" in lines
+
+
+def test_more_threads_than_cores_are_said_of_the_machine_that_has_them() -> None:
+    crowded = {"host": "alpha, beta", "workers": 2, "threads": 8, "cores": 4}
+    text = summary.text(facts(info={"machines": [crowded]}), ADVICE)
+    assert "2 workers with 8 threads on 4 cores of alpha, beta" in text
+    for fine in ({"machines": [crowded | {"threads": 4}]}, {"machines": [crowded], "device": "cuda:0"}, {}):
+        assert "wait for each other" not in summary.text(facts(info=fine), ADVICE)

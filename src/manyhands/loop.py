@@ -10,6 +10,7 @@ from torch import Tensor
 from manyhands import random_state
 from manyhands.data.feed import Feed, Slice
 from manyhands.data.sources import open_source
+from manyhands.engines import cores
 from manyhands.errors import BadInput, Unsupported
 from manyhands.judging import Judge
 from manyhands.memory import peak_bytes
@@ -404,7 +405,7 @@ class Loop:
 
     def _facts(self) -> dict[str, Any]:
         groups, size = self.replica.optimizer.param_groups, self.worker.size
-        rate = float(groups[0]["lr"])
+        rate, loading = float(groups[0]["lr"]), self.train_feed.source.loading
         return {
             "rows": self.train_feed.rows,
             "ticks_per_epoch": self.ticks_per_epoch,
@@ -418,6 +419,9 @@ class Loop:
             "parameters": self.replica.layout.size,
             "threads": torch.get_num_threads(),
             "device": str(self.worker.device),
+            "loader_processes": loading.processes,
+            "loader_option": loading.option,
+            "clip_norm": self.task.clip_norm,
         }
 
     def _announce(self) -> None:
@@ -439,7 +443,7 @@ class Loop:
         ledger = worker.group.ledger.as_dict() | ({} if worker.server is None else worker.server.ledger.as_dict())
         own = {"rows": self.place.rows, "unused": self.place.unused, "ledger": ledger}
         if not worker.shares_process:
-            own["memory"] = peak_bytes(worker.device)
+            own |= {"memory": peak_bytes(worker.device), "cores": cores.report(torch.get_num_threads())}
         return Outcome(
             states=states,
             metrics=metrics,

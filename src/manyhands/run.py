@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from manyhands import event_log, events, summary
-from manyhands.advise import Advice, Measured, advise
+from manyhands.advise import Advice, Machine, Measured, advise, of_task
 from manyhands.checkpoint import write_whole
 from manyhands.engines.cores import usable_cores
-from manyhands.history import History
+from manyhands.history import PARTS, History
 from manyhands.remote_path import AnyPath
+from manyhands.strategies import described
 
 TENSORS = ("model", "models", "parameters")
 _ELSEWHERE = (*TENSORS, "history", "directory")  # fields that result.json does not hold
@@ -84,16 +85,20 @@ class Run:
     def advice(self) -> Advice:
         """What the measured split of time says about the next run."""
         info, workers = self.info, self.info.get("workers", 1)
+        seconds: dict[str, Any] = {f"{part}_s": self.timing.get(part, 0.0) for part in PARTS}
         return advise(
             Measured(
                 workers=workers,
                 steps=len(self.history),
-                **{f"{part}_s": self.timing.get(part, 0.0) for part in ("input", "compute", "exchange", "wait")},
+                **seconds,
                 strategy=info.get("strategy", ""),
+                **described(info.get("strategy", "")),
+                **of_task(info),
                 period=max(1.0, self.steps / self.rounds) if self.rounds else 1.0,
                 server=bool(self.staleness),
                 threads_per_worker=info.get("threads", 1),
                 cores=workers * info["threads"] if "simulated" in info else info["cores"],
+                machines=[Machine(**one) for one in info.get("machines", [])],
                 device=info.get("device", "cpu"),
                 simulated="simulated" in info,
                 one_host=info.get("engine") == "local",

@@ -65,6 +65,7 @@ def lines(facts: dict[str, Any]) -> Lines:
         *_result(facts),
         *_speed(facts),
         *_simulated(facts),
+        *_cores(facts),
         *_batch(facts),
         *_time(facts),
         *_exchanged(facts),
@@ -104,6 +105,21 @@ def _simulated(facts: dict[str, Any]) -> Lines:
     return [
         ("simulated", f"all seconds are virtual, of a cluster that is not there{computed}"),
         ("", options),
+    ]
+
+
+def _cores(facts: dict[str, Any]) -> Lines:
+    """Where workers have more threads than there are cores: several workers, or hosts that joined, may share one machine's."""
+    info = facts["info"]
+    if not info.get("device", "cpu").startswith("cpu"):
+        return []
+    return [
+        (
+            "cores",
+            f"{words.count(one['workers'], 'worker')} with {one['threads']} threads on {words.count(one['cores'], 'core')} of {one['host']}: they wait for each other",
+        )
+        for one in info.get("machines", [])[:1]
+        if one["threads"] > one["cores"]
     ]
 
 

@@ -18,6 +18,7 @@ from manyhands.comm.group import Group
 from manyhands.data.frames import Frame
 from manyhands.data.sources import Once, is_function
 from manyhands.engines.base import Engine, Launch
+from manyhands.engines.cores import shared
 from manyhands.errors import BadInput, Preempted
 from manyhands.loop import told, work
 from manyhands.plan import Outcome, Plan
@@ -252,6 +253,7 @@ class _Training:
             "max_steps": asked.task.max_steps,
             "ticks": first.ticks,
             "stopped": first.reason,
+            "machines": shared([one["cores"] for one in first.workers if "cores" in one]),
             **asked.engine.facts(),
             **first.facts,
             **self._rates(first.facts),

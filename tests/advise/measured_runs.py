@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from manyhands.advise import Compared, Contestant, Measured, Ratio
+from manyhands.strategies import described
 
 
 def measured(
@@ -20,7 +21,8 @@ def measured(
 ) -> Measured:
     """Of two workers on two cores that are known to be on one host."""
     seconds = {"input_s": input, "compute_s": compute, "exchange_s": exchange, "wait_s": wait}
-    return Measured(**{"workers": workers, "steps": steps, "cores": 2, **seconds, **more})
+    strategy = described(more.get("strategy", "allreduce"))
+    return Measured(**{"workers": workers, "steps": steps, "cores": 2, **strategy, **seconds, **more})
 
 
 def contestant(

@@ -58,7 +58,7 @@ def cause(
         ("unequal", "", {"effective_rate": 0.07}),
         (
             "late",
-            "22 % of the rate at most: lower it to 0.022, or set bound=0.",
+            "22 % of the rate at most: lower it to 0.022.",
             {"strategy": "mine.py:Own", "staleness": {3: 9}},
         ),
         ("codec-loses", "compress=topk:0.01 leaves out", {"strategy": "allreduce:compress=topk:0.01"}),

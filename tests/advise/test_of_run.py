@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from measured_runs import measured
 
-from manyhands.advise import Measured, advise, all_advice
+from manyhands.advise import Machine, Measured, advise, all_advice
 from manyhands.staleness import limit
 from manyhands.strategies import strategy_of
 
@@ -37,7 +37,13 @@ def kinds(run: Measured) -> list[str]:
         (measured(compute=0.099, strategy="ensemble"), "fine", "9.9 ms a step"),
         (measured(compute=0.85, wait=0.15), "stragglers", "15 % of the time workers wait"),
         (measured(compute=0.86, wait=0.14), "fine", "86 %"),
-        (measured(compute=0.85, wait=0.15, server=True), "stragglers", "raise bound."),
+        (measured(compute=0.85, wait=0.15, strategy="downpour:bound=3"), "stragglers", "raise bound."),
+        (measured(compute=0.85, wait=0.15, strategy="downpour"), "stragglers", "less often, where all meet."),
+        (measured(compute=0.85, wait=0.15, strategy="hogwild"), "stragglers", "less often, where all meet."),
+        (measured(compute=0.85, wait=0.15, strategy="ensemble"), "stragglers", "less often, where all meet."),
+        (measured(compute=0.85, wait=0.15, strategy="local-sgd:period=end"), "stragglers", "where all meet."),
+        (measured(compute=0.85, wait=0.15, strategy="quorum", server=True), "stragglers", "raise backups."),
+        (measured(compute=0.85, wait=0.15, strategy="easgd:via=group"), "stragglers", "raise period."),
         (measured(compute=0.85, wait=0.15, strategy="local-sgd:period=4"), "stragglers", "raise period."),
         (measured(compute=0.85, wait=0.15), "stragglers", "average less often (local-sgd)."),
         (measured(compute=0.75, exchange=0.25, steps=100), "too-short", "7.5 ms"),
@@ -95,6 +101,52 @@ def test_the_straggler_is_named_with_what_makes_it_one() -> None:
     assert advice.numbers["slowest"] == 2
     assert "jitter" in advise(measured(compute=0.5, wait=0.5, compute_of_workers_s=[1.0, 1.2])).text
     assert "Worker 1" in advise(measured(compute=0.5, wait=0.5, compute_of_workers_s=[1.0, 1.23])).text
+
+
+@pytest.mark.parametrize(
+    ("loads", "says", "not_said"),
+    [
+        ({}, "with --loader-processes 2, or prepare them once as arrays:", "instead"),
+        ({"loader_processes": 2}, "with --loader-processes 4 instead of 2, or prepare", "beside"),
+        ({"loader_processes": 3, "loader_option": "num_workers"}, "with num_workers 6 instead of 3", "--loader"),
+        ({"loader_processes": 1, "loader_option": ""}, "prepare them once as arrays:", "--loader"),
+        ({"loader_option": ""}, "columns already: leave out those that are not used", "loader"),
+        ({"loader_option": "", "strategy": "downpour"}, "leased slice by slice: raise --batch-size", "loader"),
+    ],
+)
+def test_input_is_sped_up_by_what_is_not_there_already(loads: dict[str, Any], says: str, not_said: str) -> None:
+    """Data in memory starts no loader processes, and arrays are arrays."""
+    advice = advise(measured(input=20.0, compute=80.0, **loads))
+    assert advice.kind == "input-bound"
+    assert says in advice.text
+    assert not_said not in advice.text
+    reads_well(advice.text)
+
+
+def test_a_bound_is_proposed_where_the_strategy_has_one() -> None:
+    late = {"compute": 1.0, "staleness": {3: 99}, "server": True, "rate": 0.1, "push_gain": 2 * limit(3)}
+    for strategy, has in (("downpour", True), ("diloco:via=server", True), ("quorum", False), ("mine.py:Own", False)):
+        assert ("bound=0" in advise(measured(**late, strategy=strategy)).text) == has
+
+
+def test_clipping_is_proposed_where_nothing_is_clipped() -> None:
+    skipped = {"compute": 1.0, "unused": 0.11}
+    assert "clip with --clip-norm 1" in advise(measured(**skipped)).text
+    assert "clip to less" in advise(measured(**skipped, clipped=True)).text
+
+
+def test_hosts_that_joined_from_one_machine_share_its_cores() -> None:
+    """Each has a thread for every core: what looks like jitter, or a slow host, is that they wait for each other."""
+    run: dict[str, Any] = {"compute": 0.5, "wait": 0.5, "workers": 3, "threads_per_worker": 2}
+    crowded = Machine(host="alpha", workers=2, threads=4, cores=2)
+    found = all_advice(measured(**run, machines=[crowded, Machine(host="beta", workers=1, threads=2, cores=2)]))
+    assert [one.kind for one in found] == ["threads"]
+    assert "4 threads share 2 cores of alpha" in found[0].text
+    assert "take at most 1 worker there or --threads-per-worker 1." in found[0].text
+    reads_well(found[0].text)
+    apart = [Machine(host=host, workers=1, threads=2, cores=2) for host in ("alpha", "beta", "gamma")]
+    assert kinds(measured(**run, machines=apart)) == ["stragglers"]
+    assert kinds(measured(**run, machines=[crowded], device="cuda:0")) == ["stragglers"]
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from manyhands.data.arrays import Columns
 from manyhands.data.datasets import Rows
 from manyhands.data.feed import Feed
+from manyhands.data.source import Loading
 from manyhands.data.sources import Once, is_function, open_source
 from manyhands.data.streams import Stream
 from manyhands.errors import BadInput
@@ -89,6 +90,26 @@ def test_what_data_becomes(data, kind, rows):
     source = open_source(data)
     assert type(source) is kind
     assert source.rows == rows
+
+
+@pytest.mark.parametrize(
+    ("data", "processes", "loading"),
+    [
+        ((X, X), 2, Loading()),
+        (TensorDataset(X, X), 2, Loading()),
+        (Squares(), 0, Loading(0, "--loader-processes")),
+        (Squares(), 2, Loading(2, "--loader-processes")),
+        (DataLoader(Squares()), 2, Loading(2, "--loader-processes")),
+        (DataLoader(Squares(), num_workers=1), 2, Loading(1, "num_workers")),
+        (DataLoader(TensorDataset(X, X)), 0, Loading()),
+        (Numbers(), 0, Loading(0, "--loader-processes")),
+        (Numbers(), 2, Loading(1)),
+        (DataLoader(Numbers(), num_workers=1), 2, Loading(1, "num_workers")),
+    ],
+)
+def test_what_loads_its_rows_and_what_would_load_more(data, processes, loading):
+    """What lies in memory starts no processes, and one alone reads a stream."""
+    assert open_source(data, loader_processes=processes).loading == loading
 
 
 @pytest.mark.parametrize("data", [X, (X, X), Squares(), Endless(), Numbers(), Table(X), Records([1]), OldStyle(), "x"])

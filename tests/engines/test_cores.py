@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,3 +62,48 @@ def test_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "usable_cores", lambda: 8)
     assert [cores.threads_per_worker(n) for n in (1, 2, 3, 8, 9)] == [8, 4, 2, 1, 1]
     assert cores.threads_per_worker(2, wanted=3) == 3
+
+
+# -- what several workers share ----------------------------------------------------------------------------------------
+
+
+def said(
+    threads: int, host: str = "alpha", cores: str = "ff", quota: float | None = None, **more: str
+) -> dict[str, Any]:
+    facts = {"machine": "boot 1", "group": f"0::/ {host}"} | more
+    return {"host": host, "threads": threads, "cores": cores, "quota": quota, **facts}
+
+
+def test_workers_of_one_machine_share_its_cores_whatever_their_hosts_are_called() -> None:
+    found = cores.shared([said(4), said(4, host="beta"), said(8, host="gamma", machine="boot 2"), said(1)])
+    assert found == [
+        {"host": "alpha, beta", "workers": 3, "threads": 9, "cores": 8},
+        {"host": "gamma", "workers": 1, "threads": 8, "cores": 8},
+    ]
+
+
+def test_workers_that_are_pinned_apart_share_nothing() -> None:
+    assert cores.shared([said(1, cores="1"), said(1, cores="2")])[0]["cores"] == 2
+    assert cores.shared([said(1, cores="1"), said(1, cores="1")])[0]["cores"] == 1
+
+
+def test_a_quota_is_shared_by_those_in_its_group_alone() -> None:
+    """Two joins in one container of two cores; and two containers of two cores each on a machine of eight."""
+    one, two = cores.shared([said(2, quota=2.5), said(2, quota=2.5)])
+    assert (one["threads"], one["cores"], two["cores"]) == (4, 2, 8)
+    found = cores.shared([said(2, quota=2.0), said(2, host="beta", quota=2.0)])
+    assert all(one["threads"] <= one["cores"] for one in found)
+
+
+def test_a_report_is_of_this_process(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/a\n",
+        "sys/fs/cgroup/a/cpu.max": "150000 100000",
+        "proc/sys/kernel/random/boot_id": "b",
+    }
+    own = cores.report(3, fake(tmp_path, files))
+    assert (own["threads"], own["cores"], own["quota"], own["machine"]) == (3, "ff", 1.5, "b")
+    assert cores.shared([own]) == [
+        {"host": own["host"], "workers": 1, "threads": 3, "cores": 1},
+        {"host": own["host"], "workers": 1, "threads": 3, "cores": 8},
+    ]

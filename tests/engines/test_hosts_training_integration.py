@@ -10,6 +10,7 @@ import torch
 from joined_run import Run, joined_by
 
 import manyhands as mh
+from manyhands.engines.cores import usable_cores
 from manyhands.engines.hosts import Hosts
 from manyhands.engines.local import Local
 from manyhands.errors import Preempted
@@ -42,12 +43,15 @@ def test_workers_of_two_hosts_at_their_own_pace_train_every_row_once_and_it_can_
 def test_in_step_over_two_hosts_it_is_what_it_is_on_one_and_without_tls_the_summary_says_so(local: Local) -> None:
     fields = {"strategy": "easgd:via=group", "workers": 2, "threads_per_worker": 1}
     here = mh.train(task(), engine=local, **fields)
-    there = train(task(), "easgd:via=group", tls=False)
+    cores = usable_cores()
+    there = train(task(), "easgd:via=group", tls=False, threads_per_worker=cores)
     assert there.rows["total"] == 390
     assert (there.parameters - here.parameters).abs().max() < 1e-12
     said = " ".join(there.summary().split())
     assert "WITHOUT TLS on 127.0.0.1" in said
     assert "could read and change what was sent, the program included" in said
+    assert f"2 workers with {2 * cores} threads on" in said  # the one that joined is on this very machine
+    assert there.info["machines"][0]["cores"] == cores
 
 
 @pytest.mark.parametrize("scheme", ["", "local://"])

@@ -6,8 +6,19 @@ About one run: of_run.py, exchanging.py. About several strategies that trained t
 from __future__ import annotations
 
 from manyhands.advise.compared import Compared, Contestant, Ratio
-from manyhands.advise.measured import Advice, Measured
+from manyhands.advise.measured import Advice, Machine, Measured, of_task
 from manyhands.advise.of_comparison import advise_comparison
 from manyhands.advise.of_run import advise, all_advice
 
-__all__ = ["Advice", "Compared", "Contestant", "Measured", "Ratio", "advise", "advise_comparison", "all_advice"]
+__all__ = [
+    "Advice",
+    "Compared",
+    "Contestant",
+    "Machine",
+    "Measured",
+    "Ratio",
+    "advise",
+    "advise_comparison",
+    "all_advice",
+    "of_task",
+]

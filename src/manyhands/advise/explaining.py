@@ -37,7 +37,11 @@ def _dropped(one: Contestant, base: Contestant) -> Advice | None:
     share = one.measured.unused
     if share <= UNUSED_SHARE:
         return None
-    remedy = "take fewer backups" if one.measured.name == "quorum" else "lower the rate, or clip the gradients"
+    remedy = (
+        "take fewer backups"
+        if one.measured.name == "quorum"
+        else f"lower the rate, or clip the gradients{' to less' if one.measured.clipped else ''}"
+    )
     return _advice(one, "unused-rows", f"{percent(share)} of its rows had no effect: {remedy}.", unused=share)
 
 
@@ -119,7 +123,7 @@ def _late(one: Contestant, base: Contestant) -> Advice | None:
     lower = m.rate * limit(m.late) / limit(0)
     text = (
         f"updates are up to {count(m.late, 'version')} late, which bears {percent(limit(m.late) / limit(0))} of the rate at most: "
-        f"lower it to {lower:.2g}, or set bound=0."
+        f"lower it to {lower:.2g}{', or set bound=0' if 'bound' in m.options else ''}."
     )
     return _advice(one, "late", text, late=m.late, rate=lower)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,18 @@ from manyhands.staleness import Histogram, limit, quantile
 SHORT_STEP_S = 0.010
 UNEVEN = 1.10
 NEAR_LIMIT = 0.80  # of the staleness that a rate can bear
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Workers that share one machine's cores, whether by one launch or by several `manyhands join`."""
+
+    host: str
+    """By name; "": this one."""
+    workers: int
+    threads: int
+    """Of all these workers."""
+    cores: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +38,10 @@ class Measured:
     wait_s: float
     strategy: str = "allreduce"
     """Its spec."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """All options of the strategy with their values; empty: not known."""
+    own_pace: bool = False
+    """Every worker goes at its own pace, with slices that are leased."""
     period: float = 1.0
     """Steps between exchanges, as they were counted."""
     threads_per_worker: int = 1
@@ -36,6 +52,14 @@ class Measured:
     """Seconds are of a cost model, not of a machine."""
     server: bool = False
     """Replicas agree through a parameter server."""
+    machines: Sequence[Machine] = ()
+    """The most crowded first; empty: not known."""
+    loader_processes: int = 0
+    """That load rows beside a worker."""
+    loader_option: str = "--loader-processes"
+    """What sets their number; "" where more would do nothing."""
+    clipped: bool = False
+    """Gradients are clipped."""
     one_host: bool = False
     """All workers are on this host: they share its cores, and memory is their link."""
     compute_of_workers_s: Sequence[float] = field(default_factory=list)
@@ -74,6 +98,15 @@ class Measured:
     def late(self) -> int:
         """Versions that 9 of 10 pushes are late at most."""
         return quantile(self.staleness, 0.9)
+
+    @property
+    def crowded(self) -> Machine | None:
+        """A machine whose workers have more threads than it has cores."""
+        if self.device != "cpu" or self.simulated:
+            return None
+        here = Machine(host="", workers=self.workers, threads=self.workers * self.threads_per_worker, cores=self.cores)
+        known = self.machines or ([here] if self.one_host else [])
+        return next((one for one in known if one.threads > one.cores), None)
 
     @property
     def total_s(self) -> float:
@@ -116,6 +149,15 @@ class Measured:
     def share(self, seconds: float) -> float:
         """Of all seconds."""
         return seconds / self.total_s if self.total_s else 0.0
+
+
+TASK_FACTS = ("loader_processes", "loader_option", "clip_norm")
+
+
+def of_task(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of Measured that a run's facts say of its task; results of earlier versions lack them."""
+    known = {name: facts[name] for name in ("loader_processes", "loader_option") if name in facts}
+    return {**known, "clipped": facts.get("clip_norm") is not None}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,12 +49,13 @@ def _unstable(m: Measured) -> Advice | None:
         f"9 of 10 updates are up to {count(m.late, 'version')} late, which bears rate x curvature up to {most:.3g}; "
         f"it is {m.push_gain:.3g}."
     )
+    in_step = ", or set bound=0" if "bound" in m.options else ""
     if m.push_gain <= most:
-        text = f"near its limit: {found} Raise neither the rate nor the workers, or set bound=0."
+        text = f"near its limit: {found} Raise neither the rate nor the workers{in_step}."
         return Advice(kind="near-limit", text=text, numbers=numbers)
     factor = NEAR_LIMIT * most / m.push_gain
     lower = f"to {m.rate * factor:.2g}" if m.rate else f"by {percent(1 - factor)}"
-    text = f"unstable: {found} Lower the rate {lower}, or set bound=0."
+    text = f"unstable: {found} Lower the rate {lower}{in_step}."
     return Advice(kind="unstable", text=text, numbers=numbers, wins=1.0)
 
 
@@ -68,11 +69,24 @@ def _input_bound(m: Measured) -> Advice | None:
         return None
     faster = speedup(m.total_s, m.input_s)
     text = (
-        f"input-bound: {percent(share)} of the time waits for rows ({ms(m.input_s / m.steps)} ms a step). Load them beside the "
-        f"training with --loader-processes 2, or prepare them once as arrays: up to {times(faster)} as fast."
+        f"input-bound: {percent(share)} of the time waits for rows ({ms(m.input_s / m.steps)} ms a step). {_sooner(m)}: up to "
+        f"{times(faster)} as fast."
     )
     numbers = {"input_share": share, "speedup": faster}
     return Advice(kind="input-bound", text=text, numbers=numbers, wins=share_won(faster))
+
+
+def _sooner(m: Measured) -> str:
+    """How rows would come sooner, by what loads them now: rows in memory need no loader processes, and start none."""
+    if m.loader_option and m.loader_processes:
+        return f"Load them with {m.loader_option} {2 * m.loader_processes} instead of {m.loader_processes}, or prepare them once as arrays"
+    if m.loader_option:
+        return f"Load them beside the training with {m.loader_option} 2, or prepare them once as arrays"
+    if m.loader_processes:
+        return "A process loads them beside the training already: prepare them once as arrays"
+    if m.own_pace:
+        return "They are columns already, leased slice by slice: raise --batch-size, so that fewer leases are asked for"
+    return "They are columns already: leave out those that are not used, or do once what collate does"
 
 
 def _too_short(m: Measured) -> Advice | None:
@@ -100,20 +114,23 @@ def _threads(m: Measured) -> Advice | None:
     On 2 cores a mean of 4 KB takes 2 workers 0.03 ms and 4 workers 0.11 (benchmarks/all_reduce.py). It wins what
     workers wait.
     """
-    threads = m.workers * m.threads_per_worker
-    if m.device != "cpu" or not m.one_host or threads <= m.cores or m.too_short:
+    crowded = m.crowded
+    if crowded is None or m.too_short:
         return None
+    each = crowded.threads / crowded.workers
     ways = []
     if m.workers > 1:
-        ways.append(f"--workers {max(1, m.cores // m.threads_per_worker)}")
-    if m.threads_per_worker > 1:
-        ways.append(f"--threads-per-worker {max(1, m.cores // m.workers)}")
+        fewer = max(1, int(crowded.cores // each))
+        ways.append(f"--workers {fewer}" if crowded.workers == m.workers else f"at most {count(fewer, 'worker')} there")
+    if each > 1:
+        ways.append(f"--threads-per-worker {max(1, crowded.cores // crowded.workers)}")
+    where = f" of {crowded.host}" if crowded.workers < m.workers else ""
     text = (
-        f"{threads} threads share {count(m.cores, 'core')}, so that some wait while others compute: take "
+        f"{count(crowded.threads, 'thread')} share {count(crowded.cores, 'core')}{where}, so that some wait while others compute: take "
         f"{' or '.join(ways)}."
     )
     wins = m.share(m.wait_s) if m.workers > 1 else 0.0
-    return Advice(kind="threads", text=text, numbers={"threads": threads, "cores": m.cores}, wins=wins)
+    return Advice(kind="threads", text=text, numbers={"threads": crowded.threads, "cores": crowded.cores}, wins=wins)
 
 
 def _stragglers(m: Measured) -> Advice | None:
@@ -131,10 +148,7 @@ def _stragglers(m: Measured) -> Advice | None:
 
 
 def _why_uneven(m: Measured, numbers: dict[str, Any]) -> str:
-    option = "bound" if m.server else exchanging.PERIODS.get(m.name)
-    rarer = f"raise {option}" if option else "average less often (local-sgd)"
-    if m.near_limit:
-        rarer = "take fewer workers"
+    rarer = _wait_less(m)
     if m.even:
         return f"They are equally slow on the whole, so it is jitter: {rarer}."
     known = m.compute_of_workers_s
@@ -142,6 +156,20 @@ def _why_uneven(m: Measured, numbers: dict[str, Any]) -> str:
     more = known[slowest] * len(known) / sum(known) - 1
     numbers |= {"slowest": slowest, "slower_by": more}
     return f"Worker {slowest} computes {percent(more)} longer than the mean: free its core, or {rarer}."
+
+
+def _wait_less(m: Measured) -> str:
+    """By the options that the strategy has: a bound that is not set holds nobody back, so that workers wait only where all meet."""
+    if m.near_limit:
+        return "take fewer workers"
+    if m.options.get("bound") is not None:
+        return "raise bound"
+    if "backups" in m.options:
+        return "raise backups"
+    if m.own_pace or m.name == "ensemble" or m.options.get("period") == "end":
+        return "validate and checkpoint less often, where all meet"
+    option = exchanging.PERIODS.get(m.name)
+    return f"raise {option}" if option else "average less often (local-sgd)"
 
 
 def _few_rows(m: Measured) -> Advice | None:
@@ -169,7 +197,8 @@ def _unused_rows(m: Measured) -> Advice | None:
         return None
     why = "were computed and came too late. Take fewer backups, or free the late workers."
     if m.name != "quorum":
-        why = "were skipped, because their gradient was not finite. Lower the rate, or clip with --clip-norm 1."
+        clip = "clip to less" if m.clipped else "clip with --clip-norm 1"
+        why = f"were skipped, because their gradient was not finite. Lower the rate, or {clip}."
     text = f"unused rows: {percent(m.unused)} of all {why}"
     return Advice(kind="unused-rows", text=text, numbers={"unused": m.unused}, wins=m.unused)
 

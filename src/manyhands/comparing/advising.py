@@ -6,12 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import fmean, median
+from typing import Any
 
-from manyhands.advise import Compared, Contestant, Measured, Ratio, advise_comparison
+from manyhands.advise import Compared, Contestant, Measured, Ratio, advise_comparison, of_task
 from manyhands.comparing import measures
 from manyhands.comparing.comparison import Comparison, Difference, Finding, Trial
 from manyhands.comparing.statistics import HIGHER
 from manyhands.history import PARTS
+from manyhands.strategies import described
 
 
 def advice(comparison: Comparison) -> tuple[Finding, ...]:
@@ -65,13 +67,16 @@ def _measured(comparison: Comparison, name: str, trials: Sequence[Trial]) -> Mea
     def part(which: str) -> float:
         return middle(lambda trial: fmean(one[which] for one in trial.timing) if trial.timing else 0.0)
 
+    seconds: dict[str, Any] = {f"{which}_s": part(which) for which in PARTS}
     gains = [trial.gain for trial in trials if trial.gain is not None]
     return Measured(
         workers=variant.workers,
         threads_per_worker=variant.threads,
         strategy=variant.strategy,
+        **described(variant.strategy),
+        **of_task(comparison.facts),
         steps=round(middle(lambda trial: trial.ticks)),
-        **{f"{which}_s": part(which) for which in PARTS},
+        **seconds,
         period=middle(lambda trial: max(1.0, trial.steps / trial.rounds) if trial.rounds else 1.0),
         cores=variant.workers * variant.threads if simulated else int(comparison.machine.get("cores", 1)),
         device=str(comparison.machine.get("device", "cpu")),

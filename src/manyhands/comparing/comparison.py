@@ -186,6 +186,8 @@ class Comparison:
     """The most important first."""
     simulated: Mapping[str, str] = field(default_factory=dict)
     """The cluster's options where seconds are virtual; empty: they are real."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Of the task, as the warm-up's run has them: how many processes load its rows, and whether gradients are clipped."""
     machine: Mapping[str, Any] = field(default_factory=dict)
     """As `manyhands.run.environment()` has it, with processor, engine, device and when."""
     seconds: float = 0.0

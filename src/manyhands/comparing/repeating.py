@@ -72,6 +72,7 @@ class Repeating:
             time_margin=self.time_margin,
             metric_margin=self.metric_margin,
             simulated=engine.facts()["simulated"] if engine.simulated else {},
+            facts=known.facts,
             machine=machine(engine, known.device),
             seconds=time.monotonic() - began,
             complete=complete,

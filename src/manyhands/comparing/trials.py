@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from manyhands import random_state
+from manyhands.advise.measured import TASK_FACTS
 from manyhands.callbacks.base import Callback, Said
 from manyhands.comparing import measures, metric
 from manyhands.comparing.comparison import Target, Trial, Variant
@@ -99,6 +100,8 @@ class Known:
     parameters: int
     shapes: tuple[tuple[int, ...], ...]
     device: str
+    facts: Mapping[str, Any]
+    """Those of a run's `info` that advice looks at."""
 
     def ticks_of(self, entry: Entry, task: Task) -> int | None:
         """Of an epoch: fewer of more workers, where their batch is given by worker."""
@@ -124,6 +127,7 @@ def warm_up(setting: Setting, entry: Entry, engine: Engine) -> Known:
         parameters=run.info["parameters"],
         shapes=tuple(tuple(one.shape) for one in run.model.parameters() if one.requires_grad),
         device=run.info["device"],
+        facts={name: run.info[name] for name in TASK_FACTS},
     )
 
 

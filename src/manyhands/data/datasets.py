@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from manyhands import random_state
 from manyhands.data.own_random import mixed
-from manyhands.data.source import Indexed, Pick, Picks, Planned, Reading, Slice, Slices, nonempty
+from manyhands.data.source import BY_OPTION, Indexed, Loading, Pick, Picks, Planned, Reading, Slice, Slices, nonempty
 
 Collate = Callable[[list[Any]], Any]
 
@@ -92,6 +92,11 @@ class RowSource(Planned):
     @override
     def in_processes(self) -> bool:
         return self.reader.processes > 0
+
+    @property
+    @override
+    def loading(self) -> Loading:
+        return Loading(self.reader.processes, BY_OPTION)
 
 
 class Rows(RowSource, Indexed):

@@ -16,7 +16,7 @@ from manyhands import random_state
 from manyhands.data.datasets import Collate, RowLoader, RowSource, set_epoch
 from manyhands.data.own_random import mixed
 from manyhands.data.share import ticks
-from manyhands.data.source import Picks, Reading, Source, nonempty
+from manyhands.data.source import BY_OPTION, Loading, Picks, Reading, Source, nonempty
 from manyhands.data.streams import LoadedStream
 from manyhands.errors import BadInput
 
@@ -62,6 +62,13 @@ class Loader(RowSource):
         self.batch_size = self._own_batch_size()
         self.rows = nonempty(self._count(self.batch_size), "the DataLoader")
         self.reader = reader_of(loader, loader.num_workers or processes)
+
+    @property
+    @override
+    def loading(self) -> Loading:
+        if isinstance(self.reader, _TensorRows):
+            return Loading()
+        return Loading(self.reader.processes, "num_workers" if self._loader.num_workers else BY_OPTION)
 
     @override
     def epoch_rows(self, reading: Reading) -> int:

@@ -80,11 +80,28 @@ class Picks:
         return Pick(index, rows[start:stop], len(rows), part)
 
 
+@dataclass(frozen=True)
+class Loading:
+    """How many processes load a source's rows, and what sets their number."""
+
+    processes: int = 0
+    option: str = ""
+    """`--loader-processes`, or `num_workers` of a DataLoader; "" where more would do nothing: rows lie in memory or in files
+    that are read as columns, or one process reads all of a stream."""
+
+
+BY_OPTION = "--loader-processes"
+
+
 class Source(ABC):
     """Rows that can be read in global batches by any number of workers."""
 
     rows: int | None = None  # in an epoch; None: nobody knows before the end
     batch_size: int | None = None  # the source's own, where it has one (a DataLoader)
+
+    @property
+    def loading(self) -> Loading:
+        return Loading()
 
     @abstractmethod
     def epoch_rows(self, reading: Reading) -> int | None:

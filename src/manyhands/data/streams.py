@@ -14,7 +14,7 @@ from manyhands.data.batch import rows_of, slice_rows
 from manyhands.data.datasets import Collate, end_processes, set_epoch
 from manyhands.data.own_random import OwnRandom
 from manyhands.data.share import slice_of
-from manyhands.data.source import Reading, Slice, Slices, Source
+from manyhands.data.source import BY_OPTION, Loading, Reading, Slice, Slices, Source
 from manyhands.errors import BadInput
 
 NO_ORDER = (
@@ -37,6 +37,11 @@ class Stream(Source):
     def __init__(self, rows: Callable[[], Iterable[Any]], collate: Collate | None = None, processes: int = 0) -> None:
         """`rows()` gives the iterable, anew each epoch."""
         self._open, self._collate, self._processes = rows, collate or default_collate, processes
+
+    @property
+    @override
+    def loading(self) -> Loading:
+        return Loading(1) if self._processes else Loading(0, BY_OPTION)
 
     @override
     def epoch_rows(self, reading: Reading) -> None:
@@ -89,6 +94,11 @@ class LoadedStream(Source):
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader, self.batch_size = loader, loader.batch_size
+
+    @property
+    @override
+    def loading(self) -> Loading:
+        return Loading(self._loader.num_workers, "num_workers")
 
     @override
     def epoch_rows(self, reading: Reading) -> None:

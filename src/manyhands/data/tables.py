@@ -9,7 +9,7 @@ import numpy as np
 from typing_extensions import override
 
 from manyhands.data.datasets import fetch, set_epoch
-from manyhands.data.source import Indexed, Picks, Reading, nonempty
+from manyhands.data.source import BY_OPTION, Indexed, Loading, Picks, Reading, nonempty
 from manyhands.errors import BadInput
 
 if TYPE_CHECKING:
@@ -91,6 +91,11 @@ class HuggingFace(Indexed):
         formatted = dataset.format["type"] is not None
         self._dataset = dataset if formatted or collate is not None else dataset.with_format("torch")
         self._collate = collate
+
+    @property
+    @override
+    def loading(self) -> Loading:
+        return Loading() if self._collate is None else Loading(0, BY_OPTION)
 
     @override
     def take(self, indices: Sequence[Any]) -> Any:

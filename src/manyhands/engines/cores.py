@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+import platform
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
+from operator import or_
 from pathlib import Path
+from typing import Any
 
 
 def usable_cores(root: Path = Path("/")) -> int:
@@ -13,14 +18,65 @@ def usable_cores(root: Path = Path("/")) -> int:
 
     `root` is where /proc and /sys are found, for tests.
     """
-    known = hasattr(os, "sched_getaffinity")  # macOS has no affinity
-    own = len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
-    return max(1, math.floor(min([float(own), *_quotas(root)])))
+    return _whole([float(len(_affinity())), *_quotas(root)])
+
+
+def _affinity() -> set[int]:
+    known = hasattr(os, "sched_getaffinity")  # macOS has none
+    return os.sched_getaffinity(0) if known else set(range(os.cpu_count() or 1))
+
+
+def _whole(cores: Iterable[float]) -> int:
+    return max(1, math.floor(min(cores)))
 
 
 def threads_per_worker(workers_here: int, wanted: int | None = None) -> int:
     """Threads for each of this host's workers, so that together they do not exceed the cores."""
     return wanted or max(1, usable_cores() // workers_here)
+
+
+# -- cores that several workers share -----------------------------------------------------------------------------------
+
+
+def report(threads: int, root: Path = Path("/")) -> dict[str, Any]:
+    """What a worker of so many threads says of the cores that it may use, as JSON: `shared` puts them together."""
+    mask = sum(1 << core for core in _affinity())
+    return {
+        "host": "".join(filter(str.isprintable, platform.node())),
+        "threads": threads,
+        "cores": f"{mask:x}",
+        "quota": min(_quotas(root), default=None),
+        "machine": _read(root / "proc/sys/kernel/random/boot_id") or platform.node(),
+        "group": f"{_read(root / 'proc/self/cgroup')} {platform.node()}",
+    }
+
+
+def shared(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """[{host, workers, threads, cores}] of each machine, and of each control group with a quota; the most crowded first.
+
+    reports: what `report` gave on each worker. Hosts that joined from one machine share its cores, so they are one here.
+    """
+    machines: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    groups: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for one in reports:
+        machines[one["machine"]].append(one)
+        if one["quota"] is not None:
+            groups[f"{one['machine']} {one['group']}"].append(one)
+    found = [
+        *(_together(members, []) for members in machines.values()),
+        *(_together(members, [one["quota"] for one in members]) for members in groups.values()),
+    ]
+    return sorted(found, key=lambda one: -one["threads"] / one["cores"])
+
+
+def _together(members: Sequence[Mapping[str, Any]], quotas: Sequence[float]) -> dict[str, Any]:
+    mask = reduce(or_, (int(one["cores"], 16) for one in members))
+    return {
+        "host": ", ".join(dict.fromkeys(one["host"] for one in members)),
+        "workers": len(members),
+        "threads": sum(one["threads"] for one in members),
+        "cores": _whole([float(mask.bit_count()), *quotas]),
+    }
 
 
 def _quotas(root: Path) -> Iterator[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from manyhands import spec
 from manyhands.errors import BadInput
@@ -79,6 +79,15 @@ def strategy_of(given: Strategy | str) -> Strategy:
     if not (isinstance(maker, type) and issubclass(maker, Strategy)):
         raise BadInput(f"{name} is not a Strategy: derive the class from manyhands.Strategy")
     return spec.make(maker, options, f"strategy {name}")  # type: ignore[no-any-return]
+
+
+def described(given: str) -> dict[str, Any]:
+    """{options: all with their values, own_pace} of a strategy of the catalogue, by its spec; {} of one of the user's own."""
+    if spec.parse(given)[0] not in CATALOGUE:
+        return {}
+    strategy = strategy_of(given)
+    options = {name: getattr(strategy, name) for name in spec.options_of(type(strategy))}
+    return {"options": options, "own_pace": strategy.leasing() is not None}
 
 
 def spec_of(strategy: Strategy) -> str:
