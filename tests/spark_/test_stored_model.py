@@ -3,13 +3,16 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from spark_models import Classes, line
 from torch import nn
 
+import manyhands as mh
 from manyhands.errors import BadInput
+from manyhands.spark import stored_model
 from manyhands.spark.stored_model import load, recipe_of, save
 
 
@@ -43,16 +46,74 @@ def test_what_nobody_can_import(make: object) -> None:
         recipe_of(make)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["loose", "system"])
-def test_a_file_cannot_name_what_else_is_called(name: str, tmp_path: Path) -> None:
+HOSTILE = {
+    "os.system": {"module": "os", "name": "system", "args": ["touch {}"]},
+    "torch.fx": {"module": "torch.fx._symbolic_trace", "name": "symbolic_trace", "args": ["touch {}"]},
+    "a module that is imported": {"module": "planted", "name": "Net", "args": []},
+    "a function that says nothing": {"module": "spark_models", "name": "loose", "args": ["{}"]},
+    "nested names": {"module": "spark_models", "name": "mh.spark.Estimator", "args": []},
+}
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["unnamed", "named"])
+@pytest.mark.parametrize("hostile", HOSTILE.values(), ids=HOSTILE)
+def test_a_file_names_no_code(
+    hostile: dict[str, Any], named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: any importable function that says `-> nn.Module` was called with the file's arguments."""
+    planted = f"import torch, pathlib\npathlib.Path({str(tmp_path / 'called')!r}).touch()\nNet = torch.nn.Identity\n"
+    (tmp_path / "planted.py").write_text(planted)
+    monkeypatch.syspath_prepend(str(tmp_path))
     save(str(tmp_path / "m"), line, line())
     recipe = tmp_path / "m" / "model.json"
-    module, called = {"loose": ("spark_models", "loose"), "system": ("os", "system")}[name]
-    found = json.loads(recipe.read_text()) | {"module": module, "name": called, "args": [f"touch {tmp_path}/called"]}
-    recipe.write_text(json.dumps(found))
-    with pytest.raises(BadInput, match=f"a function that says it returns one: def {called}"):
-        load(str(tmp_path / "m"))
+    args = [text.format(tmp_path / "called") for text in hostile["args"]]
+    recipe.write_text(json.dumps(json.loads(recipe.read_text()) | hostile | {"args": args}))
+    with pytest.raises(
+        BadInput, match="as its model; got spark_models.line" if named else "which nobody in this process named"
+    ):
+        load(str(tmp_path / "m"), line if named else None)
     assert not (tmp_path / "called").exists()
+
+
+def test_the_caller_names_the_model_or_registered_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, elsewhere = partial(Classes, 3, classes=4), str(tmp_path / "m")
+    save(elsewhere, make, make())
+    monkeypatch.setattr(stored_model, "_registered", {})  # as in another process
+    with pytest.raises(BadInput, match="register_model"):
+        load(elsewhere)
+    for named in (Classes, make):
+        assert isinstance(load(elsewhere, named)[1], Classes)
+    with pytest.raises(BadInput, match=r"was saved with the arguments \[3\]"):
+        load(elsewhere, partial(Classes, 3, classes=5))
+    with pytest.raises(BadInput, match="got spark_models.line"):
+        load(elsewhere, line)
+    with pytest.raises(BadInput, match="must be a class of torch modules"):
+        mh.spark.register_model(print)
+    assert mh.spark.register_model(Classes) is Classes
+    assert isinstance(load(elsewhere)[1], Classes)
+
+
+def test_an_estimators_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(str(tmp_path / "m"), line, line())
+    monkeypatch.setattr(stored_model, "_registered", {})
+    stored_model.remember(mh.Task(model=line, loss=len, optimizer=len, train_data=[1]).model)  # type: ignore[arg-type]
+    assert load(str(tmp_path / "m"))[0] is line
+
+
+@pytest.mark.parametrize("field", ["module", "args", "keywords", "members"])
+def test_a_recipe_that_is_none(field: str, tmp_path: Path) -> None:
+    save(str(tmp_path / "m"), line, line())
+    recipe = tmp_path / "m" / "model.json"
+    found = json.loads(recipe.read_text())
+    recipe.write_text(json.dumps(found | {field: None}))
+    with pytest.raises(BadInput, match=f"no recipe of a model: {field}"):
+        load(str(tmp_path / "m"))
+    recipe.write_text(json.dumps(found | {"members": 10**9}))
+    with pytest.raises(BadInput, match="names 1000000000 members"):
+        load(str(tmp_path / "m"))
+    recipe.write_text("[]")
+    with pytest.raises(BadInput, match="has format None"):
+        load(str(tmp_path / "m"))
 
 
 def test_arguments_that_json_does_not_hold() -> None:
@@ -66,12 +127,8 @@ def test_another_model_under_the_name(tmp_path: Path) -> None:
         load(str(tmp_path / "m"))
 
 
-def test_code_that_is_not_here(tmp_path: Path) -> None:
+def test_another_format(tmp_path: Path) -> None:
     save(str(tmp_path / "m"), line, line())
-    recipe = tmp_path / "m" / "model.json"
-    recipe.write_text(recipe.read_text().replace("spark_models", "gone_models"))
-    with pytest.raises(BadInput, match=r"needs gone_models\.line, which cannot be imported here"):
-        load(str(tmp_path / "m"))
-    recipe.write_text('{"format": 9}')
+    (tmp_path / "m" / "model.json").write_text('{"format": 9}')
     with pytest.raises(BadInput, match="has format 9, this version reads 1"):
         load(str(tmp_path / "m"))

@@ -11,9 +11,10 @@ if TYPE_CHECKING:
     from manyhands.spark.estimator import Estimator as Estimator
     from manyhands.spark.estimator import Model as Model
     from manyhands.spark.framing import frame as frame
+    from manyhands.spark.stored_model import register_model as register_model
 
-_WHERE = {"Estimator": "estimator", "Model": "estimator", "frame": "framing"}
-__all__ = ["Estimator", "Model", "frame"]
+_WHERE = {"Estimator": "estimator", "Model": "estimator", "frame": "framing", "register_model": "stored_model"}
+__all__ = ["Estimator", "Model", "frame", "register_model"]
 
 
 def __getattr__(name: str) -> Any:

@@ -158,6 +158,7 @@ class Estimator(SparkEstimator["Model"], _Columns, MLWritable, MLReadable["Estim
         _check(task, model, output, validation_fraction, validation_indicator_col, early_stopping)
         _check_own(model, criterion, optimizer)
         self._task, self._make, self._criterion, self._optimizer = task, model, criterion, optimizer
+        stored_model.remember(model if task is None else task.model)
         self._early_stopping, self._engine, self._run_dir = early_stopping, engine, run_dir
         self._fields = {name: value for name, value in fields.items() if name not in self._SCALARS}
         self._setDefault(features_cols=[], output="auto", dtype="float32", validation_fraction=0.0, threshold=0.0)
@@ -293,6 +294,17 @@ class Model(SparkModel, _Columns, MLWritable, MLReadable["Model"]):
     def read(cls) -> MLReader[Model]:
         return _Reader()
 
+    @classmethod
+    @override
+    def load(cls, path: str, model: Make | None = None) -> Model:
+        """A saved model.
+
+        model: the class or function that makes its module, as the Estimator had it (of a Keras model, its class). None: one
+            that this process gave to an Estimator or to `mh.spark.register_model`. BadInput for a folder that names
+            anything else: code that a file names is not imported.
+        """
+        return _Reader(model).load(path)
+
     @override
     def copy(self, extra: Any = None) -> Model:
         made: Model = super().copy(extra)
@@ -341,10 +353,14 @@ class _Writer(MLWriter):
 
 
 class _Reader(MLReader[Model]):
+    def __init__(self, make: Any = None) -> None:
+        super().__init__()
+        self._make = make
+
     @override
     def load(self, path: str) -> Model:
         metadata = DefaultParamsReader.loadMetadata(path, self.sc)
-        make, module = stored_model.load(_module_folder(self.sparkSession, path))
+        make, module = stored_model.load(_module_folder(self.sparkSession, path), self._make)
         model = Model(make, module, metrics_of(module))
         model._resetUid(metadata["uid"])
         DefaultParamsReader.getAndSetParams(model, metadata)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import json
+import re
 import sys
 import tempfile
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +16,7 @@ from torch import nn
 
 from manyhands.errors import BadInput
 from manyhands.task import Evaluate
+from manyhands.words import printable
 
 if TYPE_CHECKING:
     from manyhands.keras.module import KerasModule
@@ -55,18 +61,98 @@ def to_bytes(module: KerasModule) -> bytes:
         return path.read_bytes()
 
 
-def from_bytes(data: bytes, what: str) -> KerasModule:
-    """The compiled model of such an archive. BadInput, naming `what`, for one that needs code which is not here."""
+def from_bytes(data: bytes, what: str, named: Any = None) -> KerasModule:
+    """The compiled model of such an archive. BadInput, naming `what`, for one that names code which nobody here named.
+
+    named: the model's class; None: one of Keras's own, or one that is registered with Keras.
+    """
     from manyhands.keras.backend import keras
     from manyhands.keras.module import KerasModule
 
+    if tuple(map(int, re.findall(r"\d+", keras.__version__)[:3])) < _SAFE:
+        raise BadInput(
+            f"loading {what} needs Keras {'.'.join(map(str, _SAFE))} or newer, whose safe mode has no known way round it; this is Keras "
+            f"{keras.__version__}: pip install -U 'manyhands[keras]'"
+        )
+    config = _config(data, what)
+    _check_class(config, named, what)
+    for one in _objects(config):
+        _check_known(one, named, what)
+    own = {} if named is None or named.__module__.startswith("keras.") else {named.__name__: named}
     with tempfile.TemporaryDirectory(prefix="manyhands-") as folder:
         path = Path(folder) / "model.keras"
         path.write_bytes(data)
         try:
-            return KerasModule(keras.saving.load_model(path))
+            return KerasModule(keras.saving.load_model(path, custom_objects=own, safe_mode=True))
         except (TypeError, ValueError) as error:
             raise BadInput(
                 f"{what} holds a Keras model that cannot be made here: {error}. Import the module that registers its own layers and losses "
                 "(keras.saving.register_keras_serializable) before loading"
             ) from error
+
+
+_SAFE = (3, 13, 2)  # the bound of the extra `keras`
+_OWN = re.compile(
+    r"keras\.(src\.)?(activations|backend\.torch\.optimizers|constraints|dtype_policies|initializers|layers|losses|metrics|models|ops|optimizers|"
+    r"quantizers|random|regularizers)(\.|$)"
+)
+"""Keras's modules that hold parts of models. In others lie functions that read files, or fetch them."""
+_OWN_CLASSES = ("Sequential", "Functional", "Model", "DTypePolicy", "DTypePolicyMap", "KerasTensor")
+_CODE = ("__lambda__", "__typespec__")
+_MOST_CONFIG_BYTES = 64 << 20
+
+
+def _config(data: bytes, what: str) -> Any:
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            if (size := archive.getinfo("config.json").file_size) > _MOST_CONFIG_BYTES:
+                raise BadInput(f"{what} describes its Keras model in {size} bytes, of at most {_MOST_CONFIG_BYTES}")
+            return json.loads(archive.read("config.json"))
+    except (zipfile.BadZipFile, KeyError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadInput(f"{what} holds no Keras archive ({error!r}): save the model again") from error
+
+
+def _objects(config: Any) -> Iterator[dict[str, Any]]:
+    """All that a configuration has Keras make, itself included."""
+    if isinstance(config, dict):
+        if "class_name" in config:
+            yield config
+        for value in config.values():
+            yield from _objects(value)
+    elif isinstance(config, list):
+        for value in config:
+            yield from _objects(value)
+
+
+def _check_class(config: Any, named: Any, what: str) -> None:
+    """BadInput unless the model is of the class that the caller named."""
+    found = config.get("class_name") if isinstance(config, dict) else None
+    if not isinstance(found, str) or (named is not None and found != getattr(named, "__name__", None)):
+        raise BadInput(
+            f"{what} holds a Keras model of class {printable(found)}; got {getattr(named, '__name__', named)} as its model: give its own class"
+        )
+
+
+def _check_known(one: dict[str, Any], named: Any, what: str) -> None:
+    """BadInput for a class or function that is neither Keras's own, nor registered with Keras, nor the one that the caller named."""
+    from manyhands.keras.backend import keras
+
+    module, name, registered = one.get("module"), one["class_name"], one.get("registered_name")
+    if name == "function":  # then the configuration is its name
+        name = one.get("config")
+    if name in _CODE or not isinstance(name, str):
+        known = False
+    elif isinstance(module, str) and module.partition(".")[0] == "keras":
+        known = name in _OWN_CLASSES if module == "keras" else _OWN.match(module) is not None
+    elif named is not None and name == named.__name__:
+        known = True
+    else:
+        known = (module in (None, "builtins") and name.startswith("__")) or any(
+            isinstance(key, str) and keras.saving.get_registered_object(key) is not None for key in (registered, name)
+        )
+    if not known:
+        raise BadInput(
+            f"{what} holds a Keras model that needs {printable(module)}.{printable(name)}, which is neither a part of Keras's models "
+            "nor named here: if you trust it, import the module that registers its own layers and losses "
+            "(keras.saving.register_keras_serializable), or give the model's class (Model.load(path, model=…))"
+        )

@@ -1,6 +1,9 @@
 """A trained module on disk without pickle: where its class or function is, what it was called with, and its tensors. Keras
 models are what Keras itself saves.
 
+What a stored model names is never imported. `load` takes the class or function that its caller names, or one that this
+process registered: by `register_model`, or by giving it to an Estimator or to `save`. The arguments come from the file.
+
 The folder may be on any file system that fsspec knows: a path, file:///, hdfs://, s3://.
 """
 
@@ -11,7 +14,7 @@ import json
 import typing
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import safetensors.torch
 import torch
@@ -21,20 +24,19 @@ from manyhands.errors import BadInput
 from manyhands.evaluation import AveragedOutputs
 from manyhands.remote_path import path_of
 from manyhands.spark.of_keras import from_bytes, keras_module, to_bytes
+from manyhands.words import printable
 
 FORMAT = 1
 _RECIPE, _TENSORS, _KERAS = "model.json", "model.safetensors", "model.keras"
 
 Make = Callable[[], nn.Module]
+T = TypeVar("T")
 
 
 def recipe_of(make: Make) -> dict[str, Any]:
     """How to make the module again, as JSON. BadInput where another process could not."""
-    function: Any = make
-    args: tuple[Any, ...] = ()
-    keywords: dict[str, Any] = {}
-    if isinstance(make, partial):
-        function, args, keywords = make.func, make.args, make.keywords
+    function = _called(make)
+    args, keywords = (make.args, make.keywords) if isinstance(make, partial) else ((), {})
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
     if module in ("", "__main__") or "<" in name or _found(module, name) is not function:
         raise BadInput(
@@ -66,6 +68,8 @@ def check(make: Make | None, model: nn.Module) -> None:
 def save(path: str, make: Make | None, model: nn.Module) -> None:
     """Write the recipe, parameters and buffers into a folder; a Keras model's own archive in their place."""
     check(make, model)
+    if make is not None:
+        register_model(make)
     folder = path_of(path)
     keras = keras_module(model)
     if keras is not None:
@@ -81,18 +85,62 @@ def save(path: str, make: Make | None, model: nn.Module) -> None:
         (folder / name).write_bytes(data)
 
 
-def load(path: str) -> tuple[Make | None, nn.Module]:
-    """(what makes it, the module with its tensors); nothing makes a Keras model. BadInput where its code is not here."""
+def register_model(make: T) -> T:
+    """Let stored models that name this class or function be loaded in this process; returns it, so that it decorates.
+
+    A stored model gives it the arguments that its file holds: register what does no harm with any numbers, strings and
+    lists. BadInput for anything but a class of torch modules, or a function that says it returns one.
+    """
+    _check_makes_modules(_called(make))
+    remember(make)
+    return make
+
+
+def remember(make: Any) -> None:
+    """As `register_model`, for what may be something else: a model of this process itself."""
+    if callable(make) and not isinstance(make, nn.Module):
+        function = _called(make)
+        _registered[_name_of(function)] = function
+
+
+_registered: dict[str, Any] = {}  # by module.name
+_RECIPE_FIELDS = {"format": int, "module": str, "name": str, "args": list, "keywords": dict, "members": int}
+
+
+def load(path: str, make: Any = None) -> tuple[Make | None, nn.Module]:
+    """(what makes it, the module with its tensors); nothing makes a Keras model.
+
+    make: the class, the function or the functools.partial that the stored model must name. None: one that this process
+    registered. Of a Keras model, its class. BadInput for anything else, before it is called.
+    """
     folder = path_of(path)
     recipe = json.loads((folder / _RECIPE).read_bytes())
-    if recipe.get("format") != FORMAT:
-        raise BadInput(f"{path} has format {recipe.get('format')!r}, this version reads {FORMAT}")
+    if not isinstance(recipe, dict) or recipe.get("format") != FORMAT:
+        raise BadInput(f"{path} has format {_part(recipe, 'format')!r}, this version reads {FORMAT}")
     if "keras" in recipe:
-        return None, from_bytes((folder / _KERAS).read_bytes(), path)
-    make = _maker(recipe, path)
-    model = AveragedOutputs([make() for _ in range(recipe["members"])]) if recipe["members"] else make()
-    _fill(model, safetensors.torch.load((folder / _TENSORS).read_bytes()), path)
-    return make, model
+        return None, from_bytes((folder / _KERAS).read_bytes(), path, make)
+    if wrong := [name for name, kind in _RECIPE_FIELDS.items() if not isinstance(recipe.get(name), kind)]:
+        raise BadInput(f"{path} holds no recipe of a model: {', '.join(wrong)} is missing, or of another type")
+    tensors = safetensors.torch.load((folder / _TENSORS).read_bytes())
+    made_by = _maker(recipe, path, make)
+    members = recipe["members"]
+    if not 0 <= members <= len(tensors):
+        raise BadInput(f"{path} names {members} members, and holds {len(tensors)} tensors")
+    model = AveragedOutputs([made_by() for _ in range(members)]) if members else made_by()
+    _fill(model, tensors, path)
+    return made_by, model
+
+
+def _part(recipe: Any, name: str) -> Any:
+    return recipe.get(name) if isinstance(recipe, dict) else None
+
+
+def _called(make: Any) -> Any:
+    return make.func if isinstance(make, partial) else make
+
+
+def _name_of(function: Any) -> str:
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', repr(function))}"
 
 
 def _check_makes_modules(function: Any) -> None:
@@ -111,14 +159,28 @@ def _check_makes_modules(function: Any) -> None:
         )
 
 
-def _maker(recipe: dict[str, Any], path: str) -> Make:
-    function = _found(recipe["module"], recipe["name"])
-    if function is None:
-        raise BadInput(
-            f"{path} needs {recipe['module']}.{recipe['name']}, which cannot be imported here: install that module"
-        )
+def _maker(recipe: dict[str, Any], path: str, make: Any) -> Make:
+    """What makes the module: the caller's own function, or a registered one, under the name and with the arguments of the recipe."""
+    name, args, keywords = f"{recipe['module']}.{recipe['name']}", recipe["args"], recipe["keywords"]
+    if make is None:
+        if name not in _registered:
+            raise BadInput(
+                f"{path} names {printable(name)}, which nobody in this process named: code that a file names is not imported. If you "
+                f"trust it, give it (Model.load(path, model={printable(recipe['name'])})), or call mh.spark.register_model with it before loading"
+            )
+        function = _registered[name]
+    else:
+        function = _called(make)
+        if _name_of(function) != name:
+            raise BadInput(
+                f"{path} was saved with {printable(name)} as its model; got {_name_of(function)}: give that one"
+            )
+        if isinstance(make, partial) and (json.loads(json.dumps(make.args)), make.keywords) != (args, keywords):
+            raise BadInput(
+                f"{path} was saved with the arguments {args}, {keywords}; got {list(make.args)}, {dict(make.keywords)}: give "
+                f"these, or {recipe['name']} alone"
+            )
     _check_makes_modules(function)
-    args, keywords = recipe["args"], recipe["keywords"]
     return partial(function, *args, **keywords) if args or keywords else function
 
 
