@@ -227,7 +227,12 @@ def run(
 
 
 @app.command()
-def replay(run: options.RunToReplay, debug: options.Debug = False) -> None:
+def replay(
+    run: options.RunToReplay,
+    task: options.ReplayedTask = None,
+    strategy: options.ReplayedStrategy = None,
+    debug: options.Debug = False,
+) -> None:
     """Compute an asynchronous run again, in the order in which it happened, and compare its parameters bit for bit.
 
     [bold]manyhands replay runs/mine[/bold]
@@ -239,7 +244,9 @@ def replay(run: options.RunToReplay, debug: options.Debug = False) -> None:
     - hogwild, which has no order;
     - strategies in step without a server (allreduce, local-sgd, …): train again
     with the same seed, which gives the same bits;
-    - tasks given as objects from Python: mh.replay(directory, task=…) takes them.
+    - tasks given as objects from Python: mh.replay(directory, task=…) takes them;
+    - a task or strategy in a file, unless you name it with --task or --strategy:
+    the directory may name any file, and importing it runs it.
 
     Exit codes: 0 the same bits, 1 something differs (another version of torch,
     another machine, changed code or data), 2 refused.
@@ -249,7 +256,7 @@ def replay(run: options.RunToReplay, debug: options.Debug = False) -> None:
 
     folder = path_of(run)
     with bar_of("ticks") as progress:
-        replayed = replay_run(folder, progress=progress)
+        replayed = replay_run(folder, task=task, strategy=strategy, progress=progress)
     if not replayed.identical:
         known = (
             replayed.otherwise

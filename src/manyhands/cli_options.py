@@ -76,6 +76,12 @@ TaskSpec = Annotated[
 RunToReplay = Annotated[
     str, typer.Argument(help="The directory of a finished run, --run-dir of `train`.", show_default=False)
 ]
+ReplayedTask = Annotated[
+    str | None, _run("--task", help="The run's task, where it lies in a file: my.py:task, with its options.")
+]
+ReplayedStrategy = Annotated[
+    str | None, _run("--strategy", "-s", help="The run's strategy, where it lies in a file: my.py:Strategy.")
+]
 Script = Annotated[Path, typer.Argument(help="A Python script that calls manyhands.prepare(...).", show_default=False)]
 ScriptArguments = Annotated[
     list[str] | None, typer.Argument(help="All that follows the script is the script's.", show_default=False)

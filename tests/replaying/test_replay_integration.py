@@ -81,6 +81,31 @@ def test_the_best_that_was_kept_and_a_stop_half_way(local: Local, tmp_path: Path
     assert mh.replay(tmp_path / "run", task=task(**again)).identical
 
 
+@pytest.mark.parametrize("what", ["task", "strategy"])
+def test_code_that_the_directory_names_is_not_imported(local: Local, tmp_path: Path, what: str) -> None:
+    """Wherever the file lies, in the directory too: who replays somebody else's run names what is to be imported."""
+    folder = tmp_path / "run"
+    own = folder / "own.py"
+    code = """
+import pathlib
+pathlib.Path(__file__).with_name("imported").touch()
+from manyhands.strategies.downpour import Downpour as Mine
+from replaying.test_replay_integration import task as declared
+def task(): return declared()
+"""
+    train(local, folder, "downpour")
+    own.write_text(code)
+    asked = json.loads((folder / "asked.json").read_text())
+    names = {"task": f"{own}:task", "strategy": f"{own}:Mine"}
+    (folder / "asked.json").write_text(json.dumps(asked | {what: names[what]}))
+    given = {"task": task()} if what == "strategy" else {}
+    with pytest.raises(BadInput, match=rf"names {what} .*own\.py:.* --{what} "):
+        mh.replay(folder, **given)
+    assert not (folder / "imported").exists()
+    assert mh.replay(folder, **{**given, what: names[what]}).identical
+    assert (folder / "imported").exists()
+
+
 class StopAt(Callback):
     def on_step(self, event: Event) -> str | None:
         return "stop" if event.tick >= 5 else None

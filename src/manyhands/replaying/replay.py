@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands import checkpoint, event_log
+from manyhands import checkpoint, event_log, strategies, tasks
 from manyhands.asked import every, keep_of, task_from
 from manyhands.comm.threads import ThreadGroup
 from manyhands.errors import BadInput, Unsupported
@@ -25,8 +26,11 @@ from manyhands.replaying.turns import InTurns, Turns
 from manyhands.run import environment
 from manyhands.run_directory import ASKED, FINAL, RESULT
 from manyhands.server.sharding import make_stores
+from manyhands.spec import parse
 from manyhands.strategies import strategy_of
+from manyhands.strategies.base import Strategy
 from manyhands.task import Task
+from manyhands.words import printable
 from manyhands.worker import Worker
 
 Progress = Callable[[int, int], None]
@@ -44,24 +48,32 @@ class Replayed:
     otherwise: str  # what is known to be otherwise than when it ran: versions, number of cores, host; "" for nothing
 
 
-def replay(directory: str | AnyPath, *, task: Task | None = None, progress: Progress | None = None) -> Replayed:
+def replay(
+    directory: str | AnyPath,
+    *,
+    task: Task | str | None = None,
+    strategy: Strategy | str | None = None,
+    progress: Progress | None = None,
+) -> Replayed:
     """Compute the finished run in `directory` again, in the order of its journal (its `step` events), in this process.
 
     All workers take turns in one thread each; pulls and pushes happen at the versions that the run recorded, slices go
     to whom they went, so that the end has the same bits at the same number of threads and versions of torch. Memory is
     that of all workers together.
 
-    task: the run's, where it was given as an object and not as a spec. progress: called with (ticks done, ticks in all).
+    task, strategy: the run's, as objects or specs. The directory names tasks and strategies of manyhands' own; a file
+    that it names (my.py:task) is never imported, so the caller names it. progress: called with (ticks done, ticks in all).
 
-    Raises BadInput for a directory without a finished run, Unsupported for strategies without an order: synchronous
+    Raises BadInput for a directory without a finished run, or whose code has to be named; Unsupported for strategies without an order: synchronous
     ones repeat by their seed alone, and hogwild has none.
     """
     folder = path_of(directory)
     asked, result = _read(folder, ASKED), _read(folder, RESULT)
-    strategy = strategy_of(asked["strategy"])
-    spec = strategy.server()
+    named = _named(asked, folder, "strategy", strategies.CATALOGUE) if strategy is None else strategy
+    rule = strategy_of(named)
+    spec = rule.server()
     if spec is None:
-        raise Unsupported(_why_not(strategy.name, leases=strategy.leasing() is not None))
+        raise Unsupported(_why_not(rule.name, leases=rule.leasing() is not None))
     workers, info = asked["workers"], result["info"]
     if sum(event.type == "start" for event in event_log.read(folder / event_log.FILE)) > 1:
         raise Unsupported(f"the run in {folder} was resumed, and only a run of one launch can be replayed")
@@ -75,8 +87,8 @@ def replay(directory: str | AnyPath, *, task: Task | None = None, progress: Prog
             f"the run in {folder} read a stream and was stopped ({info['stopped']}): where each worker stood is not recorded"
         )
     plan = Plan(
-        task=task_from(task or _task_of(asked, folder), asked["fields"]),
-        strategy=strategy,
+        task=task_from(_named(asked, folder, "task", tasks.CATALOGUE) if task is None else task, asked["fields"]),
+        strategy=rule,
         validate_every=every("validate_every", asked["validate_every"]),
         checkpoint_every=every("checkpoint_every", asked["checkpoint_every"]),
         nonfinite=asked["nonfinite"],
@@ -88,7 +100,7 @@ def replay(directory: str | AnyPath, *, task: Task | None = None, progress: Prog
         make_stores(spec, workers=workers, shards=asked["servers"]),
         journal,
         turns,
-        strategy.leasing() is not None,
+        rule.leasing() is not None,
     )
     outcome = _Replay(plan, stores, info["threads"], progress).run(workers)
     parameters, difference, identical = _compared(outcome.states[0][0], folder)
@@ -155,12 +167,20 @@ def _read(folder: AnyPath, name: str) -> dict[str, Any]:
         ) from None
 
 
-def _task_of(asked: dict[str, Any], folder: AnyPath) -> str:
-    if asked["task"] is None:
+def _named(asked: dict[str, Any], folder: AnyPath, what: str, catalogue: Mapping[str, str]) -> str:
+    """The task or strategy that the run's directory names, where manyhands has it. BadInput for a file, which would be imported."""
+    given = asked[what]
+    if given is None:
         raise BadInput(
-            f"the run in {folder} was given its task as an object, which no file can hold: call mh.replay(directory, task=…) with the same"
+            f"the run in {folder} was given its {what} as an object, which no file can hold: call mh.replay(directory, {what}=…) with the same"
         )
-    return str(asked["task"])
+    if parse(str(given))[0] not in catalogue:
+        raise BadInput(
+            f"the run in {folder} names {what} {printable(given)}, and code that a run directory names is not imported. If you trust "
+            f"that file, name it: manyhands replay {shlex.quote(str(folder))} --{what} {shlex.quote(printable(given))}, or "
+            f"mh.replay(directory, {what}=…)"
+        )
+    return str(given)
 
 
 def _why_not(name: str, leases: bool) -> str:
