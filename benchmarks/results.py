@@ -1,7 +1,7 @@
 """docs/results.md: what `manyhands compare` says of the tasks digits and chars on this machine.
 
     python benchmarks/results.py [--quick] [--only digits] [--reports DIRECTORY]
-    python benchmarks/results.py --draw                       # page and plots again, from the numbers of an earlier run
+    python benchmarks/results.py --draw                       # findings, page and plots again, from the trials of an earlier run
 
 Writes docs/results.md whole, its plots, and what was measured to docs/results/*.json, which `comparing.load` reads. Let the
 machine be idle meanwhile: about ten minutes on two cores.
@@ -10,7 +10,7 @@ machine be idle meanwhile: about ten minutes on two cores.
 from __future__ import annotations
 
 import argparse
-import statistics
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import manyhands as mh
-from manyhands.comparing.compare import POINTS
+from manyhands.comparing import means
+from manyhands.comparing.compare import POINTS, with_findings
 from manyhands.comparing.comparison import NUMBERS, Comparison, load
 from manyhands.comparing.markdown import markdown
 
@@ -81,16 +82,22 @@ def main() -> None:
         if not args.draw and one.task in args.only:
             begun = time.monotonic()
             found = measured(one, args.quick)
-            (FOUND / f"{one.task}.json").write_text(found.to_json() + "\n")
+            keep(one, found)
             print(f"{one.task}: {time.monotonic() - begun:.0f} s", flush=True)
             if args.reports:
                 print(f"report: {found.save(args.reports / one.task)}")
-    found_of = {one.task: load(FOUND / f"{one.task}.json") for one in ALL}
+    found_of = {one.task: with_findings(load(FOUND / f"{one.task}.json")) for one in ALL}
+    for one in ALL:
+        keep(one, found_of[one.task])
     PLOTS.mkdir(exist_ok=True)
     for name, comparison in found_of.items():
         draw(comparison, PLOTS / f"results-{name}.svg")
     PAGE.write_text(page(found_of))
     print(PAGE.read_text())
+
+
+def keep(one: Compared, found: Comparison) -> None:
+    (FOUND / f"{one.task}.json").write_text(found.to_json() + "\n")
 
 
 def measured(one: Compared, quick: bool) -> Comparison:
@@ -124,13 +131,13 @@ def page(found: dict[str, Comparison]) -> str:
             f"<!-- not run: it takes minutes -->\n```bash\n{one.command}\n```",
             markdown(comparison).strip(),
             f"![{comparison.metric} of {one.task} against seconds](plots/results-{one.task}.svg)",
-            f"Median of {comparison.repeats} repeats at each validation, against seconds of the training loop, validations left out.",
+            f"Means of {comparison.repeats} repeats at each validation, against seconds of the training loop, validations left out.",
         ]
     return "\n\n".join(parts) + "\n"
 
 
 def draw(comparison: Comparison, path: Path) -> None:
-    """The metric against the seconds of the loop, a line for each variant: medians over repeats."""
+    """The metric against the seconds of the loop, a line for each variant: means over repeats."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -140,13 +147,12 @@ def draw(comparison: Comparison, path: Path) -> None:
     figure, panel = pyplot.subplots(figsize=(9, 4.2))
     colours = pyplot.get_cmap("tab20").colors
     for i, variant in enumerate(comparison.variants):
-        trials = [trial for trial in comparison.of(variant.name) if trial.curve]
-        if not trials:
+        course = means.course(comparison, variant.name, lambda point: point.metrics[comparison.metric])
+        if course is None:
             continue
-        points = list(zip(*(trial.curve for trial in trials), strict=False))
         panel.plot(
-            [statistics.median(point.seconds for point in column) for column in points],
-            [statistics.median(point.metrics[comparison.metric] for point in column) for column in points],
+            course.seconds,
+            [math.nan if value is None else value.middle for value in course.values],
             color="black" if variant.solo else colours[i % len(colours)],
             ls="--" if variant.solo and variant.threads == 1 else "-",
             marker=".",
@@ -170,7 +176,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--only", nargs="+", default=[one.task for one in ALL], help="of the others the numbers that are there"
     )
-    parser.add_argument("--draw", action="store_true", help="only page and plots, from the numbers that are there")
+    parser.add_argument(
+        "--draw", action="store_true", help="only findings, page and plots, from the trials that are there"
+    )
     parser.add_argument("--reports", type=Path, default=None, help="the HTML reports go there")
     return parser.parse_args()
 

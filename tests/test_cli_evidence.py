@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,6 +63,30 @@ def test_markdown_on_standard_output_is_alone_there(compared: dict[str, Any]) ->
     assert (done.exit_code, done.stdout) == (0, "| the | table |\n")
     assert "the table\n" in done.stderr
     assert "report: " in done.stderr
+
+
+def test_without_the_report_extra_the_table_is_printed_and_the_page_can_be_made_later(
+    compared: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from manyhands.comparing import compare, report
+    from manyhands.comparing.comparison import Comparison
+
+    numbers = {"parameters": 1, "repeats": 1, "time_margin": 0.05, "metric_margin": 0.01}
+    named = {"task": "digits", "metric": "test_accuracy", "higher": True, "reference": "solo"}
+    made = Comparison(variants=(), trials=(), target=None, **numbers, **named)
+    monkeypatch.setattr(report, "find_spec", lambda name: None if name == "plotly" else object())
+    monkeypatch.setattr(compare, "compare", lambda task, **_: made)
+    done = invoke("compare", "digits", "--output", str(tmp_path / "out it's"), "--markdown", str(tmp_path / "table.md"))
+    assert done.exit_code == 0, done.output
+    assert "the table" in done.stdout
+    assert (tmp_path / "table.md").exists()
+    assert "plotly" in done.stderr
+    assert "pip install 'manyhands[report]'" in done.stdout
+    assert not list(tmp_path.glob("*/report.html"))
+    monkeypatch.undo()
+    code = shlex.split(done.stdout[done.stdout.index("python -c") :])[2]
+    exec(code)  # what the line says to run
+    assert list(tmp_path.glob("*/report.html"))
 
 
 @pytest.mark.parametrize("command", ["compare", "estimate"])

@@ -64,10 +64,11 @@ def compare(
     """
     from manyhands import spec
     from manyhands.comparing.compare import DEFAULT, compare
-    from manyhands.comparing.report import plotly_js
+    from manyhands.comparing.report import missing
     from manyhands.comparing.text import text
 
-    plotly_js()  # without it there is no report: said now, not after all trials
+    if lacking := missing():
+        _say(f"{lacking}: the table is printed without it")  # now, not after all trials
     folder = output or stamped("compare", task)
     found = compare(
         task,
@@ -91,15 +92,19 @@ def compare(
 
 def _show(found: Comparison, text: str, folder: Path, markdown: str | None) -> None:
     """The table where a person looks, the files, and the Markdown where it was asked for."""
+    from manyhands.comparing.comparison import NUMBERS
     from manyhands.comparing.markdown import markdown as as_markdown
 
     typer.echo(text, err=markdown == STANDARD_OUTPUT)
-    report = found.save(folder)
     if markdown == STANDARD_OUTPUT:
         typer.echo(as_markdown(found))
     elif markdown is not None:
         Path(markdown).write_text(as_markdown(found) + "\n")
-    typer.echo(f"report: {report.resolve()}", err=markdown == STANDARD_OUTPUT)
+    try:
+        written = f"report: {found.save(folder).resolve()}"
+    except BadInput as no_page:
+        written = f"numbers: {(folder / NUMBERS).resolve()}; {no_page}"
+    typer.echo(written, err=markdown == STANDARD_OUTPUT)
 
 
 def check(

@@ -34,7 +34,7 @@ def contestant(
     said: str = "",
     effective_rate: float | None = None,
     batch_size: int = 64,
-    reached: bool | None = None,
+    reached: float | None = None,
 ) -> Contestant:
     """Its speed's interval is a tenth wide on each side; better or worse where 1 is not in it, unless `said` says otherwise."""
     ratio = None

@@ -24,9 +24,9 @@ def said(run: Measured, kind: str) -> Advice | None:
             0.77,
             0.23,
             {"steps": 23},
-            "--strategy diloco:period=31 is about 3.9x as fast; that is 1 round, and 14 of ours",
+            "--strategy diloco:period=31 is about 3.9x as fast; that is 1 round, and few may",
         ),
-        (77.0, 23.0, {"steps": 700}, "that is 23 rounds, and 14 of ours had 6 % more loss."),
+        (77.0, 23.0, {"steps": 700}, "that is 23 rounds, and few may cost accuracy."),
         (0.4, 0.6, {"epoch_steps": 4}, "local-sgd:period=4,optimizer_state=kept is about 1.4x as fast"),
         (
             0.4,

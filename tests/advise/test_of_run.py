@@ -191,14 +191,22 @@ def test_late_pushes_are_not_made_later() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "compute", "says"),
-    [(1.0, 0.1, "1.8x"), (2.0, 0.1, "1.3x"), (3.9, 0.1, "1.3x"), (4.0, 0.1, ""), (0.0, 0.1, ""), (1.0, 0.2, "")],
+    [
+        (1.0, 0.1, "1 a worker"),
+        (2.0, 0.1, "2 a worker"),
+        (3.9, 0.1, "3.9 a worker"),
+        (4.0, 0.1, ""),
+        (0.0, 0.1, ""),
+        (1.0, 0.2, ""),
+    ],
 )
 def test_few_rows_in_a_short_step(rows: float, compute: float, says: str) -> None:
     found = {one.kind: one for one in all_advice(measured(compute=compute, rows_per_step=rows, workers=3))}
     assert ("few-rows" in found) == bool(says)
     if says:
-        assert f"about {says} as long as among many. Raise --batch-size to 24" in found["few-rows"].text
-        assert found["few-rows"].wins == pytest.approx(1 - 1 / float(says[:-1]))
+        assert says in found["few-rows"].text
+        assert "Raise --batch-size to 24" in found["few-rows"].text
+        assert found["few-rows"].wins == 0  # what it costs this model is not known
     assert "few-rows" not in kinds(measured(compute=compute, rows_per_step=rows, workers=3, simulated=True))
 
 

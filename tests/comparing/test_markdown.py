@@ -64,7 +64,7 @@ def test_the_whole_text() -> None:
         "| `solo, 4 threads` | 200 | 2.00× | – | 2.00 s | 0.9700 | – | 1.0 KB |",
         "| `allreduce on 4` | 400 ▲ | 4.00× | 2.00× | 1.00 s ▲ | 0.9700 = | 0 | 2.0 KB |",
         "",
-        "Medians of 3 repeats; against `solo, 4 threads`: ▲ better, ▼ worse, = the same within the margin, no sign: no difference seen.",
+        "Means of 3 repeats, of times and rates geometric; against `solo, 4 threads`: ▲ better, ▼ worse, = the same within the margin, no sign: no difference seen.",
         "",
         "**Advice:** downpour:push\\_every=4 on 4 spends 31 % of its time exchanging: push\\_every=16 would send a quarter.",
         "",

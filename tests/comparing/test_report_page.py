@@ -270,10 +270,10 @@ def test_a_name_breaks_behind_what_separates_its_parts_and_not_before_its_worker
     assert report.breakable(name) == broken
 
 
-def test_without_plotly_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    monkeypatch.setitem(__import__("sys").modules, "plotly.offline", None)
-    with pytest.raises(BadInput, match=r"pip install 'manyhands\[report\]'"):
+@pytest.mark.parametrize("lacks", ["plotly", "jinja2"])
+def test_without_what_it_needs_it_says_what_to_install(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "find_spec", lambda name: None if name == lacks else object())
+    with pytest.raises(BadInput, match=rf"{lacks}.*pip install 'manyhands\[report\]'"):
         report.html(comparison())
 
 

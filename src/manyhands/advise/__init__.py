@@ -5,15 +5,17 @@ About one run: of_run.py, exchanging.py. About several strategies that trained t
 
 from __future__ import annotations
 
-from manyhands.advise.compared import Compared, Contestant, Ratio
+from manyhands.advise.compared import VARIES, Compared, Contestant, Decision, Ratio
 from manyhands.advise.measured import Advice, Machine, Measured, of_task
 from manyhands.advise.of_comparison import advise_comparison
 from manyhands.advise.of_run import advise, all_advice
 
 __all__ = [
+    "VARIES",
     "Advice",
     "Compared",
     "Contestant",
+    "Decision",
     "Machine",
     "Measured",
     "Ratio",

@@ -70,7 +70,7 @@ def _price(m: Measured, period: int) -> str:
     if m.name == "downpour":
         return "windows add up, so lower the rate as well"
     if m.name not in PERIODS and period >= DILOCO_FROM:
-        return f"that is {count(-(-m.steps // period), 'round')}, and 14 of ours had 6 % more loss"
+        return f"that is {count(-(-m.steps // period), 'round')}, and few may cost accuracy"
     bears = bearable_period(m.steps)
     return (
         f"{m.steps:,} steps bear about {bears}, so it may cost accuracy" if period > bears else "compare its accuracy"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from manyhands.advise.compared import Compared, Contestant
+from manyhands.advise.compared import VARIES, Compared, Contestant
 from manyhands.advise.exchanging import PERIODS, WORTH
 from manyhands.advise.explaining import explain
 from manyhands.advise.measured import Advice, Measured, ms, percent, times
@@ -36,66 +35,50 @@ def advise_comparison(compared: Compared) -> list[Advice]:
 
 
 def _distribute(c: Compared) -> Advice:
-    """Several workers pay where the best strategy is faster than one process, beyond the interval of the measurement.
-
-    One process stands for itself with the threads that it is better with; against fewer than all of them, 1.1 times counts.
-    """
-    best, alone = c.best, _alone(c)
-    if best is None:
-        fastest = c.several[0]
-        text = f"stay with one process: all that ran on several workers is worse in {c.metric}, also the fastest, {fastest.name}."
-        return Advice(kind="stay", text=text, numbers={"best": None})
-    numbers = {"best": best.name, "speedup": best.times}
-    if not best.times:
-        return _who_reached(c)
-    if alone is not None and best.times < WORTH * alone.times:
-        text = (
-            f"stay with one process: {alone.name} is {_speed(alone)} as fast as {c.reference}, and the best on several workers, "
-            f"{best.name}, {_speed(best)}."
-        )
-        return Advice(kind="stay", text=text, numbers=numbers)
-    speed = f"{_speed(best)} as fast as {c.reference}"
-    if best.said == "better":
-        as_good = "" if best.quality == "worse" else f", and no worse in {c.metric}"
-        text = f"distribute: {best.name} is {speed} by {c.speed_of}{as_good}."
-        return Advice(kind="distribute", text=text, numbers=numbers, wins=share_won(best.times))
-    if best.said == "unclear" and best.times >= WORTH:
-        text = f"not decided: {best.name} is {speed} by {c.speed_of}; more --repeats may tell."
-        return Advice(kind="undecided", text=text, numbers=numbers)
-    text = (
-        f"stay with one process: the best on several workers, {best.name}, is {speed}.{_why_not(best.measured, c.base)}"
-    )
-    return Advice(kind="stay", text=text, numbers=numbers)
+    """What the comparison decided (compared.py), with what to do next, or the largest loss of the nearest."""
+    decision = c.decision
+    kind, best = decision.kind, decision.best
+    numbers = {"best": None if best is None else best.name} | ({"speedup": best.times} if best and best.times else {})
+    said = {"distribute": "distribute", "stay": "stay with one process", "undecided": "not decided"}[kind]
+    why = _because(c, decision.why, best)
+    wins = share_won(best.times) if kind == "distribute" and best and best.times else 0.0
+    return Advice(kind=kind, text=f"{said}: {why}", numbers=numbers, wins=wins)
 
 
-def _who_reached(c: Compared) -> Advice:
-    """Where nothing can be compared: of a target, whether one process reached it, or several workers did, in every repeat."""
-    if not c.to_target:
-        text = f"not decided: {c.speed_of} of these repeats do not tell; make more, --repeats 3 or 5."
-        return Advice(kind="undecided", text=text, numbers={"best": None})
-    first = next((one for one in c.several if one.reached), None)
-    numbers = {"best": None if first is None else first.name}
+def _because(c: Compared, why: str, best: Contestant | None) -> str:
     target = c.speed_of.removeprefix("time to ")
-    if first is not None and not c.base.reached:
-        text = f"distribute: {first.name} reached {target} in every repeat, and {c.reference} did not."
-        return Advice(kind="distribute", text=text, numbers=numbers)
-    if c.base.reached:
-        text = f"stay with one process: {c.reference} reached {target} in every repeat, and nothing on several workers did."
-        return Advice(kind="stay", text=text, numbers=numbers)
-    text = f"not decided: nothing has a known {c.speed_of} in every repeat; train longer, or lower the target."
-    return Advice(kind="undecided", text=text, numbers=numbers)
+    name = best.name if best else ""
+    speed = f"is {best.speed} as fast as {c.reference} by {c.speed_of}" if best and best.speed else ""
+    match why:
+        case "faster":
+            as_good = {
+                "better": ", and better in",
+                "same": ", and the same in",
+                "unclear": ", and no difference seen in",
+            }
+            metric = f"{as_good[best.quality]} {c.metric}" if best and best.quality in as_good else ""
+            return f"{name} {speed}{metric}."
+        case "reached":
+            return f"{name} reached {target} in every repeat, and {c.reference} in none."
+        case "unclear":
+            return f"{name} {speed}; more --repeats{_idle(c)} may tell."
+        case "repeats":
+            return f"these repeats are too few to tell{speed and f'; the fastest so far, {name}, {speed}'}."
+        case "unreached":
+            return f"{c.reference} did not reach {target} in every repeat; train longer, or lower the target."
+        case "worse":
+            return f"all that ran on several workers is worse in {c.metric}, also the fastest, {c.several[0].name}."
+        case _ if best is not None and speed:
+            return f"the best on several workers, {name}, {speed}.{_why_not(best.measured, c.base)}"
+        case _ if c.to_target:
+            return f"{c.reference} reached {target} in every repeat, and nothing on several workers did."
+        case _:
+            return f"how fast {name} is, is not known."
 
 
-def _alone(c: Compared) -> Contestant | None:
-    """One process that is surely faster than the reference, with fewer threads."""
-    return next((one for one in c.contestants if one.measured.workers == 1 and one.said == "better"), None)
-
-
-def _speed(one: Contestant) -> str:
-    """`1.3x (1.1x to 1.4x)`; without an interval where it has no bounds, as of a single repeat."""
-    if one.speed is None or not math.isfinite(one.speed.high):
-        return times(one.times)
-    return f"{times(one.times)} ({times(one.speed.low)} to {times(one.speed.high)})"
+def _idle(c: Compared) -> str:
+    varies = c.base.varies >= VARIES and not c.base.measured.simulated
+    return " on an idle machine" if varies else ""
 
 
 def _why_not(m: Measured, base: Contestant) -> str:

@@ -14,7 +14,6 @@ from manyhands.words import count
 INPUT_SHARE = 0.20
 WAIT_SHARE = 0.15
 UNUSED_SHARE = 0.10
-FEW_ROWS = {1: 1.8, 2: 1.3}  # rows of a worker -> what one costs over a row of 32, at least
 FEW_ROWS_STEP_S = 0.020
 
 
@@ -173,19 +172,18 @@ def _wait_less(m: Measured) -> str:
 
 
 def _few_rows(m: Measured) -> Advice | None:
-    """Workers compute 1 to 3 rows a step, in under 20 ms: a row costs at least 1.8 times (of 1) or 1.3 times (of 2) one of 32.
+    """Workers compute 1 to 3 rows a step, in under 20 ms: a row then costs more than one of 32.
 
-    benchmarks/rows.py: the least of an MLP, a CNN and a transformer; of 4 rows it is 1.1. Large rows fill a step alone.
+    benchmarks/rows.py has by how much for an MLP, a CNN and a transformer; of another model that is not known, so the line
+    promises nothing. Large rows fill a step alone.
     """
     if not m.worth_sharing or m.simulated or not 0 < m.rows_per_step < 4 or m.compute_per_step_s >= FEW_ROWS_STEP_S:
         return None
-    dearer = FEW_ROWS[1 if m.rows_per_step < 2 else 2]
     text = (
-        f"few rows: {m.rows_per_step:.2g} a worker and step, where each takes about {times(dearer)} as long as among many. Raise "
+        f"few rows: {m.rows_per_step:.2g} a worker and step, where each tends to take longer than among many. Raise "
         f"--batch-size to {8 * m.workers}, or take fewer workers."
     )
-    numbers = {"rows_per_step": m.rows_per_step, "dearer": dearer}
-    return Advice(kind="few-rows", text=text, numbers=numbers, wins=share_won(dearer))
+    return Advice(kind="few-rows", text=text, numbers={"rows_per_step": m.rows_per_step})
 
 
 def _unused_rows(m: Measured) -> Advice | None:
@@ -213,7 +211,7 @@ def _solo(m: Measured) -> Advice | None:
         return None
     step, idle = f"{ms(m.compute_per_step_s)} ms", m.cores - m.threads_per_worker
     if m.compute_per_step_s < SHORT_STEP_S:
-        text = f"one process is right: a step computes {step}, and under 10 ms sharing it costs more than it gains."
+        text = f"one process is right: a step computes {step}, and under 10 ms sharing it rarely pays."
     elif m.device != "cpu":
         text = f"one worker on {m.device}, {step} a step: with another GPU, --workers 2 can pay."
     elif idle > 0:

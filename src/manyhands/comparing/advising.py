@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from manyhands.advise import Compared, Contestant, Measured, Ratio, advise_comparison, of_task
 from manyhands.comparing import measures
 from manyhands.comparing.comparison import Comparison, Difference, Finding, Trial
-from manyhands.comparing.statistics import HIGHER
+from manyhands.comparing.statistics import HIGHER, LEAST_PAIRS, mean
 from manyhands.history import PARTS
 from manyhands.strategies import described
 
@@ -32,29 +32,38 @@ def compared(comparison: Comparison) -> Compared:
         reference=base,
         metric=comparison.metric,
         speed_of="rows/s" if target is None else f"time to {target}",
+        enough=comparison.repeats >= LEAST_PAIRS,
+        margin=comparison.time_margin,
     )
 
 
 def _contestant(comparison: Comparison, name: str, base: str) -> Contestant:
     trials, other = comparison.of(name), name != base
     quality = measures.differ(comparison, name, base, comparison.metric, comparison.higher)
+    of = "rows_per_s" if comparison.target is None else "target_seconds"
+    own, against = measures.numbers(comparison, name, of), measures.numbers(comparison, base, of)
+    paired = None not in own and None not in against
+    spread = mean(own, geometric=True)
     return Contestant(
         name=name,
         measured=_measured(comparison, name, trials),
-        speed=_ratio(measures.faster(comparison, name, base)) if other else None,
+        speed=_ratio(measures.faster(comparison, name, base)) if other and paired else None,
         quality=quality.said if other else "",
         effective_rate=trials[0].effective_rate,
         batch_size=trials[0].batch_size,
+        reached=None if comparison.target is None else sum(one is not None for one in own) / len(own),
+        target_s=math.inf if comparison.target is None or spread is None else spread.middle,
+        varies=spread.high / spread.low if spread and spread.low > 0 else 1.0,
     )
 
 
 def _ratio(found: Difference) -> Ratio | None:
-    """As fast; a ratio of seconds turned over. None where the target was not reached."""
-    if not (found.low > 0 and found.high < math.inf):
+    """As fast; a ratio of seconds turned over. None where it is not known."""
+    if not 0 < found.middle < math.inf:
         return None
     middle, low, high = found.middle, found.low, found.high
     if not HIGHER[found.of]:
-        middle, low, high = 1 / middle, 1 / high, 1 / low
+        middle, low, high = 1 / middle, 1 / high, 1 / low if low else math.inf
     return Ratio(middle=middle, low=low, high=high, said=found.said)
 
 
@@ -62,7 +71,7 @@ def _measured(comparison: Comparison, name: str, trials: Sequence[Trial]) -> Mea
     variant, simulated = comparison.variant(name), bool(comparison.simulated)
 
     def middle(read: Callable[[Trial], float]) -> float:
-        return median(map(read, trials))
+        return fmean(map(read, trials))
 
     def part(which: str) -> float:
         return middle(lambda trial: fmean(one[which] for one in trial.timing) if trial.timing else 0.0)
@@ -83,7 +92,7 @@ def _measured(comparison: Comparison, name: str, trials: Sequence[Trial]) -> Mea
         simulated=simulated,
         server=any(trial.staleness for trial in trials),
         one_host=comparison.machine.get("engine") == "local",
-        compute_of_workers_s=[median(each) for each in zip(*map(_computes, trials), strict=True)],
+        compute_of_workers_s=[fmean(each) for each in zip(*map(_computes, trials), strict=True)],
         sent_bytes=middle(lambda trial: trial.bytes) / variant.workers,
         parameters=comparison.parameters,
         shapes=comparison.shapes,
@@ -92,7 +101,7 @@ def _measured(comparison: Comparison, name: str, trials: Sequence[Trial]) -> Mea
         unused=middle(lambda trial: trial.unused / max(1, trial.rows)),
         rate=trials[0].rate,
         staleness=dict(sum((Counter(trial.staleness) for trial in trials), Counter())),
-        push_gain=median(gains) if gains else None,
+        push_gain=fmean(gains) if gains else None,
     )
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from manyhands.comparing import drawing, looks, medians, wording
+from manyhands.comparing import drawing, looks, means, wording
 from manyhands.comparing.comparison import Comparison, Variant
 from manyhands.comparing.drawing import Json
-from manyhands.comparing.medians import Median
+from manyhands.comparing.statistics import Mean
 from manyhands.staleness import quantile
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ ROW = 46  # pixels of a bar with its name above it
 
 
 def time_split(comparison: Comparison) -> Figure | None:
-    """Shares of each worker's time, by what it did in it: compute, input, exchange, wait; of medians over repeats."""
-    found = {one: medians.times_of_workers(comparison, one.name) for one in drawing.shown(comparison)}
+    """Shares of each worker's time, by what it did in it: compute, input, exchange, wait; of means over repeats."""
+    found = {one: means.times_of_workers(comparison, one.name) for one in drawing.shown(comparison)}
     found = {one: workers for one, workers in found.items() if any(sum(times.values()) for times in workers)}
     if not found:
         return None
@@ -39,7 +39,7 @@ def time_split(comparison: Comparison) -> Figure | None:
     at = 0.0
     for variant, workers in found.items():
         mean = sum(sum(times.values()) for times in workers) / len(workers)
-        share = medians.shares_of_time(comparison, variant.name)["compute"]
+        share = means.shares_of_time(comparison, variant.name)["compute"]
         said = f"{wording.seconds(mean)}, {wording.percent(share)} compute"
         labels += drawing.above(at - 0.5, wording.label(variant.name, SHORT), said)
         for rank in picked(workers, len(found)):
@@ -95,27 +95,25 @@ def _part(part: str, bars: Sequence[Bar]) -> Json:
 
 
 def bytes_sent(comparison: Comparison) -> Figure | None:
-    """Bytes that all workers of a variant sent, medians."""
-    sent = {
-        one: medians.of_variant(comparison, one.name, lambda trial: trial.bytes) for one in drawing.shown(comparison)
-    }
+    """Bytes that all workers of a variant sent, means."""
+    sent = {one: means.of_variant(comparison, one.name, lambda trial: trial.bytes) for one in drawing.shown(comparison)}
     if not any(found and found.high for found in sent.values()):
         return None
     return _bars(comparison, sent, lambda _, found: drawing.said(found, wording.size))
 
 
 def memory(comparison: Comparison) -> Figure | None:
-    """The most that any one worker held, medians."""
-    held = {one: medians.of_variant(comparison, one.name, medians.most_memory) for one in drawing.shown(comparison)}
+    """The most that any one worker held, means."""
+    held = {one: means.of_variant(comparison, one.name, means.most_memory) for one in drawing.shown(comparison)}
     return _bars(comparison, held, lambda variant, found: _each(variant.workers, found))
 
 
-def _each(workers: int, found: Median) -> str:
+def _each(workers: int, found: Mean) -> str:
     return wording.size(found.middle) + (f" × {workers}" if workers > 1 else "")
 
 
 def _bars(
-    comparison: Comparison, found: Mapping[Variant, Median | None], say: Callable[[Variant, Median], str]
+    comparison: Comparison, found: Mapping[Variant, Mean | None], say: Callable[[Variant, Mean], str]
 ) -> Figure | None:
     known = [(variant, value) for variant, value in found.items() if value is not None]
     if not known:
@@ -148,7 +146,7 @@ def _bars(
 
 def staleness(comparison: Comparison) -> Figure | None:
     """How many versions late pushes were, in shares of all pushes: a histogram a variant, one below the other, on one axis."""
-    found = {one: medians.staleness(comparison, one.name) for one in drawing.shown(comparison)}
+    found = {one: means.staleness(comparison, one.name) for one in drawing.shown(comparison)}
     found = {one: histogram for one, histogram in found.items() if histogram}
     if not found:
         return None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-from manyhands.comparing import bars, drawing, figures, looks, medians, readings, wording
+from manyhands.comparing import bars, drawing, figures, looks, means, readings, wording
 from manyhands.comparing.comparison import Comparison, Variant
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Chart:
 def charts(comparison: Comparison) -> list[tuple[Chart, ...]]:
     """Alone, or two beside each other that share a legend: those that have something to show, and what is said of the distance
     where every variant is bit-equal to solo."""
-    best, metric = "highest" if comparison.higher else "lowest", medians.curve_metric(comparison)
+    best, metric = "highest" if comparison.higher else "lowest", means.curve_metric(comparison)
     parts = {part: looks.PART_HUES[part][0] for part in bars.ORDER}
 
     def chart(draw: Draw, read: Read, question: str, parts: Mapping[str, str] | None = None) -> Chart:
@@ -101,7 +101,7 @@ def left_out(comparison: Comparison) -> str:
         parts.append(
             f"The charts show solo and the {len(shown) - _solos(shown)} others that were {by}, not {wording.named(missing)}; the table has all."
         )
-    most = max((len(medians.times_of_workers(comparison, one.name)) for one in shown), default=0)
+    most = max((len(means.times_of_workers(comparison, one.name)) for one in shown), default=0)
     if most > bars.room(len(shown)):
         parts.append(
             f"Of many workers, at most {bars.room(len(shown))} a variant are drawn, from the one that computed least to the one that computed most."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -233,14 +234,26 @@ class Comparison:
             raise BadInput(f"{unknown} ({missing})") from None
 
     def save(self, directory: str | Path) -> Path:
-        """Write report.json and report.html into `directory`, made where it is missing; the report's path. Raises OSError."""
-        from manyhands.comparing.report import html
+        """Write report.json and report.html into `directory`, made where it is missing; the report's path.
+
+        Raises OSError; and BadInput, after report.json is written, where the extra `report` is not installed: the page can be
+        made of that file later.
+        """
+        from manyhands.comparing.report import html, missing
 
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / NUMBERS, (self.to_json() + "\n").encode())
+        if lacking := missing():
+            raise BadInput(f"{lacking}: {page_later(folder)}")
         write_whole(folder / REPORT, html(self).encode())
         return folder / REPORT
+
+
+def page_later(folder: Path) -> str:
+    """How to make the page of a report.json that was written without it."""
+    make = f"from manyhands.comparing.comparison import load; load({str(folder)!r}).save({str(folder)!r})"
+    return f"run pip install 'manyhands[report]', then python -c {shlex.quote(make)}"
 
 
 def load(path: str | Path) -> Comparison:

@@ -11,15 +11,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from manyhands.comparing import looks, medians, wording
+from manyhands.comparing import looks, means, wording
 from manyhands.comparing.comparison import Comparison, Variant
-from manyhands.comparing.medians import Median
-from manyhands.errors import BadInput
+from manyhands.comparing.statistics import Mean
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-NO_PLOTLY = "the report's charts are drawn by plotly, which is not installed: pip install 'manyhands[report]'"
 MOST = 12  # variants in a chart
 HEIGHT = 360  # pixels
 
@@ -28,7 +26,7 @@ Json = dict[str, Any]
 
 def shown(comparison: Comparison) -> tuple[Variant, ...]:
     """The variants that are drawn."""
-    return medians.drawn(comparison, MOST)
+    return means.drawn(comparison, MOST)
 
 
 def text(name: str) -> str:
@@ -37,11 +35,8 @@ def text(name: str) -> str:
 
 
 def figure(traces: Sequence[Json], layout: Json) -> Figure:
-    """Raises BadInput without plotly."""
-    try:
-        from plotly.graph_objects import Figure
-    except ImportError as error:
-        raise BadInput(NO_PLOTLY) from error
+    from plotly.graph_objects import Figure
+
     axis = {"automargin": True, "zeroline": False, "fixedrange": False}
     axes = {name: axis | given for name, given in layout.items() if name.startswith(("xaxis", "yaxis"))}
     margin = {"l": 8, "r": 8, "t": 12, "b": 8} | layout.get("margin", {})
@@ -57,7 +52,7 @@ def seconds_axis(comparison: Comparison) -> Json:
     return {"title": {"text": f"{'virtual ' if comparison.simulated else ''}seconds of training"}}
 
 
-def said(found: Median | None, say: Callable[[float], str]) -> str:
+def said(found: Mean | None, say: Callable[[float], str]) -> str:
     """`0.97 (0.96–0.98)`"""
     if found is None:
         return wording.NOT_FINITE

@@ -9,10 +9,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from manyhands.comparing import drawing, looks, measures, medians, wording
+from manyhands.comparing import drawing, looks, means, measures, wording
 from manyhands.comparing.comparison import Comparison, Point, Variant
 from manyhands.comparing.drawing import HEIGHT, Json
-from manyhands.comparing.medians import Course, Median
+from manyhands.comparing.means import Course
+from manyhands.comparing.statistics import Mean
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -29,7 +30,7 @@ ASIDE = 0.012  # of the place of a point, from one strategy to the next
 
 
 def metric_over_time(comparison: Comparison) -> Figure | None:
-    """Medians of the judged metric against seconds of training, in a band from the least to the most of the repeats."""
+    """Means of the judged metric against seconds of training, in a band from the least to the most of the repeats."""
     return _metric_over(comparison, lambda one: one.seconds, drawing.seconds_axis(comparison))
 
 
@@ -39,7 +40,7 @@ def metric_over_rows(comparison: Comparison) -> Figure | None:
 
 
 def _metric_over(comparison: Comparison, x: Axis, axis: Json) -> Figure | None:
-    metric, target = medians.curve_metric(comparison), comparison.target
+    metric, target = means.curve_metric(comparison), comparison.target
     lines = _lines(
         comparison, lambda point: point.metrics.get(metric), x, lambda value: f"{metric} {wording.metric(value)}"
     )
@@ -124,7 +125,7 @@ def _lines(
     """Bands first, so that no line is under one."""
     bands, lines, own_looks = [], [], looks.looks(comparison)
     for variant in drawing.shown(comparison):
-        course = medians.course(comparison, variant.name, of)
+        course = means.course(comparison, variant.name, of)
         if course is None or not (of_reference or variant.name != comparison.reference):
             continue
         own, look = drawing.of_variant(comparison, variant), own_looks[variant.name]
@@ -185,18 +186,18 @@ def speed_up(comparison: Comparison) -> Figure | None:
     traces = [_ideal(comparison, variants)]
     traces += [_strategy(comparison, points, i - (len(found) - 1) / 2) for i, points in enumerate(found.values())]
     layout: Json = {"xaxis": x, "yaxis": y, "height": HEIGHT}
-    threads = medians.speed_up(comparison, comparison.reference, base.name)
+    threads = means.speed_up(comparison, comparison.reference, base.name)
     if threads is not None and comparison.reference != base.name:
         layout |= drawing.level(threads.middle, comparison.reference, colour=looks.INK[0], log=log)
     return drawing.figure(traces, layout)
 
 
-def _by_strategy(comparison: Comparison, base: Variant) -> dict[str, list[tuple[Variant, Median]]]:
+def _by_strategy(comparison: Comparison, base: Variant) -> dict[str, list[tuple[Variant, Mean]]]:
     """{strategy: its variants by workers, and their speed-up}, of the strategies of which any variant is drawn."""
     drawn = {variant.strategy for variant in drawing.shown(comparison) if not variant.solo}
-    found: dict[str, list[tuple[Variant, Median]]] = {}
+    found: dict[str, list[tuple[Variant, Mean]]] = {}
     for variant in sorted(comparison.variants, key=lambda one: (one.workers, one.threads)):
-        spread = medians.speed_up(comparison, variant.name, base.name)
+        spread = means.speed_up(comparison, variant.name, base.name)
         if variant.strategy in drawn and spread is not None:
             found.setdefault(variant.strategy, []).append((variant, spread))
     return found
@@ -205,9 +206,9 @@ def _by_strategy(comparison: Comparison, base: Variant) -> dict[str, list[tuple[
 def _ideal(comparison: Comparison, variants: Sequence[Variant]) -> Json:
     most: dict[int, float] = {}
     for variant in variants:
-        most[variant.workers] = max(most.get(variant.workers, 0.0), medians.ideal(comparison, variant))
+        most[variant.workers] = max(most.get(variant.workers, 0.0), means.ideal(comparison, variant))
     if len({variant.threads for variant in variants}) == 1:  # a straight line, which begins at one worker
-        most[1] = medians.ideal(comparison, variants[0]) / variants[0].workers
+        most[1] = means.ideal(comparison, variants[0]) / variants[0].workers
     points = sorted(most.items())
     return {
         "type": "scatter",
@@ -227,7 +228,7 @@ def _ideal(comparison: Comparison, variants: Sequence[Variant]) -> Json:
     }
 
 
-def _strategy(comparison: Comparison, points: Sequence[tuple[Variant, Median]], place: float) -> Json:
+def _strategy(comparison: Comparison, points: Sequence[tuple[Variant, Mean]], place: float) -> Json:
     """`place` among the strategies, 0 in the middle: points of the same workers stand a little beside each other."""
     own = [looks.looks(comparison)[variant.name] for variant, _ in points]
     return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from manyhands.comparing import measures, medians, table, wording
+from manyhands.comparing import means, measures, table, wording
 from manyhands.comparing.comparison import Comparison, Variant
 from manyhands.comparing.report import machine, notes
 
@@ -92,7 +92,7 @@ def _legend(comparison: Comparison) -> str:
     if not marks:
         return ""
     against = f"against {code(comparison.reference)}: ▲ better, ▼ worse, = the same within the margin, no sign: no difference seen"
-    return f"Medians of {wording.count(medians.repeats(comparison), 'repeat')}; {against}."
+    return f"Means of {wording.count(means.repeats(comparison), 'repeat')}, of times and rates geometric; {against}."
 
 
 def _machine(comparison: Comparison) -> list[str]:

@@ -1,34 +1,24 @@
-"""What a comparison's trials say, as numbers: curves, time to target, speed-up, medians. Pure."""
+"""What a comparison's trials say, as numbers: curves, time to target, speed-up, means. Pure."""
 
 from __future__ import annotations
 
 import bisect
 import itertools
 import math
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from manyhands.comparing.comparison import Comparison, Difference, Point, Target, Trial, Variant
-from manyhands.comparing.statistics import HIGHER, difference
+from manyhands.comparing.statistics import HIGHER, difference, mean
 from manyhands.history import PARTS
 
 WARM_SHARE, WARM_LEAST = 0.05, 3  # first ticks that a rate leaves out: memory is taken, caches fill
 
 
 @dataclass(frozen=True)
-class Spread:
-    """Of a number over repeats."""
-
-    middle: float  # the median
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
 class SpeedUp:
-    """How many times as fast as solo; the geometric mean over repeats. None where a repeat is missing."""
+    """How many times as fast as solo, by the means of rows a second. None where one of them lacks a repeat."""
 
     one_thread: float | None
     all_threads: float | None
@@ -103,12 +93,6 @@ def _between(first: float, second: float, share: float) -> float:
 # -- over repeats ----------------------------------------------------------------------------------------------------
 
 
-def spread(values: Iterable[float | None]) -> Spread | None:
-    """Median, least and largest of those that are there; None of none."""
-    known = [value for value in values if value is not None]
-    return Spread(statistics.median(known), min(known), max(known)) if known else None
-
-
 def numbers(comparison: Comparison, name: str, of: str) -> list[float | None]:
     """A variant's numbers by repeat. of: rows_per_s, seconds, target_seconds, or a metric's name; None where there is none."""
     read: Callable[[Trial], float | None] = (
@@ -119,13 +103,13 @@ def numbers(comparison: Comparison, name: str, of: str) -> list[float | None]:
 
 
 def middle(comparison: Comparison, name: str, of: str) -> float | None:
-    """The median over repeats; None where there is none."""
-    found = spread(numbers(comparison, name, of))
+    """The mean over repeats, the geometric one of what is compared as ratios; None where there is none."""
+    found = mean(numbers(comparison, name, of), geometric=of in HIGHER)
     return None if found is None else found.middle
 
 
 def differ(comparison: Comparison, name: str, reference: str, of: str, higher: bool) -> Difference:
-    """How one variant differs from another, repeat by repeat; of metrics the margin is a share of the reference's median."""
+    """How one variant differs from another, repeat by repeat; of metrics the margin is a share of the reference's mean."""
     own, other = numbers(comparison, name, of), numbers(comparison, reference, of)
     margin = comparison.time_margin
     if of not in HIGHER:
@@ -134,10 +118,11 @@ def differ(comparison: Comparison, name: str, reference: str, of: str, higher: b
 
 
 def ratio(comparison: Comparison, name: str, reference: str, of: str = "rows_per_s") -> float | None:
-    """The geometric mean over repeats of variant / reference; None without a repeat that has both."""
-    pairs = zip(numbers(comparison, name, of), numbers(comparison, reference, of), strict=True)
-    logs = [math.log(own / other) for own, other in pairs if own and other]
-    return math.exp(statistics.fmean(logs)) if logs else None
+    """Of their means, variant / reference; None where one of them lacks a repeat, which would make it a ratio of other repeats."""
+    if not all(numbers(comparison, name, of)) or not all(numbers(comparison, reference, of)):
+        return None
+    own, other = middle(comparison, name, of), middle(comparison, reference, of)
+    return own / other if own and other else None
 
 
 def solos(comparison: Comparison) -> list[Variant]:
@@ -158,7 +143,7 @@ def better_solo(comparison: Comparison) -> str:
 
 
 def speed_up(comparison: Comparison, name: str) -> SpeedUp:
-    """How many times as many rows a second as solo with one thread and with all; of a failed variant the repeats that it has.
+    """How many times as many rows a second as solo with one thread and with all.
 
     Efficiency is against one thread, over workers times threads; where solo has no second variant (a GPU, a simulated
     cluster, one core) over workers alone.

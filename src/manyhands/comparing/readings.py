@@ -7,9 +7,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from manyhands.comparing import measures, medians, wording
+from manyhands.comparing import means, measures, wording
 from manyhands.comparing.comparison import Comparison, Trial
-from manyhands.comparing.medians import Course
+from manyhands.comparing.means import Course
+from manyhands.comparing.statistics import HIGHER
 from manyhands.staleness import quantile
 
 T = TypeVar("T")
@@ -41,7 +42,7 @@ def metric_over_rows(comparison: Comparison) -> str:
     first = ""
     if comparison.target is not None:
         first = _at_target(comparison, lambda trial: trial.target_rows, "target_rows", "with {} rows", wording.number)
-    ends = medians.middles(comparison, medians.metric_of(comparison.metric))
+    ends = means.middles(comparison, means.metric_of(comparison.metric))
     if len(ends) < 2:
         return first
     best, worst = _best(ends, comparison.higher), _best(ends, not comparison.higher)
@@ -53,7 +54,7 @@ def _at_target(
     comparison: Comparison, of: Callable[[Trial], float | None], compared: str, how: str, say: Callable[[float], str]
 ) -> str:
     ended = [variant.name for variant in comparison.variants if comparison.of(variant.name)]
-    reached = {name: say(value) for name, value in _sorted(medians.middles(comparison, of)).items()}
+    reached = {name: say(value) for name, value in _sorted(means.middles(comparison, of, compared in HIGHER)).items()}
     never = [name for name in ended if name not in reached]
     if not reached:
         return f"Nobody reached {comparison.target} in every repeat." if ended else ""
@@ -94,7 +95,7 @@ def _said(comparison: Comparison, name: str) -> str:
 
 def distance_over_rows(comparison: Comparison) -> str:
     """Who ends where, as shares of the length of solo's parameters, and who is bit-equal."""
-    found = medians.middles(comparison, lambda trial: trial.distance)
+    found = means.middles(comparison, lambda trial: trial.distance)
     found.pop(comparison.reference, None)
     if not found:
         return ""
@@ -126,7 +127,7 @@ def distance_over_time(comparison: Comparison) -> str:
 
 
 def _peak(course: Course) -> tuple[float, float]:
-    """(seconds, value) of the largest median."""
+    """(seconds, value) of the largest mean."""
     return max(
         ((at, value.middle) for at, value in zip(course.seconds, course.values, strict=True) if value is not None),
         key=lambda pair: pair[1],
@@ -143,7 +144,7 @@ def _length(distance: float) -> str:
 
 def time_split(comparison: Comparison) -> str:
     """Who loses most to exchanging and waiting, who least, and whether input is in the way."""
-    shares = _known(comparison, lambda name: medians.shares_of_time(comparison, name))
+    shares = _known(comparison, lambda name: means.shares_of_time(comparison, name))
     lost = {name: one["exchange"] + one["wait"] for name, one in shares.items() if comparison.variant(name).workers > 1}
     parts = []
     if lost:
@@ -172,7 +173,7 @@ def speed_up(comparison: Comparison) -> str:
     if not known:
         return ""
     best = max(known, key=lambda one: known[one])
-    one, share = solos[0].name, wording.percent(known[best] / medians.ideal(comparison, best))
+    one, share = solos[0].name, wording.percent(known[best] / means.ideal(comparison, best))
     if known[best] < 1:
         said = f"No variant is as fast as {one}; the nearest, {best.name}, reaches {wording.times(known[best])} of it, {share} of the ideal"
     else:
@@ -183,7 +184,7 @@ def speed_up(comparison: Comparison) -> str:
 
 def staleness(comparison: Comparison) -> str:
     """Whose pushes are latest, and how late half and the latest of them are."""
-    found = _known(comparison, lambda name: medians.staleness(comparison, name))
+    found = _known(comparison, lambda name: means.staleness(comparison, name))
     if not found:
         return ""
     worst = max(found, key=lambda name: (quantile(found[name], 0.5), max(found[name])))
@@ -198,10 +199,10 @@ def staleness(comparison: Comparison) -> str:
 
 def bytes_sent(comparison: Comparison) -> str:
     """Who sends most and least of those that send anything, and how many bytes a row that is."""
-    sent = {name: value for name, value in medians.middles(comparison, lambda trial: trial.bytes).items() if value}
+    sent = {name: value for name, value in means.middles(comparison, lambda trial: trial.bytes).items() if value}
     if not sent:
         return ""
-    rows = medians.middles(comparison, lambda trial: trial.rows)
+    rows = means.middles(comparison, lambda trial: trial.rows)
     most, least = max(sent, key=sent.__getitem__), min(sent, key=sent.__getitem__)
     said = f"{most} sends {wording.size(sent[most])}, {wording.size(sent[most] / max(1, rows[most]))} for each row"
     if most == least:
@@ -211,7 +212,7 @@ def bytes_sent(comparison: Comparison) -> str:
 
 def memory(comparison: Comparison) -> str:
     """Whose workers need most, and how that stands to solo's process."""
-    held = medians.middles(comparison, medians.most_memory)
+    held = means.middles(comparison, means.most_memory)
     if not held:
         return ""
     most = max(held, key=held.__getitem__)
@@ -245,16 +246,16 @@ def _known(comparison: Comparison, of: Callable[[str], T]) -> dict[str, T]:
 
 
 def _courses(comparison: Comparison) -> tuple[str, dict[str, Course]]:
-    metric = medians.curve_metric(comparison)
+    metric = means.curve_metric(comparison)
     return metric, _all_courses(comparison, lambda point: point.metrics.get(metric))
 
 
 def _all_courses(comparison: Comparison, of: Callable[..., float | None]) -> dict[str, Course]:
-    found = {variant.name: medians.course(comparison, variant.name, of) for variant in comparison.variants}
+    found = {variant.name: means.course(comparison, variant.name, of) for variant in comparison.variants}
     return {name: course for name, course in found.items() if course is not None}
 
 
 def _at(course: Course, seconds: float) -> float:
-    """The median there: a straight line between two validations."""
+    """The mean there: a straight line between two validations."""
     known = [(at, value.middle) for at, value in zip(course.seconds, course.values, strict=True) if value is not None]
     return float(np.interp(seconds, [at for at, _ in known], [value for _, value in known]))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from manyhands.comparing import drawing, looks, medians, statistics, table, wording
+from manyhands.comparing import looks, means, statistics, table, wording
 from manyhands.comparing.charts import charts, left_out
 from manyhands.comparing.comparison import NUMBERS, Comparison, Trial
 from manyhands.errors import BadInput
@@ -15,14 +16,23 @@ from manyhands.errors import BadInput
 if TYPE_CHECKING:
     from markupsafe import Markup
 
+NEEDED = ("plotly", "jinja2")  # the extra `report`
 SCRIPT_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 
 
+def missing() -> str:
+    """What keeps the page from being made: `the report page needs plotly, which is not installed`; or ""."""
+    lacking = [name for name in NEEDED if find_spec(name) is None]
+    verb = "which is" if len(lacking) == 1 else "which are"
+    return f"the report page needs {wording.named(lacking)}, {verb} not installed" if lacking else ""
+
+
 def html(comparison: Comparison) -> str:
-    """The page. Raises BadInput where plotly is not installed."""
+    """The page. Raises BadInput where the extra `report` is not installed."""
+    if lacking := missing():
+        raise BadInput(f"{lacking}: pip install 'manyhands[report]'")
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    script = plotly_js()
     environment = Environment(
         loader=PackageLoader("manyhands.comparing", ""),
         autoescape=True,
@@ -34,7 +44,7 @@ def html(comparison: Comparison) -> str:
     environment.filters["names"] = lambda sentence: names_marked(comparison, sentence)
     environment.filters["grouped"] = grouped
     environment.filters["breakable"] = breakable
-    return environment.get_template("report.html.jinja").render(plotly_js=script, **facts(comparison))
+    return environment.get_template("report.html.jinja").render(plotly_js=plotly_js(), **facts(comparison))
 
 
 def facts(comparison: Comparison) -> dict[str, Any]:
@@ -67,7 +77,7 @@ def _summary(comparison: Comparison) -> str:
     """`6 variants, 3 repeats, 38,282 parameters, judged by test_accuracy`"""
     parts = (
         wording.count(len(comparison.variants), "variant"),
-        wording.count(medians.repeats(comparison), "repeat"),
+        wording.count(means.repeats(comparison), "repeat"),
         wording.count(comparison.parameters, "parameter"),
         f"judged by {comparison.metric}",
         *([f"target {comparison.target}"] if comparison.target else []),
@@ -82,7 +92,7 @@ def notes(comparison: Comparison) -> list[str]:
         options = ", ".join(f"{name} {value}" for name, value in comparison.simulated.items())
         found.append(f"All seconds are virtual: they are of a simulated cluster ({options}), not of a machine.")
     if not comparison.complete:
-        done = wording.count(medians.repeats(comparison), "whole repeat")
+        done = wording.count(means.repeats(comparison), "whole repeat")
         found.append(f"The comparison was interrupted: it rests on {done} of {comparison.repeats}.")
     broken = [
         f"{one.name}{_in_some(comparison, one.name)}" for one in comparison.variants if comparison.failure(one.name)
@@ -137,8 +147,9 @@ def method(comparison: Comparison) -> list[str]:
         "Every repeat runs each variant once, in an order that is drawn anew, so that drift of the machine hits all alike.",
         "All trials of a repeat have the same seed and consume equally many rows, and each is compared with that repeat's trial of "
         f"{comparison.reference}; seconds are the training loop's own, without start-up and validations.",
-        "Large numbers in the table are medians over repeats, below them stand the least and the most; brackets hold the 95 % interval of "
-        "the mean of the pairs, from a paired bootstrap or Student's t, whichever is wider.",
+        "Large numbers in the table are means over repeats, of times and rates the geometric ones: the ratio of two of them is the mean of the "
+        "repeats' ratios. Below them stand the least and the most; brackets hold the 95 % interval of the mean of the pairs, from a paired "
+        "bootstrap or Student's t, whichever is wider.",
         f"A number is called better or worse only where there are at least {statistics.LEAST_PAIRS} repeats and the whole interval is beyond "
         f"the margin ({times} for times and rates, {metrics} of the reference's value for metrics), and the same only where all of it is "
         "within; otherwise no difference was seen (docs/compare.md has more).",
@@ -181,9 +192,7 @@ def trial_cells(comparison: Comparison, trial: Trial) -> tuple[str, ...]:
 
 
 def plotly_js() -> str:
-    """plotly.js, as the Python package has it. Raises BadInput without it."""
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise BadInput(drawing.NO_PLOTLY) from error
+    """plotly.js, as the Python package has it."""
+    from plotly.offline import get_plotlyjs
+
     return str(get_plotlyjs())

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from statistics import fmean, stdev
 
@@ -26,6 +27,32 @@ SEED = 20150101
 HIGHER = {"rows_per_s": True, "seconds": False, "target_seconds": False}  # the ratios; all else is a metric
 Numbers = Sequence[float | None]
 Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mean:
+    """Of some repeats, and the least and the most of them."""
+
+    middle: float
+    low: float
+    high: float
+    missing: int = 0
+    """Repeats without a value, or with one that is not finite; they are not in the others."""
+
+
+def mean(values: Iterable[float | None], geometric: bool = False) -> Mean | None:
+    """None where no value is finite. What is compared as ratios has the geometric mean: the ratio of two such means is the
+    mean of the ratios, so that a table's numbers are those that its ratios are made of. Everything else has the arithmetic one.
+    """
+    given = list(values)
+    finite = [value for value in given if value is not None and math.isfinite(value)]
+    if not finite:
+        return None
+    low, high = min(finite), max(finite)
+    middle = fmean(finite)
+    if geometric:
+        middle = math.exp(fmean(map(math.log, finite))) if low > 0 else 0.0
+    return Mean(middle=min(max(middle, low), high), low=low, high=high, missing=len(given) - len(finite))
 
 
 def difference(own: Numbers, reference: Numbers, *, of: str, margin: float, higher: bool) -> Difference:

@@ -6,10 +6,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from manyhands.comparing import measures, medians, wording
+from manyhands.comparing import means, measures, wording
 from manyhands.comparing.comparison import Comparison, Difference, Trial, Variant
-from manyhands.comparing.medians import Median
-from manyhands.comparing.statistics import HIGHER
+from manyhands.comparing.statistics import HIGHER, Mean
 
 SAID = {"better": "better", "worse": "worse", "same": "same", "unclear": "no difference seen"}
 NOTHING = "–"
@@ -20,9 +19,9 @@ class Cell:
     """What stands at a variant and a column."""
 
     text: str
-    """The median."""
+    """The mean over repeats."""
     lines: tuple[str, ...] = ()
-    """In small letters below it: what the median lies between, the interval of a difference."""
+    """In small letters below it: what the repeats lie between, the interval of a difference."""
     mark: str = ""
     """A key of SAID, or ""."""
     title: str = ""
@@ -54,12 +53,16 @@ def columns(comparison: Comparison) -> tuple[Column, ...]:
 
 
 def of_trials(
-    comparison: Comparison, of: Callable[[Trial], float | None], say: Callable[[float], str], compared: str = ""
+    comparison: Comparison,
+    of: Callable[[Trial], float | None],
+    say: Callable[[float], str],
+    compared: str = "",
+    geometric: bool = False,
 ) -> Callable[[Variant], Cell]:
-    """The cell of a number that each trial has; `compared`: what its difference is called."""
+    """The cell of a number that each trial has; `compared`: what its difference is called; `geometric`: the mean of rates and times."""
 
     def cell(variant: Variant) -> Cell:
-        found = medians.of_variant(comparison, variant.name, of)
+        found = means.of_variant(comparison, variant.name, of, geometric)
         if found is None:
             return Cell(text=NOTHING)
         lines = (*_between(found, say), *_missing(found))
@@ -72,7 +75,7 @@ def of_trials(
 
 
 def _speed(comparison: Comparison) -> tuple[Column, ...]:
-    rate = of_trials(comparison, lambda trial: trial.rows_per_s or None, wording.number, "rows_per_s")
+    rate = of_trials(comparison, lambda trial: trial.rows_per_s or None, wording.number, "rows_per_s", geometric=True)
     about = "Rows that all workers together train on in a second of the loop, without its first ticks."
     efficient = (
         " Efficient is the share of the ideal, which is as many times as fast as there are threads, or workers, more."
@@ -82,7 +85,7 @@ def _speed(comparison: Comparison) -> tuple[Column, ...]:
         Column(
             group="Speed",
             label=f"× {solo.name}",
-            about=f"rows/s over those of {solo.name}: the geometric mean of the repeats' ratios."
+            about=f"rows/s over those of {solo.name}: the ratio of their means, which is the mean of the repeats' ratios."
             + (efficient if i == 0 else ""),
             cell=_ratio(comparison, solo, with_efficiency=i == 0),
         )
@@ -96,7 +99,7 @@ def _ratio(comparison: Comparison, solo: Variant, with_efficiency: bool) -> Call
         found = measures.ratio(comparison, variant.name, solo.name)
         if found is None or variant == solo:
             return Cell(text=NOTHING)
-        efficient = f"{wording.percent(found / medians.ideal(comparison, variant))} efficient"
+        efficient = f"{wording.percent(found / means.ideal(comparison, variant))} efficient"
         return Cell(text=wording.times(found), lines=(efficient,) if with_efficiency else ())
 
     return cell
@@ -123,7 +126,7 @@ def _reached(
     """As `of_trials`, but a repeat without a value is one that did not reach the target."""
 
     def cell(variant: Variant) -> Cell:
-        trials, found = comparison.of(variant.name), medians.of_variant(comparison, variant.name, of)
+        trials, found = comparison.of(variant.name), means.of_variant(comparison, variant.name, of, compared in HIGHER)
         if found is None:
             never = Cell(text="not reached" if trials else NOTHING)
             return _marked(never, comparison, variant, compared)
@@ -140,9 +143,9 @@ def _result(comparison: Comparison) -> tuple[Column, ...]:
             group="At the end",
             label=name,
             about=f"{name} when the training was over, of all workers' one answer.",
-            cell=of_trials(comparison, medians.metric_of(name), wording.metric, name),
+            cell=of_trials(comparison, means.metric_of(name), wording.metric, name),
         )
-        for name in medians.final_metrics(comparison)
+        for name in means.final_metrics(comparison)
     )
 
 
@@ -191,14 +194,14 @@ def _cost(comparison: Comparison) -> tuple[Column, ...]:
         column(
             "memory",
             "The most that the process of any one worker held.",
-            medians.most_memory,
+            means.most_memory,
             wording.size,
         ),
-        column(
-            "worker-seconds",
-            "Seconds of the loop times workers.",
-            lambda trial: trial.worker_seconds or None,
-            wording.number,
+        Column(
+            group="Cost and rate",
+            label="worker-seconds",
+            about="Seconds of the loop times workers.",
+            cell=of_trials(comparison, lambda trial: trial.worker_seconds or None, wording.number, geometric=True),
         ),
         rate,
     )
@@ -207,12 +210,12 @@ def _cost(comparison: Comparison) -> tuple[Column, ...]:
 # -- what a cell says ------------------------------------------------------------------------------------------------------------
 
 
-def _between(found: Median, say: Callable[[float], str]) -> tuple[str, ...]:
+def _between(found: Mean, say: Callable[[float], str]) -> tuple[str, ...]:
     said = wording.between(found.low, found.high, say)
     return (said,) if said else ()
 
 
-def _missing(found: Median) -> tuple[str, ...]:
+def _missing(found: Mean) -> tuple[str, ...]:
     return (f"{wording.count(found.missing, 'repeat')} not finite",) if found.missing else ()
 
 

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from manyhands import words
-from manyhands.comparing import measures
+from manyhands.comparing import means, measures
 from manyhands.comparing.comparison import Comparison, Trial
-from manyhands.comparing.measures import Spread, spread
+from manyhands.comparing.statistics import HIGHER, Mean, mean
 from manyhands.history import PARTS
 from manyhands.staleness import quantile
 
@@ -56,7 +56,7 @@ def text(comparison: Comparison, width: int = WIDTH) -> str:
 
 
 def _taken_over(comparison: Comparison) -> str:
-    return f"{'median ± half the range of ' if comparison.repeats > 1 else ''}{_repeats(comparison)}"
+    return f"{'mean ± half the range of ' if comparison.repeats > 1 else ''}{_repeats(comparison)}"
 
 
 def _headline(comparison: Comparison) -> str:
@@ -121,7 +121,7 @@ def _costs(comparison: Comparison) -> list[_Column]:
         _Column("worker\nseconds", [_number(_middle(found, "worker_seconds")) for found in trials.values()]),
         *(_Column(part, [_share(found, part) for found in trials.values()], spare=3) for part in PARTS),
         _Column("sent", [_bytes(_middle(found, "bytes")) for found in trials.values()]),
-        _Column("staleness\nmedian", [_staleness(found) for found in trials.values()], spare=4),
+        _Column("staleness\nmedian", [_staleness(comparison, name) for name in trials], spare=4),
         _Column("memory\na worker", [_memory(found) for found in trials.values()]),
     ]
     return [column for column in columns if any(column.cells)]
@@ -154,17 +154,17 @@ def _wrapped(part: str, width: int) -> list[str]:
 # -- cells -----------------------------------------------------------------------------------------------------------
 
 
-def _of(comparison: Comparison, name: str, what: str) -> Spread | None:
-    return spread(measures.numbers(comparison, name, what))
+def _of(comparison: Comparison, name: str, what: str) -> Mean | None:
+    return mean(measures.numbers(comparison, name, what), geometric=what in HIGHER)
 
 
 def _middle(trials: Sequence[Trial], field: str) -> float | None:
-    found = spread(getattr(trial, field) for trial in trials)
+    found = mean((getattr(trial, field) for trial in trials), geometric=field == "worker_seconds")
     return None if found is None else found.middle
 
 
-def _spread(found: Spread | None) -> str:
-    """`1,234 ±3 %`: the median, and half of what lies between least and largest; of a single repeat the number alone."""
+def _spread(found: Mean | None) -> str:
+    """`1,234 ±3 %`: the mean, and half of what lies between least and largest; of a single repeat the number alone."""
     if found is None:
         return "failed"
     if found.low == found.high or not found.middle:
@@ -181,9 +181,9 @@ def _percent(value: float | None, digits: int = 0) -> str:
 
 
 def _to_target(comparison: Comparison, name: str, what: str) -> str:
-    """The median of the repeats that reached it; with the seconds, how many did not."""
+    """The mean of the repeats that reached it; with the seconds, how many did not."""
     trials = comparison.of(name)
-    found = spread(getattr(trial, what) for trial in trials)
+    found = mean((getattr(trial, what) for trial in trials), geometric=what in HIGHER)
     if not trials:
         return ""
     if found is None:
@@ -209,14 +209,15 @@ def _share(trials: Sequence[Trial], part: str) -> str:
     return f"{100 * spent / total:.0f} %" if total else ""
 
 
-def _staleness(trials: Sequence[Trial]) -> str:
-    medians = [quantile(trial.staleness, 0.5) for trial in trials if trial.staleness]
-    return f"{sorted(medians)[len(medians) // 2]}" if medians else ""
+def _staleness(comparison: Comparison, name: str) -> str:
+    """The median of the pushes of all repeats."""
+    pushes = means.staleness(comparison, name)
+    return f"{quantile(pushes, 0.5)}" if pushes else ""
 
 
 def _memory(trials: Sequence[Trial]) -> str:
     """Of the worker that needs most."""
-    found = spread(max(trial.memory) for trial in trials if trial.memory)
+    found = mean(max(trial.memory) for trial in trials if trial.memory)
     return "" if found is None else _bytes(found.middle)
 
 

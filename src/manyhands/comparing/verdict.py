@@ -1,186 +1,199 @@
-"""The one sentence that a comparison comes to. Pure."""
+"""The sentence or two that a comparison comes to: its one decision (advise/compared.py), in words and numbers. Pure."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
-from manyhands.comparing import measures
-from manyhands.comparing.comparison import Comparison, Difference
+from manyhands.advise import VARIES, Compared, Contestant
+from manyhands.comparing import measures, wording
+from manyhands.comparing.advising import compared
+from manyhands.comparing.comparison import Comparison
 from manyhands.comparing.statistics import LEAST_PAIRS
 
 
-@dataclass(frozen=True)
-class _Rival:
-    """A variant on several workers, beside the best that one process does."""
-
-    name: str
-    speed: Difference
-    """In rows a second, or in time to the target."""
-    metric: Difference
-
-    @property
-    def times(self) -> float:
-        """As fast; 0 where it is not known, or where the target was not reached."""
-        return self._times(self.speed.middle)
-
-    def _times(self, value: float) -> float:
-        known = value > 0 and value < float("inf")
-        return (1 / value if self.speed.of == "target_seconds" else value) if known else 0.0
-
-    def range(self) -> tuple[str, str]:
-        """`1.55x`, `1.70x`"""
-        low, high = sorted((self._times(self.speed.low), self._times(self.speed.high)))
-        return f"{low:.2f}x", f"{high:.2f}x"
-
-    @property
-    def faster(self) -> bool:
-        return self.speed.said == "better"
-
-    @property
-    def worse(self) -> bool:
-        """In the final metric."""
-        return self.metric.said == "worse"
-
-
 def verdict(comparison: Comparison) -> str:
-    """Whether to distribute, and how: what was seen, with its numbers, and no more.
+    """Whether to distribute, and how: what was seen, with its numbers, and no more; and whether the reference itself varies by half.
 
     With a target the time to it decides; else rows a second (all trials train on the same rows), among those whose final
     metric is not worse. They have to beat the better of solo's variants.
     """
-    base = measures.better_solo(comparison)
-    rivals = _rivals(comparison, base)
-    said = _said(comparison, base, rivals)
-    return f"On the simulated cluster: {said[0].lower()}{said[1:]}" if comparison.simulated else said
+    seen = compared(comparison)
+    only_solo = all(variant.solo for variant in comparison.variants)
+    said = _only_solo(comparison) if only_solo else SENTENCES[seen.decision.why](comparison, seen)
+    if comparison.simulated:
+        said = f"On the simulated cluster: {said[0].lower()}{said[1:]}"
+    return f"{said}{_varies(comparison, seen)}"
 
 
-def _said(comparison: Comparison, base: str, rivals: list[_Rival]) -> str:
-    if all(variant.solo for variant in comparison.variants):
-        return _only_solo(comparison)
-    if comparison.repeats < LEAST_PAIRS:
-        return _too_few(comparison, base, rivals)
-    if comparison.target is not None and (reach := _who_reaches(comparison, base)):
-        return reach
-    fit = [rival for rival in rivals if rival.faster and (comparison.target is not None or not rival.worse)]
-    lossy = [rival for rival in rivals if rival.faster and rival not in fit]
-    if not fit:
-        return _stay(comparison, base, rivals, lossy)
-    best = fit[0]
-    to_it = f" to {comparison.target}" if comparison.target is not None else ""
-    text = f"Take {best.name}: {best.times:.2f}x as fast{to_it} as {_called(base)} ({' to '.join(best.range())}), {_and_metric(comparison, best, base)}"
+# -- a sentence for each reason of a decision -----------------------------------------------------------------------------
+
+
+def _faster(comparison: Comparison, c: Compared) -> str:
+    best, lossy = c.decision.best, _lossy(c)
+    assert best is not None
+    assert best.speed is not None
+    low, high = best.speed.low, best.speed.high
+    text = (
+        f"Take {best.name}: {best.times:.2f}x as fast{_to_it(comparison)} as {_called(c)} ({low:.2f}x to {high:.2f}x), "
+        f"{_and_metric(comparison, c, best)}"
+    )
     if lossy and lossy[0].times > best.times:
-        text += f"; {lossy[0].name} is faster still, {lossy[0].times:.2f}x, but {_loses(comparison, lossy[0], base)}"
+        text += f"; {lossy[0].name} is faster still, {lossy[0].times:.2f}x, but {_loses(comparison, c, lossy[0])}"
     return f"{text}."
 
 
-# -- who is compared -------------------------------------------------------------------------------------------------
+def _reached(comparison: Comparison, c: Compared) -> str:
+    best = c.decision.best
+    assert best is not None
+    take = "Take" if best in c.rivals else "Stay with one process,"
+    return (
+        f"{take} {best.name}: it reached {comparison.target} in all {comparison.repeats} repeats, in {best.target_s:.3g} s, and "
+        f"{_called(c)} in none."
+    )
 
 
-def _rivals(comparison: Comparison, base: str) -> list[_Rival]:
-    """All but solo and what failed, the fastest first."""
+def _unclear(comparison: Comparison, c: Compared) -> str:
+    best = c.decision.best
+    assert best is not None
+    assert best.speed is not None
+    between = f"between {best.speed.low:.2f}x and {best.speed.high:.2f}x"
+    return f"Not decided: {best.name} is {best.times:.2f}x as fast{_to_it(comparison)} as {_called(c)}, {between}."
+
+
+def _too_few(comparison: Comparison, c: Compared) -> str:
+    best = c.decision.best
+    nearest = f" (fastest so far: {best.name}, {best.times:.2f}x {_called(c)})" if best and best.times else ""
+    count = wording.count(comparison.repeats, "repeat")
+    return f"Not decided: {count} cannot tell a difference from chance, {LEAST_PAIRS} can{nearest}."
+
+
+def _unreached(comparison: Comparison, c: Compared) -> str:
+    return (
+        f"Not decided: {_called(c)} did not reach {comparison.target} {_in_some(comparison, c.base)}, so that times to it cannot be "
+        "compared: train longer, or lower the target."
+    )
+
+
+def _stay(comparison: Comparison, c: Compared) -> str:
+    tried, failed = _tried(comparison)
+    best, lossy = c.decision.best, _lossy(c)
+    rest = len(c.rivals) - len(lossy)
+    of = f"of {tried} {'other' if tried == 1 else 'others'}{f' ({failed} failed)' if failed else ''}"
+    none = f"none is seen to be faster{_to_it(comparison)} than {_called(c)} by more than {100 * comparison.time_margin:g} %"
+    nearest = f" (nearest: {best.name}, {_nearest(comparison, best)})" if best else ""
+    if not lossy:
+        slower = f"{of} {none}{nearest}" if rest else f"{of} all are worse in {comparison.metric}"
+        return f"{_alone(comparison, c)}: {slower}."
+    worst = f"{lossy[0].name} is {lossy[0].times:.2f}x as fast as {_called(c)}, but {_loses(comparison, c, lossy[0])}"
+    more = f", and of the other {rest} {none}{nearest}" if rest else ""
+    also = f" ({len(lossy) - 1} more are faster and lose, too)" if len(lossy) > 1 else ""
+    return f"{_alone(comparison, c)}: {worst}{also}{more}."
+
+
+def _all_failed(comparison: Comparison, c: Compared) -> str:
+    tried, _ = _tried(comparison)
+    first = next(variant.name for variant in comparison.variants if not variant.solo)
+    return f"{_alone(comparison, c)}: {f'all {tried} others' if tried > 1 else first} failed."
+
+
+SENTENCES: dict[str, Callable[[Comparison, Compared], str]] = {
+    "faster": _faster,
+    "reached": _reached,
+    "unclear": _unclear,
+    "repeats": _too_few,
+    "unreached": _unreached,
+    "slower": _stay,
+    "worse": _stay,
+    "failed": _all_failed,
+}
+
+
+def _only_solo(comparison: Comparison) -> str:
+    first, reference = measures.solos(comparison)[0].name, comparison.reference
+    alone = f"Nothing but one process was tried: {_as_words(first)}"
+    times = measures.ratio(comparison, first, reference)
+    return (
+        f"{alone} is {times:.2f}x as fast as {_as_words(reference)}." if times and first != reference else f"{alone}."
+    )
+
+
+# -- their parts -------------------------------------------------------------------------------------------------------
+
+
+def _varies(comparison: Comparison, c: Compared) -> str:
+    """A sentence where the one to beat itself varies by half from repeat to repeat."""
+    if c.base.varies < VARIES:
+        return ""
+    of = "rows_per_s" if comparison.target is None else "target_seconds"
+    known = [value for value in measures.numbers(comparison, c.reference, of) if value is not None]
+    unit = "rows/s" if comparison.target is None else f"s to {comparison.target}"
+    called = _called(c)
+    again = "with more --repeats" if comparison.simulated else "on an idle machine"
+    return (
+        f" {called[0].upper()}{called[1:]} itself varies from {wording.number(min(known))} to {wording.number(max(known))} {unit} between "
+        f"repeats, so that ratios to it say little: compare again {again}."
+    )
+
+
+def _tried(comparison: Comparison) -> tuple[int, int]:
+    """(others than solo, how many of them failed)"""
     others = [variant.name for variant in comparison.variants if not variant.solo]
-    rivals = [
-        _Rival(
-            name,
-            measures.faster(comparison, name, base),
-            measures.differ(comparison, name, base, comparison.metric, comparison.higher),
-        )
-        for name in others
-        if not comparison.failure(name)
-    ]
-    return sorted(rivals, key=lambda rival: -rival.times)
+    return len(others), sum(bool(comparison.failure(name)) for name in others)
 
 
-def _called(solo: str) -> str:
+def _lossy(c: Compared) -> list[Contestant]:
+    """Those that are faster, and lose too much of the metric."""
+    return [one for one in c.rivals if one.said == "better" and one not in c.fit]
+
+
+def _as_words(solo: str) -> str:
     """`solo with 2 threads`"""
     return solo.replace(", ", " with ")
 
 
-# -- sentences -------------------------------------------------------------------------------------------------------
+def _called(c: Compared) -> str:
+    return _as_words(c.reference)
 
 
-def _only_solo(comparison: Comparison) -> str:
-    first = measures.solos(comparison)[0].name
-    speed = _Rival(first, *[measures.faster(comparison, first, comparison.reference)] * 2)
-    return f"Nothing but one process was tried: {_called(first)} is {speed.times:.2f}x as fast as {_called(comparison.reference)} ({' to '.join(speed.range())})."
+def _alone(comparison: Comparison, c: Compared) -> str:
+    fewer = "" if c.reference == comparison.reference else f", with {c.reference.partition(', ')[2]}"
+    return f"Stay with one process{fewer}"
 
 
-def _too_few(comparison: Comparison, base: str, rivals: list[_Rival]) -> str:
-    nearest = f" (fastest so far: {rivals[0].name}, {rivals[0].times:.2f}x {_called(base)})" if rivals else ""
-    count = "1 repeat" if comparison.repeats == 1 else f"{comparison.repeats} repeats"
-    return f"Not decided: {count} cannot tell a difference from chance, {LEAST_PAIRS} can{nearest}."
+def _to_it(comparison: Comparison) -> str:
+    return f" to {comparison.target}" if comparison.target is not None else ""
 
 
-def _who_reaches(comparison: Comparison, base: str) -> str:
-    """Where one process never reached the target: who did; "" where it did at least once."""
-    if _reached(comparison, base):
-        return ""
-    always = {
-        variant.name: measures.middle(comparison, variant.name, "target_seconds") or 0.0
-        for variant in comparison.variants
-        if _reached(comparison, variant.name) == comparison.repeats
-    }
-    if always:
-        best = min(always, key=always.__getitem__)
-        return (
-            f"Take {best}: it reached {comparison.target} in all {comparison.repeats} repeats, in {always[best]:.3g} s, and "
-            f"{_called(base)} in none."
-        )
-    return f"Not decided: {_called(base)} did not reach {comparison.target}, and none did in every repeat: train longer, or lower the target."
+def _in_some(comparison: Comparison, one: Contestant) -> str:
+    missed = comparison.repeats - round((one.reached or 0.0) * comparison.repeats)
+    return f"in {missed} of {wording.count(comparison.repeats, 'repeat')}"
 
 
-def _reached(comparison: Comparison, name: str) -> int:
-    """In so many repeats."""
-    return sum(seconds is not None for seconds in measures.numbers(comparison, name, "target_seconds"))
-
-
-def _stay(comparison: Comparison, base: str, rivals: list[_Rival], lossy: list[_Rival]) -> str:
-    solo = "Stay with one process" + ("" if base == comparison.reference else f", with {base.partition(', ')[2]}")
-    tried = [variant for variant in comparison.variants if not variant.solo]
-    failed = len(tried) - len(rivals)
-    if not rivals:
-        return f"{solo}: all {len(tried)} others failed." if failed > 1 else f"{solo}: {tried[0].name} failed."
-    rest = [rival for rival in rivals if rival not in lossy]
-    of = f"of {len(tried)} {'other' if len(tried) == 1 else 'others'}{f' ({failed} failed)' if failed else ''}"
-    to_it = f" to {comparison.target}" if comparison.target is not None else ""
-    none = f"none is seen to be faster{to_it} than {_called(base)} by more than {100 * comparison.time_margin:g} %"
-    nearest = f" (nearest: {rest[0].name}, {_nearest(comparison, rest[0])})" if rest else ""
-    if not lossy:
-        return f"{solo}: {of} {none}{nearest}."
-    worst = (
-        f"{lossy[0].name} is {lossy[0].times:.2f}x as fast as {_called(base)}, but {_loses(comparison, lossy[0], base)}"
-    )
-    more = f", and of the other {len(rest)} {none}{nearest}" if rest else ""
-    also = f" ({len(lossy) - 1} more are faster and lose, too)" if len(lossy) > 1 else ""
-    return f"{solo}: {worst}{also}{more}."
-
-
-def _nearest(comparison: Comparison, rival: _Rival) -> str:
+def _nearest(comparison: Comparison, one: Contestant) -> str:
     """Its speed; with what leaves open whether it is faster."""
-    missed = comparison.repeats - _reached(comparison, rival.name)
-    if comparison.target is not None and missed:
-        never = "which it never reached" if missed == comparison.repeats else ""
-        return never or f"{rival.times:.2f}x, but not there in {missed} of {comparison.repeats} repeats"
-    low, high = rival.range()
-    return f"{rival.times:.2f}x" + (f", between {low} and {high}" if rival.speed.said == "unclear" else "")
+    if one.reached == 0:
+        return "which it never reached"
+    if one.speed is None:
+        return f"not there {_in_some(comparison, one)}" if comparison.target is not None else "its speed is not known"
+    between = f", between {one.speed.low:.2f}x and {one.speed.high:.2f}x" if one.said == "unclear" else ""
+    return f"{one.times:.2f}x{between}"
 
 
-def _and_metric(comparison: Comparison, rival: _Rival, base: str) -> str:
-    name = comparison.metric
-    values = _values(comparison, rival.name, base)
+def _and_metric(comparison: Comparison, c: Compared, one: Contestant) -> str:
+    name, values = comparison.metric, _values(comparison, c, one)
     return {
         "better": f"and better in {name} {values}",
         "same": f"and the same {name} within {100 * comparison.metric_margin:g} % {values}",
         "unclear": f"and no difference seen in {name} {values}",
         "worse": f"but worse in the final {name} {values}",
-    }[rival.metric.said]
+    }[one.quality]
 
 
-def _loses(comparison: Comparison, rival: _Rival, base: str) -> str:
-    return f"worse in {comparison.metric} {_values(comparison, rival.name, base)}"
+def _loses(comparison: Comparison, c: Compared, one: Contestant) -> str:
+    return f"worse in {comparison.metric} {_values(comparison, c, one)}"
 
 
-def _values(comparison: Comparison, name: str, base: str) -> str:
-    """`(0.981 and 0.982)`: medians, its own first."""
-    both = [measures.middle(comparison, one, comparison.metric) for one in (name, base)]
-    return f"({' and '.join('not known' if one is None else f'{one:.4g}' for one in both)})"
+def _values(comparison: Comparison, c: Compared, one: Contestant) -> str:
+    """`(0.981 and 0.982)`: means, its own first."""
+    both = [measures.middle(comparison, name, comparison.metric) for name in (one.name, c.reference)]
+    return f"({' and '.join('not known' if value is None else f'{value:.4g}' for value in both)})"

@@ -1,48 +1,29 @@
-"""What the report shows of a comparison's trials: medians and what they lie between, courses over a run, shares of time. Pure."""
+"""What the report shows of a comparison's trials: means and what the repeats lie between, courses over a run, shares of time. Pure."""
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from manyhands.comparing import measures
 from manyhands.comparing.comparison import Comparison, Point, Trial, Variant
+from manyhands.comparing.statistics import Mean, mean
 from manyhands.history import PARTS
 
 PREFIXES = ("train_", "validation_", "test_")
 Number = Callable[[Trial], float | None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Median:
-    """Of some repeats, and the least and the most of them."""
-
-    middle: float
-    low: float
-    high: float
-    missing: int = 0
-    """Repeats without a value, or with one that is not finite; they are not in the others."""
+def of_variant(comparison: Comparison, name: str, of: Number, geometric: bool = False) -> Mean | None:
+    """A number of each trial of a variant that came to its end; geometric: of rates and times."""
+    return mean((of(trial) for trial in comparison.of(name)), geometric)
 
 
-def median(values: Iterable[float | None]) -> Median | None:
-    """None where no value is finite."""
-    given = list(values)
-    finite = [value for value in given if value is not None and math.isfinite(value)]
-    if not finite:
-        return None
-    return Median(middle=statistics.median(finite), low=min(finite), high=max(finite), missing=len(given) - len(finite))
-
-
-def of_variant(comparison: Comparison, name: str, of: Number) -> Median | None:
-    """A number of each trial of a variant that came to its end."""
-    return median(of(trial) for trial in comparison.of(name))
-
-
-def middles(comparison: Comparison, of: Number) -> dict[str, float]:
-    """The median of each variant of which every repeat has a value, in the order of the variants."""
-    found = {variant.name: of_variant(comparison, variant.name, of) for variant in comparison.variants}
+def middles(comparison: Comparison, of: Number, geometric: bool = False) -> dict[str, float]:
+    """The mean of each variant of which every repeat has a value, in the order of the variants."""
+    found = {variant.name: of_variant(comparison, variant.name, of, geometric) for variant in comparison.variants}
     return {name: one.middle for name, one in found.items() if one is not None and not one.missing}
 
 
@@ -68,22 +49,27 @@ class Course:
     """A number at each validation: the validations of repeats lie at the same rows, so the first belongs to the first."""
 
     rows: tuple[float, ...]
-    """Medians over repeats, as are the seconds."""
+    """Means over repeats, as are the seconds."""
     seconds: tuple[float, ...]
-    values: tuple[Median | None, ...]
+    values: tuple[Mean | None, ...]
 
 
 def course(comparison: Comparison, name: str, of: Callable[[Point], float | None]) -> Course | None:
     """As far as all repeats of the variant went; None where there is nothing finite."""
     together = list(zip(*(trial.curve for trial in comparison.of(name)), strict=False))
-    values = tuple(median(of(point) for point in points) for points in together)
+    values = tuple(mean(of(point) for point in points) for points in together)
     if not any(values):
         return None
     return Course(
-        rows=tuple(statistics.median(point.rows for point in points) for points in together),
-        seconds=tuple(statistics.median(point.seconds for point in points) for points in together),
+        rows=tuple(fmean(point.rows for point in points) for points in together),
+        seconds=tuple(_seconds(points) for points in together),
         values=values,
     )
+
+
+def _seconds(points: Sequence[Point]) -> float:
+    found = mean((point.seconds for point in points), geometric=True)
+    return 0.0 if found is None else found.middle
 
 
 def curve_metric(comparison: Comparison) -> str:
@@ -109,12 +95,12 @@ def final_metrics(comparison: Comparison) -> tuple[str, ...]:
 # -- speed and time ----------------------------------------------------------------------------------------------------
 
 
-def speed_up(comparison: Comparison, name: str, base: str) -> Median | None:
-    """rows/s over those of `base` in the same repeat: their geometric mean, as `measures.ratio` has it, the least and the most."""
+def speed_up(comparison: Comparison, name: str, base: str) -> Mean | None:
+    """rows/s over those of `base`, as `measures.ratio` has it; the least and the most of the repeats."""
     numbers = (measures.numbers(comparison, one, "rows_per_s") for one in (name, base))
     pairs = [own / other for own, other in zip(*numbers, strict=True) if own and other]
     middle = measures.ratio(comparison, name, base)
-    return None if middle is None else Median(middle=middle, low=min(pairs), high=max(pairs))
+    return None if middle is None else Mean(middle=middle, low=min(pairs), high=max(pairs))
 
 
 def ideal(comparison: Comparison, variant: Variant) -> float:
@@ -123,11 +109,10 @@ def ideal(comparison: Comparison, variant: Variant) -> float:
 
 
 def times_of_workers(comparison: Comparison, name: str) -> tuple[dict[str, float], ...]:
-    """By worker: {part: seconds}, medians over repeats; () where they are not known."""
+    """By worker: {part: seconds}, means over repeats; () where they are not known."""
     timings = [trial.timing for trial in comparison.of(name) if trial.timing]
     return tuple(
-        {part: statistics.median(one.get(part, 0.0) for one in worker) for part in PARTS}
-        for worker in zip(*timings, strict=False)
+        {part: fmean(one.get(part, 0.0) for one in worker) for part in PARTS} for worker in zip(*timings, strict=False)
     )
 
 
@@ -162,7 +147,7 @@ def drawn(comparison: Comparison, most: int) -> tuple[Variant, ...]:
 
 def _rank(comparison: Comparison, name: str) -> tuple[float, float]:
     """Less is better."""
-    reached = of_variant(comparison, name, lambda trial: trial.target_seconds)
+    reached = of_variant(comparison, name, lambda trial: trial.target_seconds, geometric=True)
     sooner = math.inf if reached is None or reached.missing else reached.middle
     metric = of_variant(comparison, name, metric_of(comparison.metric))
     if metric is None:
