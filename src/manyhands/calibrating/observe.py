@@ -65,11 +65,16 @@ class _Heard(Observer):
 def observe(place: Place, task: Task, strategy: Strategy, steps: int, said: str = "step") -> list[Event]:
     """Train so many steps (global batches) without validation or checkpoints; the workers' events of type `said`, as they came."""
     heard = _Heard(said)
+    train_before(heard, place, task, strategy, steps)
+    return heard.events
+
+
+def train_before(observer: Observer, place: Place, task: Task, strategy: Strategy, steps: int) -> None:
+    """Train at most so many steps, without validation or checkpoints."""
     bare = task.with_fields(validation_data=None, test_data=None, epochs=_NEVER, max_steps=steps)
     plan = Plan(task=bare, strategy=strategy, validate_every=_NEVER, checkpoint_every=_NEVER)
     with random_state.kept():
-        place.engine.launch(partial(work, plan), place.launch(server=strategy.server(), observer=heard))
-    return heard.events
+        place.engine.launch(partial(work, plan), place.launch(server=strategy.server(), observer=observer))
 
 
 def own_ticks(events: Sequence[Event]) -> dict[int, list[float]]:

@@ -14,7 +14,7 @@ import torch
 from typing_extensions import override
 
 from manyhands.comm.ledger import Ledger
-from manyhands.engines.base import Launch, Observer
+from manyhands.engines.base import MOST_SECONDS, Launch, Observer
 from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.costs import Cost, Costs
 from manyhands.engines.sim.engine import Sim, Simulation
@@ -26,7 +26,7 @@ from manyhands.loop import Loop
 from manyhands.plan import Plan
 from manyhands.worker import Worker
 
-PATIENCE_S = 1e12
+PATIENCE_S = float(MOST_SECONDS)
 """Virtual seconds: nobody is late here, however slow the network."""
 _COLLECTIVES = ("mean_", "all_reduce_", "all_gather", "reduce_scatter", "broadcast_", "share")
 
