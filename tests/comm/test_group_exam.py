@@ -9,14 +9,14 @@ from manyhands.testing.group_exam import GROUP_EXAM, ExamFailed
 
 
 class _Scales(SoloGroup):
-    def start_mean_(self, tensor, weight=1.0, bits=0):
+    def start_mean_(self, tensor, weight=1.0, bits=0, lost=None):
         tensor.mul_(weight)
-        return super().start_mean_(tensor, weight, bits)
+        return super().start_mean_(tensor, weight, bits, lost)
 
 
 class _ForgetsBits(SoloGroup):
-    def start_mean_(self, tensor, weight=1.0, bits=0):
-        super().start_mean_(tensor, weight, bits)
+    def start_mean_(self, tensor, weight=1.0, bits=0, lost=None):
+        super().start_mean_(tensor, weight, bits, lost)
         return Done(Total(weight, bits & (1 << 64) - 1))
 
 

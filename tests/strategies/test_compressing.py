@@ -21,7 +21,7 @@ from manyhands.strategies.downpour import Downpour
 from manyhands.strategies.quorum import Quorum
 from manyhands.worker import Worker
 
-CODECS = ["topk:0.05", "onebit", "threshold:0.3:none", "powersgd:1", "int8"]
+CODECS = ["topk:0.05", "onebit", "threshold:0.3:none", "powersgd:1", "int8", "bf16"]
 WIDTH = 6
 EVERY_PUSH = "diloco:period=1,via=server,quorum=1,grace=0,outer_rate=1.0,outer_momentum=0.0,"  # is a round
 

@@ -160,9 +160,9 @@ class _Alike(SoloGroup, TimedGroup):
         self._since = self._now()
 
     @override
-    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0) -> Handle:
+    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Handle:
         with self._stopped():
-            return super().start_mean_(tensor, weight * self.size, bits)
+            return super().start_mean_(tensor, weight * self.size, bits, lost)
 
     @override
     def all_gather(self, tensor: Tensor) -> Tensor:

@@ -12,10 +12,11 @@ from torch import Tensor
 from manyhands.errors import BadInput
 
 MEAN_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+WIDE = (torch.float32, torch.float64)
 
 
-def check_mean(tensor: Tensor, weight: float, bits: int) -> None:
-    """BadInput unless `tensor` can be averaged, `weight` is finite and not negative, and `bits` is a non-negative int."""
+def check_mean(tensor: Tensor, weight: float, bits: int, lost: Tensor | None = None) -> None:
+    """BadInput unless `tensor` can be averaged, `weight` is finite and not negative, `bits` is a non-negative int, and `lost` fits."""
     if tensor.dtype not in MEAN_DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in MEAN_DTYPES)
         raise BadInput(
@@ -27,6 +28,11 @@ def check_mean(tensor: Tensor, weight: float, bits: int) -> None:
         )
     if bits < 0:
         raise BadInput(f"bits is a non-negative int; got {bits}: set bits with `|`, clear none with `~`")
+    if lost is not None and (lost.shape != tensor.shape or lost.dtype not in WIDE or tensor.dtype in WIDE):
+        raise BadInput(
+            f"lost is what rounding a mean of 16-bit numbers took away, a tensor of its shape in float32 or float64; got {list(lost.shape)} "
+            f"{lost.dtype} for {list(tensor.shape)} {tensor.dtype}: leave it out for wider numbers"
+        )
 
 
 def check_sum(tensor: Tensor) -> None:

@@ -25,8 +25,9 @@ def compressed_mean_(
     """`Group.mean_`, of what the codec leaves of each rank's `vector` [n]. A collective.
 
     The same bits on every rank; a rank of weight 0 gets the others' mean, and what it held does not count; total weight 0
-    leaves every vector as it was. With one rank nothing is encoded. `own` [n] gets what this rank's payload stands for:
-    what it sent, for error feedback; zeros without weight.
+    leaves every vector as it was. With one rank nothing is encoded. `own` [n] gets what this rank put into the mean, for
+    error feedback: what its payload stands for (zeros without weight), less what was lost where it rounded the mean. The
+    weighted mean of all ranks' `own` is the mean; for a rank without weight, it counts as much as the others on average.
 
     Payloads of linear codecs are averaged as they travel. All others go to everybody, (size - 1) payloads from each
     rank, and are added up in rank order; those of no fixed length are padded to the longest, and what pads is sent too.
@@ -37,10 +38,7 @@ def compressed_mean_(
             own.copy_(vector)
         return Total(float(weight), bits)
     mean_ = codec.mean_ if isinstance(codec, LinearCodec) else partial(_gathered, codec)
-    total = mean_(group, vector, float(weight), bits, hints, own)
-    if own is not None and not weight:
-        own.zero_()
-    return total
+    return mean_(group, vector, float(weight), bits, hints, own)
 
 
 def _gathered(
@@ -51,7 +49,7 @@ def _gathered(
     words = group.all_gather_json([weight, f"{bits:x}", len(payload)])
     total = Total(sum(word[0] for word in words), reduce(or_, (int(word[1], 16) for word in words)))
     if own is not None:
-        own.copy_(codec.decode(payload, len(vector), vector.dtype))
+        own.copy_(codec.decode(payload, len(vector), vector.dtype)) if weight else own.zero_()
     if not total.weight:
         return total
     longest = max(word[2] for word in words)

@@ -23,7 +23,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from manyhands.comm.checks import slice_of
-from manyhands.comm.reducing import ACCUMULATED_WIDER
+from manyhands.comm.reducing import ACCUMULATED_WIDER, added_up_as
 from manyhands.comm.transfer import Span, Transfer
 
 SWAP_BYTES = 1 << 22  # up to so many, two workers swap
@@ -38,9 +38,11 @@ class Exchange(ABC):
 
     What travels before the weights are known leaves with the frame that opens the operation; then comes `finish`, or
     `skip` if nothing counts. The tensor must not be touched in between. `messages`: the steps in which this rank sent.
+    `lost` [n], zeros: gets what rounding the sum took away where this rank added up, see `Group.mean_`.
     """
 
     messages: int
+    lost: Tensor | None = None
 
     def __init__(self, transfer: Transfer) -> None:
         self.transfer, self.links, self.flat = transfer, transfer.links, transfer.flat
@@ -53,6 +55,9 @@ class Exchange(ABC):
     @abstractmethod
     def skip(self) -> None:
         """Take what travelled in vain; the tensor stays as it was."""
+
+    def lost_in(self, chunk: Span) -> Tensor | None:
+        return None if self.lost is None else self.lost[slice(*chunk)]
 
     def piece(self, owner: int) -> Span:
         return slice_of(owner % self.size, self.size, self.transfer.n)
@@ -86,7 +91,10 @@ class Swap(Exchange):
         for start, stop in self.transfer.chunks((0, self.transfer.n)):
             others, mine = self.transfer.take_aside(peer, (start, stop)), self.flat[start:stop]
             self.links.flush_to(peer, end - (self.transfer.n - stop) * mine.itemsize)
-            add_up([mine, others] if self.rank == 0 else [others, mine], shares, mine)
+            pieces = [mine, others] if self.rank == 0 else [others, mine]
+            add_up(pieces, shares, mine, self.lost_in((start, stop)))
+        if self.rank and self.lost is not None:  # both computed the same, and one keeps it
+            self.lost.zero_()
 
     @override
     def skip(self) -> None:
@@ -110,7 +118,7 @@ class Direct(Exchange):
     def finish(self, shares: Shares) -> None:
         for chunk in self.transfer.chunks(self._mine):
             mine = self.flat[slice(*chunk)]
-            add_up(self.transfer.take_from_all(chunk, mine), shares, mine)
+            add_up(self.transfer.take_from_all(chunk, mine), shares, mine, self.lost_in(chunk))
             for peer in self.links.peers:
                 self.transfer.post(peer, chunk)
             self.links.push()
@@ -143,7 +151,7 @@ class Ring(Exchange):
         for step in range(self.size - 1):
             for chunk in self.transfer.chunks(self.piece(self.rank - step - 1)):
                 came = self.transfer.take_aside(self._left, chunk)
-                self._add(step, came, self.flat[slice(*chunk)], shares)
+                self._add(step, came, chunk, shares)
                 self._pass_on(chunk)
             self.transfer.opened()
         for step in range(self.size - 1):
@@ -164,10 +172,11 @@ class Ring(Exchange):
         self.transfer.post(self._right, chunk)
         self.links.push()
 
-    def _add(self, step: int, came: Tensor, mine: Tensor, shares: Shares) -> None:
-        """`mine` becomes what `step` + 1 ranks before this one added up, and this one's part."""
+    def _add(self, step: int, came: Tensor, chunk: Span, shares: Shares) -> None:
+        """The chunk becomes what `step` + 1 ranks before this one added up, and this one's part."""
+        mine = self.flat[slice(*chunk)]
         if self.size == 2 and mine.dtype in ACCUMULATED_WIDER:  # both as they were: the one hop
-            add_up([mine, came] if self.rank == 0 else [came, mine], shares, mine)
+            add_up([mine, came] if self.rank == 0 else [came, mine], shares, mine, self.lost_in(chunk))
             return
         if shares is None:
             mine.add_(came)
@@ -183,8 +192,8 @@ class Ring(Exchange):
             torch.add(came, mine, alpha=own, out=mine)
 
 
-def add_up(pieces: Sequence[Tensor], shares: Shares, into: Tensor) -> None:
-    """`into` [m] becomes the sum of piece·share in rank order, with one rounding of 16-bit numbers.
+def add_up(pieces: Sequence[Tensor], shares: Shares, into: Tensor, lost: Tensor | None = None) -> None:
+    """`into` [m] becomes the sum of piece·share in rank order, with one rounding of 16-bit numbers; `lost` [m] gets what that took away.
 
     The pieces' memory is used up; `into` may be one of them.
     """
@@ -192,7 +201,7 @@ def add_up(pieces: Sequence[Tensor], shares: Shares, into: Tensor) -> None:
     for rank, piece in enumerate(pieces):
         share = 1.0 if shares is None else shares[rank]
         if share is not None:
-            term = piece.float() if piece.dtype in ACCUMULATED_WIDER else piece
+            term = piece.to(added_up_as(piece.dtype, lost))
             terms.append(term if shares is None else term.mul_(share))
     total = terms[0]
     for term in terms[1:-1]:
@@ -201,3 +210,5 @@ def add_up(pieces: Sequence[Tensor], shares: Shares, into: Tensor) -> None:
         total = torch.add(total, terms[-1], out=into if into.dtype == total.dtype else total)
     if total.data_ptr() != into.data_ptr():
         into.copy_(total)
+    if lost is not None:
+        lost.copy_(total - into)

@@ -59,17 +59,21 @@ class Group(ABC):
         """Zeros [n] in memory the group works on without copies. Same order and arguments on all ranks."""
 
     @abstractmethod
-    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0) -> Handle:
+    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Handle:
         """Begin `mean_`; communication may overlap with what the caller does until `Handle.wait()`."""
 
-    def mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0) -> Total:
+    def mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Total:
         """Replace `tensor` [n] on every rank by the weighted mean over ranks: sum of tensor·(weight/total).
 
         The result has the same bits on every rank. Total weight 0 leaves every rank's tensor as it was. A rank of
         weight 0 receives the others' mean, and what it held does not count, NaN included. With one rank nothing is
         multiplied. `bits` is any non-negative int; the OR of all comes back. n may be 0 (then only words travel).
+
+        `lost` [n], of a wider dtype, is given on all ranks or on none, for a tensor of 16-bit numbers. It gets what rounding
+        the mean took away, every part of it on one rank and zeros on the others: the mean and all ranks' `lost` add up to the
+        mean in the dtype of `lost`.
         """
-        return self.start_mean_(tensor, weight, bits).wait()
+        return self.start_mean_(tensor, weight, bits, lost).wait()
 
     @abstractmethod
     def all_reduce_(self, tensor: Tensor) -> None:

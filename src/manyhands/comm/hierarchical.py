@@ -87,17 +87,17 @@ class HierarchicalGroup(Group):
         return self.local.allocate(n, dtype)
 
     @override
-    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0) -> Handle:
-        check_mean(tensor, weight, bits)
+    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Handle:
+        check_mean(tensor, weight, bits, lost)
         self._check()
-        return self._background.start(lambda: self._mean(tensor, float(weight), bits))
+        return self._background.start(lambda: self._mean(tensor, float(weight), bits, lost))
 
     @override
-    def mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0) -> Total:
+    def mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Total:
         """As the contract says; in the caller's thread."""
-        check_mean(tensor, weight, bits)
+        check_mean(tensor, weight, bits, lost)
         self._begin()
-        return self._mean(tensor, float(weight), bits)
+        return self._mean(tensor, float(weight), bits, lost)
 
     @override
     def all_reduce_(self, tensor: Tensor) -> None:
@@ -212,20 +212,25 @@ class HierarchicalGroup(Group):
 
     # -- how ---------------------------------------------------------------------------------------------------------
 
-    def _mean(self, tensor: Tensor, weight: float, bits: int) -> Total:
+    def _mean(self, tensor: Tensor, weight: float, bits: int, lost: Tensor | None) -> Total:
         self._check()
         before = self._sent()
-        host = self._here(lambda: self.local.mean_(tensor, weight, bits), count_waiting=True)
-        total, lost = Total(0.0, 0), None
+        host = self._here(lambda: self.local.mean_(tensor, weight, bits, lost), count_waiting=True)
+        total, failed = Total(0.0, 0), None
+        lost_across = None if lost is None or self.across is None else torch.zeros_like(lost)
         if self.across is not None:
             try:
-                total = self._across(lambda across: across.mean_(tensor, host.weight, host.bits))
+                total = self._across(lambda across: across.mean_(tensor, host.weight, host.bits, lost_across))
             except ManyhandsError as error:
-                lost = error
-        flag = 0 if lost is None else 1
+                failed = error
+        flag = 0 if failed is None else 1
         spread = self._here(lambda: self.local.mean_(tensor, total.weight, total.bits << 1 | flag))
         if spread.bits & 1:
-            self._tell(lost)
+            self._tell(failed)
+        if lost is not None and spread.weight:
+            lost.mul_(host.weight / spread.weight)  # of the host's mean, which counts so much
+            if lost_across is not None:
+                lost.add_(lost_across)
         self._count("mean_", self._up_and_down() * _bytes(tensor), before)
         return Total(spread.weight, spread.bits >> 1)
 

@@ -29,20 +29,32 @@ def shares_of(weights: Sequence[float], total: float) -> list[float | None]:
     return [weight / total if weight else None for weight in weights]
 
 
-def reduce_everywhere(pieces: Sequence[Tensor], shares: Sequence[float | None] | None) -> None:
+def reduce_everywhere(
+    pieces: Sequence[Tensor], shares: Sequence[float | None] | None, lost: Tensor | None = None
+) -> None:
     """Replace the pieces [m] of all ranks by the sum of piece·share (shares None: the plain sum), in rank order.
 
-    Ranks whose share is None are left out. 16-bit numbers are added up in float32.
+    Ranks whose share is None are left out. 16-bit numbers are added up in float32, or in the dtype of `lost` [m], which
+    gets what rounding the sum took away.
     """
     live = [rank for rank in range(len(pieces)) if shares is None or shares[rank] is not None]
     first = pieces[live[0]]
-    mean = first.float() if first.dtype in ACCUMULATED_WIDER else first
+    mean = first.to(added_up_as(first.dtype, lost))
     accumulate(
         mean, [pieces[rank] for rank in live], None if shares is None else [shares[rank] or 0.0 for rank in live]
     )
     for piece in pieces:
         if piece is not mean:
             piece.copy_(mean)
+    if lost is not None:
+        lost.copy_(mean - first)
+
+
+def added_up_as(dtype: torch.dtype, lost: Tensor | None = None) -> torch.dtype:
+    """The dtype in which numbers of this one are added up."""
+    if lost is not None:
+        return lost.dtype
+    return torch.float32 if dtype in ACCUMULATED_WIDER else dtype
 
 
 def accumulate(result: Tensor, pieces: Sequence[Tensor], shares: Sequence[float] | None) -> None:

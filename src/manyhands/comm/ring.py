@@ -112,18 +112,18 @@ class RingGroup(Group):
         return torch.zeros(n, dtype=dtype)
 
     @override
-    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0) -> Handle:
-        check_mean(tensor, weight, bits)
+    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Handle:
+        check_mean(tensor, weight, bits, lost)
         self._links.check()
         blob = bits_bytes(bits)
-        return self._background.start(lambda: self._mean(tensor, float(weight), blob))
+        return self._background.start(lambda: self._mean(tensor, float(weight), blob, lost))
 
     @override
-    def mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0) -> Total:
+    def mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Total:
         """As the contract says; in the caller's thread, since a hand-over costs more than a small mean."""
-        check_mean(tensor, weight, bits)
+        check_mean(tensor, weight, bits, lost)
         self._background.drain()
-        return self._mean(tensor, float(weight), bits_bytes(bits))
+        return self._mean(tensor, float(weight), bits_bytes(bits), lost)
 
     @override
     def all_reduce_(self, tensor: Tensor) -> None:
@@ -265,9 +265,11 @@ class RingGroup(Group):
         self._links.fill(source, bytes_of(flat))
         restore(flat, tensor)
 
-    def _mean(self, tensor: Tensor, weight: float, blob: bytes) -> Total:
+    def _mean(self, tensor: Tensor, weight: float, blob: bytes, lost: Tensor | None) -> Total:
         transfer = self._transfer(tensor)
         exchange = exchange_of(transfer)
+        if lost is not None:
+            exchange.lost = lost.zero_()
         arrivals = self._meet("mean_", transfer, weight=weight, text=blob)
         weights, total, bits = [arrival.weight for arrival in arrivals], 0.0, 0
         for arrival in arrivals:

@@ -97,11 +97,15 @@ class SharedMemoryGroup(Group):
         return self._arena.view(self.rank, self._arena.reserve(n * dtype.itemsize), n, dtype)
 
     @override
-    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0) -> Handle:
-        check_mean(tensor, weight, bits)
+    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Handle:
+        check_mean(tensor, weight, bits, lost)
         number = signature("mean_", tensor.dtype)
+
+        def run(operation: Operation, headers: list[Header]) -> None:
+            self._mean(operation, headers, lost)
+
         return self._rounds.begin(
-            Operation(self._rounds, number, tensor, self._mean, weight=float(weight), blob=bits_bytes(bits))
+            Operation(self._rounds, number, tensor, run, weight=float(weight), blob=bits_bytes(bits))
         )
 
     @override
@@ -229,7 +233,7 @@ class SharedMemoryGroup(Group):
         number = signature(name, tensor.dtype, source)
         self._rounds.begin(Operation(self._rounds, number, tensor, run, blob=blob)).wait()
 
-    def _mean(self, operation: Operation, headers: list[Header]) -> None:
+    def _mean(self, operation: Operation, headers: list[Header], lost: Tensor | None) -> None:
         weights, total, bits = [header.weight for header in headers], 0.0, 0
         for weight in weights:
             total += weight
@@ -237,10 +241,18 @@ class SharedMemoryGroup(Group):
             for blob in self._rounds.blobs(operation, headers):
                 bits |= int.from_bytes(blob, "little")
         operation.total = Total(total, bits)
+        if lost is not None:
+            lost.zero_()
         if total and self.size > 1:
-            self._reduce(operation, headers, shares_of(weights, total))
+            self._reduce(operation, headers, shares_of(weights, total), lost)
 
-    def _reduce(self, operation: Operation, headers: list[Header], shares: list[float | None] | None) -> None:
+    def _reduce(
+        self,
+        operation: Operation,
+        headers: list[Header],
+        shares: list[float | None] | None,
+        lost: Tensor | None = None,
+    ) -> None:
         """Each rank reduces its slice in everybody's memory; `shares` None is the plain sum."""
         moved = 0
 
@@ -248,8 +260,10 @@ class SharedMemoryGroup(Group):
             nonlocal moved
             low, high = self._slice(stop - start)
             for pieces in self._rounds.pieces(places, low, high, operation.tensor.dtype):
-                reduce_everywhere(pieces, shares)
-            moved += high - low
+                length = len(pieces[0])
+                reduce_everywhere(pieces, shares, None if lost is None else lost[start + low : start + low + length])
+                low += length
+                moved += length
 
         if operation.n:
             self._rounds.go_through(operation, headers, reduce, put_back=True)

@@ -26,8 +26,10 @@ class SoloGroup(Group):
         return torch.zeros(n, dtype=dtype)
 
     @override
-    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0) -> Handle:
-        check_mean(tensor, weight, bits)
+    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Handle:
+        check_mean(tensor, weight, bits, lost)
+        if lost is not None:
+            lost.zero_()
         return Done(Total(float(weight), bits))
 
     @override

@@ -52,11 +52,17 @@ class ThreadGroup(Group):
         return torch.zeros(n, dtype=dtype)
 
     @override
-    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0) -> Handle:
+    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Handle:
         parts = self.meeting.swap(self.rank, (tensor.clone(), weight, bits), "start_mean_")
         total = Total(float(sum(w for _, w, _ in parts)), reduce(or_, (b for _, _, b in parts)))
+        if lost is not None:
+            lost.zero_()
         if total.weight and self.size > 1:
-            tensor.copy_(sum((t * (w / total.weight) for t, w, _ in parts if w), start=torch.zeros_like(tensor)))
+            start = torch.zeros_like(tensor if lost is None else lost)
+            mean = sum((t.to(start.dtype) * (w / total.weight) for t, w, _ in parts if w), start=start)
+            tensor.copy_(mean)
+            if lost is not None and self.rank == 0:
+                lost.copy_(mean - tensor)
         return Done(total)
 
     @override

@@ -90,9 +90,9 @@ class TorchGroup(Group):
         return torch.zeros(n, dtype=dtype, device=self._device)
 
     @override
-    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0) -> Handle:
-        check_mean(tensor, weight, bits)
-        return _Mean(self, tensor, float(weight), bits_bytes(bits))
+    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Handle:
+        check_mean(tensor, weight, bits, lost)
+        return _Mean(self, tensor, float(weight), bits_bytes(bits), lost)
 
     @override
     def all_reduce_(self, tensor: Tensor) -> None:
@@ -235,8 +235,9 @@ class TorchGroup(Group):
 class _Mean(Handle):
     """A mean under way: weight·tensor is being summed, and the control words gathered, at the same time."""
 
-    def __init__(self, group: TorchGroup, tensor: Tensor, weight: float, blob: bytes) -> None:
+    def __init__(self, group: TorchGroup, tensor: Tensor, weight: float, blob: bytes, lost: Tensor | None) -> None:
         self._group, self._tensor, self._blob = group, tensor, blob
+        self._lost = None if lost is None else lost.zero_()
         self._total: Total | None = Total(weight, int.from_bytes(blob, "little")) if group.size == 1 else None
         if self._total is None:
             with group.watching("mean_"):
@@ -260,12 +261,11 @@ class _Mean(Handle):
 
     def _weighted(self, weight: float) -> Tensor:
         """[n] weight·tensor: in the tensor's own memory where that can be undone or need not be, else in other memory."""
-        dtype = self._tensor.dtype
+        dtype = _summed_as(self._tensor.dtype) if self._lost is None else self._lost.dtype
         flat = flattened(self._tensor)
         if not weight:  # zeros, not 0·tensor, which may be NaN; and if all have weight 0 the tensor stays as it is
-            return torch.zeros_like(flat, dtype=_summed_as(dtype))
-        if dtype != _summed_as(dtype):
-            flat = flat.to(_summed_as(dtype))
+            return torch.zeros_like(flat, dtype=dtype)
+        flat = flat.to(dtype)
         return flat if weight == 1 else flat.mul_(weight)
 
     def _finish(self) -> Total:
@@ -279,6 +279,8 @@ class _Mean(Handle):
             mean = self._shares.div_(total.weight)
             if mean.data_ptr() != self._tensor.data_ptr():
                 self._tensor.detach().copy_(mean.view(self._tensor.shape))
+            if self._lost is not None and group.rank == 0:
+                self._lost.copy_(mean.view(self._tensor.shape) - self._tensor)
         if len(self._shares):
             group.count_ring("mean_", self._shares)
         return total

@@ -1,8 +1,9 @@
 """What strategies with the options `compress` and `feedback` share: what is sent, what waits, and what was lost.
 
 Error feedback: what a codec leaves out of a gradient or an update stays in the worker's residual, and is added to its next
-one. So all that was sent and the residual are all gradients. A push or mean that does not count (weight 0, dropped)
-leaves the residual as it was, and so does a gradient that is not finite. A parameter takes part only where somebody has a
+one. What rounding a mean of 16-bit numbers loses waits in the residual of the worker that rounded it. So all that was
+applied and the residuals are all gradients. A push or mean that does not count (weight 0, dropped) sends nothing of the
+residual, and a gradient that is not finite leaves it as it was. A parameter takes part only where somebody has a
 gradient for it; until then its residual waits.
 """
 
@@ -125,7 +126,7 @@ def mean_gradients(options: Compressing, replica: Replica, worker: Worker, state
     layout, weight = replica.layout, replica.weight
     whole = _with_residual(state, replica.gradients)
     vector = _without(layout, whole.clone(), replica.touched)
-    own = torch.empty_like(vector)
+    own = None if state.residual is None else torch.empty_like(vector)
     hints = Hints(_draws(state, worker.rank), _matrices_in(codec, state, layout, 0, layout.padded))
     total = compressed_mean_(worker.group, codec, vector, weight, replica.bits(), hints, own)
     state.sent += weight > 0
@@ -133,8 +134,7 @@ def mean_gradients(options: Compressing, replica: Replica, worker: Worker, state
     if total.weight:
         touched = total.bits >> CONTROL_BITS
         replica.gradients.copy_(_without(layout, vector, touched))
-        if weight:
-            _remember(codec, state, whole, _without(layout, own, touched))
+        _remember(codec, state, whole, own, layout, touched, weight)
     replica.averaged(total)
 
 
@@ -154,14 +154,13 @@ def mean_(
     layout, all_of_it = replica.layout, _everything(replica.layout)
     whole = _with_residual(state, update)
     update.copy_(whole)
-    own = torch.empty_like(update)
+    own = None if state.residual is None else torch.empty_like(update)
     hints = Hints(_draws(state, worker.rank), _matrices_in(codec, state, layout, 0, layout.padded))
     total = compressed_mean_(worker.group, codec, update, weight, bits, hints, own)
     state.sent += weight > 0
     if total.weight:
         _without(layout, update, all_of_it)
-        if weight:
-            _remember(codec, state, whole, _without(layout, own, all_of_it))
+        _remember(codec, state, whole, own, layout, all_of_it, weight)
     return total
 
 
@@ -194,7 +193,7 @@ def push(
     whole = _with_residual(state, update)
     pushed, own = _push(codec, replica, worker, state, whole, weight, bits)
     if weight and pushed.applied:
-        _remember(codec, state, whole, _without(replica.layout, own, _everything(replica.layout)))
+        _remember(codec, state, whole, own, replica.layout, _everything(replica.layout))
     return pushed
 
 
@@ -214,7 +213,7 @@ def push_gradients(options: Compressing, replica: Replica, worker: Worker, state
     if pushed.answer is not None:
         _without(layout, pushed.answer, touched)
     if weight and pushed.applied:
-        _remember(codec, state, whole, _without(layout, own, touched))
+        _remember(codec, state, whole, own, layout, touched)
     return pushed
 
 
@@ -249,11 +248,22 @@ def _with_residual(state: CompressedState, vector: Tensor) -> Tensor:
     return vector.clone() if state.residual is None else vector + state.residual
 
 
-def _remember(codec: Codec, state: CompressedState, whole: Tensor, own: Tensor) -> None:
-    """What was not sent waits; a gradient that is not finite leaves no trace."""
-    if state.residual is None or not _finite(whole):
+def _remember(
+    codec: Codec,
+    state: CompressedState,
+    whole: Tensor,
+    own: Tensor | None,
+    layout: Layout,
+    touched: int,
+    weight: float = 1.0,
+) -> None:
+    """What was not sent of the touched parameters waits, without weight all that did; what is not finite leaves no trace."""
+    if state.residual is None or own is None:
         return
-    torch.sub(whole, own, out=state.residual)
+    left = (whole if weight else state.residual) - _without(layout, own, touched)
+    if not _finite(left):
+        return
+    state.residual.copy_(left)
     if isinstance(codec, Threshold):
         codec.clip_(state.residual)
 

@@ -27,6 +27,10 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
+LARGE = {(2, torch.bfloat16): [2_200_000]}
+"""Of 16-bit means, by size and dtype: where two workers swap, or go round a ring."""
+
+
 class ExamFailed(ManyhandsError):
     """What took an exam does not do what its contract says."""
 
@@ -230,6 +234,25 @@ def check_bits(group: Group) -> None:
     expect(
         math.isclose(weight, 1e9 + (group.size - 1) * 1e-9, rel_tol=1e-15),
         f"weights are not summed in float64: {weight}",
+    )
+
+
+def check_lost(group: Group) -> None:
+    """What rounding a mean of 16-bit numbers takes away is on one rank or another: with it, the mean is as exact as the wider dtype."""
+    for dtype, wide in ((torch.bfloat16, torch.float64), (torch.float16, torch.float32)):
+        for n in (0, 5, 10_001, *LARGE.get((group.size, dtype), ())):
+            weights = [0.0 if rank == 1 else 1.0 + rank for rank in range(group.size)]
+            tensor, lost = vector(group.rank, n, dtype), torch.full((n,), math.nan, dtype=wide)
+            given = [one.to(wide) for one in vectors(group, n, dtype)]
+            if not weights[group.rank]:
+                tensor.fill_(math.nan)
+            group.mean_(tensor, weights[group.rank], lost=lost)
+            expect_same_everywhere(group, tensor, "a mean with what rounding took away")
+            group.all_reduce_(lost)
+            wanted = given[0] if group.size == 1 else naive_mean(given, weights)
+            expect_close(tensor.to(wide) + lost, wanted, f"a mean of {n} {dtype} with what rounding took away")
+    expect_refused(
+        lambda: group.mean_(torch.ones(3), lost=torch.ones(3)), "lost of a mean that is not of 16-bit numbers"
     )
 
 

@@ -13,6 +13,7 @@ from manyhands.engines.sim.group import SimGroup
 from manyhands.engines.sim.timeline import Timeline
 from manyhands.errors import ManyhandsError, PeerLost
 from manyhands.testing.group_exam import FLOATS, GROUP_EXAM, vectors
+from residuals import MANY, check_feedback, feedback
 
 LINE = "latency=1,bandwidth=8e6"  # 1 s, and 1 MB a second
 
@@ -26,6 +27,11 @@ def _exam(group):
 @pytest.mark.parametrize(("size", "network"), [(1, ""), (3, "lan")])
 def test_exam(size, network):
     assert in_group(size, _exam, network)[0] == [len(GROUP_EXAM)] * size
+
+
+def test_with_error_feedback_the_rounding_of_the_mean_waits_too():
+    weights = [3.0, 1.0]
+    check_feedback(in_group(2, feedback("bf16", weights, MANY))[0], weights, MANY)
 
 
 # -- bits ------------------------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ class LinearCodec(Codec):
     def mean_(
         self, group: Group, vector: Tensor, weight: float, bits: int, hints: Hints = NO_HINTS, own: Tensor | None = None
     ) -> Total:
-        """As `compressed_mean_` says, which calls it on groups of several. It calls `encoded` and `decoded`."""
+        """As `compressed_mean_` says, which calls it on groups of several, `own` included. It calls `encoded` and `decoded`."""
 
 
 class TimedGroup(Group):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.comm.codecs.base import NO_HINTS, Hints, LinearCodec, bytes_of, decoded, encoded, numbers_of
+from manyhands.comm.codecs.base import NO_HINTS, Hints, LinearCodec, bytes_of, computed, decoded, encoded, numbers_of
 from manyhands.comm.group import Group, Total
 
 
@@ -20,7 +20,10 @@ class BF16(LinearCodec):
     Source: Mixed Precision Training, Paulius Micikevicius, Sharan Narang, Jonah Alben, Gregory Diamos, Erich Elsen, et
     al., 2018, for 16 bits; A Study of BFLOAT16 for Deep Learning Training, Kalamkar et al., 2019, for these.
 
-    The mean is the group's own of 16-bit numbers: added up in float32, rounded once (twice between hosts).
+    The mean is the group's own of 16-bit numbers: rounded once (twice between hosts). Whoever rounds a part of the mean
+    takes what that lost from what it sent, so that error feedback makes up for it, as with the server of DoubleSqueeze:
+    Parallel Stochastic Gradient Descent with Double-Pass Error-Compensated Compression, Tang et al., 2019.
+
     Payload of 2·n bytes.
     """
 
@@ -45,10 +48,15 @@ class BF16(LinearCodec):
         self, group: Group, vector: Tensor, weight: float, bits: int, hints: Hints = NO_HINTS, own: Tensor | None = None
     ) -> Total:
         rounded = vector.to(torch.bfloat16, copy=True)
+        lost = None if own is None else torch.zeros_like(computed(vector))
         if own is not None:
             own.copy_(rounded)
         encoded(group, self, len(vector), rounded.nbytes)
-        total = group.mean_(rounded, weight, bits)
+        total = group.mean_(rounded, weight, bits, lost)
+        if own is not None and lost is not None:
+            if not weight:
+                own.zero_()
+            own.sub_(lost, alpha=total.weight / weight if weight else group.size)
         if total.weight:
             vector.copy_(rounded)
             decoded(group, self, len(vector), rounded.nbytes)

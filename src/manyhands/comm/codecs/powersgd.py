@@ -111,7 +111,7 @@ class PowerSGD(LinearCodec):
         ps = [values @ matrix.guess.to(values) for values, matrix in zip(views, matrices, strict=True)]
         rest = [vector[start:stop] for start, stop in gaps]
         if own is not None:
-            own.copy_(vector)  # what is no matrix is sent as it is
+            own.copy_(vector if weight else torch.zeros_like(vector))  # what is no matrix is sent as it is
         nbytes = self._numbers(matrices, len(vector)) * vector.itemsize
         encoded(group, self, len(vector), nbytes)
         ps, means, total = _mean_of(group, ps, rest, vector, weight, bits)
@@ -119,7 +119,7 @@ class PowerSGD(LinearCodec):
             return total
         ps = [orthonormal(p) for p in ps]
         qs = [values.T @ p for values, p in zip(views, ps, strict=True)]
-        if own is not None:
+        if own is not None and weight:
             for matrix, p, q in zip(matrices, ps, qs, strict=True):
                 _view(own, matrix).copy_(_product(p, q))
         qs, _, _ = _mean_of(group, qs, [], vector, weight, 0)

@@ -57,10 +57,12 @@ class SimGroup(TimedGroup):
         return torch.zeros(n, dtype=dtype)
 
     @override
-    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0) -> Handle:
-        check_mean(tensor, weight, bits)
+    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Handle:
+        check_mean(tensor, weight, bits, lost)
         call = self._call("mean_", signature("mean_", tensor.dtype), tensor)
         call.weight, call.bits = float(weight), bits
+        if lost is not None:
+            call.lost = lost.zero_()
         return _Started(self, self._arrive(call, self._mean), call.step)
 
     @override
@@ -224,8 +226,10 @@ class _Started(Handle):
 def _reduce(calls: Sequence[Call], shares: Sequence[float | None] | None) -> None:
     """Replace all ranks' tensors by the sum of tensor·share, in rank order; piece by piece, so that they stay in the cache."""
     flats = [flattened(call.tensor) for call in calls]
-    n, length = calls[0].n, CHUNK // calls[0].tensor.itemsize
+    n, length, lost = calls[0].n, CHUNK // calls[0].tensor.itemsize, calls[0].lost
     for start in range(0, n, length):
-        reduce_everywhere([flat[start : start + length] for flat in flats] if n > length else flats, shares)
+        part = slice(start, start + length)
+        pieces = [flat[part] for flat in flats] if n > length else flats
+        reduce_everywhere(pieces, shares, None if lost is None else lost[part])
     for flat, call in zip(flats, calls, strict=True):
         restore(flat, call.tensor)

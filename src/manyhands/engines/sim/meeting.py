@@ -36,6 +36,7 @@ class Call:
     weight: float = 1.0
     bits: int = 0
     text: str = ""  # JSON
+    lost: Tensor | None = None  # of a mean of 16-bit numbers: what rounding took away
     n: int = field(init=False)
 
     def __post_init__(self) -> None:
