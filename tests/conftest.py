@@ -15,6 +15,11 @@ if (
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also what takes minutes: long commands of the docs")
+    parser.addoption("--fuzz", type=int, default=10_000, help="inputs that each fuzzed format gets")
+
+
 @pytest.fixture(scope="session")
 def local() -> Iterator[Local]:
     """Engine `local`, warm for the whole session."""

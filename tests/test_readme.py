@@ -1,8 +1,8 @@
 """What README and docs show is true: their Python and shell snippets run as they stand, their links and tests exist.
 
-A fence with a comment `<!-- not run: why -->` above it is left out. Python blocks of a page share one namespace. A ```diff
-block is a script before and after: its new side is saved as train.py for the shell lines of its page. Commands that train
-get `--max-steps`, so that all of this takes seconds.
+The marks above fences that say otherwise are in pages.py. Python blocks of a page share one namespace. A ```diff block is a
+script before and after: its new side is saved as train.py for the shell lines of its page. Commands that train get
+`--max-steps`, so that all of this takes seconds.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import runpy
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -25,60 +24,14 @@ from manyhands import spec
 from manyhands.cli import app
 from manyhands.engines.local import Local
 from manyhands.strategies import CATALOGUE
+from pages import HERE, NOWHERE, PAGES, ROOT, SLOW, commands, of, script, snippets, write_scripts
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPT_S = 60.0
 ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 
 
-@dataclass(frozen=True)
-class Snippet:
-    """A fenced block of a page."""
-
-    page: Path
-    line: int  # of its first line of content, from 1
-    language: str
-    text: str
-    runs: bool
-
-
-def snippets(page: Path) -> Iterator[Snippet]:
-    """All fenced blocks of a page, in order."""
-    fence: tuple[str, int, bool] | None = None
-    lines = page.read_text().splitlines()
-    for i, line in enumerate(lines):
-        if line.startswith("```") and fence is None:
-            fence = line.removeprefix("```"), i + 1, not lines[i - 1].startswith("<!-- not run:")
-        elif line == "```" and fence is not None:
-            language, start, runs = fence
-            yield Snippet(page, start + 1, language, "\n".join(lines[start:i]) + "\n", runs)
-            fence = None
-    assert fence is None, f"{page.name}: the block from line {fence and fence[1]} is never closed"
-
-
-def of(language: str) -> list[Snippet]:
-    """The blocks of all pages in one language that run."""
-    return [part for page in PAGES for part in snippets(page) if part.language == language and part.runs]
-
-
-def pages_with(language: str) -> list[Path]:
-    return list(dict.fromkeys(part.page for part in of(language)))
-
-
-def commands(page: Path) -> list[list[str]]:
-    """The words of every shell line of a page, comments left out; hosts.md's are followed in hosts_network_integration."""
-    if page.name == "hosts.md":
-        return []
-    lines = [line for part in of("bash") if part.page == page for line in part.text.splitlines()]
-    return [words for line in lines if (words := shlex.split(line, comments=True))]
-
-
-def script(new: bool) -> str:
-    """README's diff as the script before or after it."""
-    (diff,) = of("diff")
-    lines = [line for line in diff.text.splitlines() if line[:1] != ("-" if new else "+")]
-    return "\n".join(line[1:] for line in lines) + "\n"
+def pages_with(language: str, *how: str) -> list[Path]:
+    return list(dict.fromkeys(part.page for part in of(language, *how)))
 
 
 def run(words: list[str], folder: Path) -> str:
@@ -116,19 +69,45 @@ def test_python_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("page", pages_with("bash"), ids=lambda page: page.name)
-def test_commands_of_tasks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of train.py, README's own script, have a test of their own."""
     monkeypatch.chdir(tmp_path)
+    write_scripts(tmp_path)
     for i, words in enumerate(commands(page)):
-        if words[0] == "manyhands" and words[1] != "run":
-            done = command([*words, *limits(words, tmp_path / str(i))])
-            assert done.exit_code == 0, f"{shlex.join(words)} ended with {done.exit_code}:\n{done.output}"
-            assert words[1] != "train" or "Advice: " in done.output or "--help" in words
+        if "train.py" not in words:
+            follow(words, tmp_path / str(i))
+
+
+@pytest.mark.usefixtures("warm")
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("page", pages_with("bash", SLOW), ids=lambda page: page.name)
+def test_slow_commands_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> None:
+    if not pytestconfig.getoption("--slow"):
+        pytest.skip("some minutes: give --slow")
+    monkeypatch.chdir(tmp_path)
+    write_scripts(tmp_path)
+    for i, words in enumerate(commands(page, SLOW)):
+        follow(words, tmp_path / str(i))
+
+
+def follow(words: list[str], folder: Path) -> None:
+    """Do what a shell line says, in few steps."""
+    if words[0] != "manyhands":
+        run(words, folder.parent)
+        return
+    done = command([*words, *limits(words, folder)])
+    assert done.exit_code == 0, f"{shlex.join(words)} ended with {done.exit_code}:\n{done.output}"
+    assert words[1] != "train" or "Advice: " in done.output or "--help" in words
 
 
 def limits(words: list[str], folder: Path) -> list[str]:
     """What makes a command short: few steps, once, and a directory of its own where a run says none."""
     if words[1] == "compare":
         return ["--max-steps", "6", "--repeats", "1"]
+    if words[1] == "calibrate":
+        return ["--quick", "--strategies", "none"]
     if words[1] != "train" or "--help" in words:
         return []
     return ["--max-steps", "2", *([] if "--run-dir" in words else ["--run-dir", str(folder)])]
@@ -152,7 +131,7 @@ def test_commands_of_the_script_run(
 ) -> None:
     """The first rank prints, the others are quiet."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text(script(new=True))
+    write_scripts(tmp_path)
     ran = [words for words in commands(ROOT / "README.md") if words[-1] == "train.py" and words[0] != "python"]
     assert [words[0] for words in ran] == ["manyhands", "torchrun"]
     assert command(ran[0]).exit_code == 0
@@ -160,11 +139,19 @@ def test_commands_of_the_script_run(
     assert run(ran[1], tmp_path).count("epoch") == 3
 
 
+def test_what_is_not_run_says_why() -> None:
+    """In more than a word or two, so that a reader can tell whether it still holds."""
+    marked = [part for page in PAGES for part in snippets(page) if part.how in (NOWHERE, SLOW)]
+    assert [part.where for part in marked if len(part.why.split()) < 4] == []
+
+
 def test_only_known_programs_are_shown() -> None:
-    """What no test above runs must say so, with a comment above it."""
-    shown = {words[0] for page in PAGES for words in commands(page)}
+    """A block that names another one is marked, and run elsewhere or not at all."""
+    shown = {words[0] for page in PAGES for words in commands(page, HERE, SLOW)}
     assert shown <= {"manyhands", "python", "torchrun"}
-    assert {part.language for page in PAGES for part in snippets(page)} <= {"python", "bash", "diff", "json", "text"}
+    parts = [part for page in PAGES for part in snippets(page)]
+    assert {part.language for part in parts} <= {"python", "bash", "diff", "json", "text"}
+    assert {library for part in parts for library in part.libraries} <= {"spark", "tensorflow", "jax"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

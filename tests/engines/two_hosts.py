@@ -25,9 +25,14 @@ class TwoHosts:
     def __init__(self, pids: list[int]) -> None:
         self._pids = pids
 
+    def inside(self, host: int) -> list[str]:
+        """What stands before a command that runs there."""
+        return ["nsenter", "-t", str(self._pids[host]), "-n", "-u", "--"]
+
     def start(self, host: int, *command: str, **more: Any) -> subprocess.Popen[str]:
-        inside = ["nsenter", "-t", str(self._pids[host]), "-n", "-u", "--", *command]
-        return subprocess.Popen(inside, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **more)
+        return subprocess.Popen(
+            [*self.inside(host), *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **more
+        )
 
     def python(self, host: int, *arguments: str, **more: Any) -> subprocess.Popen[str]:
         return self.start(host, sys.executable, *arguments, **more)
