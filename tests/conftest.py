@@ -32,3 +32,9 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is refused, is refused before engine `local` starts anything."""
     monkeypatch.setattr(Local, "prestart", lambda self: pytest.fail("a process was started"))
     monkeypatch.setattr(Local, "launch", lambda *_: pytest.fail("workers were started"))
+
+
+@pytest.fixture
+def inputs(pytestconfig: pytest.Config) -> int:
+    """How many inputs a fuzzed format gets (--fuzz=N)."""
+    return int(pytestconfig.getoption("--fuzz"))

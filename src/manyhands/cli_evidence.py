@@ -207,7 +207,7 @@ def calibrate(
     """Measure what a task costs on this machine, and write a profile that engine sim takes.
 
     [bold]manyhands calibrate chars --workers 2 --output profile.json[/bold]
-    [bold]manyhands train chars -n 64 -s diloco --engine sim --profile profile.json[/bold]
+    [bold]manyhands train chars -n 64 -s diloco --batch-size 64 --engine sim --profile profile.json[/bold]
 
     It trains a little, with and without exchange, at three batch sizes; times the
     workers' group and a parameter server; and prints how far the simulated step
