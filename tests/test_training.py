@@ -417,3 +417,15 @@ def test_an_existing_run_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(mh.BadInput, match="is a file"):
         train(task(), run_dir=tmp_path / "something")
     assert train(task(), run_dir=tmp_path / "new", resume=True).steps == 8
+
+
+def test_one_worker_computes_with_the_callers_threads() -> None:
+    """CASE 1: what torch.set_num_threads said holds inside, so that bits are those of the caller's own loop."""
+    seen = []
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        seen.append(torch.get_num_threads())
+        return plain.cross_entropy(model, batch)
+
+    mh.train(task(loss=loss), max_steps=1)
+    assert seen == [1]

@@ -158,7 +158,7 @@ def train(
     engine = sim_engine(engine, network=network, compute=compute, faults=faults, seed=sim_seed, profile=profile)
     if resume and run_dir is None:
         raise BadInput("--resume needs --run-dir: name the directory of the run that is to go on")
-    with _started(engine, workers) as place:
+    with _started(engine, workers) as place, _usable_cores():
         from manyhands.training import train as train_task
 
         run = train_task(
@@ -348,6 +348,16 @@ def _started(engine: str, workers: int | None) -> Iterator[Engine | str]:
         yield local
     finally:
         local.close()
+
+
+@contextmanager
+def _usable_cores() -> Iterator[None]:
+    """Within, this process computes with as many threads as it may use cores: nobody's program has said how many."""
+    from manyhands.engines.alone import running_threads
+    from manyhands.engines.cores import usable_cores
+
+    with running_threads(usable_cores()):
+        yield
 
 
 def _talking(engine: str) -> Engine:

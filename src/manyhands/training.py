@@ -60,6 +60,7 @@ def train(
     strategy, engine: an object or its spec string. Engine "auto" is the launcher that started this process (torchrun,
         `manyhands run`), else `local`.
     workers: None is one per visible GPU, else 1. One worker runs in the calling process.
+    threads_per_worker: None is usable cores / workers; one worker, in the calling process, keeps that process's own number.
     servers: shards of the parameter server, for strategies that have one.
     run_dir: events, checkpoints and result go there; None writes nothing. An existing one needs `resume=True`. A path, or
         the URL of a file system that fsspec knows ("hdfs://…", "s3://…"), with the credentials of each host's environment.

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from manyhands.engines import alone
 from manyhands.engines.base import Launch
 from manyhands.engines.local import Local
 from manyhands.errors import BadInput, PeerLost, WorkerFailed
@@ -30,6 +31,26 @@ def test_threads_hold_for_the_run() -> None:
     plan = Launch(workers=1, threads_per_worker=before + 1)
     assert Local().launch(lambda worker: torch.get_num_threads(), plan) == [before + 1]
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_callers_number_of_threads_stays(count: int) -> None:
+    """Whoever set it computes the same bits with one worker as in a loop of their own."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        got = Local().launch(lambda worker: (torch.get_num_threads(), worker.threads), Launch(workers=1))
+        assert got == [(count, count)]
+        assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_one_rank_of_a_host_keeps_its_threads_and_several_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alone, "threads_per_worker", lambda workers: 8 // workers)
+    assert alone.threads_in_callers_process(1, None) == torch.get_num_threads()
+    assert alone.threads_in_callers_process(2, None) == 4
+    assert alone.threads_in_callers_process(2, 3) == alone.threads_in_callers_process(1, 3) == 3
 
 
 def test_an_exception_is_worker_failed_with_its_cause() -> None:

@@ -23,13 +23,12 @@ T = TypeVar("T")
 def run_here(program: Callable[[Worker], T], plan: Launch) -> T:
     """The program's value. Errors as `Engine.launch` says; the original one is the cause."""
     line = InProcess(plan.observer)
-    threads = threads_per_worker(1, plan.threads_per_worker)
     worker = Worker(
         host=socket.gethostname(),
         device=pick_device(plan.device, 0),
         group=SoloGroup(),
         coordinator=line,
-        threads=threads,
+        threads=threads_in_callers_process(1, plan.threads_per_worker),
     )
     with as_current(worker), _served(worker, plan):
         return run_as(worker, program, line)
@@ -74,14 +73,29 @@ def run_as(worker: Worker, program: Callable[[Worker], T], line: InProcess) -> T
 @contextmanager
 def as_current(worker: Worker) -> Iterator[None]:
     """Within, this process is that worker, with its number of threads; afterwards what it was."""
-    before, threads = current(), torch.get_num_threads()
+    before = current()
     set_current(worker)
-    torch.set_num_threads(worker.threads)
+    try:
+        with running_threads(worker.threads):
+            yield
+    finally:
+        set_current(before)
+
+
+def threads_in_callers_process(workers_here: int, wanted: int | None) -> int:
+    """As wanted; else of the host's only worker what the process has, so that it computes what the caller's own loop would."""
+    return wanted or (torch.get_num_threads() if workers_here == 1 else threads_per_worker(workers_here))
+
+
+@contextmanager
+def running_threads(count: int) -> Iterator[None]:
+    """Within, torch computes with so many threads; afterwards with as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
-        set_current(before)
+        torch.set_num_threads(before)
 
 
 def pick_device(wanted: str, local_rank: int) -> torch.device:

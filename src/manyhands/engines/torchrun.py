@@ -19,9 +19,8 @@ from typing_extensions import override
 from manyhands.comm.group import Group
 from manyhands.comm.torch_backend import TorchGroup
 from manyhands.engines import launchers
-from manyhands.engines.alone import as_current, pick_device, run_as
+from manyhands.engines.alone import as_current, pick_device, run_as, threads_in_callers_process
 from manyhands.engines.base import Engine, Launch
-from manyhands.engines.cores import threads_per_worker
 from manyhands.engines.in_process import InProcess
 from manyhands.engines.inside import Gathering
 from manyhands.engines.sharing import adopt, host_identity
@@ -108,7 +107,7 @@ def joined(plan: Launch, coordinator: Coordinator | None = None) -> Iterator[Wor
             device=device,
             group=group,
             coordinator=coordinator or Alone(),
-            threads=threads_per_worker(place.local_size, plan.threads_per_worker),
+            threads=threads_in_callers_process(place.local_size, plan.threads_per_worker),
             local_rank=place.local_rank,
         )
         try:
