@@ -126,7 +126,14 @@ Ports = Annotated[
     str | None,
     _hosts("--ports", help="Listen on these, 7000-7100, one a worker and shard; default: any free ones."),
 ]
-Tls = Annotated[bool, _hosts("--tls/--no-tls", help="Encrypt all between hosts.", show_default=True)]
+Tls = Annotated[
+    bool,
+    _hosts(
+        "--tls/--no-tls",
+        help="Encrypt all between hosts. Without, whoever is on the way reads and changes all, the program included.",
+        show_default=True,
+    ),
+]
 PlainNetwork = Annotated[bool, _hosts("--plain-network", help="With --no-tls: also on addresses other than loopback.")]
 Wait = Annotated[float | None, _hosts("--wait", help="Seconds to wait for the other hosts; default: 600.", min=0.001)]
 Network = Annotated[

@@ -17,9 +17,11 @@ from manyhands.engines.base import Observer
 from manyhands.errors import BadInput
 from manyhands.event_log import EventLog
 from manyhands.events import Event
-from manyhands.history import History
+from manyhands.history import PARTS, History
 from manyhands.remote_path import AnyPath
 from manyhands.run import Run
+from manyhands.transport.frame import FrameError
+from manyhands.words import printable
 
 LOG = logging.getLogger("manyhands")
 
@@ -132,6 +134,8 @@ class Recorder(Observer):
 
     @override
     def event(self, event: Event) -> None:
+        """FrameError for a worker's event that lacks what its type has, or has it wrong."""
+        _check(event)
         if event.type == "stop":  # a worker's: the driver's own, which ends all, follows
             self.stop(event.values["reason"])
         else:
@@ -139,6 +143,8 @@ class Recorder(Observer):
 
     @override
     def answer(self, event: Event) -> dict[str, Any]:
+        """As `event`."""
+        _check(event)
         self._take(self._on_own_clock(event))
         return {"stop": self._reason} if self._reason else {}
 
@@ -252,6 +258,26 @@ class Recorder(Observer):
         offset = min(self._now_s() - event.time_s, self._offsets.get(event.rank, float("inf")))
         self._offsets[event.rank] = offset
         return replace(event, time_s=round(event.time_s + offset, 6))
+
+
+_NEEDED: dict[str, dict[str, Any]] = {
+    "step": {
+        **dict.fromkeys(("epoch", "rows", "unused", "bytes"), int),
+        **dict.fromkeys(("rate", "weight", *(f"{part}_s" for part in PARTS)), int | float),
+        "loss": int | float | None,
+    },
+    "validation": {"metrics": dict},
+    "warning": {"message": str},
+    "stop": {"reason": str},
+}
+
+
+def _check(event: Event) -> None:
+    """FrameError unless it has what is made of it here: a worker may be another program, on another host."""
+    for name, kind in _NEEDED.get(event.type, {}).items():
+        if name not in event.values or not isinstance(event.values[name], kind):
+            came = repr(event.values[name]) if name in event.values else "none"
+            raise FrameError(f"a {event.type!r} has {name}; got {printable(came)}")
 
 
 def _histograms(run: Run) -> dict[str, Any]:

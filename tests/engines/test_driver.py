@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from manyhands.engines.crew import Crew, seats_of
 from manyhands.engines.driver import Driver
 from manyhands.errors import BadInput, ManyhandsError, WorkerFailed
 from manyhands.events import Event
+from manyhands.recorder import Recorder
 from manyhands.server.base import ServerSpec
 
 
@@ -303,6 +305,44 @@ def test_a_message_of_no_known_type_is_an_error() -> None:
     run = Run()
     with pytest.raises(ManyhandsError, match="worker 2 on beta sent a message of unknown type 'hello'"):
         run.say(2, "hello")
+
+
+@pytest.mark.parametrize(
+    ("type", "body"),
+    [
+        ("meet", {"name": "ring", "seats": [2, 9], "value": 1}),
+        ("meet", {"name": "ring", "seats": [0, 1], "value": 1}),
+        ("meet", {"name": "ring", "seats": [], "value": 1}),
+    ],
+)
+def test_a_meeting_of_others_names_who_came_to_it(type: str, body: dict[str, Any]) -> None:
+    with pytest.raises(WorkerFailed, match="worker 2 on beta came to a meeting"):
+        Run().say(2, type, **body)
+
+
+def test_who_asks_for_rows_out_of_turn_is_named() -> None:
+    run = Run()
+    run.lease(2, alone=1)
+    with pytest.raises(WorkerFailed, match="worker 2 on beta asked for rows out of turn"):
+        run.lease(2, alone=1)
+
+
+@pytest.mark.parametrize("family", ["is_whole", "annotations", "TypeGuard", "os", "__builtins__"])
+def test_an_error_of_no_family_of_ours_calls_nothing(family: str) -> None:
+    run = Run()
+    error = {"rank": 2, "phase": "compute", "step": 3, "message": "said", "error": "X", "family": family}
+    run.say(2, "error", **error)
+    with pytest.raises(ManyhandsError, match="said"):
+        run.driver._finished()
+
+
+def test_an_event_that_makes_no_sense_names_its_worker_and_host() -> None:
+    run = Run()
+    run.driver.plan = replace(run.driver.plan, observer=Recorder(workers=3))
+    event = {"type": "step", "rank": 2, "step": 4, "values": {"epoch": 0}}
+    run.say(2, "beat", phase="compute", step=4, idle_s=0.0, events=[event])
+    with pytest.raises(WorkerFailed, match="worker 2 on beta sent an event.* 'step' has rows"):
+        run.driver._tell_observer()
 
 
 def test_shipping_the_program_is_no_silence_of_the_workers() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from manyhands.signals import PREEMPTED
 
 class NoForks:
     """Instead of a fork server: these runs end before they begin."""
+
+    def __init__(self, leftover: Path) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -96,6 +100,21 @@ def test_whoever_does_not_come_is_missed(credentials: Path) -> None:
     assert credentials.stat().st_mode & 0o777 == 0o600  # the user named it: it stays
 
 
+def test_the_command_can_be_pasted_whatever_the_paths_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "my run; touch $(x)'s.pem"
+    monkeypatch.setenv("MANYHANDS_CREDENTIALS", str(path))
+    for listen in ("127.0.0.1", "0.0.0.0"):
+        engine, said = hosts(here=1, wait_s=0.1, listen=listen)
+        with pytest.raises(ManyhandsError, match="did not come"):
+            engine.launch(lambda worker: None, Launch(workers=2))
+        *_, command = [line for line in said[0].splitlines() if "manyhands join" in line]
+        name = str(path) if listen == "127.0.0.1" else path.name
+        assert shlex.split(command)[:3] == [f"MANYHANDS_CREDENTIALS={name}", "manyhands", "join"]
+        if listen != "127.0.0.1":
+            (copy,) = [line for line in said[0].splitlines() if "scp" in line]
+            assert shlex.split(copy)[2].endswith(f":{path}")
+
+
 @pytest.mark.parametrize(("reason", "error"), [(PREEMPTED, Preempted), ("callback", ManyhandsError)])
 def test_the_wait_can_be_stopped(credentials: Path, reason: str, error: type[Exception]) -> None:
     engine, _ = hosts(here=1, wait_s=60)
@@ -127,6 +146,7 @@ def test_without_tls_only_loopback_unless_said_twice(credentials: Path) -> None:
     with pytest.raises(ManyhandsError, match="did not come"):
         engine.launch(lambda worker: None, Launch(workers=2))
     assert "WITHOUT TLS" in said[0]
+    assert "put a program of their own in the place of the driver's" in said[0]
     assert "--no-tls --plain-network" in said[0]
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from driver_script import Script, wait_until
 from joined_run import Joiner, Run, joined_by
 
 from manyhands.engines import roster
@@ -159,6 +161,33 @@ def fail_on_1(worker: Any) -> None:
     if worker.rank == 1:
         raise KeyError("lost")
     worker.group.barrier()
+
+
+WAITING = """
+from manyhands.engines.base import Launch
+from manyhands.engines.hosts import Hosts
+
+engine = Hosts(here=1, wait_s=60)
+engine.voice.say = lambda text: print("waiting", flush=True)
+engine.launch(print, Launch(workers=2))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+def test_no_key_outlives_a_driver_that_is_killed_while_it_waits(
+    number: int, script: Callable[..., Script], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "tmp"
+    own.mkdir()
+    monkeypatch.setenv("TMPDIR", str(own))
+    monkeypatch.delenv("MANYHANDS_CREDENTIALS")
+    driver = script(WAITING)
+    assert driver.line() == "waiting"
+    (key,) = own.glob("*/*.pem")
+    assert key.parent.stat().st_mode & 0o777 == 0o700
+    driver.process.send_signal(number)
+    wait_until(lambda: not list(own.iterdir()))
+    wait_until(lambda: not driver.processes())
 
 
 def test_an_error_there_is_raised_here() -> None:

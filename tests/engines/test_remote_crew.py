@@ -14,7 +14,7 @@ import torch
 from manyhands.engines.post import Letter, Post
 from manyhands.engines.remote_crew import RemoteCrew
 from manyhands.engines.shipping import ship, unship
-from manyhands.errors import ManyhandsError, WorkerFailed
+from manyhands.errors import WorkerFailed
 from manyhands.transport.channel import Channel
 
 Body = dict[str, Any]
@@ -89,8 +89,30 @@ def test_a_seat_of_another_host_is_not_heard(line: Line) -> None:
 
 def test_a_value_that_makes_no_sense_is_an_error(line: Line) -> None:
     line.said(2, {"type": "value", "value": {"tensor": 0}})
-    with pytest.raises(ManyhandsError, match="cannot be read"):
+    with pytest.raises(WorkerFailed, match="host beta .* worker 2 sent .*cannot be read"):
         line.received(1)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [None, {"type": "beat"}, {"type": "beat", "phase": [], "step": 0, "idle_s": 0, "events": []}, {"type": "lost"}],
+)
+def test_a_malformed_message_names_its_host(line: Line, body: Any) -> None:
+    line.agent.send({"type": "seat", "seat": 3, "body": body})
+    with pytest.raises(WorkerFailed, match="host beta sent what makes no sense: worker 3 sent ") as raised:
+        line.received(1)
+    assert (raised.value.rank, raised.value.host) == (3, "beta")
+
+
+def test_an_answer_without_what_was_asked_for_is_none(line: Line) -> None:
+    line.agent.send({"type": "seat"})
+    line.agent.send({"type": "stacks", "stacks": [], "where": {"2": "x", "3": ["compute", -1]}})
+    assert line.crew.stacks() == {2: "", 3: ""}
+    assert line.crew.where() == {}
+    line.agent.send({"type": "failed", "message": ["\x1b[2J"]})
+    with pytest.raises(WorkerFailed, match="x1b") as raised:
+        line.received(1)
+    assert "\x1b" not in str(raised.value)
 
 
 def test_orders_reach_the_agent(line: Line) -> None:

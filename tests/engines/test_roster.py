@@ -61,3 +61,13 @@ def test_hosts_of_one_name_are_told_apart() -> None:
     same = Roster(4, [Offer("alpha", 2), Offer("alpha", 1)])
     assert same.names() == ["alpha (1)", "alpha (2)"]
     assert same.text() == "3 of 4 workers are here: alpha (1) 2, alpha (2) 1"
+
+
+def test_a_hosts_name_commands_no_terminal_and_forges_no_line() -> None:
+    said = {**hello(1), "host": "beta\x1b[2J\nWARNING: all is well" + "x" * 1000}
+    assert roster().refusal(said) == ""
+    assert Roster.name_of(said).startswith("beta?[2J?WARNING: all is well")
+    assert len(Roster.name_of(said)) == 64
+    refused = roster().refusal({**said, "versions": {"python\x1b[1m": "3\n"}})
+    assert "python?[1m 3?" in refused
+    assert roster().refusal({**said, "host": ""}) != ""

@@ -219,6 +219,14 @@ def test_workers_come_to_a_listener_each_once():
             with pytest.raises(ChannelClosed, match="refused this connection"):
                 come(*wrong)
         clients = [ServedServer(ADD, [channel]) for channel in (first, come(1, 1, 2, "host-b"))]
+        for _ in range(2000):  # all are in: nobody else can come
+            try:
+                socket.create_connection(listener.address, 1.0).close()
+            except ConnectionRefusedError:
+                break
+            threading.Event().wait(0.01)
+        else:
+            pytest.fail("the shard still listens")
         clients[0].initialize(torch.zeros(N))
         for client in clients:
             client.begin()
@@ -226,5 +234,4 @@ def test_workers_come_to_a_listener_each_once():
             client.close()
     finally:
         thread.join(20)
-        listener.close()
     assert said == {"shard": 1, "version": 2, "pulls": 0, "pushes": 2, "dropped": 0, "lost": []}

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from manyhands import errors, leases
 from manyhands.engines.base import Launch
@@ -25,6 +25,9 @@ from manyhands.errors import ManyhandsError, WorkerFailed
 from manyhands.events import Event
 from manyhands.leases import End, Lease, Leases, Segment
 from manyhands.signals import PREEMPTED
+from manyhands.transport.frame import FrameError
+
+T = TypeVar("T")
 
 _POLL_S = 0.1
 _EXIT_GRACE_S = 0.5  # between a worker's last message and its exit
@@ -131,7 +134,7 @@ class Driver:
                 self._lease(seat, Segment(**body["segment"]))
             case "ask":
                 self._tell_observer()  # all that was emitted before the question
-                value = self._busy(partial(self.plan.observer.answer, Event(**body["event"])))
+                value = self._observed(self.plan.observer.answer, Event(**body["event"]))
                 crew.tell(seat, {"type": "answer", "value": value})
             case "meet":
                 self._meet(seat, body)
@@ -155,9 +158,25 @@ class Driver:
     def _tell_observer(self) -> None:
         """What was emitted, in order. It may write files: leases do not wait for that."""
         while self._news:
-            self._busy(partial(self.plan.observer.event, self._news.popleft()))
+            self._observed(self.plan.observer.event, self._news.popleft())
 
-    def _busy(self, call: Callable[[], Any]) -> Any:
+    def _observed(self, hear: Callable[[Event], T], event: Event) -> T:
+        """What the observer says to an event; WorkerFailed, naming the worker and its host, where the event is none."""
+        try:
+            return self._busy(partial(hear, event))
+        except FrameError as error:
+            seat = -1 if event.rank is None else event.rank
+            crew = self._crew_of.get(seat, self.crews[0])
+            where = f"{self.plan.name_of(seat)} on {crew.host}"
+            raise WorkerFailed(
+                f"{where} sent an event that makes no sense: {error}. Does it run the same version of manyhands?",
+                rank=seat,
+                host=crew.host,
+                phase="",
+                step=event.step,
+            ) from error
+
+    def _busy(self, call: Callable[[], T]) -> T:
         """What takes the driver's own time, as the observer or a program of many bytes, is no silence of the workers'."""
         began = self.clock()
         value = call()
@@ -167,8 +186,17 @@ class Driver:
     # -- answering ---------------------------------------------------------------------------------------------------
 
     def _lease(self, seat: int, segment: Segment) -> None:
-        self._leased(seat, self._leases.take(seat, segment))
+        try:
+            answer = self._leases.take(seat, segment)
+        except AssertionError as error:
+            raise self._out_of_turn(seat, f"asked for rows out of turn ({error})") from error
+        self._leased(seat, answer)
         self._release()
+
+    def _out_of_turn(self, seat: int, what: str) -> WorkerFailed:
+        known, host = self.coordinator.seats[seat], self._crew_of[seat].host
+        message = f"{self.plan.name_of(seat)} on {host} {what}: do all hosts run the same version of manyhands?"
+        return WorkerFailed(message, rank=seat, host=host, phase=known.phase, step=known.step)
 
     def _release(self) -> None:
         """The answers to those who waited."""
@@ -181,6 +209,8 @@ class Driver:
         self._crew_of[seat].tell(seat, {"type": "leased", "value": value})
 
     def _meet(self, seat: int, body: dict[str, Any]) -> None:
+        if seat not in body["seats"] or not self._crew_of.keys() >= set(body["seats"]):
+            raise self._out_of_turn(seat, f"came to a meeting of seats {body['seats']}, which are not this run's")
         values = self._meetings.come(seat, body["name"], body["seats"], body["value"])
         for other in body["seats"] if values is not None else ():
             self._crew_of[other].tell(other, {"type": "met", "name": body["name"], "values": values})
@@ -215,7 +245,9 @@ class Driver:
 
     def _error(self, failure: Failure) -> Exception:
         """What to raise: manyhands' own errors as they were, anything else as `WorkerFailed`."""
-        family = getattr(errors, failure.family, ManyhandsError)
+        family = getattr(errors, failure.family, None)
+        if not (isinstance(family, type) and issubclass(family, ManyhandsError)):  # a name of something else there
+            family = ManyhandsError
         if failure.family and family not in (errors.PeerLost, WorkerFailed):
             error: ManyhandsError = family(failure.message)
             where = f"{self.plan.name_of(failure.rank)} on {self._crew_of[failure.rank].host}"

@@ -18,6 +18,7 @@ import importlib
 import itertools
 import os
 import select
+import shutil
 import signal
 import socket
 import time
@@ -41,15 +42,15 @@ _PRELOAD = (
 )
 
 
-def main(fd: int) -> None:
-    """Serve the driver at the other end of the socket `fd` until it closes it or dies."""
+def main(fd: int, leftover: str = "") -> None:
+    """Serve the driver at the other end of the socket `fd` until it closes it or dies; then remove the folder `leftover`."""
     _fill_standard_descriptors()
     for number in (
         signal.SIGINT,
         signal.SIGTERM,
     ):  # the driver's to answer: it ends the workers, or lets them save first
         signal.signal(number, signal.SIG_IGN)
-    server = ForkServer(Wire(socket.socket(fileno=fd)))
+    server = ForkServer(Wire(socket.socket(fileno=fd)), leftover)
     server.end_with_driver()
     raise_limit_of_descriptors()
     for name in _PRELOAD:
@@ -128,8 +129,9 @@ class Run:
 class ForkServer:
     """See the module's docstring. One run at a time."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: Wire, leftover: str = "") -> None:
         self._wire = wire
+        self._leftover = leftover  # of a driver that may be killed: the run's private key, say
         self._seats: dict[int, int] = {}  # pid -> seat of processes not yet reaped
         self._run: Run | None = None
         self._wakeup, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -165,6 +167,8 @@ class ForkServer:
 
     def _abandon(self) -> NoReturn:
         """The driver is gone, and with it everything ends."""
+        if self._leftover:
+            shutil.rmtree(self._leftover, ignore_errors=True)  # it is gone already where the driver ended by itself
         for pid in list(self._seats):
             os.killpg(pid, signal.SIGKILL)
         os._exit(0)

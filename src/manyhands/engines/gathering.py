@@ -66,14 +66,15 @@ class Door:
             channel, said = self.listener.accept(self._name, timeout_s=0.0)
         except ChannelTimeout:  # it has not said yet who it is
             return
-        self.roster.offers.append(Offer(said["host"], said["workers"], said["order"]))
-        self.guests.crews.append(RemoteCrew(Post(channel), said["host"], self.guests.log))
+        host = self.roster.name_of(said)
+        self.roster.offers.append(Offer(host, said["workers"], said["order"]))
+        self.guests.crews.append(RemoteCrew(Post(channel), host, self.guests.log))
         self.say(self.roster.text())
 
     def _name(self, said: dict[str, Any]) -> str:
         if reason := self.roster.refusal(said):
             raise FrameError(reason)
-        return f"host {said['host']}"
+        return f"host {self.roster.name_of(said)}"
 
     def _see_off(self) -> None:
         """A host that left before the start leaves its seats free."""

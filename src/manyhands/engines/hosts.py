@@ -10,6 +10,9 @@ import contextlib
 import logging
 import math
 import os
+import secrets
+import shlex
+import shutil
 import socket
 import sys
 import tempfile
@@ -123,10 +126,11 @@ class Hosts(Engine):
 
         with ExitStack() as stack:
             stack.enter_context(room_for_descriptors(4 * plan.workers + 16))
-            spawner = Spawner()  # it loads torch while the others come
+            folder = Path(tempfile.gettempdir()) / f"manyhands-{secrets.token_hex(8)}"
+            spawner = Spawner(leftover=folder)  # it loads torch while the others come
             stack.callback(spawner.close)
             guests = stack.enter_context(Guests())
-            meeting = self._gathered(plan, here, guests)
+            meeting = self._gathered(plan, here, guests, folder)
             shards = [seat for seat in seats_of(plan.workers, plan.shards) if shard_of(seat) >= 0]
             own = LocalCrew(
                 spawner, [*meeting.hosts[0], *shards], plan.timeout_s, host=meeting.names[0], network=meeting.to_json()
@@ -134,7 +138,7 @@ class Hosts(Engine):
             observer = Listening(plan.observer, guests.crews, "" if self.tls else self._without_tls())
             return Driver([own, *guests.crews], replace(plan, observer=observer)).run(program)
 
-    def _gathered(self, plan: Launch, here: int, guests: Guests) -> Network:
+    def _gathered(self, plan: Launch, here: int, guests: Guests, folder: Path) -> Network:
         """This host's Network, once all workers are there; the crews of the others are in `guests`."""
         from manyhands.engines.gathering import Door, check_stop
         from manyhands.engines.network import Network, ports_of
@@ -153,7 +157,7 @@ class Hosts(Engine):
                     "on the other hosts, or give a longer wait_s"
                 )
 
-        with self._secret() as (secret, path):
+        with self._secret(folder) as (secret, path):
             listener = Listener(
                 self.listen,
                 **secret.proof,
@@ -183,17 +187,23 @@ class Hosts(Engine):
         return meeting
 
     @contextmanager
-    def _secret(self) -> Iterator[tuple[Secret, Path]]:
-        """The run's secret and the file that holds it; one of this run's alone is gone afterwards."""
+    def _secret(self, folder: Path) -> Iterator[tuple[Secret, Path]]:
+        """The run's secret and the file that holds it; one of this run's alone lies in `folder`, and is gone afterwards.
+
+        The fork server removes the folder where this process is killed meanwhile.
+        """
         from manyhands.engines.secret import Secret, named_file
 
         named = named_file()
         if named is not None:
             yield (Secret.load if named.exists() else Secret.create)(named, tls=self.tls), named
             return
-        with tempfile.TemporaryDirectory(prefix="manyhands-") as folder:
-            path = Path(folder) / f"manyhands-{os.getpid()}.pem"
+        folder.mkdir(mode=0o700)
+        try:
+            path = folder / f"manyhands-{os.getpid()}.pem"
             yield Secret.create(path, tls=self.tls), path
+        finally:
+            shutil.rmtree(folder)
 
     def _without_tls(self) -> str:
         return (
@@ -202,6 +212,7 @@ class Hosts(Engine):
         )
 
     def _how_to_join(self, listener: Listener, roster: Roster, path: Path) -> str:
+        from manyhands.engines.network import PLAIN_RISK
         from manyhands.transport.address import format_address, is_loopback
 
         host, port = listener.address
@@ -210,11 +221,13 @@ class Hosts(Engine):
         copy, name = "", str(path)
         if not is_loopback(host):
             plain += " --plain-network" if self.plain_network else ""
-            copy, name = f"  scp -p {address.rpartition(':')[0]}:{path} .\n", path.name
+            there = f"{address.rpartition(':')[0]}:{path}"
+            copy, name = f"  scp -p {shlex.quote(there)} .\n", path.name
+        risk = "" if self.tls else f"\n{PLAIN_RISK}.\n"
         return (
             f"On {'the other hosts' if copy else 'this host'} run (whoever has the file belongs to the run; "
             f"several may share the workers){'' if self.tls else ', WITHOUT TLS'}:\n\n"
-            f"{copy}  {VARIABLE}={name} manyhands join {address} --workers {roster.missing}{plain}\n"
+            f"{copy}  {VARIABLE}={shlex.quote(name)} manyhands join {address} --workers {roster.missing}{plain}\n{risk}"
         )
 
 

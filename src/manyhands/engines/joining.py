@@ -25,7 +25,7 @@ from manyhands.engines import roster
 from manyhands.engines.base import check_count, check_seconds
 from manyhands.engines.limits import room_for_descriptors
 from manyhands.engines.local_crew import LocalCrew
-from manyhands.engines.network import Network, check_way, ports_of
+from manyhands.engines.network import PLAIN_RISK, Network, check_way, ports_of
 from manyhands.engines.plain_values import encode
 from manyhands.engines.post import SILENCE_S, Letter, Post
 from manyhands.engines.secret import Secret, named_file
@@ -158,6 +158,8 @@ class Agent:
     def serve(self, post: Post) -> None:
         """Until the run is over. The post is closed at the end, and no process of the run is left."""
         self._post = post
+        if not self.offer.tls:
+            self.say(PLAIN_RISK)
         self.say(
             f"joined the run at {self.offer.address} with {self.offer.workers} workers; it begins when all are there"
         )

@@ -56,6 +56,13 @@ class Network:
         )
 
 
+PLAIN_RISK = (
+    "WITHOUT TLS: whoever is on the way between these hosts can read parameters, gradients and events, change them, and put a "
+    "program of their own in the place of the driver's, which a joining host then runs"
+)
+"""Said where a run, or a host that joins one, does without TLS."""
+
+
 def check_way(host: str, *, tls: bool, plain_network: bool) -> None:
     """BadInput where what is sent to or from this host's address may leave the machine, neither encrypted nor allowed to."""
     if not (tls or plain_network or _is_loopback(host)):

@@ -17,11 +17,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.engines.crew import Crew
+from manyhands.engines.crew import Crew, name_of
 from manyhands.engines.plain_values import decode
 from manyhands.engines.post import ALIVE_S, Letter, Post
-from manyhands.errors import WorkerFailed
+from manyhands.engines.seat_messages import checked
+from manyhands.errors import ManyhandsError, WorkerFailed, is_whole
 from manyhands.transport.channel import ChannelClosed, ChannelTimeout
+from manyhands.transport.frame import FrameError
+from manyhands.words import printable
 
 LOG = logging.getLogger("manyhands")
 
@@ -75,20 +78,34 @@ class RemoteCrew(Crew):
         return came
 
     def _take(self, letter: Letter) -> None:
-        body = letter.body
-        if body["type"] == "seat" and body.get("seat") in self.seats:
-            self._came.append((body["seat"], self._said(body["seat"], body["body"], letter.tensors)))
-        elif body["type"] == "preempted":
+        """WorkerFailed, naming the host, for what makes no sense: it must not end the driver with an error of its own."""
+        body, kind = letter.body, letter.body["type"]
+        if kind == "seat" and body.get("seat") in self.seats:
+            seat: int = body["seat"]
+            try:
+                self._came.append((seat, self._said(seat, body.get("body"), letter.tensors)))
+            except (FrameError, ManyhandsError) as error:
+                raise self._nonsense(f"{name_of(seat)} sent {error}", seat) from error
+        elif kind == "preempted":
             self.preempted = True
-        elif body["type"] == "failed":
-            raise WorkerFailed(str(body["message"]), rank=-1, host=self.host, phase="start", step=0)
+        elif kind == "failed":
+            message = printable(body.get("message"), 10_000, keep="\n\t")
+            raise WorkerFailed(message, rank=-1, host=self.host, phase="start", step=0)
 
-    def _said(self, seat: int, body: dict[str, Any], tensors: list[Tensor]) -> dict[str, Any]:
-        if body["type"] == "beat":
-            self._where[seat] = (body["phase"], body["step"])
-        if body["type"] == "value" and "value" in body:  # a shard returns none
-            return {**body, "value": decode(body["value"], tensors)}
-        return body
+    def _nonsense(self, what: str, seat: int = -1) -> WorkerFailed:
+        phase, step = self._where.get(seat, ("start", 0))
+        message = (
+            f"host {self.host} sent what makes no sense: {what}. Does it run the same version of manyhands? {self._log}"
+        )
+        return WorkerFailed(message, rank=seat, host=self.host, phase=phase, step=step)
+
+    def _said(self, seat: int, body: Any, tensors: list[Tensor]) -> dict[str, Any]:
+        message = checked(seat, body)
+        if message["type"] == "beat":
+            self._where[seat] = (message["phase"], message["step"])
+        if "value" in message and message["type"] == "value":
+            return {**message, "value": decode(message["value"], tensors)}
+        return message
 
     def _lost(self, seat: int) -> dict[str, Any]:
         """The news that the whole host is gone, for one of its seats."""
@@ -108,10 +125,9 @@ class RemoteCrew(Crew):
     def stacks(self) -> dict[int, str]:
         self._send({"type": "stacks"})
         answer = self._wait_for("stacks", _STACKS_S)
-        found = answer.get("stacks", {}) if answer else {}
-        places = answer.get("where", {}) if answer else {}
-        self._where |= {seat: tuple(places[str(seat)]) for seat in self.seats if str(seat) in places}
-        return {seat: str(found.get(str(seat), "")) for seat in self.seats}
+        found, places = (_object(answer, "stacks"), _object(answer, "where"))
+        self._where |= {seat: place for seat in self.seats if (place := _place(places.get(str(seat)))) is not None}
+        return {seat: printable(found.get(str(seat), ""), 1 << 20, keep="\n\t") for seat in self.seats}
 
     @override
     def where(self) -> dict[int, tuple[str, int]]:
@@ -177,3 +193,15 @@ def _mapped(fd: int) -> Tensor:
     """uint8 [bytes]: a private view of a file; the tensor holds the mapping."""
     memory = mmap.mmap(fd, 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _object(answer: dict[str, Any] | None, name: str) -> dict[str, Any]:
+    """A part of an answer; nothing where it is no object."""
+    found = answer.get(name) if answer else None
+    return found if isinstance(found, dict) else {}
+
+
+def _place(said: Any) -> tuple[str, int] | None:
+    """(phase, step), where it is one."""
+    right = isinstance(said, list) and len(said) == 2 and isinstance(said[0], str) and is_whole(said[1], 0)
+    return (printable(said[0]), said[1]) if right else None

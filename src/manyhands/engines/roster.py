@@ -10,6 +10,7 @@ from typing import Any
 
 from manyhands.engines.cores import usable_cores
 from manyhands.errors import is_whole
+from manyhands.words import printable
 
 JOIN = "join"
 """The purpose of a hello that offers workers."""
@@ -55,9 +56,14 @@ class Roster:
     def missing(self) -> int:
         return self.workers - sum(offer.workers for offer in self.offers)
 
+    @staticmethod
+    def name_of(said: dict[str, Any]) -> str:
+        """A host's own name as messages and logs show it."""
+        return printable(said["host"], 64)
+
     def refusal(self, said: dict[str, Any]) -> str:
         """Why whoever says this hello cannot join, or "" """
-        if said.get("purpose") != JOIN or not isinstance(said.get("host"), str):
+        if said.get("purpose") != JOIN or not isinstance(said.get("host"), str) or not said["host"]:
             return "this is the driver of a run, which takes hosts that join: start `manyhands join`"
         if not is_whole(said.get("workers")):
             return f"a host joins with at least one worker, not {said.get('workers')!r}"
@@ -97,4 +103,4 @@ def listed(found: Any) -> str:
     """Versions, as messages name them; of what somebody else says the first letters."""
     if not isinstance(found, dict):
         return "none that it says"
-    return ", ".join(f"{str(name)[:20]} {str(value)[:20]}" for name, value in found.items())
+    return ", ".join(f"{printable(name, 20)} {printable(value, 20)}" for name, value in found.items())

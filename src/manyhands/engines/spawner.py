@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from manyhands.engines.control import Closed, Message, Wire
@@ -25,21 +26,24 @@ _BOOTSTRAP = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[2])
 from manyhands.engines.fork_server import main
-main(int(sys.argv[1]))
+main(int(sys.argv[1]), sys.argv[3])
 """
 
 
 class Spawner:
-    """One fork server. `start` returns at once; the server loads torch meanwhile."""
+    """One fork server. `start` returns at once; the server loads torch meanwhile.
 
-    def __init__(self) -> None:
+    leftover: a folder of this run that is to be gone when this process ends, also by SIGKILL: the server removes it then.
+    """
+
+    def __init__(self, leftover: Path | None = None) -> None:
         if not sys.executable:
             raise BadInput(
                 "cannot tell which Python this is (sys.executable is empty): start from a Python interpreter"
             )
         self.wire, there = Wire.pair()
         self._pids: dict[int, int] = {}  # seat -> pid of processes not known to be gone
-        self._process = _start(there.detach())
+        self._process = _start(there.detach(), leftover)
         self.wire.sock.settimeout(_END_S)
 
     @property
@@ -115,13 +119,13 @@ class Spawner:
         return self.close()
 
 
-def _start(there: int) -> subprocess.Popen[bytes]:
+def _start(there: int, leftover: Path | None) -> subprocess.Popen[bytes]:
     """A fresh interpreter: its own session, so that Ctrl-C reaches the driver only; no standard input."""
     fd = fcntl.fcntl(there, fcntl.F_DUPFD_CLOEXEC, 3)  # with standard input closed, `there` may be 0
     os.close(there)
     try:
         return subprocess.Popen(
-            [sys.executable, "-P", "-c", _BOOTSTRAP, str(fd), json.dumps(import_path())],
+            [sys.executable, "-P", "-c", _BOOTSTRAP, str(fd), json.dumps(import_path()), str(leftover or "")],
             pass_fds=[fd],
             stdin=subprocess.DEVNULL,
             start_new_session=True,

@@ -21,6 +21,7 @@ from manyhands.server.shard import Shard
 from manyhands.transport.channel import Channel, ChannelClosed, ChannelTimeout
 from manyhands.transport.frame import FrameError
 from manyhands.transport.listener import Listener
+from manyhands.words import printable
 
 _log = logging.getLogger("manyhands")
 _BEAT_S = 0.25
@@ -45,7 +46,7 @@ def serve(
     """Serve shard `shard` of `shards`; returns what was done, when all of range(workers) came and went.
 
     channels: by rank, of the workers whose connections are inherited; from now on this call's. The others come to
-    `listener`, which stays the caller's, with the hello that `protocol.hello` makes.
+    `listener` with the hello that `protocol.hello` makes; it is closed once all are here, or this call ends.
     timeout_s: nobody waits longer for a worker that does nothing; all workers have to come within it.
     progress: called a few times a second with ("serve", requests so far), ("wait", …) when nothing was asked meanwhile.
     Raises ChannelTimeout when workers do not come, and whatever is wrong with the server itself.
@@ -57,6 +58,8 @@ def serve(
         host.run(listener, shards, progress)
         return host.said()
     finally:
+        if listener is not None:
+            listener.close()
         host.close()
 
 
@@ -113,6 +116,10 @@ class _Host:
             poll.register(listener.fileno(), select.POLLIN)
         begun, before = time.monotonic(), -1
         while self._is_needed(listener, time.monotonic() - begun):
+            if listener is not None and len(self.connections) == self.workers:  # nobody else can be expected any more
+                poll.unregister(listener.fileno())
+                listener.close()
+                listener = None
             for fd, _ in poll.poll(_BEAT_S * 1e3):
                 if fd == self.awake:
                     os.read(self.awake, 1)
@@ -149,7 +156,7 @@ class _Host:
             raise FrameError(f"a worker in range({self.workers}) and its host were expected; got {hello!r:.200}")
         if worker in self.connections:
             raise FrameError(f"worker {worker} is here already, or was and left")
-        return f"worker {worker} on {host:.100}"
+        return f"worker {worker} on {printable(host, 100)}"
 
     def said(self) -> dict[str, Any]:
         """What this shard did: version, calls by name, lost workers."""

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 from manyhands.errors import BadInput
 from manyhands.transport.credentials import Credentials
 from manyhands.transport.frame import HEADER_BYTES, Frame, FrameError, blob_length, from_json, pack, to_json, unpack
+from manyhands.words import printable
 
 T = TypeVar("T")
 Steps = Generator[int, None, T]
@@ -186,7 +187,7 @@ def _hear(sock: socket.socket, what: int) -> Steps[Frame]:
         raise FrameError(f"expected a hello of at most {MAX_HELLO_BYTES} bytes; got {frame} with {size} bytes")
     blob = yield from _exactly(sock, size)
     if frame.a == _REFUSAL:
-        raise Refused(str(from_json(blob).get("reason", "no reason was given")))
+        raise Refused(printable(from_json(blob).get("reason", "no reason was given"), 500))
     return Frame(kind=KIND, a=frame.a, generation=frame.generation, blob=blob)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from manyhands.words import printable
+
 LOG = logging.getLogger("manyhands")
 MOST_NAMED = 1000  # one IPv6 network alone has 2^64 addresses
 
@@ -20,4 +22,6 @@ class Strangers:
             return
         self._named.add(address)
         more = "" if len(self._named) < MOST_NAMED else f" ({MOST_NAMED} addresses by now: no further one is named)"
-        LOG.warning("refused a connection from %s: %s. Others from there are not named%s", address, why[:300], more)
+        LOG.warning(
+            "refused a connection from %s: %s. Others from there are not named%s", address, printable(why, 300), more
+        )
