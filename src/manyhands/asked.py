@@ -134,6 +134,19 @@ def every(name: str, value: str | int) -> str | int:
     raise BadInput(f'{name} must be "epoch" or a number of steps of at least 1, not {value!r}')
 
 
+def checks_of(steps: int | None, strategy: Strategy) -> int | None:
+    """Raises BadInput for what is no number of steps, Unsupported for a strategy that never promises equal replicas."""
+    if steps is None:
+        return None
+    check_count("check_replicas_every", steps)
+    if type(strategy).agreed is Strategy.agreed and not strategy.needs.mean_gradient:
+        raise Unsupported(
+            f"strategy {strategy.name} does not keep replicas equal, so there is nothing to compare: leave check_replicas_every out, "
+            "or take one that does (allreduce, local-sgd, diloco, quorum)"
+        )
+    return steps
+
+
 def keep_of(text: str, task: Task) -> Keep:
     keep = Keep.parse(text)
     if keep.metric and task.validation_data is None:

@@ -233,6 +233,12 @@ ValidateEvery = Annotated[
 CheckpointEvery = Annotated[
     str, _watch("--checkpoint-every", help="epoch, or a number of steps (global batches).", show_default=True)
 ]
+CheckReplicasEvery = Annotated[
+    int | None,
+    _watch(
+        "--check-replicas-every", help="Compare the replicas every so many steps, besides before checkpoints.", min=1
+    ),
+]
 Keep = Annotated[str, _watch("--keep", help="last, or best:METRIC.", show_default=True)]
 Nonfinite = Annotated[str, _watch("--nonfinite", help="Gradients with NaN: raise, or skip them.", show_default=True)]
 Stopping = Annotated[

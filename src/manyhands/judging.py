@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands import evaluation
+from manyhands import evaluation, fingerprint
 from manyhands.comm.solo import SoloGroup
 from manyhands.companion import Companion
 from manyhands.data.feed import Feed
@@ -31,6 +31,14 @@ class Judge:
     validation: Feed | None
     test: Feed | None
     judged: int = -1  # the tick of the newest validation
+
+    def facts(self) -> fingerprint.Facts:
+        """What must be alike on all workers: the rows that are judged by."""
+        feeds = {"validation_data": self.validation, "test_data": self.test}
+        seed, facts = self.plan.task.seed, fingerprint.Facts()
+        for name, feed in feeds.items():
+            facts |= {} if feed is None else fingerprint.of_rows(feed.source, name, seed)
+        return facts
 
     def validate(self, place: Place, state: StrategyState) -> tuple[dict[str, float], bool]:
         """Validation metrics of the consensus as it is now, offered to `keep`; ({}, False) without validation data."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from manyhands import random_state
+from manyhands import fingerprint, random_state
 from manyhands.data.feed import Feed, Slice
 from manyhands.data.sources import open_source
 from manyhands.engines import cores
@@ -64,6 +65,7 @@ class Loop:
         model = build_model(plan.task).to(worker.device)
         self.train_feed = self._feed(plan.task.train_data, train=True)
         self.ticks_per_epoch = self.train_feed.ticks
+        fingerprint.compare(worker, partial(self._program_facts, model))
         self.replica = self._replica(model)
         if worker.rank and not many:
             random_state.seed_all(plan.task.seed, worker.rank)  # dropout draws per rank
@@ -71,6 +73,7 @@ class Loop:
         self.companion = None if plan.task.companion is None else plan.task.companion.join(worker, self.replica)
         self._called_off = False  # by this worker's companion
         self.place = Place()
+        self._check_due = False  # replicas are compared as soon as they are promised to be equal
         self.reason = ""
         self.began = worker.clock()
         self.judge = Judge(
@@ -144,6 +147,7 @@ class Loop:
 
     def run(self) -> None:
         """All epochs, or until something stops them."""
+        self._compare_settings()
         self._announce()
         if self.companion is not None:
             self.companion.begin(self.facts)
@@ -356,13 +360,19 @@ class Loop:
 
     def between(self) -> None:
         """What is due after so many global batches."""
+        every_tick = self.plan.check_replicas_every
+        self._check_due = self._check_due or (every_tick is not None and self.place.tick % every_tick == 0)
+        if self._check_due:
+            self._compare_replicas()
         for every, action in ((self.plan.validate_every, self.validate), (self.plan.checkpoint_every, self.save)):
             if isinstance(every, int) and self.place.tick % every == 0:
                 self.flush()
                 action()
 
     def save(self) -> None:
-        """A checkpoint, where they are wanted."""
+        """A checkpoint, where they are wanted, of replicas that are equal where that is promised."""
+        if self.plan.checkpoints is not None:
+            self._compare_replicas()
         self.saver.save(self.place, self.state)
 
     def validate(self, last: bool = False) -> None:
@@ -400,6 +410,52 @@ class Loop:
         said = [reason for reason in self.worker.group.all_gather_json(answer) if reason]
         if said:
             self.reason = said[0]
+
+    # -- what must be alike ------------------------------------------------------------------------------------------
+
+    def _program_facts(self, model: torch.nn.Module) -> fingerprint.Facts:
+        """What this worker is about to train, before anything is shared."""
+        task, feed = self.task, self.train_feed
+        used = (task.loss, task.optimizer, task.evaluate, task.schedule, task.collate, task.train_data, model)
+        return {
+            **fingerprint.of_code(*used),
+            **fingerprint.of_settings(
+                strategy=self.plan.strategy,
+                batch_size=feed.batch_size,
+                steps_of_an_epoch=feed.ticks,
+                **{name: getattr(task, name) for name in ("epochs", "max_steps", "micro_batch_size", "seed")},
+                **{name: getattr(task, name) for name in ("shuffle", "clip_norm", "precision")},
+            ),
+            **fingerprint.of_model(model),
+            **fingerprint.of_rows(feed.source, "train_data", task.seed),
+        }
+
+    def _compare_settings(self) -> None:
+        """A collective: optimizer and schedule, as resumed where that is so, and the rows that are not trained on.
+
+        Where workers step alone for a while, each may have a rate of its own: that is a warning.
+        """
+        strategy, worker = self.plan.strategy, self.worker
+        fingerprint.compare(worker, self.judge.facts)
+        if not strategy.needs.one_model:
+            return
+        if strategy.needs.mean_gradient:
+            fingerprint.compare(worker, self._rate_facts)
+        elif (found := fingerprint.differences(worker, self._rate_facts)) and worker.rank == 0:
+            worker.emit("warning", kind="settings", message=found)
+
+    def _rate_facts(self) -> fingerprint.Facts:
+        return fingerprint.of_optimizer(self.replica.optimizer, self.replica.schedule)
+
+    def _compare_replicas(self) -> None:
+        """A collective: raise where replicas have drifted apart that the strategy keeps equal."""
+        if self.worker.size == 1:
+            return
+        agreed = self.plan.strategy.agreed(self.replica, self.state)
+        if agreed is not None:
+            self._check_due = False
+            self.worker.coordinator.progress("checkpoint", self.replica.step)
+            fingerprint.compare_replicas(self.worker, agreed, self._rate_facts(), self.place.tick)
 
     # -- beginning and end -------------------------------------------------------------------------------------------
 

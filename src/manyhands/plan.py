@@ -24,6 +24,7 @@ class Plan:
     strategy: Strategy
     validate_every: str | int = "epoch"
     checkpoint_every: str | int = "epoch"
+    check_replicas_every: int | None = None
     keep: Keep = field(default_factory=Keep)
     nonfinite: str = "raise"
     max_seconds: float | None = None

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from manyhands import checkpoint, engines, random_state, run_directory
-from manyhands.asked import Asked, check_place, every, keep_of, task_from
+from manyhands.asked import Asked, check_place, checks_of, every, keep_of, task_from
 from manyhands.callbacks.base import Callback
 from manyhands.callbacks.progress import Progress
 from manyhands.comm.group import Group
@@ -48,6 +48,7 @@ def train(
     callbacks: Iterable[Callback] = (),
     validate_every: str | int = "epoch",
     checkpoint_every: str | int = "epoch",
+    check_replicas_every: int | None = None,
     keep: str = "last",
     nonfinite: str = "raise",
     max_seconds: float | None = None,
@@ -67,6 +68,8 @@ def train(
     resume: go on from the newest checkpoint. Starts on an empty directory; returns a finished run as it is, unless
         more epochs or steps are asked for than it had.
     validate_every, checkpoint_every: "epoch", or a number of steps.
+    check_replicas_every: compare the replicas every so many steps too, and not only before each checkpoint, where the strategy
+        keeps them equal; a run whose replicas have drifted apart ends with an error that names the worker.
     keep: "last", or "best:METRIC" (see Keep).
     nonfinite: "raise", or "skip" steps whose gradient is not finite (their rows count as unused).
     max_seconds: stop all workers at the same step after so long.
@@ -90,6 +93,7 @@ def train(
         strategy=asked.strategy,
         validate_every=every("validate_every", validate_every),
         checkpoint_every=every("checkpoint_every", checkpoint_every),
+        check_replicas_every=checks_of(check_replicas_every, asked.strategy),
         keep=keep_of(keep, asked.task),
         nonfinite=nonfinite,
         max_seconds=max_seconds,

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
 from torch.utils.data.distributed import DistributedSampler
 from typing_extensions import override
 
@@ -16,9 +26,12 @@ from manyhands import random_state
 from manyhands.data.datasets import Collate, RowLoader, RowSource, set_epoch
 from manyhands.data.own_random import mixed
 from manyhands.data.share import ticks
-from manyhands.data.source import BY_OPTION, Loading, Picks, Reading, Source, nonempty
+from manyhands.data.source import BY_OPTION, Loading, Picks, Reading, Source, nonempty, spread
 from manyhands.data.streams import LoadedStream
 from manyhands.errors import BadInput
+
+_BY_NUMBER = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+"""Samplers that name rows by numbers in range(len(dataset)); one of the user's own may name them as it likes."""
 
 
 def open_loader(loader: DataLoader[Any], collate: Collate | None = None, processes: int = 0) -> Source:
@@ -77,6 +90,11 @@ class Loader(RowSource):
                 "order was given beside a DataLoader, whose sampler decides: give the DataLoader a sampler, or its dataset as the data"
             )
         return self._count(reading.batch_size)
+
+    @override
+    def samples(self, count: int) -> Sequence[Any] | None:
+        by_number = type(self._sampler) is BatchSampler and type(self._sampler.sampler) in _BY_NUMBER
+        return spread(_length(self._loader.dataset), count) if by_number else None
 
     @override
     def ticks(self, reading: Reading) -> int:

@@ -137,6 +137,10 @@ class Planned(Source):
     def load(self, picks: Iterator[Pick], reading: Reading) -> Slices:
         """Load what is picked, in that order, no sooner than it is asked for unless loader processes do it."""
 
+    @abstractmethod
+    def samples(self, count: int) -> Sequence[Any] | None:
+        """About so many rows, as a Pick names them, the same ones on all workers; None where only a sampler of the user's can name rows."""
+
     def load_here(self, pick: Pick, reading: Reading) -> Slice:
         """Load one slice in this process, the same bits as `load`."""
         return next(self.load(iter([pick]), reading))
@@ -158,6 +162,10 @@ class Indexed(Planned):
     @abstractmethod
     def take(self, indices: Sequence[Any]) -> Any:
         """The batch of these rows: an int64 array, or a range for neighbours, never empty."""
+
+    @override
+    def samples(self, count: int) -> Sequence[Any]:
+        return np.array(spread(self.rows, count))  # type: ignore[return-value]
 
     @override
     def epoch_rows(self, reading: Reading) -> int:
@@ -183,6 +191,11 @@ class Indexed(Planned):
         if not reading.shuffle:
             return range(self.rows)
         return shared(epoch_order, self.rows, reading.seed, reading.epoch)  # type: ignore[return-value]
+
+
+def spread(rows: int, count: int) -> list[int]:
+    """Up to so many of the row numbers below `rows`, the first and the last among them."""
+    return sorted({i * (rows - 1) // max(1, count - 1) for i in range(count)})
 
 
 def checked_order(order: Order, epoch: int, rows: int) -> Indices:

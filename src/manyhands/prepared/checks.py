@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from manyhands import fingerprint
 from manyhands.comm.group import Group
 from manyhands.errors import BadInput, Unsupported
 from manyhands.replica import Replica
@@ -75,6 +76,12 @@ def check_step(optimizer: torch.optim.Optimizer, own: set[int]) -> None:
                     f"a parameter of shape {list(p.shape)} has a gradient but was frozen, or not there, when its model was prepared, so that "
                     "the workers' copies would drift apart: unfreeze and add parameters before mh.prepare, or prepare the model again"
                 )
+
+
+def facts_of(replica: Replica, strategy: Strategy) -> fingerprint.Facts:
+    """The code and the libraries of this worker's program; its rates too where every step is to be the same on all workers."""
+    facts = fingerprint.of_code(replica.model, replica.optimizer)
+    return facts | (fingerprint.of_optimizer(replica.optimizer) if strategy.needs.mean_gradient else {})
 
 
 def check_alike(replica: Replica, strategy: Strategy, group: Group) -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from manyhands import evaluation
+from manyhands import evaluation, fingerprint
 from manyhands.engines.coordinator import USER
 from manyhands.errors import Unsupported
-from manyhands.prepared.checks import check_alike, check_arguments, check_step
+from manyhands.prepared.checks import check_alike, check_arguments, check_step, facts_of
 from manyhands.prepared.first_steps import FirstSteps
 from manyhands.prepared.session import Session
 from manyhands.prepared.silence import Silence
@@ -57,6 +58,7 @@ class Pair:
         self._hooks: list[Any] = []
         with self._exchanging():
             check_alike(self.replica, strategy, self.worker.group)
+            fingerprint.compare(self.worker, partial(facts_of, self.replica, strategy))
             self.state = strategy.start(self.replica, self.worker)
         self._take_over(optimizer)
 

@@ -105,6 +105,13 @@ class Strategy(ABC):
     def finish(self, replica: Replica, worker: Worker, state: Any) -> None:  # noqa: B027
         """An epoch's rows are out: complete the open round. Idempotent; an empty window changes nothing."""
 
+    def agreed(self, replica: Replica, state: Any) -> Tensor | None:
+        """[D'] what all replicas hold alike between this tick and the next; None: nothing is promised now.
+
+        A run compares it at checkpoints, and raises where replicas have drifted apart. All ranks answer None, or none does.
+        """
+        return replica.parameters if self.needs.mean_gradient else None
+
     def consensus(self, replica: Replica, worker: Worker, state: Any) -> Tensor:
         """The one answer [D'], the same on every rank: what is validated, kept as best and returned."""
         return replica.parameters

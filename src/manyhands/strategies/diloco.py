@@ -173,6 +173,10 @@ class DiLoCo(Strategy):
             decoupled.close(self, replica, worker, state)
 
     @override
+    def agreed(self, replica: Replica, state: Any) -> Tensor | None:
+        return state.center if self.via == "group" else None
+
+    @override
     def consensus(self, replica: Replica, worker: Worker, state: Any) -> Tensor:
         return state.center if self.via == "group" else compressing.center(self, replica, worker)
 

@@ -100,6 +100,10 @@ class LocalSGD(Strategy):
             self._average(replica, worker, state)
 
     @override
+    def agreed(self, replica: Replica, state: LocalSGDState) -> Tensor | None:
+        return None if state.ticks else replica.parameters
+
+    @override
     def consensus(self, replica: Replica, worker: Worker, state: LocalSGDState) -> Tensor:
         if not state.ticks:
             return replica.parameters

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
+from torch import Tensor
 from typing_extensions import override
 
 from manyhands.comm.group import Total
@@ -106,3 +107,7 @@ class Quorum(Strategy):
         replica.apply()
         # A step of weight 0 has waited for all: only then nobody, late ones included, has rows.
         return replica.anybody_has_rows or (self.backups > 0 and pushed.weight > 0)
+
+    @override
+    def agreed(self, replica: Replica, state: QuorumState) -> Tensor | None:
+        return None if self.backups else replica.parameters

@@ -106,6 +106,32 @@ def check_consensus(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
             expect_same_on_all(list(vectors), strategy, f"the consensus after tick {min(i // 2, len(ROWS) - 1)}")
 
 
+def check_agreed(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
+    """After each tick what `agreed` gives is the same on all ranks, or None on all of them; asking for it moves nothing."""
+
+    def program(seat: Seat) -> list[Tensor | None]:
+        answers = []
+        for tick in range(len(ROWS)):
+            seat.train(1)
+            seat.meet()
+            before = seat.holds()
+            agreed = seat.strategy.agreed(seat.replica, seat.state)
+            answers.append(None if agreed is None else agreed.clone())
+            expect_unchanged(before, seat.holds(), f"asked for what is agreed after tick {tick}")
+            seat.meet()
+        seat.finish()
+        return answers
+
+    for size in _in_step(strategy, sizes):
+        for tick, answers in enumerate(zip(*seated(strategy, size, program), strict=True)):
+            vectors = [answer for answer in answers if answer is not None]
+            expect(
+                len(vectors) in (0, size),
+                f"{strategy} on {size} workers: after tick {tick} some ranks promise equal replicas and some do not",
+            )
+            expect_same_on_all(vectors, strategy, f"what is agreed after tick {tick}")
+
+
 def check_finish(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
     """After windows of 0, 1, 2, … ticks: a second `finish` changes nothing, nor does the first where there was no tick."""
 
