@@ -16,6 +16,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
+from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -41,7 +42,6 @@ ROUNDING = 1e-4
 
 _ALWAYS = ("torch", "numpy")
 _PATH = re.compile(r"[~/\\]|[A-Za-z]:[/\\]")
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def compare(worker: Worker, facts: Callable[[], Facts]) -> None:
@@ -180,12 +180,17 @@ def _roots(namespaces: Iterable[dict[str, Any]]) -> Iterator[str]:
 
 
 def of_settings(**settings: Any) -> Facts:
-    """Numbers, texts and objects by their repr, without the addresses that some have."""
+    """Numbers and texts; of a dataclass its class and such fields, of anything else its class: a repr may hold addresses, or a set's order."""
     return {name.replace("_", " "): _setting(value) for name, value in settings.items()}
 
 
 def _setting(value: Any) -> Any:
-    return value if value is None or isinstance(value, int | float | str) else _ADDRESS.sub("", repr(value))
+    plain = _plain(value)
+    if plain is not _UNKNOWN:
+        return plain
+    named = {field.name: _plain(getattr(value, field.name)) for field in fields(value)} if is_dataclass(value) else {}
+    options = ",".join(f"{name}={option}" for name, option in named.items() if option is not _UNKNOWN)
+    return type(value).__name__ + (f"({options})" if options else "")
 
 
 def of_model(model: nn.Module) -> Facts:
@@ -314,9 +319,11 @@ def compare_replicas(worker: Worker, parameters: Tensor, facts: Facts, step: int
 
 
 def _bits(parameters: Tensor) -> int:
-    """The sum of all values read as whole numbers: other bits, another sum."""
-    integers = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[parameters.element_size()]
-    return int(parameters.detach().view(integers).sum(dtype=torch.int64))
+    """The sum of all bits, eight bytes a number, modulo 2^64: other bits, another sum."""
+    whole = parameters.detach().contiguous().view(torch.uint8)
+    even = whole.numel() // 8 * 8
+    rest = whole[even:].sum(dtype=torch.int64) if even < whole.numel() else 0
+    return int(whole[:even].view(torch.int64).sum() + rest)
 
 
 def _digest(value: Any) -> str:
