@@ -17,7 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 HERE, NOWHERE, SLOW, TWO_HOSTS = "", "not run", "run with --slow", "run on two hosts"
 FRAMEWORKS = "run with "
 _MARK = re.compile(r"<!-- (not run|run with [^:]+|run on two hosts)(?:: (.+))? -->")

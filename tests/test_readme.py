@@ -176,10 +176,11 @@ def test_every_page_is_in_the_index() -> None:
     assert [page.name for page in PAGES if f"{page.name})" not in index and page.name != "index.md"] == []
 
 
-def test_the_tests_that_guarantees_name_exist() -> None:
-    named = re.findall(r"`(\w+)::(\w+)`", (ROOT / "docs" / "guarantees.md").read_text())
+@pytest.mark.parametrize(("page", "least"), [("docs/guarantees.md", 30), ("SECURITY.md", 15)])
+def test_the_tests_that_pages_name_exist(page: str, least: int) -> None:
+    named = re.findall(r"`(\w+)::(\w+)`", (ROOT / page).read_text())
     named.remove(("file", "test"))
-    assert len(named) > 30
+    assert len(named) > least
     there = {
         (path.stem.removeprefix("test_"), name)
         for path in (ROOT / "tests").rglob("test_*.py")
