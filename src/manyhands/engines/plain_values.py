@@ -41,16 +41,23 @@ def _encoded(value: Any, path: str, tensors: list[Tensor]) -> Any:
 
 def decode(encoded: Any, tensors: list[Tensor]) -> Any:
     """What `encode` was given. ManyhandsError if it cannot have been `encode` who wrote this."""
+    try:
+        return _decoded(encoded, tensors)
+    except RecursionError as error:
+        raise ManyhandsError(f"a value that came from another host is nested too deeply: {error}") from error
+
+
+def _decoded(encoded: Any, tensors: list[Tensor]) -> Any:
     if isinstance(encoded, list):
-        return [decode(item, tensors) for item in encoded]
+        return [_decoded(item, tensors) for item in encoded]
     if not isinstance(encoded, dict):
         return encoded
     if len(encoded) == 1:
         ((kind, held),) = encoded.items()
         if kind == _TUPLE and isinstance(held, list):
-            return tuple(decode(item, tensors) for item in held)
+            return tuple(_decoded(item, tensors) for item in held)
         if kind == _DICT and isinstance(held, dict):
-            return {key: decode(item, tensors) for key, item in held.items()}
+            return {key: _decoded(item, tensors) for key, item in held.items()}
         if kind == _TENSOR and isinstance(held, int) and 0 <= held < len(tensors):
             return tensors[held]
     raise ManyhandsError(f"a value that came from another host cannot be read: {str(encoded)[:80]}")

@@ -8,6 +8,7 @@ import re
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,13 +85,28 @@ def from_bytes(data: bytes, what: str, named: Any = None) -> KerasModule:
         path.write_bytes(data)
         try:
             return KerasModule(keras.saving.load_model(path, custom_objects=own, safe_mode=True))
-        except (TypeError, ValueError) as error:
+        except DAMAGE as error:
             raise BadInput(
                 f"{what} holds a Keras model that cannot be made here: {error}. Import the module that registers its own layers and losses "
                 "(keras.saving.register_keras_serializable) before loading"
             ) from error
 
 
+DAMAGE = (
+    *(
+        ArithmeticError,
+        AttributeError,
+        EOFError,
+        LookupError,
+        MemoryError,
+        OSError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ),
+    *(zipfile.BadZipFile, zlib.error),
+)
+"""What reading a damaged file raises, and making a module of the numbers in it. (A RecursionError is a RuntimeError.)"""
 _SAFE = (3, 13, 2)  # the bound of the extra `keras`
 _OWN = re.compile(
     r"keras\.(src\.)?(activations|backend\.torch\.optimizers|constraints|dtype_policies|initializers|layers|losses|metrics|models|ops|optimizers|"
@@ -108,7 +124,9 @@ def _config(data: bytes, what: str) -> Any:
             if (size := archive.getinfo("config.json").file_size) > _MOST_CONFIG_BYTES:
                 raise BadInput(f"{what} describes its Keras model in {size} bytes, of at most {_MOST_CONFIG_BYTES}")
             return json.loads(archive.read("config.json"))
-    except (zipfile.BadZipFile, KeyError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except BadInput:
+        raise
+    except DAMAGE as error:
         raise BadInput(f"{what} holds no Keras archive ({error!r}): save the model again") from error
 
 

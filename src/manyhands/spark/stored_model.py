@@ -18,12 +18,13 @@ from typing import Any, TypeVar
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from manyhands.errors import BadInput
 from manyhands.evaluation import AveragedOutputs
-from manyhands.remote_path import path_of
-from manyhands.spark.of_keras import from_bytes, keras_module, to_bytes
+from manyhands.remote_path import AnyPath, path_of
+from manyhands.spark.of_keras import DAMAGE, from_bytes, keras_module, to_bytes
 from manyhands.words import printable
 
 FORMAT = 1
@@ -114,21 +115,37 @@ def load(path: str, make: Any = None) -> tuple[Make | None, nn.Module]:
     registered. Of a Keras model, its class. BadInput for anything else, before it is called.
     """
     folder = path_of(path)
-    recipe = json.loads((folder / _RECIPE).read_bytes())
+    recipe = _read(folder / _RECIPE, json.loads)
     if not isinstance(recipe, dict) or recipe.get("format") != FORMAT:
         raise BadInput(f"{path} has format {_part(recipe, 'format')!r}, this version reads {FORMAT}")
     if "keras" in recipe:
-        return None, from_bytes((folder / _KERAS).read_bytes(), path, make)
+        return None, _read(folder / _KERAS, lambda data: from_bytes(data, path, make))
     if wrong := [name for name, kind in _RECIPE_FIELDS.items() if not isinstance(recipe.get(name), kind)]:
         raise BadInput(f"{path} holds no recipe of a model: {', '.join(wrong)} is missing, or of another type")
-    tensors = safetensors.torch.load((folder / _TENSORS).read_bytes())
+    tensors = _read(folder / _TENSORS, safetensors.torch.load)
     made_by = _maker(recipe, path, make)
     members = recipe["members"]
     if not 0 <= members <= len(tensors):
         raise BadInput(f"{path} names {members} members, and holds {len(tensors)} tensors")
-    model = AveragedOutputs([made_by() for _ in range(members)]) if members else made_by()
+    try:
+        model = AveragedOutputs([made_by() for _ in range(members)]) if members else made_by()
+    except DAMAGE as error:
+        arguments = f"{recipe['args']}, {recipe['keywords']}"
+        raise BadInput(
+            f"{printable(recipe['name'])} makes no model of the arguments that {path} holds ({printable(arguments)}): {error}"
+        ) from error
     _fill(model, tensors, path)
     return made_by, model
+
+
+def _read(file: AnyPath, read: Callable[[bytes], T]) -> T:
+    """What a file holds. BadInput where it cannot be read so."""
+    try:
+        return read(file.read_bytes())
+    except BadInput:
+        raise
+    except (*DAMAGE, SafetensorError) as error:
+        raise BadInput(f"{file} is missing or damaged ({error!r:.200}): save the model again") from error
 
 
 def _part(recipe: Any, name: str) -> Any:
@@ -189,6 +206,11 @@ def _fill(model: nn.Module, tensors: dict[str, torch.Tensor], path: str) -> None
     if own.keys() != tensors.keys():
         raise BadInput(
             f"{path} has the tensors of another model: {sorted(own.keys() ^ tensors.keys())[:3]} are in one of them only"
+        )
+    if other := [name for name, tensor in own.items() if tensor.shape != tensors[name].shape]:
+        name = other[0]
+        raise BadInput(
+            f"{path} holds {name} of shape {list(tensors[name].shape)}, and the model's is {list(own[name].shape)}: was it changed since?"
         )
     with torch.no_grad():
         for name, tensor in own.items():

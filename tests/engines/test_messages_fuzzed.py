@@ -1,0 +1,151 @@
+"""What a host that joined, or wants to, may say to a driver: a message that makes no sense ends that host's part, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+import torch
+
+from fuzzing import Damage, bounded, json_bytes, survive
+from manyhands.engines import roster
+from manyhands.engines.gathering import Door, Guests
+from manyhands.engines.plain_values import decode, encode
+from manyhands.engines.post import Letter, Post
+from manyhands.engines.remote_crew import RemoteCrew
+from manyhands.engines.roster import Offer, Roster
+from manyhands.errors import ManyhandsError, WorkerFailed
+from manyhands.events import Event
+from manyhands.transport.channel import Channel
+from manyhands.transport.frame import Frame, FrameError, pack
+
+VALUE = {"loss": 0.5, "rows": [1, 2, (3, None)], "parameters": {"w": torch.arange(4.0), "steps": torch.tensor(3)}}
+TENSORS = [torch.arange(4.0), torch.tensor(3)]
+EVENT = {
+    "type": "event",
+    "event": vars(Event(type="step", rank=2, tick=3, step=3, values={"loss": 0.5, "lease": [1, 0, 2]})),
+}
+BODIES: list[dict[str, Any]] = [
+    {"type": "beat", "phase": "compute", "step": 3},
+    {"type": "value", "value": encode(VALUE, "it")[0]},
+    {"type": "error", "rank": 2, "phase": "compute", "step": 1, "message": "no", "detail": "", "error": "ValueError"},
+    EVENT,
+]
+LETTERS = [
+    *({"type": "seat", "seat": 2, "body": body} for body in BODIES),
+    {"type": "preempted"},
+    {"type": "idle"},
+    {"type": "stacks", "stacks": {"2": "here", "3": ""}, "where": {"2": ["compute", 3]}},
+    {"type": "failed", "message": "its fork server died"},
+]
+
+
+def test_letters(inputs: int) -> None:
+    """Frames of a letter with tensors, damaged: what comes is letters, then the reason of the end."""
+    damage = Damage(1)
+    body = {**LETTERS[1], "tensors": [["float32", [4]], ["int64", []]]}
+
+    def stream() -> bytes:
+        text = json_bytes(damage.of_json(body) if damage.random() < 0.5 else body)
+        parts = [pack(Frame(kind=1, blob=text)), text]
+        for tensor in TENSORS:
+            data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+            parts += [pack(Frame(kind=3, elements=len(data))), data]
+        whole = b"".join(parts)
+        return damage.of_bytes(whole) if damage.random() < 0.6 else whole
+
+    def take(data: bytes) -> None:
+        here, there = socket.socketpair()
+        post = Post(Channel(here, peer="the other", timeout_s=5.0))
+        try:
+            with there:
+                there.sendall(data)
+            came: list[Letter] = []
+            while not post.lost:
+                came += post.wait(5.0)
+            assert all(isinstance(one, Letter) and isinstance(one.body["type"], str) for one in came)
+        finally:
+            post.close()
+
+    with bounded(512):
+        taken, _ = survive(take, (stream() for _ in range(inputs // 20)), ())
+    assert taken
+
+
+def test_values(inputs: int) -> None:
+    damage = Damage(2)
+    encoded, tensors = encode(VALUE, "it")
+    deep: Any = 1
+    for _ in range(400):
+        deep = {"tuple": [deep]}
+    drawn = (deep if i == 0 else damage.of_json(encoded) for i in range(inputs))
+    taken, refused = survive(lambda value: decode(value, tensors), drawn, ManyhandsError)
+    assert taken
+    assert refused
+
+
+class Silent:
+    """A post whose letters the test gives."""
+
+    lost = ""
+    local_address = ""
+
+    def __init__(self) -> None:
+        self.letters: list[Letter] = []
+
+    def receive(self) -> list[Letter]:
+        letters, self.letters = self.letters, []
+        return letters
+
+    def wait(self, timeout_s: float) -> list[Letter]:
+        return self.receive()
+
+    def send(self, body: dict[str, Any], tensors: list[Any]) -> None: ...
+
+    def silent_s(self) -> float:
+        return 0.0
+
+
+def test_what_a_joined_host_says(inputs: int) -> None:
+    """Only its own seats speak, and the driver reads what they say as text and numbers, or names the host."""
+    damage = Damage(3)
+
+    def take(body: dict[str, Any]) -> None:
+        post = Silent()
+        crew = RemoteCrew(post, "beta")  # type: ignore[arg-type]
+        crew.take_seats([2, 3], "beta", {})
+        post.letters = [Letter(body, list(TENSORS))]
+        for seat, said in crew.receive():
+            assert seat in (2, 3)
+            assert isinstance(said["type"], str)
+        assert set(crew.where()) <= {2, 3}
+
+    def letter() -> dict[str, Any]:
+        while True:
+            body = damage.of_json(damage.choice(LETTERS))
+            if isinstance(body, dict) and isinstance(body.get("type"), str):  # the post lets no other pass
+                return body
+
+    taken, refused = survive(take, (letter() for _ in range(inputs)), (ManyhandsError, WorkerFailed))
+    assert taken
+    assert refused
+
+
+def test_who_may_join(inputs: int) -> None:
+    """A hello that is not one of a host of this version is refused with a reason, and seats stay free for the next."""
+    damage, hello = Damage(4), roster.hello(1)
+    hello = json.loads(json.dumps(hello))
+    door = Door(None, Roster(3, [Offer("alpha", 1)]), Guests(), lambda text: None)  # type: ignore[arg-type]
+
+    def take(said: Any) -> None:
+        if isinstance(said, dict):  # from_json lets no other pass
+            named = door._name(said)
+            assert isinstance(named, str)
+            assert isinstance(said["host"], str)
+            assert 1 <= said["workers"] <= 2
+
+    taken, refused = survive(take, (damage.of_json(hello) for _ in range(inputs // 4)), FrameError)
+    assert taken
+    assert refused
+    assert door.roster.missing == 2
