@@ -9,7 +9,7 @@ from manyhands.comm.compressed import compressed_mean_
 from manyhands.comm.reducing import naive_mean
 from manyhands.comm.solo import SoloGroup
 from manyhands.comm.threads import Meeting, ThreadGroup
-from manyhands.errors import BadInput
+from manyhands.errors import BadInput, ManyhandsError
 from manyhands.testing.threads import together
 from residuals import MANY, check_feedback, feedback
 
@@ -187,3 +187,26 @@ def test_a_rank_without_weight_keeps_what_it_rounded():
     assert (got[0][0] - none / 3 - exact).abs().max() < 1e-15
     assert none.any()
     assert all(torch.equal(own, vector(rank).bfloat16().double()) for rank, (_, _, own) in enumerate(others, 1))
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        [1.0, "0", 1 << 50],
+        [1.0, "0", -1],
+        [1.0, "0", "7"],
+        [-1.0, "0", 8],
+        [float("inf"), "0", 8],
+        [1.0, 3, 8],
+        [],
+        None,
+    ],
+)
+def test_no_other_rank_decides_how_much_memory_is_taken(word, monkeypatch):
+    def forged(group, value):
+        return gather(group, value if group.rank == 0 else word)
+
+    gather = ThreadGroup.all_gather_json
+    monkeypatch.setattr(ThreadGroup, "all_gather_json", forged)
+    with pytest.raises(ManyhandsError, match="worker 1 announced"):
+        means("topk:0.2", [1.0, 1.0])

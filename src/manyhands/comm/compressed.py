@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import re
 from functools import partial, reduce
 from operator import or_
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +14,7 @@ from torch import Tensor
 from manyhands.comm.checks import check_mean
 from manyhands.comm.codecs.base import NO_HINTS, Codec, Hints, LinearCodec, computed, decoded, encoded
 from manyhands.comm.group import Group, Total
+from manyhands.errors import ManyhandsError, is_whole
 
 
 def compressed_mean_(
@@ -41,12 +45,25 @@ def compressed_mean_(
     return mean_(group, vector, float(weight), bits, hints, own)
 
 
+def _check(word: Any, rank: int, lengths: range) -> None:
+    """ManyhandsError, naming the worker, unless it announced a weight, bits and a length that its payload can have."""
+    weight, bits, length = word if isinstance(word, list) and len(word) == 3 else (None, None, None)
+    right = isinstance(weight, int | float) and 0 <= weight < math.inf and is_whole(length, 0) and length in lengths
+    if not right or not isinstance(bits, str) or not re.fullmatch("[0-9a-f]+", bits):
+        raise ManyhandsError(
+            f"worker {rank} announced {word!r:.100}; expected a weight, bits and the length of a payload, of {lengths[0]} to "
+            f"{lengths[-1]} bytes: do all workers run the same version of manyhands, with the same codec?"
+        )
+
+
 def _gathered(
     codec: Codec, group: Group, vector: Tensor, weight: float, bits: int, hints: Hints, own: Tensor | None
 ) -> Total:
     payload = codec.encode(vector if weight else torch.zeros_like(vector), hints)
     encoded(group, codec, len(vector), len(payload))
     words = group.all_gather_json([weight, f"{bits:x}", len(payload)])
+    for rank, word in enumerate(words):
+        _check(word, rank, codec.lengths(len(vector), vector.dtype))
     total = Total(sum(word[0] for word in words), reduce(or_, (int(word[1], 16) for word in words)))
     if own is not None:
         own.copy_(codec.decode(payload, len(vector), vector.dtype)) if weight else own.zero_()
