@@ -339,3 +339,44 @@ def test_under_torchrun_a_worker_that_never_comes_ends_all_at_once(script: Calla
     assert done.returncode != 0
     assert "KeyError: 'only here'" in done.stderr
     assert "SIGKILL" not in done.stderr
+
+
+def wide() -> nn.Module:
+    return nn.Linear(1000, 1000)
+
+
+def by_train() -> None:
+    mh.train(
+        model=wide,
+        loss=lambda model, batch: model(batch[0]).square().mean(),
+        optimizer=lambda model: torch.optim.AdamW(model.parameters()),
+        train_data=(torch.ones(4, 1000),),
+        batch_size=4,
+        epochs=1,
+    )
+
+
+def by_prepare() -> None:
+    model: Any = wide()
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    model, optimizer, loader = mh.prepare(model, optimizer, [torch.ones(4, 1000)])
+    for x in loader:
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+def shared_memory_after(train: Callable[[], None]) -> list[int]:
+    """KB of it that this process maps, after each of some trainings."""
+    found = []
+    for _ in range(4):
+        train()
+        lines = Path("/proc/self/status").read_text().splitlines()
+        found.append(int(next(line for line in lines if line.startswith("RssShmem:")).split()[1]))
+    return found
+
+
+@pytest.mark.parametrize("train", [by_train, by_prepare])
+def test_shared_memory_is_given_back_between_trainings(local: Local, train: Callable[[], None]) -> None:
+    """Each takes 4 MB for each of parameters, gradients and AdamW's moments."""
+    for _, second, _, last in launch(shared_memory_after, train, workers=2, engine=local, threads_per_worker=1):
+        assert last - second < 4000

@@ -106,3 +106,72 @@ def test_many_workers_still_fit_into_the_addresses():
 def _mappings():
     with open("/proc/self/maps") as file:
         return sum("memfd:manyhands" in line for line in file)
+
+
+# -- giving back -----------------------------------------------------------------------------------------------------
+
+
+def test_what_nobody_holds_goes_back_to_the_system(memory):
+    """Pages and all; a view, or a parameter that is one, keeps it."""
+    arena = Arena(0, memory)
+    kept, tensor = arena.allocate(10, torch.float32), arena.allocate(1 << 18, torch.float32).fill_(1)
+    before = os.fstat(memory[0]).st_blocks
+    parameter = torch.nn.Parameter(tensor[100:200])
+    del tensor
+    assert os.fstat(memory[0]).st_blocks == before
+    assert parameter.sum() == 100
+    del parameter
+    assert os.fstat(memory[0]).st_blocks <= before - (1 << 20) // 512
+    kept.fill_(2)
+    arena.close()
+    assert kept.sum() == 20
+
+
+def test_it_is_lent_again_and_holds_zeros(memory):
+    arena = Arena(0, memory)
+    for _ in range(100):
+        parts = [arena.allocate(n, torch.float64) for n in (5000, 1, 3000)]
+        assert not any(part.any() for part in parts)
+        for part in parts:
+            part.fill_(3)
+        places = [arena.locate(part) for part in parts]
+        assert sorted(places) == [0, 10 * 4096, 11 * 4096]
+        del parts[1], part, parts
+    assert arena.locate(arena.allocate(8001, torch.float64)) == 0  # what lies side by side is one again
+    arena.close()
+
+
+def test_what_is_reserved_stays(memory):
+    arena = Arena(0, memory)
+    first, lent, second = arena.reserve(1), arena.allocate(1, torch.uint8), arena.reserve(1)
+    del lent
+    assert [first, arena.reserve(1), second, arena.reserve(1)] == [0, 4096, 8192, 12288]
+    arena.close()
+
+
+def test_a_forked_process_that_lets_go_takes_nothing_away(memory):
+    """A loader's process has copies of all references."""
+    arena = Arena(0, memory)
+    tensors = [arena.allocate(1000, torch.float32).fill_(5)]
+    child = os.fork()
+    if not child:
+        tensors.clear()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert tensors[0].sum() == 5000
+    arena.close()
+
+
+def test_ranks_that_let_go_at_different_times(memory):
+    """Each rank's memory is its own: where the others' tensors lie says their header."""
+    first, second = Arena(0, memory), Arena(1, memory)
+    early = first.allocate(1000, torch.float32)
+    late = second.allocate(1000, torch.float32)
+    del early
+    assert (first.locate(first.allocate(1000, torch.float32)), second.locate(second.allocate(1000, torch.float32))) == (
+        0,
+        4096,
+    )
+    del late
+    first.close()
+    second.close()

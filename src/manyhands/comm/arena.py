@@ -1,7 +1,7 @@
 """Memory that the workers of one host share: one sparse memfd per rank, mapped by all of them.
 
 Nothing has a name, so nothing can be left behind and a small /dev/shm does not matter. A page costs memory once it is
-written; the kernel takes everything back when the last mapping is gone.
+written; the kernel takes everything back when the last mapping is gone, and what `allocate` gave as soon as nobody holds it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import errno
 import mmap
 import os
 import resource
+import weakref
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -85,14 +87,24 @@ class Arena:
         self.rank = rank
         self.length = min(os.fstat(fd).st_size for fd in fds)
         self.maps = [_mapped(fd, self.length) for fd in fds]
-        self._next = 0
+        self._next = 0  # the end of all that was ever given out
+        self._free: list[tuple[int, int]] = []  # [start, end) below it, in order, apart from each other
+        self._released: deque[tuple[int, int]] = deque()  # not yet among the free: whoever lets go may be any thread
         first = self.view(rank, 0, 1, torch.uint8)
         self._base = first.data_ptr()
 
     def reserve(self, nbytes: int) -> int:
-        """The offset of `nbytes` more bytes, zero and page-aligned. The same on all ranks that ask in the same order."""
-        offset = self._next
-        end = -(-(offset + nbytes) // _ALIGN) * _ALIGN
+        """The offset of `nbytes` more bytes, zero and page-aligned, for as long as the arena lasts.
+
+        The same on all ranks that ask in the same order, as long as nothing that was allocated was let go of.
+        """
+        length = -(-nbytes // _ALIGN) * _ALIGN
+        self._take_back()
+        for i, (start, end) in enumerate(self._free):
+            if length and end - start >= length:
+                self._free[i : i + 1] = [(start + length, end)] if end - start > length else []
+                return start
+        offset, end = self._next, self._next + length
         if end > self.length:
             raise BadInput(
                 f"{nbytes} bytes of shared memory were asked for; {self.length - offset} of {self.length} are free: "
@@ -100,6 +112,32 @@ class Arena:
             )
         self._next = end
         return offset
+
+    def allocate(self, n: int, dtype: torch.dtype) -> Tensor:
+        """Zeros [n] in this rank's own memory, which goes back to the system when the last tensor that lies in it is gone."""
+        if n == 0:
+            return torch.empty(0, dtype=dtype)
+        nbytes = n * dtype.itemsize
+        start = self.reserve(nbytes)
+        end = start + -(-nbytes // _ALIGN) * _ALIGN
+        mapped = self.maps[self.rank]
+        lent = memoryview(mapped)[start : start + nbytes]  # every tensor in this memory holds it
+        finalizer = weakref.finalize(lent, _give_back, mapped, start, end, self._released, os.getpid())
+        finalizer.atexit = False
+        return torch.frombuffer(lent, dtype=dtype, count=n)
+
+    def _take_back(self) -> None:
+        """Put what was let go of among the free."""
+        while self._released:
+            self._free.append(self._released.popleft())
+            self._free.sort()
+            merged = [self._free[0]]
+            for start, end in self._free[1:]:
+                if start == merged[-1][1]:
+                    merged[-1] = (merged[-1][0], end)
+                else:
+                    merged.append((start, end))
+            self._free = merged
 
     def view(self, rank: int, offset: int, n: int, dtype: torch.dtype) -> Tensor:
         """[n] elements of `rank`'s memory from `offset` on."""
@@ -119,6 +157,13 @@ class Arena:
         take the memory away under it.
         """
         self.maps = []
+
+
+def _give_back(mapped: mmap.mmap, start: int, end: int, released: deque[tuple[int, int]], owner: int) -> None:
+    """Nobody of this process holds these bytes: their pages go to the system, and read as zeros when they are lent again."""
+    if os.getpid() == owner:  # a loader's process, forked from the worker, has let go of its own references only
+        mapped.madvise(mmap.MADV_REMOVE, start, end - start)
+        released.append((start, end))
 
 
 def _mapped(fd: int, length: int) -> mmap.mmap:

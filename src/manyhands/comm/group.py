@@ -56,7 +56,10 @@ class Group(ABC):
 
     @abstractmethod
     def allocate(self, n: int, dtype: torch.dtype) -> Tensor:
-        """Zeros [n] in memory the group works on without copies. Same order and arguments on all ranks."""
+        """Zeros [n] in memory the group works on without copies. Same order and arguments on all ranks.
+
+        It is given back once no tensor lies in it any more.
+        """
 
     @abstractmethod
     def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Handle:

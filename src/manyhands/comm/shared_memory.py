@@ -88,13 +88,14 @@ class SharedMemoryGroup(Group):
         self._waiting = Waiting(self._board, self._lifelines, names, timeout_s, busy)
         self._mailbox = Mailbox(self._arena, self._board, self._waiting)
         self._rounds = Rounds(self, self._arena, self._board, self._waiting)
+        self._shared: list[Tensor] = []  # others hold this memory, too, and nobody tells when they let go
 
     # -- the contract ------------------------------------------------------------------------------------------------
 
     @override
     def allocate(self, n: int, dtype: torch.dtype) -> Tensor:
         self._waiting.check()
-        return self._arena.view(self.rank, self._arena.reserve(n * dtype.itemsize), n, dtype)
+        return self._arena.allocate(n, dtype)
 
     @override
     def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Handle:
@@ -205,6 +206,11 @@ class SharedMemoryGroup(Group):
         self._waiting.check()
         check_rank(owner, self.size, "owner")
         offset = self._arena.locate(tensor) if tensor.device.type == "cpu" else -1
+        if self.rank == owner:
+            self._shared.append(tensor)
+        offset = self.all_gather_json(offset)[
+            owner
+        ]  # ranks let go of memory at different times, and so may lie differently
         if offset < 0:
             raise Unsupported(
                 f"only memory that allocate() gave can be shared, and a tensor on {tensor.device} is none: train on the CPU"
@@ -216,6 +222,7 @@ class SharedMemoryGroup(Group):
         """As the contract says. Tensors that were allocated here stay valid for as long as they are referenced."""
         self._waiting.fail(ManyhandsError("this group was closed; make a new one"))
         self._rounds.close()
+        self._shared.clear()
         self._board.close()
         self._arena.close()
         self._lifelines.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -89,12 +90,14 @@ class Inside(Engine):
         outer, here = self.worker.coordinator, InProcess(plan.observer, poll_s=0)
         worker = replace(self.worker, coordinator=Gathering(self.worker.rank, here, outer))
         values: list[Any] = [None] * worker.size
-        with _ledger_of_its_own(worker.group):
-            try:
+        try:
+            with _ledger_of_its_own(worker.group):
                 values[worker.rank] = program(worker)
-            except BadInput:
-                outer.progress(USER, here.step)  # a script may catch it and go on
-                raise
+        except BadInput:
+            outer.progress(USER, here.step)  # a script may catch it and go on
+            raise
+        finally:
+            gc.collect()  # a replica refers to itself, and the group's memory that it lay in is the next one's
         outer.progress(USER, here.step)
         return cast(list[T], values)
 

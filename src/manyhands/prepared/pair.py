@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -39,6 +40,8 @@ class Pair:
         self.session, self.worker, self.strategy = session, session.worker, strategy
         self.together = self.worker.size > 1
         self._stepper = Stepper.of(optimizer)
+        if self.together and session.prepared_before:
+            gc.collect()  # an earlier pair that the user dropped refers to itself, and its shared memory is this one's
         self.replica = Replica(
             model,
             optimizer,

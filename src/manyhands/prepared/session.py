@@ -55,6 +55,11 @@ class Session:
         self._prepared += 1
         return self._prepared
 
+    @property
+    def prepared_before(self) -> bool:
+        """Whether a pair was prepared already, be it gone or not."""
+        return self._prepared > 0
+
     def remove(self, pair: Pair) -> None:
         """Forget a pair that was prepared anew."""
         self.pairs.discard(pair)
