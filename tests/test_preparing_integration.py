@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import manyhands as mh
 import plain
@@ -136,6 +137,87 @@ def test_one_order_for_all_and_dropout_for_each(local: Local) -> None:
         assert sorted(row % 100 for batch in epoch for row in batch) == list(range(12))
     assert all(len({row // 100 for row in batch}) == 1 for batch in both)
     assert noise != other_noise
+
+
+class Drawn(IterableDataset[Tensor]):
+    """Draws its rows from torch's generator."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.randn(1, dtype=torch.float64) for _ in range(24))
+
+
+class Scaled(DataLoader[Tensor]):
+    """Draws from NumPy's, batch for batch."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (batch * np.random.rand() for batch in super().__iter__())
+
+
+def train_on_drawn(kind: str) -> tuple[float, float]:
+    """Two passes and half of a third: the weight, and the next random number."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    model: Any = nn.Linear(1, 1, dtype=torch.float64)
+    loader: Any = DataLoader(Drawn(), batch_size=4)
+    if kind == "loader":
+        rows: Any = torch.arange(24.0, dtype=torch.float64)[:, None] / 24
+        loader = Scaled(rows, batch_size=4, shuffle=True)
+    model, optimizer, loader = mh.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    for epoch in range(3):
+        for i, x in enumerate(loader):
+            optimizer.zero_grad()
+            (model(x) - 3 * x).square().mean().backward()
+            optimizer.step()
+            if epoch == i == 2:
+                break
+    return model.weight.item(), torch.rand(()).item()
+
+
+@pytest.mark.parametrize("kind", ["stream", "loader"])
+def test_a_loader_that_draws_its_batches_gives_one_processs(local: Local, kind: str) -> None:
+    """After the first backward too, and in the next pass."""
+    (expected, following), together = train_on_drawn(kind), launch(train_on_drawn, kind, workers=2, engine=local)
+    assert [abs(weight - expected) < 1e-12 for weight, _ in together] == [True, True]
+    assert together[0][1] == following
+
+
+class Entropy:
+    """Gives each worker other batches."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        generator = np.random.default_rng()
+        return (torch.as_tensor(generator.random((4, 1), dtype=np.float32)) for _ in range(3))
+
+
+def train_on_entropy() -> None:
+    model: Any = nn.Linear(1, 1)
+    loader: Any = Entropy()
+    model, _, loader = mh.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    for x in loader:
+        model(x).sum().backward()
+
+
+def test_a_loader_that_gives_each_worker_other_batches_is_named(local: Local) -> None:
+    with pytest.raises(mh.BadInput, match="different batches"):
+        launch(train_on_entropy, workers=2, engine=local)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "downpour"])
+def test_mh_train_names_it_too(local: Local, strategy: str) -> None:
+    task = mh.Task(
+        model=lambda: nn.Linear(1, 1),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=lambda model, x: model(x).square().mean(),
+        train_data=DataLoader(EntropyRows(), batch_size=4),
+        epochs=1,
+    )
+    with pytest.raises(mh.BadInput, match="different batches"):
+        mh.train(task, workers=2, strategy=strategy, engine=local)
+
+
+class EntropyRows(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return (row for batch in Entropy() for row in batch)
 
 
 @pytest.mark.parametrize("name", ["plain.py", "gan.py"])

@@ -1,64 +1,85 @@
 from __future__ import annotations
 
 import atexit
-import io
-import pickle
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from manyhands import quiet
+from manyhands.worker import Worker, current, set_current
 
 
 @pytest.fixture(autouse=True)
-def restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything that quietness changes is put back after the test, and what it opened is closed."""
+def restored(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Everything that quietness changes is put back after the test; what the ranks' files are left to, see rank_files."""
+    kept_apart: list[object] = []
     monkeypatch.setattr(quiet, "_quiet", False)
     monkeypatch.setattr(sys, "stdout", sys.stdout)
-    monkeypatch.setattr(torch, "save", torch.save)
-    monkeypatch.setattr(torch.serialization, "save", torch.save)
-    monkeypatch.setattr(atexit, "register", lambda close: opened.append(close))
-    opened: list[object] = []
+    monkeypatch.setattr(quiet, "keep_apart", lambda group, timeout_s: kept_apart.append((group, timeout_s)))
+    monkeypatch.setattr(atexit, "register", lambda close: None)
+    return kept_apart
 
 
-def test_the_first_rank_is_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
-    quiet.quiet_other_ranks(0, 4)
-    file = io.BytesIO()
-    torch.save(1, file)
+def test_the_first_rank_is_as_it_was(capsys: pytest.CaptureFixture[str], restored: list[object]) -> None:
+    worker = Worker(rank=0, size=4)
+    quiet.quiet_other_ranks(worker, 7.0)
     print("heard")
-    assert file.tell() > 0
     assert capsys.readouterr() == ("heard\n", "")
+    assert restored == [(worker.group, 7.0)]
 
 
-def test_others_print_and_save_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_one_worker_keeps_nothing_apart(restored: list[object]) -> None:
+    quiet.quiet_other_ranks(Worker(), 7.0)
+    assert not restored
+
+
+def test_others_print_nothing(capsys: pytest.CaptureFixture[str], restored: list[object]) -> None:
     for _ in range(2):
-        quiet.quiet_other_ranks(1, 4)
-    torch.save(1, tmp_path / "path")
-    torch.save(1, str(tmp_path / "text"))
-    with (tmp_path / "open").open("wb") as file:
-        torch.save(1, file)
-        assert file.tell() == 0
+        quiet.quiet_other_ranks(Worker(rank=1, size=4), 7.0)
     print("unheard")
     sys.stdout.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["open"]
-    said = "manyhands: workers 1 to 3 of 4 print nothing to standard output, and torch.save writes no files there\n"
-    assert capsys.readouterr() == ("", said)
-
-
-def test_others_still_save_to_memory_and_pickle_tensors() -> None:
-    """torch pickles a tensor's storage with torch.save."""
-    quiet.quiet_other_ranks(1, 2)
-    sys.stdout.close()
-    buffer = io.BytesIO()
-    torch.save(torch.arange(4), buffer)
-    buffer.seek(0)
-    assert torch.equal(torch.load(buffer), torch.arange(4))
-    assert torch.equal(pickle.loads(pickle.dumps(torch.arange(4.0))), torch.arange(4.0))
+    assert capsys.readouterr() == ("", "manyhands: workers 1 to 3 of 4 print nothing to standard output\n")
+    assert len(restored) == 2  # each group's collectives count
 
 
 def test_one_rank_says_so_for_all(capsys: pytest.CaptureFixture[str]) -> None:
-    quiet.quiet_other_ranks(2, 4)
+    quiet.quiet_other_ranks(Worker(rank=2, size=4), 7.0)
     sys.stdout.close()
     assert capsys.readouterr() == ("", "")
+
+
+def as_rank(rank: int, action: Callable[[], object]) -> None:
+    before = current()
+    set_current(Worker(rank=rank, size=3))
+    try:
+        action()
+    finally:
+        set_current(before)
+
+
+def test_ranks_that_take_turns_in_one_process(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def script() -> None:
+        worker = current()
+        assert worker is not None
+        text = str(worker.rank)
+        print("I am", text)
+        for name in ("all", f"own-{text}"):
+            (tmp_path / name).write_text(text)
+            first_was_here = name == "all" and worker.rank == 2
+            assert (tmp_path / name).read_text() == ("0" if first_was_here else text)
+
+    with quiet.only_first_speaks(3):
+        for rank in (1, 0, 2):
+            as_rank(rank, script)
+        (tmp_path / "nobody").touch()
+    print("heard")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "all": "0",
+        "nobody": "",
+        **{f"own-{rank}": str(rank) for rank in range(3)},
+    }
+    said = capsys.readouterr()
+    assert said.out == "I am 0\nheard\n"
+    assert said.err.count("writes its files to") == 2

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from manyhands.comm.group import Group
 from manyhands.errors import BadInput, ManyhandsError, is_whole
+from manyhands.rank_files.guard import as_given
 from manyhands.remote_path import AnyPath, RemotePath
 
 KEPT = 2
@@ -79,6 +80,7 @@ def load_tensors(path: AnyPath) -> dict[str, Tensor]:
     return safetensors.torch.load_file(path)
 
 
+@as_given()  # a part is no file of the script's
 def save(folder: AnyPath, tick: int, group: Group, tensors: dict[str, Tensor], values: dict[str, Any]) -> AnyPath:
     """Write this rank's part of a checkpoint; a collective. Returns where it lies, the same on all ranks.
 

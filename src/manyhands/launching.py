@@ -62,11 +62,11 @@ def launch(
     place = engine_of(engine)
     plan = _plan(place, workers, threads_per_worker, timeout_s)
     if not place.simulated:
-        return place.launch(_Call(function, args, strategy), plan)
+        return place.launch(_Call(function, args, strategy, timeout_s), plan)
     from manyhands.quiet import only_first_speaks
 
     with _choose(strategy), only_first_speaks(plan.workers):  # for all workers at once: they take turns in this process
-        return place.launch(_Call(function, args, None), plan)
+        return place.launch(_Call(function, args, None, timeout_s), plan)
 
 
 def run_script(
@@ -102,7 +102,7 @@ def run_script(
     try:
         with sigterm_to(observer.stop) if plan.workers > 1 else nullcontext():
             if roles is None:
-                place.launch(_Script(str(path), tuple(args), strategy), replace(plan, observer=observer))
+                place.launch(_Script(str(path), tuple(args), strategy, timeout_s), replace(plan, observer=observer))
             else:
                 run(
                     place,
@@ -144,6 +144,7 @@ class _Call:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     strategy: Strategy | str | None
+    timeout_s: float
 
     def __call__(self, worker: Worker) -> Any:
         from manyhands.quiet import quiet_other_ranks
@@ -152,7 +153,7 @@ class _Call:
         worker.coordinator.progress(USER, 0)
         if worker.shares_process:
             return self.function(*self.args)
-        quiet_other_ranks(worker.rank, worker.size)
+        quiet_other_ranks(worker, self.timeout_s)
         with _choose(self.strategy), warning_if_unprepared(worker):
             return self.function(*self.args)
 
@@ -164,13 +165,14 @@ class _Script:
     path: str
     args: tuple[str, ...]
     strategy: Strategy | str | None
+    timeout_s: float
 
     def __call__(self, worker: Worker) -> None:
         from manyhands.quiet import quiet_other_ranks
         from manyhands.unprepared import warning_if_unprepared
 
         worker.coordinator.progress(USER, 0)
-        quiet_other_ranks(worker.rank, worker.size)
+        quiet_other_ranks(worker, self.timeout_s)
         with _choose(self.strategy), warning_if_unprepared(worker):
             _as_main(self.path, self.args, own_process=worker.size > 1)
 

@@ -7,6 +7,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from manyhands.data.feed import Slice
+from manyhands.data.source import COMPARED, check_digests
 from manyhands.errors import BadInput
 from manyhands.leases import End, Lease, Segment
 from manyhands.strategies.base import Leasing
@@ -29,11 +30,13 @@ class Together:
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
         self._sized = loop.ticks_per_epoch is not None
+        self._uncompared = 0  # batches of which all workers still have to say whether they read the same
 
     def epoch(self) -> bool:
         """Turn until the epoch's rows are out (True), or until something stops it."""
         loop = self._loop
         loop.anybody = True
+        self._uncompared = 0 if self._sized else COMPARED
         if loop.worker.server is not None:
             loop.worker.server.begin()
             loop.worker.group.barrier()  # nobody's first tick is finished before all take part
@@ -69,7 +72,11 @@ class Together:
         worker.coordinator.progress("input", self._loop.replica.step)
         start = worker.clock()
         part = next(slices, None)
-        return None if part is None else (part, worker.clock() - start)
+        seconds = worker.clock() - start
+        if self._uncompared:
+            self._uncompared -= 1
+            check_digests(worker.group.all_gather_json(None if part is None else part.digest))
+        return None if part is None else (part, seconds)
 
 
 class Apart:
@@ -83,6 +90,7 @@ class Apart:
         self._loop, self._leasing = loop, leasing
         self._ticks = loop.ticks_per_epoch if loop.train_feed.leasable else None  # None: as a stream
         self._entered = False
+        self._digests: list[str] = []  # of the first batches of a stream, which this worker read for itself
         self._said = False  # that this worker wants all to stop
         self._answer: Lease | End | None = None  # the newest, of the coordinator
         if self._ticks is None and leasing.alone:
@@ -178,6 +186,8 @@ class Apart:
             loop.input_s = loop.worker.clock() - start
             if part is None:
                 return
+            if part.digest:
+                self._digests.append(part.digest)
             if self._ticks is None:
                 loop.turn(part, place.own_ticks)
                 place.epoch_tick += 1
@@ -207,11 +217,14 @@ class Apart:
             loop.worker.server.park()
         end = self._answer if isinstance(self._answer, End) else End(reason=loop.own_reason, left=[])
         start = loop.worker.clock()
-        everyone = loop.worker.group.all_gather_json([end.reason, place.own_ticks])
+        everyone = loop.worker.group.all_gather_json([end.reason, place.own_ticks, self._digests])
         loop.add_wait(loop.worker.clock() - start)
-        loop.reason = next((reason for reason, _ in everyone if reason), "")
+        loop.reason = next((reason for reason, _, _ in everyone if reason), "")
+        self._digests = []
         if self._ticks is None:
-            place.tick = max(ticks for _, ticks in everyone)
+            place.tick = max(ticks for _, ticks, _ in everyone)
+            read = min(len(digests) for _, _, digests in everyone)  # a worker that stops early has read fewer
+            check_digests([digests[:read] for _, _, digests in everyone])
         elif loop.reason:
             place.left, place.parts, place.until = end.left, segment.parts, segment.until
             place.tick = place.epoch * self._ticks + _begun(segment, end)

@@ -142,5 +142,5 @@ def _join_torchrun() -> Worker:
     stack = ExitStack()
     worker = stack.enter_context(joined(Launch(workers=Place.from_environment().size, timeout_s=TIMEOUT_S)))
     atexit.register(stack.close)
-    quiet_other_ranks(worker.rank, worker.size)
+    quiet_other_ranks(worker, TIMEOUT_S)
     return worker

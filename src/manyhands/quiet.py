@@ -1,36 +1,37 @@
-"""The quiet other ranks: what N workers would print or save N times, only the first does."""
+"""The quiet other ranks: what N workers would print or save N times, the first does for all."""
 
 from __future__ import annotations
 
 import atexit
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO, cast
 
-import torch
-
-from manyhands.worker import current
+from manyhands.rank_files.meeting import keep_apart, kept_apart
+from manyhands.worker import Worker, current
 
 _quiet = False
 
 
-def quiet_other_ranks(rank: int, size: int) -> None:
-    """On every rank but 0: standard output goes nowhere and `torch.save` writes nothing, from now on. Idempotent.
+def quiet_other_ranks(worker: Worker, timeout_s: float) -> None:
+    """On every rank but 0: standard output goes nowhere, and files to a folder of that rank's (`rank_files`), from now on.
 
-    Standard error stays. Rank 1 says so, once, on standard error.
+    Standard error stays. Rank 1 says so, once, on standard error. A collective of all ranks; idempotent.
     """
     global _quiet
-    if rank == 0 or _quiet:
+    if worker.size == 1:
+        return
+    keep_apart(worker.group, timeout_s)
+    if worker.rank == 0 or _quiet:
         return
     _quiet = True
-    if rank == 1:
-        _say(size)
+    if worker.rank == 1:
+        _say(worker.size)
     nowhere = open(os.devnull, "w")  # noqa: SIM115 - open for the rest of the process's life
     atexit.register(nowhere.close)
     sys.stdout = nowhere
-    torch.save = torch.serialization.save = _saving_no_files(torch.save)
 
 
 @contextmanager
@@ -40,15 +41,13 @@ def only_first_speaks(size: int) -> Iterator[None]:
         yield
         return
     _say(size)
-    output, save = sys.stdout, torch.save
-    silent = _saving_no_files(save)
+    output = sys.stdout
     sys.stdout = cast(TextIO, _FirstsOutput(output))
-    torch.save = torch.serialization.save = lambda *given, **named: (save if _is_first() else silent)(*given, **named)
     try:
-        yield
+        with kept_apart(size, _rank_now):
+            yield
     finally:
         sys.stdout = output
-        torch.save = torch.serialization.save = save
 
 
 class _FirstsOutput:
@@ -64,22 +63,15 @@ class _FirstsOutput:
         return getattr(self._output, name)
 
 
-def _is_first() -> bool:
+def _rank_now() -> int | None:
     worker = current()
-    return worker is None or worker.rank == 0
+    return None if worker is None else worker.rank
+
+
+def _is_first() -> bool:
+    return not _rank_now()
 
 
 def _say(size: int) -> None:
     others = "worker 1 of 2 prints" if size == 2 else f"workers 1 to {size - 1} of {size} print"
-    sys.stderr.write(f"manyhands: {others} nothing to standard output, and torch.save writes no files there\n")
-
-
-def _saving_no_files(save: Callable[..., None]) -> Callable[..., None]:
-    """`torch.save` on the other ranks: the first rank's file is the one. What goes to memory or a pipe is no file, and pickle needs it."""
-
-    def save_elsewhere(obj: Any, f: Any, *options: Any, **named: Any) -> None:
-        name = getattr(f, "name", None)  # an open file's path; a pipe's is its number
-        if not isinstance(f, str | os.PathLike) and not isinstance(name, str):
-            save(obj, f, *options, **named)
-
-    return save_elsewhere
+    sys.stderr.write(f"manyhands: {others} nothing to standard output\n")

@@ -137,7 +137,8 @@ class Run:
         data: anything that a task takes as data. A batch of it that is a pair counts as (inputs, targets), and the model
         gets the inputs; any other batch goes to the model as it is. forward: (model, batch) -> outputs does it otherwise.
         A DataLoader stands for its dataset: every row of it once, in the dataset's order, whatever its sampler and
-        `drop_last` say, loaded by its own collate function and processes. collate: [row, …] -> batch, as the task's, for
+        `drop_last` say, loaded by its own collate function and processes; one with an `__iter__` of its own gives what it gives,
+        in its order. collate: [row, …] -> batch, as the task's, for
         rows that torch's default_collate cannot join; a BadInput beside a DataLoader, which has its own.
         In evaluation mode and without gradients; the model is left in the mode it was in.
         """
@@ -208,7 +209,10 @@ def _in_row_order(data: Any, batch_size: int) -> Any:
     """A DataLoader as one without its sampler; anything else as it is."""
     if not isinstance(data, DataLoader) or isinstance(data.dataset, IterableDataset):
         return data
-    from manyhands.data.loaders import options_of
+    from manyhands.data.loaders import is_indexed, options_of
+
+    if data.batch_sampler is not None and not is_indexed(data):
+        return data
 
     return DataLoader(
         data.dataset,

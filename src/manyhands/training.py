@@ -224,7 +224,7 @@ class _Training:
         self._obey_sigterm()
         start = self.plan.resume_from
         _agree(worker.group, self.refusal, self.asked.directory, None if start is None else start.tick)
-        quiet_other_ranks(worker.rank, worker.size)
+        quiet_other_ranks(worker, self.launch.timeout_s)
         outcome = work(self.plan, worker)
         self.recorder.flush()
         worker.group.barrier()  # the first to raise Preempted ends its peers: what they reported is on the disk by then

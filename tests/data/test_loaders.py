@@ -73,6 +73,19 @@ def test_a_generator_of_its_own_gives_all_workers_one_order_and_is_left_alone():
     assert torch.equal(loaders[0].generator.get_state(), before)
 
 
+class Doubled(DataLoader):
+    def __iter__(self):
+        return ({"x": 2 * batch[0]} for batch in super().__iter__())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_loader_with_an_iter_of_its_own_is_iterated(size):
+    feeds = [Feed(open_loader(Doubled(DATA, batch_size=6)), rank=rank, size=size) for rank in range(size)]
+    ticks = zip(*(feed.epoch(0) for feed in feeds), strict=True)
+    expected = [[2 * row for row in range(start, min(start + 6, 23))] for start in (0, 6, 12, 18)]
+    assert [[row for part in tick for row in part.batch["x"].tolist()] for tick in ticks] == expected
+
+
 def test_drop_last_and_weighted_samplers_are_kept():
     dropped = DataLoader(DATA, batch_size=6, drop_last=True)
     assert Feed(open_loader(dropped)).rows == 18

@@ -38,5 +38,23 @@ def test_an_error_inside_puts_the_outside_back():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_it_goes_on_from_here_as_if_there_were_one_stream():
+    """Where nobody else draws; else the process's generators stay where they went, which is another way."""
+    torch.manual_seed(1), np.random.seed(1), random.seed(1)
+    expected = [draw() for _ in range(4)]
+    for else_drawn in (False, True):
+        torch.manual_seed(1), np.random.seed(1), random.seed(1)
+        got, own = [draw()], OwnRandom.from_here()
+        with own.in_place():
+            for _ in range(2):
+                with own:
+                    got.append(draw())
+                if else_drawn:
+                    assert draw() not in expected
+        got.append(draw())
+        assert got[:3] == expected[:3]
+        assert (got[3] in expected) is not else_drawn
+
+
 def test_neighbouring_keys_are_far_apart():
     assert len({mixed((a, b)) for a in range(30) for b in range(30)}) == 900

@@ -157,6 +157,57 @@ def test_any_iterable_of_batches_is_cut() -> None:
     )
 
 
+class Doubled(DataLoader[Any]):
+    """Iterates in a way of its own, as accelerate's and torchdata's do: other values, another type, one batch more."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            yield {"x": 2 * batch}
+        yield {"x": torch.arange(100, 104)}
+
+    def __len__(self) -> int:
+        return super().__len__() + 1
+
+
+class OwnIterator(DataLoader[Any]):
+    def _get_iterator(self) -> Any:
+        return iter([torch.arange(4), torch.arange(4, 8)])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_loader_with_an_iter_of_its_own_is_iterated(size: int) -> None:
+    def program(worker: Worker) -> list[list[int]]:
+        loader = PreparedLoader(Doubled(Numbers(8), batch_size=4), Session(worker))
+        assert len(loader) == 3
+        return [batch["x"].tolist() for batch in loader]
+
+    got = [[row for mine in tick for row in mine] for tick in zip(*together(size, program), strict=True)]
+    assert got == [[0, 2, 4, 6], [8, 10, 12, 14], [100, 101, 102, 103]]
+    everybody = together(size, lambda worker: shares(worker, OwnIterator(Numbers(8), batch_size=4)))
+    assert [[row for rows, _ in tick for row in rows] for tick in zip(*everybody, strict=True)] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+    ]
+
+
+@pytest.mark.parametrize("differs", [0, 1])
+def test_batches_that_differ_by_rank_are_named_before_they_are_cut(differs: int) -> None:
+    """From the first pass's first batch, or from its second, which comes after a backward."""
+
+    def program(worker: Worker) -> list[Any]:
+        batches = [torch.arange(4), torch.arange(4)]
+        batches[differs] = batches[differs] + worker.rank
+        return list(PreparedLoader(batches, Session(worker)))
+
+    with pytest.raises(BadInput, match="different batches.*worker 0.*worker 1.*seeded alike"):
+        together(2, program)
+
+
+def test_more_batches_on_one_rank_than_on_another_are_named() -> None:
+    with pytest.raises(BadInput, match="different batches.*None on worker 1"):
+        together(2, lambda worker: list(PreparedLoader([torch.arange(4)] * (2 - worker.rank), Session(worker))))
+
+
 def test_set_epoch_reaches_dataset_and_sampler() -> None:
     heard = []
 

@@ -41,9 +41,18 @@ def open_loader(loader: DataLoader[Any], collate: Collate | None = None, process
         raise BadInput(
             "collate was given beside a DataLoader, which has its own: pass collate_fn to the DataLoader, or give its dataset as the data"
         )
-    if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
-        return LoadedStream(loader)
-    return Loader(loader, processes)
+    return Loader(loader, processes) if is_indexed(loader) else LoadedStream(loader)
+
+
+def is_indexed(loader: DataLoader[Any]) -> bool:
+    """Whether its batches are what its sampler, dataset and collate function make, so that any of their rows can be loaded alone.
+
+    A subclass that iterates in a way of its own (accelerate's, torchdata's) is to be iterated.
+    """
+    iterates_itself = any(
+        getattr(type(loader), name) is not getattr(DataLoader, name) for name in ("__iter__", "_get_iterator")
+    )
+    return not (iterates_itself or isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None)
 
 
 def refuse_distributed(loader: DataLoader[Any]) -> None:

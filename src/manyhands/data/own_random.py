@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -21,6 +23,27 @@ class OwnRandom:
         self._seed = mixed(key)
         self._state: tuple[Any, Any, Any] | None = None
         self._outside: list[tuple[Any, Any, Any]] = []
+
+    @classmethod
+    def from_here(cls) -> OwnRandom:
+        """One that goes on from where the process's generators stand now."""
+        own = cls(())
+        own._state = _capture()
+        return own
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within, the process's generators go a way of their own, and not the one that is drawn from here a second time.
+
+        Afterwards, if nobody else drew from them, they go on from where this state stands, as if there had been one.
+        """
+        _seed(mixed((int(torch.randint(2**62, ()).item()),)))
+        before = _capture()
+        try:
+            yield
+        finally:
+            if self._state is not None and _equal(_capture(), before):
+                _restore(self._state)
 
     def __enter__(self) -> None:
         self._outside.append(_capture())
@@ -49,6 +72,11 @@ def _seed(seed: int) -> None:
 
 def _capture() -> tuple[Any, Any, Any]:
     return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+
+def _equal(one: tuple[Any, Any, Any], other: tuple[Any, Any, Any]) -> bool:
+    arrays = zip(one[1], other[1], strict=True)
+    return torch.equal(one[0], other[0]) and one[2] == other[2] and all(np.array_equal(a, b) for a, b in arrays)
 
 
 def _restore(state: tuple[Any, Any, Any]) -> None:

@@ -14,6 +14,7 @@ from manyhands.data.share import Indices, epoch_order, shared, slice_of, ticks
 from manyhands.errors import BadInput
 
 Order = Callable[[int], Any]  # epoch -> row indices
+COMPARED = 2  # batches of a pass: the second comes after the first backward
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Slice:
     """The tick within the epoch: the number of the global batch."""
     part: int = 0
     """Which slice of that batch it is: the worker's rank, unless it was leased."""
+    digest: str = ""
+    """Of the whole batch, where every worker reads it for itself; of the first `COMPARED` batches of a reading only."""
 
 
 Slices = Generator[Slice, None, None]
@@ -217,6 +220,17 @@ def _checked(order: Order, epoch: int, rows: int) -> Indices:
     if indices.min() < 0 or indices.max() >= rows:
         raise BadInput(f"order({epoch}) must give row indices in range({rows}); got {indices.min()} to {indices.max()}")
     return np.ascontiguousarray(indices, dtype=np.int64)
+
+
+def check_digests(digests: Sequence[Any]) -> None:
+    """Raise BadInput where workers that each read all data for themselves did not read the same; digests: by rank."""
+    for rank, theirs in enumerate(digests):
+        if theirs != digests[0]:
+            raise BadInput(
+                f"the workers read different batches (digests: {digests[0]} on worker 0, {theirs} on worker {rank}), and each keeps its rows of every "
+                "batch: let the loader give all workers the same batches, without sharing rows out by rank itself, and draw from the global "
+                "generators of torch, NumPy or Python, or from one that is seeded alike on all workers"
+            )
 
 
 def nonempty(rows: int, what: str) -> int:

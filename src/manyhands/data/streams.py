@@ -10,11 +10,11 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 from typing_extensions import override
 
-from manyhands.data.batch import rows_of, slice_rows
+from manyhands.data.batch import digest_of, rows_of, slice_rows
 from manyhands.data.datasets import Collate, end_processes, set_epoch
 from manyhands.data.own_random import OwnRandom
 from manyhands.data.share import slice_of
-from manyhands.data.source import BY_OPTION, Loading, Reading, Slice, Slices, Source
+from manyhands.data.source import BY_OPTION, COMPARED, Loading, Reading, Slice, Slices, Source
 from manyhands.errors import BadInput
 
 NO_ORDER = (
@@ -70,7 +70,8 @@ class Stream(Source):
             if index < reading.first_tick:
                 continue
             start, stop = slice_of(len(rows), reading.rank, reading.size)
-            yield Slice(self._batch(rows[start:stop], own), stop - start, len(rows), index, reading.rank)
+            digest = _digest(rows, reading, index)
+            yield Slice(self._batch(rows[start:stop], own), stop - start, len(rows), index, reading.rank, digest)
 
     def _read_shard(self, shard: Iterable[Any], reading: Reading) -> Slices:
         own = OwnRandom((reading.seed, reading.epoch, reading.rank))
@@ -87,7 +88,8 @@ class Stream(Source):
 
 
 class LoadedStream(Source):
-    """A DataLoader whose batches come as they come: over an IterableDataset, or without automatic batches.
+    """A DataLoader whose batches come as they come: over an IterableDataset, without automatic batches, or from an
+    `__iter__` of its own.
 
     Every worker iterates the whole loader (its processes included) and keeps its slice of each batch.
     """
@@ -136,7 +138,11 @@ def _cut(batch: Any, reading: Reading, index: int) -> Slice:
     rows = rows_of(batch)
     start, stop = slice_of(rows, reading.rank, reading.size)
     own = batch if stop - start == rows else slice_rows(batch, start, stop) if stop > start else None
-    return Slice(own, stop - start, rows, index, reading.rank)
+    return Slice(own, stop - start, rows, index, reading.rank, _digest(batch, reading, index))
+
+
+def _digest(batch: Any, reading: Reading, index: int) -> str:
+    return digest_of(batch) if reading.size > 1 and index < reading.first_tick + COMPARED else ""
 
 
 def _chunks(stream: Iterable[Any], size: int, own: OwnRandom, may_be_empty: bool = False) -> Iterator[list[Any]]:

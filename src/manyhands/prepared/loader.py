@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from manyhands.data.batch import map_columns, rows_of, slice_rows
+from manyhands.data.batch import digest_of, map_columns, rows_of, slice_rows
 from manyhands.data.datasets import RowLoader, set_epoch
-from manyhands.data.loaders import reader_of, refuse_distributed, samplers_of
+from manyhands.data.loaders import is_indexed, reader_of, refuse_distributed, samplers_of
 from manyhands.data.own_random import OwnRandom
 from manyhands.data.share import slice_of
-from manyhands.data.source import Pick, Reading
+from manyhands.data.source import COMPARED, Pick, Reading, check_digests
 from manyhands.errors import BadInput
 from manyhands.prepared.order import check_equal, drawing_alike, generators_of, number_ahead, plan_of
 from manyhands.prepared.session import Iteration, Session
@@ -34,9 +34,10 @@ class PreparedLoader(Iterable[Any]):
     """Iterates this worker's share of each global batch of `plain`, the user's own loader, whose batch size is global.
 
     With one worker it gives what `plain` gives. With several, rank r of N gets rows [r·b//N, (r+1)·b//N) of each batch of
-    b rows: a DataLoader over a map-style dataset loads these rows alone; a stream, a DataLoader without automatic batches
-    and any other iterable of batches is read whole by every worker, and each batch is cut. All workers get equally many
-    batches in rank 0's random order. A worker without rows gets a stand-in of two rows of the batch, of weight 0.
+    b rows: a DataLoader over a map-style dataset loads these rows alone; a stream, a DataLoader without automatic batches or
+    with an `__iter__` of its own, and any other iterable of batches is read whole by every worker, and each batch is cut:
+    as long as the loop itself draws no random numbers, these are one process's batches, also where the loader draws them.
+    Workers whose first batches of a pass differ raise BadInput. All workers get equally many batches in rank 0's random order. A worker without rows gets a stand-in of two rows of the batch, of weight 0.
 
     Once exhausted, the open rounds of all models that took a step during the pass are finished, and these models hold
     the consensus, on all workers. After a `break` nothing is finished yet: the next pass does it first, or `finish()`.
@@ -104,7 +105,7 @@ class PreparedLoader(Iterable[Any]):
     def _shares(self) -> Iterator[Share]:
         if self.session.worker.size == 1:
             return (Share(batch, None) for batch in iter(self.plain))
-        if isinstance(self.plain, DataLoader) and _is_indexed(self.plain):
+        if isinstance(self.plain, DataLoader) and is_indexed(self.plain):
             return self._loaded(self.plain)
         return self._cut()
 
@@ -119,16 +120,31 @@ class PreparedLoader(Iterable[Any]):
         return _load(reader, plan, reading)
 
     def _cut(self) -> Iterator[Share]:
-        """Read everything, keep the own rows. The source's code draws the same numbers on all workers."""
+        """Read everything, keep the own rows. The source's code draws rank 0's numbers on all workers."""
         worker = self.session.worker
         loader = self.plain if isinstance(self.plain, DataLoader) else None
         with drawing_alike(worker.group, generators_of(loader) if loader is not None else []):
             batches = iter(self.plain)
-            first, seed = next(batches, None), number_ahead()
-        return (
-            _cut(batch, worker.rank, worker.size)
-            for batch in _continued(first, batches, OwnRandom((seed, self._passes)))
-        )
+            first, own = next(batches, None), OwnRandom.from_here()
+        self._compare(first)
+        return self._cut_each(first, batches, own)
+
+    def _cut_each(self, first: Any, batches: Iterator[Any], own: OwnRandom) -> Iterator[Share]:
+        """The first rank's generators afterwards stand where one process's would, unless the loop itself drew from them."""
+        rank, size = self.session.worker.rank, self.session.worker.size
+        with own.in_place() if rank == 0 else nullcontext():
+            batch, compared = first, 1
+            while batch is not None:
+                yield _cut(batch, rank, size)
+                with own:
+                    batch = next(batches, None)
+                if compared < COMPARED:
+                    self._compare(batch)
+                    compared += 1
+
+    def _compare(self, batch: Any) -> None:
+        """A collective."""
+        check_digests(self.session.worker.group.all_gather_json(None if batch is None else digest_of(batch)))
 
 
 def _load(reader: RowLoader, plan: list[list[Any]], reading: Reading) -> Iterator[Share]:
@@ -143,14 +159,6 @@ def _load(reader: RowLoader, plan: list[list[Any]], reading: Reading) -> Iterato
             else:
                 batch = plan[part.index]
                 yield Share(reader.take([batch[0], batch[min(1, len(batch) - 1)]]), 0, stand_in=True)
-
-
-def _continued(first: Any, batches: Iterator[Any], own: OwnRandom) -> Iterator[Any]:
-    batch = first
-    while batch is not None:
-        yield batch
-        with own:
-            batch = next(batches, None)
 
 
 def _cut(batch: Any, rank: int, size: int) -> Share:
@@ -169,10 +177,6 @@ def _two_rows(column: Any, second: int) -> Any:
     if isinstance(column, list | tuple):
         return type(column)((column[0], column[second]))
     return column[[0, second]]
-
-
-def _is_indexed(loader: DataLoader[Any]) -> bool:
-    return loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset)
 
 
 def _check(plain: Any, size: int) -> None:

@@ -450,6 +450,7 @@ def state_of_the_process() -> list[Any]:
         torch.is_grad_enabled(),
         sys.stdout,
         torch.save,
+        open,
         torch.autograd.backward,
     ]
 
@@ -592,7 +593,8 @@ def test_others_are_quiet_and_the_caller_is_not(capsys: pytest.CaptureFixture[st
         worker = mh.worker()
         worker.group.barrier()
         print("I am", worker.rank)
-        torch.save(worker.rank, tmp_path / f"saved{worker.rank}")
+        for name in ("saved", f"saved{worker.rank}"):
+            torch.save(worker.rank, tmp_path / name)
         return str(worker.rank)
 
     assert mh.launch(program, workers=3, engine="sim", strategy="local-sgd") == ["0", "1", "2"]
@@ -601,7 +603,8 @@ def test_others_are_quiet_and_the_caller_is_not(capsys: pytest.CaptureFixture[st
     said = capsys.readouterr()
     assert said.out == "I am 0\nheard\n"
     assert said.err.count("print nothing to standard output") == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["after", "saved0"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["after", "saved", "saved0", "saved1", "saved2"]
+    assert torch.load(tmp_path / "saved") == 0
 
 
 def test_the_strategy_of_a_launch_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

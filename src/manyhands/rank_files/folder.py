@@ -1,0 +1,86 @@
+"""The folder in which the ranks of one file system keep what they tell each other about files, and the other ranks' copies."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import shutil
+import struct
+import tempfile
+from pathlib import Path
+
+from manyhands.rank_files.journal import Journal
+
+_TURNS = struct.Struct("<q")
+PREFIX = "manyhands-files-"
+
+
+class Folder:
+    """`root` holds for each rank a journal and, of ranks other than the first, a tree of copies by absolute path.
+
+    The first rank's turns (how many collectives it has begun) lie in a page that all map. Every rank holds a shared lock as
+    long as it lives, which the system drops with its process: who gets the exclusive one is the last.
+    """
+
+    def __init__(self, root: str, first: int) -> None:
+        self.root, self.first = root, first
+
+    @classmethod
+    def make(cls, where: str, first: int) -> Folder:
+        """A new one inside `where`."""
+        folder = cls(tempfile.mkdtemp(prefix=PREFIX, dir=where), first)
+        for name in ("lock", "alive"):
+            Path(folder.root, name).touch()
+        Path(folder.root, "turns").write_bytes(_TURNS.pack(0))
+        return folder
+
+    def journal(self, rank: int) -> Journal:
+        return Journal(f"{self.root}/journal-{rank}")
+
+    def copies(self, rank: int) -> str:
+        """The root of a rank's tree of copies."""
+        return f"{self.root}/rank-{rank}"
+
+    def ranks(self) -> list[int]:
+        """All that have a journal."""
+        names = (name.partition("journal-")[2] for name in os.listdir(self.root))
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def claim(self, path: str, rank: int) -> bool:
+        """Whether `rank` is the first of the other ranks to claim this path for its own file."""
+        journal = Journal(f"{self.root}/owners")
+        journal.note(str(rank), path)
+        journal.read()
+        journal.close()
+        return journal.owners[path] == str(rank)
+
+    def lock(self, name: str, how: int) -> int | None:
+        """A lock on `name` as a descriptor, to be closed; None where others hold one that excludes it and `how` does not wait."""
+        fd = os.open(f"{self.root}/{name}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, how)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        return fd
+
+    def remove(self) -> None:
+        shutil.rmtree(self.root)
+
+
+class Turns:
+    """How many collectives the first rank has begun, and this one."""
+
+    def __init__(self, folder: Folder) -> None:
+        with open(f"{folder.root}/turns", "r+b") as file:
+            self._page = mmap.mmap(file.fileno(), _TURNS.size)
+        self.own = 0
+
+    @property
+    def first(self) -> int:
+        return int(_TURNS.unpack_from(self._page)[0])
+
+    def tell(self) -> None:
+        """On the first rank: the own number is what the others see."""
+        _TURNS.pack_into(self._page, 0, self.own)

@@ -1,0 +1,286 @@
+"""Whole scripts, written for one process, on real workers: the folder holds one process's files in the end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from manyhands.engines.local import Local
+from manyhands.errors import WorkerFailed
+from manyhands.launching import run_script
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PROLOGUE = """
+import logging, os, pathlib, shutil, signal, sqlite3, tarfile, tempfile, zipfile
+import numpy as np, torch
+import manyhands as mh
+from safetensors.torch import load_file, save_file
+worker = mh.worker()
+model = torch.nn.Linear(3, 3)
+model, optimizer = mh.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+def step():
+    optimizer.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+def later(rank):  # this rank comes after the others to what follows
+    if worker.rank == rank:
+        import time
+        time.sleep(0.2)
+"""
+
+
+def run(local: Local, folder: Path, script: str, workers: int = 2) -> int:
+    path = folder.parent / "script.py"
+    path.write_text(PROLOGUE + textwrap.dedent(script))
+    return run_script(path, workers=workers, engine=local, threads_per_worker=1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder of the scripts, empty."""
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    return work
+
+
+def files(folder: Path) -> dict[str, str]:
+    """All files, by name; a text is that, anything else its length."""
+    return {str(path.relative_to(folder)): path.read_text() for path in sorted(folder.rglob("*.txt")) if path.is_file()}
+
+
+def scratch(words: str) -> list[str]:
+    """The folders that workers said they write to."""
+    return re.findall(r"writes its files to (\S+);", words)
+
+
+def wait_gone(path: str) -> None:
+    deadline = time.monotonic() + 20
+    while os.path.exists(path):
+        assert time.monotonic() < deadline, f"{path} is still there"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_models_are_saved_and_read_back(
+    local: Local, folder: Path, behind: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """word_language_model's `open` and torch.save, imagenet's copy of the best, NumPy, safetensors; whoever is behind."""
+    script = f"""
+    for epoch in range(3):
+        later({behind})
+        with open("model.pt", "wb") as f:
+            torch.save([epoch, model], f)
+        torch.save([epoch, model.state_dict()], "checkpoint.pt")
+        shutil.copyfile("checkpoint.pt", "best.pt")
+        np.save("rows.npy", np.arange(4) + epoch)
+        save_file({{"x": torch.arange(3) + epoch}}, "x.safetensors")
+        with open("model.pt", "rb") as f:
+            assert torch.load(f, weights_only=False)[0] == epoch
+        assert torch.load("best.pt")[0] == epoch
+        assert np.load("rows.npy")[0] == epoch and np.load("rows.npy", mmap_mode="r")[0] == epoch
+        assert load_file("x.safetensors")["x"][0] == epoch
+        step()
+    torch.save(model.weight, pathlib.Path("last.pt"))
+    """
+    assert run(local, folder, script) == 0
+    assert sorted(os.listdir()) == ["best.pt", "checkpoint.pt", "last.pt", "model.pt", "rows.npy", "x.safetensors"]
+    assert torch.load("model.pt", weights_only=False)[0] == torch.load("best.pt")[0] == 2
+    said = capfd.readouterr().err
+    assert said.count("worker 1 of 2 writes its files to") == 1
+    assert "worker 0 of 2 writes" not in said
+    wait_gone(os.path.dirname(scratch(said)[0]))
+
+
+def test_each_rank_keeps_what_it_alone_writes(local: Local, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Rank-named files are there for the others after the next collective; all are there in the end."""
+    script = """
+    open(f"out-{worker.rank}.txt", "w").write(f"rank {worker.rank}")
+    assert open(f"out-{worker.rank}.txt").read() == f"rank {worker.rank}"
+    os.makedirs(f"folder-{worker.rank}")
+    pathlib.Path(f"folder-{worker.rank}", "in.txt").write_text("in")
+    worker.group.barrier()
+    for rank in range(worker.size):
+        assert pathlib.Path(f"out-{rank}.txt").read_text() == f"rank {rank}", rank
+        assert sorted(os.listdir(f"folder-{rank}")) == ["in.txt"]
+    late = open(f"late-{worker.rank}.txt", "w")
+    late.write("never closed")
+    """
+    assert run(local, folder, script, workers=3) == 0
+    expected = {f"out-{rank}.txt": f"rank {rank}" for rank in range(3)}
+    expected |= {f"folder-{rank}/in.txt": "in" for rank in range(3)}
+    assert files(folder) == expected | {f"late-{rank}.txt": "never closed" for rank in range(3)}
+    said = capfd.readouterr().err
+    assert len(set(scratch(said))) == 2
+    for place in scratch(said):
+        wait_gone(os.path.dirname(place))
+
+
+def test_logs_folders_and_names_for_a_moment(local: Local, folder: Path) -> None:
+    """Append mode, `r+`, exclusive creation, tempfile with os.replace, rotation, archives, a file's own descriptor."""
+    (folder / "old.txt").write_text("old\n")
+    script = """
+    log = logging.getLogger("script")
+    log.addHandler(logging.FileHandler("log.txt"))
+    os.makedirs("out")
+    for epoch in range(3):
+        later(epoch % 2)
+        log.warning("epoch %d", epoch)
+        with open("appended.txt", "a") as file:
+            file.write(f"{epoch}\\n")
+        with open("old.txt", "a") as file:
+            file.write(f"{epoch}\\n")
+        assert open("old.txt").read().splitlines() == ["old", *map(str, range(epoch + 1))]
+        with tempfile.NamedTemporaryFile("w", dir=".", delete=False) as file:
+            file.write(f"whole {epoch}")
+        os.replace(file.name, "whole.txt")
+        assert pathlib.Path("whole.txt").read_text() == f"whole {epoch}"
+        pathlib.Path("out", f"{epoch}.txt").write_text(str(epoch))
+        if epoch:
+            os.remove(f"out/{epoch - 1}.txt")
+        assert os.listdir("out") == [f"{epoch}.txt"] and not os.path.exists("out/0.txt") == (epoch > 0)
+        assert [entry.name for entry in os.scandir("out")] == [f"{epoch}.txt"] == [p.name for p in pathlib.Path("out").glob("*")]
+        step()
+    with open("changed.txt", "x") as file:
+        file.write("0123")
+    with open("changed.txt", "r+") as file:
+        file.seek(2)
+        file.write("xx")
+    with open("changed.txt", "w+") as file:
+        file.write("wplus")
+        file.seek(0)
+        assert file.read() == "wplus"
+    fd = os.open("by_number.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.write(fd, b"by ")
+    with open(fd, "w") as file:
+        file.write("number")
+    assert open("by_number.txt").read() == "by number"
+    with zipfile.ZipFile("all.zip", "w") as archive:
+        archive.write("by_number.txt")
+    with tarfile.open("all.tar", "w") as archive:
+        archive.add("by_number.txt", "unpacked.txt")
+    with tarfile.open("all.tar") as archive:
+        archive.extractall(".", filter="data")
+    shutil.rmtree("out")
+    os.makedirs("out")
+    with open(os.devnull, "w") as file:
+        file.write("nothing")
+    array = np.memmap("mapped.bin", dtype="int64", mode="w+", shape=(2,))
+    array[:] = 7
+    array.flush()
+    try:
+        open("nowhere/at/all.txt", "w")
+    except FileNotFoundError as error:
+        assert error.filename == "nowhere/at/all.txt", error.filename
+    """
+    assert run(local, folder, script) == 0
+    assert files(folder) == {
+        "appended.txt": "0\n1\n2\n",
+        "by_number.txt": "by number",
+        "changed.txt": "wplus",
+        "log.txt": "epoch 0\nepoch 1\nepoch 2\n",
+        "old.txt": "old\n0\n1\n2\n",
+        "unpacked.txt": "by number",
+        "whole.txt": "whole 2",
+    }
+    assert sorted(os.listdir()) == sorted([*files(folder), "all.tar", "all.zip", "mapped.bin", "out"])
+    assert not list((folder / "out").iterdir())
+
+
+def test_loader_processes_write_with_their_rank(local: Local, folder: Path) -> None:
+    script = """
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4
+        def __getitem__(self, i):
+            open("cache.txt", "w").write("cached")
+            open(f"of-{worker.rank}.txt", "w").write("own")
+            return torch.ones(3)
+    for _ in torch.utils.data.DataLoader(Rows(), batch_size=2, num_workers=1):
+        pass
+    assert open("cache.txt").read() == "cached" and open(f"of-{worker.rank}.txt").read() == "own"
+    """
+    assert run(local, folder, script) == 0
+    assert files(folder) == {"cache.txt": "cached", "of-0.txt": "own", "of-1.txt": "own"}
+
+
+def test_who_writes_in_c_is_named_once(local: Local, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = """
+    for _ in range(2):
+        sqlite3.connect(":memory:").close()
+        sqlite3.connect(f"{worker.rank}.db").close()
+    """
+    assert run(local, folder, script) == 0
+    assert capfd.readouterr().err.count("is written by sqlite3, on worker 1") == 1
+
+
+def test_a_worker_that_is_killed_leaves_no_folder_and_loses_no_file(
+    local: Local, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What it alone wrote goes to its place; what stood there before, is not replaced by who may not have been the only one."""
+    (folder / "kept.txt").write_text("before")
+    script = """
+    if worker.rank == 1:
+        open("own.txt", "w").write("own")
+        open("kept.txt", "w").write("other")
+        os.kill(os.getpid(), signal.SIGKILL)
+    worker.group.barrier()
+    """
+    with pytest.raises(WorkerFailed, match="SIGKILL"):
+        run(local, folder, script)
+    (place,) = scratch(capfd.readouterr().err)
+    wait_gone(os.path.dirname(place))
+    assert files(folder) == {"kept.txt": "before", "own.txt": "own"}
+    assert (folder / "kept.txt.rank-1").read_text() == "other"
+
+
+def test_a_driver_that_is_killed_leaves_no_folder(folder: Path) -> None:
+    script = folder.parent / "script.py"
+    script.write_text(
+        "import time\nimport manyhands as mh\nopen(f'own-{mh.worker().rank}.txt', 'w').write('own')\ntime.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", "from manyhands.cli import main; main()", "run", "-n", "2", str(script)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    with process.stderr:
+        said = next(line for line in process.stderr if "writes its files to" in line)
+        process.send_signal(signal.SIGKILL)
+        process.wait(20)
+        wait_gone(os.path.dirname(scratch(said)[0]))
+    assert files(folder) == {"own-0.txt": "own", "own-1.txt": "own"}
+
+
+def test_under_torchrun(folder: Path) -> None:
+    (folder.parent / "script.py").write_text(
+        PROLOGUE
+        + textwrap.dedent("""
+        with open("model.pt", "wb") as f:
+            torch.save(model, f)
+        with open("model.pt", "rb") as f:
+            torch.load(f, weights_only=False)
+        open(f"out-{worker.rank}.txt", "w").write(str(worker.rank))
+        """)
+    )
+    temporary = folder.parent / "tmp"
+    temporary.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "../script.py"],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(temporary)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(os.listdir()) == ["model.pt", "out-0.txt", "out-1.txt"]
+    assert scratch(done.stderr) == [str(next(iter(scratch(done.stderr))))]
+    wait_gone(os.path.dirname(scratch(done.stderr)[0]))
