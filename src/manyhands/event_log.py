@@ -10,6 +10,7 @@ from typing import BinaryIO
 
 from manyhands.errors import ManyhandsError
 from manyhands.events import Event
+from manyhands.rank_files.guard import as_given
 from manyhands.remote_path import PARTIAL, AnyPath, RemotePath
 
 FILE = "events.jsonl"
@@ -25,6 +26,7 @@ class EventLog:
     `path` (`publish`) after each checkpoint, and at the end.
     """
 
+    @as_given()  # it is no file of a script's, whichever rank writes it
     def __init__(self, path: AnyPath) -> None:
         self._path = path
         self._pending: list[str] = []
