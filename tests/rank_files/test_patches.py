@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import shutil
 import sys
 import tarfile
@@ -150,3 +151,9 @@ def test_a_module_that_has_its_own_name_for_open(view: View, work: Path) -> None
         archive.add("b")
     assert real(work) == (["a.tar", "b"] if isinstance(view, FirstView) else [])
     assert sys.modules["posix"].open is not os.open
+
+
+def test_pickle_and_help_know_them_by_their_names(view: View) -> None:
+    for function in (open, os.open, os.stat, torch.load, shutil.rmtree):
+        assert pickle.loads(pickle.dumps(function)) is function
+    assert "weights_only" in (torch.load.__doc__ or "")

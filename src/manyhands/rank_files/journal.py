@@ -23,9 +23,13 @@ class Journal:
         self.owners: dict[str, str] = {}  # path -> the first word that was noted of it
         self.news: set[str] = set()  # paths of lines that came since somebody emptied it
 
-    def note(self, what: str, path: str = "", turn: int = 0) -> None:
+    def open(self) -> None:
+        """Make the file, if no process of this rank has."""
         if self._fd < 0:
             self._fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def note(self, what: str, path: str = "", turn: int = 0) -> None:
+        self.open()
         os.write(self._fd, json.dumps([what, turn, path]).encode() + b"\n")
 
     def read(self) -> None:

@@ -64,6 +64,7 @@ def _begin(group: Group, timeout_s: float) -> View:
         if rank == first
         else OtherView(folder, rank, group.size, turns, timeout_s, private)
     )
+    view.journal.open()
     patches = Patches(lambda: view, private)
     held = [lock for lock in locks if lock is not None]
 
@@ -77,7 +78,6 @@ def _begin(group: Group, timeout_s: float) -> View:
     def end() -> None:
         if held:  # in this very process
             patches.flush()
-            patches.remove()
             view.leave(well=getattr(sys, "last_type", None) is None)  # else an exception has ended the script
             os.close(held.pop(0))
             settling.settle(folder)

@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from types import ModuleType, TracebackType
 from typing import Any
 from weakref import WeakSet
@@ -106,7 +107,9 @@ class Patches:
             "load": self._loading("load", "f"),
             "safe_open": self._loading("safe_open", "filename"),
         }
-        self._replaced = {id(self._plain[name]): (self._plain[name], function) for name, function in made.items()}
+        for name, function in made.items():
+            plain = self._plain[name]
+            self._replaced[id(plain)] = plain, _named_as(plain, function)
         _replace(self._replaced)
         _watch(self)
 
@@ -165,7 +168,7 @@ class Patches:
             return self._plain["open"](file, *given)
         with as_given(), _said_as(file, view):
             if not set(mode) & set("wax+"):
-                path = self._path(file) if isinstance(view, OtherView) else None
+                path = self._path(file, follow=True) if isinstance(view, OtherView) else None
                 return self._plain["open"](file if path is None else _unless(view.source(path), path, file), *given)
             if isinstance(file, int):
                 view, path = self._fds.pop(file)
@@ -385,6 +388,18 @@ _LOOKS = tuple(
 _OF_COPY = tuple(name for name in ("chmod", "utime", "chown", "setxattr", "removexattr") if hasattr(os, name))
 _NO_LETTERS = {ord("b"): None, ord("t"): None, ord("U"): None}
 _MODES = ("w", "a", "x", "r+", "+r", "w+", "+w", "a+", "+a", "x+", "+x")
+
+
+def _named_as(plain: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under the plain one's name, by which pickle and help find it."""
+
+    @wraps(plain)
+    def replaced(*given: Any, **named: Any) -> Any:
+        return function(*given, **named)
+
+    if replaced.__module__ in _SYSTEMS_OWN:
+        replaced.__module__ = "os"
+    return replaced
 
 
 def _unless(at: str, path: str, given: Any) -> Any:
