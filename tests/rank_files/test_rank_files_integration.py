@@ -9,6 +9,8 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -64,11 +66,19 @@ def scratch(words: str) -> list[str]:
     return re.findall(r"writes its files to (\S+);", words)
 
 
-def wait_gone(path: str) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 20
-    while os.path.exists(path):
-        assert time.monotonic() < deadline, f"{path} is still there"
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def wait_gone(path: str) -> None:
+    wait_until(lambda: not os.path.exists(path))
+
+
+def holds(path: str, text: str) -> bool:
+    return os.path.exists(path) and Path(path).read_text() == text
 
 
 @pytest.mark.parametrize("behind", [0, 1])
@@ -254,6 +264,8 @@ def test_a_driver_that_is_killed_leaves_no_folder(folder: Path) -> None:
     assert process.stderr is not None
     with process.stderr:
         said = next(line for line in process.stderr if "writes its files to" in line)
+        for written in (f"{folder}/own-0.txt", f"{scratch(said)[0]}{folder}/own-1.txt"):
+            wait_until(partial(holds, written, "own"))
         process.send_signal(signal.SIGKILL)
         process.wait(20)
         wait_gone(os.path.dirname(scratch(said)[0]))
