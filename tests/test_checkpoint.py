@@ -170,6 +170,18 @@ def test_rank_0_decides_no_folder_of_other_ranks(tmp_path: Path, far: Callable[[
     assert "worker 0 began" in attacked(tmp_path, far, lambda own: token, forger=0)
 
 
+def test_rank_0_may_hold_many_times_what_others_do(tmp_path: Path, far: Callable[[int], None]) -> None:
+    """The server's vectors, one for each worker."""
+
+    def write(worker: Worker) -> None:
+        far(worker.rank)
+        own = {"w": torch.zeros(100 if worker.rank else 20_000_000)}
+        checkpoint.save(tmp_path, 7, worker.group, own, {})
+
+    together(2, write)
+    assert checkpoint.newest(tmp_path, never) is not None
+
+
 def test_a_part_that_is_not_what_was_announced_is_refused(tmp_path: Path, far: Callable[[int], None]) -> None:
     def forge(own: Any) -> Any:
         return own if own == "" else {**own, "parts": [{**part, "sha256": DIGEST} for part in own["parts"]]}

@@ -285,32 +285,34 @@ def _remove(path: AnyPath) -> None:
 
 
 def _write_parts(partial: AnyPath, group: Group, files: dict[str, bytes]) -> dict[str, Part]:
-    """Every rank's files, written where the folder is seen; all of them, by name."""
-    seen = isinstance(partial, RemotePath) or partial.is_dir()
+    """Every rank's files, written where the folder is seen; on rank 0 all of them, by name."""
+    seen, own = isinstance(partial, RemotePath) or partial.is_dir(), {name: _part_of(files[name]) for name in files}
     for name, data in files.items() if seen else ():
         if isinstance(partial, RemotePath):
             (partial / name).write_bytes(data)
         else:
             _write_synced(partial / name, data)
-    own = {"seen": seen, "parts": [asdict(_part_of(data)) for data in files.values()]}
+    everyone = group.all_gather_json({"seen": seen, "parts": [asdict(part) for part in own.values()]})
+    if group.rank != 0:
+        for name, part in own.items() if not seen else ():
+            _bring(group, io.BytesIO(files[name]), name, part, group.rank)
+        return {}
     most = _most_bytes(files)
-    everyone = [_announced(rank, said, most) for rank, said in enumerate(group.all_gather_json(own))]
+    announced = [_announced(rank, said, most) for rank, said in enumerate(everyone)]
     if isinstance(partial, RemotePath):
-        if group.rank == 0:
-            _check_put(partial, [parts for _, parts in everyone])
+        _check_put(partial, [parts for _, parts in announced])
     else:
-        for rank, (there, parts) in enumerate(everyone):
-            for name, part in parts.items() if not there and group.rank in (0, rank) else ():
-                with _synced(partial / name) if group.rank == 0 else io.BytesIO(files[name]) as file:
+        for rank, (there, parts) in enumerate(announced):
+            for name, part in parts.items() if not there else ():
+                with _synced(partial / name) as file:
                     _bring(group, file, name, part, rank)
-    return {name: part for _, parts in everyone for name, part in parts.items()}
+    return {name: part for _, parts in announced for name, part in parts.items()}
 
 
 def _most_bytes(files: dict[str, bytes]) -> int:
-    """How long a file of another rank may be: the same model, optimizer and strategy are in it as in this rank's own.
+    """How long a file of another rank may be: rank 0's own holds the same model, optimizer and strategy, and more.
 
-    A rank that has not stepped yet holds no optimizer state, and rank 0 holds the best parameters and the server's vectors
-    besides: the factor leaves room for these.
+    The factor leaves room for a rank whose optimizer has stepped, and so holds state, where rank 0's has not.
     """
     return _MOST_TIMES * max(map(len, files.values())) + _MOST_MORE_BYTES
 
