@@ -7,9 +7,12 @@ import socket
 from typing import Any
 
 import torch
+from test_driver import Scripted
 
 from fuzzing import Damage, bounded, json_bytes, survive
 from manyhands.engines import roster
+from manyhands.engines.base import Launch
+from manyhands.engines.driver import Driver
 from manyhands.engines.gathering import Door, Guests
 from manyhands.engines.plain_values import decode, encode
 from manyhands.engines.post import Letter, Post
@@ -17,20 +20,54 @@ from manyhands.engines.remote_crew import RemoteCrew
 from manyhands.engines.roster import Offer, Roster
 from manyhands.errors import ManyhandsError, WorkerFailed
 from manyhands.events import Event
+from manyhands.history import PARTS
+from manyhands.recorder import Recorder
 from manyhands.transport.channel import Channel
 from manyhands.transport.frame import Frame, FrameError, pack
 
 VALUE = {"loss": 0.5, "rows": [1, 2, (3, None)], "parameters": {"w": torch.arange(4.0), "steps": torch.tensor(3)}}
 TENSORS = [torch.arange(4.0), torch.tensor(3)]
-EVENT = {
-    "type": "event",
-    "event": vars(Event(type="step", rank=2, tick=3, step=3, values={"loss": 0.5, "lease": [1, 0, 2]})),
+SEGMENT = {"epoch": 0, "first": 0, "until": 4, "parts": 4, "size": 4, "alone": 0, "left": None}
+FAILURE = {
+    "phase": "compute",
+    "step": 1,
+    "message": "no",
+    "detail": "",
+    "error": "ValueError",
+    "family": "",
+    "exit_code": 1,
 }
+
+
+def event(type: str, /, **values: Any) -> dict[str, Any]:
+    return vars(Event(type=type, time_s=1.5, rank=2, tick=3, step=3, values=values))
+
+
+STEP = {
+    "epoch": 0,
+    "loss": 1.1,
+    "weight": 6.0,
+    "rows": 6,
+    "unused": 0,
+    "round": True,
+    "rate": 0.01,
+    "lease": [0, 1, 0],
+    "parts": 4,
+}
+STEP |= {"input_s": 0.1, "compute_s": 0.1, "exchange_s": 0.1, "wait_s": 0.0, "bytes": 3584, "gain": 0.5}
+STEP |= {"pulls": [[0], [2]], "pushes": [[1], [4]], "staleness": [0, 1]}
+EVENTS = [event("step", **STEP), event("start", total_steps=4), event("warning", message="no", kind="a")]
+EVENTS += [event("validation", metrics={"validation_loss": 0.5}), event("epoch", epoch=1, rows=19)]
+EVENTS += [event("closing", epoch=0, bytes=3, **{f"{part}_s": 0.1 for part in PARTS})]
 BODIES: list[dict[str, Any]] = [
-    {"type": "beat", "phase": "compute", "step": 3},
+    {"type": "started"},
+    {"type": "beat", "phase": "compute", "step": 3, "idle_s": 0.0, "events": EVENTS},
+    {"type": "ask", "event": event("validation", metrics={"validation_loss": 0.5})},
+    {"type": "lease", "segment": SEGMENT},
+    {"type": "meet", "name": "ring", "seats": [2, 3], "value": ["10.0.0.1", 7000]},
     {"type": "value", "value": encode(VALUE, "it")[0]},
-    {"type": "error", "rank": 2, "phase": "compute", "step": 1, "message": "no", "detail": "", "error": "ValueError"},
-    EVENT,
+    {"type": "error", "rank": 2, "secondary": False, **FAILURE},
+    {"type": "exited", "status": 0, "phase": "end", "step": 3, "detail": ""},
 ]
 LETTERS = [
     *({"type": "seat", "seat": 2, "body": body} for body in BODIES),
@@ -149,3 +186,37 @@ def test_who_may_join(inputs: int) -> None:
     assert taken
     assert refused
     assert door.roster.missing == 2
+
+
+def test_what_the_driver_makes_of_it(inputs: int) -> None:
+    """Events, leases, meetings, values, failures of workers 2 and 3 on another host: none ends the driver with an error of its own."""
+    damage = Damage(5)
+
+    def letters() -> list[Letter]:
+        bodies = [damage.choice(BODIES) for _ in range(damage.randint(1, 5))]
+        at = damage.randrange(len(bodies))
+        if damage.random() < 0.5:  # what goes furthest: to the history
+            bodies[at] = {**BODIES[1], "events": [damage.of_json(damage.choice(EVENTS))]}
+        else:
+            bodies[at] = damage.of_json(bodies[at])
+        return [Letter({"type": "seat", "seat": damage.choice((2, 3)), "body": body}, list(TENSORS)) for body in bodies]
+
+    def take(said: list[Letter]) -> None:
+        post = Silent()
+        crew = RemoteCrew(post, "beta")  # type: ignore[arg-type]
+        crew.take_seats([2, 3], "beta", {})
+        recorder = Recorder(workers=4)
+        driver = Driver([Scripted("alpha", [0, 1]), crew], Launch(workers=4, observer=recorder), clock=lambda: 0.0)
+        for letter in said:
+            post.letters = [letter]
+            driver._hear(crew)
+            driver._tell_observer()
+            driver._finished()
+        assert all(row["tick"] >= 0 for row in recorder.history)
+
+    for body in BODIES[:-2]:
+        take([Letter({"type": "seat", "seat": 2, "body": body}, list(TENSORS))])
+    with bounded(256):
+        taken, refused = survive(take, (letters() for _ in range(inputs // 10)), ManyhandsError)
+    assert taken
+    assert refused

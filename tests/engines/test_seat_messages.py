@@ -39,12 +39,14 @@ BAD: dict[str, list[dict[str, Any]]] = {
             {},
             {"type": 1},
             {"type": "x", "rank": "2"},
+            {"type": "x", "rank": 3},
+            {"type": "x", "rank": 1 << 40},
             {"type": "x", "more": 1},
             {"type": "x", "values": []},
             7,
         )
     ],
-    "ask": [{"event": None}, {"event": {"values": {}}}],
+    "ask": [{"event": None}, {"event": {"values": {}}}, {"event": {"type": "x", "rank": 3}}],
     "lease": [
         {"segment": {**SEGMENT, **wrong}}
         for wrong in (

@@ -32,8 +32,9 @@ def checked(seat: int, body: Any) -> dict[str, Any]:
         if name not in body:
             raise FrameError(f"a message of type {kind} without {name}")
         message[name] = _passed(check, body[name], f"{name} of a message of type {kind}")
-    if kind == "error" and message["rank"] != seat:
-        raise FrameError(f"an error of seat {message['rank']} from seat {seat}")
+    said_of = [message, *message.get("events", []), message.get("event", {})]
+    if others := [one["rank"] for one in said_of if one.get("rank") not in (None, seat)]:
+        raise FrameError(f"a message of type {kind} of seat {others[0]} from seat {seat}")
     if kind == "value" and "value" in body:  # a shard returns none
         message["value"] = body["value"]
     return message
