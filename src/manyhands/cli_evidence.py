@@ -189,7 +189,7 @@ def calibrate(
     task: options.TaskSpec,
     workers: options.CalibratedWorkers = 2,
     output: options.Output = Path("profile.json"),
-    strategies: options.CalibratedStrategies = "allreduce,local-sgd:period=8",
+    strategies: options.CalibratedStrategies = "allreduce,local-sgd:period=8,dynsgd",
     steps: options.CalibratedSteps = 16,
     quick: options.Quick = False,
     engine: options.Engine = "auto",

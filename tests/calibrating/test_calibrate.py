@@ -1,12 +1,14 @@
 """What `calibrate` refuses, before any process starts."""
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
 
 import manyhands as mh
-from manyhands.calibrating.calibrate import calibrated
+from manyhands import cli_evidence
+from manyhands.calibrating.calibrate import STRATEGIES, calibrated
 from manyhands.errors import BadInput, UnknownName, Unsupported
 
 pytestmark = pytest.mark.usefixtures("nothing_starts")
@@ -47,3 +49,8 @@ def test_too_few_steps_and_too_small_a_batch_are_refused() -> None:
         calibrated(task(), steps=3)
     with pytest.raises(BadInput, match="fewer than one row for each of 4 workers"):
         calibrated(task(batch_size=3), workers=4)
+
+
+def test_the_command_tries_the_strategies_that_the_function_does() -> None:
+    default = inspect.signature(cli_evidence.calibrate).parameters["strategies"].default
+    assert default == ",".join(STRATEGIES)

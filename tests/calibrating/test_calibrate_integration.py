@@ -51,7 +51,8 @@ def test_all_is_measured_and_each_strategy_compared(local: Local, task: str) -> 
     assert profile.batch_sizes == (3, 6, 9)
     assert profile.network.workers_per_host == 2
     assert profile.compute.row + profile.compute.step > 0
-    assert min(profile.network.latency, profile.network.local_latency, profile.compute.lease) > 0
+    assert min(profile.network.latency, profile.network.local_latency) > 0
+    assert profile.compute.lease >= 0  # beside computing, a lease may hide in the noise of a tick
     assert [one.codec for one in found.codecs] == list(SETTINGS)
     assert all(min(one.n, one.encode_s, one.decode_s) > 0 for one in found.codecs)
     assert profile.compute.codecs.keys() == CODECS.keys()
@@ -60,7 +61,8 @@ def test_all_is_measured_and_each_strategy_compared(local: Local, task: str) -> 
     assert [one.strategy for one in found.predictions] == list(names) == list(profile.errors)
     for one in found.predictions:
         assert 0 < one.real_s <= one.slowest_s
-        assert profile.errors[one.strategy] == round(one.simulated_s / one.real_s - 1, 4)
+        assert profile.errors[one.strategy] == round(one.worst, 4)
+    assert profile.compute.request >= 0
     assert len(said) == 4 + len(names)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -76,7 +78,7 @@ def test_the_command_writes_a_profile_that_sim_takes(task: str, tmp_path: Path) 
     assert f"--profile {path}" in done.stdout
     profile = Profile.load(path)
     assert 4 in profile.batch_sizes  # rows of a worker
-    assert len(profile.errors) == 2
+    assert len(profile.errors) == 3
     assert "ms to decode one payload" in done.stdout
     network, compute, _ = Sim(profile=path).parts
     assert (network, compute) == (profile.network, profile.compute)

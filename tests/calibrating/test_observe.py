@@ -2,7 +2,7 @@
 
 import pytest
 
-from manyhands.calibrating.observe import WARM, block_of, blocks, merged, own_ticks, steps_for
+from manyhands.calibrating.observe import WARM, block_of, blocks, merged, own_ticks, steps_for, turn_of
 from manyhands.errors import BadInput
 from manyhands.events import Event
 from manyhands.strategies.local_sgd import LocalSGD
@@ -32,6 +32,15 @@ def test_ticks_are_sorted_by_their_rows_and_empty_ones_and_epochs_ends_left_out(
         for rank in (0, 1)
     ]
     assert own_ticks(events) == {3: [1.0, 1.0]}
+
+
+def test_a_turn_is_the_mean_of_the_ticks_that_most_are_like() -> None:
+    """Its rows' seconds say what a lease took, where there are leases."""
+    shorter = {WARM + 5: 1}
+    events = [step(tick, tick * 3.0, wait_s=1.0, input_s=0.5, rows=shorter.get(tick, 4)) for tick in range(WARM + 8)]
+    found = turn_of(events)
+    assert (found.seconds, found.input_s, found.leased) == (pytest.approx(2.0), pytest.approx(0.5), False)
+    assert turn_of([*events, step(WARM + 8, 99.0, input_s=0.5, lease=[0, 0, 0])]).leased
 
 
 def test_merged_keeps_runs_apart() -> None:

@@ -3,6 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from manyhands.calibrating.calibrate import Calibration, Prediction
 from manyhands.calibrating.coding import Coded
 from manyhands.calibrating.fit import Computed, Terms
@@ -15,7 +17,7 @@ from manyhands.engines.sim.profile import Profile
 FOUND = Calibration(
     profile=Profile(
         networks={"local": Network(workers_per_host=2)},
-        compute=Compute(),
+        compute=Compute(lease=9e-5, request=2e-5),
         task="chars",
         workers=2,
         machine={"threads_per_worker": "1", "cores": "2"},
@@ -43,6 +45,7 @@ def test_it_says_what_was_measured_how_far_off_it_is_and_what_to_do_with_it() ->
     assert "4 µs latency, 80 Gbit/s; fitted within 30%" in lines[2]
     assert "100 µs latency, bytes cost nothing" in lines[3]
     assert "50 µs a request, 1.5 ms a pull, 2 ms a push (4,000 bytes), 60 µs a lease" in lines[4]
+    assert "20 µs more a request, 90 µs a lease" in lines[5]
     assert [line.split() for line in lines if line.startswith(("topk", "threshold"))] == [
         ["topk:0.01", "80", "51", "0.9"],
         ["threshold:1e-30", "4,000", "45.2", "25.4"],
@@ -53,6 +56,12 @@ def test_it_says_what_was_measured_how_far_off_it_is_and_what_to_do_with_it() ->
     ]
     assert "  manyhands train chars:batch_size=32 -n 32 -s diloco --engine sim --profile 'my profile.json'" in lines
     assert not any("idle" in line for line in lines)
+
+
+def test_the_run_that_is_furthest_off_is_the_error_that_a_profile_keeps() -> None:
+    """The slower of several runs is one that a user may see."""
+    worst = {sim: Prediction(strategy="s", real_s=1.0, slowest_s=1.5, simulated_s=sim).worst for sim in (0.9, 1.2, 1.4)}
+    assert worst == pytest.approx({0.9: 0.9 / 1.5 - 1, 1.2: 1.2 / 1.5 - 1, 1.4: 0.4})
 
 
 def test_a_large_error_is_pointed_out_and_a_machine_that_changed_its_speed() -> None:

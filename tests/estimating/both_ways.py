@@ -23,7 +23,7 @@ from manyhands.plan import Plan
 from manyhands.strategies import strategy_of
 
 CODECS = "bf16=2ns/1ns,topk=15ns/1ns,onebit=3ns/1ns,int8=4ns/1ns,qsgd=20ns/4ns,powersgd=5ns/3ns/2ns/1ns"
-COMPUTE = f"row=1e-3,step=1ms,jitter=lognormal:0.1,1=1.5x,lease=1e-4,merge=1e-9,{CODECS}"
+COMPUTE = f"row=1e-3,step=1ms,jitter=lognormal:0.1,1=1.5x,lease=1e-4,request=3e-5,merge=1e-9,{CODECS}"
 HOSTS = "lan,workers_per_host=2,servers=spread"
 
 Said = list[tuple[int, float, int]]

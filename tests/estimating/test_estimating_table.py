@@ -35,7 +35,7 @@ ROW = Estimate(
     compute=0.8,
     exchange=0.15,
     wait=0.05,
-    bars=Bars(factor=1.2, error=0.05, tried=True, doublings=2.0),
+    bars=Bars(factor=1.2, error=0.05, tried=True, besides=0.0, doublings=2.0),
     simulated_steps=64,
     spread=0.001,
 )
@@ -92,7 +92,7 @@ def test_rows_without_bars_of_their_own_are_marked_and_the_rule_is_said() -> Non
     assert "on 2 workers" in rule
     assert "allreduce +3.4%, local-sgd -7.0%" in rule
     assert "at least 5%" in rule
-    assert "* was not tried there: extrapolated from the largest error." in rule
+    assert "* was not tried there: extrapolated from the largest error, and" in rule
     assert "  downpour: its warmup is left out" in said
     assert said[-1] == "Something holds of all."
     assert "extrapolated" not in text(replace(FOUND, estimates=(ROW,)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import statistics
 import time
@@ -18,7 +19,7 @@ from manyhands.asked import Asked, check_place, task_from
 from manyhands.calibrating import measure
 from manyhands.calibrating.coding import Coded, coded, codings
 from manyhands.calibrating.fit import Computed, Terms, computed
-from manyhands.calibrating.observe import Place, block_of, blocks, merged, observe, own_ticks, steps_for
+from manyhands.calibrating.observe import Place, Turn, block_of, blocks, merged, observe, own_ticks, steps_for, turn_of
 from manyhands.engines.base import Engine
 from manyhands.engines.cores import usable_cores
 from manyhands.engines.local import Local
@@ -30,10 +31,14 @@ from manyhands.errors import BadInput, Unsupported, is_whole
 from manyhands.run import environment
 from manyhands.strategies import spec_of, strategy_of
 from manyhands.strategies.base import Strategy
+from manyhands.strategies.dynsgd import DynSGD
 from manyhands.strategies.ensemble import Ensemble
 from manyhands.task import Task
 
-STRATEGIES = ("allreduce", "local-sgd:period=8")
+STRATEGIES = ("allreduce", "local-sgd:period=8", "dynsgd")
+SERVED = DynSGD()
+"""Of which leases and requests are measured: each tick is a lease, a pull and a push, and updates are scaled by their staleness."""
+REQUESTS = 2  # of a tick of SERVED
 STEPS = 16
 REPEATS, QUICK_REPEATS = 3, 1
 _COMPUTE_STEPS = 8
@@ -52,8 +57,14 @@ class Prediction:
 
     @property
     def error(self) -> float:
-        """simulated/real - 1"""
+        """simulated/real - 1, of the quickest run"""
         return self.simulated_s / self.real_s - 1
+
+    @property
+    def worst(self) -> float:
+        """The same of the quickest or the slowest run, whichever is further off."""
+        slowest = self.simulated_s / self.slowest_s - 1
+        return max(self.error, slowest, key=lambda error: abs(math.log1p(error)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +170,8 @@ class _Calibrating:
         self.steps, self.repeats = steps_for(steps), QUICK_REPEATS if quick else REPEATS
         self.codec_ticks = _QUICK_CODEC_TICKS if quick else _CODEC_TICKS
         self.ticks: list[dict[int, list[float]]] = []  # of each run that does not exchange: {rows: seconds}
+        self.alone: list[Turn] = []  # of those with the task's own batch
+        self.serving: list[Turn] = []  # of runs of SERVED
         self.real: dict[str, list[float]] = {
             spec_of(strategy): [] for strategy in strategies
         }  # of each run, seconds a step
@@ -185,9 +198,9 @@ class _Calibrating:
             measure.fit_group(memory, workers, own, one_host=True),
             measure.fit_group(sockets, workers, own, one_host=False),
         )
-        profile = self._profile(compute, *fits, server, codecs, sizes)
+        profile = self._with_requests(self._profile(compute, *fits, server, codecs, sizes))
         predictions = tuple(self._predict(profile, strategy) for strategy in self.strategies)
-        errors = {prediction.strategy: round(prediction.error, 4) for prediction in predictions}
+        errors = {prediction.strategy: round(prediction.worst, 4) for prediction in predictions}
         return Calibration(
             profile=replace(profile, errors=errors),
             compute=compute,
@@ -211,9 +224,16 @@ class _Calibrating:
         for size in sizes:
             task = self.task.with_fields(batch_size=size) if size != sizes[0] else self.task
             steps = _COMPUTE_STEPS * (2 if size == sizes[0] else 1)
-            self.ticks.append(own_ticks(observe(self.place, task, Ensemble(), steps_for(steps))))
-        for strategy in self.strategies:
+            events = observe(self.place, task, Ensemble(), steps_for(steps))
+            self.ticks.append(own_ticks(events))
+            if size == sizes[0]:
+                self.alone.append(turn_of(events))
+        for strategy in self.strategies if SERVED in self.strategies else [SERVED, *self.strategies]:
             events = observe(self.place, self.task, strategy, self.steps)
+            if strategy == SERVED:
+                self.serving.append(turn_of(events))
+            if strategy not in self.strategies:
+                continue
             every = self.every[spec_of(strategy)] = block_of(events, strategy)
             self.real[spec_of(strategy)].append(statistics.median(blocks(events, self.place.workers, every)))
 
@@ -254,17 +274,40 @@ class _Calibrating:
             machine=_machine(self.place),
         )
 
+    def _with_requests(self, profile: Profile) -> Profile:
+        """With what leases and requests take beside workers that compute: driver and shards then share the workers' cores.
+
+        A tick of SERVED takes longer than a simulated one, whose leases and requests cost nothing beside messages and
+        merging. What its rows take longer to come than those of a tick that exchanges nothing is the lease's, the rest
+        the requests'.
+        """
+        served, alone = (min(turns, key=lambda turn: turn.seconds) for turns in (self.serving, self.alone))
+        free = replace(profile, compute=replace(profile.compute, lease=0.0))
+        simulated = turn_of(observe(self._simulated(free), self.task, SERVED, self.steps))
+        more = max(0.0, served.seconds - simulated.seconds)
+        lease = min(more, max(0.0, served.input_s - alone.input_s)) if served.leased else 0.0
+        return replace(
+            profile,
+            compute=replace(
+                profile.compute,
+                lease=lease if served.leased else profile.compute.lease,
+                request=(more - lease) / REQUESTS,
+            ),
+        )
+
+    def _simulated(self, profile: Profile) -> Place:
+        engine = Sim(network=profile.network, compute=profile.compute)
+        return replace(self.place, engine=engine, threads=1, device="cpu")
+
     def _predict(self, profile: Profile, strategy: Strategy) -> Prediction:
         name = spec_of(strategy)
         self.say(f"simulated steps: {name}")
-        sim = Sim(network=profile.network, compute=profile.compute)
-        place = replace(self.place, engine=sim, threads=1, device="cpu")
-        events = observe(place, self.task, strategy, self.steps)
+        events = observe(self._simulated(profile), self.task, strategy, self.steps)
         return Prediction(
             strategy=name,
             real_s=min(self.real[name]),
             slowest_s=max(self.real[name]),
-            simulated_s=statistics.fmean(blocks(events, place.workers, self.every[name])),
+            simulated_s=statistics.fmean(blocks(events, self.place.workers, self.every[name])),
         )
 
 

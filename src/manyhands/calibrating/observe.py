@@ -13,7 +13,7 @@ from typing import Any
 from typing_extensions import override
 
 from manyhands import random_state
-from manyhands.calibrating.fit import step_seconds
+from manyhands.calibrating.fit import spread, step_seconds
 from manyhands.engines.base import Engine, Launch, Observer
 from manyhands.errors import BadInput
 from manyhands.events import Event
@@ -93,6 +93,23 @@ def own_ticks(events: Sequence[Event]) -> dict[int, list[float]]:
             if first.values["epoch"] == third.values["epoch"] and third.values["rows"] and seconds > 0:
                 found[third.values["rows"]].append(seconds)
     return dict(found)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A worker's tick in one run, on the mean."""
+
+    seconds: float  # without waiting for other workers
+    input_s: float  # of them until its rows were there: a lease is part of that
+    leased: bool
+
+
+def turn_of(events: Sequence[Event]) -> Turn:
+    """Of the ticks with the number of rows that most have."""
+    samples = max(own_ticks(events).values(), key=len)
+    inputs = [event.values["input_s"] for event in events[WARM:] if event.values["input_s"] > 0]
+    leased = any("lease" in event.values for event in events)
+    return Turn(spread(samples).mean, spread(inputs).mean if inputs else 0.0, leased)
 
 
 def block_of(events: Sequence[Event], strategy: Strategy) -> int:

@@ -34,6 +34,10 @@ def _measured(calibration: Calibration) -> list[str]:
         ("shared memory", _way(calibration.memory)),
         ("sockets", _way(calibration.sockets)),
         ("server", f"{request} ({server.bytes:,} bytes), {_time(server.lease)} a lease"),
+        (
+            "beside computing",
+            f"{_time(profile.compute.request)} more a request, {_time(profile.compute.lease)} a lease",
+        ),
     ]
     return [head, *_aligned(rows)]
 

@@ -1,7 +1,7 @@
 """How far off a prediction may be, from how far off calibration's own predictions were.
 
-A profile holds, for each strategy that was tried on W workers, e = predicted / measured step - 1: the prediction was off by the
-factor q = max(1 + e, 1 / (1 + e)). The rule:
+A profile holds, for each strategy that was tried on W workers, e = predicted / measured step - 1, of the one of its runs that was
+furthest off: the prediction was off by the factor q = max(1 + e, 1 / (1 + e)). The rule:
 
 1. A strategy that was tried has its own q, any other the largest q there is. At least 1 + FLOOR: it is one sample, and two
    calibrations of the same idle machine differ by nearly so much.
@@ -9,6 +9,9 @@ factor q = max(1 + e, 1 / (1 + e)). The rule:
    many doublings of rows as r lies outside the batch sizes that were. Halvings count as well.
 3. Each of them may be as wrong again as what was measured, and in the same direction. So with n doublings the true time is
    taken to lie between t / f and t · f, f = q^(1 + n).
+
+4. Of a strategy that was not tried, only computing was measured. What a step does besides (exchange, leases, waiting), a share s
+   of it by the prediction, may take half as long or twice: f is multiplied by 1 + s. Where a step is short, s is large.
 
 Errors of independent doublings would partly cancel, and the exponent would grow with the root of n. Nothing says that they
 are independent: what a model leaves out, it leaves out every time.
@@ -32,20 +35,29 @@ class Bars:
     factor: float
     error: float  # q - 1, which it starts from
     tried: bool  # whether that is this strategy's own
+    besides: float  # share of a step that is not computing, where it was not tried; else 0
     doublings: float  # away from what was measured
 
 
-def bars_of(profile: Profile, strategy: str, workers: int, rows: float) -> Bars | None:
-    """strategy: its spec. rows: of a worker's tick. None where calibration tried no strategy.
+def bars_of(profile: Profile, strategy: str, workers: int, rows: float, besides: float) -> Bars | None:
+    """strategy: its spec. rows: of a worker's tick. besides: share of a step that is not computing. None where calibration tried no strategy.
 
     Raises BadInput for a profile that says of a prediction that it was of no time at all.
     """
     if not profile.errors:
         return None
     off = {name: _factor(name, error) for name, error in profile.errors.items()}
-    factor = max(1 + FLOOR, off[strategy] if strategy in off else max(off.values()))
+    tried = strategy in off
+    factor = max(1 + FLOOR, off[strategy] if tried else max(off.values()))
     doublings = abs(math.log2(workers / profile.workers)) + _outside(profile, rows)
-    return Bars(factor=factor ** (1 + doublings), error=factor - 1, tried=strategy in off, doublings=doublings)
+    unknown = 0.0 if tried else besides
+    return Bars(
+        factor=factor ** (1 + doublings) * (1 + unknown),
+        error=factor - 1,
+        tried=tried,
+        besides=unknown,
+        doublings=doublings,
+    )
 
 
 def _factor(strategy: str, error: float) -> float:

@@ -265,7 +265,7 @@ class _Estimating:
 
     def _row(self, strategy: Strategy, workers: int, reading: Reading, measured: Measured) -> Estimate:
         spec, steps = spec_of(strategy), reading.steps(self.task)
-        bars = bars_of(self.profile, spec, workers, reading.rows_of(0) / workers)
+        bars = bars_of(self.profile, spec, workers, reading.rows_of(0) / workers, 1 - measured.compute)
         step = Span(
             seconds=measured.step_s,
             low=None if bars is None else measured.step_s / bars.factor,

@@ -105,11 +105,11 @@ def _rule(profile: Profile, estimates: Iterable[Estimate]) -> list[str]:
         return []
     tried = ", ".join(f"{name} {error:+.1%}" for name, error in profile.errors.items())
     line = (
-        f"low to high: on {profile.workers} workers calibration's own predictions were off by {tried}. By that factor, at least {FLOOR:.0%}, "
+        f"low to high: on {profile.workers} workers calibration's own predictions were off by {tried} in the run that differs most. By that factor, at least {FLOOR:.0%}, "
         "and by it again for each doubling of workers, or of rows, away from what was measured."
     )
     if any(one.bars is not None and not one.bars.tried for one in estimates):
-        line += f" {_NOT_TRIED} was not tried there: extrapolated from the largest error."
+        line += f" {_NOT_TRIED} was not tried there: extrapolated from the largest error, and what of its step is not computing may take half as long or twice."
     return [line]
 
 

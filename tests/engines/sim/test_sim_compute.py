@@ -8,7 +8,7 @@ from manyhands.engines.sim.coding import FREE, Coding
 from manyhands.engines.sim.compute import Compute
 from manyhands.errors import BadInput, UnknownName
 
-EVERYTHING = "row=1e-4,step=1ms,jitter=lognormal:0.2,3=5x,7=0.5x,8-10=2x,lease=1e-4,merge=2e-10,topk=15e-9/1e-9,threshold=1e-9/0/12e-9/7e-9"
+EVERYTHING = "row=1e-4,step=1ms,jitter=lognormal:0.2,3=5x,7=0.5x,8-10=2x,lease=1e-4,request=5e-5,merge=2e-10,topk=15e-9/1e-9,threshold=1e-9/0/12e-9/7e-9"
 
 
 def draws(text, n=20_000, rank=0, seed=0, rows=1):
@@ -26,6 +26,7 @@ def test_everything_at_once():
         jitter="lognormal:0.2",
         factors={3: 5.0, 7: 0.5, 8: 2.0, 9: 2.0, 10: 2.0},
         lease=1e-4,
+        request=5e-5,
         merge=2e-10,
         codecs={"topk": Coding(15e-9, 1e-9), "threshold": Coding(1e-9, 0.0, 12e-9, 7e-9)},
     )

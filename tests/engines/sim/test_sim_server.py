@@ -121,6 +121,18 @@ def test_a_shard_works_on_one_push_at_a_time():
     assert sorted(world.run(program, program, program)) == pytest.approx([4.0, 8.0, 12.0])
 
 
+def test_a_call_takes_its_worker_time_in_which_the_shard_is_free_for_others():
+    """compute.request: 2 s a call, beside 4 s of merging; who comes second waits for the merging alone."""
+    world = World(workers=2, compute="request=2,merge=1ms")
+
+    def program(client, world):
+        ready(client)
+        world.sleep(100.0)
+        return taken(world, lambda: client.push(torch.ones(1000)))
+
+    assert sorted(world.run(program, program)) == pytest.approx([6.0, 10.0])
+
+
 def test_without_a_bound_a_tick_is_no_message():
     world = World(network="latency=1")
 

@@ -180,6 +180,8 @@ class SimServer(Server):
     def _ask(self, operation: str, requests: list[Request]) -> list[Any]:
         """What the shards answer; raises the first error among it."""
         self._calls += 1
+        if request_s := self._servers.compute.request:
+            self._servers.timeline.sleep(request_s)
         cell = self._servers.timeline.cell()
         call = Call(self._worker, (self._generation, self._calls), operation, self._ticks, requests, cell)
         self._servers.exchange(call)

@@ -24,7 +24,7 @@ from manyhands.errors import BadInput, is_whole, whole_of
 
 _JITTERS = "none, lognormal:SIGMA, exponential, uniform:SHARE, quantiles:A/B/…"
 _MOST_WORKERS = 1_000_000  # far beyond what a machine's memory simulates
-_SECONDS = ("row", "step", "lease", "merge")
+_SECONDS = ("row", "step", "lease", "request", "merge")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,7 @@ class Compute:
     (between 1 - SHARE and 1 + SHARE); quantiles:A/B/… (measured, at equal distances from least to greatest)."""
     factors: Mapping[int, float] = field(default_factory=dict, hash=False)  # {rank: so many times slower}
     lease: float = 0.0  # seconds a lease takes
+    request: float = 0.0  # seconds that each call of the server takes its worker beside messages and merging
     merge: float = 0.0  # seconds a byte that a server shard merges or hands out
     codecs: Mapping[str, Coding] = field(default_factory=dict, hash=False)  # {name: what it takes}
 

@@ -21,8 +21,8 @@ from manyhands.server.store import Refused
 class SimServers:
     """The shards and, in `clients`, each worker's `Server`, which only that worker's program calls, in its turn.
 
-    A call is one request to each shard and one answer of each; the worker waits until it has them all. A request takes
-    its time on the wires, waits until the shard has handled what came before, and is handled in `compute.merge` seconds
+    A call is one request to each shard and one answer of each; the worker waits until it has them all. After
+    `compute.request` seconds of its worker's own a request takes its time on the wires, waits until the shard has handled what came before, and is handled in `compute.merge` seconds
     a byte of a push or of the center. An encoded push takes its worker the codec's seconds before it leaves, and at the shard
     those of decoding, at the same time as others, before it stands in line. A pull is written into the worker's tensor, and a push read from it, then.
     `waited_s` is what the shards say: how long they held answers back for other workers.
