@@ -6,18 +6,21 @@ import json
 import socket
 from typing import Any
 
+import pytest
 import torch
 from test_driver import Scripted
 
 from fuzzing import Damage, bounded, json_bytes, survive
-from manyhands.engines import roster
+from manyhands.engines import joining, roster
 from manyhands.engines.base import Launch
 from manyhands.engines.driver import Driver
 from manyhands.engines.gathering import Door, Guests
+from manyhands.engines.joining import Agent, Join
 from manyhands.engines.plain_values import decode, encode
 from manyhands.engines.post import Letter, Post
 from manyhands.engines.remote_crew import RemoteCrew
 from manyhands.engines.roster import Offer, Roster
+from manyhands.engines.secret import Secret
 from manyhands.errors import ManyhandsError, WorkerFailed
 from manyhands.events import Event
 from manyhands.history import PARTS
@@ -218,5 +221,78 @@ def test_what_the_driver_makes_of_it(inputs: int) -> None:
         take([Letter({"type": "seat", "seat": 2, "body": body}, list(TENSORS))])
     with bounded(256):
         taken, refused = survive(take, (letters() for _ in range(inputs // 10)), ManyhandsError)
+    assert taken
+    assert refused
+
+
+NETWORK = {"hosts": [[0, 1], [2, 3]], "names": ["alpha", "beta"]}
+SHARED = {
+    "seats": [2, 3],
+    "size": 4,
+    "threads": None,
+    "timeout_s": 5.0,
+    "network": NETWORK,
+    "device": "cpu",
+    "servers": 0,
+}
+ORDERS: list[dict[str, Any]] = [
+    {"type": "launch", "host": "beta", "shared": SHARED, "variables": {"MANYHANDS_STRATEGY": "solo"}},
+    {"type": "tell", "seat": 2, "body": {"type": "stop", "reason": "max_seconds"}},
+    {"type": "signal", "number": 15},
+    {"type": "stacks"},
+    {"type": "end", "grace_s": 0.5},
+    {"type": "over", "error": ""},
+]
+
+
+class Obeying:
+    """Instead of a LocalCrew: whatever it is told is what a crew can be told."""
+
+    def __init__(self, spawner: Any, seats: list[int], timeout_s: float, host: str, network: dict[str, Any]) -> None:
+        assert all(isinstance(seat, int) for seat in seats)
+        assert timeout_s > 0
+        assert isinstance(host, str)
+        self.seats = seats
+
+    def start(self, shared: dict[str, Any], program: int) -> None:
+        assert isinstance(shared["environment"], dict)
+        assert program >= 0
+
+    def tell(self, seat: int, body: dict[str, Any]) -> None:
+        assert seat in self.seats
+
+    def signal(self, number: int) -> None:
+        assert isinstance(number, int)
+
+    def stacks(self) -> dict[int, str]:
+        return {2: "here"}
+
+    def where(self) -> dict[int, tuple[str, int]]:
+        return {2: ("compute", 3)}
+
+    def end(self, grace_s: float) -> None:
+        assert grace_s == grace_s
+
+
+def test_what_a_driver_says(inputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that joined obeys what a driver of its version says, and ends with the driver's name at anything else."""
+    damage = Damage(6)
+    monkeypatch.setattr(joining, "LocalCrew", Obeying)
+
+    def orders() -> list[dict[str, Any]]:
+        bodies = [ORDERS[0], *(damage.choice(ORDERS[1:]) for _ in range(damage.randint(0, 3)))]
+        at = damage.randrange(len(bodies))
+        bodies[at] = damage.of_json(bodies[at])
+        return [body for body in bodies if isinstance(body, dict) and isinstance(body.get("type"), str)]
+
+    def take(bodies: list[dict[str, Any]]) -> None:
+        offer = Join(address="127.0.0.1:1", workers=2, listen="127.0.0.1")
+        agent = Agent(offer, Secret(token=b"t" * 32), None, lambda text: None)  # type: ignore[arg-type]
+        agent._post, agent._program = Silent(), 0  # type: ignore[assignment]
+        for body in bodies:
+            agent._obey(Letter(body, []))
+
+    take(ORDERS)
+    taken, refused = survive(take, (orders() for _ in range(inputs)), ManyhandsError)
     assert taken
     assert refused

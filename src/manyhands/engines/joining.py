@@ -28,6 +28,7 @@ from manyhands.engines.local_crew import LocalCrew
 from manyhands.engines.network import PLAIN_RISK, Network, check_way, ports_of
 from manyhands.engines.plain_values import encode
 from manyhands.engines.post import SILENCE_S, Letter, Post
+from manyhands.engines.seat_messages import order
 from manyhands.engines.secret import Secret, named_file
 from manyhands.engines.spawner import Spawner, import_path
 from manyhands.errors import BadInput, ManyhandsError, Preempted
@@ -35,6 +36,7 @@ from manyhands.signals import sigterm_to
 from manyhands.transport.address import parse_address
 from manyhands.transport.channel import Channel, ChannelClosed, ChannelTimeout
 from manyhands.transport.credentials import VARIABLE
+from manyhands.transport.frame import FrameError
 from manyhands.transport.listener import connect
 
 LOG = logging.getLogger("manyhands")
@@ -203,20 +205,28 @@ class Agent:
             )
 
     def _obey(self, letter: Letter) -> None:
-        body = letter.body
-        match body["type"]:
-            case "launch":
-                self._launch(body)
-            case "end":
-                self._end(body["grace_s"])
-            case "over":
-                self._over = str(body["error"])
-            case _ if self._crew is not None and self._running:
-                self._order(self._crew, body)
+        """ManyhandsError for what no driver of this version sends: this host's workers end then."""
+        try:
+            body = order(letter.body)
+            match body["type"]:
+                case "launch":
+                    self._launch(body)
+                case "end":
+                    self._end(body["grace_s"])
+                case "over":
+                    self._over = body["error"]
+                case _ if self._crew is not None and self._running:
+                    self._order(self._crew, body)
+        except FrameError as error:
+            raise ManyhandsError(
+                f"the driver at {self.offer.address} sent {error}: does it run the same version of manyhands?"
+            ) from error
 
     def _order(self, crew: LocalCrew, body: dict[str, Any]) -> None:
         match body["type"]:
             case "tell":
+                if body["seat"] not in crew.seats:
+                    raise FrameError(f"a message to seat {body['seat']}; here are {crew.seats}")
                 crew.tell(body["seat"], body["body"])
             case "signal":
                 crew.signal(body["number"])
@@ -225,6 +235,8 @@ class Agent:
                 self._send({"type": "stacks", "stacks": _by_name(stacks), "where": _by_name(where)})
 
     def _launch(self, body: dict[str, Any]) -> None:
+        if self._crew is not None or self._program < 0:
+            raise FrameError("a second launch" if self._crew is not None else "a launch without a program")
         shared = body["shared"]
         seats = shared["seats"]
         ranks = [seat for seat in seats if seat >= 0]

@@ -1,6 +1,6 @@
-"""Which messages of a seat make sense. Pure. What comes from another host is checked here before the driver acts on it.
+"""Which messages of a seat make sense, and which of a driver. Pure. What comes from another host is checked here before anybody acts on it.
 
-The kinds are those of crew.py. Extra fields are left out of what is returned, so that nobody can come to rely on them.
+The kinds of a seat's are those of crew.py, of a driver's those of remote_crew.py. Extra fields are left out of what is returned, so that nobody can come to rely on them.
 """
 
 from __future__ import annotations
@@ -23,20 +23,31 @@ Check = Callable[[Any], Any]
 
 
 def checked(seat: int, body: Any) -> dict[str, Any]:
-    """The message with those fields that its kind has; its texts hold no control characters. FrameError, saying what is wrong."""
-    kind = body.get("type") if isinstance(body, dict) else None
-    if not isinstance(kind, str) or kind not in _KINDS:
-        raise FrameError(f"a message of type {printable(kind, 40)!r}, which is none of {', '.join(_KINDS)}")
-    message: dict[str, Any] = {"type": kind}
-    for name, check in _KINDS[kind].items():
-        if name not in body:
-            raise FrameError(f"a message of type {kind} without {name}")
-        message[name] = _passed(check, body[name], f"{name} of a message of type {kind}")
+    """A seat's message with those fields that its kind has; its texts hold no control characters. FrameError, saying what is wrong."""
+    message = _of_kinds(_KINDS, body)
+    kind = message["type"]
     said_of = [message, *message.get("events", []), message.get("event", {})]
     if others := [one["rank"] for one in said_of if one.get("rank") not in (None, seat)]:
         raise FrameError(f"a message of type {kind} of seat {others[0]} from seat {seat}")
     if kind == "value" and "value" in body:  # a shard returns none
         message["value"] = body["value"]
+    return message
+
+
+def order(body: Any) -> dict[str, Any]:
+    """The same of a driver's message to a host that joined it."""
+    return _of_kinds(_ORDERS, body)
+
+
+def _of_kinds(kinds: dict[str, dict[str, Check]], body: Any) -> dict[str, Any]:
+    kind = body.get("type") if isinstance(body, dict) else None
+    if not isinstance(kind, str) or kind not in kinds:
+        raise FrameError(f"a message of type {printable(kind, 40)!r}, which is none of {', '.join(kinds)}")
+    message: dict[str, Any] = {"type": kind}
+    for name, check in kinds[kind].items():
+        if name not in body:
+            raise FrameError(f"a message of type {kind} without {name}")
+        message[name] = _passed(check, body[name], f"{name} of a message of type {kind}")
     return message
 
 
@@ -115,6 +126,31 @@ def _anything(value: Any) -> Any:
     return value
 
 
+def _object(value: Any) -> dict[str, Any]:
+    _expect(isinstance(value, dict), "an object")
+    return dict(value)
+
+
+def _texts(value: Any) -> dict[str, str]:
+    _expect(isinstance(value, dict) and all(isinstance(text, str) for text in value.values()), "texts by name")
+    return dict(value)
+
+
+def _shared(value: Any) -> dict[str, Any]:
+    """What all processes of a run are to know, and which of them are here."""
+    _expect(
+        isinstance(value, dict) and {"seats", "size", "threads", "timeout_s", "network"} <= value.keys(), "a launch"
+    )
+    _expect(len(_seats(value["seats"])) > 0 and is_whole(value["size"]), "seats, and how many workers there are")
+    _expect(_seconds(value["timeout_s"]) > 0 and (value["threads"] is None or is_whole(value["threads"])), "its limits")
+    network = value["network"]
+    _expect(isinstance(network, dict) and isinstance(network.get("hosts"), list), "hosts")
+    _expect(all(isinstance(_seats(ranks), list) for ranks in network["hosts"]), "each host's ranks")
+    names = network.get("names")
+    _expect(isinstance(names, list) and all(isinstance(name, str) for name in names), "the hosts' names")
+    return dict(value)
+
+
 def _expect(right: bool, what: str) -> None:
     if not right:
         raise ValueError(f"expected {what}")
@@ -153,4 +189,13 @@ _KINDS: dict[str, dict[str, Check]] = {
     "value": {},
     "error": _FAILURE,
     "exited": {"status": _whole, "phase": _or_none(_line), "step": _or_none(_count), "detail": _lines},
+}
+
+_ORDERS: dict[str, dict[str, Check]] = {
+    "launch": {"host": _line, "shared": _shared, "variables": _texts},
+    "tell": {"seat": _whole, "body": _object},
+    "signal": {"number": _count},
+    "stacks": {},
+    "end": {"grace_s": _seconds},
+    "over": {"error": _lines},
 }
