@@ -447,7 +447,7 @@ def test_a_file_system_that_does_not_answer_is_no_damage(
         raise ConnectionError("it does not answer")
 
     monkeypatch.setattr("fsspec.implementations.memory.MemoryFileSystem._open", silent)
-    with pytest.raises(ManyhandsError, match="cannot read .*step-00000002.*ConnectionError: it does not answer"):
+    with pytest.raises(ManyhandsError, match="cannot read .*step-0000000[12].*ConnectionError: it does not answer"):
         checkpoint.newest(elsewhere, never)
 
 

@@ -2,17 +2,29 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from manyhands.errors import ManyhandsError
-from manyhands.event_log import EventLog, left_at, read, steps_that_count
+from manyhands import event_log
+from manyhands.event_log import EventLog, left_at, read
 from manyhands.events import Event
 from manyhands.remote_path import AnyPath, RemotePath
 
 
-def step(tick: int, rank: int = 0) -> Event:
-    return Event(type="step", tick=tick, rank=rank)
+STEP: dict[str, Any] = {
+    **{"epoch": 0, "loss": 1.0, "weight": 4.0, "rows": 4, "unused": 0, "rate": 0.1, "bytes": 8, "round": True},
+    **dict.fromkeys(("input_s", "compute_s", "exchange_s", "wait_s"), 0.1),
+}
+
+
+def step(tick: int, rank: int = 0, **values: Any) -> Event:
+    return Event(type="step", tick=tick, rank=rank, values=STEP | values)
+
+
+def steps_that_count(path: AnyPath, *place: Any, **named: Any) -> list[Event]:
+    return [event for event, _ in event_log.steps_that_count([path], *place, **named)]
 
 
 def write(path: AnyPath, *events: Event) -> None:
@@ -80,7 +92,7 @@ def test_steps_that_a_resumed_launch_did_again_count_once(tmp_path: Path) -> Non
 
 def test_of_a_leased_epoch_that_was_interrupted_the_slices_still_to_do_do_not_count(tmp_path: Path) -> None:
     def leased(index: int, part: int, epoch: int = 1) -> Event:
-        return Event(type="step", tick=4 * epoch + index, rank=0, values={"epoch": epoch, "lease": [index, part, 0]})
+        return step(4 * epoch + index, epoch=epoch, lease=[index, part, 0])
 
     path = tmp_path / "events.jsonl"
     left = (1, [[1, 4], [0, 2]])
@@ -109,13 +121,14 @@ def ticks(path: AnyPath) -> list[int]:
     return [event.tick for event in read(path)]
 
 
-def test_elsewhere_it_is_put_after_a_checkpoint_and_at_the_end(elsewhere: RemotePath) -> None:
+def test_elsewhere_it_is_put_when_it_is_synced_and_at_the_end(elsewhere: RemotePath) -> None:
     log = EventLog(elsewhere)
     log.poll(100.0)
     log.write(step(0))
     log.poll(101.0)
     assert not elsewhere.exists()
     log.write(Event(type="checkpoint", tick=1))
+    log.sync()
     assert ticks(elsewhere) == [0, 1]
     log.write(step(2))
     log.poll(103.0)
@@ -154,5 +167,6 @@ def test_elsewhere_a_failure_is_one_error(elsewhere: RemotePath, monkeypatch: py
             ManyhandsError, match=r"cannot write .*events.jsonl.partial: PermissionError: not yours.*resume=True"
         ):
             log.write(Event(type="checkpoint"))
+            log.sync()
     log.close()  # says nothing again
     assert not elsewhere.exists()

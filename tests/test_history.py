@@ -63,7 +63,7 @@ def test_sums_are_means_over_workers_and_ticks_that_stayed_open_count_at_the_end
 
 def test_an_earlier_launch_may_have_had_another_number_of_workers() -> None:
     history = History(2)
-    history.preload([step(rank) for rank in range(4)])
+    history.preload([(step(rank), 0) for rank in range(4)])
     history.add(step(0, tick=1))
     assert history.add(step(1, tick=1)) is not None
     assert [row["rows"] for row in history.rows] == [16, 8]
@@ -97,7 +97,13 @@ def test_a_leased_batch_is_complete_when_all_its_slices_are_whoever_made_them() 
 def test_a_resumed_epoch_keeps_its_parts_and_completes_what_was_begun() -> None:
     history = History(2)
     history.preload(
-        [leased(0, 0, 0, parts=3), leased(1, 0, 1, parts=3), leased(2, 0, 2, parts=3), leased(2, 1, 2, parts=3)]
+        (event, 3)
+        for event in [
+            leased(0, 0, 0, parts=3),
+            leased(1, 0, 1, parts=3),
+            leased(2, 0, 2, parts=3),
+            leased(2, 1, 2, parts=3),
+        ]
     )
     assert [row["rows"] for row in history.rows] == [12]
     assert history.add(leased(0, 1, 0, parts=3)) is None
@@ -110,7 +116,7 @@ def test_a_resumed_epoch_keeps_its_parts_and_completes_what_was_begun() -> None:
 def test_staleness_is_counted_by_worker_and_in_all() -> None:
     history = History(3)
     assert (history.staleness(), history.staleness_of_workers(), history.gain()) == ({}, [], None)
-    history.preload([step(0, staleness=[4])])
+    history.preload([(step(0, staleness=[4]), 0)])
     history.add(step(0, tick=1, staleness=[1, 0], pushes=[[1], [3]]))
     history.add(step(2, tick=1, staleness=[1]))
     history.add(step(1, tick=1, pulls=[[0]]))

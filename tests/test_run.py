@@ -128,8 +128,9 @@ def test_a_result_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_full_disk_leaves_no_half_of_a_result(tmp_path: Path) -> None:
-    (tmp_path / "result.json.partial").symlink_to("/dev/full")
+def test_a_full_disk_leaves_no_half_of_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("secrets.token_hex", lambda size: "0" * 2 * size)
+    (tmp_path / f"result.json.{'0' * 16}.partial").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):
         run_of().save(tmp_path / "result.json")
     assert list(tmp_path.iterdir()) == []

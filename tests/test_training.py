@@ -358,7 +358,7 @@ def test_resuming_something_else_is_refused(tmp_path: Path) -> None:
         ({"validate_every": 0}, "validate_every must be"),
         ({"max_seconds": -1}, "max_seconds must be"),
         ({"resume": True}, "needs a run directory"),
-        ({"run_dir": "/proc/none"}, "cannot make the run directory"),
+        ({"run_dir": "/proc/none"}, "cannot use the run directory"),
         ({"device": "gpu"}, "no device 'gpu'"),
         ({"threads_per_worker": 0}, "threads_per_worker must be"),
         ({"threads_per_worker": 10**30}, "threads_per_worker must be"),

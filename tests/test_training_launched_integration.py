@@ -191,14 +191,16 @@ def check_directory(first: dict[str, Any], second: dict[str, Any], alone: mh.Run
         assert f"{directory} exists: resume it" in got["refused"]
     assert len(first["went on"]["history"]) == STEPS
     assert second["went on"]["history"] == []
-    events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
-    assert sorted((e["tick"], e["rank"]) for e in events if e["type"] == "step") == [
-        (tick, rank) for tick in range(STEPS) for rank in (0, 1)
-    ]
+    for rank, name in enumerate(("events.jsonl", "events-00001.jsonl")):
+        events = [json.loads(line) for line in (directory / name).read_text().splitlines()]
+        assert [(e["tick"], e["rank"]) for e in events if e["type"] == "step"] == [(t, rank) for t in range(STEPS)]
+        assert [e["values"]["launch"] for e in events if e["type"] == "start"] == [1, 2]
     assert sorted(path.name for path in directory.iterdir()) == [
         "asked.json",
         "checkpoints",
+        "events-00001.jsonl",
         "events.jsonl",
+        "launch.json",
         "model.safetensors",
         "result.json",
     ]

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from manyhands.replaying.replay import Replayed as Replayed
     from manyhands.replaying.replay import replay as replay
     from manyhands.run import Run as Run
+    from manyhands.run import read_history as read_history
     from manyhands.strategies.agn import AGN as AGN
     from manyhands.strategies.allreduce import AllReduce as AllReduce
     from manyhands.strategies.base import Needs as Needs
@@ -126,6 +127,7 @@ _WHERE = {
     "is_first": "preparing",
     "launch": "launching",
     "prepare": "preparing",
+    "read_history": "run",
     "replay": "replaying.replay",
     "train": "training",
     "weight": "preparing",

@@ -4,21 +4,23 @@ A checkpoint is a folder `step-00000120/` of one safetensors and one JSON file a
 last, with every file's SHA-256. It is made under a temporary name, synced, then renamed. The newest two are kept;
 those newer than the one being saved were passed over at resume, because they are damaged, and are removed.
 
+A manifest also has the number of the launch that wrote it (see `launch_lock`). What lies in the folder under other names
+than a checkpoint's is neither read nor removed.
+
 Elsewhere than on a disk (a `RemotePath`) nothing can be renamed into place, and every rank puts its own files where they
 are to lie: there a folder without a manifest is not finished, and no checkpoint.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import io
 import json
+import math
 import os
 import re
 import secrets
 import shutil
-import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,15 +35,21 @@ from torch import Tensor
 
 from manyhands.comm.group import Group
 from manyhands.errors import BadInput, ManyhandsError, is_whole
+from manyhands.launch_lock import Claim
 from manyhands.rank_files.guard import as_given
-from manyhands.remote_path import AnyPath, RemotePath
+from manyhands.remote_path import PARTIAL, AnyPath, RemotePath, open_regular
 
 KEPT = 2
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 _TOKEN_BYTES = 8
 _MOST_TIMES, _MOST_MORE_BYTES = 8, 64 << 20  # see `_most_bytes`
 _PIECE_BYTES = 64 << 20
+_NAME = re.compile(r"step-[0-9]{8,18}")
+_UNFINISHED = re.compile(rf"{_NAME.pattern}\.[0-9a-f]{{{2 * _TOKEN_BYTES}}}\.partial")
+_DAMAGE = (OSError, ValueError, RecursionError)  # what reading a damaged file raises
+
+Warn = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -81,9 +89,19 @@ def load_tensors(path: AnyPath) -> dict[str, Tensor]:
 
 
 @as_given()  # a part is no file of the script's
-def save(folder: AnyPath, tick: int, group: Group, tensors: dict[str, Tensor], values: dict[str, Any]) -> AnyPath:
+def save(
+    folder: AnyPath,
+    tick: int,
+    group: Group,
+    tensors: dict[str, Tensor],
+    values: dict[str, Any],
+    *,
+    claim: Claim | None = None,
+    warn: Warn = lambda message: None,
+) -> AnyPath:
     """Write this rank's part of a checkpoint; a collective. Returns where it lies, the same on all ranks.
 
+    claim: the launch that writes; ManyhandsError where another has the run directory by now. warn: is told what cannot be removed.
     A rank on a host that does not see rank 0's folder on a disk sends its part there. OSError (a full disk, say) and a
     RemotePath's ManyhandsError pass through: no checkpoint under the final name exists then.
 
@@ -91,16 +109,19 @@ def save(folder: AnyPath, tick: int, group: Group, tensors: dict[str, Tensor], v
     others a random token, lengths within `_most_bytes`, and digests. ManyhandsError for anything else.
     """
     final = folder / _name(tick)
-    token = _begin(folder, tick) if group.rank == 0 else ""
+    token = _begin(folder, tick, claim, warn) if group.rank == 0 else ""
     partial = _partial(folder, tick, _token_of(group.all_gather_json(token)[0]))
     parts = _write_parts(partial, group, _files(group.rank, tensors, values))
     if group.rank == 0:
         digests = {name: part.sha256 for name, part in parts.items()}
-        manifest = {"format": FORMAT, "tick": tick, "ranks": group.size, "sha256": digests}
-        _finish(partial, final, json.dumps(manifest, indent=1).encode())
-        discard_newer(folder, tick)
+        manifest: dict[str, Any] = {"format": FORMAT, "tick": tick, "ranks": group.size, "sha256": digests}
+        if claim is not None:
+            claim.check()  # writing the parts took its time
+            manifest["launch"] = claim.number
+        _finish(partial, final, json.dumps(manifest, indent=1).encode(), warn)
+        discard_newer(folder, tick, warn)
         for old in _folders(folder)[:-KEPT]:
-            _remove(old)
+            _remove(old, warn)
     group.barrier()
     return final
 
@@ -138,28 +159,42 @@ def within_reach(saved: Checkpoint, group: Group) -> Iterator[Checkpoint]:
         yield saved if seen else replace(saved, path=Path(folder))
 
 
-def discard_newer(folder: AnyPath, tick: int) -> None:
+def discard_newer(folder: AnyPath, tick: int, warn: Warn = lambda message: None) -> None:
     """Remove checkpoints newer than `tick`, at which a run goes on: `newest` passed them over, and they must not count as kept."""
     for path in _folders(folder):
         if _tick(path) > tick:
-            _remove(path)
+            _remove(path, warn)
 
 
-def newest(folder: AnyPath, warn: Callable[[str], None]) -> Checkpoint | None:
+def newest(folder: AnyPath, warn: Warn) -> Checkpoint | None:
     """The newest checkpoint whose every file is what its manifest says; each damaged one is named to `warn`.
 
-    None where there is no checkpoint at all; BadInput where there are some and all are damaged. A file system that does not
-    answer is no damage (ManyhandsError).
+    Of two launches at once, on a file system without locks, the later launch's is the newer one. None where there is no
+    checkpoint at all; BadInput where there are some and all are damaged. A file system that does not answer is no damage
+    (ManyhandsError).
     """
     folders = _folders(folder)
-    for path in reversed(folders):
+    for path in sorted(folders, key=lambda path: (_launch(path), _tick(path)), reverse=True):
         try:
             return _verified(path)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as problem:
+        except (*_DAMAGE, SafetensorError) as problem:
             warn(f"checkpoint {path} is damaged and left out: {problem}")
     if folders:
         raise BadInput(f"all {len(folders)} checkpoints in {folder} are damaged: start again in another run directory")
     return None
+
+
+def last_launch(folder: AnyPath) -> int:
+    """The largest number of a launch that a manifest has; 0 where none has one."""
+    return int(max((number for path in _folders(folder) if (number := _launch(path)) < math.inf), default=0))
+
+
+def _launch(path: AnyPath) -> float:
+    """The number of the launch that wrote this checkpoint; infinite where its manifest is damaged."""
+    try:
+        return int(_manifest(path).get("launch", 0))
+    except _DAMAGE:
+        return math.inf
 
 
 def _name(tick: int) -> str:
@@ -180,60 +215,65 @@ def _remote_folders(folder: RemotePath) -> list[RemotePath]:
 
 def _tick(path: AnyPath) -> int:
     """-1: it has another name."""
-    step, _, number = path.name.partition("-")
-    return int(number) if step == "step" and number.isdecimal() else -1
+    return int(path.name.removeprefix("step-")) if _NAME.fullmatch(path.name) else -1
 
 
 def _verified(path: AnyPath) -> Checkpoint:
-    with _regular(path / MANIFEST) as file:
-        manifest = json.load(file)
-    if manifest["format"] != FORMAT:
-        raise ValueError(f"it has format {manifest['format']}, this version reads {FORMAT}")
-    ranks, digests = manifest["ranks"], manifest["sha256"]
-    if len(digests) != 2 * ranks or any(name not in digests for rank in range(ranks) for name in _names(rank)):
-        raise ValueError(f"its manifest names {len(digests)} files, which are not the two of each of {ranks!r} ranks")
-    parts = {}
-    for name, digest in digests.items():
-        with _regular(path / name) as file:
+    manifest, parts = _manifest(path), {}
+    for name, digest in manifest["sha256"].items():
+        with open_regular(path / name) as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
             parts[name] = Part(file.tell(), found)
         if found != digest:
             raise ValueError(f"{name} is not what was written")
-    return Checkpoint(path, manifest["tick"], ranks, parts)
+    return Checkpoint(path, manifest["tick"], manifest["ranks"], parts)
 
 
-@contextmanager
-def _regular(path: AnyPath) -> Iterator[io.BufferedReader]:
-    """The file to read. ValueError for a link, a FIFO, a device: what is read belongs to the checkpoint, and nobody waits for it."""
-    if isinstance(path, RemotePath):
-        with path.open("rb") as file:
-            yield file
-        return
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise ValueError(f"{path.name} is a link, where a file was expected") from error
-        raise
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError(f"{path.name} is no regular file")
-        yield file
+def _manifest(path: AnyPath) -> dict[str, Any]:
+    """What a checkpoint's manifest says, each field as `save` writes it; one of _DAMAGE else."""
+    with open_regular(path / MANIFEST) as file:
+        manifest = json.load(file)
+    if not isinstance(manifest, dict):
+        raise ValueError("its manifest is no JSON object")
+    if manifest.get("format") != FORMAT:
+        raise ValueError(f"it has format {manifest.get('format')!r:.20}, this version reads {FORMAT}")
+    ranks: Any = manifest.get("ranks")
+    digests = manifest.get("sha256")
+    if not is_whole(tick := manifest.get("tick"), 0) or tick != _tick(path):
+        raise ValueError(f"its manifest says tick {tick!r:.20}")
+    if not is_whole(launch := manifest.get("launch", 0), 0):
+        raise ValueError(f"its manifest says launch {launch!r:.20}, which is no number")
+    if not is_whole(ranks) or not isinstance(digests, dict):
+        raise ValueError(f"its manifest says {ranks!r:.20} ranks, and names no files of theirs")
+    if len(digests) != 2 * ranks or any(name not in digests for rank in range(ranks) for name in _names(rank)):
+        raise ValueError(
+            f"its manifest names {len(digests)} files, which are not the two of each of {ranks!r:.20} ranks"
+        )
+    return manifest
 
 
-def _begin(folder: AnyPath, tick: int) -> str:
+def digest_of(path: AnyPath) -> str:
+    """The SHA-256 of a file. OSError, or ValueError where it is no file."""
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _begin(folder: AnyPath, tick: int, claim: Claim | None, warn: Warn) -> str:
     """Make the empty folder `_partial`; its token. Elsewhere than on a disk it is the final one, once what was never finished is gone."""
+    if claim is not None:
+        claim.check()
     token = secrets.token_hex(_TOKEN_BYTES)
     partial = _partial(folder, tick, token)
     if isinstance(folder, RemotePath):
         for path in _remote_folders(folder):
             if path == partial or not (path / MANIFEST).exists():
-                _remove(path)
+                _remove(path, warn)
         partial.mkdir()
         return token
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("*.partial"):
-        shutil.rmtree(old)
+    for old in folder.iterdir():
+        if _UNFINISHED.fullmatch(old.name):
+            _remove(old, warn)
     partial.mkdir()
     return token
 
@@ -264,24 +304,31 @@ def _files(rank: int, tensors: dict[str, Tensor], values: dict[str, Any]) -> dic
     return dict(zip(_names(rank), (safetensors.torch.save(own), json.dumps(values).encode()), strict=True))
 
 
-def _finish(partial: AnyPath, final: AnyPath, manifest: bytes) -> None:
+def _finish(partial: AnyPath, final: AnyPath, manifest: bytes, warn: Warn) -> None:
     """Make a checkpoint of a folder that has all parts, by its manifest and its name."""
     if isinstance(partial, RemotePath) or isinstance(final, RemotePath):
         write_whole(final / MANIFEST, manifest)
         return
     _write_synced(partial / MANIFEST, manifest)
     _sync_folder(partial)
-    if final.exists():
-        shutil.rmtree(final)
+    if os.path.lexists(final):
+        _remove(final, warn)
     partial.rename(final)
     _sync_folder(final.parent)
 
 
-def _remove(path: AnyPath) -> None:
+def _remove(path: AnyPath, warn: Warn) -> None:
+    """A folder with all in it, a file, or a link itself. What the file system refuses to remove stays, and `warn` is told."""
     if isinstance(path, RemotePath):
         path.remove()
-    else:
-        shutil.rmtree(path)
+        return
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except OSError as problem:
+        warn(f"cannot remove {path}, which the run needs no more: {problem.strerror}. Remove it by hand")
 
 
 def _write_parts(partial: AnyPath, group: Group, files: dict[str, bytes]) -> dict[str, Part]:
@@ -423,7 +470,7 @@ def write_whole(path: AnyPath, data: bytes) -> None:
     if isinstance(path, RemotePath):
         path.write_whole(io.BytesIO(data))
         return
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(_TOKEN_BYTES)}{PARTIAL}")  # nobody else's name
     try:
         _write_synced(partial, data)
         partial.replace(path)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+from manyhands.errors import is_whole
 
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -34,7 +37,21 @@ class Event:
 
     @classmethod
     def from_json(cls, line: str | bytes) -> Event:
-        return cls(**from_json(line))
+        """What `to_json` wrote, whatever its values are. ValueError for anything else: a file or a peer may hold anything."""
+        try:
+            said = from_json(line)
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
+        if not isinstance(said, dict):
+            raise ValueError("it is no JSON object")
+        if not said.keys() <= _FIELDS.keys():
+            raise ValueError(f"an event has no field {min(said.keys() - _FIELDS.keys()):.40}")
+        _check(_FIELDS, {**_DEFAULTS, **said})
+        return cls(**said)
+
+    def check_values(self) -> None:
+        """ValueError where this is a `start`, `step` or `closing` whose values are not those of docs/events.md."""
+        _check(_VALUES.get(self.type, {}), self.values)
 
 
 def to_json(value: Any) -> str:
@@ -50,6 +67,93 @@ def from_json(text: str | bytes) -> Any:
     value = json.loads(text)
     names = ('NaN"', 'Infinity"') if isinstance(text, str) else (b'NaN"', b'Infinity"')
     return _numbers(value) if any(name in text for name in names) else value  # type: ignore[operator]
+
+
+# -- what fields and values must be --------------------------------------------------------------------------------------
+
+_MOST = 2**63  # of any count
+_MOST_RANKS = 2**20
+
+Test = Callable[[Any], bool]
+
+
+def _whole(least: int = 0, below: int = _MOST) -> Test:
+    return lambda value: is_whole(value, least) and value < below
+
+
+def _number(value: Any) -> bool:
+    return (isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MOST) or isinstance(value, float)
+
+
+def _finite(value: Any) -> bool:
+    return _number(value) and math.isfinite(value)
+
+
+def _or_none(test: Test) -> Test:
+    return lambda value: value is None or test(value)
+
+
+def _list(test: Test, length: int | None = None) -> Test:
+    return lambda value: isinstance(value, list) and length in (None, len(value)) and all(map(test, value))
+
+
+def _left(value: Any) -> bool:
+    """An epoch, and by part [front, back)."""
+    return isinstance(value, list) and len(value) == 2 and _whole()(value[0]) and _list(_list(_whole(), 2))(value[1])
+
+
+_VERSIONS = _list(_whole())
+_FIELDS: dict[str, Test] = {
+    "type": lambda value: isinstance(value, str),
+    "time_s": _finite,
+    "generation": _whole(),
+    "rank": _or_none(_whole(below=_MOST_RANKS)),
+    "tick": _whole(),
+    "step": _whole(),
+    "values": lambda value: isinstance(value, dict),
+}
+_DEFAULTS: dict[str, Any] = {"time_s": 0.0, "generation": 0, "rank": None, "tick": 0, "step": 0, "values": {}}
+_MAY_MISS: dict[str, Test] = {  # of `start`, `step` and `closing`: where there is nothing to say
+    "launch": _whole(),
+    "workers": _whole(1, _MOST_RANKS),
+    "left": _left,
+    "staleness": _VERSIONS,
+    "gain": _number,
+    "lease": _list(_whole(), 3),
+    "parts": _whole(1, _MOST_RANKS),
+    "pulls": _list(_VERSIONS),
+    "pushes": _list(_or_none(_VERSIONS)),
+    "behind": _VERSIONS,
+}
+_SECONDS = dict.fromkeys(("input_s", "compute_s", "exchange_s", "wait_s"), _finite)
+_STEP: dict[str, Test] = {
+    "epoch": _whole(),
+    "loss": _or_none(_number),
+    "weight": _number,
+    "rows": _whole(),
+    "unused": _whole(),
+    "rate": _number,
+    "bytes": _whole(),
+    "round": lambda value: isinstance(value, bool),
+    **_SECONDS,
+}
+_VALUES: dict[str, dict[str, Test]] = {  # of those events that a run is put together from; docs/events.md has all
+    "start": _MAY_MISS,
+    "step": _STEP | _MAY_MISS,
+    "closing": {"epoch": _whole()} | _MAY_MISS,
+}
+
+
+def _check(tests: dict[str, Test], values: dict[str, Any]) -> None:
+    """ValueError, by name, for a value that is missing or is not what it must be."""
+    for name, test in tests.items():
+        if name not in values and name not in _MAY_MISS:
+            raise ValueError(f"it has no {name}")
+        if name in values and not test(values[name]):
+            raise ValueError(f"its {name} is {values[name]!r:.60}")
+
+
+# -- numbers that JSON does not have -------------------------------------------------------------------------------------
 
 
 def _named(value: Any) -> Any:

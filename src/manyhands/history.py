@@ -7,21 +7,33 @@ whoever got a lease: it is complete when all its slices were reported, and ticks
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from manyhands.events import Event
 
 PARTS = ("input", "compute", "exchange", "wait")  # where a worker's time goes
+_SUMS = ("weight", "rows", "unused", "bytes", "ticks", *(f"{part}_s" for part in PARTS))
+
+
+MOST_ROWS = 1 << 15  # that are kept; a row takes about a kilobyte
 
 
 class History:
-    """Rows of a run, in the order in which its ticks became complete."""
+    """Rows of a run, in the order in which its ticks became complete.
+
+    Memory is bounded: `rows` holds at most MOST_ROWS of them. When there are more, neighbours become one row, whose column
+    `ticks` says of how many ticks it is, and later rows are of as many.
+    """
 
     def __init__(self, workers: int) -> None:
         """`workers`: how many report each tick, unless the reports say that it has another number of parts."""
         self.rows: list[dict[str, Any]] = []
         self.steps = 0  # global batches that are complete
+        self.seconds = 0.0  # when the newest was
+        self.consumed = 0  # rows of data
+        self.highest_rate: float | None = None
+        self._ticks_a_row = 1
         self._workers = workers
         self._open: defaultdict[int, list[Event]] = defaultdict(list)
         self._staleness: defaultdict[int, Counter[int]] = defaultdict(Counter)  # by rank: versions -> pushes
@@ -34,21 +46,28 @@ class History:
         self._take(event)
         return self._complete(event.tick, self._workers) if self._missing(event.tick, self._workers) == 0 else None
 
-    def preload(self, steps: Iterable[Event]) -> None:
-        """Take the steps of earlier launches, which may have had another number of workers.
+    def preload(self, steps: Iterable[tuple[Event, int]]) -> None:
+        """Take the steps of earlier launches, see `rows_of`.
 
         A global batch of which some slices are left stays open: this launch makes them.
         """
+        for _ in self.rows_of(steps):
+            pass
+
+    def rows_of(self, steps: Iterable[tuple[Event, int]]) -> Iterator[dict[str, Any]]:
+        """Take steps, each with the number of workers that its launch had, 0 where nobody knows it; a row for each complete tick."""
         ranks = set()
-        for event in steps:
+        for event, workers in steps:
             if event.type == "closing":
                 self.note(event)
                 continue
             self._take(event)
             ranks.add(event.rank)
+            if workers and self._missing(event.tick, workers) == 0:
+                yield self._complete(event.tick, workers)
         for tick in sorted(self._open):
             if "lease" not in self._open[tick][0].values or self._missing(tick, 0) <= 0:
-                self._complete(tick, len(ranks))
+                yield self._complete(tick, len(ranks))
 
     def close(self) -> list[dict[str, Any]]:
         """The rows of ticks that not all workers reported (they were stopped, or go at their own pace)."""
@@ -78,6 +97,7 @@ class History:
 
     def _take(self, event: Event) -> None:
         self._open[event.tick].append(event)
+        self.consumed += event.values["rows"]
         self.note(event)
 
     def note(self, event: Event) -> None:
@@ -96,7 +116,7 @@ class History:
         reports = self._open.pop(tick)
         self.steps += 1
         row = row_of(self.steps, tick, reports, workers)
-        self.rows.append(row)
+        self._keep(row)
         for part in PARTS:
             self._timing[part] += row[f"{part}_s"]
         for report in reports:
@@ -104,6 +124,25 @@ class History:
                 for part in PARTS:
                     self._timing_of[report.rank][part] += report.values[f"{part}_s"]
         return row
+
+    def _keep(self, row: dict[str, Any]) -> None:
+        self.seconds = max(self.seconds, row["seconds"])
+        self.highest_rate = row["rate"] if self.highest_rate is None else max(self.highest_rate, row["rate"])
+        if self.rows and self.rows[-1]["ticks"] < self._ticks_a_row:
+            self.rows[-1] = merged(self.rows[-1], row)
+        else:
+            self.rows.append(row)
+        if len(self.rows) > MOST_ROWS:
+            last = [self.rows.pop()] if len(self.rows) % 2 else []
+            self.rows[:] = [merged(*pair) for pair in zip(self.rows[::2], self.rows[1::2], strict=True)] + last
+            self._ticks_a_row *= 2
+
+
+def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Two rows as one: sums, the mean loss by weight, and where the second one ended."""
+    row = second | {"loss": weighted_loss([first, second]), "round": first["round"] or second["round"]}
+    row |= {name: max(first[name], second[name]) for name in ("tick", "epoch", "seconds")}
+    return row | {name: first[name] + second[name] for name in _SUMS}
 
 
 def row_of(step: int, tick: int, reports: list[Event], workers: int) -> dict[str, Any]:
@@ -122,7 +161,7 @@ def row_of(step: int, tick: int, reports: list[Event], workers: int) -> dict[str
         "seconds": max(report.time_s for report in reports),
     }
     row |= {f"{part}_s": sum(v[f"{part}_s"] for v in values) / sharing for part in PARTS}
-    return row | {"bytes": sum(v["bytes"] for v in values), "round": any(v["round"] for v in values)}
+    return row | {"bytes": sum(v["bytes"] for v in values), "round": any(v["round"] for v in values), "ticks": 1}
 
 
 def weighted_loss(values: list[dict[str, Any]]) -> float | None:

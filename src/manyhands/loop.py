@@ -24,6 +24,8 @@ from manyhands.signals import PREEMPTED
 from manyhands.staleness import Watch, watch
 from manyhands.worker import Worker
 
+COLLECT_EVERY = 1000  # ticks, after which rank 0 hears of the others where every rank is its own driver
+
 
 def work(plan: Plan, worker: Worker) -> Outcome | None:
     """Train on this worker; a collective of all workers of the run.
@@ -368,6 +370,8 @@ class Loop:
             if isinstance(every, int) and self.place.tick % every == 0:
                 self.flush()
                 action()
+        if self.place.tick % COLLECT_EVERY == 0:
+            self.worker.coordinator.collect(self.worker.group)
 
     def save(self) -> None:
         """A checkpoint, where they are wanted, of replicas that are equal where that is promised."""
@@ -472,6 +476,7 @@ class Loop:
             "rate": rate,
             "effective_rate": rate * self.plan.strategy.rate_factor(size),
             "own_pace": self.plan.strategy.leasing() is not None,
+            "workers": size,
             "parameters": self.replica.layout.size,
             "threads": torch.get_num_threads(),
             "device": str(self.worker.device),

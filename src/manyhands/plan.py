@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from manyhands.checkpoint import Checkpoint
 from manyhands.errors import BadInput
 from manyhands.keep import Keep
+from manyhands.launch_lock import Claim
 from manyhands.remote_path import AnyPath
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task
@@ -30,6 +31,7 @@ class Plan:
     max_seconds: float | None = None
     checkpoints: AnyPath | None = None  # the folder; None: write none
     resume_from: Checkpoint | None = None
+    claim: Claim | None = None  # of this launch on the run directory
     everywhere: bool = False  # every rank is a driver of its own (torchrun, a script's train()) and gets the answer
     finished: bool = False  # rank 0 found a finished run: nobody trains
 

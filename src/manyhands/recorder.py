@@ -18,6 +18,7 @@ from manyhands.errors import BadInput
 from manyhands.event_log import EventLog
 from manyhands.events import Event
 from manyhands.history import PARTS, History
+from manyhands.launch_lock import Claim
 from manyhands.remote_path import AnyPath
 from manyhands.run import Run
 from manyhands.transport.frame import FrameError
@@ -34,6 +35,9 @@ class Recorder(Observer):
 
     workers: how many report each tick. directory: where events.jsonl goes, or None. clock: steady seconds.
     simulated: the workers' clocks are one clock of its own, which this recorder goes by.
+    rank: of the process this one records in, where every rank is its own driver (None: one driver for all). Each writes a
+    file of its own as events happen; rank 0 hears those of the others later, for history and callbacks.
+    claim: the launch that writes in the directory; may be set until the first event.
     """
 
     def __init__(
@@ -44,7 +48,11 @@ class Recorder(Observer):
         callbacks: Iterable[Callback] = (),
         clock: Callable[[], float] = time.monotonic,
         simulated: bool = False,
+        rank: int | None = None,
     ) -> None:
+        self.claim: Claim | None = None
+        self._rank = rank
+        self._tick = 0  # of this rank, where it is its own driver and not the first
         self.records = False
         self.warnings: list[str] = []
         self._kinds: set[str] = set()  # of warnings that one worker gives for all
@@ -63,6 +71,8 @@ class Recorder(Observer):
                 raise BadInput(
                     f"callbacks must be objects of classes derived from manyhands.Callback, not {callback!r}"
                 )
+        if rank:
+            self._callbacks = ()
 
     # -- what train() calls ------------------------------------------------------------------------------------------
 
@@ -79,16 +89,26 @@ class Recorder(Observer):
         finally:
             self._close()
 
-    def preload(self, tick: int, left: event_log.Left | None = None) -> None:
+    def preload(self, tick: int, left: event_log.Left | None = None, rows: int | None = None) -> None:
         """Take over the history of the launches before, up to the checkpoint at `tick` from which this one goes on.
 
         left: (epoch, by part [front, back)) of a leased epoch that was interrupted, the slices of earlier ticks still to do.
+        rows: that the checkpoint counts as consumed; where the events have others, or are damaged, a warning says so.
         """
-        path = event_log.left_at(self._directory / event_log.FILE) if self._directory is not None else None
-        self._history.steps = tick if path is None else 0
-        if path is not None:
-            self._history.preload(event_log.steps_that_count(path, tick, left))
-            self._before_s = max((row["seconds"] for row in self._history.rows), default=0.0)
+        self._tick = tick
+        if self._directory is None or self._rank:
+            return
+        files = event_log.files_in(self._directory)
+        self._history.preload(event_log.steps_that_count(files, tick, left, self.warn))
+        self._before_s = self._history.seconds
+        complete = bool(files) and rows in (None, self._history.consumed)
+        if not complete:
+            self._history.steps = max(self._history.steps, tick)  # no callback's step goes back
+        if not complete and rows is not None:
+            self.warn(
+                f"the events in {self._directory} are not all there: before step {tick} they have {self._history.consumed:,} rows of data, and the "
+                f"checkpoint {rows:,}. The training goes on exactly; history, timing and staleness of the earlier steps lack what is missing"
+            )
 
     def warn(self, message: str) -> None:
         """Something the user should see that is no error: logged, written down, shown in the summary."""
@@ -119,12 +139,17 @@ class Recorder(Observer):
     def flush(self) -> None:
         """Give what was heard so far to the run directory."""
         if self._log is not None:
-            self._log.publish()
+            self._log.sync()
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """A row for each tick (docs/events.md)."""
+        """A row for each tick; of long runs, for several (docs/events.md)."""
         return self._history.rows
+
+    @property
+    def highest_rate(self) -> float | None:
+        """Of all ticks; None before the first."""
+        return self._history.highest_rate
 
     def timing(self) -> dict[str, float]:
         """{input, compute, exchange, wait}: seconds, the mean over workers."""
@@ -144,9 +169,19 @@ class Recorder(Observer):
     @override
     def answer(self, event: Event) -> dict[str, Any]:
         """As `event`."""
+        if event.type == "sync":  # a checkpoint follows
+            if event.rank == (self._rank or 0):
+                self.flush()
+            return {}
         _check(event)
         self._take(self._on_own_clock(event))
         return {"stop": self._reason} if self._reason else {}
+
+    @override
+    def own_event(self, event: Event) -> None:
+        if self._directory is not None:
+            self._tick = event.tick
+            self._take(self._on_own_clock(event))
 
     @override
     def stopping(self) -> str:
@@ -161,15 +196,17 @@ class Recorder(Observer):
         """Write an event down and tell whom it concerns; warnings before the first event wait for it to be written."""
         if self._said_before(event):
             return
-        if event.type == "warning" and event.values["message"] not in self.warnings:
+        if event.type == "start" and self.claim is not None:
+            event = replace(event, values=event.values | {"launch": self.claim.number})
+        if event.type == "warning" and event.values["message"] not in self.warnings and not self._rank:
             self.warnings.append(event.values["message"])
             LOG.warning("%s", event.values["message"])
         if not self.records and begins:
             self._begin(event)
-        if self._log is not None:
+        if self._log is not None and not (self._rank == 0 and event.rank):  # who is its own driver has written its own
             self._log.write(event)
             self._log.poll(self._clock())
-        if self.records:
+        if self.records and not self._rank:
             self._dispatch(event)
 
     def _said_before(self, event: Event) -> bool:
@@ -183,7 +220,9 @@ class Recorder(Observer):
     def _begin(self, event: Event) -> None:
         self.records = True
         if self._directory is not None:
-            self._log = EventLog(self._directory / event_log.FILE)
+            self._log = EventLog(self._directory / event_log.file_of(self._rank or 0), self.claim)
+        if self._rank:
+            self._take(self._event("start"))
         for message in self.warnings:
             if event.values.get("message") != message:
                 self._take(self._event("warning", message=message))
@@ -245,6 +284,10 @@ class Recorder(Observer):
         return round(self._before_s + elapsed, 6)
 
     def _event(self, type: str, **values: Any) -> Event:
+        if self._rank:
+            return Event(
+                type=type, time_s=self._now_s(), rank=self._rank, tick=self._tick, step=self._tick, values=values
+            )
         tick = self._history.rows[-1]["tick"] if self._history.rows else 0
         return Event(type=type, time_s=self._now_s(), tick=tick, step=self._history.steps, values=values)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -134,6 +137,25 @@ class RemotePath:
 
 
 AnyPath = Path | RemotePath
+
+
+@contextmanager
+def open_regular(path: AnyPath) -> Iterator[io.BufferedReader]:
+    """The file to read. ValueError for a link, a FIFO, a device: nobody waits for what is in its place."""
+    if isinstance(path, RemotePath):
+        with path.open("rb") as file:
+            yield file
+        return
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ValueError(f"{path.name} is a link, where a file was expected") from error
+        raise
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError(f"{path.name} is no regular file")
+        yield file
 
 
 def path_of(given: str | AnyPath) -> AnyPath:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import platform
 import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Self
 
 import torch
@@ -19,10 +20,12 @@ from manyhands import event_log, events, summary
 from manyhands.advise import Advice, Machine, Measured, advise, of_task
 from manyhands.checkpoint import write_whole
 from manyhands.engines.cores import usable_cores
+from manyhands.errors import BadInput
 from manyhands.history import PARTS, History
-from manyhands.remote_path import AnyPath
+from manyhands.remote_path import AnyPath, path_of
 from manyhands.strategies import described
 
+LOG = logging.getLogger("manyhands")
 TENSORS = ("model", "models", "parameters")
 _ELSEWHERE = (*TENSORS, "history", "directory")  # fields that result.json does not hold
 
@@ -40,7 +43,8 @@ class Run:
     metrics: dict[str, float]
     """{"validation_loss", "test_accuracy", …}"""
     history: list[dict[str, Any]]
-    """A row of numbers a tick, all workers together (docs/events.md); pandas.DataFrame takes it as it is."""
+    """A row of numbers a tick, all workers together (docs/events.md); pandas.DataFrame takes it as it is. Of runs of more than
+    32,768 ticks a row is of several, as its column `ticks` says; events.jsonl has them all (`read_history`)."""
     rows: dict[str, Any]
     """Rows consumed: {"total": int, "workers": [int, …], "unused": int}; the unused had their gradient dropped or skipped."""
     timing: dict[str, float]
@@ -89,7 +93,7 @@ class Run:
         return advise(
             Measured(
                 workers=workers,
-                steps=len(self.history),
+                steps=_ticks(self.history),
                 **seconds,
                 strategy=info.get("strategy", ""),
                 **described(info.get("strategy", "")),
@@ -162,14 +166,21 @@ class Run:
     def from_json(cls, saved: str | dict[str, Any], *, directory: AnyPath | None = None, **tensors: Any) -> Self:
         """The Run that wrote this JSON (text, or what json.loads made of it); its history is read from the directory's events.jsonl.
 
-        tensors: model, models and parameters, as in the constructor.
+        tensors: model, models and parameters, as in the constructor. BadInput for JSON that is no run's; where events are
+        damaged, info["warnings"] says so.
         """
-        values = events.from_json(saved if isinstance(saved, str) else json.dumps(saved))
-        path = directory / event_log.FILE if directory is not None else None
-        history = History(values["info"].get("workers", 1))
-        if path is not None and path.exists():
-            history.preload(event_log.steps_that_count(path))
+        values = _values_of(saved)
+        history, warnings = History(values["info"].get("workers", 1)), list[str]()
+        if directory is not None:
+            history.preload(event_log.steps_that_count(event_log.files_in(directory), warn=warnings.append))
             history.close()
+            total = values["rows"].get("total")
+            if history.consumed != total and not warnings:
+                warnings.append(f"the events in {directory} are not all there: they have {history.consumed:,} rows of data of {total:,}")
+        for message in warnings:
+            LOG.warning("%s", message)
+        if warnings:
+            values["info"]["warnings"] = [*values["info"].get("warnings", []), *warnings]
         values["staleness"] = _by_number(values["staleness"])
         values["staleness_of_workers"] = [_by_number(one) for one in values.get("staleness_of_workers", [])]
         return cls(**values, **tensors, history=history.rows, directory=directory)
@@ -180,8 +191,46 @@ class Run:
 
     def _facts(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in (*TENSORS, "history")} | {
-            "ticks": len(self.history)
+            "ticks": _ticks(self.history)
         }
+
+
+def _values_of(saved: str | dict[str, Any]) -> dict[str, Any]:
+    """The fields of a Run but for those that are _ELSEWHERE."""
+    try:
+        values = events.from_json(saved if isinstance(saved, str) else json.dumps(saved))
+    except (ValueError, RecursionError) as problem:
+        raise BadInput(f"this is no JSON of a run: {problem}") from None
+    if not isinstance(values, dict) or not isinstance(values.get("info"), dict):
+        raise BadInput("this is no JSON of a run: it has no info. Give what Run.to_json or a result.json says")
+    values.pop("sha256", None)  # of the file, not of the run
+    known = [one for one in fields(Run) if one.name not in _ELSEWHERE]
+    missing = [one.name for one in known if one.default is one.default_factory is MISSING and one.name not in values]
+    if missing or values.keys() - {one.name for one in known}:
+        raise BadInput(
+            f"this is no JSON of a run: fields that it lacks are {missing}, and those that no run has "
+            f"{sorted(values.keys() - {one.name for one in known})[:5]}. Give what Run.to_json or a result.json says"
+        )
+    return values
+
+
+def read_history(directory: str | AnyPath) -> Iterator[dict[str, Any]]:
+    """A row for each tick of the run in a directory, read from its events one at a time, however many there are (docs/events.md).
+
+    `Run.history` is the same, but for runs of more than 32,768 ticks, which it sums up. Ticks that not all workers made
+    come last. BadInput where events are missing or damaged.
+    """
+    folder = path_of(directory)
+    files = event_log.files_in(folder)
+    if not files:
+        raise BadInput(f"{folder} holds no {event_log.FILE}: give the directory of a run")
+    history = History(1)
+    yield from history.rows_of(event_log.steps_that_count(files))
+    yield from history.close()
+
+
+def _ticks(history: list[dict[str, Any]]) -> int:
+    return sum(row.get("ticks", 1) for row in history)
 
 
 def _by_number(histogram: dict[str, int]) -> dict[int, int]:

@@ -3,59 +3,165 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import math
-from typing import Any
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from manyhands import checkpoint, evaluation, random_state, spec
+from manyhands import checkpoint, evaluation, event_log, launch_lock, random_state, spec
 from manyhands.asked import Asked
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.flat import Layout
+from manyhands.launch_lock import Claim, LaunchLock
 from manyhands.plan import State, build_model
-from manyhands.remote_path import AnyPath
+from manyhands.remote_path import PARTIAL, AnyPath, RemotePath, open_regular
 from manyhands.run import Run
 from manyhands.task import Task
 
 CHECKPOINTS, FINAL, RESULT, ASKED = "checkpoints", "model.safetensors", "result.json", "asked.json"
+_UNFINISHED = re.compile(
+    rf"({re.escape(FINAL)}|{re.escape(RESULT)}|{re.escape(ASKED)})\.[0-9a-f]{{16}}{re.escape(PARTIAL)}"
+)
 
 
-def open_directory(asked: Asked, resume: bool) -> tuple[dict[str, Any] | None, str]:
-    """(the result of the finished run that lies there, "") or (None, why the directory is refused); nothing on other ranks.
+@dataclass
+class Opened:
+    """A run directory that train() may use, or why it may not; a context manager around the launch, which holds its lock."""
 
-    Raises BadInput instead where nobody else has to hear why, and ManyhandsError where a file system elsewhere cannot be reached.
+    finished: dict[str, Any] | None = None  # the result of the finished run that lies there, if there is no more to do
+    refusal: str = ""
+    claim: Claim | None = None
+    warnings: list[str] = field(default_factory=list)
+    lock: LaunchLock | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.lock is not None:
+            self.lock.close()
+
+
+def open_directory(asked: Asked, resume: bool) -> Opened:
+    """The run directory, locked; nothing on other ranks.
+
+    Raises BadInput instead of a refusal where nobody else has to hear why, and ManyhandsError where a file system elsewhere
+    cannot be reached.
     """
     if asked.directory is None or not asked.first:
-        return None, ""
+        return Opened()
     try:
-        return _make_directory(asked.directory, asked.task, resume), ""
+        return _opened(asked.directory, asked.task, resume)
     except ManyhandsError as error:
         if not asked.in_place:
             raise
-        return None, str(error)
+        return Opened(refusal=str(error))
 
 
-def _make_directory(directory: AnyPath, task: Task, resume: bool) -> dict[str, Any] | None:
-    """Make the run directory, or refuse it; the result of the finished run that lies there if there is no more to do."""
-    if directory.exists() and not directory.is_dir():
-        raise BadInput(f"run directory {directory} is a file: give another path")
-    if directory.is_dir() and any(directory.iterdir()) and not resume:
-        raise BadInput(f"run directory {directory} exists: resume it (resume=True, --resume), or give another")
+def _opened(directory: AnyPath, task: Task, resume: bool) -> Opened:
+    """Make the run directory, or refuse it."""
+    opened = Opened()
     try:
+        if directory.exists() and not directory.is_dir():
+            raise BadInput(f"run directory {directory} is a file: give another path")
+        if not resume:
+            _refuse_used(directory)
         directory.mkdir(parents=True, exist_ok=True)
+        _check_kinds(directory)
+        saved = _result_in(directory, opened.warnings.append)
+        if saved is not None and not _more_is_asked(task, saved["info"]):
+            return replace(opened, finished=saved)
+        with ExitStack() as stack:
+            lock = LaunchLock(directory)
+            stack.callback(lock.close)
+            if not resume:
+                _refuse_used(directory)  # nobody has begun and ended here meanwhile
+            claim = lock.claim(checkpoint.last_launch(directory / CHECKPOINTS) + 1)
+            _remove_partials(directory)
+            stack.pop_all()
+            return replace(opened, claim=claim, lock=lock)
     except OSError as problem:
         raise BadInput(
-            f"cannot make the run directory {directory}: {problem.strerror}; give another (run_dir=, --run-dir)"
+            f"cannot use the run directory {directory}: {problem.strerror or problem}; give another (run_dir=, --run-dir)"
         ) from None
-    result = directory / RESULT
-    if not result.exists():
+
+
+def _refuse_used(directory: AnyPath) -> None:
+    """BadInput where something lies there."""
+    if not directory.is_dir() or all(path.name == launch_lock.FILE for path in directory.iterdir()):
+        return
+    if (directory / launch_lock.FILE).exists():
+        LaunchLock(directory).close()  # a driver that is at work is named
+    raise BadInput(f"run directory {directory} exists: resume it (resume=True, --resume), or give another")
+
+
+def _check_kinds(directory: AnyPath) -> None:
+    """BadInput where something else stands in the place of one of a run's files or folders."""
+    if isinstance(directory, RemotePath):
+        return
+    for name in (launch_lock.FILE, ASKED, RESULT, FINAL, event_log.FILE):
+        if os.path.lexists(path := directory / name) and not stat.S_ISREG(path.lstat().st_mode):
+            raise BadInput(
+                f"{path} is a folder, a link or a device, where a run has a file: move it away, or give another run directory"
+            )
+    if os.path.lexists(path := directory / CHECKPOINTS) and not path.is_dir():
+        raise BadInput(
+            f"{path} is no folder, and a run has its checkpoints there: move it away, or give another run directory"
+        )
+
+
+def _remove_partials(directory: AnyPath) -> None:
+    """What a launch left that was killed while it wrote; what has another name is somebody else's."""
+    for path in () if isinstance(directory, RemotePath) else directory.iterdir():
+        if _UNFINISHED.fullmatch(path.name) and not path.is_dir():
+            path.unlink()
+
+
+def _result_in(directory: AnyPath, warn: Callable[[str], None]) -> dict[str, Any] | None:
+    """The result of a finished run; None where there is none, or one that is damaged while there are checkpoints to go on from."""
+    if not (directory / RESULT).exists():
         return None
-    saved: dict[str, Any] = json.loads(result.read_text())
-    return None if _more_is_asked(task, saved["info"]) else saved
+    try:
+        return read_result(directory)
+    except BadInput as problem:
+        if not (directory / CHECKPOINTS).is_dir():
+            raise
+        warn(f"{problem}. It is left out: the run goes on from its newest checkpoint, which makes it anew")
+        return None
+
+
+def read_result(directory: AnyPath, others: Iterable[str] = (FINAL,)) -> dict[str, Any]:
+    """What result.json says, once it and the `others` beside it are what the run wrote; BadInput else."""
+    try:
+        with open_regular(directory / RESULT) as file:
+            saved = json.load(file)
+        digests = saved["sha256"]
+        wrong = [] if digests[RESULT] == _own_digest(saved) else [RESULT]
+        wrong += [name for name in others if digests[name] != checkpoint.digest_of(directory / name)]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as problem:
+        raise BadInput(
+            f"the result of the run in {directory} is damaged ({type(problem).__name__}: {problem!s:.200})"
+        ) from None
+    if wrong:
+        raise BadInput(f"the result of the run in {directory} is damaged: {', '.join(wrong)} is not what was written")
+    return dict(saved)
+
+
+def _own_digest(saved: dict[str, Any]) -> str:
+    """Of a result.json's values, but for the digests themselves."""
+    values = {name: value for name, value in saved.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _more_is_asked(task: Task, info: dict[str, Any]) -> bool:
@@ -73,7 +179,18 @@ def note(directory: AnyPath, asked: dict[str, Any], task_fields: dict[str, Any])
         text = json.dumps(asked | {"fields": task_fields}, indent=1)
     except TypeError:  # a field is an object: whoever replays gives it
         text = json.dumps(asked | {"task": None, "fields": _plain(task_fields)}, indent=1)
-    checkpoint.write_whole(directory / ASKED, (text + "\n").encode())
+    with _written(directory):
+        checkpoint.write_whole(directory / ASKED, (text + "\n").encode())
+
+
+@contextmanager
+def _written(directory: AnyPath) -> Iterator[None]:
+    try:
+        yield
+    except OSError as problem:
+        raise ManyhandsError(
+            f"cannot write into {directory}: {problem.strerror}. Make room, then go on with resume=True (--resume), or give another run directory"
+        ) from problem
 
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:
@@ -84,7 +201,7 @@ def finished_run(asked: Asked, saved: dict[str, Any] | None = None) -> Run:
     """The Run that lies finished in the run directory; `saved` is its result.json, if that was read already."""
     assert asked.directory is not None
     if saved is None:
-        saved = dict(json.loads((asked.directory / RESULT).read_text()))
+        saved = read_result(asked.directory)
     was = saved["info"]["strategy"]
     if spec.parse(was)[0] != asked.strategy.name:
         raise BadInput(
@@ -106,13 +223,17 @@ def finished_run(asked: Asked, saved: dict[str, Any] | None = None) -> Run:
 
 
 def write(directory: AnyPath, run: Run, states: list[State]) -> None:
-    """The final parameters, then result.json, last: a directory that has it is a finished run's."""
+    """The final parameters, then result.json, last, with everybody's SHA-256: a directory that has it is a finished run's."""
     tensors: dict[str, Tensor] = {}
     for i, (parameters, buffers) in enumerate(states):
         tensors |= {f"{i}/parameters/{name}": tensor.contiguous() for name, tensor in parameters.items()}
         tensors |= {f"{i}/buffers/{name}": tensor.contiguous() for name, tensor in buffers.items()}
-    checkpoint.write_whole(directory / FINAL, safetensors.torch.save(tensors))
-    run.save(directory / RESULT)
+    with _written(directory):
+        checkpoint.write_whole(directory / FINAL, safetensors.torch.save(tensors))
+        values: dict[str, Any] = json.loads(run.to_json())
+        names = [name for name in (ASKED, event_log.FILE, FINAL) if (directory / name).exists()]
+        digests = {name: checkpoint.digest_of(directory / name) for name in names} | {RESULT: _own_digest(values)}
+        checkpoint.write_whole(directory / RESULT, (json.dumps(values | {"sha256": digests}) + "\n").encode())
 
 
 def models_of(task: Task, states: list[State]) -> list[nn.Module]:

@@ -44,15 +44,32 @@ class Saver:
             self.worker.group.barrier()  # all have pushed what they push
             if self.worker.rank == 0:
                 shared, values["server"] = snapshot.capture_server(server, self.replica)
-        self.worker.coordinator.collect(
-            self.worker.group
-        )  # the history goes as far as the checkpoint, whoever dies next
+        self._sync_events()
         path = checkpoint.save(
-            self.plan.checkpoints, place.tick, self.worker.group, {**tensors, **kept, **shared}, values
+            self.plan.checkpoints,
+            place.tick,
+            self.worker.group,
+            {**tensors, **kept, **shared},
+            values,
+            claim=self.plan.claim,
+            warn=self._warn,
         )
         if self.worker.rank == 0:
             seconds = self.worker.clock() - start
             self.worker.emit("checkpoint", tick=place.tick, step=place.tick, path=str(path), seconds=seconds)
+
+    def _sync_events(self) -> None:
+        """A collective: all events that the checkpoint counts are on the disk before its manifest is, whoever dies next."""
+        worker = self.worker
+        worker.coordinator.collect(worker.group)
+        if worker.rank:
+            worker.ask("sync")
+        worker.group.barrier()
+        if worker.rank == 0:  # the driver has by then what all ranks have sent
+            worker.ask("sync")
+
+    def _warn(self, message: str) -> None:
+        self.worker.emit("warning", step=self.replica.step, message=message)
 
     def _keeps_best(self) -> bool:
         """Whether this rank's checkpoint holds what is best: rank 0's is everybody's, an ensemble's member is its own."""
@@ -71,7 +88,9 @@ class Saver:
             del values[fact]
         place = Place(**values)
         if rank == 0 and self.plan.checkpoints is not None:
-            checkpoint.discard_newer(self.plan.checkpoints, saved.tick)  # they were passed over: they are damaged
+            checkpoint.discard_newer(
+                self.plan.checkpoints, saved.tick, self._warn
+            )  # they were passed over: they are damaged
         if rank == 0 and self.worker.server is not None:
             snapshot.restore_server(saved, self.worker.server, self.replica)
         if saved.ranks != size:  # what was counted by ranks that are no more stands with rank 0

@@ -20,13 +20,14 @@ from manyhands.data.sources import Once, is_function
 from manyhands.engines.base import Engine, Launch
 from manyhands.engines.cores import shared
 from manyhands.errors import BadInput, Preempted
+from manyhands.launch_lock import Claim
 from manyhands.loop import told, work
 from manyhands.plan import Outcome, Plan
 from manyhands.quiet import quiet_other_ranks
 from manyhands.recorder import Recorder
 from manyhands.remote_path import AnyPath, path_of
 from manyhands.run import Run
-from manyhands.run_directory import CHECKPOINTS, answer, finished_run, models_of, open_directory
+from manyhands.run_directory import CHECKPOINTS, Opened, answer, finished_run, models_of, open_directory
 from manyhands.signals import PREEMPTED, sigterm_to
 from manyhands.strategies import spec_of, strategy_of
 from manyhands.strategies.base import Strategy
@@ -110,19 +111,19 @@ def train(
         rejoins=False,
     )
     asked.engine.check(launch)
-    finished, refusal = open_directory(asked, resume)
-    if finished is not None and not asked.in_place:
-        return finished_run(asked, finished)
-    if asked.directory is not None and asked.first and not refusal:
-        specs = {
-            "task": task if isinstance(task, str) else None,
-            "strategy": strategy if isinstance(strategy, str) else spec_of(strategy),
-        }
-        run_directory.note(
-            asked.directory, specs | _said(asked, plan) | {"servers": servers, "keep": keep}, task_fields
-        )
-    plan = replace(plan, everywhere=asked.in_place, finished=finished is not None)
-    return _Training(asked, plan, _shown(callbacks), launch, resume, refusal).run()
+    with open_directory(asked, resume) as opened:
+        if opened.finished is not None and not asked.in_place:
+            return finished_run(asked, opened.finished)
+        if asked.directory is not None and opened.claim is not None:
+            specs = {
+                "task": task if isinstance(task, str) else None,
+                "strategy": strategy if isinstance(strategy, str) else spec_of(strategy),
+            }
+            run_directory.note(
+                asked.directory, specs | _said(asked, plan) | {"servers": servers, "keep": keep}, task_fields
+            )
+        plan = replace(plan, claim=opened.claim, everywhere=asked.in_place, finished=opened.finished is not None)
+        return _Training(asked, plan, _shown(callbacks), launch, resume, opened).run()
 
 
 def _frames(task: Task) -> tuple[Frame, ...]:
@@ -159,13 +160,20 @@ class _Training:
         callbacks: tuple[Callback, ...],
         launch: Launch,
         resume: bool,
-        refusal: str = "",
+        opened: Opened,
     ) -> None:
-        self.asked, self.launch, self.refusal = asked, launch, refusal
+        self.asked, self.launch, self.refusal = asked, launch, opened.refusal
         self.signals = ExitStack()
         self.recorder = Recorder(
-            workers=launch.workers, directory=asked.directory, callbacks=callbacks, simulated=asked.engine.simulated
+            workers=launch.workers,
+            directory=asked.directory,
+            callbacks=callbacks,
+            simulated=asked.engine.simulated,
+            rank=engines.own_rank(asked.engine) if asked.in_place else None,
         )
+        self.recorder.claim = opened.claim
+        for message in opened.warnings:
+            self.recorder.warn(message)
         if asked.engine.simulated:
             plan = replace(plan, task=_read_once(plan.task))
         self.plan = replace(plan, resume_from=self._newest(plan.checkpoints) if resume else None)
@@ -173,14 +181,12 @@ class _Training:
     def _newest(self, folder: AnyPath | None) -> checkpoint.Checkpoint | None:
         assert folder is not None
         found = checkpoint.newest(folder, self.recorder.warn if self.asked.first else lambda message: None)
-        if found is not None and self.asked.first:
-            place = found.values(0)["place"]
-            self.recorder.preload(found.tick, (place["epoch"], place["left"]) if place.get("left") else None)
-            if (
-                found.ranks == self.launch.workers
-                and self.launch.threads_per_worker is None
-                and not self.asked.engine.in_place
-            ):
+        if found is not None:
+            places = [found.values(rank)["place"] for rank in range(found.ranks)]
+            place, rows = places[0], sum(one["rows"] for one in places)
+            self.recorder.preload(found.tick, (place["epoch"], place["left"]) if place.get("left") else None, rows)
+            same = found.ranks == self.launch.workers and not self.asked.engine.in_place
+            if same and self.launch.threads_per_worker is None:
                 self.launch = replace(self.launch, threads_per_worker=place["threads"])
         return found
 
@@ -200,6 +206,8 @@ class _Training:
                 kept = f"resume it with resume=True (--resume) from {self.asked.directory}"
             raise Preempted(f"stopped at step {run.steps} because the run was asked to end (SIGTERM): {kept}")
         if self.asked.directory is not None and self.asked.first:
+            if self.plan.claim is not None:
+                self.plan.claim.check()
             run_directory.write(self.asked.directory, run, outcome.states)
         return run
 
@@ -223,9 +231,12 @@ class _Training:
         """
         self._obey_sigterm()
         start = self.plan.resume_from
-        _agree(worker.group, self.refusal, self.asked.directory, None if start is None else start.tick)
+        claim = _agree(
+            worker.group, self.refusal, self.asked.directory, None if start is None else start.tick, self.plan.claim
+        )
+        self.recorder.claim = claim
         quiet_other_ranks(worker, self.launch.timeout_s)
-        outcome = work(self.plan, worker)
+        outcome = work(replace(self.plan, claim=claim), worker)
         self.recorder.flush()
         worker.group.barrier()  # the first to raise Preempted ends its peers: what they reported is on the disk by then
         return outcome
@@ -267,13 +278,16 @@ class _Training:
     def _rates(self, facts: dict[str, Any]) -> dict[str, float]:
         """The highest rate of the schedule, and by how much it moves the one answer."""
         factor = facts["effective_rate"] / facts["rate"] if facts["rate"] else 1.0
-        highest = max((row["rate"] for row in self.recorder.history), default=facts["rate"])
+        highest = facts["rate"] if self.recorder.highest_rate is None else self.recorder.highest_rate
         return {"rate": highest, "effective_rate": highest * factor}
 
 
-def _agree(group: Group, refusal: str, directory: AnyPath | None, tick: int | None) -> None:
-    """A collective: raise BadInput on all ranks where rank 0 refuses the run directory, or where ranks see different ones."""
-    own = {"refusal": refusal, "directory": None if directory is None else str(directory), "tick": tick}
+def _agree(
+    group: Group, refusal: str, directory: AnyPath | None, tick: int | None, claim: Claim | None
+) -> Claim | None:
+    """A collective: rank 0's claim on the run directory; BadInput on all ranks where rank 0 refuses it, or where they see different ones."""
+    said = None if claim is None else [claim.number, claim.host, claim.pid]
+    own = {"refusal": refusal, "directory": None if directory is None else str(directory), "tick": tick, "claim": said}
     first, *others = group.all_gather_json(own)
     if first["refusal"]:
         raise BadInput(first["refusal"])
@@ -288,6 +302,10 @@ def _agree(group: Group, refusal: str, directory: AnyPath | None, tick: int | No
                 f"the newest checkpoint in {first['directory']}/{CHECKPOINTS} is of tick {first['tick']} on worker 0 and of tick {said['tick']} on worker {rank}: "
                 "put the run directory where all hosts see the same files"
             )
+    if directory is None or first["claim"] is None:
+        return None
+    number, host, pid = first["claim"]
+    return Claim(directory=directory, number=number, host=host, pid=pid)
 
 
 def _read_once(task: Task) -> Task:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -143,7 +144,7 @@ def test_windows_that_close_after_the_last_tick(
 
 
 def test_what_the_journal_does_not_fit_is_told(local: Local, tmp_path: Path) -> None:
-    """Another order than the recorded one cannot be followed, and other data end elsewhere."""
+    """Another order than the recorded one cannot be followed, other data end elsewhere, and changed events are no journal."""
     train(local, tmp_path / "run", "downpour")
     assert not mh.replay(tmp_path / "run", task=task(train_data=plain.rows(150, seed=9))).identical
     events = tmp_path / "run" / "events.jsonl"
@@ -151,6 +152,12 @@ def test_what_the_journal_does_not_fit_is_told(local: Local, tmp_path: Path) -> 
     pushes = [line["values"] for line in lines if line["type"] == "step" and "pushes" in line["values"]]
     pushes[5]["pushes"] = [[10_000]]
     events.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(BadInput, match=r"events.jsonl is not what was written"):
+        mh.replay(tmp_path / "run", task=task())
+    result = tmp_path / "run" / "result.json"
+    saved = json.loads(result.read_text())
+    saved["sha256"]["events.jsonl"] = hashlib.sha256(events.read_bytes()).hexdigest()
+    result.write_text(json.dumps(saved))
     with pytest.raises(Stuck, match="the journal does not fit"):
         mh.replay(tmp_path / "run", task=task())
 

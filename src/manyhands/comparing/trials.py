@@ -197,7 +197,7 @@ def _numbers(run: Run) -> dict[str, Any]:
         "rows": run.rows["total"],
         "unused": run.rows["unused"],
         "steps": run.steps,
-        "ticks": len(run.history),
+        "ticks": sum(row["ticks"] for row in run.history),
         "rounds": run.rounds,
         "seconds": sum(run.timing.values()),
         "launch_seconds": run.seconds,

@@ -32,6 +32,10 @@ class Observer:
     def event(self, event: Event) -> None:
         """A worker emitted this."""
 
+    def own_event(self, event: Event) -> None:
+        """Where every rank is its own driver (`in_place`): this process's worker, which is not the first, emitted this.
+        The first rank's observer hears it as an `event` at the next `collect`."""
+
     def answer(self, event: Event) -> dict[str, Any]:
         """A worker asks this and waits for the answer (a small JSON dict)."""
         return {}

@@ -45,6 +45,11 @@ class InProcess(Coordinator):
         with self._observing():
             self._observer.event(event)
 
+    def emit_own(self, event: Event) -> None:
+        """See `Observer.own_event`."""
+        with self._observing():
+            self._observer.own_event(event)
+
     @override
     def ask(self, event: Event) -> dict[str, Any]:
         with self._observing():

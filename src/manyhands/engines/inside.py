@@ -26,8 +26,8 @@ T = TypeVar("T")
 class Gathering(Coordinator):
     """A line to the observer in rank 0's process: other ranks' events wait for `collect`, which is a collective.
 
-    `here` is the line to this process's observer, which hears events on rank 0 alone, but may ask for a stop on any
-    rank: SIGTERM comes to whom it comes. `outer` is the line to the launcher, which goes on hearing of this worker's
+    `here` is the line to this process's observer. On other ranks than 0 it hears this rank's events alone, as they happen
+    (`Observer.own_event`), and may ask for a stop: SIGTERM comes to whom it comes. `outer` is the line to the launcher, which goes on hearing of this worker's
     progress and may ask it to stop too.
     """
 
@@ -45,6 +45,7 @@ class Gathering(Coordinator):
         if self._rank == 0:
             self._here.emit(event)
         else:
+            self._here.emit_own(event)
             self._waiting.append(event)
 
     @override

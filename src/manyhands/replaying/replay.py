@@ -19,12 +19,12 @@ from manyhands.errors import BadInput, Unsupported
 from manyhands.events import Event
 from manyhands.loop import work
 from manyhands.plan import Outcome, Plan
-from manyhands.remote_path import AnyPath, path_of
+from manyhands.remote_path import AnyPath, open_regular, path_of
 from manyhands.replaying.journal import Journal, Told
 from manyhands.replaying.server import ReplayServer, Stores
 from manyhands.replaying.turns import InTurns, Turns
 from manyhands.run import environment
-from manyhands.run_directory import ASKED, FINAL, RESULT
+from manyhands.run_directory import ASKED, FINAL, RESULT, read_result
 from manyhands.server.sharding import make_stores
 from manyhands.spec import parse
 from manyhands.strategies import strategy_of
@@ -69,6 +69,7 @@ def replay(
     """
     folder = path_of(directory)
     asked, result = _read(folder, ASKED), _read(folder, RESULT)
+    read_result(folder, (ASKED, FINAL))
     named = _named(asked, folder, "strategy", strategies.CATALOGUE) if strategy is None else strategy
     rule = strategy_of(named)
     spec = rule.server()
@@ -77,7 +78,9 @@ def replay(
     workers, info = asked["workers"], result["info"]
     if sum(event.type == "start" for event in event_log.read(folder / event_log.FILE)) > 1:
         raise Unsupported(f"the run in {folder} was resumed, and only a run of one launch can be replayed")
-    journal = Journal(workers, event_log.steps_that_count(folder / event_log.FILE), info["stopped"])
+    read_result(folder, (event_log.FILE,))
+    steps = event_log.steps_that_count(event_log.files_in(folder))
+    journal = Journal(workers, (event for event, _ in steps), info["stopped"])
     if info["device"] != "cpu":
         raise Unsupported(
             f"the run in {folder} computed on {info['device']}, and a replay computes on the CPU, whose bits differ"
@@ -160,8 +163,9 @@ class _Counting(Told):
 
 def _read(folder: AnyPath, name: str) -> dict[str, Any]:
     try:
-        return dict(json.loads((folder / name).read_text()))
-    except (OSError, ValueError) as problem:
+        with open_regular(folder / name) as file:
+            return dict(json.load(file))
+    except (OSError, ValueError, TypeError, RecursionError) as problem:
         raise BadInput(
             f"{folder} holds no finished run that can be replayed ({name}: {problem}): give the directory of a run that has ended"
         ) from None
