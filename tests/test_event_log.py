@@ -6,15 +6,22 @@ from typing import Any
 
 import pytest
 
-from manyhands.errors import ManyhandsError
+import manyhands as mh
 from manyhands import event_log
+from manyhands.errors import BadInput, ManyhandsError
 from manyhands.event_log import EventLog, left_at, read
 from manyhands.events import Event
 from manyhands.remote_path import AnyPath, RemotePath
 
-
 STEP: dict[str, Any] = {
-    **{"epoch": 0, "loss": 1.0, "weight": 4.0, "rows": 4, "unused": 0, "rate": 0.1, "bytes": 8, "round": True},
+    "epoch": 0,
+    "loss": 1.0,
+    "weight": 4.0,
+    "rows": 4,
+    "unused": 0,
+    "rate": 0.1,
+    "bytes": 8,
+    "round": True,
     **dict.fromkeys(("input_s", "compute_s", "exchange_s", "wait_s"), 0.1),
 }
 
@@ -107,6 +114,53 @@ def test_of_a_leased_epoch_that_was_interrupted_the_slices_still_to_do_do_not_co
     assert len(steps_that_count(path, before_tick=8)) == len(made) + len(lost)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("null", "[]", '"x"', "7", "{", "[" * 100_000, "{}", '{"type": 7}', '{"type": "step"}'),
+        *('{"type": "step", "tick": -1}', '{"type": "step", "rank": 1e9}', '{"type": "end", "other": 1}'),
+        Event(type="step", rank=0, values=STEP | {"rows": "4"}).to_json(),
+        Event(type="step", rank=10**9, values=STEP).to_json(),
+        Event(type="step", rank=0, tick=10**30, values=STEP).to_json(),
+        Event(type="step", rank=0, values=STEP | {"bytes": 10**400}).to_json(),
+        Event(type="step", rank=0, values=STEP | {"lease": [0, -1, 0]}).to_json(),
+        Event(type="step", rank=0, values={name: value for name, value in STEP.items() if name != "epoch"}).to_json(),
+        Event(type="start", rank=0, values={"left": [0, [1]]}).to_json(),
+    ],
+)
+def test_a_line_that_is_no_event_is_left_out_and_told(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "events.jsonl"
+    write(path, step(0))
+    with path.open("a") as file:
+        file.write(line + "\n")
+    write(path, step(1))
+    told: list[str] = []
+    assert [e.tick for e in steps_that_count(path, warn=told.append)] == [0, 1]
+    assert len(told) == 1
+    assert "1 of its lines" in told[0]
+    assert "line 2" in told[0]
+    with pytest.raises(BadInput, match="damaged in line 2"):
+        steps_that_count(path)
+
+
+def test_each_ranks_own_file_counts_as_far_as_its_launch_got(tmp_path: Path) -> None:
+    """Four ranks made ticks 0 to 2; two went on from tick 1."""
+    starts = {
+        n: Event(type="start", tick=tick, values={"launch": n, "workers": w}) for n, tick, w in ((1, 0, 4), (2, 1, 2))
+    }
+    write(tmp_path / "events.jsonl", starts[1], step(0), step(1), step(2), starts[2], step(1), step(2))
+    for rank in (1, 2, 3):
+        again = [starts[2], step(1, rank), step(2, rank)] if rank == 1 else []
+        path = tmp_path / event_log.file_of(rank)
+        write(path, starts[1], step(0, rank), step(1, rank), step(2, rank), *again)
+    counted = list(event_log.steps_that_count(event_log.files_in(tmp_path)))
+    assert sorted((e.tick, e.rank, workers) for e, workers in counted) == [
+        *((0, rank, 4) for rank in range(4)),
+        *((tick, rank, 2) for tick in (1, 2) for rank in range(2)),
+    ]
+    assert [row["rows"] for row in mh.read_history(tmp_path)] == [16, 8, 8]
+
+
 # -- elsewhere than on a disk ----------------------------------------------------------------------------------------
 
 
@@ -163,10 +217,10 @@ def test_elsewhere_a_failure_is_one_error(elsewhere: RemotePath, monkeypatch: py
 
     with monkeypatch.context() as patched:
         patched.setattr("fsspec.implementations.memory.MemoryFileSystem._open", refused)
+        log.write(Event(type="checkpoint"))
         with pytest.raises(
             ManyhandsError, match=r"cannot write .*events.jsonl.partial: PermissionError: not yours.*resume=True"
         ):
-            log.write(Event(type="checkpoint"))
             log.sync()
     log.close()  # says nothing again
     assert not elsewhere.exists()

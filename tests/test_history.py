@@ -126,3 +126,20 @@ def test_staleness_is_counted_by_worker_and_in_all() -> None:
     assert history.gain() == 0.5
     assert history.staleness() == {0: 1, 1: 2, 4: 1}
     assert history.staleness_of_workers() == [{0: 1, 1: 1, 4: 1}, {}, {1: 1}]
+
+
+def test_memory_is_bounded_and_rows_still_cover_the_whole_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manyhands.history.MOST_ROWS", 8)
+    history = History(1)
+    for tick in range(1000):
+        told = history.add(step(0, tick, loss=float(tick), rate=1.0 / (tick + 1)))
+        assert told is not None
+        assert (told["tick"], told["ticks"], told["loss"]) == (tick, 1, float(tick))  # callbacks hear every tick
+        assert len(history.rows) <= 8
+    assert [row["ticks"] for row in history.rows] == [128] * 7 + [104]
+    assert [row["step"] for row in history.rows] == [128, 256, 384, 512, 640, 768, 896, 1000]
+    assert history.rows[0]["loss"] == pytest.approx(63.5)
+    assert sum(row["rows"] for row in history.rows) == history.consumed == 4000
+    assert sum(row["compute_s"] for row in history.rows) == pytest.approx(history.timing()["compute"])
+    assert history.highest_rate == 1.0
+    assert history.steps == 1000

@@ -273,3 +273,43 @@ def test_sigterm_checkpoints_and_can_be_resumed(tmp_path: Path, local: Local) ->
     resumed = train(task(epochs=10**6, schedule=None, max_steps=tick + 5), local, 2, run_dir=folder, resume=True)
     whole = train(task(epochs=10**6, schedule=None, max_steps=tick + 5), local, 2)
     assert torch.equal(resumed.parameters, whole.parameters)
+
+
+KILLED = """
+import os, signal, sys
+import manyhands as mh, plain
+from manyhands import checkpoint
+from test_training_integration import task
+
+class KillingTheDriver:
+    # A loss that has worker 0 kill the driver when the second checkpoint has its name.
+    def __init__(self):
+        self.driver, self.patched = os.getpid(), False
+
+    def __call__(self, model, batch):
+        if not self.patched and mh.worker().rank == 0:
+            finish, self.patched = checkpoint._finish, True
+            def killing(partial, final, *rest):
+                finish(partial, final, *rest)
+                if final.name == "step-00000004":
+                    os.kill(self.driver, signal.SIGKILL)
+            checkpoint._finish = killing
+        return plain.cross_entropy(model, batch)
+
+mh.train(task(schedule=None, loss=KillingTheDriver()), workers=2, run_dir=sys.argv[1], checkpoint_every=2)
+"""
+
+
+def test_a_killed_driver_leaves_no_hole_in_the_events(tmp_path: Path, local: Local) -> None:
+    """Its lock is gone with it, too."""
+    folder = tmp_path / "run"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", KILLED, str(folder)], env=environment, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    resumed = train(task(schedule=None), local, 2, run_dir=folder, resume=True)
+    whole = train(task(schedule=None), local, 2)
+    assert torch.equal(resumed.parameters, whole.parameters)
+    assert [(row["tick"], row["loss"]) for row in resumed.history] == [
+        (row["tick"], row["loss"]) for row in whole.history
+    ]
+    assert resumed.info["warnings"] == []

@@ -233,6 +233,32 @@ def on_hosts_that_share_no_files(folder: Path, rank: int) -> str:
     return error_of(lambda: mh.train(task(), run_dir="run", resume=True))
 
 
+class Failing:
+    """A loss that raises on worker 1, in the middle of the first epoch."""
+
+    calls = 0
+
+    def __call__(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 4 and mh.worker().rank == 1:
+            raise ZeroDivisionError("on purpose")
+        return plain.cross_entropy(model, batch)
+
+
+def fails(folder: str) -> None:
+    mh.train(plain.task(loss=Failing()), run_dir=Path(folder) / "run")
+
+
+def test_a_ranks_events_outlive_its_failure(local: Local, tmp_path: Path) -> None:
+    """Each writes its own file as they happen: nothing waits for the epoch's end."""
+    with pytest.raises(mh.WorkerFailed, match="on purpose"):
+        launch(fails, str(tmp_path), workers=2, engine=local, threads_per_worker=1)
+    lines = [json.loads(line) for line in (tmp_path / "run/events-00001.jsonl").read_text().splitlines()]
+    assert [(one["type"], one["tick"]) for one in lines[:3]] == [("start", 0), ("step", 0), ("step", 1)]
+    assert {one["rank"] for one in lines} == {1}
+    assert lines[-1]["type"] == "failed"
+
+
 def test_inside_launch(local: Local, tmp_path: Path) -> None:
     first, second = launch(everything_inside, str(tmp_path), workers=2, engine=local, threads_per_worker=1)
     check(first, second, tmp_path)

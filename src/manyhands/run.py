@@ -176,7 +176,9 @@ class Run:
             history.close()
             total = values["rows"].get("total")
             if history.consumed != total and not warnings:
-                warnings.append(f"the events in {directory} are not all there: they have {history.consumed:,} rows of data of {total:,}")
+                warnings.append(
+                    f"the events in {directory} are not all there: they have {history.consumed:,} rows of data of {total:,}"
+                )
         for message in warnings:
             LOG.warning("%s", message)
         if warnings:
