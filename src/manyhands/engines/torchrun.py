@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 from typing_extensions import override
 
+from manyhands.comm.device_group import has_own_gpu
 from manyhands.comm.group import Group
 from manyhands.comm.torch_backend import TorchGroup
 from manyhands.engines import launchers
@@ -98,7 +99,7 @@ def joined(plan: Launch, coordinator: Coordinator | None = None) -> Iterator[Wor
             f"workers={plan.workers} under torchrun with WORLD_SIZE={place.size}: leave workers out, the launcher decides"
         )
     device = pick_device(plan.device, place.local_rank)
-    with _process_group(place, device, plan.timeout_s):
+    with _process_group(place, plan.device, device, plan.timeout_s):
         group = _group(place, device, plan.timeout_s)
         worker = Worker(
             rank=place.rank,
@@ -118,13 +119,13 @@ def joined(plan: Launch, coordinator: Coordinator | None = None) -> Iterator[Wor
 
 
 @contextmanager
-def _process_group(place: Place, device: torch.device, timeout_s: float) -> Iterator[None]:
+def _process_group(place: Place, wanted: str, device: torch.device, timeout_s: float) -> Iterator[None]:
     if torch.distributed.is_initialized():
         yield
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    own_gpu = device.type == "cuda" and place.local_size <= torch.cuda.device_count()
+    own_gpu = device.type == "cuda" and has_own_gpu(wanted, place.local_size, torch.cuda.device_count())
     backend = "nccl" if own_gpu else "gloo"
     timeout = timedelta(seconds=timeout_s)
     torch.distributed.init_process_group(

@@ -70,20 +70,21 @@ def _reseed() -> None:
 
 def _worker(place: Place, line: DriverLine) -> Worker:
     host, local_rank = socket.gethostname(), place.workers_here.index(place.seat)
+    device = pick_device(place.device, local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # what a script calls "cuda" is this worker's own
     worker = Worker(
         rank=place.seat,
         size=place.size,
         host=host,
-        device=pick_device(place.device, local_rank),
-        group=_group(place, host, line),
+        device=device,
+        group=_group(place, host, line, device),
         server=_server(place, host, line),
         coordinator=line,
         threads=place.threads,
         local_rank=local_rank,
         **_reached(place),
     )
-    if worker.device.type == "cuda":
-        torch.cuda.set_device(worker.device)  # what a script calls "cuda" is this worker's own
     set_current(worker)
     return worker
 
@@ -96,7 +97,7 @@ def _reached(place: Place) -> dict[str, Any]:
     return {"address": place.network["listen"], "ports": None if ports is None else tuple(ports)}
 
 
-def _group(place: Place, host: str, line: DriverLine) -> Group:
+def _group(place: Place, host: str, line: DriverLine, device: torch.device) -> Group:
     if place.size == 1:
         return SoloGroup()
     if place.network is not None:
@@ -104,9 +105,15 @@ def _group(place: Place, host: str, line: DriverLine) -> Group:
 
         return group_of(place, line)
     timeout_s = last_resort_s(place)
-    return SharedMemoryGroup(
+    group = SharedMemoryGroup(
         place.seat, place.size, place.memory, lifelines=place.lifelines, hosts=[host] * place.size, timeout_s=timeout_s
     )
+    if device.type == "cuda":
+        from manyhands.comm.device_group import has_own_gpu, nccl_group  # loads torch.distributed
+
+        if has_own_gpu(place.device, place.size, torch.cuda.device_count()):
+            return nccl_group(group, device, timeout_s)
+    return group
 
 
 def _server(place: Place, host: str, line: DriverLine) -> Server | None:
