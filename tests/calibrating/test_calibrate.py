@@ -8,7 +8,8 @@ import torch
 
 import manyhands as mh
 from manyhands import cli_evidence
-from manyhands.calibrating.calibrate import STRATEGIES, calibrated
+from manyhands.calibrating.calibrate import STRATEGIES, calibrated, lease_and_request
+from manyhands.calibrating.observe import Turn
 from manyhands.errors import BadInput, UnknownName, Unsupported
 
 pytestmark = pytest.mark.usefixtures("nothing_starts")
@@ -54,3 +55,11 @@ def test_too_few_steps_and_too_small_a_batch_are_refused() -> None:
 def test_the_command_tries_the_strategies_that_the_function_does() -> None:
     default = inspect.signature(cli_evidence.calibrate).parameters["strategies"].default
     assert default == ",".join(STRATEGIES)
+
+
+def test_what_a_served_tick_takes_longer_is_its_leases_and_its_two_requests() -> None:
+    served, alone = Turn(5.0, 0.75, leased=True), Turn(3.0, 0.25, leased=False)
+    assert lease_and_request(served, alone, 3.5) == (0.5, 0.5)
+    assert lease_and_request(served, alone, 4.75) == (0.25, 0.0)
+    assert lease_and_request(served, alone, 6.0) == (0.0, 0.0)  # a quicker run than that which was simulated
+    assert lease_and_request(Turn(5.0, 0.75, leased=False), alone, 3.5) == (0.0, 0.75)  # a stream has no leases

@@ -275,25 +275,13 @@ class _Calibrating:
         )
 
     def _with_requests(self, profile: Profile) -> Profile:
-        """With what leases and requests take beside workers that compute: driver and shards then share the workers' cores.
-
-        A tick of SERVED takes longer than a simulated one, whose leases and requests cost nothing beside messages and
-        merging. What its rows take longer to come than those of a tick that exchanges nothing is the lease's, the rest
-        the requests'.
-        """
+        """With what leases and requests take beside workers that compute: driver and shards then share the workers' cores."""
         served, alone = (min(turns, key=lambda turn: turn.seconds) for turns in (self.serving, self.alone))
         free = replace(profile, compute=replace(profile.compute, lease=0.0))
         simulated = turn_of(observe(self._simulated(free), self.task, SERVED, self.steps))
-        more = max(0.0, served.seconds - simulated.seconds)
-        lease = min(more, max(0.0, served.input_s - alone.input_s)) if served.leased else 0.0
-        return replace(
-            profile,
-            compute=replace(
-                profile.compute,
-                lease=lease if served.leased else profile.compute.lease,
-                request=(more - lease) / REQUESTS,
-            ),
-        )
+        lease, request = lease_and_request(served, alone, simulated.seconds)
+        found = replace(profile.compute, lease=lease if served.leased else profile.compute.lease, request=request)
+        return replace(profile, compute=found)
 
     def _simulated(self, profile: Profile) -> Place:
         engine = Sim(network=profile.network, compute=profile.compute)
@@ -309,6 +297,17 @@ class _Calibrating:
             slowest_s=max(self.real[name]),
             simulated_s=statistics.fmean(blocks(events, self.place.workers, self.every[name])),
         )
+
+
+def lease_and_request(served: Turn, alone: Turn, simulated_s: float) -> tuple[float, float]:
+    """Seconds of a lease, and of a request beside messages and merging.
+
+    served: a real tick of SERVED. alone: one that exchanges nothing. simulated_s: of SERVED's, where both are free. What its
+    rows take longer to come than those of `alone` is the lease's, the rest the requests'.
+    """
+    more = max(0.0, served.seconds - simulated_s)
+    lease = min(more, max(0.0, served.input_s - alone.input_s)) if served.leased else 0.0
+    return lease, (more - lease) / REQUESTS
 
 
 def _machine(place: Place) -> dict[str, str]:
