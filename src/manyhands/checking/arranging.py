@@ -14,25 +14,26 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from manyhands import random_state
 from manyhands.checking.effects import BATCH_NORM, DROPOUT, IN_PLACE, RANDOMNESS
 from manyhands.checking.lens import Lens
-from manyhands.data.batch import map_leaves, rows_of
-from manyhands.data.share import epoch_order
+from manyhands.data.batch import map_leaves, rows_of, slice_rows
+from manyhands.data.share import epoch_order, slice_of
 from manyhands.data.sources import open_source
 from manyhands.data.streams import LoadedStream
 from manyhands.task import Measure, Task
 from manyhands.worker import Worker, current, set_current
 
 BUFFERS, FOREIGN, WORKERS, REBUILT, DATA = "buffers", "foreign-parameters", "depends-on-workers", "not-rebuilt", "data"
-SUMMED, ROW_BY_ROW = "summed-loss", "row-by-row"
+SUMMED, SLICES = "summed-loss", "slices"
 
 FUNCTIONS = frozenset([BATCH_NORM, DROPOUT, RANDOMNESS, IN_PLACE])
 """What a Lens takes away."""
-REMEDIES = FUNCTIONS | {BUFFERS, FOREIGN, WORKERS, REBUILT, DATA, SUMMED, ROW_BY_ROW}
+REMEDIES = FUNCTIONS | {BUFFERS, FOREIGN, WORKERS, REBUILT, DATA, SUMMED, SLICES}
 """All that can be taken away. buffers: they are put back before each step; foreign-parameters: those that the model has not
 stay as they are; depends-on-workers: each worker sees itself alone, with the rates that one has; not-rebuilt: all start
-from one model; data: batches are read once, and cut; summed-loss: divided by the rows; row-by-row: the mean over rows, each of
-which goes through the model alone."""
+from one model; data: batches are read once, and cut; summed-loss: divided by the rows; slices: one worker
+computes the loss of each of N workers' slices, and takes their mean by weight, so that no row sees others than it does there."""
 
 NEVER = 1 << 40
 
@@ -62,6 +63,10 @@ class Setting:
     """For `depends-on-workers`: by step, what one worker's groups of the optimizer hold."""
     nudge: float = 0.0
     """Gradients are off by such a share of their largest number, at random: to see what becomes of rounding."""
+    slices: int = 0
+    """For `slices`: in how many one worker computes each batch; 0: as a whole, as it does, and as each of N workers does."""
+    adds: bool = False
+    """The loss is known to add up over rows: so do the losses of slices."""
     count: bool = False
     """Say which rows are handed out."""
 
@@ -71,7 +76,7 @@ def arranged(task: Task, setting: Setting) -> Task:
     without = setting.without
     changes: dict[str, Any] = {
         "model": partial(model_of_setting, setting.model if REBUILT in without else task.model, setting),
-        "loss": MeanLoss(task.loss) if SUMMED in without else task.loss,
+        "loss": _loss(task, setting),
         "optimizer": partial(_as_alone, task.optimizer) if WORKERS in without else task.optimizer,
         "epochs": NEVER,
         "max_steps": setting.steps,
@@ -82,8 +87,8 @@ def arranged(task: Task, setting: Setting) -> Task:
     }
     if task.schedule is not None:
         changes["schedule"] = partial(_schedule, task.schedule, setting.total_steps)
-    if ROW_BY_ROW in without:
-        changes["micro_batch_size"] = 1
+    if setting.slices:
+        changes["micro_batch_size"] = None  # the slices are cut into them
     if isinstance(task.train_data, DataLoader) and not isinstance(open_source(task.train_data), LoadedStream):
         task.train_data.num_workers = 0  # rows load in the worker itself
     if DATA in without:
@@ -133,6 +138,60 @@ class MeanLoss:
 
     def __call__(self, model: nn.Module, batch: Any) -> Measure:
         return divided(self.loss(model, batch), batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlicedLoss:
+    """The loss of a global batch as N workers have it: of each slice apart, and of each of its micro-batches."""
+
+    loss: Any
+    slices: int
+    micro_batch_size: int | None
+    adds: bool
+    """It is the sum over slices, which is what one worker has of a loss that adds up; else their mean by weight."""
+    without: frozenset[str]
+
+    def __call__(self, model: nn.Module, batch: Any) -> Measure:
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()} if BUFFERS in self.without else {}
+        drawn = random_state.capture() if RANDOMNESS in self.without else None
+        parts = []
+        for rank in range(self.slices):
+            for name, buffer in buffers.items():
+                _put_back(model, name, buffer.clone())
+            if drawn is not None:  # workers are seeded alike
+                random_state.restore(*drawn)
+            start, stop = slice_of(rows_of(batch), rank, self.slices)
+            step = self.micro_batch_size or max(1, stop - start)
+            for at in range(start, stop, step):
+                part = slice_rows(batch, at, min(at + step, stop))
+                measure = self.loss(model, part)
+                parts.append(measure if isinstance(measure, tuple) else (measure, rows_of(part)))
+        total = sum(weight for _, weight in parts)
+        if self.adds:
+            return sum(mean for mean, _ in parts), total
+        counted = [(mean, weight) for mean, weight in parts if weight] or parts
+        return sum(mean * (weight / (total or 1)) for mean, weight in counted), total
+
+
+def _put_back(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    """A buffer as another tensor: the one that is there may be needed on the way back."""
+    owner, _, own = name.rpartition(".")
+    model.get_submodule(owner)._buffers[own] = value
+
+
+def _loss(task: Task, setting: Setting) -> Any:
+    mean = SUMMED in setting.without
+    loss = MeanLoss(task.loss) if mean else task.loss
+    if not setting.slices:
+        return loss
+    adds = setting.adds and not mean
+    return SlicedLoss(
+        loss=loss,
+        slices=setting.slices,
+        micro_batch_size=task.micro_batch_size,
+        adds=adds,
+        without=setting.without,
+    )
 
 
 @contextmanager

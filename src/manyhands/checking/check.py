@@ -21,6 +21,7 @@ from torch import nn
 
 from manyhands import engines, random_state
 from manyhands.asked import Asked, task_from
+from manyhands.checking.arranging import SUMMED
 from manyhands.checking.copies import copies_of, with_data
 from manyhands.checking.effects import words
 from manyhands.checking.examining import Suspect
@@ -89,11 +90,12 @@ def check(
         bench = Bench(
             copies=copies, sent=sent, workers=workers, engine=place if processes else Sim(), timeout_s=timeout_s
         )
-        proving, findings, held = Proving(bench, say), list(unsendable), list[str]()
+        proving, findings = Proving(bench, say), list(unsendable)
+        held, unjudged = list[str](), list[str]()
         if sent.usable:  # else which part can be neither sent nor copied is all that can be said
             _refuse(bench)
             proving.run(steps)
-            found, held = _explained(proving)
+            found, held, unjudged = _explained(proving)
             findings += [*proving.findings, *found]
     return Checked(
         task=own.name,
@@ -101,6 +103,7 @@ def check(
         findings=tuple(sorted(findings, key=lambda finding: not finding.breaks)),
         proofs=tuple(proving.proofs),
         held=tuple(held if unsendable else [*held, "everything can be sent to other processes"]),
+        unjudged=tuple(unjudged),
         dtype=proving.dtype,
         limit=proving.limit,
         seconds=time.monotonic() - started,
@@ -124,8 +127,8 @@ def _refuse(bench: Bench) -> None:
     asked.check(servers=1, nonfinite="raise", max_seconds=None, timeout_s=bench.timeout_s, resume=False)
 
 
-def _explained(proving: Proving) -> tuple[list[Finding], list[str]]:
-    """(findings beyond the proofs' own, what else held)"""
+def _explained(proving: Proving) -> tuple[list[Finding], list[str], list[str]]:
+    """(findings beyond the proofs' own, what else held, what could not be judged)"""
     bench, failed = proving.bench, proving.failed
     setting, proof = failed or (proving.settings[0], proving.proofs[0])
     first = proof.first_beyond(proving.limit)
@@ -135,11 +138,13 @@ def _explained(proving: Proving) -> tuple[list[Finding], list[str]]:
     looking.run(None if failed is None else step, proving.traces)
     suspects = _merged([*proving.suspects, *looking.suspects])
     if failed is None:
-        return [*looking.findings, *_without_difference(suspects)], looking.held
+        return [*looking.findings, *_without_difference(suspects)], looking.held, looking.unjudged
     proving.say(f"what makes the difference: {', '.join(one.kind for one in suspects) or 'nothing suspected yet'}")
-    ablation = Ablation(bench, replace(setting, steps=step, count=False), data, _model(bench), proving.limit)
+    adds = any(one.remedy == SUMMED for one in suspects)
+    tried = replace(setting, steps=step, count=False, adds=adds)
+    ablation = Ablation(bench, tried, data, _model(bench), proving.limit)
     judged = Judgement(ablation, suspects, proof.largest_up_to(step), proving.failure).run()
-    return [*judged, *looking.findings], looking.held
+    return [*judged, *looking.findings], looking.held, looking.unjudged
 
 
 def _merged(suspects: list[Suspect]) -> list[Suspect]:

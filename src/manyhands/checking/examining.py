@@ -90,6 +90,8 @@ class Examination:
     suspects: list[Suspect] = field(default_factory=list)
     notes: list[Finding] = field(default_factory=list)
     held: list[str] = field(default_factory=list)
+    unjudged: list[str] = field(default_factory=list)
+    """Questions that could not be answered, and why."""
 
     def __post_init__(self) -> None:
         self.task = self.copies.fresh()
@@ -99,7 +101,7 @@ class Examination:
         self.first: Measured | None = None  # the plain pass
 
     def run(self) -> None:
-        """Fill `suspects`, `notes` and `held`."""
+        """Fill `suspects`, `notes`, `held` and `unjudged`."""
         first = self.first = self.subject.measure(self.batch, look=True)
         self._repeat()
         self._by_function(first, BATCH_NORM)

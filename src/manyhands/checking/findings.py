@@ -47,9 +47,12 @@ class Finding:
     places: tuple[Place, ...] = ()
     """Where it lies, the most telling first; none where that is not known."""
     alone: float | None = None
-    """The relative difference that it makes by itself, with everything else taken away that breaks equality too."""
+    """The relative difference that it makes by itself, with everything else taken away that breaks equality too (docs/check.md has the
+    exceptions)."""
     share: float | None = None
-    """`alone` over the difference that was measured, 1 at most: the shares of several causes need not add up to 1."""
+    """`alone` over the sum of what all causes make alone: the shares of those that could be judged add up to 1."""
+    unjudged: str = ""
+    """Why it has no share; "" where it has one, and of a note."""
     numbers: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -122,6 +125,8 @@ class Checked:
     """None where the task cannot be sent to workers or trained at all."""
     held: tuple[str, ...]
     """What else was looked at and is as it should be, a few words each."""
+    unjudged: tuple[str, ...] = ()
+    """Questions that could not be answered, and why."""
     dtype: str
     """In which the proof ran: float64, or the model's own."""
     limit: float

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from manyhands.checking.arranging import BUFFERS, DATA, FUNCTIONS, REBUILT, ROW_BY_ROW, WORKERS, Setting
+from manyhands.checking.arranging import BUFFERS, DATA, FUNCTIONS, REBUILT, SLICES, WORKERS, Setting
 from manyhands.checking.effects import BATCH_NORM, RANDOMNESS, words
 from manyhands.checking.examining import Suspect, suspect
 from manyhands.checking.findings import BREAKS, NOTE, Finding, Step
@@ -89,7 +89,7 @@ class Judgement:
     findings: list[Finding] = field(default_factory=list)
 
     def run(self) -> list[Finding]:
-        """Findings, those that explain most before the others; at least one."""
+        """Findings, those that explain most before the others; at least one. The shares of those that have one add up to 1."""
         limit = self.ablation.limit
         if self.ablation.difference(frozenset()) <= limit:
             told = [one.finding for one in self.suspects if one.kind in PROVEN_ELSEWHERE | {"data-order"}]
@@ -97,22 +97,25 @@ class Judgement:
         everything = frozenset(one.remedy for one in self.suspects if one.remedy)
         if self.ablation.difference(everything) > limit:
             everything = self._extended(everything)
-        self._weigh(everything)
         rest = self.ablation.difference(everything)
-        if rest > limit and not self._hidden():
+        self._weigh(everything, rest if rest > limit else 0.0)
+        if rest > limit and not self._rest_is_theirs(rest):
             self.findings.append(self._rest(everything, rest))
-        return sorted(self.findings, key=lambda finding: -(finding.alone or 0.0)) or [
-            self._rest(everything, self.measured)
-        ]
+        if not self.findings:
+            self.findings.append(self._rest(everything, self.measured))
+        return sorted(_with_shares(self.findings), key=lambda finding: -(finding.alone or 0.0))
 
-    def _hidden(self) -> bool:
-        """Whether something stays that no trial can take away; its finding then says so."""
-        stays = [finding.kind in STAYING for finding in self.findings]
-        self.findings = [
-            replace(finding, text=f"{finding.text} {_BEHIND}") if one else finding
-            for finding, one in zip(self.findings, stays, strict=True)
-        ]
-        return any(stays)
+    def _rest_is_theirs(self, rest: float) -> bool:
+        """Whether something stays that no trial can take away: then what is left is what it makes, or what it hides."""
+        stays = [one for one in self.findings if one.kind in STAYING]
+        for i, one in enumerate(stays):
+            told = replace(
+                one, severity=BREAKS, text=f"{one.text} {_BEHIND}", unjudged=f"it cannot be told from {stays[0].kind}"
+            )
+            if not i:
+                told = replace(told, alone=(one.alone or 0.0) + rest, unjudged="")
+            self.findings[self.findings.index(one)] = told
+        return bool(stays)
 
     def _extended(self, everything: frozenset[str]) -> frozenset[str]:
         """With whatever else helps, found by trying."""
@@ -128,19 +131,33 @@ class Judgement:
         kind = "data-order" if remedy == DATA else remedy
         return suspect(kind, remedy, _TEXTS.get(remedy, _FOUND), [])
 
-    def _weigh(self, everything: frozenset[str]) -> None:
-        """Each suspect with all others taken away."""
+    def _weigh(self, everything: frozenset[str], rest: float) -> None:
+        """Each suspect with all others taken away, beyond the rest that stays when all are."""
+        limit = self.ablation.limit
         for one in self.suspects:
-            others = everything - {one.remedy}
-            if not one.remedy or (one.kind == BATCH_NORM and ROW_BY_ROW in others):  # single rows hide batch-norm
-                self.findings.append(one.finding)
+            if not one.remedy:
+                why = "no trial can take it away" + ("" if rest else ", and without the others nothing is left")
+                self.findings.append(replace(one.finding, unjudged=why))
                 continue
-            alone = self.ablation.difference(others) if others != everything else self.measured
-            if alone > self.ablation.limit:
-                share = 1.0 if self.measured == float("inf") else min(1.0, alone / self.measured)
-                self.findings.append(replace(one.finding, alone=alone, share=share))
+            below, why = rest, "what no trial can take away hides it"
+            others = everything - {one.remedy}
+            if one.kind == BATCH_NORM and SLICES in others:  # whose statistics are then those of slices, alone too
+                others -= {SLICES}
+                below = self.ablation.difference(others | {one.remedy})
+                hides = next(other.kind for other in self.suspects if other.remedy == SLICES)
+                why = f"{hides} hides it"
+            found = self.ablation.difference(others)
+            alone = found if below == 0.0 or found == float("inf") else found - below
+            if alone > limit:
+                self.findings.append(replace(one.finding, alone=alone))
+            elif below > limit:
+                why += f": with it {found:.1e}, without it {below:.1e}"
+                self.findings.append(replace(one.finding, unjudged=why))
             elif one.kind in PROVEN_ELSEWHERE:
-                self.findings.append(one.finding)
+                self.findings.append(replace(one.finding, unjudged="these steps do not show it by itself"))
+            else:
+                text = f"{one.finding.text} By itself it makes no difference in these steps."
+                self.findings.append(replace(one.finding, severity=NOTE, text=text, alone=0.0))
 
     def _rest(self, everything: frozenset[str], rest: float) -> Finding:
         """What is left when all is taken away."""
@@ -161,10 +178,22 @@ class Judgement:
             "the task does something that this check does not know, or manyhands itself is wrong: please report it "
             "with the task, this text and the versions.",
             alone=rest,
-            share=1.0 if self.measured == float("inf") else min(1.0, rest / self.measured),
             numbers={"without": sorted(everything)}
             | ({} if first is None else {"step": first.step, "parameter": first.worst}),
         )
+
+
+def _with_shares(findings: list[Finding]) -> list[Finding]:
+    """Of what all make alone, summed up; infinite ones share all of it."""
+    made = [one.alone if one.breaks else None for one in findings]
+    whole = sum(one for one in made if one)
+    if whole == float("inf"):
+        made = [None if one is None else float(one == whole) for one in made]
+        whole = sum(one for one in made if one)
+    return [
+        one if alone is None or not whole else replace(one, share=alone / whole)
+        for one, alone in zip(findings, made, strict=True)
+    ]
 
 
 def _only_there(measured: float) -> Finding:

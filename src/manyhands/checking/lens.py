@@ -91,7 +91,7 @@ class Lens(TorchFunctionMode):
         if effect is not None and self.look:
             self._note(effect.kind, call)
         result = effect.instead() if effect is not None and effect.kind in self.without else call.run()
-        if self.look and _sums(call, result):
+        if self.look and sums_up(call, result):
             self._note(SUM, call)
         if self.after is not None:
             self.after(call, result)
@@ -127,7 +127,7 @@ def eager() -> Iterator[None]:
         yield
 
 
-def _sums(call: Call, result: Any) -> bool:
+def sums_up(call: Call, result: Any) -> bool:
     """Whether it adds everything up to one number."""
     summing = call.name in ("sum", "nansum") or call.kwargs.get("reduction") == "sum"
     return summing and isinstance(result, Tensor) and result.numel() == 1

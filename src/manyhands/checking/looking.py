@@ -28,7 +28,7 @@ _REMEDIES = {"not-rebuilt": REBUILT, "foreign-parameters": FOREIGN, RANDOMNESS: 
 
 @dataclass
 class Looking:
-    """Fills `suspects` (what may keep workers apart), `findings` (what stands by itself) and `held`."""
+    """Fills `suspects` (what may keep workers apart), `findings` (what stands by itself), `held` and `unjudged`."""
 
     copies: Copies
     sent: Copies
@@ -39,6 +39,7 @@ class Looking:
     suspects: list[Suspect] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     held: list[str] = field(default_factory=list)
+    unjudged: list[str] = field(default_factory=list)
 
     def run(self, step: int | None, proofs: list[list[Trace]]) -> None:
         """step: from 1, the first that differs; None: all are equal. proofs: of each the traces of one worker, then of each of N."""
@@ -88,6 +89,7 @@ class Looking:
         self.suspects += examination.suspects
         self.findings += examination.notes
         self.held += examination.held
+        self.unjudged += examination.unjudged
 
     def _evaluate(self) -> None:
         with users_code("reading validation data"):

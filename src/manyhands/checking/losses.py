@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from manyhands.checking import places
-from manyhands.checking.arranging import ROW_BY_ROW, SUMMED
+from manyhands.checking.arranging import SLICES, SUMMED
 from manyhands.checking.batches import COUPLED, MEAN, OTHER_WEIGHT, SUM, Law, Subject, gradients_add, law_of
 from manyhands.checking.building import listed
 from manyhands.checking.copies import Copies
-from manyhands.checking.effects import IN_PLACE
+from manyhands.checking.effects import IN_PLACE, Call
 from manyhands.checking.examining import Examination
 from manyhands.checking.findings import BREAKS, Finding, Place
 from manyhands.checking.lens import SUM as SUMS
+from manyhands.checking.lens import sums_up
 from manyhands.checking.operations import Journal, Operation, first_mixing
 from manyhands.data.batch import rows_of, slice_rows
 
@@ -48,11 +53,20 @@ _METRIC = (
 )
 
 
+_UNSETTLED = "the same rows give other numbers each time, also with the same seed for torch's generators"
+
+
 def examine_loss(examination: Examination) -> None:
     """Add the suspect that the loss is, or that it holds. For an examination that has run."""
     tolerance = EXACT if examination.double else ROUGH
-    law = _law(examination, tolerance) if examination.settles and examination.finite else None
+    if not examination.finite:
+        return
+    if not examination.settles:
+        examination.unjudged.append(f"whether the loss is a mean: {_UNSETTLED}")
+        return
+    law = _law(examination, tolerance)
     if law is None:
+        examination.unjudged.append("whether the loss is a mean: it fails on fewer rows than a batch has")
         return
     numbers, loss = law.numbers | {"off": law.off}, examination.loss_place()
     if law.kind == MEAN:
@@ -60,16 +74,67 @@ def examine_loss(examination: Examination) -> None:
     elif law.kind == SUM:
         constant = ", but for a part that does not depend on rows" if law.constant else ""
         text = _SUMMED.format(constant=constant, **numbers)
-        remedy = ROW_BY_ROW if law.constant else SUMMED
+        remedy = SLICES if law.constant else SUMMED
         examination.add("summed-loss", remedy, [_sum_of(examination) or loss], text, **numbers)
     elif law.kind == OTHER_WEIGHT:
         text = _OTHER_WEIGHT.format(said=_said(examination), **numbers)
-        examination.add("wrong-weight", ROW_BY_ROW, [loss], text, **numbers)
+        examination.add("wrong-weight", SLICES, [loss], text, **numbers)
     else:
         mixing = _mixing(examination)
         by = "" if mixing is None else f" (first seen after {mixing.function})"
         at = loss if mixing is None or mixing.place is None else mixing.place
-        examination.add("coupled-rows", ROW_BY_ROW, [at], _COUPLED.format(by=by, **numbers), **numbers)
+        examination.add("coupled-rows", SLICES, [at], _COUPLED.format(by=by, **numbers), **numbers)
+        _beside_coupling(examination, numbers)
+
+
+def _beside_coupling(examination: Examination, numbers: dict[str, Any]) -> None:
+    """Where rows depend on each other, no law says whether the loss adds up or by what its mean is; the sums in it say the first."""
+    sums = _sums_over_rows(examination)
+    if sums:
+        text = _SUMMED.format(constant="", **numbers)
+        examination.add("summed-loss", SUMMED, [sums[-1] or examination.loss_place()], text, **numbers)
+    examination.unjudged.append(
+        "whether the loss is a mean by the weight that it says: rows depend on those beside them, so the losses of parts say nothing about it"
+    )
+
+
+def _sums_over_rows(examination: Examination) -> list[Place | None]:
+    """Where everything is added up, over more numbers for more rows, and the loss grows as the sum does, whatever its length.
+
+    A sum that is divided by its length has another derivative for half of the rows.
+    """
+    n = rows_of(examination.batch)
+    whole, half = (_sums(examination, slice_rows(examination.batch, 0, rows)) for rows in (n, n // 2))
+    if len(whole) != len(half):
+        return []
+    pairs = zip(whole, half, strict=True)
+    return [
+        one.place
+        for one, other in pairs
+        if one.length > other.length and math.isclose(one.slope, other.slope, rel_tol=ROUGH)
+    ]
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """Over everything, to one number."""
+
+    length: int
+    slope: float
+    """Of the loss over it."""
+    place: Place | None
+
+
+def _sums(examination: Examination, rows: Any) -> list[_Sum]:
+    found: list[tuple[int, Tensor, Place | None]] = []
+
+    def after(call: Call, result: Any) -> None:
+        if sums_up(call, result) and result.requires_grad:
+            result.retain_grad()
+            found.append((call.target.numel(), result, places.running()))
+
+    examination.settled(rows, after=after)
+    return [_Sum(length, float(one.grad), place) for length, one, place in found if one.grad is not None]
 
 
 def _law(examination: Examination, tolerance: float) -> Law | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 
 from manyhands.checking.findings import Checked, Finding, Proof
 from manyhands.words import count
@@ -18,9 +19,16 @@ def text(checked: Checked) -> str:
     parts += [_finding(i, finding) for i, finding in enumerate(breaks, start=1)]
     parts += [_finding(0, finding) for finding in notes]
     if checked.held:
-        parts.append("\n".join(["Also looked at, and as it should be:", *(f"  - {held}" for held in checked.held)]))
+        parts.append("\n".join(["Also looked at, and as it should be:", *_listed(checked.held)]))
+    if checked.unjudged:
+        parts.append("\n".join(["Could not be judged:", *_listed(checked.unjudged)]))
     parts.append(_last(checked, len(breaks), len(notes)))
     return "\n\n".join(parts)
+
+
+def _listed(lines: Sequence[str]) -> list[str]:
+    wrapped = (textwrap.wrap(line, WIDTH, initial_indent="  - ", subsequent_indent="    ") for line in lines)
+    return [line for lines in wrapped for line in lines]
 
 
 def _verdict(checked: Checked) -> str:
@@ -60,12 +68,14 @@ def _finding(number: int, finding: Finding) -> str:
     head = f"{number}. {finding.kind}" if number else f"Note: {finding.kind}"
     if finding.share is not None and finding.alone is not None and finding.breaks:
         head += f" ({_share(finding.share)} of the difference; alone it makes {finding.alone:.1e})"
-    lines = [head, *(f"   {place}" for place in finding.places)]
+    elif finding.unjudged:
+        head += f" (its share could not be judged: {finding.unjudged})"
+    lines = [*textwrap.wrap(head, WIDTH, subsequent_indent="   "), *(f"   {place}" for place in finding.places)]
     return "\n".join([*lines, *textwrap.wrap(finding.text, WIDTH, initial_indent="   ", subsequent_indent="   ")])
 
 
 def _share(share: float) -> str:
-    return "all" if share > 0.995 else f"{share:.0%}" if share >= 0.01 else "under 1%"
+    return "all" if share > 0.995 else f"{share:.0%}" if share >= 0.01 else "under 1%" if share else "none"
 
 
 def _last(checked: Checked, breaks: int, notes: int) -> str:

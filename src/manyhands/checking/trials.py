@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from manyhands.checking.arranging import WORKERS, Setting, arranged
+from manyhands.checking.arranging import SLICES, WORKERS, Setting, arranged
 from manyhands.checking.copies import Copies
 from manyhands.checking.findings import Step
 from manyhands.checking.lens import eager
@@ -72,7 +72,7 @@ class Bench:
 
     def difference(self, setting: Setting) -> tuple[Step, ...]:
         """How far simulated workers are from one."""
-        solo = self.alone(setting)
+        solo = self.alone(replace(setting, slices=self.workers) if SLICES in setting.without else setting)
         return between(solo, self.together(as_alone(setting, solo)))
 
     def _launch(self, engine: Engine, workers: int, setting: Setting) -> list[Trace]:
