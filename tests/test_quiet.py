@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tqdm
 
 from manyhands import quiet
 from manyhands.worker import Worker, current, set_current
@@ -19,6 +21,10 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setattr(sys, "stdout", sys.stdout)
     monkeypatch.setattr(quiet, "keep_apart", lambda group, timeout_s: kept_apart.append((group, timeout_s)))
     monkeypatch.setattr(atexit, "register", lambda close: None)
+    monkeypatch.setattr(tqdm.tqdm, "__init__", tqdm.tqdm.__init__)
+    for name in ("WANDB_MODE", "TQDM_DISABLE"):
+        monkeypatch.setenv(name, "")  # else it would not be put back
+        monkeypatch.delenv(name)
     return kept_apart
 
 
@@ -42,6 +48,17 @@ def test_others_print_nothing(capsys: pytest.CaptureFixture[str], restored: list
     sys.stdout.close()
     assert capsys.readouterr() == ("", "manyhands: workers 1 to 3 of 4 print nothing to standard output\n")
     assert len(restored) == 2  # each group's collectives count
+
+
+def test_bars_and_trackers_are_off_on_other_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    for rank, bars in ((0, 1), (2, 0)):
+        quiet.quiet_other_ranks(Worker(rank=rank, size=3), 7.0)
+        assert list(tqdm.tqdm(range(2), desc="bar")) == [0, 1]
+        assert ("bar" in capsys.readouterr().err) is bool(bars)
+        assert ("WANDB_MODE" in os.environ) is not bool(bars)
+    assert list(tqdm.tqdm(range(2), desc="bar", disable=False)) == [0, 1]
+    assert "bar" in capsys.readouterr().err
+    sys.stdout.close()
 
 
 def test_one_rank_says_so_for_all(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partialmethod
 from typing import Any, TextIO, cast
 
 from manyhands.rank_files.meeting import keep_apart, kept_apart
@@ -18,7 +19,7 @@ _quiet = False
 def quiet_other_ranks(worker: Worker, timeout_s: float) -> None:
     """On every rank but 0: standard output goes nowhere, and files to a folder of that rank's (`rank_files`), from now on.
 
-    Standard error stays. Rank 1 says so, once, on standard error. A collective of all ranks; idempotent.
+    Standard error stays, without tqdm's bars. Rank 1 says so, once, on standard error. A collective of all ranks; idempotent.
     """
     global _quiet
     if worker.size == 1:
@@ -32,6 +33,16 @@ def quiet_other_ranks(worker: Worker, timeout_s: float) -> None:
     nowhere = open(os.devnull, "w")  # noqa: SIM115 - open for the rest of the process's life
     atexit.register(nowhere.close)
     sys.stdout = nowhere
+    _turn_bars_and_trackers_off()
+
+
+def _turn_bars_and_trackers_off() -> None:
+    """tqdm and W&B, unless the script says otherwise; TensorBoard's files are dropped with the rank's copies."""
+    os.environ.setdefault("WANDB_MODE", "disabled")
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read where tqdm is imported, and torch may have done that already
+    loaded = sys.modules.get("tqdm.std")
+    if loaded is not None:
+        loaded.tqdm.__init__ = partialmethod(loaded.tqdm.__init__, disable=True)
 
 
 @contextmanager

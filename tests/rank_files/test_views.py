@@ -104,6 +104,16 @@ def test_what_is_own_goes_to_its_place_at_the_next_collective(ranks: Ranks) -> N
     assert Path(ranks.path("open")).read_text() == "closed later"
 
 
+def test_a_trackers_file_is_the_firsts_alone(ranks: Ranks) -> None:
+    for view, name in (
+        (ranks.first, "events.out.tfevents.1.host.7"),
+        (ranks.others[0], "events.out.tfevents.1.host.8"),
+    ):
+        ranks.write(view, name, "x")
+    ranks.turn()
+    assert ranks.end() == {"events.out.tfevents.1.host.7": "x"}
+
+
 def test_what_stood_there_is_replaced_only_after_a_good_end(ranks: Ranks) -> None:
     Path(ranks.path("old")).write_text("old")
     ranks.write(ranks.others[0], "old", " and more", fresh=False)

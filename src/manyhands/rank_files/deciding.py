@@ -47,6 +47,11 @@ def is_own(own: Changes, first: Changes, passed: bool) -> bool:
     return passed and own.begun == own.closed > 0 and not first.begun
 
 
+def is_trackers(path: str) -> bool:
+    """Whether a tracker wrote it under a name with the process's number in it: the first rank's tracker has written its own."""
+    return os.path.basename(path).startswith("events.out.tfevents.")
+
+
 def destination(path: str, rank: int, *, exists: bool, taken: bool, complete: bool) -> str:
     """Where a rank's own file goes: to its path, or beside it, where it would replace what is not its own to replace.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,6 +23,15 @@ def as_given() -> Iterator[None]:
         yield
     finally:
         _here.depth -= 1
+
+
+def pause(seconds: float) -> None:
+    """Sleep, and leave `as_given` meanwhile: a signal handler of the script's runs now, and may save something."""
+    depth, _here.depth = _here.depth, 0
+    try:
+        time.sleep(seconds)
+    finally:
+        _here.depth = depth
 
 
 def is_as_given() -> bool:

@@ -17,7 +17,7 @@ class Journal:
     def __init__(self, path: str) -> None:
         self._path, self._fd = path, -1  # opened with the first line, by whichever process
         self._at = self._lines = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may write files while this thread reads
         self.changes: dict[str, Changes] = {}
         self.ended = False
         self.owners: dict[str, str] = {}  # path -> the first word that was noted of it
@@ -72,7 +72,7 @@ class Journal:
 
     def after_fork(self) -> None:
         """In a child: another thread of the parent's may have held the lock."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -12,7 +12,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from manyhands.rank_files.deciding import Changes, destination, governing
+from manyhands.rank_files.deciding import Changes, destination, governing, is_trackers
 from manyhands.rank_files.folder import Folder
 from manyhands.rank_files.journal import Journal
 
@@ -47,7 +47,7 @@ def _settle_rank(folder: Folder, rank: int, first: Journal) -> list[str]:
     root = folder.copies(rank)
     for copy in sorted(str(path) for path in Path(root).rglob("*") if path.is_symlink() or not path.is_dir()):
         path = copy.removeprefix(root)
-        if not _is_firsts(path, first):
+        if not _is_firsts(path, first) and not is_trackers(path):
             try:
                 place(folder, path, rank, complete=first.ended)
             except OSError as error:

@@ -18,8 +18,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from manyhands.rank_files.deciding import Source, governing, is_own, source_of
+from manyhands.rank_files.deciding import Source, governing, is_own, is_trackers, source_of
 from manyhands.rank_files.folder import Folder, Turns
+from manyhands.rank_files.guard import pause
 from manyhands.rank_files.journal import BEGUN, CLOSED, ENDED, GONE, UNDONE
 from manyhands.rank_files.settling import place, remove
 
@@ -202,7 +203,7 @@ class OtherView(View):
                     "which this worker wrote before, and reads its own now\n"
                 )
                 break
-            time.sleep(_POLL_S)
+            pause(_POLL_S)
         if source is Source.REAL:
             return path
         self._place_own([changed], self._has_passed(self.journal.of(changed).turn))
@@ -408,10 +409,12 @@ class OtherView(View):
         """Until the first rank has begun the collective that this one begins, which cannot be over before."""
         deadline = time.monotonic() + self._timeout_s
         while self.turns.first < self.turns.own and self._first_lives() and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+            pause(_POLL_S)
 
     def _place(self, path: str) -> None:
         copy = self._root + path
+        if is_trackers(path):
+            return
         if self.journal.of(path).gone:
             if os.path.lexists(path):
                 remove(path)
