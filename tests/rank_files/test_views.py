@@ -156,6 +156,38 @@ def test_removing_and_moving(ranks: Ranks, first_is_ahead: bool) -> None:
     assert ranks.end() == {"new": "moved"}
 
 
+def test_what_a_rank_alone_removes(ranks: Ranks) -> None:
+    """A file that it named, what it put into a folder itself, and nothing of others."""
+    other = ranks.others[0]
+    for name in ("old", "kept/a", "full/a"):
+        Path(ranks.path(name)).parent.mkdir(exist_ok=True)
+        Path(ranks.path(name)).write_text("before")
+    with pytest.raises(OSError, match="not empty"):
+        other.rmdir(ranks.path("full"))
+    other.mkdir(ranks.path("mine"))
+    for name in ("mine/a", "kept/b"):
+        ranks.write(other, name, "own")
+    ranks.turn()
+    assert Path(ranks.path("mine/a")).exists()
+    other.unlink(ranks.path("old"))
+    for name in ("mine", "kept"):
+        other.rmtree(ranks.path(name))
+    ranks.turn()
+    assert ranks.end() == {"kept/a": "before", "full/a": "before"}
+    assert not os.path.exists(ranks.path("mine"))
+
+
+def test_a_folder_is_empty_for_who_has_emptied_it(ranks: Ranks) -> None:
+    for view in (ranks.first, ranks.others[0]):
+        view.mkdir(ranks.path("out"))
+        ranks.write(view, "out/a", "x")
+    for view in (ranks.others[0], ranks.first):
+        view.unlink(ranks.path("out/a"))
+        view.rmdir(ranks.path("out"))
+    assert not os.path.exists(ranks.path("out"))
+    assert ranks.end() == {}
+
+
 def test_a_folder_that_is_made_anew_hides_what_was_in_it(ranks: Ranks) -> None:
     other, out = ranks.others[0], ranks.path("out")
     for view in (ranks.first, other):

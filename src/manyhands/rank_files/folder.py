@@ -25,6 +25,7 @@ class Folder:
 
     def __init__(self, root: str, first: int) -> None:
         self.root, self.first = root, first
+        self._owners = Journal(f"{root}/owners")
 
     @classmethod
     def make(cls, where: str, first: int) -> Folder:
@@ -49,11 +50,14 @@ class Folder:
 
     def claim(self, path: str, rank: int) -> bool:
         """Whether `rank` is the first of the other ranks to claim this path for its own file."""
-        journal = Journal(f"{self.root}/owners")
-        journal.note(str(rank), path)
-        journal.read()
-        journal.close()
-        return journal.owners[path] == str(rank)
+        self._owners.note(str(rank), path)
+        self._owners.read()
+        return self._owners.owners[path] == str(rank)
+
+    def claimed(self, rank: int) -> set[str]:
+        """Paths that hold files of this rank's own."""
+        self._owners.read()
+        return {path for path, owner in self._owners.owners.items() if owner == str(rank)}
 
     def lock(self, name: str, how: int) -> int | None:
         """A lock on `name` as a descriptor, to be closed; None where others hold one that excludes it and `how` does not wait."""
@@ -66,6 +70,7 @@ class Folder:
         return fd
 
     def remove(self) -> None:
+        self._owners.close()
         shutil.rmtree(self.root)
 
 

@@ -343,7 +343,7 @@ class Patches:
             return self._plain["scandir"](path)
         with as_given(), _said_as(path, view):
             found = self._path(path)
-            if found is None or not view.has_changes(found):
+            if found is None or not view.has_changes_in(found):
                 return self._plain["scandir"](path)
             return _Scan([_Entry(os.path.join(os.fsdecode(path), name), name) for name in view.listdir(found)])
 

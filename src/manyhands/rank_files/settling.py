@@ -56,7 +56,7 @@ def _settle_rank(folder: Folder, rank: int, first: Journal) -> list[str]:
     if first.ended:
         for path, change in own.changes.items():
             if not _is_firsts(path, first):
-                _settle_folder(path, change, root)
+                _settle_folder(folder, path, change, rank)
     return kept
 
 
@@ -66,21 +66,26 @@ def _is_firsts(path: str, first: Journal) -> bool:
     return path in first.changes or (above is not None and first.changes[above].gone)
 
 
-def _settle_folder(path: str, change: Changes, root: str) -> None:
+def _settle_folder(folder: Folder, path: str, change: Changes, rank: int) -> None:
     """What a rank alone made without a file in it, or removed."""
     if change.gone:
-        with suppress(FileNotFoundError):
-            remove(path)
-    elif os.path.isdir(root + path):
+        remove(folder, path, rank)
+    elif os.path.isdir(folder.copies(rank) + path):
         os.makedirs(path, exist_ok=True)
 
 
-def remove(path: str) -> None:
-    """A file, or a folder with all that is in it."""
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path)
-    else:
-        os.unlink(path)
+def remove(folder: Folder, path: str, rank: int) -> None:
+    """What a rank alone removed: a file, or of a folder what this rank put there, and what is empty then."""
+    if not os.path.isdir(path) or os.path.islink(path):
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        return
+    own = folder.claimed(rank)
+    for place, _, names in os.walk(path, topdown=False):
+        for name in own.intersection(f"{place}/{name}" for name in names):
+            os.unlink(name)
+        if not os.listdir(place):
+            os.rmdir(place)
 
 
 def place(folder: Folder, path: str, rank: int, *, complete: bool) -> str:

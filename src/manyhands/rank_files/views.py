@@ -234,16 +234,15 @@ class OtherView(View):
         emptied = changed is not None and (changes[changed].gone or (changed != path and path in changes))
         return copy if emptied else path
 
-    def has_changes(self, within: str = "") -> bool:
-        """Whether this rank has changed any path, in a folder if one is given."""
+    def has_changes(self) -> bool:
+        """Whether this rank has changed any path."""
         self.journal.read()
+        return bool(self.journal.changes)
+
+    def has_changes_in(self, folder: str) -> bool:
+        """Whether it has changed this folder, one above it, or a path in it."""
         changes = self.journal.changes
-        return (
-            bool(changes)
-            if not within
-            else any(os.path.dirname(path) == within for path in list(changes))
-            or (governing(within, changes) is not None)
-        )
+        return governing(folder, changes) is not None or any(os.path.dirname(path) == folder for path in list(changes))
 
     def listdir(self, path: str) -> list[str]:
         at = self.source(path)
@@ -299,6 +298,9 @@ class OtherView(View):
 
     @override
     def rmdir(self, path: str) -> None:
+        seen = self._seen(path)
+        if os.path.isdir(seen) and any(os.path.lexists(self._seen(f"{path}/{name}")) for name in os.listdir(seen)):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
         self._remove(path, os.rmdir)
 
     @override
@@ -416,8 +418,7 @@ class OtherView(View):
         if is_trackers(path):
             return
         if self.journal.of(path).gone:
-            if os.path.lexists(path):
-                remove(path)
+            remove(self.folder, path, self.rank)
         elif os.path.isdir(copy) and not os.path.islink(copy):
             os.makedirs(path, exist_ok=True)
             for name in os.listdir(copy):  # of a folder that was moved here: what was written in it is not new
