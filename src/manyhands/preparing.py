@@ -65,8 +65,8 @@ def prepare(model: M, optimizer: O, *loaders: Iterable[Any], strategy: Strategy 
 
     Raises BadInput for what is no model, optimizer or loader, a wrapped model (DistributedDataParallel), a
     DistributedSampler, a batch_size of less than one row a worker, an optimizer over parameters of another module, and
-    workers that do not prepare the same, later for a loader that gives each worker other batches; Unsupported for a strategy that needs more than a group, later for
-    `step(closure)`, and with several workers for a GradScaler.
+    workers that do not prepare the same, later for a loader that gives each worker other batches; Unsupported for a
+    strategy that needs more than a group, later for `step(closure)`, and with several workers for a GradScaler.
     """
     return prepare_on(session(), model, optimizer, *loaders, strategy=strategy)
 
