@@ -302,6 +302,36 @@ def test_a_callbacks_error_is_the_callbacks() -> None:
         train(task(), callbacks=[Broken()])
 
 
+class BrokenEnd(Callback):
+    def on_end(self, event: Event) -> None:
+        raise RuntimeError("no such registry")
+
+
+def test_a_callback_that_raises_in_on_end_costs_neither_model_nor_result(tmp_path: Path) -> None:
+    whole = train(task())
+    with pytest.raises(mh.CallbackFailed, match="RuntimeError in on_end: no such registry") as raised:
+        train(task(), run_dir=tmp_path / "run", callbacks=[BrokenEnd()])
+    assert str(tmp_path / "run") in str(raised.value)
+    assert isinstance(raised.value.__cause__, RuntimeError)
+    for kept in (raised.value.run, train(task(), run_dir=tmp_path / "run", resume=True)):
+        assert torch.equal(kept.parameters, whole.parameters)
+        assert kept.metrics == whole.metrics
+
+
+class Exiting(Callback):
+    def on_step(self, event: Event) -> None:
+        if event.step == 3:
+            raise SystemExit(9)
+
+
+def test_a_callback_that_exits_loses_no_rows(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        train(task(), run_dir=tmp_path / "run", callbacks=[Exiting()])
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    assert [event["tick"] for event in events if event["type"] == "step"] == [0, 1, 2]
+    assert events[-1]["values"]["error"] == "SystemExit"
+
+
 def test_a_damaged_checkpoint_is_named_and_the_older_one_used(tmp_path: Path) -> None:
     whole = train(task(epochs=3))
     train(task(epochs=2), run_dir=tmp_path / "run")

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from manyhands.engines.spark.engine import Spark as Spark
     from manyhands.engines.torchrun import Torchrun as Torchrun
     from manyhands.errors import BadInput as BadInput
+    from manyhands.errors import CallbackFailed as CallbackFailed
     from manyhands.errors import ManyhandsError as ManyhandsError
     from manyhands.errors import PeerLost as PeerLost
     from manyhands.errors import Preempted as Preempted
@@ -80,6 +81,7 @@ _WHERE = {
     "AllReduce": "strategies.allreduce",
     "BadInput": "errors",
     "Callback": "callbacks",
+    "CallbackFailed": "errors",
     "Checked": "checking.check",
     "Comparison": "comparing.comparison",
     "DiLoCo": "strategies.diloco",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 
 class ManyhandsError(Exception):
@@ -71,6 +71,14 @@ class WorkerFailed(ManyhandsError):
     ) -> None:
         super().__init__(message + (f"\n\n{detail}" if detail else ""))
         self.rank, self.host, self.phase, self.step, self.detail, self.error = rank, host, phase, step, detail, error
+
+
+class CallbackFailed(ManyhandsError):
+    """A callback raised when it was told of the end of a run that is complete: `run` is what train() would have returned."""
+
+    def __init__(self, message: str, run: Any = None) -> None:
+        super().__init__(message)
+        self.run = run
 
 
 class Preempted(ManyhandsError):

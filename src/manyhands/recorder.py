@@ -85,7 +85,7 @@ class Recorder(Observer):
     ) -> None:
         try:
             if error is not None and self.records and not self._ended:
-                self._over("failed", error=type(error).__name__, message=str(error))
+                self._over_failed(error)
         finally:
             self._close()
 
@@ -118,8 +118,8 @@ class Recorder(Observer):
         """Ask all workers to stop at the same step. Only sets a field: signal handlers may call it. The first reason stays."""
         self._reason = self._reason or reason
 
-    def end(self, run: Run) -> None:
-        """The run is done: tells it what only the driver heard (staleness, warnings, each worker's split of time), then the callbacks."""
+    def complete(self, run: Run) -> None:
+        """The run is done: tells it what only the driver heard (staleness, warnings, each worker's split of time)."""
         for row in self._history.close():
             self._tell_step(row)
         if not self.records:
@@ -134,7 +134,11 @@ class Recorder(Observer):
             "warnings": list(self.warnings),
             **({} if self._history.gain() is None else {"gain": self._history.gain()}),
         }
-        self._over("end", metrics=run.metrics, seconds=run.seconds, **_histograms(run))
+
+    def end(self, run: Run) -> None:
+        """Tell the callbacks that the run is done, after `complete`. What they raise is raised."""
+        if self.records:
+            self._over("end", metrics=run.metrics, seconds=run.seconds, **_histograms(run))
 
     def flush(self) -> None:
         """Give what was heard so far to the run directory."""
@@ -262,6 +266,15 @@ class Recorder(Observer):
         if self._reason and self.records and not self._reason_said:
             self._reason_said = True
             self._take(self._event("stop", reason=self._reason))
+
+    def _over_failed(self, error: BaseException) -> None:
+        """A callback's own failure must not take the place of what ended the run."""
+        try:
+            self._over("failed", error=type(error).__name__, message=str(error))
+        except Exception as problem:  # noqa: BLE001 - a callback may raise anything
+            LOG.warning(
+                "a callback raised when it was told that the run failed: %s: %s", type(problem).__name__, problem
+            )
 
     def _over(self, type: str, **values: Any) -> None:
         """The last event. Every callback hears it, whatever another one raises; what was raised goes on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Iterable
@@ -19,7 +20,7 @@ from manyhands.data.frames import Frame
 from manyhands.data.sources import Once, is_function
 from manyhands.engines.base import Engine, Launch
 from manyhands.engines.cores import shared
-from manyhands.errors import BadInput, Preempted
+from manyhands.errors import BadInput, CallbackFailed, Preempted
 from manyhands.launch_lock import Claim
 from manyhands.loop import told, work
 from manyhands.plan import Outcome, Plan
@@ -33,6 +34,8 @@ from manyhands.strategies import spec_of, strategy_of
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task
 from manyhands.worker import Worker
+
+LOG = logging.getLogger("manyhands")
 
 
 def train(
@@ -78,7 +81,8 @@ def train(
     task_fields: any field of Task, overriding the task's.
 
     Raises BadInput (and its kinds) for what cannot be, before any process starts where that can be known; WorkerFailed
-    when a worker raises, dies or hangs; Preempted after SIGTERM.
+    when a worker raises, dies or hangs; Preempted after SIGTERM; CallbackFailed, which holds the Run, where a callback raises in
+    `on_end`.
     """
     asked = Asked(
         task=task_from(task, task_fields),
@@ -199,17 +203,37 @@ class _Training:
             run = self._run_of(outcome, time.monotonic() - start)
             if self.asked.task.companion is not None:
                 self.asked.task.companion.hear(outcome.said)
-            self.recorder.end(run)
-        if outcome.reason == PREEMPTED:
+            self.recorder.complete(run)
+            preempted = outcome.reason == PREEMPTED
+            if self.asked.directory is not None and self.asked.first and not preempted:
+                if self.plan.claim is not None:
+                    self.plan.claim.check()
+                run_directory.write(self.asked.directory, run, outcome.states)
+            problem = self._ended(run)
+        if preempted:
             kept = "give a run_dir to be able to resume"
             if self.asked.directory:
                 kept = f"resume it with resume=True (--resume) from {self.asked.directory}"
-            raise Preempted(f"stopped at step {run.steps} because the run was asked to end (SIGTERM): {kept}")
-        if self.asked.directory is not None and self.asked.first:
-            if self.plan.claim is not None:
-                self.plan.claim.check()
-            run_directory.write(self.asked.directory, run, outcome.states)
+            raise Preempted(
+                f"stopped at step {run.steps} because the run was asked to end (SIGTERM): {kept}"
+            ) from problem
+        if problem is not None:
+            where = f"in {self.asked.directory} and " if self.asked.directory else ""
+            raise CallbackFailed(
+                f"a callback raised {type(problem).__name__} in on_end: {problem}. The run itself is complete: its model and result are {where}in "
+                "`run` of this error",
+                run,
+            ) from problem
         return run
+
+    def _ended(self, run: Run) -> Exception | None:
+        """Tell the callbacks; what one of them raised."""
+        try:
+            self.recorder.end(run)
+        except Exception as problem:  # noqa: BLE001 - a callback may raise anything; the caller raises it
+            LOG.warning("a callback raised in on_end: %s: %s", type(problem).__name__, problem)
+            return problem
+        return None
 
     def _launched(self) -> Outcome | None:
         launch, engine = replace(self.launch, observer=self.recorder), self.asked.engine

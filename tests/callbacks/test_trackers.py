@@ -161,12 +161,14 @@ def test_a_tracker_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch, ca
     assert "Recording is still sending" in caplog.text
 
 
-def test_a_failure_is_one_warning_and_the_run_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("problem", [ConnectionError("no route"), SystemExit("no route")])
+def test_a_failure_is_one_warning_and_the_run_goes_on(problem: BaseException, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        whole_run(Recording(fails=ConnectionError("no route")))
-    assert [record.message for record in caplog.records] == [
-        "Recording failed and gets no more of this run: ConnectionError: no route"
-    ]
+        whole_run(Recording(fails=problem))
+    (message,) = [record.message for record in caplog.records]
+    assert message.startswith("Recording failed")
+    assert "events.jsonl has all rows" in message
+    assert message.endswith(f"{type(problem).__name__}: no route")
 
 
 @pytest.mark.parametrize("problem", [ConnectionError("no route"), SystemExit("no route")])

@@ -14,7 +14,7 @@ from driver_script import Script, wait_until
 
 # two workers, each with a child that is not a daemon of anybody's, until something is killed
 WAITING = """
-    import ctypes, multiprocessing, os, sys, threading
+    import ctypes, multiprocessing.util, os, subprocess, sys, threading
     from manyhands.engines.base import Launch, Observer
     from manyhands.engines.local import Local
 
@@ -23,8 +23,14 @@ WAITING = """
             print(event.values["pid"], os.getpid(), event.values["parent"])
             return {}
 
+    def load(session):  # as a loader's process may: files of multiprocessing, a process in a session of its own
+        multiprocessing.util.get_temp_dir()
+        if session:
+            subprocess.Popen(["sleep", "60"], start_new_session=True)
+        threading.Event().wait(60)
+
     def program(worker):
-        multiprocessing.get_context("fork").Process(target=threading.Event().wait, args=(60,)).start()
+        multiprocessing.get_context("fork").Process(target=load, args=("session" in sys.argv,)).start()
         worker.coordinator.progress("compute", 5)
         worker.ask("there", pid=os.getpid(), parent=os.getppid())
         if "hold" in sys.argv:  # the interpreter's lock: no thread of this process can act
@@ -35,22 +41,25 @@ WAITING = """
 """
 
 
-def leftovers() -> set[str]:
-    return {str(path) for folder in ("/dev/shm", "/tmp") for path in Path(folder).glob("*manyhands*")}
-
-
 @pytest.fixture(autouse=True)
-def nothing_left() -> Any:
-    before = leftovers()
+def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Neither in shared memory nor in the folder for temporary files, which is each test's own."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    before = set(Path("/dev/shm").glob("*manyhands*"))
     yield
-    assert leftovers() <= before
+    assert set(Path("/dev/shm").glob("*manyhands*")) <= before
+    left = [path.name for path in (tmp_path / "tmp").iterdir()]
+    assert [
+        name for name in left if name.startswith(("manyhands", "pymp"))
+    ] == []  # torch's compiler keeps a cache there
 
 
 def running(script: Callable[..., Script], *arguments: str) -> tuple[Script, int, int]:
     """(the driver's script, a worker, the fork server), once both workers and their children are there."""
     run = script(WAITING, *arguments)
     pids = [int(pid) for _ in range(2) for pid in run.line().split()]
-    wait_until(lambda: len(run.processes()) == 6)
+    wait_until(lambda: len(run.processes()) == (8 if "session" in arguments else 6))
     return run, pids[0], pids[2]
 
 
@@ -75,6 +84,22 @@ def test_driver_killed_while_the_server_loads(script: Callable[..., Script]) -> 
     wait_until(lambda: len(run.processes()) == 2)
     run.process.kill()
     wait_until(lambda: not run.processes(), timeout_s=1.0)
+
+
+def test_what_loaders_leave_in_sessions_of_their_own_is_gone_when_the_driver_is_killed(
+    script: Callable[..., Script],
+) -> None:
+    run, _, _ = running(script, "session")
+    run.process.kill()
+    wait_until(lambda: not run.processes(), timeout_s=2.0)
+
+
+def test_what_loaders_leave_in_sessions_of_their_own_is_gone_when_a_worker_is_killed(
+    script: Callable[..., Script],
+) -> None:
+    run, worker, _ = running(script, "session")
+    os.kill(worker, signal.SIGKILL)
+    assert ended(run)[0] == 1
 
 
 def test_fork_server_killed(script: Callable[..., Script]) -> None:

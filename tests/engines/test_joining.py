@@ -104,9 +104,9 @@ class Driver:
         (letter,) = self.post.wait(5.0)
         return letter
 
-    def end(self, error: str | None = "") -> None:
+    def end(self, error: str | None = "", **more: Any) -> None:
         if error is not None:
-            self.post.send({"type": "over", "error": error})
+            self.post.send({"type": "over", "error": error, "preempted": False, **more})
         self.thread.join(5)
         assert not self.thread.is_alive()
         self.post.close()
@@ -214,6 +214,15 @@ def test_asked_to_end_in_the_run(driver: Driver) -> None:
     assert driver.letter().body == {"type": "preempted"}
     driver.end()
     assert isinstance(driver.error, Preempted)
+
+
+@pytest.mark.parametrize("error", ["", "asked to stop (preempted) while waiting for the other hosts"])
+def test_a_run_that_was_asked_to_end_elsewhere_ends_here_with_75(driver: Driver, error: str) -> None:
+    driver.launch()
+    driver.end(error, preempted=True)
+    assert isinstance(driver.error, Preempted)
+    assert driver.error.exit_code == 75
+    assert error in str(driver.error)
 
 
 @pytest.mark.parametrize(

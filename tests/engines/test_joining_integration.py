@@ -96,7 +96,10 @@ def test_a_killed_worker_there_is_named(both: tuple[Script, Script, dict[int, in
 COMMAND = "from manyhands.cli import main; main()"
 
 
-def test_sigterm_at_the_joined_host_leaves_a_checkpoint_of_all_ranks(script: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("asked", ["joined host", "driver"])
+def test_sigterm_on_either_host_leaves_a_checkpoint_of_all_ranks_and_both_end_with_75(
+    asked: str, script: Start, tmp_path: Path
+) -> None:
     """The commands themselves, each in a folder of its own: the joined host does not see the run directory."""
     options = "-n 3 --here 2 --epochs 100000 --threads-per-worker 1 --log json --run-dir mine --engine hosts"
     driver = script(f"import os\nos.makedirs('a')\nos.chdir('a')\n{COMMAND}", "train", "digits", *options.split())
@@ -106,7 +109,7 @@ def test_sigterm_at_the_joined_host_leaves_a_checkpoint_of_all_ranks(script: Sta
     joiner = script(f"import os\nos.makedirs('b')\nos.chdir('b')\n{COMMAND}", "join", found[1], "--workers", found[2])
     while '"type":"step"' not in (line := driver.line()):
         assert line
-    os.kill(joiner.process.pid, signal.SIGTERM)
+    os.kill((driver if asked == "driver" else joiner).process.pid, signal.SIGTERM)
     code, _, err = driver.end(timeout_s=30)
     assert code == 75, err
     code, _, err = joiner.end(timeout_s=10)

@@ -143,7 +143,7 @@ def test_the_end_waits_until_the_host_is_empty(line: Line) -> None:
     assert not ended.is_alive()
     line.crew.end(0.5)  # idempotent: asks nobody
     line.crew.leave("what went wrong")
-    assert line.letter().body == {"type": "over", "error": "what went wrong"}
+    assert line.letter().body == {"type": "over", "error": "what went wrong", "preempted": False}
 
 
 def test_nothing_is_awaited_from_a_silent_host(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -18,6 +20,8 @@ from typing_extensions import override
 from manyhands.callbacks.base import Callback
 from manyhands.errors import UnknownName
 from manyhands.events import Event
+
+LOG = logging.getLogger("manyhands")
 
 MODES = ("auto", "json", "quiet")
 DRAW_EVERY_S = 0.2
@@ -88,8 +92,22 @@ class Progress(Callback):
     def _print_json(self, event: Event) -> None:
         if self._log == "json":
             out: IO[str] = self._console.file if self._console is not None else sys.stdout
-            out.write(event.to_json() + "\n")
-            out.flush()
+            try:
+                out.write(event.to_json() + "\n")
+                out.flush()
+            except BrokenPipeError:
+                self._log = "quiet"
+                LOG.warning(
+                    "standard output was closed by its reader: no more events go there, and the run goes on (its run directory has all of them)"
+                )
+                _to_nowhere(out)
+
+
+def _to_nowhere(out: IO[str]) -> None:
+    """What is left in its buffer must not fail once more when the interpreter ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, out.fileno())
+    os.close(nowhere)
 
 
 class Pace:

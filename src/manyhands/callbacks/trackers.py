@@ -163,7 +163,9 @@ class Tracker(Callback):
         except (Exception, SystemExit) as problem:  # noqa: BLE001 - as above; the run must go on
             self._failed.set()
             self._drain()
-            self._warn(f"failed and gets no more of this run: {type(problem).__name__}: {problem}")
+            self._warn(
+                f"failed and gets no more of this run (the run directory's events.jsonl has all rows): {type(problem).__name__}: {problem}"
+            )
 
     def _drain(self) -> None:
         try:

@@ -5,6 +5,7 @@ themselves, so the caller's main is never imported again. Messages from the driv
 
     launch  what all processes of a run share, their seats in the order of forking; descriptors: program[, stdout, stderr]
     fork    fork a seat; descriptors: its two lines to the driver, its file for stacks, its page for phase and step
+    signal  send a signal to the processes of these seats
     end     the run is over: kill whoever is left after `grace_s`
 
 and to it: `started` (seat, pid), `exited` (seat, status), `idle` (everything of the run is gone).
@@ -18,17 +19,20 @@ import importlib
 import itertools
 import os
 import select
-import shutil
 import signal
 import socket
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from manyhands.engines.control import Closed, Message, Wire
 from manyhands.engines.crew import shard_of
 from manyhands.engines.limits import raise_limit_of_descriptors
+from manyhands.engines.orphans import adopt_orphans, kill_children
+from manyhands.engines.spawner import remove
+from manyhands.signals import note_sigterm
 
 if TYPE_CHECKING:
     from manyhands.engines.process import Place
@@ -41,16 +45,19 @@ _PRELOAD = (
     "manyhands.engines.shard_process",
 )
 
+_LAST_S = 5.0  # to end what workers left, when the driver is gone
 
-def main(fd: int, leftover: str = "") -> None:
-    """Serve the driver at the other end of the socket `fd` until it closes it or dies; then remove the folder `leftover`."""
+
+def main(fd: int, leftovers: Sequence[str] = ()) -> None:
+    """Serve the driver at the other end of the socket `fd` until it closes it or dies; then remove the folders `leftovers`."""
     _fill_standard_descriptors()
     for number in (
         signal.SIGINT,
         signal.SIGTERM,
     ):  # the driver's to answer: it ends the workers, or lets them save first
         signal.signal(number, signal.SIG_IGN)
-    server = ForkServer(Wire(socket.socket(fileno=fd)), leftover)
+    adopt_orphans()
+    server = ForkServer(Wire(socket.socket(fileno=fd)), leftovers)
     server.end_with_driver()
     raise_limit_of_descriptors()
     for name in _PRELOAD:
@@ -129,9 +136,9 @@ class Run:
 class ForkServer:
     """See the module's docstring. One run at a time."""
 
-    def __init__(self, wire: Wire, leftover: str = "") -> None:
+    def __init__(self, wire: Wire, leftovers: Sequence[str] = ()) -> None:
         self._wire = wire
-        self._leftover = leftover  # of a driver that may be killed: the run's private key, say
+        self._leftovers = leftovers  # of a driver that may be killed: the run's private key, say
         self._seats: dict[int, int] = {}  # pid -> seat of processes not yet reaped
         self._run: Run | None = None
         self._wakeup, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -167,15 +174,22 @@ class ForkServer:
 
     def _abandon(self) -> NoReturn:
         """The driver is gone, and with it everything ends."""
-        if self._leftover:
-            shutil.rmtree(self._leftover, ignore_errors=True)  # it is gone already where the driver ended by itself
+        for folder in self._leftovers:
+            remove(folder)  # it is gone already where the driver ended by itself
         for pid in list(self._seats):
             os.killpg(pid, signal.SIGKILL)
+        deadline = time.monotonic() + _LAST_S
+        while kill_children() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for folder in self._leftovers:
+            remove(folder)  # once more: who lived until now may have written there
         os._exit(0)
 
     def _receive(self) -> None:
         for message in self._wire.receive():
-            {"launch": self._launch, "fork": self._fork, "end": self._end}[message.body["type"]](message)
+            {"launch": self._launch, "fork": self._fork, "signal": self._signal, "end": self._end}[
+                message.body["type"]
+            ](message)
 
     def _launch(self, message: Message) -> None:
         self._run = Run({name: value for name, value in message.body.items() if name != "type"}, message.fds)
@@ -184,9 +198,11 @@ class ForkServer:
     def _fork(self, message: Message) -> None:
         assert self._run is not None
         parent, seat = os.getpid(), message.body["seat"]
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # it waits until the child has a handler for it
         pid = os.fork()
         if pid == 0:
             self._become(parent, seat, message.fds)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         with contextlib.suppress(ProcessLookupError, PermissionError):  # the child does it too, whoever comes first
             os.setpgid(pid, pid)
         self._seats[pid] = seat
@@ -206,6 +222,7 @@ class ForkServer:
             die_with(parent)
             os.setpgid(0, 0)
             signal.set_wakeup_fd(-1)
+            note_sigterm()
             for number in (signal.SIGCHLD, signal.SIGIO):
                 signal.signal(number, signal.SIG_DFL)
             self._wire.close()
@@ -217,8 +234,14 @@ class ForkServer:
         finally:
             os._exit(code)
 
+    def _signal(self, message: Message) -> None:
+        for pid, seat in self._seats.items():
+            if seat in message.body["seats"]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, message.body["number"])
+
     def _end(self, message: Message) -> None:
-        """Give the processes a moment to exit, then kill their groups; answer when all are gone."""
+        """Give the processes a moment to exit, then kill their groups and what they left; answer when all are gone."""
         deadline = time.monotonic() + message.body["grace_s"]
         while self._seats and (left := deadline - time.monotonic()) > 0:
             select.select([self._wakeup], [], [], left)
@@ -226,7 +249,7 @@ class ForkServer:
             self._reap()
         for pid in self._seats:
             os.killpg(pid, signal.SIGKILL)
-        while self._seats:
+        while self._seats or kill_children():
             select.select([self._wakeup], [], [], 0.1)
             self._drain_wakeup()
             self._reap()
@@ -240,13 +263,20 @@ class ForkServer:
             os.read(self._wakeup, 4096)
 
     def _reap(self) -> None:
-        """Tell of workers that ended, and kill the children they left: while its leader is unreaped, a group's number is safe."""
-        while self._seats and (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(ended.si_pid, signal.SIGKILL)
-            _, status = os.waitpid(ended.si_pid, 0)
-            seat = self._seats.pop(ended.si_pid)
-            self._wire.send({"type": "exited", "seat": seat, "status": os.waitstatus_to_exitcode(status)})
+        """Tell of workers that ended, and kill the children they left: while its leader is unreaped, a group's number is safe.
+
+        What they left in sessions of its own was adopted: it lives until the run's end, and is only reaped here.
+        """
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                seat = self._seats.get(ended.si_pid)
+                if seat is not None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(ended.si_pid, signal.SIGKILL)
+                _, status = os.waitpid(ended.si_pid, 0)
+                if seat is not None:
+                    del self._seats[ended.si_pid]
+                    self._wire.send({"type": "exited", "seat": seat, "status": os.waitstatus_to_exitcode(status)})
 
 
 def _run(place: Place) -> int:

@@ -27,19 +27,21 @@ _POLL_S = 0.1
 class Guests:
     """The hosts that joined, in the order of their coming. At the end of the `with` each is told how the run ended.
 
-    log: where a lost host's own words are to be found, for the error.
+    log: where a lost host's own words are to be found, for the error. stopped: why the run was asked to stop, or "".
     """
 
     log: str = "see what `manyhands join` said there"
     crews: list[RemoteCrew] = field(default_factory=list)
+    stopped: Callable[[], str] = str
 
     def __enter__(self) -> Guests:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         text = "" if error is None else (str(error).strip() or type(error).__name__).splitlines()[0][:500]
+        preempted = isinstance(error, Preempted) or (error is None and self.stopped() == PREEMPTED)
         for crew in self.crews:
-            crew.leave(text)
+            crew.leave(text, preempted)
 
 
 @dataclass

@@ -136,6 +136,7 @@ class Hosts(Engine):
                 spawner, [*meeting.hosts[0], *shards], plan.timeout_s, host=meeting.names[0], network=meeting.to_json()
             )
             observer = Listening(plan.observer, guests.crews, "" if self.tls else self._without_tls())
+            guests.stopped = observer.stopping  # a host that was asked to end stops the others, too
             return Driver([own, *guests.crews], replace(plan, observer=observer)).run(program)
 
     def _gathered(self, plan: Launch, here: int, guests: Guests, folder: Path) -> Network:

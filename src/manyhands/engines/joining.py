@@ -148,6 +148,7 @@ class Agent:
     _preempted: str = ""
     _told: bool = False
     _over: str | None = field(default=None)  # how the run ended, "" is well
+    _stopped: bool = False  # it was asked to end (SIGTERM), wherever that was
 
     def memory_for(self, body: dict[str, Any], nbytes: int) -> Tensor:
         """The program arrives in the file from which the workers map it."""
@@ -175,10 +176,13 @@ class Agent:
             post.close()
             if self._program >= 0:
                 os.close(self._program)
-        if self._over:
+        if self._over and not self._stopped:
             raise ManyhandsError(f"the run at {self.offer.address} failed: {self._over}")
-        if self._preempted:
-            raise Preempted("this host was asked to end (SIGTERM), and the run stopped where it can be resumed")
+        if self._preempted or self._stopped:
+            who = "this host" if self._preempted else "the run"
+            raise Preempted(
+                f"{who} was asked to end (SIGTERM), and the run at {self.offer.address} stopped: {self._over or 'it can be resumed'}"
+            )
         self.say("the run is done")
 
     def _ask_to_end(self, reason: str) -> None:
@@ -214,7 +218,7 @@ class Agent:
                 case "end":
                     self._end(body["grace_s"])
                 case "over":
-                    self._over = body["error"]
+                    self._over, self._stopped = body["error"], body["preempted"]
                 case _ if self._crew is not None and self._running:
                     self._order(self._crew, body)
         except FrameError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import multiprocessing
 import os
 import signal
 import socket
@@ -20,6 +21,7 @@ from manyhands.engines.control import Wire
 from manyhands.engines.heartbeat import DriverLine
 from manyhands.engines.status import Status
 from manyhands.errors import ManyhandsError, PeerLost
+from manyhands.signals import note_sigterm
 
 _PR_SET_PDEATHSIG = 1
 
@@ -51,6 +53,7 @@ class Place:
     timeout_s: float
     server: dict[str, Any] | None  # the fields of a ServerSpec
     servers: int  # shards of it, on all hosts
+    scratch: str = ""  # a folder for what multiprocessing makes files for; whoever outlives this process removes it
     network: dict[str, Any] | None = None  # how the workers of several hosts find each other
 
     @property
@@ -89,6 +92,8 @@ def become_the_callers(place: Place) -> None:
     sys.path[:] = place.path
     sys.argv[:] = place.argv
     os.chdir(place.folder)
+    if place.scratch:
+        multiprocessing.current_process()._config["tempdir"] = place.scratch  # type: ignore[attr-defined]
 
 
 def prepare_process(stacks: int, threads: int) -> None:
@@ -105,7 +110,7 @@ def prepare_process(stacks: int, threads: int) -> None:
 
 def _leave_preemption_to_the_driver() -> None:
     """A scheduler sends SIGTERM to every process: the driver answers it, and the others live on to save their state."""
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    note_sigterm()
     os.register_at_fork(
         after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL)
     )  # a loader's process obeys it

@@ -153,9 +153,9 @@ class RemoteCrew(Crew):
                 self._post.lost or f"nothing came for {self.silent_s():.0f} s",
             )
 
-    def leave(self, error: str) -> None:
-        """Say how the run ended ("": well), and hang up. Idempotent."""
-        self._send({"type": "over", "error": error})
+    def leave(self, error: str, preempted: bool = False) -> None:
+        """Say how the run ended ("": well; preempted: it stopped where it can be resumed), and hang up. Idempotent."""
+        self._send({"type": "over", "error": error, "preempted": preempted})
         self._post.close()
 
     def take_seats(self, seats: list[int], host: str, network: dict[str, Any]) -> None:

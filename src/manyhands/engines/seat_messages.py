@@ -197,5 +197,5 @@ _ORDERS: dict[str, dict[str, Check]] = {
     "signal": {"number": _count},
     "stacks": {},
     "end": {"grace_s": _seconds},
-    "over": {"error": _lines},
+    "over": {"error": _lines, "preempted": _yes_or_no},
 }

@@ -9,11 +9,13 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ _BOOTSTRAP = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[2])
 from manyhands.engines.fork_server import main
-main(int(sys.argv[1]), sys.argv[3])
+main(int(sys.argv[1]), sys.argv[3:])
 """
 
 
@@ -42,8 +44,9 @@ class Spawner:
                 "cannot tell which Python this is (sys.executable is empty): start from a Python interpreter"
             )
         self.wire, there = Wire.pair()
+        self._scratch = _folder()
         self._pids: dict[int, int] = {}  # seat -> pid of processes not known to be gone
-        self._process = _start(there.detach(), leftover)
+        self._process = _start(there.detach(), [str(folder) for folder in (self._scratch, leftover) if folder])
         self.wire.sock.settimeout(_END_S)
 
     @property
@@ -53,7 +56,7 @@ class Spawner:
     def launch(self, shared: dict[str, Any], program: int) -> None:
         """Announce a run: what its processes share, and the descriptor of its program."""
         self._pids.clear()
-        self.wire.send({"type": "launch", **shared}, [program, *_streams()])
+        self.wire.send({"type": "launch", **shared, "scratch": self._scratch}, [program, *_streams()])
 
     def fork(self, seat: int, line: int, questions: int, stacks: int, status: int) -> None:
         """Have a seat forked, with copies of these descriptors."""
@@ -73,9 +76,9 @@ class Spawner:
             self._pids.pop(body["seat"], None)
 
     def signal(self, seats: Iterable[int], number: int) -> None:
-        for pid in [self._pids[seat] for seat in seats if seat in self._pids]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+        """By way of the server, so that one that is about to be forked gets it too."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.wire.send({"type": "signal", "seats": list(seats), "number": number})
 
     def end_run(self, grace_s: float) -> None:
         """When this returns, every process of the run is gone; the server is ready for the next, or dead."""
@@ -84,6 +87,7 @@ class Spawner:
         try:
             self.wire.send({"type": "end", "grace_s": grace_s})
             self._wait_idle(time.monotonic() + grace_s + _END_S)
+            empty(self._scratch)
         except (Closed, BrokenPipeError, TimeoutError):
             self.kill()
 
@@ -102,6 +106,8 @@ class Spawner:
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
+        finally:
+            remove(self._scratch)
 
     def died(self) -> int:
         """The exit status of a server whose wire was closed from its side; its workers' children are ended too."""
@@ -119,13 +125,36 @@ class Spawner:
         return self.close()
 
 
-def _start(there: int, leftover: Path | None) -> subprocess.Popen[bytes]:
+def _folder() -> str:
+    """A folder for the sockets and files of multiprocessing, which killed processes leave there; "" where there is no place for one."""
+    try:
+        return tempfile.mkdtemp(prefix="manyhands-")
+    except OSError:  # a read-only machine: multiprocessing will say so, if a program needs it
+        return ""
+
+
+def remove(folder: str) -> None:
+    """Remove such a folder and what is in it, unless somebody else has."""
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def empty(folder: str) -> None:
+    """Remove what is in it: the next run's processes are to find it as it was."""
+    for entry in os.scandir(folder) if folder else ():
+        if entry.is_dir(follow_symlinks=False):
+            remove(entry.path)
+        else:
+            os.unlink(entry.path)
+
+
+def _start(there: int, leftovers: Sequence[str]) -> subprocess.Popen[bytes]:
     """A fresh interpreter: its own session, so that Ctrl-C reaches the driver only; no standard input."""
     fd = fcntl.fcntl(there, fcntl.F_DUPFD_CLOEXEC, 3)  # with standard input closed, `there` may be 0
     os.close(there)
     try:
         return subprocess.Popen(
-            [sys.executable, "-P", "-c", _BOOTSTRAP, str(fd), json.dumps(import_path()), str(leftover or "")],
+            [sys.executable, "-P", "-c", _BOOTSTRAP, str(fd), json.dumps(import_path()), *leftovers],
             pass_fds=[fd],
             stdin=subprocess.DEVNULL,
             start_new_session=True,

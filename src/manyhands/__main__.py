@@ -1,0 +1,25 @@
+"""The command `manyhands`, and `python -m manyhands`: signals have their answers before anything is imported that takes time."""
+
+from __future__ import annotations
+
+import sys
+
+from manyhands.signals import end_by_sigterm
+
+INTERRUPTED = 130
+
+
+def main() -> None:
+    """Run the command; Ctrl-C ends it with 130 and SIGTERM with 75 while it still imports, too."""
+    try:
+        end_by_sigterm()
+        from manyhands.cli import main as command
+
+        command()
+    except KeyboardInterrupt:
+        sys.stderr.write("manyhands: interrupted\n")
+        raise SystemExit(INTERRUPTED) from None
+
+
+if __name__ == "__main__":
+    main()
