@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -60,6 +60,6 @@ def test_what_came_while_it_was_blocked_is_noted() -> None:
     assert not signals.sigterm_came()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    os.kill(os.getpid(), signal.SIGTERM)
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)  # a forked worker has this thread alone
     signals.note_sigterm()
     assert signals.sigterm_came()

@@ -241,7 +241,7 @@ ORDERS: list[dict[str, Any]] = [
     {"type": "signal", "number": 15},
     {"type": "stacks"},
     {"type": "end", "grace_s": 0.5},
-    {"type": "over", "error": ""},
+    {"type": "over", "error": "", "preempted": False},
 ]
 
 
