@@ -297,3 +297,106 @@ def test_resuming_with_other_options_names_the_field(was: str, now: str, problem
     train(was, 2)
     with pytest.raises(BadInput, match=problem):
         train(now, 4)
+
+
+# -- a task that says other hyperparameters than it did ----------------------------------------------------------------
+
+
+def sgd(**settings: Any) -> Any:
+    given = {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.01} | settings
+    return lambda model: torch.optim.SGD(model.parameters(), **given)
+
+
+def resumed_with(folder: Path, first: Replica, again: Replica, at: int = 4) -> tuple[Replica, list[str]]:
+    """`again` as it goes on from where `first` is after so many steps; and what it was warned of."""
+    said, told = snapshot.declared(first), list[str]()
+    step(first, at)
+    tensors, values = snapshot.capture(first, State(), {"total": TOTAL, "tick": at}, said)
+    path = checkpoint.save(folder, at, SoloGroup(), tensors, values)
+    snapshot.restore(Checkpoint(path, at, 1), again, State(), 0, 1, TOTAL, told.append)
+    return again, told
+
+
+def halving(size: int) -> Any:
+    return lambda optimizer: lr_scheduler.StepLR(optimizer, size)
+
+
+@pytest.mark.parametrize("schedule", [None, *SCHEDULES.values()])
+def test_a_task_that_says_the_same_is_not_warned_and_goes_on_bit_for_bit(schedule: Any, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The epoch parameter in `scheduler.step", UserWarning)
+        first = made(sgd(), schedule=schedule)
+        again, told = resumed_with(tmp_path, first, made(sgd(), schedule=schedule))
+        assert told == []
+        assert step(again, 3) == step(first, 3)
+    assert same(first, again)
+
+
+def test_what_moved_a_rate_while_it_trained_goes_on_where_the_task_says_the_same(tmp_path: Path) -> None:
+    """A callback of Keras, say, or an optimizer that counts in its groups."""
+    first = made(sgd())
+    said = snapshot.declared(first)
+    first.optimizer.param_groups[0] |= {"lr": 0.125, "k": 7}
+    tensors, values = snapshot.capture(first, State(), {"total": TOTAL, "tick": 0}, said)
+    again = made(sgd(momentum=0.5))
+    told: list[str] = []
+    kept = Checkpoint(checkpoint.save(tmp_path, 1, SoloGroup(), tensors, values), 1, 1)
+    snapshot.restore(kept, again, State(), 0, 1, TOTAL, told.append)
+    group = again.optimizer.param_groups[0]
+    assert (group["lr"], group["k"], group["momentum"]) == (0.125, 7, 0.5)
+    assert "momentum was 0.9 and is 0.5" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"lr": 0.25}, "lr was 0.5 and is 0.25"),
+        ({"momentum": 0.5}, "momentum was 0.9 and is 0.5"),
+        ({"weight_decay": 0.0}, "weight_decay was 0.01 and is 0"),
+        ({"nesterov": True}, "nesterov was False and is True"),
+    ],
+)
+def test_the_tasks_hyperparameters_win_and_a_line_says_which(change: dict[str, Any], line: str, tmp_path: Path) -> None:
+    first = made(sgd())
+    again, told = resumed_with(tmp_path, first, made(sgd(**change)))
+    assert same(first, again)  # momentum's buffers go on
+    group = again.optimizer.param_groups[0]
+    assert {key: group[key] for key in ("lr", "momentum", "weight_decay")} == {
+        "lr": 0.5,
+        "momentum": 0.9,
+        "weight_decay": 0.01,
+        **{key: value for key, value in change.items() if key != "nesterov"},
+    }
+    assert len(told) == 1
+    assert line in told[0]
+    assert "give the task what it was" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "rate", "line"),
+    [
+        ((0.5, halving(2)), (0.25, halving(2)), 0.0025, "lr was 0.5 and is 0.25"),
+        ((0.5, halving(2)), (0.5, halving(3)), 0.05, "the schedule's step_size was 2 and is 3"),
+        ((0.5, halving(2)), (0.5, None), 0.5, "the schedule's type was StepLR and is none"),
+        ((0.5, None), (0.5, halving(2)), 0.005, "the schedule's type was none and is StepLR"),
+        ((0.5, chained), (0.5, halving(2)), 0.005, "the schedule's type was ChainedScheduler and is StepLR"),
+        ((0.5, chained), (0.25, chained), None, "lr was 0.5 and is 0.25"),
+    ],
+)
+def test_a_schedule_stands_where_it_would_had_the_task_said_so_from_the_start(
+    before: Any, after: Any, rate: float | None, line: str, tmp_path: Path
+) -> None:
+    first = made(sgd(lr=before[0]), schedule=before[1])
+    again, told = resumed_with(tmp_path, first, made(sgd(lr=after[0]), schedule=after[1]))
+    fresh = made(sgd(lr=after[0]), schedule=after[1])
+    step(fresh, 4)
+    assert step(again, 3) == step(fresh, 3)
+    if rate is not None:
+        assert fresh.optimizer.param_groups[0]["initial_lr" if after[1] else "lr"] == after[0]
+        assert step(fresh)[0] <= rate
+    assert line in told[0]
+
+
+def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="optimizer is SGD with 1 parameter groups, and the task's is AdamW"):
+        resumed_with(tmp_path, made(sgd()), made(plain.OPTIMIZERS["adamw"]))

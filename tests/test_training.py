@@ -292,6 +292,21 @@ def test_more_epochs_go_on_along_the_new_schedule(tmp_path: Path) -> None:
         assert rates[0] == pytest.approx(rates[1], rel=1e-12)
 
 
+def test_a_tasks_new_rate_is_used_and_told_when_it_is_resumed(tmp_path: Path) -> None:
+    def optimizer(rate: float) -> Any:
+        return lambda model: torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+
+    folder = tmp_path / "run"
+    train(task(epochs=1, optimizer=optimizer(0.5)), run_dir=folder)
+    resumed = train(task(epochs=2, optimizer=optimizer(0.25)), run_dir=folder, resume=True)
+    assert [row["rate"] for row in resumed.history] == [0.5] * 4 + [0.25] * 4
+    (warning,) = resumed.info["warnings"]
+    assert "lr was 0.5 and is 0.25" in warning
+    assert "from step 4 on" in warning
+    again = train(task(epochs=3, optimizer=optimizer(0.25)), run_dir=folder, resume=True)
+    assert again.info["warnings"] == []
+
+
 class Broken(Callback):
     def on_epoch(self, event: Event) -> str | None:
         raise RuntimeError("my own callback")

@@ -492,6 +492,8 @@ class Loop:
             if self.worker.shares_process:
                 left["virtual_time"] = True
             self.worker.ask("start", tick=self.place.tick, step=self.place.tick, **self.facts, **environment(), **left)
+            for message in self.saver.warnings:
+                self.worker.emit("warning", tick=self.place.tick, step=self.place.tick, message=message)
         self.worker.group.barrier()
 
     def outcome(self) -> Outcome:

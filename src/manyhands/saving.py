@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +27,10 @@ class Saver:
     feed: Feed  # of the training data
     total_ticks: int | None  # of the whole training
     saved: int = -1  # the tick of the newest checkpoint of this launch
+    warnings: list[str] = field(default_factory=list)  # of resuming
+
+    def __post_init__(self) -> None:
+        self._declared = snapshot.declared(self.replica)
 
     def save(self, place: Place, state: State) -> None:
         """A collective; nothing where no checkpoints are wanted."""
@@ -36,7 +40,7 @@ class Saver:
         self.worker.coordinator.progress("checkpoint", self.replica.step)
         start = self.worker.clock()
         facts = {"total": self.total_ticks, "threads": torch.get_num_threads(), "fingerprint": self._fingerprint()}
-        tensors, values = snapshot.capture(self.replica, state, {**vars(place), **facts})
+        tensors, values = snapshot.capture(self.replica, state, {**vars(place), **facts}, self._declared)
         kept, values["keep"] = self.plan.keep.capture(self.replica) if self._keeps_best() else ({}, None)
         shared: snapshot.Tensors = {}
         server = self.worker.server
@@ -83,13 +87,13 @@ class Saver:
     def _resume(self, saved: Checkpoint, state: State) -> tuple[State, Place]:
         self._check(saved)
         rank, size = self.worker.rank, self.worker.size
-        state, values = snapshot.restore(saved, self.replica, state, rank, size, self.total_ticks)
+        state, values = snapshot.restore(saved, self.replica, state, rank, size, self.total_ticks, self.warnings.append)
         for fact in ("total", "threads", "fingerprint"):
             del values[fact]
         place = Place(**values)
         if rank == 0 and self.plan.checkpoints is not None:
             checkpoint.discard_newer(
-                self.plan.checkpoints, saved.tick, self._warn
+                self.plan.checkpoints, saved.tick, self.warnings.append
             )  # they were passed over: they are damaged
         if rank == 0 and self.worker.server is not None:
             snapshot.restore_server(saved, self.worker.server, self.replica)

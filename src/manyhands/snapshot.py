@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import Any
 
@@ -24,8 +24,18 @@ Tensors = dict[str, Tensor]
 Parts = tuple[Tensors, dict[str, Any]]  # tensors by name, JSON values
 
 
-def capture(replica: Replica, state: State, place: dict[str, Any]) -> Parts:
-    """This rank's part; `place` is where the loop stands.
+def declared(replica: Replica) -> dict[str, Any]:
+    """What the task says of optimizer and schedule, as JSON; of a replica that has not stepped yet."""
+    schedule = replica.schedule
+    return {
+        "optimizer": type(replica.optimizer).__name__,
+        "groups": _groups(replica),
+        "schedule": None if schedule is None else _plain({"type": type(schedule).__name__} | schedule.state_dict()),
+    }
+
+
+def capture(replica: Replica, state: State, place: dict[str, Any], said: dict[str, Any] | None = None) -> Parts:
+    """This rank's part; `place` is where the loop stands, `said` what was `declared` when it began.
 
     Raises Unsupported, by name, for an optimizer that remembers of a parameter what is neither a tensor nor JSON.
     """
@@ -42,6 +52,7 @@ def capture(replica: Replica, state: State, place: dict[str, Any]) -> Parts:
         "step": replica.step,
         "strategy": state.numbers(),
         "optimizer": optimizer,
+        "declared": said,
         "schedule": _plain(replica.schedule.state_dict()) if replica.schedule is not None else None,
         "random": random_values,
     }
@@ -49,7 +60,13 @@ def capture(replica: Replica, state: State, place: dict[str, Any]) -> Parts:
 
 
 def restore(
-    checkpoint: Checkpoint, replica: Replica, state: State, rank: int, size: int, total: int | None
+    checkpoint: Checkpoint,
+    replica: Replica,
+    state: State,
+    rank: int,
+    size: int,
+    total: int | None,
+    warn: Callable[[str], None] = lambda message: None,
 ) -> tuple[State, dict[str, Any]]:
     """Put this rank back where the checkpoint stood; returns its strategy state and `place`.
 
@@ -59,7 +76,9 @@ def restore(
     refuse (nothing has changed then); the mean of the written replicas, weighted by what each counted in its open
     window (equal ones, as synchronous strategies have, are kept as they are); rank 0's optimizer and schedule; each
     rank's random state as it is now. Where `total`, the number of steps planned, is another than it was, the schedule
-    is the new one's, wound on to the same step.
+    is the new one's, wound on to the same step. So it is where the task says other hyperparameters than it did when the
+    checkpoint's run began: the task's are used, and `warn` is told which they are. What the task says as it did stays as
+    the checkpoint has it, moved by the schedule or by whatever else. Another class of optimizer is a BadInput.
     """
     same = checkpoint.ranks == size
     parts = [checkpoint.tensors(r) for r in ([rank] if same else range(checkpoint.ranks))]
@@ -70,16 +89,25 @@ def restore(
     ]
     merged = states[0] if same else state.merge(states, rank, size)
     tensors, values = parts[0], numbers[0]
+    now = declared(replica)
+    said = values["declared"] or now
+    _check_optimizer(said, now)
     _fill(
         replica.named(replica.parameters), "parameters", _mean_parameters(parts, [s.weight_of_window() for s in states])
     )
     _fill(dict(replica.model.named_buffers()), "buffers", tensors)
-    rescheduled = replica.schedule is not None and values["place"]["total"] != total
-    _restore_optimizer(replica, tensors, values["optimizer"], hyperparameters=not rescheduled)
+    longer = values["place"]["total"] != total
+    rescheduled = (longer and replica.schedule is not None) or now["schedule"] != said["schedule"]
     if rescheduled:
-        replica.wind_schedule(values["schedule"]["last_epoch"])
+        replica.wind_schedule(_steps_of(values["schedule"], values["place"].get("tick", values["step"])))
     elif replica.schedule is not None:
         replica.schedule.load_state_dict(_unpacked(values["schedule"]))
+    _restore_optimizer(replica, tensors, values["optimizer"], said["groups"], now["groups"], rescheduled)
+    if changes := _changes(said, now, schedules=not longer):
+        warn(
+            f"the task's hyperparameters are not those with which the checkpoint's run began: {'; '.join(changes[:8])}. The task's are used from step "
+            f"{values['place'].get('tick', values['step'])} on, a schedule as if it had been theirs from the start. To go on with the others, give the task what it was"
+        )
     replica.step = values["step"]
     if same:
         random_state.restore(_take(tensors, "random"), values["random"])
@@ -162,8 +190,12 @@ def _optimizer_state(replica: Replica, tensors: dict[str, Tensor]) -> dict[str, 
                 tensors[f"optimizer/{key}/{name}"] = value
             else:
                 values.setdefault(name, {})[key] = _json_value(replica, key, name, value)
-    groups = [_plain({k: v for k, v in group.items() if k != "params"}) for group in replica.optimizer.param_groups]
-    return {"values": values, "groups": groups}
+    return {"values": values, "groups": _groups(replica)}
+
+
+def _groups(replica: Replica) -> list[dict[str, Any]]:
+    """The hyperparameters of each parameter group, as JSON."""
+    return [_plain({k: v for k, v in group.items() if k != "params"}) for group in replica.optimizer.param_groups]
 
 
 def _json_value(replica: Replica, key: str, name: str, value: Any) -> Any:
@@ -178,16 +210,70 @@ def _json_value(replica: Replica, key: str, name: str, value: Any) -> Any:
     return plain
 
 
-def _restore_optimizer(
-    replica: Replica, tensors: dict[str, Tensor], saved: dict[str, Any], hyperparameters: bool
-) -> None:
-    if len(saved["groups"]) != len(replica.optimizer.param_groups):
+_SCHEDULED = ("lr", "momentum", "betas")  # what torch's schedules move
+_DERIVED = ("initial_lr", "base_lrs", "last_epoch")  # from the rate, and from how far the schedule is
+
+
+def _check_optimizer(said: dict[str, Any], now: dict[str, Any]) -> None:
+    """BadInput where the checkpoint's optimizer is another one than the task's."""
+    if said["optimizer"] != now["optimizer"] or len(said["groups"]) != len(now["groups"]):
         raise BadInput(
-            f"the checkpoint's optimizer has {len(saved['groups'])} parameter groups, this one {len(replica.optimizer.param_groups)}"
+            f"the checkpoint's optimizer is {said['optimizer']} with {len(said['groups'])} parameter groups, and the task's is {now['optimizer']} "
+            f"with {len(now['groups'])}: resume with the optimizer it was written by, or start in another run directory"
         )
-    if hyperparameters:
-        for group, values in zip(replica.optimizer.param_groups, saved["groups"], strict=True):
-            group.update({key: _like(value, group.get(key)) for key, value in values.items()})
+
+
+def _changes(said: dict[str, Any], now: dict[str, Any], schedules: bool) -> list[str]:
+    """`lr was 0.1 and is 0.05`: each hyperparameter that the task says otherwise, once. schedules: the schedule's own too."""
+    given = [
+        [group | {"lr": group.get("initial_lr", group.get("lr"))} for group in one["groups"]] for one in (said, now)
+    ]
+    pairs = list(_pairs(*given))
+    if schedules:
+        both = [{"the schedule": None} if one is None else one for one in (said["schedule"], now["schedule"])]
+        pairs += [("the schedule's " + name, then, today) for name, then, today in _pairs(both[:1], both[1:])]
+    lines = [f"{name} was {_short(then)} and is {_short(today)}" for name, then, today in pairs]
+    if schedules and not lines and said["schedule"] != now["schedule"]:
+        lines = ["the schedule is made otherwise"]
+    return list(dict.fromkeys(lines))
+
+
+def _pairs(said: list[dict[str, Any]], now: list[dict[str, Any]]) -> Iterable[tuple[str, Any, Any]]:
+    """(name, what it was, what it is) of what differs, but for what follows from something else."""
+    for then, today in zip(said, now, strict=True):
+        for name in sorted(name for name in then.keys() | today.keys() if name not in _DERIVED and name[0] != "_"):
+            if then.get(name) != today.get(name):
+                yield name, then.get(name), today.get(name)
+
+
+def _short(value: Any) -> str:
+    return "none" if value is None else f"{value!s:.40}"
+
+
+def _steps_of(schedule: dict[str, Any] | None, tick: int) -> int:
+    """How often a saved schedule was stepped; a ChainedScheduler does not count, its members do. None: the run had none."""
+    if schedule is None:
+        return tick
+    while "last_epoch" not in schedule:
+        schedule = schedule["_schedulers"][0]
+    return int(schedule["last_epoch"])
+
+
+def _restore_optimizer(
+    replica: Replica,
+    tensors: dict[str, Tensor],
+    saved: dict[str, Any],
+    said: list[dict[str, Any]],
+    now: list[dict[str, Any]],
+    rescheduled: bool,
+) -> None:
+    """Per-parameter state, and of the hyperparameters those that the task says as it did (`said`, `now`) and that no new schedule moves."""
+    for group, values, then, today in zip(replica.optimizer.param_groups, saved["groups"], said, now, strict=True):
+        plain = _plain({key: group.get(key) for key in values})
+        for key, value in values.items():
+            moved = rescheduled and (key in _SCHEDULED or plain.get(key) != today.get(key))
+            if then.get(key) == today.get(key) and not moved:
+                group[key] = _like(value, group.get(key))
     replica.optimizer_state.reset()
     states: dict[str, dict[str, Any]] = {name: dict(values) for name, values in saved["values"].items()}
     for key, tensor in _take(tensors, "optimizer").items():
