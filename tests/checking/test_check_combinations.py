@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import combinations
-from typing import Any
 
 import planted
 import pytest
@@ -46,16 +45,19 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01)
 
 
-def found(causes: tuple[str, ...], **fields: Any) -> Checked:
-    task = planted.task(model=model_with(causes), loss=loss_with(causes), optimizer=sgd, **fields)
-    return check(task, engine="sim", steps=2)
+def found(causes: tuple[str, ...], said: list[str]) -> Checked:
+    task = planted.task(model=model_with(causes), loss=loss_with(causes), optimizer=sgd)
+    return check(task, engine="sim", steps=1, say=said.append)
 
 
 @pytest.mark.parametrize("causes", SETS, ids=" and ".join)
 def test_all_causes_are_named_and_shares_add_up(causes: tuple[str, ...]) -> None:
-    checked = found(causes)
+    said: list[str] = []
+    checked = found(causes, said)
     findings = {one.kind: one for one in checked.findings if one.breaks}
     assert sorted(findings) == sorted(causes)
+    suspected = next(line for line in said if line.startswith("what makes the difference: "))
+    assert set(suspected.partition(": ")[2].split(", ")) == set(causes)
     assert not checked.passed
     for one in findings.values():
         assert (one.share is None) == bool(one.unjudged), one
@@ -79,7 +81,7 @@ def test_three_workers_and_micro_batches_are_cut_as_the_workers_have_them() -> N
 
 
 def test_in_batch_contrast_alone_is_all_of_the_difference_and_what_it_hides_is_said() -> None:
-    checked = found((COUPLED,))
+    checked = found((COUPLED,), [])
     (finding,) = checked.findings
     assert finding.share == 1
     assert any("weight" in one for one in checked.unjudged)

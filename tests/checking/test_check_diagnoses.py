@@ -95,6 +95,8 @@ def test_randomness_that_stays_says_that_it_may_hide_more() -> None:
     checked = found(loss=planted.shaken)
     assert kinds(checked) == [("randomness", True)]
     assert "other causes may hide behind it" in checked.findings[0].text
+    assert checked.findings[0].share == 1
+    assert any("draws from numpy" in one for one in checked.unjudged)
 
 
 PAIRS = {

@@ -116,8 +116,13 @@ class Examination:
     def settles(self) -> bool:
         """Whether a pass without what `SETTLED` names depends on rows and parameters alone."""
         random = any(one.kind == RANDOMNESS for one in self.suspects)
+        return self.reproducible and not (random and self.drawn)
+
+    @property
+    def drawn(self) -> tuple[str, ...]:
+        """Of numpy's and Python's generators those that the plain pass draws from: a trial cannot put another draw in their place."""
         assert self.first is not None
-        return self.reproducible and not (random and {"numpy", "python"} & set(self.first.moved))
+        return tuple(name for name in self.first.moved if name in ("numpy", "python"))
 
     @property
     def finite(self) -> bool:

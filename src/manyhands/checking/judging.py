@@ -157,7 +157,7 @@ class Judgement:
                 self.findings.append(replace(one.finding, unjudged="these steps do not show it by itself"))
             else:
                 text = f"{one.finding.text} By itself it makes no difference in these steps."
-                self.findings.append(replace(one.finding, severity=NOTE, text=text, alone=0.0))
+                self.findings.append(replace(one.finding, severity=NOTE, text=text, alone=0.0, share=0.0))
 
     def _rest(self, everything: frozenset[str], rest: float) -> Finding:
         """What is left when all is taken away."""

@@ -53,7 +53,8 @@ _METRIC = (
 )
 
 
-_UNSETTLED = "the same rows give other numbers each time, also with the same seed for torch's generators"
+_UNSETTLED = "the same rows give other numbers each time"
+_DRAWS = "it draws from {drawn}, and parts of a batch draw other numbers than the whole"
 
 
 def examine_loss(examination: Examination) -> None:
@@ -62,7 +63,8 @@ def examine_loss(examination: Examination) -> None:
     if not examination.finite:
         return
     if not examination.settles:
-        examination.unjudged.append(f"whether the loss is a mean: {_UNSETTLED}")
+        why = _DRAWS.format(drawn=listed(examination.drawn)) if examination.reproducible else _UNSETTLED
+        examination.unjudged.append(f"whether the loss is a mean: {why}")
         return
     law = _law(examination, tolerance)
     if law is None:
