@@ -49,10 +49,10 @@ def test_within_a_run_it_asks_to_stop_and_afterwards_it_is_as_before() -> None:
 
 def test_a_script_has_it_as_python_gives_it() -> None:
     signals.end_by_sigterm()
-    signals.leave_sigterm_to_the_script()
+    signals.leave_sigterm_to_the_system()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # somebody's choice stays
-    signals.leave_sigterm_to_the_script()
+    signals.leave_sigterm_to_the_system()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 
 

@@ -20,7 +20,7 @@ from manyhands.engines.cluster import Cluster, Member, Telling, run
 from manyhands.engines.coordinator import USER
 from manyhands.engines.roles import Roles
 from manyhands.errors import BadInput, Preempted, Unsupported, WorkerFailed
-from manyhands.signals import leave_sigterm_to_the_script, sigterm_came, sigterm_to
+from manyhands.signals import leave_sigterm_to_the_system, sigterm_came, sigterm_to
 
 if TYPE_CHECKING:  # they import torch, and the workers' fork server can do that at the same time
     from manyhands.strategies.base import Strategy
@@ -189,7 +189,7 @@ def _as_main(path: str, args: Sequence[str], own_process: bool) -> None:
         if sigterm_came():
             raise Preempted("asked to end (SIGTERM) before the script began: nothing of it ran")
     else:
-        leave_sigterm_to_the_script()
+        leave_sigterm_to_the_system()
     with _command_line(path, args):
         try:
             runpy.run_path(path, run_name="__main__")

@@ -45,8 +45,9 @@ def end_by_sigterm() -> None:
     signal.signal(signal.SIGTERM, _end)
 
 
-def leave_sigterm_to_the_script() -> None:
-    """SIGTERM does what it does in `python script.py`, where it ended this command."""
+def leave_sigterm_to_the_system() -> None:
+    """Where SIGTERM ended this command, it ends the process at once, as in `python script.py`; also while a library waits for other processes,
+    where no handler of Python's is called."""
     if signal.getsignal(signal.SIGTERM) is _end:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import signal
+from typing import Any
+
 import pytest
 
-from manyhands.engines import default_workers, engine_of, own_rank
+from manyhands import signals
+from manyhands.engines import default_workers, engine_of, own_rank, torchrun
 from manyhands.engines.base import Launch
 from manyhands.engines.torchrun import Place, Torchrun
 from manyhands.errors import BadInput, Unsupported
@@ -54,6 +58,23 @@ def test_a_wrong_variable_is_bad_input_also_before_the_workers_meet(monkeypatch:
 def test_another_number_of_workers_is_refused() -> None:
     with pytest.raises(BadInput, match="workers=2 under torchrun with WORLD_SIZE=4"):
         Torchrun().launch(lambda worker: None, Launch(workers=2))
+
+
+def test_sigterm_ends_a_rank_that_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No handler of Python's would be called in the launcher's rendezvous."""
+
+    def rendezvous(*_: Any) -> None:
+        raise RuntimeError(signal.getsignal(signal.SIGTERM))
+
+    monkeypatch.setattr(torchrun, "_process_group", rendezvous)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        signals.end_by_sigterm()
+        with pytest.raises(RuntimeError) as raised:
+            Torchrun().launch(lambda worker: None, Launch(workers=4, device="cpu"))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert raised.value.args == (signal.SIG_DFL,)
 
 
 def test_no_server() -> None:

@@ -543,3 +543,20 @@ def test_a_backward_that_failed_leaves_no_trace() -> None:
 
 def fail(_: Tensor) -> None:
     raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "local-sgd"])
+def test_a_rate_of_a_workers_own_is_named_where_all_steps_are_to_be_equal(strategy: str) -> None:
+    """Another copy of the script on one host; where workers step alone for a while it may be meant so."""
+
+    def program(worker: Worker) -> str:
+        model = plain.mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + worker.rank))
+        try:
+            prepare_on(Session(worker), model, optimizer, strategy=strategy)
+        except BadInput as error:
+            return str(error)
+        return ""
+
+    for said in together(2, program):
+        assert ("the optimizer's lr is 0.2 there and 0.1 on worker 0" in said) == (strategy == "allreduce")

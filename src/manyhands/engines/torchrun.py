@@ -26,6 +26,7 @@ from manyhands.engines.in_process import InProcess
 from manyhands.engines.inside import Gathering
 from manyhands.engines.sharing import adopt, host_identity
 from manyhands.errors import BadInput, Unsupported
+from manyhands.signals import leave_sigterm_to_the_system
 from manyhands.worker import Alone, Coordinator, Worker
 
 T = TypeVar("T")
@@ -98,6 +99,7 @@ def joined(plan: Launch, coordinator: Coordinator | None = None) -> Iterator[Wor
         raise BadInput(
             f"workers={plan.workers} under torchrun with WORLD_SIZE={place.size}: leave workers out, the launcher decides"
         )
+    leave_sigterm_to_the_system()  # torchrun sends it where a peer has failed, while this process waits for all of them
     device = pick_device(plan.device, place.local_rank)
     with _process_group(place, plan.device, device, plan.timeout_s):
         group = _group(place, device, plan.timeout_s)
