@@ -50,7 +50,7 @@ class Event:
         return cls(**said)
 
     def check_values(self) -> None:
-        """ValueError where this is a `start`, `step` or `closing` whose values are not those of docs/events.md."""
+        """ValueError where it lacks values that this type has, or has them wrong: of what a run and its callbacks are told (docs/events.md)."""
         _check(_VALUES.get(self.type, {}), self.values)
 
 
@@ -94,12 +94,17 @@ def _or_none(test: Test) -> Test:
 
 
 def _list(test: Test, length: int | None = None) -> Test:
-    return lambda value: isinstance(value, list) and length in (None, len(value)) and all(map(test, value))
+    return lambda value: isinstance(value, list | tuple) and length in (None, len(value)) and all(map(test, value))
 
 
 def _left(value: Any) -> bool:
     """An epoch, and by part [front, back)."""
-    return isinstance(value, list) and len(value) == 2 and _whole()(value[0]) and _list(_list(_whole(), 2))(value[1])
+    return (
+        isinstance(value, list | tuple)
+        and len(value) == 2
+        and _whole()(value[0])
+        and _list(_list(_whole(), 2))(value[1])
+    )
 
 
 _VERSIONS = _list(_whole())
@@ -113,7 +118,7 @@ _FIELDS: dict[str, Test] = {
     "values": lambda value: isinstance(value, dict),
 }
 _DEFAULTS: dict[str, Any] = {"time_s": 0.0, "generation": 0, "rank": None, "tick": 0, "step": 0, "values": {}}
-_MAY_MISS: dict[str, Test] = {  # of `start`, `step` and `closing`: where there is nothing to say
+_MAY_MISS: dict[str, Test] = {  # where there is nothing to say
     "launch": _whole(),
     "workers": _whole(1, _MOST_RANKS),
     "left": _left,
@@ -124,6 +129,7 @@ _MAY_MISS: dict[str, Test] = {  # of `start`, `step` and `closing`: where there 
     "pulls": _list(_VERSIONS),
     "pushes": _list(_or_none(_VERSIONS)),
     "behind": _VERSIONS,
+    "kind": lambda value: isinstance(value, str),
 }
 _SECONDS = dict.fromkeys(("input_s", "compute_s", "exchange_s", "wait_s"), _finite)
 _STEP: dict[str, Test] = {
@@ -137,10 +143,13 @@ _STEP: dict[str, Test] = {
     "round": lambda value: isinstance(value, bool),
     **_SECONDS,
 }
-_VALUES: dict[str, dict[str, Test]] = {  # of those events that a run is put together from; docs/events.md has all
+_VALUES: dict[str, dict[str, Test]] = {  # of those events that something is made of; docs/events.md has all
     "start": _MAY_MISS,
     "step": _STEP | _MAY_MISS,
     "closing": {"epoch": _whole()} | _MAY_MISS,
+    "validation": {"metrics": lambda value: isinstance(value, dict) and all(map(_number, value.values()))},
+    "warning": {"message": lambda value: isinstance(value, str), "kind": _MAY_MISS["kind"]},
+    "stop": {"reason": lambda value: isinstance(value, str)},
 }
 
 

@@ -17,12 +17,11 @@ from manyhands.engines.base import Observer
 from manyhands.errors import BadInput
 from manyhands.event_log import EventLog
 from manyhands.events import Event
-from manyhands.history import PARTS, History
+from manyhands.history import History
 from manyhands.launch_lock import Claim
 from manyhands.remote_path import AnyPath
 from manyhands.run import Run
 from manyhands.transport.frame import FrameError
-from manyhands.words import printable
 
 LOG = logging.getLogger("manyhands")
 
@@ -316,24 +315,12 @@ class Recorder(Observer):
         return replace(event, time_s=round(event.time_s + offset, 6))
 
 
-_NEEDED: dict[str, dict[str, Any]] = {
-    "step": {
-        **dict.fromkeys(("epoch", "rows", "unused", "bytes"), int),
-        **dict.fromkeys(("rate", "weight", *(f"{part}_s" for part in PARTS)), int | float),
-        "loss": int | float | None,
-    },
-    "validation": {"metrics": dict},
-    "warning": {"message": str},
-    "stop": {"reason": str},
-}
-
-
 def _check(event: Event) -> None:
     """FrameError unless it has what is made of it here: a worker may be another program, on another host."""
-    for name, kind in _NEEDED.get(event.type, {}).items():
-        if name not in event.values or not isinstance(event.values[name], kind):
-            came = repr(event.values[name]) if name in event.values else "none"
-            raise FrameError(f"a {event.type!r} has {name}; got {printable(came)}")
+    try:
+        event.check_values()
+    except ValueError as problem:
+        raise FrameError(f"a {event.type!r}: {problem}") from problem
 
 
 def _histograms(run: Run) -> dict[str, Any]:

@@ -341,7 +341,7 @@ def test_an_event_that_makes_no_sense_names_its_worker_and_host() -> None:
     run.driver.plan = replace(run.driver.plan, observer=Recorder(workers=3))
     event = {"type": "step", "rank": 2, "step": 4, "values": {"epoch": 0}}
     run.say(2, "beat", phase="compute", step=4, idle_s=0.0, events=[event])
-    with pytest.raises(WorkerFailed, match="worker 2 on beta sent an event.* 'step' has rows"):
+    with pytest.raises(WorkerFailed, match="worker 2 on beta sent an event.* 'step': it has no"):
         run.driver._tell_observer()
 
 
