@@ -121,7 +121,7 @@ def survive(
             taken += 1
         except expected:
             refused += 1
-        except BaseException as error:
+        except Exception as error:
             raise AssertionError(f"input {number} ended in {type(error).__name__}: {error}\n{given!r:.2000}") from error
     return taken, refused
 

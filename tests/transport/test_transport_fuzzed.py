@@ -129,7 +129,7 @@ def test_the_next_peer_is_served(inputs: int) -> None:
     knock = pack(Frame(kind=0, a=0))
     listener = Listener("127.0.0.1", credentials=None, token=token, timeout_s=5.0)
     try:
-        with bounded(64):
+        with bounded(512):  # threads reserve addresses, too
             for _ in range(inputs // 500):
                 with socket.create_connection(listener.address[:2]) as stranger:
                     stranger.sendall(damage.of_bytes(knock, knock + HELLO, bytes(damage.choice(ODD_NUMBERS) & 0xFFF)))
