@@ -307,6 +307,15 @@ def test_a_tasks_new_rate_is_used_and_told_when_it_is_resumed(tmp_path: Path) ->
     assert again.info["warnings"] == []
 
 
+def test_another_option_of_the_strategy_or_clipping_is_used_and_told_when_it_is_resumed(tmp_path: Path) -> None:
+    train(task(epochs=1), run_dir=tmp_path / "run", strategy="local-sgd:period=2")
+    more = task(epochs=2, clip_norm=0.5)
+    resumed = train(more, run_dir=tmp_path / "run", strategy="local-sgd:period=3", resume=True)
+    (warning,) = resumed.info["warnings"]
+    assert "strategy was local-sgd:period=2 and is local-sgd:period=3" in warning
+    assert "clip_norm was None and is 0.5" in warning
+
+
 class Broken(Callback):
     def on_epoch(self, event: Event) -> str | None:
         raise RuntimeError("my own callback")

@@ -13,6 +13,7 @@ from manyhands.data.feed import Feed
 from manyhands.errors import BadInput
 from manyhands.plan import Place, Plan
 from manyhands.replica import Replica
+from manyhands.strategies import spec_of
 from manyhands.strategies.base import State
 from manyhands.worker import Worker
 
@@ -40,6 +41,7 @@ class Saver:
         self.worker.coordinator.progress("checkpoint", self.replica.step)
         start = self.worker.clock()
         facts = {"total": self.total_ticks, "threads": torch.get_num_threads(), "fingerprint": self._fingerprint()}
+        facts["options"] = self._options()
         tensors, values = snapshot.capture(self.replica, state, {**vars(place), **facts}, self._declared)
         kept, values["keep"] = self.plan.keep.capture(self.replica) if self._keeps_best() else ({}, None)
         shared: snapshot.Tensors = {}
@@ -88,8 +90,17 @@ class Saver:
         self._check(saved)
         rank, size = self.worker.rank, self.worker.size
         state, values = snapshot.restore(saved, self.replica, state, rank, size, self.total_ticks, self.warnings.append)
-        for fact in ("total", "threads", "fingerprint"):
+        was, now = values["options"], self._options()
+        for fact in ("total", "threads", "fingerprint", "options"):
             del values[fact]
+        if was != now:
+            differing = ", ".join(
+                f"{name} was {was.get(name)} and is {now[name]}" for name in now if was.get(name) != now[name]
+            )
+            self.warnings.append(
+                f"the checkpoint's run was another one: {differing}. What is given now is used from step {saved.tick} on. "
+                "To go on as before, give what it was"
+            )
         place = Place(**values)
         if rank == 0 and self.plan.checkpoints is not None:
             checkpoint.discard_newer(
@@ -116,6 +127,11 @@ class Saver:
             raise BadInput(
                 f"cannot resume from {saved.path}: {differing}. Give what it was, or start in another run directory"
             )
+
+    def _options(self) -> dict[str, Any]:
+        """What a run may go on with otherwise than it began, and says so."""
+        task = self.plan.task
+        return {"strategy": spec_of(self.plan.strategy), "clip_norm": task.clip_norm, "precision": task.precision}
 
     def _fingerprint(self) -> dict[str, Any]:
         """What must be the same for a checkpoint to mean the same."""
