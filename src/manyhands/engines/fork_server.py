@@ -43,6 +43,7 @@ _PRELOAD = (
     "torch.utils.data",
     "manyhands.engines.worker_process",
     "manyhands.engines.shard_process",
+    "manyhands.quiet",
 )
 
 _LAST_S = 5.0  # to end what workers left, when the driver is gone

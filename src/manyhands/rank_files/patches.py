@@ -14,11 +14,12 @@ import os
 import shutil
 import stat
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any
 from weakref import WeakSet
 
@@ -31,7 +32,31 @@ from manyhands.rank_files.views import OtherView, View
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _ELSEWHERE = getattr(os, "O_PATH", 0) | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_TMPFILE", 0)
-_SYSTEMS_OWN = ("posix", "_frozen_importlib", "_frozen_importlib_external")  # Python's imports go on as they are
+_HOLDERS = frozenset(
+    (
+        "builtins",
+        "io",
+        "_io",
+        "os",
+        "shutil",
+        "tempfile",
+        "tarfile",
+        "bz2",
+        "lzma",
+        "gzip",
+        "zipfile",
+        "tokenize",
+        "codecs",
+        "numpy.lib._datasource",
+        "torch",
+        "torch.serialization",
+        "safetensors",
+        "safetensors.torch",
+        "safetensors.numpy",
+        "safetensors._safetensors_rust",
+    )
+)
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 class Private:
@@ -397,7 +422,7 @@ def _named_as(plain: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     def replaced(*given: Any, **named: Any) -> Any:
         return function(*given, **named)
 
-    if replaced.__module__ in _SYSTEMS_OWN:
+    if replaced.__module__ == "posix":
         replaced.__module__ = "os"
     return replaced
 
@@ -419,11 +444,15 @@ def _said_as(given: Any, view: View) -> Iterator[None]:
 
 
 def _replace(replaced: dict[int, tuple[Any, Any]]) -> None:
-    """In every loaded module, whatever the name: `tarfile` has an `open` of its own."""
+    """Whatever the name: `tarfile` has an `open` of its own. In all modules of the user's, and in those libraries' that are known for it.
+
+    Not in `posix`, by which Python imports. To look through all libraries would copy their pages into each forked process.
+    """
     for name, module in list(sys.modules.items()):
-        if not isinstance(module, ModuleType) or name in _SYSTEMS_OWN:
+        names = getattr(module, "__dict__", {})  # what lies there need not be a module
+        file = names.get("__file__")
+        if name not in _HOLDERS and (file is None or file.startswith(_LIBRARIES)):
             continue
-        names = vars(module)
         for key, value in list(names.items()):
             if id(value) in replaced and replaced[id(value)][0] is value:
                 names[key] = replaced[id(value)][1]
