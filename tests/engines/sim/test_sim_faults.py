@@ -32,7 +32,7 @@ def test_everything_at_once():
     )
 
 
-@pytest.mark.parametrize("text", ["", EVERYTHING, "pause=0@1e-3+1e+2s", "restart=3@step:0", "drop=1e-6"])
+@pytest.mark.parametrize("text", ["", EVERYTHING, "pause=0@1e-3+1e+2s", "restart=3@step:0", "drop=1e-6", "delay=0:0.5"])
 def test_str_is_what_parse_reads(text):
     faults = Faults.parse(text)
     assert Faults.parse(str(faults)) == faults

@@ -112,8 +112,9 @@ class Faults:
     def __str__(self) -> str:
         parts = [str(fault) for fault in self.planned]
         for name in _PROBABILITIES:
-            if value := getattr(self, name):
-                parts.append(f"{name}={shown(value)}" + (f":{shown(self.delay_s)}" if name == "delay" else ""))
+            mean = self.delay_s if name == "delay" else 0.0
+            if (value := getattr(self, name)) or mean:
+                parts.append(f"{name}={shown(value)}" + (f":{shown(mean)}" if mean else ""))
         defaults = {entry.name: entry.default for entry in fields(self)}
         for name, attribute in _OPTIONS.items():
             if (value := getattr(self, attribute)) != defaults[attribute]:
