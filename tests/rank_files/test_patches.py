@@ -85,6 +85,25 @@ def test_every_way_to_write_and_read_a_file(view: View, work: Path) -> None:
     assert real(work) == (list("abcdefg") if isinstance(view, FirstView) else [])
 
 
+def test_a_folder_of_its_own(view: View, work: Path) -> None:
+    """Made, looked at, its entries synced, left."""
+    os.makedirs("out/deep", exist_ok=True)
+    os.makedirs("out/deep", exist_ok=True)
+    Path("out/deep/a").write_text("a")
+    fd = os.open("out/deep", os.O_RDONLY | os.O_DIRECTORY)
+    os.fsync(fd)
+    os.close(fd)
+    assert [str(path) for path in Path("out").rglob("*")] == ["out/deep", "out/deep/a"]
+    assert [len(files) for _, _, files in os.walk("out")] == [0, 1]
+    os.replace("out/deep/a", "out/b")
+    assert Path("out/b").is_file()
+    assert not Path("out/deep/a").exists()
+    os.rmdir("out/deep")
+    shutil.rmtree("out")
+    assert not Path("out").exists()
+    assert real(work) == []
+
+
 def test_a_file_counts_as_closed_when_its_last_reference_goes(view: View, work: Path) -> None:
     path = str(work / "a")
     file: object = open("a", "w")  # noqa: SIM115

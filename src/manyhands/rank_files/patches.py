@@ -31,7 +31,7 @@ from manyhands.rank_files.guard import as_given, is_as_given
 from manyhands.rank_files.views import OtherView, View
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_ELSEWHERE = getattr(os, "O_PATH", 0) | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_TMPFILE", 0)
+_NAMELESS = getattr(os, "O_TMPFILE", -1)  # a file without a path
 _HOLDERS = frozenset(
     (
         "builtins",
@@ -231,7 +231,7 @@ class Patches:
 
     def _os_open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         view = self._view()
-        if view is None or dir_fd is not None or flags & _ELSEWHERE & ~os.O_RDONLY:
+        if view is None or dir_fd is not None or flags & _NAMELESS == _NAMELESS:
             with as_given():  # the audit hook could not tell where it is
                 return int(self._plain["os_open"](path, flags, mode, dir_fd=dir_fd))
         with as_given(), _said_as(path, view):
