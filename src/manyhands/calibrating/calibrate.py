@@ -280,7 +280,9 @@ class _Calibrating:
         free = replace(profile, compute=replace(profile.compute, lease=0.0))
         simulated = turn_of(observe(self._simulated(free), self.task, SERVED, self.steps))
         lease, request = lease_and_request(served, alone, simulated.seconds)
-        found = replace(profile.compute, lease=lease if served.leased else profile.compute.lease, request=request)
+        found = replace(
+            profile.compute, lease=max(lease, profile.compute.lease), request=request
+        )  # idle, it takes least
         return replace(profile, compute=found)
 
     def _simulated(self, profile: Profile) -> Place:
