@@ -148,14 +148,37 @@ def read_result(directory: AnyPath, others: Iterable[str] = (FINAL,)) -> dict[st
             saved = json.load(file)
         digests = saved["sha256"]
         wrong = [] if digests[RESULT] == _own_digest(saved) else [RESULT]
-        wrong += [name for name in others if digests[name] != checkpoint.digest_of(directory / name)]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError) as problem:
+        wrong += [
+            name for name in others if digests[name] != _digest(directory / name, digests[name].partition(":")[2])
+        ]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as problem:
         raise BadInput(
             f"the result of the run in {directory} is damaged ({type(problem).__name__}: {problem!s:.200})"
         ) from None
     if wrong:
         raise BadInput(f"the result of the run in {directory} is damaged: {', '.join(wrong)} is not what was written")
     return dict(saved)
+
+
+def _size_of(path: AnyPath) -> int | None:
+    """None: it is not there."""
+    try:
+        with open_regular(path) as file:
+            return file.seek(0, os.SEEK_END)
+    except FileNotFoundError:
+        return None
+
+
+def _digest(path: AnyPath, most: str = "") -> str:
+    """Of a file, or `digest:bytes` of its first bytes: the events of a run's end follow its result."""
+    if not most:
+        return checkpoint.digest_of(path)
+    found, left = hashlib.sha256(), int(most)
+    with open_regular(path) as file:
+        while left > 0 and (piece := file.read(min(left, 1 << 20))):
+            found.update(piece)
+            left -= len(piece)
+    return f"{found.hexdigest()}:{most}"
 
 
 def _own_digest(saved: dict[str, Any]) -> str:
@@ -231,8 +254,10 @@ def write(directory: AnyPath, run: Run, states: list[State]) -> None:
     with _written(directory):
         checkpoint.write_whole(directory / FINAL, safetensors.torch.save(tensors))
         values: dict[str, Any] = json.loads(run.to_json())
-        names = [name for name in (ASKED, event_log.FILE, FINAL) if (directory / name).exists()]
-        digests = {name: checkpoint.digest_of(directory / name) for name in names} | {RESULT: _own_digest(values)}
+        names = [name for name in (ASKED, FINAL) if (directory / name).exists()]
+        digests = {name: _digest(directory / name) for name in names} | {RESULT: _own_digest(values)}
+        if (size := _size_of(directory / event_log.FILE)) is not None:
+            digests[event_log.FILE] = _digest(directory / event_log.FILE, str(size))
         checkpoint.write_whole(directory / RESULT, (json.dumps(values | {"sha256": digests}) + "\n").encode())
 
 

@@ -208,6 +208,7 @@ class _Training:
             if self.asked.directory is not None and self.asked.first and not preempted:
                 if self.plan.claim is not None:
                     self.plan.claim.check()
+                self.recorder.flush()
                 run_directory.write(self.asked.directory, run, outcome.states)
             problem = self._ended(run)
         if preempted:
