@@ -356,6 +356,14 @@ def test_a_callback_that_exits_loses_no_rows(tmp_path: Path) -> None:
     assert events[-1]["values"]["error"] == "SystemExit"
 
 
+def test_replicas_are_compared_where_the_strategy_keeps_them_equal() -> None:
+    with pytest.raises(mh.BadInput, match="check_replicas_every must be a whole number of at least 1, not 0"):
+        train(task(), check_replicas_every=0)
+    with pytest.raises(mh.Unsupported, match="gossip does not keep replicas equal"):
+        train(task(), strategy="gossip", check_replicas_every=5)
+    assert train(task(), check_replicas_every=2).steps  # one worker has nobody to compare with
+
+
 def test_a_damaged_checkpoint_is_named_and_the_older_one_used(tmp_path: Path) -> None:
     whole = train(task(epochs=3))
     train(task(epochs=2), run_dir=tmp_path / "run")
