@@ -460,3 +460,35 @@ def test_a_part_that_rank_0_does_not_find_is_an_error(elsewhere: RemotePath, mon
     ):
         together(2, lambda w: checkpoint.save(elsewhere, 7, w.group, {"w": torch.zeros(1)}, {}))
     assert checkpoint.newest(elsewhere, never) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("tick", value) for value in (1, "2", None, -2, 2.0, 10**30, [2])],
+        *[("ranks", value) for value in (2, 0, "1", None, 10**30, True)],
+        *[("launch", value) for value in ("1", -1, 1.5, None, [])],
+        *[("sha256", value) for value in (None, [], {}, {"rank-00000.json": 7}, "text")],
+        *[("format", value) for value in (1, "2", None)],
+    ],
+)
+def test_a_manifest_with_another_field_is_damage(tmp_path: Path, name: str, value: object) -> None:
+    save(tmp_path, 1)
+    manifest = save(tmp_path, 2) / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {name: value}))
+    said: list[str] = []
+    found = checkpoint.newest(tmp_path, said.append)
+    assert found is not None
+    assert (found.tick, len(said)) == (1, 1)
+    assert "step-00000002" in said[0]
+
+
+def test_of_two_launches_at_once_the_later_ones_checkpoint_is_the_newer(tmp_path: Path) -> None:
+    """On a file system without locks the earlier launch may have gone further before it noticed."""
+    for tick, launch in ((4, 2), (9, 1)):
+        manifest = save(tmp_path, tick) / "manifest.json"
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"launch": launch}))
+    found = checkpoint.newest(tmp_path, never)
+    assert found is not None
+    assert found.tick == 4
+    assert checkpoint.last_launch(tmp_path) == 2

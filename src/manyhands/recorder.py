@@ -223,7 +223,8 @@ class Recorder(Observer):
     def _begin(self, event: Event) -> None:
         self.records = True
         if self._directory is not None:
-            self._log = EventLog(self._directory / event_log.file_of(self._rank or 0), self.claim)
+            claim = None if self._rank else self.claim  # rank 0 may be at the next launch when the others end this one
+            self._log = EventLog(self._directory / event_log.file_of(self._rank or 0), claim)
         if self._rank:
             self._take(self._event("start"))
         for message in self.warnings:
