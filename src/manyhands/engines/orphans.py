@@ -9,6 +9,8 @@ import signal
 from collections.abc import Collection
 from pathlib import Path
 
+from manyhands.rank_files import settling
+
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -19,11 +21,19 @@ def adopt_orphans() -> None:
 
 def kill_children(but: Collection[int] = ()) -> bool:
     """Kill the children that live, adopted ones included; whether there were any. Theirs are children of this process next time."""
-    found = [pid for pid in _children() if pid not in but]
+    found = [pid for pid in _children() if pid not in but and not _settles(pid)]
     for pid in found:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return bool(found)
+
+
+def _settles(pid: int) -> bool:
+    """Whether it waits for the run's ranks to be gone, to settle their files: it ends by itself then."""
+    try:
+        return settling.__name__.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def _children() -> list[int]:
