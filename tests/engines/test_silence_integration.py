@@ -26,10 +26,11 @@ def stop_on_1() -> None:
 
 
 class Stopping(torch.optim.lr_scheduler.ConstantLR):
-    """Its state is asked for in a checkpoint."""
+    """Its state is asked for in a checkpoint, after the first step."""
 
     def state_dict(self) -> dict[str, Any]:
-        stop_on_1()
+        if self.last_epoch > 0:
+            stop_on_1()
         return super().state_dict()
 
 

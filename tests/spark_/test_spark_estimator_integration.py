@@ -120,7 +120,7 @@ def test_cross_validation_tries_params_and_is_saved(halves: Any, tmp_path: Path)
     estimator = mh.spark.Estimator(model=make, optimizer=adam, features_col="x", epochs=1, batch_size=32, run_dir=runs)
     grid = ParamGridBuilder().addGrid(estimator.epochs, [2]).build()
     judge = MulticlassClassificationEvaluator(metricName="accuracy")
-    search = CrossValidator(estimator=estimator, estimatorParamMaps=grid, evaluator=judge, numFolds=2)
+    search = CrossValidator(estimator=estimator, estimatorParamMaps=grid, evaluator=judge, numFolds=2, seed=1)
     best = search.fit(halves.select("x", "label"))
     assert max(best.avgMetrics) > 0.8
     assert best.bestModel.run.info["epochs"] == 2

@@ -90,6 +90,7 @@ class Arena:
         self._next = 0  # the end of all that was ever given out
         self._free: list[tuple[int, int]] = []  # [start, end) below it, in order, apart from each other
         self._released: deque[tuple[int, int]] = deque()  # not yet among the free: whoever lets go may be any thread
+        self._finalizers: dict[int, weakref.finalize[..., memoryview]] = {}  # by offset, the last one of each
         first = self.view(rank, 0, 1, torch.uint8)
         self._base = first.data_ptr()
 
@@ -124,7 +125,12 @@ class Arena:
         lent = memoryview(mapped)[start : start + nbytes]  # every tensor in this memory holds it
         finalizer = weakref.finalize(lent, _give_back, mapped, start, end, self._released, os.getpid())
         finalizer.atexit = False
+        self._finalizers[start] = finalizer
         return torch.frombuffer(lent, dtype=dtype, count=n)
+
+    def keep(self, offset: int) -> None:
+        """What `allocate` gave around `offset` stays while any process maps it: peers hold it, and nothing tells when they let go."""
+        self._finalizers[max(start for start in self._finalizers if start <= offset)].detach()
 
     def _take_back(self) -> None:
         """Put what was let go of among the free."""

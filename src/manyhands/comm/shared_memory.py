@@ -88,7 +88,6 @@ class SharedMemoryGroup(Group):
         self._waiting = Waiting(self._board, self._lifelines, names, timeout_s, busy)
         self._mailbox = Mailbox(self._arena, self._board, self._waiting)
         self._rounds = Rounds(self, self._arena, self._board, self._waiting)
-        self._shared: list[Tensor] = []  # others hold this memory, too, and nobody tells when they let go
 
     # -- the contract ------------------------------------------------------------------------------------------------
 
@@ -206,8 +205,8 @@ class SharedMemoryGroup(Group):
         self._waiting.check()
         check_rank(owner, self.size, "owner")
         offset = self._arena.locate(tensor) if tensor.device.type == "cpu" else -1
-        if self.rank == owner:
-            self._shared.append(tensor)
+        if self.rank == owner and offset >= 0:
+            self._arena.keep(offset)
         offset = self.all_gather_json(offset)[
             owner
         ]  # ranks let go of memory at different times, and so may lie differently
@@ -222,7 +221,6 @@ class SharedMemoryGroup(Group):
         """As the contract says. Tensors that were allocated here stay valid for as long as they are referenced."""
         self._waiting.fail(ManyhandsError("this group was closed; make a new one"))
         self._rounds.close()
-        self._shared.clear()
         self._board.close()
         self._arena.close()
         self._lifelines.close()

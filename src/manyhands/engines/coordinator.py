@@ -21,7 +21,7 @@ USER = "user"
 START_S = 120.0
 """At least so long may the fork server take to load torch, on however slow a disk, whatever `timeout_s` is."""
 SILENT_S = 5.0
-"""Without a heartbeat for so long, or for half of `timeout_s` where that is less, a seat is silent: heartbeats come four times a second."""
+"""Without a heartbeat for so long, or for a quarter of `timeout_s` where that is less, a seat is silent: heartbeats come four times a second."""
 ROOT_CAUSE_WAIT_S = 0.5
 """After `PeerLost` from one worker, how long to wait for the death or the error that caused it."""
 LAST_WORDS_S = 1.0
@@ -196,7 +196,7 @@ class Coordinator:
 
     def is_silent(self, seconds: float) -> bool:
         """Whether so many seconds without a sign of life are a silence."""
-        return seconds >= min(SILENT_S, self.timeout_s / 2)
+        return seconds >= min(SILENT_S, self.timeout_s / 4)
 
     def _stale(self, seat: Seat, now: float) -> bool:
         timeout_s = self.timeout_s if seat.started else max(self.timeout_s, START_S)

@@ -30,6 +30,8 @@ sys.path[:] = json.loads(sys.argv[2])
 from manyhands.engines.fork_server import main
 main(int(sys.argv[1]), sys.argv[3:])
 """
+_LONGEST_FOLDER = 107 - len("/mh-12345678/listener-12345678")
+"""Bytes: the address of a Unix socket has 107 at most."""
 
 
 class Spawner:
@@ -127,8 +129,11 @@ class Spawner:
 
 def _folder() -> str:
     """A folder for the sockets and files of multiprocessing, which killed processes leave there; "" where there is no place for one."""
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) > _LONGEST_FOLDER:
+        folder = "/tmp"
     try:
-        return tempfile.mkdtemp(prefix="manyhands-")
+        return tempfile.mkdtemp(prefix="mh-", dir=folder)
     except OSError:  # a read-only machine: multiprocessing will say so, if a program needs it
         return ""
 

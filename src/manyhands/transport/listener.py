@@ -6,6 +6,7 @@ without credentials (TLS), both sides prove to each other that they hold the run
 
 from __future__ import annotations
 
+import errno
 import select
 import selectors
 import socket
@@ -125,7 +126,11 @@ class Listener:
         if self._closed:
             return
         self._closed = True
-        self._sock.shutdown(socket.SHUT_RDWR)
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            if error.errno != errno.ENOTCONN:  # a process that was forked with this socket has shut it down
+                raise
         with self._lock:
             for visitor in list(self._visitors):
                 self._drop(visitor)
