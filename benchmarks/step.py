@@ -120,7 +120,10 @@ def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[
 def steps_of(name: str) -> tuple[dict[str, Callable[[], None]], Callable[[], None], int]:
     """({variant: one step of it}, a solo step on the global batch, parameters)."""
     make, batch_of, rows = MODELS[name]
-    batch, whole = batch_of(rows), batch_of(rows * WORKERS)
+    torch.manual_seed(1 + mh.worker().rank)
+    batch = batch_of(rows)
+    torch.manual_seed(0)  # one task for all workers, whose generators differ after a backward
+    whole = batch_of(rows * WORKERS)
     floor, ddp, prepared, solo = make(), DistributedDataParallel(make()), make(), make()
     _, optimizer = mh.prepare(prepared, optimizer_of(prepared), strategy="allreduce")
     task = mh.Task(model=make, loss=loss_of, optimizer=optimizer_of, train_data=whole, batch_size=rows * WORKERS)
