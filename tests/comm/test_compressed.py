@@ -189,6 +189,16 @@ def test_a_rank_without_weight_keeps_what_it_rounded():
     assert all(torch.equal(own, vector(rank).bfloat16().double()) for rank, (_, _, own) in enumerate(others, 1))
 
 
+def test_a_share_that_is_small_for_once_does_not_blow_up_the_rounding():
+    def program(worker):
+        mine, own = vector(worker.rank), torch.empty_like(vector(worker.rank))
+        weight = [1.0, 2048.0][worker.rank]
+        compressed_mean_(worker.group, codec_of("bf16"), mine.clone(), weight, 0, hints(worker.rank), own)
+        return (own - mine).abs().max() / mine.abs().max()
+
+    assert max(together(2, program)) < 0.03
+
+
 @pytest.mark.parametrize(
     "word",
     [

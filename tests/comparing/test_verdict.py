@@ -68,6 +68,8 @@ def test_a_reference_that_varies_by_half_is_said_and_nothing_is_decided_against_
     assert "idle machine" in comparison.advice[0].text
     quiet = found(noisy | {TWO: [200.0, 206.0, 240.0]})
     assert "varies" not in quiet.verdict
+    beaten = found({ONE: [3000.0] * 3, TWO: [118.0, 200.0, 99.0], "gossip on 2": [190.0] * 3})
+    assert "Solo with 2 threads itself varies from 99 to 200 rows/s" in beaten.verdict
     to_target = found(noisy, {}, {TWO: [4.0, 6.0, 3.0], "gossip on 2": [3.0] * 3}, target=AIM)
     assert "itself varies from 3 to 6 s to test_accuracy ≥ 0.97" in to_target.verdict
     virtual = found({"solo": noisy[TWO], "gossip on 2": [90.0] * 3}, simulated={"seed": "0"})

@@ -204,7 +204,7 @@ class Examination:
         if seen:
             found = list(dict.fromkeys(place for one in seen if (place := self._place_of(one)) is not None))
             names = [place.name for place in found if place.name]
-            self.add(kind, kind, _by_line(found), named=f"In {listed(names)} " if names else "")
+            self.add(kind, kind, _by_line(found), named=f"In module {listed(names)} " if names else "")
 
     def _place_of(self, seen: Seen) -> Place | None:
         """Where the layer is made, if one of torch's own called it; else the call."""

@@ -66,7 +66,10 @@ def _gathered(
         _check(word, rank, codec.lengths(len(vector), vector.dtype))
     total = Total(sum(word[0] for word in words), reduce(or_, (int(word[1], 16) for word in words)))
     if own is not None:
-        own.copy_(codec.decode(payload, len(vector), vector.dtype)) if weight else own.zero_()
+        if weight:
+            own.copy_(codec.decode(payload, len(vector), vector.dtype))
+        else:
+            own.zero_()
     if not total.weight:
         return total
     longest = max(word[2] for word in words)

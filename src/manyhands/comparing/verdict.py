@@ -121,13 +121,17 @@ def _only_solo(comparison: Comparison) -> str:
 
 
 def _varies(comparison: Comparison, c: Compared) -> str:
-    """A sentence where the one to beat itself varies by half from repeat to repeat."""
-    if c.base.varies < VARIES:
+    """A sentence where the one to beat, or the one that the table compares with, itself varies by half from repeat to repeat."""
+    noisy = [
+        one.name for one in c.contestants if one.name in (c.reference, comparison.reference) and one.varies >= VARIES
+    ]
+    if not noisy:
         return ""
+    name = c.reference if c.reference in noisy else noisy[0]
     of = "rows_per_s" if comparison.target is None else "target_seconds"
-    known = [value for value in measures.numbers(comparison, c.reference, of) if value is not None]
+    known = [value for value in measures.numbers(comparison, name, of) if value is not None]
     unit = "rows/s" if comparison.target is None else f"s to {comparison.target}"
-    called = _called(c)
+    called = _as_words(name)
     again = "with more --repeats" if comparison.simulated else "on an idle machine"
     return (
         f" {called[0].upper()}{called[1:]} itself varies from {wording.number(min(known))} to {wording.number(max(known))} {unit} between "

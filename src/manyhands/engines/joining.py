@@ -38,6 +38,7 @@ from manyhands.transport.channel import Channel, ChannelClosed, ChannelTimeout
 from manyhands.transport.credentials import VARIABLE
 from manyhands.transport.frame import FrameError
 from manyhands.transport.listener import connect
+from manyhands.words import count
 
 LOG = logging.getLogger("manyhands")
 
@@ -164,7 +165,7 @@ class Agent:
         if not self.offer.tls:
             self.say(PLAIN_RISK)
         self.say(
-            f"joined the run at {self.offer.address} with {self.offer.workers} workers; it begins when all are there"
+            f"joined the run at {self.offer.address} with {count(self.offer.workers, 'worker')}; it begins when all are there"
         )
         try:
             with sigterm_to(self._ask_to_end):

@@ -56,8 +56,17 @@ class BF16(LinearCodec):
         if own is not None and lost is not None:
             if not weight:
                 own.zero_()
-            own.sub_(lost, alpha=total.weight / weight if weight else group.size)
+            own.sub_(lost, alpha=_to_own(total.weight, weight, group.size))
         if total.weight:
             vector.copy_(rounded)
             decoded(group, self, len(vector), rounded.nbytes)
         return total
+
+
+def _to_own(total: float, weight: float, size: int) -> float:
+    """What the mean's rounding is multiplied by, to come back in a later mean through this rank's share alone.
+
+    With the same weights it comes back whole. A share far below the average is taken for passing (a last, short batch): with
+    a usual share the next time, its rounding would come back many times too large. So it counts as half the average at least.
+    """
+    return min(total / weight, 2.0 * size) if weight else float(size)
