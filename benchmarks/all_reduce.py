@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from machine import bytes_of, facts
 
-from manyhands.comm.shared_memory import SharedMemory, SharedMemoryGroup
+from manyhands.comm.shared_memory.group import SharedMemory, SharedMemoryGroup
 
 SIZES = "4KB,100KB,1MB,4MB,25MB,100MB"
 BLOCKS = 8  # turns of each side

@@ -20,17 +20,17 @@ from typing import Any
 
 import machine
 
-from manyhands.calibrating.calibrate import STRATEGIES, calibrated
-from manyhands.calibrating.observe import WARM, Place, train_before
-from manyhands.calibrating.report import text
 from manyhands.data.sources import open_source
-from manyhands.engines.local import Local
-from manyhands.estimating.estimate import Estimate, estimate
-from manyhands.estimating.shape import reading_of
-from manyhands.estimating.steady import Steady
+from manyhands.engines.local.engine import Local
+from manyhands.evidence.calibrate.calibrate import STRATEGIES, calibrated
+from manyhands.evidence.calibrate.observe import WARM, Place, train_before
+from manyhands.evidence.calibrate.report import text
+from manyhands.evidence.estimate.estimate import Estimate, estimate
+from manyhands.evidence.estimate.shape import reading_of
+from manyhands.evidence.estimate.steady import Steady
 from manyhands.strategies import CATALOGUE, spec_of, strategy_of
 from manyhands.task import Task
-from manyhands.task_specs import task_of
+from manyhands.tasks.finding import task_of
 
 NOT_HERE = ("solo", "ensemble", "hogwild")  # one worker; no exchange; shared memory, which the simulator does not have
 EVERY = tuple(name for name in CATALOGUE if name not in NOT_HERE)

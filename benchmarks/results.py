@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import manyhands as mh
-from manyhands.comparing import means
-from manyhands.comparing.compare import POINTS, with_findings
-from manyhands.comparing.comparison import NUMBERS, Comparison, load
-from manyhands.comparing.markdown import markdown
+from manyhands.evidence.compare import means
+from manyhands.evidence.compare.compare import POINTS, with_findings
+from manyhands.evidence.compare.comparison import NUMBERS, Comparison, load
+from manyhands.evidence.compare.markdown import markdown
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE, PLOTS, FOUND = DOCS / "results.md", DOCS / "plots", DOCS / "results"

@@ -174,7 +174,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def _joined(hosts: Network, host: int, folder: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
-    code = "from manyhands.cli import main; main()"
+    code = "from manyhands.cli.commands import main; main()"
     more = ["join", f"{hosts.address(0)}:7000", "--workers", "1", "--no-tls", "--plain-network"]
     with (folder / f"host{host}.log").open("w") as log:
         return hosts.start(host, sys.executable, "-c", code, *more, env=environment, stdout=log, stderr=log)

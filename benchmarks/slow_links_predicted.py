@@ -13,7 +13,7 @@ from manyhands.engines.sim.engine import Sim
 from manyhands.engines.sim.network import Network
 from manyhands.engines.sim.profile import Profile
 from manyhands.errors import BadInput
-from manyhands.history import PARTS
+from manyhands.recording.history import PARTS
 
 PAYLOAD = 1448 / 1514  # of a full Ethernet frame, as `tc` counts it: what headers (Ethernet, IP, TCP) leave of a card
 

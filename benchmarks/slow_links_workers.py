@@ -22,10 +22,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
-from manyhands.data.share import slice_of
-from manyhands.engines.hosts import Hosts
+from manyhands.data.sharding import slice_of
+from manyhands.engines.hosts.engine import Hosts
 from manyhands.errors import BadInput, ManyhandsError
-from manyhands.history import PARTS
+from manyhands.recording.history import PARTS
 from manyhands.task import Task
 from manyhands.tasks.chars_task import PEAK_RATE, CharsNet, chars, loss, warmup_then_cosine
 

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 DEADLINE_S = 120.0
-COMMAND = [sys.executable, "-c", "import manyhands.cli; manyhands.cli.main()"]
+COMMAND = [sys.executable, "-c", "import manyhands.cli.commands; manyhands.cli.commands.main()"]
 IMPORT = """
 import sys, time
 start = time.perf_counter()

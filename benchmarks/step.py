@@ -35,9 +35,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
 from manyhands.data.feed import Slice
-from manyhands.loop import Loop
-from manyhands.plan import Plan
 from manyhands.strategies import strategy_of
+from manyhands.training.loop import Loop
+from manyhands.training.plan import Plan
 
 WORKERS = 2
 VARIANTS = ("floor", "ddp", "train", "prepare")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from manyhands.engines.local import Local
+from manyhands.engines.local.engine import Local
 
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN

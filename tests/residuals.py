@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from manyhands.comm.group import Group
 from manyhands.comm.reducing import naive_mean
-from manyhands.replica import Replica
+from manyhands.replica.replica import Replica
 from manyhands.strategies import compressing, strategy_of
 from manyhands.worker import Worker
 

@@ -28,11 +28,11 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 import manyhands as mh
-from manyhands import cli
+from manyhands.cli import commands
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 MARK = "MANYHANDS_TEST_MARK"
-COMMAND = [sys.executable, "-c", "import manyhands.cli; manyhands.cli.main()"]
+COMMAND = [sys.executable, "-c", "import manyhands.cli.commands; manyhands.cli.commands.main()"]
 DEADLINE_S = 100.0
 
 SCRIPT = """
@@ -511,7 +511,7 @@ def invoke(words: str) -> Result:
     arguments = ["train", *shlex.split(words)]
     if "--workers" not in arguments:
         arguments += ["--workers", "1"]
-    return CliRunner().invoke(cli.app, arguments, prog_name="manyhands", env={"COLUMNS": "200", "NO_COLOR": "1"})
+    return CliRunner().invoke(commands.app, arguments, prog_name="manyhands", env={"COLUMNS": "200", "NO_COLOR": "1"})
 
 
 @pytest.mark.parametrize("what", BAD)

@@ -39,7 +39,7 @@ def test_every_name_resolves_in_a_fresh_interpreter() -> None:
 import inspect, manyhands as mh
 for name in sorted(mh.__all__):
     assert getattr(mh, name) is getattr(mh, name), name
-import manyhands.run, manyhands.task, manyhands.worker
+import manyhands.recording.run, manyhands.task, manyhands.worker
 print(inspect.isfunction(mh.worker), inspect.isfunction(mh.train), inspect.ismodule(mh.tasks), inspect.isclass(mh.Run))
 """
     assert fresh(code) == "True True True True"

@@ -21,8 +21,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from manyhands import spec
-from manyhands.cli import app
-from manyhands.engines.local import Local
+from manyhands.cli.commands import app
+from manyhands.engines.local.engine import Local
 from manyhands.strategies import CATALOGUE
 from pages import HERE, NOWHERE, PAGES, ROOT, SLOW, commands, of, script, snippets, write_scripts
 

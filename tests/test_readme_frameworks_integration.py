@@ -16,7 +16,7 @@ import pytest
 from sessions import need_spark, spark_session
 
 import manyhands as mh
-from manyhands.engines.local import Local
+from manyhands.engines.local.engine import Local
 from pages import FRAMEWORKS, PAGES, Snippet, snippets
 
 MODELS = """

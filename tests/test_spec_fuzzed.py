@@ -10,16 +10,16 @@ import pytest
 
 from fuzzing import Damage, bounded, survive
 from manyhands import engines, spec, strategies
-from manyhands.cli_options import cast_of
-from manyhands.comparing.metric import target_of
+from manyhands.cli.options import cast_of
 from manyhands.engines import engine_of
-from manyhands.engines.network import ports_of
+from manyhands.engines.hosts.network import ports_of
 from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.faults import Faults
 from manyhands.engines.sim.network import Network
 from manyhands.errors import BadInput
-from manyhands.keep import Keep
+from manyhands.evidence.compare.metric import target_of
 from manyhands.strategies import spec_of, strategy_of
+from manyhands.training.best_model import Keep
 from manyhands.transport.address import format_address, parse_address
 
 NINES = "9" * 4400  # more digits than `int` reads

@@ -15,23 +15,18 @@ if TYPE_CHECKING:
     from manyhands import keras as keras
     from manyhands import spark as spark
     from manyhands import tasks as tasks
-    from manyhands.calibrating.calibrate import calibrate as calibrate
     from manyhands.callbacks import Callback as Callback
     from manyhands.callbacks import EarlyStopping as EarlyStopping
     from manyhands.callbacks import MLflow as MLflow
     from manyhands.callbacks import Progress as Progress
     from manyhands.callbacks import TensorBoard as TensorBoard
     from manyhands.callbacks import WandB as WandB
-    from manyhands.checking.check import Checked as Checked
-    from manyhands.checking.check import check as check
-    from manyhands.comparing.compare import compare as compare
-    from manyhands.comparing.comparison import Comparison as Comparison
-    from manyhands.data.share import epoch_order as epoch_order
-    from manyhands.engines.hosts import Hosts as Hosts
-    from manyhands.engines.local import Local as Local
+    from manyhands.data.sharding import epoch_order as epoch_order
+    from manyhands.engines.hosts.engine import Hosts as Hosts
+    from manyhands.engines.local.engine import Local as Local
     from manyhands.engines.sim.engine import Sim as Sim
     from manyhands.engines.spark.engine import Spark as Spark
-    from manyhands.engines.torchrun import Torchrun as Torchrun
+    from manyhands.engines.torchrun.engine import Torchrun as Torchrun
     from manyhands.errors import BadInput as BadInput
     from manyhands.errors import CallbackFailed as CallbackFailed
     from manyhands.errors import ManyhandsError as ManyhandsError
@@ -40,18 +35,23 @@ if TYPE_CHECKING:
     from manyhands.errors import UnknownName as UnknownName
     from manyhands.errors import Unsupported as Unsupported
     from manyhands.errors import WorkerFailed as WorkerFailed
-    from manyhands.estimating.estimate import Estimates as Estimates
-    from manyhands.estimating.estimate import estimate as estimate
     from manyhands.events import Event as Event
-    from manyhands.launching import launch as launch
-    from manyhands.preparing import is_first as is_first
-    from manyhands.preparing import prepare as prepare
-    from manyhands.preparing import weight as weight
-    from manyhands.preparing import worker as worker
-    from manyhands.replaying.replay import Replayed as Replayed
-    from manyhands.replaying.replay import replay as replay
-    from manyhands.run import Run as Run
-    from manyhands.run import read_history as read_history
+    from manyhands.evidence.calibrate.calibrate import calibrate as calibrate
+    from manyhands.evidence.check.check import Checked as Checked
+    from manyhands.evidence.check.check import check as check
+    from manyhands.evidence.compare.compare import compare as compare
+    from manyhands.evidence.compare.comparison import Comparison as Comparison
+    from manyhands.evidence.estimate.estimate import Estimates as Estimates
+    from manyhands.evidence.estimate.estimate import estimate as estimate
+    from manyhands.evidence.replay.replay import Replayed as Replayed
+    from manyhands.evidence.replay.replay import replay as replay
+    from manyhands.own_loop.launch import launch as launch
+    from manyhands.own_loop.prepare import is_first as is_first
+    from manyhands.own_loop.prepare import prepare as prepare
+    from manyhands.own_loop.prepare import weight as weight
+    from manyhands.own_loop.prepare import worker as worker
+    from manyhands.recording.run import Run as Run
+    from manyhands.recording.run import read_history as read_history
     from manyhands.strategies.agn import AGN as AGN
     from manyhands.strategies.allreduce import AllReduce as AllReduce
     from manyhands.strategies.base import Needs as Needs
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from manyhands.strategies.quorum import Quorum as Quorum
     from manyhands.strategies.solo import Solo as Solo
     from manyhands.task import Task as Task
-    from manyhands.training import train as train
+    from manyhands.training.train import train as train
     from manyhands.worker import Worker as Worker
 
 __version__ = "0.1.0"
@@ -82,8 +82,8 @@ _WHERE = {
     "BadInput": "errors",
     "Callback": "callbacks",
     "CallbackFailed": "errors",
-    "Checked": "checking.check",
-    "Comparison": "comparing.comparison",
+    "Checked": "evidence.check.check",
+    "Comparison": "evidence.compare.comparison",
     "DiLoCo": "strategies.diloco",
     "Distance": "strategies.distance",
     "Downpour": "strategies.downpour",
@@ -92,12 +92,12 @@ _WHERE = {
     "EASGD": "strategies.easgd",
     "EarlyStopping": "callbacks",
     "Ensemble": "strategies.ensemble",
-    "Estimates": "estimating.estimate",
+    "Estimates": "evidence.estimate.estimate",
     "Event": "events",
     "Gossip": "strategies.gossip",
     "Hogwild": "strategies.hogwild",
-    "Hosts": "engines.hosts",
-    "Local": "engines.local",
+    "Hosts": "engines.hosts.engine",
+    "Local": "engines.local.engine",
     "LocalSGD": "strategies.local_sgd",
     "MLflow": "callbacks",
     "ManyhandsError": "errors",
@@ -106,8 +106,8 @@ _WHERE = {
     "Preempted": "errors",
     "Progress": "callbacks",
     "Quorum": "strategies.quorum",
-    "Replayed": "replaying.replay",
-    "Run": "run",
+    "Replayed": "evidence.replay.replay",
+    "Run": "recording.run",
     "Sim": "engines.sim.engine",
     "Solo": "strategies.solo",
     "Spark": "engines.spark.engine",
@@ -115,25 +115,25 @@ _WHERE = {
     "Strategy": "strategies.base",
     "Task": "task",
     "TensorBoard": "callbacks",
-    "Torchrun": "engines.torchrun",
+    "Torchrun": "engines.torchrun.engine",
     "UnknownName": "errors",
     "Unsupported": "errors",
     "WandB": "callbacks",
     "Worker": "worker",
     "WorkerFailed": "errors",
-    "calibrate": "calibrating.calibrate",
-    "check": "checking.check",
-    "compare": "comparing.compare",
-    "epoch_order": "data.share",
-    "estimate": "estimating.estimate",
-    "is_first": "preparing",
-    "launch": "launching",
-    "prepare": "preparing",
-    "read_history": "run",
-    "replay": "replaying.replay",
-    "train": "training",
-    "weight": "preparing",
-    "worker": "preparing",
+    "calibrate": "evidence.calibrate.calibrate",
+    "check": "evidence.check.check",
+    "compare": "evidence.compare.compare",
+    "epoch_order": "data.sharding",
+    "estimate": "evidence.estimate.estimate",
+    "is_first": "own_loop.prepare",
+    "launch": "own_loop.launch",
+    "prepare": "own_loop.prepare",
+    "read_history": "recording.run",
+    "replay": "evidence.replay.replay",
+    "train": "training.train",
+    "weight": "own_loop.prepare",
+    "worker": "own_loop.prepare",
 }
 __all__ = [*_WHERE, *_MODULES, "__version__"]
 

@@ -13,7 +13,7 @@ def main() -> None:
     """Run the command; Ctrl-C ends it with 130 and SIGTERM with 75 while it still imports, too."""
     try:
         end_by_sigterm()
-        from manyhands.cli import main as command
+        from manyhands.cli.commands import main as command
 
         command()
     except KeyboardInterrupt:

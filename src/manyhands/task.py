@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from manyhands.companion import Companions
 from manyhands.errors import BadInput, UnknownName, is_whole
+from manyhands.worker_callback import Companions
 
 PRECISIONS = ("float32", "bf16-mixed")
 Measure = Tensor | tuple[Tensor, Any]  # a mean over the batch, or (mean, weight)

@@ -12,8 +12,8 @@ import torch
 
 from manyhands.comm.group import Group
 from manyhands.comm.solo import SoloGroup
+from manyhands.data.leases import End, Lease, Leases, Segment
 from manyhands.events import Event
-from manyhands.leases import End, Lease, Leases, Segment
 from manyhands.server.base import Server
 
 

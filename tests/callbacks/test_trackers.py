@@ -14,7 +14,7 @@ from manyhands.callbacks import MLflow, TensorBoard, WandB, trackers
 from manyhands.callbacks.trackers import Tracker
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.events import Event
-from manyhands.recorder import Recorder
+from manyhands.recording.recorder import Recorder
 
 START = Event(type="start", values={"total_steps": 2, "batch_size": 8})
 END = Event(type="end", step=2, values={"metrics": {"test_loss": 0.125}, "seconds": 1.0})

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from manyhands.comm.group import Group
-from manyhands.comm.shared_memory import SharedMemory, SharedMemoryGroup
-from manyhands.comm.torch_backend import TorchGroup
+from manyhands.comm.shared_memory.group import SharedMemory, SharedMemoryGroup
+from manyhands.comm.torch_group import TorchGroup
 
 Program = Callable[[Group], Any]
 

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Sequence
 from itertools import combinations
 
-from manyhands.comm.ring import RingGroup
+from manyhands.comm.ring.group import RingGroup
 from manyhands.transport.channel import Channel
 
 Mesh = list[dict[int, socket.socket]]

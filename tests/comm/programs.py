@@ -15,7 +15,7 @@ from torch import Tensor
 
 from manyhands.comm.group import Group
 from manyhands.errors import ManyhandsError, PeerLost
-from manyhands.testing.group_exam import GROUP_EXAM
+from manyhands.testing.group_suite import GROUP_EXAM
 
 LAST_STEP = 5  # of the one that is killed
 

@@ -12,7 +12,7 @@ from programs import DIFFERENT, different, exam, expect_killed, expect_told, kil
 import manyhands as mh
 import plain
 from manyhands.comm.device_group import DeviceGroup, nccl_group, store_of
-from manyhands.testing.group_exam import GROUP_EXAM
+from manyhands.testing.group_suite import GROUP_EXAM
 from residuals import check_feedback, feedback
 
 GPUS = torch.cuda.device_count()

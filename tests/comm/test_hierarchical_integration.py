@@ -10,9 +10,9 @@ from programs import different, exam, expect_killed, expect_told, killed, overla
 
 from manyhands.comm.hierarchical import HierarchicalGroup
 from manyhands.comm.reducing import naive_mean
-from manyhands.comm.shared_memory import SharedMemory, SharedMemoryGroup
+from manyhands.comm.shared_memory.group import SharedMemory, SharedMemoryGroup
 from manyhands.errors import BadInput, Unsupported
-from manyhands.testing.group_exam import GROUP_EXAM, expect_same_everywhere, vector, vectors
+from manyhands.testing.group_suite import GROUP_EXAM, expect_same_everywhere, vector, vectors
 
 TWO_BY_TWO = ((0, 1), (2, 3))
 UNEVEN = ((0,), (1, 2), (3,))

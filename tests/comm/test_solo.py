@@ -5,7 +5,7 @@ import torch
 
 from manyhands.comm.group import Total
 from manyhands.comm.solo import SoloGroup
-from manyhands.testing.group_exam import GROUP_EXAM
+from manyhands.testing.group_suite import GROUP_EXAM
 
 
 @pytest.mark.parametrize("check", GROUP_EXAM.values(), ids=GROUP_EXAM.keys())

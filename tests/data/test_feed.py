@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.data.feed import Feed
-from manyhands.data.share import epoch_order, slice_of
+from manyhands.data.sharding import epoch_order, slice_of
 from manyhands.data.sources import open_source
 from manyhands.errors import BadInput
 

@@ -14,10 +14,10 @@ import torch
 
 from manyhands.data.feed import Feed
 from manyhands.data.frames import ORDER, VARIABLE, Frame, HostRows, SharedRows, open_pool
+from manyhands.data.leases import Segment
 from manyhands.data.sources import open_source
 from manyhands.data.spool import Column, Spool
 from manyhands.errors import BadInput
-from manyhands.leases import Segment
 
 COLUMNS = (Column("features", ("x",), "float32"), Column("label", ("x",), "int64"))
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 from manyhands.data.feed import Feed
-from manyhands.data.share import epoch_order
+from manyhands.data.leases import End, Lease, Leases, Segment
+from manyhands.data.sharding import epoch_order
 from manyhands.data.sources import open_source
-from manyhands.leases import End, Lease, Leases, Segment
 
 
 def read(

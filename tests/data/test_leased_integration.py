@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from manyhands.data.feed import Feed
+from manyhands.data.leases import Leases, Segment
 from manyhands.data.sources import open_source
-from manyhands.leases import Leases, Segment
 
 
 class Drawing(Dataset[Any]):

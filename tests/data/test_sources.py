@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from manyhands.data.arrays import Columns
-from manyhands.data.datasets import Rows
 from manyhands.data.feed import Feed
+from manyhands.data.readers.arrays import Columns
+from manyhands.data.readers.datasets import Rows
+from manyhands.data.readers.streams import Stream
 from manyhands.data.source import Loading
 from manyhands.data.sources import Once, is_function, open_source
-from manyhands.data.streams import Stream
 from manyhands.errors import BadInput
 
 X = torch.arange(5.0)

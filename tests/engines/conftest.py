@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from driver_script import Script
 
-from manyhands.engines.local import Local
+from manyhands.engines.local.engine import Local
 
 
 @pytest.fixture(scope="session")

@@ -13,10 +13,10 @@ import pytest
 from manyhands.engines import cluster as module
 from manyhands.engines.base import Engine
 from manyhands.engines.cluster import NAMES, Cluster, Member, met, variables
-from manyhands.engines.inside import Inside
+from manyhands.engines.nested import Inside
 from manyhands.engines.roles import ROLES, Roles
 from manyhands.engines.sim.engine import Sim
-from manyhands.engines.torchrun import Torchrun
+from manyhands.engines.torchrun.engine import Torchrun
 from manyhands.errors import BadInput, Unsupported
 from manyhands.testing.threads import together
 from manyhands.worker import Worker

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from manyhands.engines.local import Local
+from manyhands.engines.local.engine import Local
 
 tensorflow = pytest.mark.skipif(find_spec("tensorflow") is None, reason="needs tensorflow (tensorflow-cpu will do)")
 jax = pytest.mark.skipif(find_spec("jax") is None, reason="needs jax")

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from manyhands.engines.cluster import Cluster
-from manyhands.engines.hosts import Hosts
-from manyhands.engines.local import Local
+from manyhands.engines.hosts.engine import Hosts
+from manyhands.engines.local.engine import Local
 from manyhands.errors import BadInput, WorkerFailed
 
 SOON_S = 60.0  # of the 100 for which the others would wait
@@ -176,7 +176,7 @@ def test_addresses_of_a_joined_host_are_its_own(tmp_path: Path, monkeypatch: pyt
 
     def join(line: str) -> None:
         if found := re.search(r"manyhands join (\S+)", line):
-            command = "from manyhands.cli import main; main()"
+            command = "from manyhands.cli.commands import main; main()"
             options = ["join", found[1], "--workers", "2", "--listen", "127.0.0.2"]
             joined.append(subprocess.Popen([sys.executable, "-c", command, *options], stderr=subprocess.DEVNULL))
 

@@ -3,10 +3,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from manyhands.data.leases import End, Lease, Segment
 from manyhands.engines.base import Observer
 from manyhands.engines.in_process import InProcess
 from manyhands.events import Event
-from manyhands.leases import End, Lease, Segment
 
 
 class Counting(Observer):

@@ -10,12 +10,12 @@ import torch
 from keras_models import compiled, dense, keras, rows
 
 import manyhands as mh
-from manyhands import evaluation
 from manyhands.comm.solo import SoloGroup
 from manyhands.data.feed import Feed
 from manyhands.data.sources import open_source
 from manyhands.keras import losses
 from manyhands.keras.module import KerasModule
+from manyhands.replica import evaluation
 
 
 def evaluated(model: Any, *data: Any, batch_size: int = 7) -> dict[str, float]:

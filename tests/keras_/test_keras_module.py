@@ -11,8 +11,8 @@ import pytest
 import torch
 from keras_models import compiled, convolution, dense, keras
 
-from manyhands.flat import Layout
 from manyhands.keras.module import KerasModule, module_of
+from manyhands.replica.layout import Layout
 
 
 def noisy() -> KerasModule:

@@ -14,7 +14,7 @@ from manyhands.comm.solo import SoloGroup
 from manyhands.errors import BadInput
 from manyhands.keras.module import KerasModule
 from manyhands.keras.optimizer import KerasOptimizer
-from manyhands.replica import Replica
+from manyhands.replica.replica import Replica
 
 OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.1),

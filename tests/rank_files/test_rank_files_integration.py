@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from manyhands.engines.local import Local
+from manyhands.engines.local.engine import Local
 from manyhands.errors import WorkerFailed
-from manyhands.launching import run_script
+from manyhands.own_loop.launch import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -259,7 +259,7 @@ def test_a_driver_that_is_killed_leaves_no_folder(folder: Path) -> None:
     script.write_text(
         "import time\nimport manyhands as mh\nopen(f'own-{mh.worker().rank}.txt', 'w').write('own')\ntime.sleep(60)\n"
     )
-    command = [sys.executable, "-c", "from manyhands.cli import main; main()", "run", "-n", "2", str(script)]
+    command = [sys.executable, "-c", "from manyhands.cli.commands import main; main()", "run", "-n", "2", str(script)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     with process.stderr:

@@ -7,7 +7,7 @@ import torch
 from served import client_of, processes
 
 from manyhands.server.sharding import shards_of
-from manyhands.testing.server_exam import SERVER_EXAM
+from manyhands.testing.server_suite import SERVER_EXAM
 
 
 @pytest.fixture(scope="module", autouse=True)

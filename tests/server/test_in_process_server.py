@@ -8,7 +8,7 @@ import torch
 from manyhands.errors import PeerLost
 from manyhands.server.base import ServerSpec
 from manyhands.server.in_process import InProcessServers
-from manyhands.testing.server_exam import SERVER_EXAM, expect_waits, started
+from manyhands.testing.server_suite import SERVER_EXAM, expect_waits, started
 
 
 @contextmanager

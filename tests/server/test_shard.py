@@ -9,7 +9,7 @@ from manyhands.errors import BadInput
 from manyhands.server.base import ServerSpec
 from manyhands.server.shard import Late, Shard
 from manyhands.server.store import Go, Refused, Wait
-from manyhands.testing.server_exam import expect_waits, started
+from manyhands.testing.server_suite import expect_waits, started
 
 N = 4
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from manyhands.server.rule import Push
+from manyhands.server.rules.base import Push
 from manyhands.server.steps import Decided, Steps
 
 

@@ -17,8 +17,8 @@ from spark_models import line
 
 import manyhands as mh
 from manyhands.errors import BadInput
-from manyhands.evaluation import AveragedOutputs
 from manyhands.keras.module import KerasModule
+from manyhands.replica.evaluation import AveragedOutputs
 from manyhands.spark.of_keras import is_keras, keras_module, metrics_of, single_output_threshold
 from manyhands.spark.stored_model import load, save
 

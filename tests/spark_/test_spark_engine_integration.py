@@ -16,7 +16,7 @@ import manyhands as mh
 from manyhands.engines.base import Launch
 from manyhands.engines.spark.engine import Spark
 from manyhands.errors import BadInput, ManyhandsError, WorkerFailed
-from manyhands.testing.engine_exam import ENGINE_EXAM
+from manyhands.testing.engine_suite import ENGINE_EXAM
 from manyhands.worker import Worker
 
 PLAN = Launch(workers=2, timeout_s=60, threads_per_worker=1)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import manyhands as mh
 from manyhands.comm.codecs import codec_of
 from manyhands.errors import BadInput, UnknownName, Unsupported
-from manyhands.replica import CONTROL_BITS, Replica
+from manyhands.replica.replica import CONTROL_BITS, Replica
 from manyhands.server.base import Encoded, Pushed
 from manyhands.strategies import compressing, spec_of, strategy_of
 from manyhands.strategies.allreduce import AllReduce, AllReduceState

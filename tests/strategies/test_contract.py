@@ -12,7 +12,7 @@ import torch
 from by_hand import ROW, Point, quadratic, sgd
 from torch import Tensor
 
-from manyhands.replica import Replica
+from manyhands.replica.replica import Replica
 from manyhands.strategies import strategy_of
 from manyhands.strategies.base import State, Strategy
 from manyhands.testing.threads import together

@@ -10,8 +10,8 @@ import pytest
 
 import manyhands as mh
 import plain
-from manyhands.server.outer import Outer
-from manyhands.server.rounds_rule import LAST, Rounds
+from manyhands.server.rules.outer import Outer
+from manyhands.server.rules.rounds import LAST, Rounds
 from manyhands.server.store import Store
 
 UNEQUAL = "sim:compute='row=1e-3,1=1.4x,2=3x'"

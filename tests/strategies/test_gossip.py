@@ -13,7 +13,7 @@ from torch import Tensor
 
 import manyhands as mh
 from manyhands.errors import BadInput, UnknownName
-from manyhands.replica import MORE
+from manyhands.replica.replica import MORE
 from manyhands.strategies import strategy_of
 from manyhands.strategies.base import Leasing
 from manyhands.strategies.gossip import Gossip, GossipState

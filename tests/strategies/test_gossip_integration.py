@@ -11,9 +11,9 @@ import torch
 import manyhands as mh
 import plain
 from manyhands.comm.solo import SoloGroup
-from manyhands.engines.local import Local
+from manyhands.engines.local.engine import Local
 from manyhands.errors import Preempted
-from manyhands.replica import Replica
+from manyhands.replica.replica import Replica
 from preempting import Preempting
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from by_hand import F64, Hand, hands, quadratic, slope
 
-from manyhands import checkpoint, snapshot
-from manyhands.checkpoint import Checkpoint
+from manyhands.checkpoint import checkpoints, run_state
+from manyhands.checkpoint.checkpoints import Checkpoint
 from manyhands.testing.turns import Turns
 
 
@@ -99,11 +99,11 @@ def written(folder: Path, spec: str, slopes: list[float], ticks: list[int]) -> C
             with turns.take(rank):
                 hand.tick()
         hand.worker.group.barrier()
-        tensors, values = snapshot.capture(hand.replica, hand.state, {"total": None})
+        tensors, values = run_state.capture(hand.replica, hand.state, {"total": None})
         if rank == 0:
-            shared, values["server"] = snapshot.capture_server(server, hand.replica)
+            shared, values["server"] = run_state.capture_server(server, hand.replica)
             tensors |= shared
-        checkpoint.save(folder, 1, hand.worker.group, tensors, values)
+        checkpoints.save(folder, 1, hand.worker.group, tensors, values)
 
     hands(spec, [slope(-value) for value in slopes], program)
     return Checkpoint(folder / "step-00000001", 1, len(ticks))
@@ -114,9 +114,9 @@ def gone_on(saved: Checkpoint, spec: str, workers: int, ticks: int) -> list[tupl
 
     def program(hand: Hand) -> tuple[float, list[float], float]:
         rank, server = hand.worker.rank, hand.worker.server
-        hand.state, _ = snapshot.restore(saved, hand.replica, hand.state, rank, workers, None)
+        hand.state, _ = run_state.restore(saved, hand.replica, hand.state, rank, workers, None)
         if rank == 0:
-            snapshot.restore_server(saved, server, hand.replica)
+            run_state.restore_server(saved, server, hand.replica)
         hand.worker.group.barrier()
         answers = []
         for _ in range(ticks):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import plain
 from manyhands.errors import BadInput
-from manyhands.replica import CONTROL_BITS, Replica
+from manyhands.replica.replica import CONTROL_BITS, Replica
 from manyhands.server.base import Pushed
 from manyhands.server.in_process import InProcessServers
 from manyhands.strategies import strategy_of

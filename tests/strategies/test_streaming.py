@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 import manyhands as mh
 import plain
-from manyhands import checkpoint
 from manyhands.callbacks.base import Callback
+from manyhands.checkpoint import checkpoints
 from manyhands.errors import BadInput
 from manyhands.events import Event
-from manyhands.flat import Layout
+from manyhands.replica.layout import Layout
 from manyhands.strategies import strategy_of
 from manyhands.strategies.streaming import GroupState, Schedule, cut
-from manyhands.testing.seat import Seat, seated
+from manyhands.testing.strategy_worker import Seat, seated
 
 
 def schedule(period: int, fragments: int, overlap: int = 0) -> Schedule:
@@ -279,7 +279,7 @@ def test_a_run_that_is_interrupted_anywhere_ends_with_the_same_bits(spec: str, t
         folder = tmp_path / str(step)
         mh.train(given, run_dir=folder, callbacks=[StopAfter(step)], **options)
         (folder / "result.json").unlink()
-        saved = checkpoint.newest(folder / "checkpoints", print)
+        saved = checkpoints.newest(folder / "checkpoints", print)
         assert saved is not None
         tick = saved.tick
         on_way.add(len(strategy_of(spec)._schedule().under_way(tick)))  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from typing_extensions import override
 from manyhands.callbacks.base import Callback, Said
 from manyhands.errors import BadInput
 from manyhands.events import Event
-from manyhands.keep import higher_is_better
+from manyhands.replica.evaluation import higher_is_better
 
 LOG = logging.getLogger("manyhands")
 

@@ -20,7 +20,7 @@ from manyhands.comm.background import Background
 from manyhands.comm.checks import check_mean, check_peer, check_rank, check_sum, check_swap, json_bytes, slice_of
 from manyhands.comm.group import Group, Handle, Total
 from manyhands.comm.ledger import Ledger
-from manyhands.comm.ring import RingGroup
+from manyhands.comm.ring.group import RingGroup
 from manyhands.errors import BadInput, ManyhandsError, PeerLost, Unsupported
 
 _CLOSING_S = 5.0

@@ -10,10 +10,10 @@ import torch
 
 from manyhands.data.batch import to_device
 from manyhands.data.leased import leased
+from manyhands.data.leases import End, Lease, Segment
 from manyhands.data.prefetch import prefetch
 from manyhands.data.source import Order, Planned, Reading, Slice, Slices, Source
 from manyhands.errors import BadInput
-from manyhands.leases import End, Lease, Segment
 
 __all__ = ["DEFAULT_BATCH_SIZE", "Feed", "Slice"]
 

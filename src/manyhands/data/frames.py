@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from manyhands.data.arrays import Columns
-from manyhands.data.share import epoch_order, shared, slice_of, ticks
+from manyhands.data.readers.arrays import Columns
+from manyhands.data.sharding import epoch_order, shared, slice_of, ticks
 from manyhands.data.source import Indexed, Reading, Slice, Slices, Source, nonempty
 from manyhands.data.spool import Array, Column, Part, open_part
 from manyhands.errors import BadInput

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from manyhands.data.leases import Lease, Segment, foreseen
 from manyhands.data.prefetch import prefetch
 from manyhands.data.source import Picks, Planned, Reading, Slice, Slices
-from manyhands.leases import Lease, Segment, foreseen
 
 
 class Leased(Protocol):

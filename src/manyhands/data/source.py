@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from manyhands.data.share import Indices, epoch_order, shared, slice_of, ticks
+from manyhands.data.sharding import Indices, epoch_order, shared, slice_of, ticks
 from manyhands.errors import BadInput
 
 Order = Callable[[int], Any]  # epoch -> row indices

@@ -12,15 +12,15 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from manyhands.data.arrays import Columns
 from manyhands.data.batch import describe
-from manyhands.data.datasets import Collate, Rows
-from manyhands.data.files import KINDS, open_file
 from manyhands.data.frames import Frame
-from manyhands.data.loaders import open_loader
+from manyhands.data.readers.arrays import Columns
+from manyhands.data.readers.datasets import Collate, Rows
+from manyhands.data.readers.files import KINDS, open_file
+from manyhands.data.readers.loaders import open_loader
+from manyhands.data.readers.streams import Stream
+from manyhands.data.readers.tables import HuggingFace, arrow_columns, frame_columns
 from manyhands.data.source import Slice, Source
-from manyhands.data.streams import Stream
-from manyhands.data.tables import HuggingFace, arrow_columns, frame_columns
 from manyhands.errors import BadInput
 
 __all__ = ["Slice", "Source", "is_function", "open_source"]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from manyhands.data.tables import arrow_array
+from manyhands.data.readers.tables import arrow_array
 from manyhands.errors import BadInput
 
 if TYPE_CHECKING:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from manyhands.engines import launchers
+from manyhands.engines.torchrun import launchers
 
 if TYPE_CHECKING:
     from manyhands.engines.base import Engine
 
 CATALOGUE: dict[str, str] = {
-    "local": "manyhands.engines.local:Local",
-    "hosts": "manyhands.engines.hosts:Hosts",
+    "local": "manyhands.engines.local.engine:Local",
+    "hosts": "manyhands.engines.hosts.engine:Hosts",
     "spark": "manyhands.engines.spark.engine:Spark",
     "sim": "manyhands.engines.sim.engine:Sim",
-    "torchrun": "manyhands.engines.torchrun:Torchrun",
+    "torchrun": "manyhands.engines.torchrun.engine:Torchrun",
 }
 """{name: "module:class"}: what a spec string may name; nothing is imported before it is asked for."""
 
@@ -77,7 +77,7 @@ def under_torchrun() -> bool:
 def default_workers(engine: Engine) -> int:
     """As many as there are where a launcher has decided it; else one per visible GPU, at least 1. Touches no GPU."""
     if engine.name == "inside":
-        from manyhands.engines.inside import Inside
+        from manyhands.engines.nested import Inside
 
         assert isinstance(engine, Inside)
         return engine.worker.size
@@ -91,7 +91,7 @@ def default_workers(engine: Engine) -> int:
 def _inside() -> Engine | None:
     if "manyhands.worker" not in sys.modules:  # nobody can have made this process a worker then
         return None
-    from manyhands.engines.inside import Inside
+    from manyhands.engines.nested import Inside
     from manyhands.worker import current
 
     worker = current()
@@ -100,6 +100,6 @@ def _inside() -> Engine | None:
 
 def own_rank(engine: Engine) -> int:
     """This process's rank under an engine whose workers all make the same call."""
-    from manyhands.engines.inside import Inside
+    from manyhands.engines.nested import Inside
 
     return engine.worker.rank if isinstance(engine, Inside) else launchers.number_of(launchers.RANK, "0")

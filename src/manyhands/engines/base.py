@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from manyhands.engines.crew import name_of
+from manyhands.engines.driver.host_processes import name_of
 from manyhands.errors import BadInput, Unsupported, is_whole
 from manyhands.events import Event
 

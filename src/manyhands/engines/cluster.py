@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from manyhands.engines.base import Engine, Launch, Observer, check_brings
-from manyhands.engines.coordinator import USER
+from manyhands.engines.driver.run_monitor import USER
 from manyhands.engines.roles import CHIEF, EVALUATOR, TRAINING, WORKER, Roles
 from manyhands.errors import BadInput, Unsupported
 from manyhands.events import Event

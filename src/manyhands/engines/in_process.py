@@ -10,9 +10,9 @@ from typing import Any
 from typing_extensions import override
 
 from manyhands.comm.group import Group
+from manyhands.data.leases import End, Lease, Leases, Segment
 from manyhands.engines.base import Observer
 from manyhands.events import Event
-from manyhands.leases import End, Lease, Leases, Segment
 from manyhands.worker import Coordinator
 
 _POLL_S = 0.1

@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from manyhands import evaluation
-from manyhands.companion import Companion, Companions
 from manyhands.errors import BadInput, Unsupported
 from manyhands.keras import tally
 from manyhands.keras.backend import keras
 from manyhands.keras.module import KerasModule
 from manyhands.keras.optimizer import KerasOptimizer
-from manyhands.replica import Replica
+from manyhands.replica import evaluation
+from manyhands.replica.replica import Replica
 from manyhands.task import Summed
 from manyhands.worker import Worker
+from manyhands.worker_callback import Companion, Companions
 
 _OTHERWISE = {
     "BackupAndRestore": "give train() a run_dir, and resume=True to go on",

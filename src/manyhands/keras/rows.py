@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manyhands.data.arrays import Columns
 from manyhands.data.batch import map_columns, slice_rows
+from manyhands.data.readers.arrays import Columns
 from manyhands.errors import BadInput
 from manyhands.keras.backend import keras
 

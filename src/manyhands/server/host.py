@@ -21,7 +21,7 @@ from manyhands.server.shard import Shard
 from manyhands.transport.channel import Channel, ChannelClosed, ChannelTimeout
 from manyhands.transport.frame import FrameError
 from manyhands.transport.listener import Listener
-from manyhands.words import printable
+from manyhands.units import printable
 
 _log = logging.getLogger("manyhands")
 _BEAT_S = 0.25

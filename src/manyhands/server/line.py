@@ -20,7 +20,7 @@ from manyhands.server.published import Window, map_outbox
 from manyhands.server.store import Refused
 from manyhands.transport.channel import Channel, ChannelClosed, ChannelTimeout
 from manyhands.transport.frame import Frame, FrameError, from_json
-from manyhands.words import printable
+from manyhands.units import printable
 
 
 class ShardLost(PeerLost):

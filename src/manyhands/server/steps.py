@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from manyhands.server.rule import Push
+from manyhands.server.rules.base import Push
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,8 @@ from torch import Tensor
 from manyhands.comm.checks import check_mean
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.server.gate import Gate
-from manyhands.server.rule import Push, Rule
-from manyhands.server.rules import Quorum
+from manyhands.server.rules.base import Push, Rule
+from manyhands.server.rules.updates import Quorum
 from manyhands.server.steps import Decided, Steps
 
 

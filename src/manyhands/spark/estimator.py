@@ -20,14 +20,14 @@ from typing_extensions import override
 from manyhands.callbacks import EarlyStopping
 from manyhands.data.frames import Frame
 from manyhands.errors import BadInput
-from manyhands.run import Run
+from manyhands.recording.run import Run
 from manyhands.spark import stored_model
 from manyhands.spark.framing import frame, plain, split
 from manyhands.spark.of_keras import is_keras, metrics_of, single_output_threshold
 from manyhands.spark.predicting import OUTPUTS, Predict, column_of, judged
 from manyhands.spark.weighted import WeightedLoss, WeightedMetrics
 from manyhands.task import Task
-from manyhands.training import train
+from manyhands.training.train import train
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

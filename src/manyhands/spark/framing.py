@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 
 from manyhands.data.frames import WHICH, Frame
-from manyhands.data.shared_files import find, types_of
+from manyhands.data.readers.shared_files import find, types_of
 from manyhands.data.spool import Column
 from manyhands.errors import BadInput
 from manyhands.spark.plans import files_of

@@ -17,7 +17,7 @@ from torch import nn
 
 from manyhands.errors import BadInput
 from manyhands.task import Evaluate
-from manyhands.words import printable
+from manyhands.units import printable
 
 if TYPE_CHECKING:
     from manyhands.keras.module import KerasModule

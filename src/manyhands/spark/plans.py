@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from manyhands.data.shared_files import table_file
+from manyhands.data.readers.shared_files import table_file
 from manyhands.engines.spark.session import is_connect
 from manyhands.errors import BadInput
 

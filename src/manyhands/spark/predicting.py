@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from manyhands.data.frames import Frame
 from manyhands.data.spool import Column
 from manyhands.errors import BadInput
-from manyhands.evaluation import Measured, means_of
+from manyhands.replica.evaluation import Measured, means_of
 from manyhands.task import Evaluate, Metrics, Summed
 
 if TYPE_CHECKING:

@@ -21,11 +21,11 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from manyhands.checkpoint.paths import AnyPath, path_of
 from manyhands.errors import BadInput
-from manyhands.evaluation import AveragedOutputs
-from manyhands.remote_path import AnyPath, path_of
+from manyhands.replica.evaluation import AveragedOutputs
 from manyhands.spark.of_keras import DAMAGE, from_bytes, keras_module, to_bytes
-from manyhands.words import printable
+from manyhands.units import printable
 
 FORMAT = 1
 _RECIPE, _TENSORS, _KERAS = "model.json", "model.safetensors", "model.keras"

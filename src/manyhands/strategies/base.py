@@ -16,7 +16,7 @@ from manyhands.server.base import ServerSpec
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
-    from manyhands.replica import Replica
+    from manyhands.replica.replica import Replica
 
 
 @dataclass(frozen=True, kw_only=True)

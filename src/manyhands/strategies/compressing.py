@@ -23,8 +23,8 @@ from manyhands.comm.codecs.threshold import Threshold
 from manyhands.comm.compressed import compressed_mean_
 from manyhands.comm.group import Total
 from manyhands.errors import BadInput, Unsupported
-from manyhands.flat import Layout
-from manyhands.replica import CONTROL_BITS
+from manyhands.replica.layout import Layout
+from manyhands.replica.replica import CONTROL_BITS
 from manyhands.server.base import Encoded, Pushed
 from manyhands.server.sharding import parts_of
 from manyhands.strategies import serving
@@ -32,7 +32,7 @@ from manyhands.strategies.base import State
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
-    from manyhands.replica import Replica
+    from manyhands.replica.replica import Replica
 
 
 class Compressing(Protocol):

@@ -1,7 +1,7 @@
 """DiLoCo over a server: every worker pushes what its windows moved, at its own pace, and goes on from the newest center.
 
 Source: Decoupled DiLoCo for Resilient Distributed Pre-training, Douillard et al., 2026. Which pushes are a round is the
-server's: `manyhands.server.rounds_rule`; with bound=0, those of a tick.
+server's: `manyhands.server.rules.rounds`; with bound=0, those of a tick.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.replica import Replica
-from manyhands.server.rounds_rule import LAST
+from manyhands.replica.replica import Replica
+from manyhands.server.rules.rounds import LAST
 from manyhands.strategies import compressing, serving
 from manyhands.strategies.compressing import CompressedState, Compressing
 from manyhands.strategies.streaming import mean_of

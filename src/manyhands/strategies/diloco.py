@@ -21,7 +21,7 @@ from manyhands.strategies.streaming import Schedule
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
-    from manyhands.replica import Replica
+    from manyhands.replica.replica import Replica
 
 OVERLAP, MIXING = 1, 0.5  # where streaming is on and nothing else is said; mixing where there is overlap
 GRACE = 1
@@ -47,7 +47,7 @@ class DiLoCo(Strategy):
 
     via=server: Decoupled DiLoCo for Resilient Distributed Pre-training, Douillard et al., 2026. Workers push what they moved
     in `period` steps and go on at once, from the center if it is a new one, else from where they are. Rounds are made by the
-    server of what has come: see `manyhands.server.rounds_rule`. With bound=0 it is the form over the group.
+    server of what has come: see `manyhands.server.rules.rounds`. With bound=0 it is the form over the group.
 
     compress=: pseudo-gradients, or pushes, travel by a codec, with error feedback; centers travel whole.
 

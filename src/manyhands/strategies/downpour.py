@@ -13,14 +13,14 @@ from typing_extensions import override
 
 from manyhands.errors import BadInput
 from manyhands.server.base import ServerSpec
-from manyhands.server.outer import ELEMENTWISE
+from manyhands.server.rules.outer import ELEMENTWISE
 from manyhands.strategies import compressing, serving
 from manyhands.strategies.base import Leasing, Strategy
 from manyhands.strategies.compressing import CompressedState
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
-    from manyhands.replica import Replica
+    from manyhands.replica.replica import Replica
 
 
 @dataclass(kw_only=True)

@@ -13,7 +13,7 @@ from manyhands.strategies.elastic import Elastic, ElasticState
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
-    from manyhands.replica import Replica
+    from manyhands.replica.replica import Replica
 
 
 @dataclass(kw_only=True)

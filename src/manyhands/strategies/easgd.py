@@ -11,7 +11,7 @@ from manyhands.strategies.elastic import Elastic, ElasticState
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
-    from manyhands.replica import Replica
+    from manyhands.replica.replica import Replica
 
 
 @dataclass(frozen=True, kw_only=True)

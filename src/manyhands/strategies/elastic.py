@@ -17,7 +17,7 @@ from manyhands.strategies.base import Leasing, State, Strategy
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
-    from manyhands.replica import Replica
+    from manyhands.replica.replica import Replica
 
 BETA = 0.9  # the paper's β = N·α: the share of its distance from the workers' mean that the center moves
 

@@ -12,7 +12,7 @@ from manyhands.strategies.base import Needs, State, Strategy
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
-    from manyhands.replica import Replica
+    from manyhands.replica.replica import Replica
 
 
 @dataclass(kw_only=True)

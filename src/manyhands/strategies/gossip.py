@@ -18,7 +18,7 @@ from manyhands.strategies.pairs import PairsState
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
-    from manyhands.replica import Replica
+    from manyhands.replica.replica import Replica
 
 GRAPHS = ("exponential", "ring", "random", "pairs")
 WEIGHTS = ("doubly-stochastic", "push-sum")
@@ -65,7 +65,7 @@ class Gossip(Strategy):
     1. The gradient is taken at z_i = x_i / w_i, which is what the replica holds.
     2. The optimizer's step moves x_i, so z_i by step / w_i.
     3. Every `period` steps x_i and w_i become the sums of P_ij·x_j and P_ij·w_j.
-    Pairs, each worker at its own pace, over a server (see server/pairs.py):
+    Pairs, each worker at its own pace, over a server (see server/rules/pairs.py):
     1. The gradient is taken at x_i as of the worker's last exchange, and the optimizer takes its step.
     2. Every `period` steps, i and one other worker become their mean, in one go, and i moves by what its steps were.
 

@@ -13,7 +13,7 @@ from manyhands.strategies.base import Leasing, Needs, State, Strategy
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
-    from manyhands.replica import Replica
+    from manyhands.replica.replica import Replica
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from manyhands.strategies.base import State, Strategy
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
-    from manyhands.replica import Replica
+    from manyhands.replica.replica import Replica
 
 
 @dataclass(kw_only=True)

@@ -1,4 +1,4 @@
-"""Gossip in pairs, each worker at its own pace: the workers' half. They meet at the server: see server/pairs.py."""
+"""Gossip in pairs, each worker at its own pace: the workers' half. They meet at the server: see server/rules/pairs.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from manyhands.strategies.base import State
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
-    from manyhands.replica import Replica
+    from manyhands.replica.replica import Replica
 
 
 @dataclass(kw_only=True)

@@ -17,7 +17,7 @@ from manyhands.strategies.compressing import CompressedState
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
-    from manyhands.replica import Replica
+    from manyhands.replica.replica import Replica
 
 AHEAD = 16  # ticks that the others may be ahead of a late worker: so many means the server keeps for it
 

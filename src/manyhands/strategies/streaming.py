@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from manyhands.comm.group import Done, Handle
 from manyhands.errors import BadInput
-from manyhands.flat import ALIGNMENT_BYTES, Layout
-from manyhands.replica import MORE, STOP, Replica
+from manyhands.replica.layout import ALIGNMENT_BYTES, Layout
+from manyhands.replica.replica import MORE, STOP, Replica
 from manyhands.strategies import compressing
 from manyhands.strategies.compressing import CompressedState
 from manyhands.worker import Worker

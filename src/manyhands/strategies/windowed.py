@@ -15,7 +15,7 @@ from manyhands.strategies.compressing import CompressedState, Compressing
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
-    from manyhands.replica import Replica
+    from manyhands.replica.replica import Replica
 
 
 @dataclass(kw_only=True)

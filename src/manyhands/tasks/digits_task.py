@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from manyhands.data.share import epoch_order
+from manyhands.data.sharding import epoch_order
 from manyhands.task import SupervisedMetrics, Task
 
 TRAIN, VALIDATION, TEST = 1297, 200, 300  # rows, in this order of the permutation below

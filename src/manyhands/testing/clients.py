@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from manyhands.server.base import Server, ServerSpec
-from manyhands.testing.group_exam import ExamFailed, expect
+from manyhands.testing.group_suite import ExamFailed, expect
 
 OpenServers = Callable[[ServerSpec, int, int], AbstractContextManager[list[Server]]]
 T = TypeVar("T")

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from manyhands.errors import BadInput
 from manyhands.transport.credentials import Credentials
 from manyhands.transport.frame import HEADER_BYTES, Frame, FrameError, blob_length, from_json, pack, to_json, unpack
-from manyhands.words import printable
+from manyhands.units import printable
 
 T = TypeVar("T")
 Steps = Generator[int, None, T]

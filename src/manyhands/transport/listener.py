@@ -33,7 +33,7 @@ from manyhands.transport.hello import (
     speak_to,
     wrapped,
 )
-from manyhands.transport.strangers import Strangers
+from manyhands.transport.rejected import Strangers
 
 HELLO_S = 10.0  # a peer has so long from its connection to the end of its hello, however it spreads its bytes
 _FAREWELL_S = 2.0  # and one that was refused so long to hear why

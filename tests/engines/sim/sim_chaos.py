@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from sim_world import meeting_of, servers_of
 
 from manyhands.comm.reducing import naive_mean
+from manyhands.data.leases import Lease, Leases, Segment
 from manyhands.engines.sim.group import SimGroup
 from manyhands.engines.sim.timeline import Timeline
 from manyhands.errors import PeerLost
-from manyhands.leases import Lease, Leases, Segment
 from manyhands.server.base import ServerSpec
 
 NETWORK = "latency=10ms"

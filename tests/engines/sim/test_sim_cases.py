@@ -14,7 +14,7 @@ from sim_world import servers_of
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands import checkpoint
+from manyhands.checkpoint import checkpoints
 from manyhands.engines.base import Launch
 from manyhands.engines.sim.engine import Sim
 from manyhands.engines.sim.timeline import Timeline
@@ -344,7 +344,7 @@ def test_the_exponential_graph_is_exact_in_log2_rounds(weights: str) -> None:
 
 def residuals(directory: Path) -> list[Tensor]:
     """Of each rank, as the newest checkpoint has them."""
-    found = checkpoint.newest(directory / "checkpoints", lambda message: None)
+    found = checkpoints.newest(directory / "checkpoints", lambda message: None)
     assert found is not None
     return [found.tensors(rank)["strategy/residual/x"] for rank in range(found.ranks)]
 

@@ -15,9 +15,9 @@ from sim_chaos import checked
 from torch import Tensor, nn
 
 import manyhands as mh
+from manyhands.data.leases import Lease, Leases
 from manyhands.engines.sim.engine import Simulation
 from manyhands.errors import ManyhandsError, PeerLost, WorkerFailed
-from manyhands.leases import Lease, Leases
 from manyhands.server.gate import Gate
 from manyhands.strategies import strategy_of
 from manyhands.worker import current

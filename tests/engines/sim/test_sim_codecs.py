@@ -13,7 +13,7 @@ from sim_world import servers_of
 import manyhands as mh
 from manyhands.comm.codecs import codec_of
 from manyhands.engines.sim.timeline import Timeline
-from manyhands.flat import Layout
+from manyhands.replica.layout import Layout
 from manyhands.server.base import Encoded, ServerSpec
 from manyhands.server.sharding import parts_of
 from plain import mlp, rows, task

@@ -18,16 +18,16 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from typer.testing import CliRunner
 
 import manyhands as mh
-from manyhands import cli
 from manyhands.callbacks.base import Callback
+from manyhands.cli import commands
 from manyhands.engines.base import Launch, Observer
 from manyhands.engines.sim import engine as sim_engine
 from manyhands.engines.sim.engine import Sim
 from manyhands.errors import BadInput, PeerLost, Unsupported, WorkerFailed
 from manyhands.events import Event
-from manyhands.replica import Replica
+from manyhands.replica.replica import Replica
 from manyhands.server.base import ServerSpec
-from manyhands.testing.engine_exam import ENGINE_EXAM
+from manyhands.testing.engine_suite import ENGINE_EXAM
 from manyhands.worker import Worker, current
 from plain import cross_entropy, flat, mlp, plain_loop, rows, task
 
@@ -610,7 +610,7 @@ def test_others_are_quiet_and_the_caller_is_not(capsys: pytest.CaptureFixture[st
 def test_the_strategy_of_a_launch_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever is the last to end, and whether it was given as a string or not."""
     monkeypatch.delenv("MANYHANDS_STRATEGY", raising=False)
-    from manyhands.launching import launched_strategy
+    from manyhands.own_loop.launch import launched_strategy
 
     for strategy in ("local-sgd:period=3", mh.LocalSGD(period=3)):
 
@@ -639,7 +639,7 @@ def test_a_training_inside_of_a_launch_is_refused() -> None:
 
 
 def test_a_script_is_refused(tmp_path: Path) -> None:
-    from manyhands.launching import run_script
+    from manyhands.own_loop.launch import run_script
 
     (tmp_path / "train.py").write_text("print('here')")
     with pytest.raises(Unsupported, match="share this process.*manyhands.launch"):
@@ -651,7 +651,7 @@ def test_a_script_is_refused(tmp_path: Path) -> None:
 
 def command(*arguments: str) -> Any:
     environment = {"COLUMNS": "200", "NO_COLOR": "1"}
-    return CliRunner().invoke(cli.app, ["train", "digits", *arguments], prog_name="manyhands", env=environment)
+    return CliRunner().invoke(commands.app, ["train", "digits", *arguments], prog_name="manyhands", env=environment)
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.engines.local import Local
+from manyhands.engines.local.engine import Local
 from manyhands.errors import ManyhandsError
 from manyhands.strategies import CATALOGUE, strategy_of
 from plain import cross_entropy, task

@@ -12,7 +12,7 @@ from manyhands.engines.sim import group as group_module
 from manyhands.engines.sim.group import SimGroup
 from manyhands.engines.sim.timeline import Timeline
 from manyhands.errors import ManyhandsError, PeerLost
-from manyhands.testing.group_exam import FLOATS, GROUP_EXAM, vectors
+from manyhands.testing.group_suite import FLOATS, GROUP_EXAM, vectors
 from residuals import MANY, check_feedback, feedback
 
 LINE = "latency=1,bandwidth=8e6"  # 1 s, and 1 MB a second

@@ -8,11 +8,11 @@ from itertools import combinations
 import pytest
 import torch
 
-from manyhands.comm.exchanges import DIRECT_BYTES, SWAP_BYTES
 from manyhands.comm.hierarchical import HierarchicalGroup
-from manyhands.comm.ring import RingGroup
-from manyhands.comm.shared_memory import SharedMemory as Memory
-from manyhands.comm.shared_memory import SharedMemoryGroup
+from manyhands.comm.ring.algorithms import DIRECT_BYTES, SWAP_BYTES
+from manyhands.comm.ring.group import RingGroup
+from manyhands.comm.shared_memory.group import SharedMemory as Memory
+from manyhands.comm.shared_memory.group import SharedMemoryGroup
 from manyhands.engines.sim.network import Network, Wires
 from manyhands.engines.sim.own_collectives import Hierarchical, SharedMemory, Sockets
 from manyhands.transport.channel import Channel

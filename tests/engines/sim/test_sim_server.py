@@ -14,7 +14,7 @@ from manyhands.errors import ManyhandsError, PeerLost
 from manyhands.server.base import ServerSpec
 from manyhands.server.line import ShardLost
 from manyhands.server.store import Refused
-from manyhands.testing.server_exam import SERVER_EXAM
+from manyhands.testing.server_suite import SERVER_EXAM
 
 ADD, IN_STEP = ServerSpec(rule="add"), ServerSpec(rule="add", bound=0)
 FREE, LOSSY = ("", ""), ("latency=1ms,bandwidth=1Mbit", "drop=0.1,duplicate=0.1,delay=0.1:0.5,reorder=0.1")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass, fields
 from typing import Self
 
-from manyhands.engines.sim.units import expect_number, read_seconds, shown
+from manyhands.engines.sim.quantities import expect_number, read_seconds, shown
 from manyhands.errors import BadInput
 
 

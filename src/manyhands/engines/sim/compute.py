@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from manyhands.comm.codecs import CODECS, Codec
 from manyhands.engines.sim.coding import FREE, Coding
-from manyhands.engines.sim.units import (
+from manyhands.engines.sim.quantities import (
     expect_number,
     read_factor,
     read_items,

@@ -14,17 +14,17 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from typing_extensions import override
 
-from manyhands.engines.alone import run_as
 from manyhands.engines.base import Engine, Launch, check_counts
 from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.costs import Costs
+from manyhands.engines.sim.driver_client import Desk, SimLine, backward_in_turn
 from manyhands.engines.sim.faults import Fault, Faults
 from manyhands.engines.sim.group import SimGroup, SimMeeting
-from manyhands.engines.sim.line import Desk, SimLine, backward_in_turn
 from manyhands.engines.sim.network import Network, Wires
 from manyhands.engines.sim.profile import Profile
 from manyhands.engines.sim.server import SimServers
 from manyhands.engines.sim.timeline import Killed, Program, Timeline
+from manyhands.engines.single_process import run_as
 from manyhands.errors import PeerLost, Unsupported, WorkerFailed
 from manyhands.events import Event
 from manyhands.server.line import ShardLost

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Self, get_args
 
-from manyhands.engines.sim.units import NUMBER, TIME, expect_number, read_items, read_seconds, shown, unknown
+from manyhands.engines.sim.quantities import NUMBER, TIME, expect_number, read_items, read_seconds, shown, unknown
 from manyhands.errors import BadInput, Unsupported, is_whole
 
 What = Literal["kill", "pause", "restart"]

@@ -20,7 +20,7 @@ from manyhands.comm.reducing import CHUNK, reduce_everywhere, shares_of, sum_of
 from manyhands.comm.signature import signature
 from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.costs import Cost
-from manyhands.engines.sim.meeting import Call, Letter, Round, Run, SimMeeting
+from manyhands.engines.sim.rendezvous import Call, Letter, Round, Run, SimMeeting
 from manyhands.errors import ManyhandsError
 
 __all__ = ["SimGroup", "SimMeeting"]

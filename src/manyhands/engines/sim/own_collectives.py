@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from typing_extensions import override
 
-from manyhands.comm.exchanges import DIRECT_BYTES, SWAP_BYTES
+from manyhands.comm.ring.algorithms import DIRECT_BYTES, SWAP_BYTES
 from manyhands.engines.sim.collectives import Algorithm, Cost, Ring
 from manyhands.engines.sim.network import Wires
 

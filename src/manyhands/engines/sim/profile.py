@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
-from manyhands.checkpoint import write_whole
+from manyhands.checkpoint.checkpoints import write_whole
 from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.network import Network
-from manyhands.engines.sim.units import expect_number
+from manyhands.engines.sim.quantities import expect_number
 from manyhands.errors import BadInput
 
 _SCHEMA = 1

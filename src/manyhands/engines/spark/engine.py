@@ -19,8 +19,8 @@ from manyhands.engines.base import Engine, Launch, check_counts, check_seconds
 from manyhands.errors import BadInput, ManyhandsError, Unsupported
 
 if TYPE_CHECKING:
-    from manyhands.engines.gathering import Guests
-    from manyhands.engines.secret import Secret
+    from manyhands.engines.hosts.join_listener import Guests
+    from manyhands.engines.hosts.secret import Secret
     from manyhands.engines.spark.job import Job
     from manyhands.engines.spark.stage import Stage
     from manyhands.transport.listener import Listener
@@ -71,9 +71,9 @@ class Spark(Engine):
         check_counts(plan)
         if sys.platform != "linux":
             raise Unsupported(f"engine spark needs Linux, this is {sys.platform}")
-        from manyhands.engines.driver import Driver
-        from manyhands.engines.gathering import Guests, Listening
-        from manyhands.engines.limits import room_for_descriptors
+        from manyhands.engines.descriptors import room_for_descriptors
+        from manyhands.engines.driver.driver import Driver
+        from manyhands.engines.hosts.join_listener import Guests, Listening
         from manyhands.engines.spark import session
         from manyhands.engines.spark.job import Job, check_executors
 
@@ -93,8 +93,8 @@ class Spark(Engine):
 
     def _opened(self, addresses: tuple[str, str], plan: Launch) -> tuple[Listener, Stage]:
         """Where the executors come to, and what they are told. addresses: of this host to listen at, and by which executors call it."""
-        from manyhands.engines.post import SILENCE_S
-        from manyhands.engines.roster import versions
+        from manyhands.engines.hosts.message_channel import SILENCE_S
+        from manyhands.engines.hosts.roster import versions
         from manyhands.engines.spark.stage import Stage
         from manyhands.transport.address import format_address
         from manyhands.transport.listener import Listener
@@ -115,9 +115,9 @@ class Spark(Engine):
 
     def _gather(self, plan: Launch, listener: Listener, job: Job, guests: Guests) -> None:
         """Until all workers are there; then their hosts have seats, in the order of their Spark tasks."""
-        from manyhands.engines.crew import seats_of, shard_of
-        from manyhands.engines.gathering import Door, check_stop
-        from manyhands.engines.roster import Roster
+        from manyhands.engines.driver.host_processes import seats_of, shard_of
+        from manyhands.engines.hosts.join_listener import Door, check_stop
+        from manyhands.engines.hosts.roster import Roster
 
         roster, deadline = Roster(plan.workers), time.monotonic() + self.wait_s
 
@@ -140,7 +140,7 @@ class Spark(Engine):
 
     def _secret(self) -> Secret:
         """Of this run alone; it travels to the executors in the job's closure, by whatever way Spark itself protects."""
-        from manyhands.engines.secret import Secret
+        from manyhands.engines.hosts.secret import Secret
 
         with tempfile.TemporaryDirectory(prefix="manyhands-") as folder:
             return Secret.create(Path(folder) / "run.pem", tls=self.tls)

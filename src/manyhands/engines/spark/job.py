@@ -14,7 +14,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from manyhands.data.frames import ORDER, WHICH, Frame
-from manyhands.engines.roster import versions
+from manyhands.engines.hosts.roster import versions
 from manyhands.engines.spark.session import is_connect
 from manyhands.engines.spark.stage import SAID, SCHEMA, Stage, check_versions, told_versions
 from manyhands.errors import BadInput, ManyhandsError

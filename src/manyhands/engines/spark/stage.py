@@ -16,14 +16,14 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from manyhands.data import shared_files
 from manyhands.data.frames import VARIABLE, WHICH, Frame
+from manyhands.data.readers import shared_files
 from manyhands.data.spool import Spool
-from manyhands.engines.joining import Join, JoinError, join
-from manyhands.engines.roster import listed, versions
-from manyhands.engines.secret import Secret
+from manyhands.engines.hosts.join import Join, JoinError, join
+from manyhands.engines.hosts.roster import listed, versions
+from manyhands.engines.hosts.secret import Secret
+from manyhands.engines.local.fork_client import Spawner
 from manyhands.engines.spark.neighbours import Busy, Neighbours, process_space, wait_until_over
-from manyhands.engines.spawner import Spawner
 from manyhands.errors import BadInput, ManyhandsError
 
 if TYPE_CHECKING:

@@ -1,0 +1,479 @@
+"""Checkpoints on disk: written whole or not at all, verified before they are believed.
+
+A checkpoint is a folder `step-00000120/` of one safetensors and one JSON file a rank, and `manifest.json`, written
+last, with every file's SHA-256. It is made under a temporary name, synced, then renamed. The newest two are kept;
+those newer than the one being saved were passed over at resume, because they are damaged, and are removed.
+
+A manifest also has the number of the launch that wrote it (see `launch_lock`). What lies in the folder under other names
+than a checkpoint's is neither read nor removed.
+
+Elsewhere than on a disk (a `RemotePath`) nothing can be renamed into place, and every rank puts its own files where they
+are to lie: there a folder without a manifest is not finished, and no checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import os
+import re
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from manyhands.checkpoint.launch_lock import Claim
+from manyhands.checkpoint.paths import PARTIAL, AnyPath, RemotePath, open_regular
+from manyhands.comm.group import Group
+from manyhands.errors import BadInput, ManyhandsError, is_whole
+from manyhands.rank_files.guard import as_given
+
+KEPT = 2
+FORMAT = 2
+MANIFEST = "manifest.json"
+_TOKEN_BYTES = 8
+_MOST_TIMES, _MOST_MORE_BYTES = 8, 64 << 20  # see `_most_bytes`
+_PIECE_BYTES = 64 << 20
+_NAME = re.compile(r"step-[0-9]{8,18}")
+_UNFINISHED = re.compile(rf"{_NAME.pattern}\.[0-9a-f]{{{2 * _TOKEN_BYTES}}}\.partial")
+_DAMAGE = (OSError, ValueError, RecursionError)  # what reading a damaged file raises
+
+Warn = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One file of a checkpoint, as whoever wrote or verified it says."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint; `ranks` files of each kind. `parts`: all its files but the manifest, by name."""
+
+    path: AnyPath
+    tick: int
+    ranks: int
+    parts: dict[str, Part] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """Of all parts."""
+        return hashlib.sha256("".join(part.sha256 for part in self.parts.values()).encode()).hexdigest()
+
+    def tensors(self, rank: int) -> dict[str, Tensor]:
+        return load_tensors(self.path / _names(rank)[0])
+
+    def values(self, rank: int) -> dict[str, Any]:
+        return dict(json.loads((self.path / _names(rank)[1]).read_text()))
+
+
+def load_tensors(path: AnyPath) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, by name. Raises OSError, SafetensorError."""
+    if isinstance(path, RemotePath):
+        return safetensors.torch.load(path.read_bytes())
+    return safetensors.torch.load_file(path)
+
+
+@as_given()  # a part is no file of the script's
+def save(
+    folder: AnyPath,
+    tick: int,
+    group: Group,
+    tensors: dict[str, Tensor],
+    values: dict[str, Any],
+    *,
+    claim: Claim | None = None,
+    warn: Warn = lambda message: None,
+) -> AnyPath:
+    """Write this rank's part of a checkpoint; a collective. Returns where it lies, the same on all ranks.
+
+    claim: the launch that writes; ManyhandsError where another has the run directory by now. warn: is told what cannot be removed.
+    A rank on a host that does not see rank 0's folder on a disk sends its part there. OSError (a full disk, say) and a
+    RemotePath's ManyhandsError pass through: no checkpoint under the final name exists then.
+
+    No rank writes where another one tells it to: every rank knows `folder` and the names of all files, and takes from the
+    others a random token, lengths within `_most_bytes`, and digests. ManyhandsError for anything else.
+    """
+    final = folder / _name(tick)
+    token = _begin(folder, tick, claim, warn) if group.rank == 0 else ""
+    partial = _partial(folder, tick, _token_of(group.all_gather_json(token)[0]))
+    parts = _write_parts(partial, group, _files(group.rank, tensors, values))
+    if group.rank == 0:
+        digests = {name: part.sha256 for name, part in parts.items()}
+        manifest: dict[str, Any] = {"format": FORMAT, "tick": tick, "ranks": group.size, "sha256": digests}
+        if claim is not None:
+            claim.check()  # writing the parts took its time
+            manifest["launch"] = claim.number
+        _finish(partial, final, json.dumps(manifest, indent=1).encode(), warn)
+        discard_newer(folder, tick, warn)
+        for old in _folders(folder)[:-KEPT]:
+            _remove(old, warn)
+    group.barrier()
+    return final
+
+
+@contextmanager
+def within_reach(saved: Checkpoint, group: Group) -> Iterator[Checkpoint]:
+    """The checkpoint as this rank can read it, within; a collective.
+
+    Hosts that do not see its folder get a copy from the first rank that does, which is gone afterwards. What comes has to
+    be what `saved` says (ManyhandsError).
+    """
+    seen = _holds(saved)
+    everyone = group.all_gather_json([seen, saved.tick, saved.digest])
+    if any(said[1:] != everyone[0][1:] for said in everyone):
+        ticks = ", ".join(str(said[1])[:20] for said in everyone)
+        raise ManyhandsError(
+            f"the workers are to go on from different checkpoints (by rank, steps {ticks}): give a run directory "
+            "(run_dir=, --run-dir) that is one and the same place for all hosts"
+        )
+    where = [said[0] for said in everyone]
+    if all(where):
+        yield saved
+        return
+    if not any(where):
+        raise BadInput(
+            f"no worker's host sees the checkpoint {saved.path}: resume where its disk is, or give a run directory "
+            "(run_dir=, --run-dir) that is one and the same place for all hosts"
+        )
+    source = where.index(True)
+    with tempfile.TemporaryDirectory(prefix="manyhands-") as folder:
+        for name, part in saved.parts.items():
+            copy = Path(os.devnull) if seen else Path(folder) / name
+            with (saved.path / name).open("rb") if group.rank == source else copy.open("wb") as file:
+                _bring(group, file, name, part, source, to_all=True)
+        yield saved if seen else replace(saved, path=Path(folder))
+
+
+def discard_newer(folder: AnyPath, tick: int, warn: Warn = lambda message: None) -> None:
+    """Remove checkpoints newer than `tick`, at which a run goes on: `newest` passed them over, and they must not count as kept."""
+    for path in _folders(folder):
+        if _tick(path) > tick:
+            _remove(path, warn)
+
+
+def newest(folder: AnyPath, warn: Warn) -> Checkpoint | None:
+    """The newest checkpoint whose every file is what its manifest says; each damaged one is named to `warn`.
+
+    Of two launches at once, on a file system without locks, the later launch's is the newer one. None where there is no
+    checkpoint at all; BadInput where there are some and all are damaged. A file system that does not answer is no damage
+    (ManyhandsError).
+    """
+    folders = _folders(folder)
+    for path in sorted(folders, key=lambda path: (_launch(path), _tick(path)), reverse=True):
+        try:
+            return _verified(path)
+        except (*_DAMAGE, SafetensorError) as problem:
+            warn(f"checkpoint {path} is damaged and left out: {problem}")
+    if folders:
+        raise BadInput(f"all {len(folders)} checkpoints in {folder} are damaged: start again in another run directory")
+    return None
+
+
+def last_launch(folder: AnyPath) -> int:
+    """The largest number of a launch that a manifest has; 0 where none has one."""
+    return int(max((number for path in _folders(folder) if (number := _launch(path)) < math.inf), default=0))
+
+
+def _launch(path: AnyPath) -> float:
+    """The number of the launch that wrote this checkpoint; infinite where its manifest is damaged."""
+    try:
+        return int(_manifest(path).get("launch", 0))
+    except _DAMAGE:
+        return math.inf
+
+
+def _name(tick: int) -> str:
+    return f"step-{tick:08d}"
+
+
+def _folders(folder: AnyPath) -> list[AnyPath]:
+    """All checkpoints, oldest first; not what has another name (a copy of the user's), which is never removed."""
+    if isinstance(folder, RemotePath):
+        return [path for path in _remote_folders(folder) if (path / MANIFEST).exists()]
+    return sorted((path for path in folder.glob("step-*") if path.is_dir() and _tick(path) >= 0), key=_tick)
+
+
+def _remote_folders(folder: RemotePath) -> list[RemotePath]:
+    """The same, finished or not."""
+    return sorted((path for path in folder.iterdir() if _tick(path) >= 0), key=_tick)
+
+
+def _tick(path: AnyPath) -> int:
+    """-1: it has another name."""
+    return int(path.name.removeprefix("step-")) if _NAME.fullmatch(path.name) else -1
+
+
+def _verified(path: AnyPath) -> Checkpoint:
+    manifest, parts = _manifest(path), {}
+    for name, digest in manifest["sha256"].items():
+        with open_regular(path / name) as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+            parts[name] = Part(file.tell(), found)
+        if found != digest:
+            raise ValueError(f"{name} is not what was written")
+    return Checkpoint(path, manifest["tick"], manifest["ranks"], parts)
+
+
+def _manifest(path: AnyPath) -> dict[str, Any]:
+    """What a checkpoint's manifest says, each field as `save` writes it; one of _DAMAGE else."""
+    with open_regular(path / MANIFEST) as file:
+        manifest = json.load(file)
+    if not isinstance(manifest, dict):
+        raise ValueError("its manifest is no JSON object")
+    if manifest.get("format") != FORMAT:
+        raise ValueError(f"it has format {manifest.get('format')!r:.20}, this version reads {FORMAT}")
+    ranks: Any = manifest.get("ranks")
+    digests = manifest.get("sha256")
+    if not is_whole(tick := manifest.get("tick"), 0) or tick != _tick(path):
+        raise ValueError(f"its manifest says tick {tick!r:.20}")
+    if not is_whole(launch := manifest.get("launch", 0), 0):
+        raise ValueError(f"its manifest says launch {launch!r:.20}, which is no number")
+    if not is_whole(ranks) or not isinstance(digests, dict):
+        raise ValueError(f"its manifest says {ranks!r:.20} ranks, and names no files of theirs")
+    if len(digests) != 2 * ranks or any(name not in digests for rank in range(ranks) for name in _names(rank)):
+        raise ValueError(
+            f"its manifest names {len(digests)} files, which are not the two of each of {ranks!r:.20} ranks"
+        )
+    return manifest
+
+
+def digest_of(path: AnyPath) -> str:
+    """The SHA-256 of a file. OSError, or ValueError where it is no file."""
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _begin(folder: AnyPath, tick: int, claim: Claim | None, warn: Warn) -> str:
+    """Make the empty folder `_partial`; its token. Elsewhere than on a disk it is the final one, once what was never finished is gone."""
+    if claim is not None:
+        claim.check()
+    token = secrets.token_hex(_TOKEN_BYTES)
+    partial = _partial(folder, tick, token)
+    if isinstance(folder, RemotePath):
+        for path in _remote_folders(folder):
+            if path == partial or not (path / MANIFEST).exists():
+                _remove(path, warn)
+        partial.mkdir()
+        return token
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.iterdir():
+        if _UNFINISHED.fullmatch(old.name):
+            _remove(old, warn)
+    partial.mkdir()
+    return token
+
+
+def _partial(folder: AnyPath, tick: int, token: str) -> AnyPath:
+    """Where the parts are written: on a disk a folder whose token no other host's folder has by chance."""
+    return folder / (_name(tick) if isinstance(folder, RemotePath) else f"{_name(tick)}.{token}.partial")
+
+
+def _token_of(said: Any) -> str:
+    if not (isinstance(said, str) and re.fullmatch(f"[0-9a-f]{{{2 * _TOKEN_BYTES}}}", said)):
+        raise ManyhandsError(
+            f"worker 0 began a checkpoint with {said!r:.80}; expected {2 * _TOKEN_BYTES} hexadecimal digits: "
+            "do all hosts run the same version of manyhands?"
+        )
+    return said
+
+
+def _names(rank: int) -> tuple[str, str]:
+    """The files of a rank's part. Nobody says these names: every rank knows them."""
+    return f"rank-{rank:05d}.safetensors", f"rank-{rank:05d}.json"
+
+
+def _files(rank: int, tensors: dict[str, Tensor], values: dict[str, Any]) -> dict[str, bytes]:
+    own = {
+        name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()
+    }  # a view would save all its storage
+    return dict(zip(_names(rank), (safetensors.torch.save(own), json.dumps(values).encode()), strict=True))
+
+
+def _finish(partial: AnyPath, final: AnyPath, manifest: bytes, warn: Warn) -> None:
+    """Make a checkpoint of a folder that has all parts, by its manifest and its name."""
+    if isinstance(partial, RemotePath) or isinstance(final, RemotePath):
+        write_whole(final / MANIFEST, manifest)
+        return
+    _write_synced(partial / MANIFEST, manifest)
+    _sync_folder(partial)
+    if os.path.lexists(final):
+        _remove(final, warn)
+    partial.rename(final)
+    _sync_folder(final.parent)
+
+
+def _remove(path: AnyPath, warn: Warn) -> None:
+    """A folder with all in it, a file, or a link itself. What the file system refuses to remove stays, and `warn` is told."""
+    if isinstance(path, RemotePath):
+        path.remove()
+        return
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except OSError as problem:
+        warn(f"cannot remove {path}, which the run needs no more: {problem.strerror}. Remove it by hand")
+
+
+def _write_parts(partial: AnyPath, group: Group, files: dict[str, bytes]) -> dict[str, Part]:
+    """Every rank's files, written where the folder is seen; on rank 0 all of them, by name."""
+    seen, own = isinstance(partial, RemotePath) or partial.is_dir(), {name: _part_of(files[name]) for name in files}
+    for name, data in files.items() if seen else ():
+        if isinstance(partial, RemotePath):
+            (partial / name).write_bytes(data)
+        else:
+            _write_synced(partial / name, data)
+    everyone = group.all_gather_json({"seen": seen, "parts": [asdict(part) for part in own.values()]})
+    if group.rank != 0:
+        for name, part in own.items() if not seen else ():
+            _bring(group, io.BytesIO(files[name]), name, part, group.rank)
+        return {}
+    most = _most_bytes(files)
+    announced = [_announced(rank, said, most) for rank, said in enumerate(everyone)]
+    if isinstance(partial, RemotePath):
+        _check_put(partial, [parts for _, parts in announced])
+    else:
+        for rank, (there, parts) in enumerate(announced):
+            for name, part in parts.items() if not there else ():
+                with _synced(partial / name) as file:
+                    _bring(group, file, name, part, rank)
+    return {name: part for _, parts in announced for name, part in parts.items()}
+
+
+def _most_bytes(files: dict[str, bytes]) -> int:
+    """How long a file of another rank may be: rank 0's own holds the same model, optimizer and strategy, and more.
+
+    The factor leaves room for a rank whose optimizer has stepped, and so holds state, where rank 0's has not.
+    """
+    return _MOST_TIMES * max(map(len, files.values())) + _MOST_MORE_BYTES
+
+
+def _announced(rank: int, said: Any, most: int) -> tuple[bool, dict[str, Part]]:
+    """(whether this rank sees the folder, its parts by name) of what it says; ManyhandsError where that cannot be."""
+    names = _names(rank)
+    seen, parts = (said.get("seen"), said.get("parts")) if isinstance(said, dict) else (None, None)
+    if isinstance(seen, bool) and isinstance(parts, list) and len(parts) == len(names):
+        checked = [_checked(part, most) for part in parts]
+        if None not in checked:
+            return seen, {name: part for name, part in zip(names, checked, strict=True) if part is not None}
+    raise ManyhandsError(
+        f"worker {rank} announced {said!r:.200} as its part of a checkpoint; expected the lengths (of at most {most} bytes) "
+        f"and SHA-256 of {' and '.join(names)}: do all hosts run the same version of manyhands, and the same program?"
+    )
+
+
+def _checked(said: Any, most: int) -> Part | None:
+    if not isinstance(said, dict) or said.keys() != {"bytes", "sha256"}:
+        return None
+    size, digest = said["bytes"], said["sha256"]
+    if not is_whole(size, 0) or size > most or not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
+        return None
+    return Part(size, digest)
+
+
+def _part_of(data: bytes) -> Part:
+    return Part(len(data), hashlib.sha256(data).hexdigest())
+
+
+def _check_put(folder: RemotePath, everyone: list[dict[str, Part]]) -> None:
+    """ManyhandsError where rank 0 does not find there what another rank put."""
+    found = folder.sizes()
+    for rank, parts in enumerate(everyone):
+        for name, part in parts.items():
+            if found.get(name) != part.bytes:
+                raise ManyhandsError(
+                    f"worker {rank} put {name} of {part.bytes} bytes into {folder}, and worker 0 finds {found.get(name, 'none')} there: "
+                    "give a run directory (run_dir=, --run-dir) that is one and the same place for all hosts"
+                )
+
+
+def _holds(saved: Checkpoint) -> bool:
+    """Whether this host sees that very checkpoint, and not another one under the same name."""
+    manifest = saved.path / MANIFEST
+    if isinstance(manifest, RemotePath) or not manifest.is_file():
+        return isinstance(manifest, RemotePath)
+    try:
+        written = json.loads(manifest.read_text())
+    except ValueError:
+        return False
+    return isinstance(written, dict) and written.get("sha256") == {n: part.sha256 for n, part in saved.parts.items()}
+
+
+def _bring(group: Group, file: io.BufferedIOBase, name: str, part: Part, source: int, *, to_all: bool = False) -> None:
+    """One file from rank `source`, who reads it from `file`, to rank 0 or `to_all`, who write it there.
+
+    It comes in pieces, so that no announced length decides how much memory is taken. ManyhandsError where something
+    else came than was announced.
+    """
+    found = hashlib.sha256()
+    for start in range(0, part.bytes, _PIECE_BYTES):
+        size = min(_PIECE_BYTES, part.bytes - start)
+        piece = torch.empty(size, dtype=torch.uint8)
+        if group.rank == source and file.readinto(piece.numpy().data) != size:
+            raise ManyhandsError(f"{name} became shorter than its {part.bytes} bytes while it was sent to other hosts")
+        if to_all:
+            group.broadcast_(piece, source)
+        elif group.rank == source:
+            group.send(piece, 0)
+        else:
+            group.receive_(piece, source)
+        if group.rank != source:
+            file.write(piece.numpy().data)
+            found.update(piece.numpy().data)
+    if group.rank != source and found.hexdigest() != part.sha256:
+        raise ManyhandsError(
+            f"worker {source} sent {name} with another SHA-256 than was announced: expected {part.sha256}, got "
+            f"{found.hexdigest()}. Start again with resume=True (--resume); if it happens again, look at that host"
+        )
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with _synced(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def _synced(path: Path) -> Iterator[io.BufferedWriter]:
+    """A file to write; it is on the disk afterwards."""
+    with path.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(path: AnyPath, data: bytes) -> None:
+    """Write a file so that it holds all of `data`, synced, or is not there (OSError; a RemotePath's ManyhandsError)."""
+    if isinstance(path, RemotePath):
+        path.write_whole(io.BytesIO(data))
+        return
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(_TOKEN_BYTES)}{PARTIAL}")  # nobody else's name
+    try:
+        _write_synced(partial, data)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    _sync_folder(path.parent)

@@ -1,0 +1,404 @@
+"""What a checkpoint of a training run holds: a replica, its strategy's state, random state and place, by name and unpadded."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manyhands import rng
+from manyhands.checkpoint.checkpoints import Checkpoint
+from manyhands.errors import BadInput, Unsupported
+from manyhands.replica.optimizer_state import counts_on_device
+from manyhands.replica.replica import Replica
+from manyhands.server.base import Server, Snapshot
+from manyhands.strategies.base import State
+
+Tensors = dict[str, Tensor]
+Parts = tuple[Tensors, dict[str, Any]]  # tensors by name, JSON values
+
+
+def declared(replica: Replica) -> dict[str, Any]:
+    """What the task says of optimizer and schedule, as JSON; of a replica that has not stepped yet."""
+    schedule = replica.schedule
+    return {
+        "optimizer": type(replica.optimizer).__name__,
+        "groups": _groups(replica),
+        "schedule": None if schedule is None else _plain({"type": type(schedule).__name__} | schedule.state_dict()),
+    }
+
+
+def capture(replica: Replica, state: State, place: dict[str, Any], said: dict[str, Any] | None = None) -> Parts:
+    """This rank's part; `place` is where the loop stands, `said` what was `declared` when it began.
+
+    Raises Unsupported, by name, for an optimizer that remembers of a parameter what is neither a tensor nor JSON.
+    """
+    tensors: dict[str, Tensor] = {}
+    _put(tensors, "parameters", replica.named(replica.parameters))
+    _put(tensors, "buffers", dict(replica.model.named_buffers()))
+    for field, tensor in state.tensors().items():
+        _put(tensors, f"strategy/{field}", _by_name(replica, tensor))
+    optimizer = _optimizer_state(replica, tensors)
+    random_tensors, random_values = rng.capture()
+    _put(tensors, "random", random_tensors)
+    values = {
+        "place": place,
+        "step": replica.step,
+        "strategy": state.numbers(),
+        "optimizer": optimizer,
+        "declared": said,
+        "schedule": _plain(replica.schedule.state_dict()) if replica.schedule is not None else None,
+        "random": random_values,
+    }
+    return tensors, values
+
+
+def restore(
+    checkpoint: Checkpoint,
+    replica: Replica,
+    state: State,
+    rank: int,
+    size: int,
+    total: int | None,
+    warn: Callable[[str], None] = lambda message: None,
+) -> tuple[State, dict[str, Any]]:
+    """Put this rank back where the checkpoint stood; returns its strategy state and `place`.
+
+    Raises BadInput, and has changed nothing, where the strategy's state is of other fields or shapes, as other options make them.
+
+    With as many ranks as it was written by, bit for bit. With another number: the strategy's own `merge`, which may
+    refuse (nothing has changed then); the mean of the written replicas, weighted by what each counted in its open
+    window (equal ones, as synchronous strategies have, are kept as they are); rank 0's optimizer and schedule; each
+    rank's random state as it is now. Where `total`, the number of steps planned, is another than it was, the schedule
+    is the new one's, wound on to the same step. So it is where the task says other hyperparameters than it did when the
+    checkpoint's run began: the task's are used, and `warn` is told which they are. What the task says as it did stays as
+    the checkpoint has it, moved by the schedule or by whatever else. Another class of optimizer is a BadInput.
+    """
+    same = checkpoint.ranks == size
+    parts = [checkpoint.tensors(r) for r in ([rank] if same else range(checkpoint.ranks))]
+    numbers = [checkpoint.values(r) for r in ([rank] if same else range(checkpoint.ranks))]
+    states = [
+        _restore_state(replica, state, part, number["strategy"], own=not same)
+        for part, number in zip(parts, numbers, strict=True)
+    ]
+    merged = states[0] if same else state.merge(states, rank, size)
+    tensors, values = parts[0], numbers[0]
+    now = declared(replica)
+    said = values["declared"] or now
+    _check_optimizer(said, now)
+    _fill(
+        replica.named(replica.parameters), "parameters", _mean_parameters(parts, [s.weight_of_window() for s in states])
+    )
+    _fill(dict(replica.model.named_buffers()), "buffers", tensors)
+    longer = values["place"]["total"] != total
+    rescheduled = (longer and replica.schedule is not None) or now["schedule"] != said["schedule"]
+    if rescheduled:
+        replica.wind_schedule(_steps_of(values["schedule"], values["place"].get("tick", values["step"])))
+    elif replica.schedule is not None:
+        replica.schedule.load_state_dict(_unpacked(values["schedule"]))
+    _restore_optimizer(replica, tensors, values["optimizer"], said["groups"], now["groups"], rescheduled)
+    if changes := _changes(said, now, schedules=not longer):
+        warn(
+            f"the task's hyperparameters are not those with which the checkpoint's run began: {'; '.join(changes[:8])}. The task's are used from step "
+            f"{values['place'].get('tick', values['step'])} on, a schedule as if it had been theirs from the start. To go on with the others, give the task what it was"
+        )
+    replica.step = values["step"]
+    if same:
+        rng.restore(_take(tensors, "random"), values["random"])
+    return merged, values["place"]
+
+
+def capture_server(server: Server, replica: Replica) -> Parts:
+    """What the server must remember, by parameter name."""
+    held = server.capture()
+    tensors: Tensors = {}
+    for vector, values in held.vectors.items():
+        _put(tensors, f"server/{vector}", replica.named(values))
+    return tensors, {"vectors": sorted(held.vectors), "numbers": held.numbers}
+
+
+def restore_server(checkpoint: Checkpoint, server: Server, replica: Replica) -> None:
+    """Have the server go on from what rank 0's part of a checkpoint holds."""
+    saved, values = checkpoint.tensors(0), checkpoint.values(0)["server"]
+    vectors = {}
+    for vector in values["vectors"]:
+        vectors[vector] = torch.zeros(replica.layout.padded, dtype=replica.layout.dtype)
+        _fill(replica.named(vectors[vector]), f"server/{vector}", saved)
+    server.restore(Snapshot(vectors, values["numbers"]))
+
+
+def _put(tensors: dict[str, Tensor], prefix: str, named: dict[str, Tensor]) -> None:
+    tensors.update({f"{prefix}/{name}": tensor for name, tensor in named.items()})
+
+
+def _take(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name[len(prefix) + 1 :]: tensor for name, tensor in tensors.items() if name.startswith(prefix + "/")}
+
+
+def _by_name(replica: Replica, tensor: Tensor) -> dict[str, Tensor]:
+    return replica.named(tensor) if tensor.shape == replica.parameters.shape else {"": tensor}
+
+
+def _fill(targets: dict[str, Tensor], prefix: str, tensors: dict[str, Tensor]) -> None:
+    sources = _take(tensors, prefix)
+    if sources.keys() != targets.keys() or any(sources[name].shape != targets[name].shape for name in targets):
+        raise BadInput(
+            f"the checkpoint's {prefix} are not this model's: {_difference(sources, targets)}. Resume with the model it was written by, "
+            "or start in another run directory"
+        )
+    with torch.no_grad():
+        for name, target in targets.items():
+            target.copy_(sources[name])
+
+
+def _difference(sources: dict[str, Tensor], targets: dict[str, Tensor]) -> str:
+    lines = [f"{name} only in the checkpoint" for name in sources.keys() - targets.keys()]
+    lines += [f"{name} only in the model" for name in targets.keys() - sources.keys()]
+    both = sources.keys() & targets.keys()
+    lines += [
+        f"{n} is {list(sources[n].shape)} there, {list(targets[n].shape)} here"
+        for n in both
+        if sources[n].shape != targets[n].shape
+    ]
+    return "; ".join(sorted(lines)[:5])
+
+
+def _mean_parameters(parts: list[dict[str, Tensor]], weights: list[float]) -> dict[str, Tensor]:
+    """The ranks' parameters under their names in a checkpoint: their weighted mean, or themselves where they are equal."""
+    shares = [weight / sum(weights) if any(weights) else 1 / len(weights) for weight in weights]
+    return {name: _mean([part[name] for part in parts], shares) for name in parts[0] if name.startswith("parameters/")}
+
+
+def _mean(tensors: list[Tensor], shares: list[float]) -> Tensor:
+    if all(torch.equal(tensors[0], other) for other in tensors[1:]):
+        return tensors[0]
+    return torch.stack([tensor * share for tensor, share in zip(tensors, shares, strict=True) if share]).sum(0)
+
+
+def _optimizer_state(replica: Replica, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Tensors of the optimizer's state into `tensors`; the rest and the groups' hyperparameters as JSON values."""
+    values: dict[str, dict[str, Any]] = {}
+    for name, p in _optimized(replica):
+        for key, value in replica.optimizer.state.get(p, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer/{key}/{name}"] = value
+            else:
+                values.setdefault(name, {})[key] = _json_value(replica, key, name, value)
+    return {"values": values, "groups": _groups(replica)}
+
+
+def _groups(replica: Replica) -> list[dict[str, Any]]:
+    """The hyperparameters of each parameter group, as JSON."""
+    return [_plain({k: v for k, v in group.items() if k != "params"}) for group in replica.optimizer.param_groups]
+
+
+def _json_value(replica: Replica, key: str, name: str, value: Any) -> Any:
+    plain = value.item() if isinstance(value, np.generic) else value
+    try:
+        json.dumps(plain)
+    except TypeError:
+        raise Unsupported(
+            f"cannot write a checkpoint: {type(replica.optimizer).__name__} keeps {key!r} of {name} as a {type(value).__name__}, "
+            "which is neither a tensor nor a JSON value; take another optimizer, or train without a run directory"
+        ) from None
+    return plain
+
+
+_SCHEDULED = ("lr", "momentum", "betas")  # what torch's schedules move
+_DERIVED = ("initial_lr", "base_lrs", "last_epoch")  # from the rate, and from how far the schedule is
+
+
+def _check_optimizer(said: dict[str, Any], now: dict[str, Any]) -> None:
+    """BadInput where the checkpoint's optimizer is another one than the task's."""
+    if said["optimizer"] != now["optimizer"] or len(said["groups"]) != len(now["groups"]):
+        raise BadInput(
+            f"the checkpoint's optimizer is {said['optimizer']} with {len(said['groups'])} parameter groups, and the task's is {now['optimizer']} "
+            f"with {len(now['groups'])}: resume with the optimizer it was written by, or start in another run directory"
+        )
+
+
+def _changes(said: dict[str, Any], now: dict[str, Any], schedules: bool) -> list[str]:
+    """`lr was 0.1 and is 0.05`: each hyperparameter that the task says otherwise, once. schedules: the schedule's own too."""
+    given = [
+        [group | {"lr": group.get("initial_lr", group.get("lr"))} for group in one["groups"]] for one in (said, now)
+    ]
+    pairs = list(_pairs(*given))
+    if schedules:
+        both = [{"the schedule": None} if one is None else one for one in (said["schedule"], now["schedule"])]
+        pairs += [("the schedule's " + name, then, today) for name, then, today in _pairs(both[:1], both[1:])]
+    lines = [f"{name} was {_short(then)} and is {_short(today)}" for name, then, today in pairs]
+    if schedules and not lines and said["schedule"] != now["schedule"]:
+        lines = ["the schedule is made otherwise"]
+    return list(dict.fromkeys(lines))
+
+
+def _pairs(said: list[dict[str, Any]], now: list[dict[str, Any]]) -> Iterable[tuple[str, Any, Any]]:
+    """(name, what it was, what it is) of what differs, but for what follows from something else."""
+    for then, today in zip(said, now, strict=True):
+        for name in sorted(name for name in then.keys() | today.keys() if name not in _DERIVED and name[0] != "_"):
+            if then.get(name) != today.get(name):
+                yield name, then.get(name), today.get(name)
+
+
+def _short(value: Any) -> str:
+    return "none" if value is None else f"{value!s:.40}"
+
+
+def _steps_of(schedule: dict[str, Any] | None, tick: int) -> int:
+    """How often a saved schedule was stepped; a ChainedScheduler does not count, its members do. None: the run had none."""
+    if schedule is None:
+        return tick
+    while "last_epoch" not in schedule:
+        schedule = schedule["_schedulers"][0]
+    return int(schedule["last_epoch"])
+
+
+def _restore_optimizer(
+    replica: Replica,
+    tensors: dict[str, Tensor],
+    saved: dict[str, Any],
+    said: list[dict[str, Any]],
+    now: list[dict[str, Any]],
+    rescheduled: bool,
+) -> None:
+    """Per-parameter state, and of the hyperparameters those that the task says as it did (`said`, `now`) and that no new schedule moves."""
+    for group, values, then, today in zip(replica.optimizer.param_groups, saved["groups"], said, now, strict=True):
+        plain = _plain({key: group.get(key) for key in values})
+        for key, value in values.items():
+            moved = rescheduled and (key in _SCHEDULED or plain.get(key) != today.get(key))
+            if then.get(key) == today.get(key) and not moved:
+                group[key] = _like(value, group.get(key))
+    replica.optimizer_state.reset()
+    states: dict[str, dict[str, Any]] = {name: dict(values) for name, values in saved["values"].items()}
+    for key, tensor in _take(tensors, "optimizer").items():
+        kind, _, owner = key.partition("/")
+        states.setdefault(owner, {})[kind] = tensor
+    on_device = counts_on_device(replica.optimizer)
+    for name, p in _optimized(replica):
+        if name in states:
+            replica.optimizer.state[p] = {k: _placed(k, v, p, p in on_device) for k, v in states[name].items()}
+
+
+def _placed(kind: str, value: Any, p: Tensor, counts_on_device: bool) -> Any:
+    """State in aligned memory of its own, on its parameter's device; `step` is on the CPU unless it is counted on the device."""
+    if not isinstance(value, Tensor):
+        return value
+    if kind == "step":
+        return value.to(p.device if counts_on_device else "cpu", copy=True)
+    if value.shape == p.shape:
+        return torch.empty_like(p, dtype=value.dtype).copy_(value)  # in the parameter's memory format
+    return value.to(p.device, copy=True)
+
+
+def _optimized(replica: Replica) -> Iterable[tuple[str, Tensor]]:
+    return zip(replica.layout.names, replica.layout.parameters, strict=True)
+
+
+def _restore_state(
+    replica: Replica, state: State, tensors: dict[str, Tensor], numbers: dict[str, Any], own: bool
+) -> State:
+    """A copy of `state` with the saved numbers and tensors, in its memory or in memory of its `own`."""
+    saved = _by_field(_take(tensors, "strategy"))
+    _check_state(replica, state, saved, numbers, same=not own)
+    memory = {name: tensor.clone() for name, tensor in state.tensors().items()} if own else {}
+    restored = type(state)(**{**vars(state), **numbers, **memory})
+    for field, tensor in restored.tensors().items():
+        targets = _by_name(replica, tensor)
+        for name, value in saved.get(field, {}).items():
+            targets[name].copy_(value)
+    return restored
+
+
+def _by_field(tensors: Tensors) -> dict[str, Tensors]:
+    """The tensors of a strategy's state, whose names begin with their field's."""
+    saved: dict[str, Tensors] = {}
+    for key, tensor in tensors.items():
+        field, _, name = key.partition("/")
+        saved.setdefault(field, {})[name] = tensor
+    return saved
+
+
+def _check_state(
+    replica: Replica, state: State, saved: dict[str, Tensors], numbers: dict[str, Any], same: bool
+) -> None:
+    """BadInput, by field, where the state that was saved is another than the strategy has now.
+
+    What may be None (a residual, which one worker alone does not have) may be missing when the number of ranks is not the `same`.
+    """
+    known = {field.name for field in fields(state)}
+    optional = set() if same else {field.name for field in fields(state) if field.default is None}
+    wrong = [f"{name} was {value}, and is none" for name, value in numbers.items() if name not in known]
+    own = state.tensors()
+    for name in sorted(saved.keys() | own.keys()):
+        there = _shapes(saved.get(name))
+        here = _shapes(_by_name(replica, own[name]) if name in own else None)
+        if there != here and not (name in optional and not (there and here)):
+            wrong.append(_difference_of(name, there, here))
+    if wrong:
+        raise BadInput(
+            f"the checkpoint holds another state of the strategy: {'; '.join(wrong[:5])}. Resume with the strategy's options as they were, "
+            "or start in another run directory"
+        )
+
+
+def _shapes(named: Tensors | None) -> dict[str, list[int]]:
+    return {name: list(tensor.shape) for name, tensor in (named or {}).items()}
+
+
+def _difference_of(field: str, there: dict[str, list[int]], here: dict[str, list[int]]) -> str:
+    """What a field of the state was, and what it is; where it has one shape a parameter, by the first that differs."""
+    name = next(name for name in sorted(there.keys() | here.keys()) if there.get(name) != here.get(name))
+    return f"{field}{name and f' of {name}'} was {there.get(name, 'none')}, and is {here.get(name, 'none')}"
+
+
+def _plain(value: Any) -> Any:
+    """JSON for hyperparameters and scheduler states; what JSON cannot hold (functions) is left to be rebuilt by the task."""
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        return _plain(value.tolist())
+    if isinstance(value, dict):
+        pairs = [[_plain(key), _plain(item)] for key, item in value.items()]
+        kept = [pair for pair in pairs if not any(part is _UNSAVED for part in pair)]
+        if isinstance(value, Counter):
+            return {_COUNTS: kept}
+        return dict(kept) if all(isinstance(key, str) for key, _ in kept) else {_PAIRS: kept}
+    if isinstance(value, list | tuple):
+        items = [_plain(item) for item in value]
+        return _UNSAVED if any(item is _UNSAVED for item in items) else items
+    return value if value is None or isinstance(value, int | float | str | bool) else _UNSAVED
+
+
+_UNSAVED = object()
+_PAIRS = "pairs of a dict whose keys are no strings"  # JSON has string keys only
+_COUNTS = "pairs of a Counter"  # MultiStepLR counts its milestones by number
+
+
+def _unpacked(value: Any) -> Any:
+    """What `_plain` packed, at any depth (SequentialLR's state holds its schedulers'); tuples stay lists, but for keys."""
+    if isinstance(value, list):
+        return [_unpacked(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    for mark, kind in ((_PAIRS, dict), (_COUNTS, Counter)):
+        if mark in value:
+            return kind({_key(key): _unpacked(item) for key, item in value[mark]})
+    return {key: _unpacked(item) for key, item in value.items()}
+
+
+def _key(value: Any) -> Any:
+    return tuple(_key(item) for item in value) if isinstance(value, list) else value
+
+
+def _like(value: Any, model: Any) -> Any:
+    """`value` from JSON in the type that the optimizer had there: betas are a tuple, a capturable rate is a tensor."""
+    value = _unpacked(value)
+    if isinstance(model, tuple):
+        return tuple(value)
+    if isinstance(model, np.ndarray | np.generic):
+        return np.asarray(value, model.dtype)[()]
+    return torch.tensor(value, dtype=model.dtype, device=model.device) if isinstance(model, Tensor) else value

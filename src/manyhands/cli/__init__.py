@@ -1,0 +1,4 @@
+"""The command `manyhands`: one module a family of commands. It parses, calls the library and prints.
+
+Only `__main__` imports this.
+"""

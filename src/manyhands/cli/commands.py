@@ -1,0 +1,391 @@
+"""The command `manyhands`: parses, calls the library, prints. Torch is imported by the commands that need it, not by --help."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from manyhands.checkpoint.paths import path_of
+from manyhands.cli import evidence, options
+from manyhands.cli.options import sim_engine, stamped, task_fields, with_fields
+from manyhands.errors import BadInput, ManyhandsError, whole_of
+
+if TYPE_CHECKING:
+    from manyhands.callbacks.base import Callback
+    from manyhands.engines.base import Engine
+
+INTERRUPTED = 130
+
+
+class Commands(TyperGroup):
+    """All commands, with manyhands' errors as one clear message and an exit code: 1 failed, 2 bad input, 75 preempted, 130 Ctrl-C."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that the arguments name."""
+        try:
+            return super().invoke(ctx)
+        except ManyhandsError as error:
+            if ctx.meta.get(options.DEBUG):
+                traceback.print_exception(error)
+            else:
+                typer.echo(f"manyhands: {error}", err=True)
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            typer.echo("manyhands: interrupted", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """The entry point of the command."""
+    app(prog_name="manyhands")
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        from manyhands.cli.tables import version_line
+
+        typer.echo(version_line())
+        raise typer.Exit
+
+
+@app.callback()
+def manyhands(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show versions and leave.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Train a PyTorch program on many workers, and measure whether they helped.
+
+    A ready-made task on two workers, a task of your own, your own script:
+
+    [bold]manyhands train digits --workers 2[/bold]
+    [bold]manyhands train my.py:task -n 4 --strategy local-sgd:period=8[/bold]
+    [bold]manyhands run -n 4 train.py --its-own-arguments[/bold]
+
+    Over a parameter server; that run again, bit for bit; with other hosts:
+
+    [bold]manyhands train digits -n 4 --strategy dynsgd --run-dir runs/mine[/bold]
+    [bold]manyhands replay runs/mine[/bold]
+    [bold]manyhands train my.py:task -n 4 --listen 10.0.0.1[/bold]
+
+    Exit codes: 0 done, 1 failed, 2 bad input, 75 preempted and resumable (SIGTERM), 130 Ctrl-C.
+    """
+
+
+@app.command()
+def train(
+    ctx: typer.Context,
+    task: options.TaskSpec,
+    workers: options.Workers = None,
+    strategy: options.Strategy = "allreduce",
+    engine: options.Engine = "auto",
+    servers: options.Servers = 1,
+    device: options.Device = "auto",
+    threads_per_worker: options.Threads = None,
+    timeout: options.Timeout = 300.0,
+    max_seconds: options.MaxSeconds = None,
+    listen: options.Listen = None,
+    here: options.Here = None,
+    ports: options.Ports = None,
+    tls: options.Tls = True,
+    plain_network: options.PlainNetwork = False,
+    wait: options.Wait = None,
+    network: options.Network = None,
+    compute: options.Compute = None,
+    faults: options.Faults = None,
+    sim_seed: options.SimSeed = None,
+    profile: options.SimProfile = None,
+    epochs: options.Epochs = None,
+    max_steps: options.MaxSteps = None,
+    batch_size: options.BatchSize = None,
+    batch_size_per_worker: options.BatchSizePerWorker = None,
+    micro_batch_size: options.MicroBatchSize = None,
+    seed: options.Seed = None,
+    precision: options.Precision = None,
+    clip_norm: options.ClipNorm = None,
+    no_shuffle: options.NoShuffle = False,
+    loader_processes: options.LoaderProcesses = None,
+    run_dir: options.RunDirectory = None,
+    resume: options.Resume = False,
+    validate_every: options.ValidateEvery = "epoch",
+    checkpoint_every: options.CheckpointEvery = "epoch",
+    check_replicas_every: options.CheckReplicasEvery = None,
+    keep: options.Keep = "last",
+    nonfinite: options.Nonfinite = "raise",
+    early_stopping: options.Stopping = None,
+    tensorboard: options.TensorBoardFolder = None,
+    log: options.Log = "auto",
+    debug: options.Debug = False,
+) -> None:
+    """Train a task and print what came of it.
+
+    [bold]manyhands train digits --workers 2[/bold]
+    [bold]manyhands train digits:batch_size=32,epochs=5 -n 2 -s local-sgd:period=8[/bold]
+    [bold]manyhands train my.py:task --run-dir runs/mine --resume[/bold]
+    [bold]manyhands train digits --log json | jq .values.loss[/bold]
+    [bold]manyhands train digits -n 4 -s downpour:bound=2 --servers 2[/bold]
+    [bold]manyhands train digits -n 4 --listen 10.0.0.1[/bold]
+    [bold]manyhands train digits -n 64 -s downpour --network latency=1ms,bandwidth=1Gbit --compute row=1e-4,3=5x[/bold]
+
+    With --listen the engine is hosts: it prints the command by which others join. With --network, --compute or --faults it is sim: any
+    number of workers, in virtual time.
+    """
+    engine = with_fields(
+        engine,
+        "hosts",
+        listen=listen,
+        here=here,
+        ports=ports,
+        tls=None if tls else tls,
+        plain_network=plain_network or None,
+        wait_s=wait,
+    )
+    engine = sim_engine(engine, network=network, compute=compute, faults=faults, seed=sim_seed, profile=profile)
+    if resume and run_dir is None:
+        raise BadInput("--resume needs --run-dir: name the directory of the run that is to go on")
+    with _started(engine, workers) as place, _usable_cores():
+        from manyhands.training.train import train as train_task
+
+        run = train_task(
+            task,
+            strategy=strategy,
+            engine=place,
+            workers=workers,
+            servers=servers,
+            device=device,
+            threads_per_worker=threads_per_worker,
+            run_dir=stamped("", task) if run_dir is None else path_of(run_dir),
+            resume=resume,
+            callbacks=_callbacks(log, early_stopping, tensorboard),
+            validate_every=_steps(validate_every),
+            checkpoint_every=_steps(checkpoint_every),
+            check_replicas_every=check_replicas_every,
+            keep=keep,
+            nonfinite=nonfinite,
+            max_seconds=max_seconds,
+            timeout_s=timeout,
+            **task_fields(ctx.params),
+        )
+    typer.echo(run.summary(), err=log == "json")
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    script: options.Script,
+    arguments: options.ScriptArguments = None,
+    workers: options.Workers = None,
+    strategy: options.ScriptStrategy = "allreduce",
+    engine: options.ScriptEngine = "local",
+    threads_per_worker: options.Threads = None,
+    timeout: options.Timeout = 300.0,
+    roles: options.ScriptRoles = None,
+    until: options.Until = None,
+    tensorboard: options.ScriptTensorBoard = None,
+    debug: options.Debug = False,
+) -> None:
+    """Run a script on many workers: the same file that `python` runs alone.
+
+    [bold]manyhands run -n 4 train.py[/bold]
+    [bold]manyhands run -n 4 --strategy local-sgd:period=8 train.py --its-own-arguments[/bold]
+
+    With --roles it is another framework's own program (TensorFlow, torch.distributed, JAX), which finds its cluster in the environment:
+
+    [bold]manyhands run --roles worker=2 ddp.py[/bold]
+    [bold]manyhands run --roles chief=1,worker=2,ps=1 --until chief --tensorboard logs tf.py[/bold]
+    """
+    cast = options.cast_of(roles, workers, until, tensorboard, engine)
+    workers = workers if cast is None else len(cast.members)
+    with _started(engine, workers) as place:
+        from manyhands.own_loop.launch import run_script
+
+        code = run_script(
+            script,
+            arguments or [],
+            workers=workers,
+            strategy=strategy,
+            engine=place,
+            threads_per_worker=threads_per_worker,
+            timeout_s=timeout,
+            roles=cast,
+            tensorboard=None if tensorboard is None else str(tensorboard),
+        )
+    raise typer.Exit(code)
+
+
+@app.command()
+def replay(
+    run: options.RunToReplay,
+    task: options.ReplayedTask = None,
+    strategy: options.ReplayedStrategy = None,
+    debug: options.Debug = False,
+) -> None:
+    """Compute an asynchronous run again, in the order in which it happened, and compare its parameters bit for bit.
+
+    [bold]manyhands replay runs/mine[/bold]
+
+    It takes a finished run of a strategy with a parameter server, and the memory
+    of all its workers. Refused are:
+
+    - runs that were resumed: the journal is of one launch;
+    - hogwild, which has no order;
+    - strategies in step without a server (allreduce, local-sgd, …): train again
+    with the same seed, which gives the same bits;
+    - tasks given as objects from Python: mh.replay(directory, task=…) takes them;
+    - a task or strategy in a file, unless you name it with --task or --strategy:
+    the directory may name any file, and importing it runs it.
+
+    Exit codes: 0 the same bits, 1 something differs (another version of torch,
+    another machine, changed code or data), 2 refused.
+    """
+    from manyhands.cli.tables import bar_of
+    from manyhands.evidence.replay.replay import replay as replay_run
+
+    folder = path_of(run)
+    with bar_of("ticks") as progress:
+        replayed = replay_run(folder, task=task, strategy=strategy, progress=progress)
+    if not replayed.identical:
+        known = (
+            replayed.otherwise
+            or "nothing that is recorded; was the code or the data another, or the number of threads?"
+        )
+        raise ManyhandsError(
+            f"replayed {replayed.ticks:,} ticks of {replayed.workers} workers, and parameters differ by up to {replayed.difference:.3g} "
+            f"from {folder / 'model.safetensors'}. Otherwise than when it ran: {known}"
+        )
+    typer.echo(f"{folder}: replayed {replayed.ticks:,} ticks of {replayed.workers} workers: the same bits")
+
+
+for _measuring in (evidence.compare, evidence.check, evidence.calibrate, evidence.estimate):
+    app.command()(_measuring)
+
+
+@app.command()
+def join(
+    address: options.DriverAddress,
+    workers: options.OwnWorkers,
+    listen: options.OwnAddress = "",
+    ports: options.Ports = None,
+    tls: options.Tls = True,
+    plain_network: options.PlainNetwork = False,
+    wait: options.Wait = None,
+    debug: options.Debug = False,
+) -> None:
+    """Give workers of this host to a run on another, until it is over.
+
+    The run was started there with --listen (--engine hosts), which printed this command. MANYHANDS_CREDENTIALS names a copy of
+    its credentials. What runs here is the run's own code: join only runs that you trust.
+
+    [bold]MANYHANDS_CREDENTIALS=run.pem manyhands join 10.0.0.1:40123 --workers 2[/bold]
+    """
+    from manyhands.engines.hosts.join import Join
+    from manyhands.engines.hosts.join import join as join_run
+
+    offer = Join(
+        address=address,
+        workers=workers,
+        listen=listen,
+        ports=ports or "",
+        tls=tls,
+        plain_network=plain_network,
+        wait_s=wait or Join.wait_s,
+    )
+    join_run(offer, lambda line: typer.echo(line, err=True))
+
+
+@app.command()
+def strategies() -> None:
+    """List the strategies: what they exchange, their options, their papers."""
+    from manyhands.cli.tables import print_strategies
+
+    print_strategies()
+
+
+@app.command()
+def tasks() -> None:
+    """List the ready-made tasks."""
+    from manyhands.cli.tables import print_tasks
+
+    print_tasks()
+
+
+@app.command()
+def engines() -> None:
+    """List the engines: where workers can run, and their options."""
+    from manyhands.cli.tables import print_engines
+
+    print_engines()
+
+
+@contextmanager
+def _started(engine: str, workers: int | None) -> Iterator[Engine | str]:
+    """The engine; where it is `local` and will fork, its server loads torch while this process does."""
+    from manyhands.engines import under_torchrun
+
+    if engine.partition(":")[0] == "hosts":
+        yield _talking(engine)
+        return
+    if engine not in ("auto", "local") or (workers or 1) < 2 or under_torchrun():
+        yield engine
+        return
+    from manyhands.engines.local.engine import Local
+
+    local = Local().prestart()
+    try:
+        yield local
+    finally:
+        local.close()
+
+
+@contextmanager
+def _usable_cores() -> Iterator[None]:
+    """Within, this process computes with as many threads as it may use cores: nobody's program has said how many."""
+    from manyhands.engines.cores import usable_cores
+    from manyhands.engines.single_process import running_threads
+
+    with running_threads(usable_cores()):
+        yield
+
+
+def _talking(engine: str) -> Engine:
+    """Engine `hosts`, which says on standard error how to join and who came."""
+    from manyhands.engines import engine_of
+    from manyhands.engines.hosts.engine import Hosts
+
+    hosts = engine_of(engine)
+    assert isinstance(hosts, Hosts)
+    hosts.voice.say = lambda text: typer.echo(f"manyhands: {text}", err=True)
+    return hosts
+
+
+def _callbacks(log: str, early_stopping: str | None, tensorboard: Path | None) -> list[Callback]:
+    from manyhands.callbacks import EarlyStopping, Progress, TensorBoard
+
+    callbacks: list[Callback] = [Progress(log)]
+    if early_stopping is not None:
+        metric, colon, patience = early_stopping.partition(":")
+        callbacks.append(
+            EarlyStopping(metric=metric, patience=int(patience)) if colon else EarlyStopping(metric=metric)
+        )
+    if tensorboard is not None:
+        callbacks.append(TensorBoard(tensorboard))
+    return callbacks
+
+
+def _steps(value: str) -> str | int:
+    number = whole_of(value)
+    return value if number is None else number  # train() refuses texts other than "epoch"

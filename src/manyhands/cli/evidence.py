@@ -1,0 +1,250 @@
+"""The commands that measure: compare, check, estimate, calibrate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from manyhands.cli import options
+from manyhands.cli.options import sim_engine, stamped, task_fields
+from manyhands.errors import BadInput, is_whole, whole_of
+
+if TYPE_CHECKING:
+    from manyhands.evidence.compare.comparison import Comparison
+
+STANDARD_OUTPUT = "-"
+
+
+def compare(
+    ctx: typer.Context,
+    task: options.TaskSpec,
+    strategies: options.ComparedStrategies = None,
+    workers: options.ComparedWorkers = "1,2",
+    repeats: options.Repeats = 3,
+    target: options.Target = None,
+    output: options.ReportDirectory = None,
+    markdown: options.Markdown = None,
+    time_margin: options.TimeMargin = 0.05,
+    metric_margin: options.MetricMargin = 0.01,
+    points: options.Points = 20,
+    engine: options.Engine = "auto",
+    servers: options.Servers = 1,
+    device: options.Device = "auto",
+    threads_per_worker: options.Threads = None,
+    timeout: options.Timeout = 300.0,
+    network: options.Network = None,
+    compute: options.Compute = None,
+    faults: options.Faults = None,
+    sim_seed: options.SimSeed = None,
+    profile: options.SimProfile = None,
+    epochs: options.Epochs = None,
+    max_steps: options.MaxSteps = None,
+    batch_size: options.BatchSize = None,
+    batch_size_per_worker: options.BatchSizePerWorker = None,
+    micro_batch_size: options.MicroBatchSize = None,
+    seed: options.Seed = None,
+    precision: options.Precision = None,
+    clip_norm: options.ClipNorm = None,
+    no_shuffle: options.NoShuffle = False,
+    loader_processes: options.LoaderProcesses = None,
+    debug: options.Debug = False,
+) -> None:
+    """Train a task with several strategies, and say which is worth it here, also when that is one process.
+
+    [bold]manyhands compare digits[/bold]
+    [bold]manyhands compare my.py:task --strategies allreduce,local-sgd:period=8,downpour --workers 2,4[/bold]
+    [bold]manyhands compare digits --target test_accuracy=0.97 --repeats 5[/bold]
+    [bold]manyhands compare digits --workers 16 --network latency=1ms,bandwidth=1Gbit[/bold]
+
+    One process alone (solo), with one thread and with all, always takes part. Trials of all variants alternate; those of one
+    repeat have the same seed and see the same rows. Two results are called different only where repeats and margins allow
+    it (docs/compare.md). Let the machine be idle meanwhile. Ctrl-C after the first repeat reports what is there.
+    """
+    from manyhands import spec
+    from manyhands.evidence.compare.compare import DEFAULT, compare
+    from manyhands.evidence.compare.report import missing
+    from manyhands.evidence.compare.text import text
+
+    if lacking := missing():
+        _say(f"{lacking}: the table is printed without it")  # now, not after all trials
+    folder = output or stamped("compare", task)
+    found = compare(
+        task,
+        strategies=DEFAULT if strategies is None else spec.split_list(strategies),
+        workers=_counts(workers),
+        repeats=repeats,
+        target=target,
+        engine=sim_engine(engine, network=network, compute=compute, faults=faults, seed=sim_seed, profile=profile),
+        servers=servers,
+        device=device,
+        threads_per_worker=threads_per_worker,
+        time_margin=time_margin,
+        metric_margin=metric_margin,
+        points=points,
+        timeout_s=timeout,
+        say=_say,
+        **task_fields(ctx.params),
+    )
+    _show(found, text(found), folder, markdown)
+
+
+def _show(found: Comparison, text: str, folder: Path, markdown: str | None) -> None:
+    """The table where a person looks, the files, and the Markdown where it was asked for."""
+    from manyhands.evidence.compare.comparison import NUMBERS
+    from manyhands.evidence.compare.markdown import markdown as as_markdown
+
+    typer.echo(text, err=markdown == STANDARD_OUTPUT)
+    if markdown == STANDARD_OUTPUT:
+        typer.echo(as_markdown(found))
+    elif markdown is not None:
+        Path(markdown).write_text(as_markdown(found) + "\n")
+    try:
+        written = f"report: {found.save(folder).resolve()}"
+    except BadInput as no_page:
+        written = f"numbers: {(folder / NUMBERS).resolve()}; {no_page}"
+    typer.echo(written, err=markdown == STANDARD_OUTPUT)
+
+
+def check(
+    ctx: typer.Context,
+    task: options.TaskSpec,
+    workers: options.CheckedWorkers = 2,
+    steps: options.CheckedSteps = 8,
+    timeout: options.Timeout = 300.0,
+    as_json: options.AsJson = False,
+    batch_size: options.BatchSize = None,
+    batch_size_per_worker: options.BatchSizePerWorker = None,
+    micro_batch_size: options.MicroBatchSize = None,
+    seed: options.Seed = None,
+    clip_norm: options.ClipNorm = None,
+    no_shuffle: options.NoShuffle = False,
+    debug: options.Debug = False,
+) -> None:
+    """Prove on a task of yours that N workers equal one, step by step in float64, or name what keeps them from it.
+
+    [bold]manyhands check my.py:task[/bold]
+    [bold]manyhands check my.py:task --workers 3 --steps 20[/bold]
+
+    It tries what usually breaks it, one after the other: batch-norm, dropout, a loss that sums, rows that depend on the order
+    in which they are read, parameters changed in place, operators that are not deterministic. docs/check.md says what each finding
+    means. Exit codes: 0 they are equal, 1 they are not, 2 bad input.
+    """
+    from manyhands.evidence.check.check import check as check_task
+
+    found = check_task(task, workers=workers, steps=steps, timeout_s=timeout, say=_say, **task_fields(ctx.params))
+    typer.echo(found.to_json() if as_json else found.text())
+    if not found.passed:
+        raise typer.Exit(1)
+
+
+def estimate(
+    ctx: typer.Context,
+    task: options.TaskSpec,
+    profile: options.EstimateProfile,
+    workers: options.EstimatedWorkers = "8,64,512",
+    strategies: options.ComparedStrategies = None,
+    steps: options.EstimatedSteps = None,
+    network: options.Network = None,
+    compute: options.Compute = None,
+    servers: options.Servers = 1,
+    as_json: options.AsJson = False,
+    epochs: options.Epochs = None,
+    max_steps: options.MaxSteps = None,
+    batch_size: options.BatchSize = None,
+    batch_size_per_worker: options.BatchSizePerWorker = None,
+    debug: options.Debug = False,
+) -> None:
+    """Predict time, efficiency and bytes of each strategy on more workers than you have, by the calibrated simulator.
+
+    [bold]manyhands calibrate my.py:task --output profile.json[/bold]
+    [bold]manyhands estimate my.py:task --profile profile.json --workers 8,64,512[/bold]
+    [bold]manyhands estimate my.py:task --profile profile.json --network bandwidth=1Gbit,latency=1ms,workers_per_host=8[/bold]
+
+    The bars are how far calibration's own predictions were off; docs/estimate.md has the rule.
+    """
+    from manyhands import spec
+    from manyhands.evidence.estimate.estimate import DEFAULT
+    from manyhands.evidence.estimate.estimate import estimate as estimate_task
+    from manyhands.evidence.estimate.table import text
+
+    found = estimate_task(
+        task,
+        profile=profile,
+        workers=_counts(workers),
+        strategies=DEFAULT if strategies is None else spec.split_list(strategies),
+        steps=steps,
+        network=network,
+        compute=compute,
+        servers=servers,
+        say=_say,
+        **task_fields(ctx.params),
+    )
+    typer.echo(found.to_json() if as_json else text(found))
+
+
+def calibrate(
+    ctx: typer.Context,
+    task: options.TaskSpec,
+    workers: options.CalibratedWorkers = 2,
+    output: options.Output = Path("profile.json"),
+    strategies: options.CalibratedStrategies = "allreduce,local-sgd:period=8,dynsgd",
+    steps: options.CalibratedSteps = 16,
+    quick: options.Quick = False,
+    engine: options.Engine = "auto",
+    device: options.Device = "auto",
+    threads_per_worker: options.Threads = None,
+    timeout: options.Timeout = 300.0,
+    batch_size: options.BatchSize = None,
+    batch_size_per_worker: options.BatchSizePerWorker = None,
+    micro_batch_size: options.MicroBatchSize = None,
+    precision: options.Precision = None,
+    clip_norm: options.ClipNorm = None,
+    loader_processes: options.LoaderProcesses = None,
+    debug: options.Debug = False,
+) -> None:
+    """Measure what a task costs on this machine, and write a profile that engine sim takes.
+
+    [bold]manyhands calibrate chars --workers 2 --output profile.json[/bold]
+    [bold]manyhands train chars -n 64 -s diloco --batch-size 64 --engine sim --profile profile.json[/bold]
+
+    It trains a little, with and without exchange, at three batch sizes; times the
+    workers' group and a parameter server; and prints how far the simulated step
+    of each strategy is from the real one. Let the machine be idle meanwhile.
+    """
+    if not output.absolute().parent.is_dir():
+        raise BadInput(f"--output {output} is in a folder that does not exist: make it first, or name another file")
+    from manyhands import spec
+    from manyhands.evidence.calibrate.calibrate import calibrated
+    from manyhands.evidence.calibrate.report import text
+
+    found = calibrated(
+        task,
+        workers=workers,
+        strategies=[] if strategies == "none" else spec.split_list(strategies),
+        steps=steps,
+        quick=quick,
+        engine=engine,
+        device=device,
+        threads_per_worker=threads_per_worker,
+        timeout_s=timeout,
+        say=_say,
+        **task_fields(ctx.params),
+    )
+    found.profile.save(output)
+    typer.echo(text(found, task, output))
+
+
+def _say(line: str) -> None:
+    typer.echo(f"manyhands: {line}", err=True)
+
+
+def _counts(text: str) -> list[int]:
+    """`1,2,4`"""
+    counts = [count for part in text.split(",") if (count := whole_of(part)) is not None and is_whole(count)]
+    if len(counts) != len(text.split(",")):
+        raise BadInput(
+            f"--workers must be whole numbers of at least 1 with commas between them, as 1,2,4; not {text!r}"
+        )
+    return counts

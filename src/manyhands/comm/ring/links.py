@@ -1,0 +1,285 @@
+"""How a worker waits on its links: it sends and receives at once, from one thread, and it never waits for ever.
+
+Whatever it waits for, it goes on sending what was posted to any peer, so that no two workers wait for each other's
+full buffers. It spins briefly, then sleeps in poll. A peer that dies is noticed by all, since all are linked with all.
+When one falls silent, each worker that has waited half of `timeout_s` tells the others for whom; at the end of it the
+chain of those words leads to the one that says nothing, the cause. Whoever knows first tells the others why it gives up.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
+
+from manyhands.comm.ring.link import GAVE_UP, LEFT, NOTICES, RDHUP, WAITING, Link, LinkEnded, notice
+from manyhands.comm.ring.spinning import Spinning
+from manyhands.errors import ManyhandsError, PeerLost
+from manyhands.transport.frame import Frame, FrameError
+
+_LOOKS = 100  # at a socket, some 1.5 µs each, before sleeping in poll
+_FAREWELL_S = 0.2  # at most, to get a last notice out
+_DEAF = -1  # the mask of a peer that left and is not polled any more
+
+T = TypeVar("T")
+
+
+class Links:
+    """All links of worker `rank`, by peer.
+
+    names: how messages call each rank; hosts: where it is. timeout_s, busy: as of `RingGroup`.
+    at_home: whether the operation is in the thread that made this, not in one beside it.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        links: Mapping[int, Link],
+        *,
+        names: Sequence[int],
+        hosts: Sequence[str],
+        timeout_s: float,
+        busy: Callable[[int], bool],
+    ) -> None:
+        self._rank, self._links, self._names, self._hosts = rank, dict(sorted(links.items())), names, hosts
+        self._timeout_s, self._busy = timeout_s, busy
+        self._error: ManyhandsError | None = None
+        self._operation, self._step = "", 0
+        self._waiting_for: dict[int, int] = {}  # by peer: what it said last, where that is all that came
+        self._poll, self._masks = select.poll(), dict.fromkeys(self._links, 0)
+        self._by_fd = {link.fileno(): link for link in self._links.values()}
+        crowded = list(hosts).count(hosts[rank]) > len(os.sched_getaffinity(0))
+        self._spinning = Spinning(1 if crowded else _LOOKS)  # a spin would keep the awaited one from its core
+        self.at_home, self._home = True, threading.get_ident()
+
+    def __getitem__(self, rank: int) -> Link:
+        return self._links[rank]
+
+    @property
+    def peers(self) -> list[int]:
+        """All other ranks, in rank order."""
+        return list(self._links)
+
+    def name(self, rank: int) -> int:
+        """How messages call a rank."""
+        return self._names[rank]
+
+    # -- an operation ------------------------------------------------------------------------------------------------
+
+    def begin(self, operation: str, step: int) -> None:
+        """What messages say from now on. Raises the error that made the group unusable, if one did."""
+        self.check()
+        self._operation, self._step = operation, step
+        self.at_home = threading.get_ident() == self._home
+
+    def push(self) -> bool:
+        """Send what can leave now, to any peer; whether something did."""
+        moved = False
+        for link in self._links.values():
+            if link.full:
+                try:
+                    moved = link.push() or moved
+                except LinkEnded:
+                    link.drop()
+                    self._ended(link)
+        return moved
+
+    def header(self, rank: int) -> Frame:
+        """The next frame of a peer that is no notice."""
+        link = self._links[rank]
+        while True:
+            frame = self._until(link, link.header)
+            if frame.kind not in NOTICES:
+                self._waiting_for.pop(rank, None)
+                return frame
+            said = self._until(link, link.notice)
+            if frame.kind != WAITING:
+                self._told(link, frame.kind, said)
+            self._waiting_for[rank] = int(said.get("for", rank))
+
+    def fill(self, rank: int, into: memoryview) -> None:
+        """The peer's next bytes, until `into` is full."""
+        link, got, size = self._links[rank], 0, len(into)
+        while got < size:
+            rest = into[got:]
+            got += self._until(link, lambda rest=rest: link.pull(rest) or None)  # type: ignore[misc]
+            self.push()
+
+    def flush(self) -> None:
+        """Return once all that was posted has left."""
+        for rank, link in self._links.items():
+            self.flush_to(rank, link.posted)
+
+    def flush_to(self, rank: int, position: int) -> None:
+        """Return once so many bytes of all that was ever posted to a peer have left."""
+        link = self._links[rank]
+        if link.sent < position:
+            self._until(link, lambda: True if link.sent >= position else None, sending=True)
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise the error that made the group unusable, if one did."""
+        if self._error is not None:
+            raise copy.copy(self._error)
+
+    def fail(self, error: ManyhandsError) -> ManyhandsError:
+        """Remember, unless there was one before, the error that makes the group unusable; tell the peers; return it."""
+        if self._error is None:
+            self._error = copy.copy(error)  # a copy, since a raised error holds its frames and their tensors
+            self._farewell(GAVE_UP, _reason(error))
+        return error
+
+    def close(self) -> None:
+        """Leave: who still waits for this worker is told that it left. Idempotent."""
+        if self._error is None:
+            self._error = ManyhandsError("this group was closed; make a new one")
+            self._farewell(LEFT, {})
+        for link in self._links.values():
+            link.close()
+
+    def interrupt(self) -> None:
+        """From another thread than the one that waits here: that one wakes with an error, and says nothing to peers."""
+        self._error = self._error or ManyhandsError("this group was closed; make a new one")
+        for link in self._links.values():
+            link.shut()
+
+    def _farewell(self, kind: int, said: dict[str, Any]) -> None:
+        deadline = time.perf_counter() + _FAREWELL_S
+        for link in self._links.values():
+            link.post(notice(kind, said))
+        while left := [link for link in self._links.values() if _pushed(link).full]:
+            poll = select.poll()
+            for link in left:
+                poll.register(link, select.POLLOUT)
+            if time.perf_counter() > deadline or not poll.poll(1000 * _FAREWELL_S):
+                break
+        for link in self._links.values():
+            link.end_sending()
+
+    # -- waiting -----------------------------------------------------------------------------------------------------
+
+    def _until(self, link: Link, attempt: Callable[[], T | None], sending: bool = False) -> T:
+        """`attempt()`, as soon as it is not None, while posted frames leave."""
+        looks, most, since, sent, said = 0, 0, 0.0, link.sent, False
+        while True:
+            try:
+                value = attempt()
+            except LinkEnded:
+                self._lost(link.rank, "is gone", time.perf_counter() - since if since else 0.0)
+            except FrameError as error:
+                raise self.fail(ManyhandsError(f"worker {self._names[link.rank]} sent rubbish: {error}")) from error
+            if value is not None:
+                if looks:
+                    self._looked(since)
+                return value
+            if self.push():
+                if sending and link.sent != sent:
+                    since, sent = 0.0, link.sent
+                continue
+            if sending and self._masks[link.rank] == _DEAF:  # it reads no more, and wakes nobody who sleeps
+                self._lost(link.rank, "left the group", time.perf_counter() - since if since else 0.0)
+            most = most or (self._spinning.looks() if self.at_home else 1)  # beside the caller it would be at its cost
+            looks += 1
+            if looks < most:
+                continue
+            now = time.perf_counter()
+            since = since or now
+            if now - since > self._timeout_s:
+                self._late(link, now - since)
+                since, said = now, False
+            elif now - since > self._timeout_s / 2 and not said:
+                said = True
+                self._say_waiting(link)
+            self._sleep(link, sending, since + self._timeout_s * (1 if said else 0.5) - now)
+
+    def _looked(self, since: float) -> None:
+        if since:
+            self._spinning.slept(time.perf_counter() - since)
+        else:
+            self._spinning.found()
+
+    def _sleep(self, awaited: Link, sending: bool, seconds: float) -> None:
+        """Until the awaited peer sent, something posted can leave, a peer ended, or the time is over."""
+        for rank, link in self._links.items():
+            mask = RDHUP | (select.POLLIN if link is awaited and not sending else 0)
+            mask |= select.POLLOUT if link.full else 0
+            if self._masks[rank] not in (mask, _DEAF):
+                self._poll.register(link, mask)
+                self._masks[rank] = mask
+        for fd, events in self._poll.poll(max(1.0, 1000 * seconds)):
+            link = self._by_fd[fd]
+            if events & (RDHUP | select.POLLHUP | select.POLLERR) and (sending or link is not awaited):
+                self._ended(link)
+
+    def _say_waiting(self, awaited: Link) -> None:
+        for rank, link in self._links.items():
+            if self._masks[rank] != _DEAF:
+                link.post(notice(WAITING, {"for": awaited.rank}))
+
+    def _late(self, awaited: Link, seconds: float) -> None:
+        """timeout_s are over: raise PeerLost for the cause; return if that one is known to be at work."""
+        cause, seen = awaited.rank, {self._rank}
+        while cause not in seen:
+            seen.add(cause)
+            link = self._links[cause]
+            kind, said = link.last_notice()
+            if kind in (GAVE_UP, LEFT):
+                self._told(link, kind, said)
+            if kind == WAITING:
+                cause = int(said.get("for", cause))
+            elif not link.unread:
+                cause = self._waiting_for.get(cause, cause)
+        if cause not in self._links:
+            cause = awaited.rank  # all wait for each other
+        if not self._busy(self._names[cause]):
+            self._lost(cause, f"showed no progress for {self._timeout_s:g} s", seconds)
+
+    # -- who ended, and why ------------------------------------------------------------------------------------------
+
+    def _ended(self, link: Link) -> None:
+        """A peer's connection is over, while this worker waits for something else; return if it left in order.
+
+        What it sent for this operation is then among what came; if not, whoever waits for it hears of the end.
+        """
+        if self._masks[link.rank] > 0:
+            self._poll.unregister(link)
+        self._masks[link.rank] = _DEAF
+        kind, said = link.last_notice()
+        if kind == GAVE_UP:
+            self._told(link, kind, said)
+        if kind != LEFT:
+            self._lost(link.rank, "is gone", 0.0)
+
+    def _told(self, link: Link, kind: int, said: dict[str, Any]) -> NoReturn:
+        """A peer left, or gave up: this worker cannot go on either."""
+        if kind == LEFT:
+            self._lost(link.rank, "left the group", 0.0)
+        if "text" in said:
+            raise self.fail(ManyhandsError(str(said["text"])))
+        rank, why = int(said.get("rank", -1)), str(said.get("why", "is gone"))
+        if "noticed" not in why:
+            why = f"{why} (worker {self._names[link.rank]} noticed)"
+        raise self.fail(PeerLost(rank, str(said.get("host")), self._operation, self._step, 0.0, why))
+
+    def _lost(self, rank: int, why: str, seconds: float) -> NoReturn:
+        name, host = self._names[rank], self._hosts[rank]
+        raise self.fail(PeerLost(name, host, self._operation, self._step, seconds, why))
+
+
+def _pushed(link: Link) -> Link:
+    try:
+        link.push()
+    except LinkEnded:
+        link.drop()
+    return link
+
+
+def _reason(error: ManyhandsError) -> dict[str, Any]:
+    if isinstance(error, PeerLost):
+        return {"rank": error.rank, "host": error.host, "why": error.why}
+    return {"text": str(error)}

@@ -1,0 +1,288 @@
+"""The group of workers on one host: they work on each other's tensors, in memory that all of them map.
+
+A mean of allocated tensors takes two steps. Everybody says that its tensor is ready; then each rank reduces its own
+slice over all ranks' tensors and writes the result into all of them. Nothing is copied on the way. Tensors from
+elsewhere are staged through shared memory in pieces.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from manyhands.comm.checks import (
+    bits_bytes,
+    check_mean,
+    check_peer,
+    check_rank,
+    check_sum,
+    check_swap,
+    json_bytes,
+    slice_of,
+)
+from manyhands.comm.flat import flattened, restore
+from manyhands.comm.group import Group, Handle, Total
+from manyhands.comm.ledger import Ledger
+from manyhands.comm.reducing import reduce_everywhere, shares_of, sum_of
+from manyhands.comm.shared_memory.counters import Board, Header
+from manyhands.comm.shared_memory.liveness import Lifelines
+from manyhands.comm.shared_memory.mailbox import Mailbox
+from manyhands.comm.shared_memory.memory import Arena, SharedMemory
+from manyhands.comm.shared_memory.rounds import Operation, Places, Rounds
+from manyhands.comm.shared_memory.waiting import Waiting, never_busy
+from manyhands.comm.signature import signature
+from manyhands.errors import ManyhandsError, Unsupported
+
+__all__ = ["SharedMemory", "SharedMemoryGroup"]
+
+_ALIGNED = 64  # elements: ranks' slices of a mean begin on cache lines of their own
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+class SharedMemoryGroup(Group):
+    """Workers of one host. Only one thread of a process may use it.
+
+    memory: what `SharedMemory.create(size)` gave; mapped and closed here.
+    lifelines: a pipe per rank as (read end, write end), see `Lifelines`; the group's own from now on.
+        Without any, a peer's death is noticed only by its silence.
+    hosts: names by rank, for messages.
+    timeout_s: a peer for which others wait and which shows no progress for so long counts as lost.
+    busy: asked when that time is over: whether a rank is known to be at work all the same.
+
+    Operations complete in the order in which they were begun, on every rank. Handles may be many: from 64 on, the next
+    `start_mean_` completes the oldest.
+
+    Ledger: what this rank moves between its own memory and others'. A mean or sum: its slice, read from each counted
+    peer (one message) and written to each peer (another): over all ranks 2·(size-1)·n elements. all_gather and
+    reduce_scatter: what is read from peers. broadcast_ and send: counted where they come from.
+
+    Besides the errors of every group: ManyhandsError, on every rank, when one calls another operation than the others,
+    or with another n, dtype or source; the group is unusable from then on.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        memory: Sequence[int],
+        *,
+        lifelines: Sequence[tuple[int, int]] = (),
+        hosts: Sequence[str] = (),
+        timeout_s: float = 300.0,
+        busy: Callable[[int], bool] = never_busy,
+    ) -> None:
+        check_rank(rank, size, "rank")
+        self.rank, self.size, self.ledger = rank, size, Ledger()
+        self._arena = Arena(rank, memory)
+        for fd in memory:
+            os.close(fd)
+        self._board = Board(self._arena, size)
+        self._lifelines = Lifelines(rank, lifelines)
+        names = list(hosts) or ["localhost"] * size
+        self._waiting = Waiting(self._board, self._lifelines, names, timeout_s, busy)
+        self._mailbox = Mailbox(self._arena, self._board, self._waiting)
+        self._rounds = Rounds(self, self._arena, self._board, self._waiting)
+
+    # -- the contract ------------------------------------------------------------------------------------------------
+
+    @override
+    def allocate(self, n: int, dtype: torch.dtype) -> Tensor:
+        self._waiting.check()
+        return self._arena.allocate(n, dtype)
+
+    @override
+    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Handle:
+        check_mean(tensor, weight, bits, lost)
+        number = signature("mean_", tensor.dtype)
+
+        def run(operation: Operation, headers: list[Header]) -> None:
+            self._mean(operation, headers, lost)
+
+        return self._rounds.begin(
+            Operation(self._rounds, number, tensor, run, weight=float(weight), blob=bits_bytes(bits))
+        )
+
+    @override
+    def all_reduce_(self, tensor: Tensor) -> None:
+        check_sum(tensor)
+        self._complete("all_reduce_", tensor, lambda operation, headers: self._reduce(operation, headers, None))
+
+    @override
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        result = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype, device=tensor.device)
+
+        def copy(places: Places, start: int, stop: int) -> None:
+            for rank, place in enumerate(places):
+                result[rank, start:stop].copy_(self._rounds.view(rank, place, stop - start, tensor.dtype))
+
+        self._complete("all_gather", tensor, lambda o, headers: self._rounds.go_through(o, headers, copy))
+        self.ledger.add("all_gather", (self.size - 1) * _bytes(tensor))
+        return result.view(self.size, *tensor.shape)
+
+    @override
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        check_sum(tensor)
+        low, high = slice_of(self.rank, self.size, tensor.numel())
+        result = torch.empty(high - low, dtype=tensor.dtype, device=tensor.device)
+
+        def add(places: Places, start: int, stop: int) -> None:
+            at = max(low, start)
+            for pieces in self._rounds.pieces(places, at - start, min(high, stop) - start, tensor.dtype):
+                result[at - low : at - low + len(pieces[0])].copy_(sum_of(pieces))
+                at += len(pieces[0])
+
+        self._complete("reduce_scatter", tensor, lambda o, headers: self._rounds.go_through(o, headers, add))
+        self.ledger.add("reduce_scatter", (self.size - 1) * _bytes(result))
+        return result
+
+    @override
+    def broadcast_(self, tensor: Tensor, source: int) -> None:
+        check_rank(source, self.size, "source")
+        mine, flat = self.rank == source, flattened(tensor)
+
+        def copy(places: Places, start: int, stop: int) -> None:
+            if not mine:
+                flat[start:stop].copy_(self._rounds.view(source, places[source], stop - start, tensor.dtype))
+
+        self._complete(
+            "broadcast_", tensor, lambda o, headers: self._rounds.go_through(o, headers, copy, lay_out=mine), source
+        )
+        if mine:
+            self.ledger.add("broadcast_", (self.size - 1) * _bytes(tensor))
+        else:
+            restore(flat, tensor)
+
+    @override
+    def send(self, tensor: Tensor, target: int) -> None:
+        """As the contract says. Up to 1 MB leaves at once; more waits until `target` receives."""
+        self._waiting.check()
+        check_peer(target, self.rank, self.size, "target")
+        self._mailbox.send(flattened(tensor).view(torch.uint8), signature("send", tensor.dtype), target, self.step)
+        self.ledger.add("send", _bytes(tensor))
+
+    @override
+    def receive_(self, tensor: Tensor, source: int) -> None:
+        self._waiting.check()
+        check_peer(source, self.rank, self.size, "source")
+        flat = flattened(tensor)
+        self._mailbox.receive(flat.view(torch.uint8), signature("send", tensor.dtype), source, self.step)
+        restore(flat, tensor)
+
+    @override
+    def swap(self, tensor: Tensor, target: int, into: Tensor, source: int) -> None:
+        """As the contract says, piece by piece in turn."""
+        self._waiting.check()
+        check_swap(tensor, target, into, source, self.rank, self.size)
+        own, came = flattened(tensor), flattened(into)
+        number = signature("send", tensor.dtype)
+        self._mailbox.swap(own.view(torch.uint8), target, came.view(torch.uint8), source, number, self.step)
+        self.ledger.add("send", _bytes(tensor))
+        restore(came, into)
+
+    @override
+    def barrier(self) -> None:
+        self._complete("barrier", _NOTHING, lambda operation, headers: None)
+
+    @override
+    def all_gather_json(self, value: Any) -> list[Any]:
+        texts: list[bytes] = []
+        self._complete(
+            "all_gather_json",
+            _NOTHING,
+            lambda o, headers: texts.extend(self._rounds.blobs(o, headers)),
+            blob=json_bytes(value),
+        )
+        return [json.loads(text) for text in texts]
+
+    @override
+    def share(self, tensor: Tensor, owner: int) -> Tensor:
+        self._waiting.check()
+        check_rank(owner, self.size, "owner")
+        offset = self._arena.locate(tensor) if tensor.device.type == "cpu" else -1
+        if self.rank == owner and offset >= 0:
+            self._arena.keep(offset)
+        offset = self.all_gather_json(offset)[
+            owner
+        ]  # ranks let go of memory at different times, and so may lie differently
+        if offset < 0:
+            raise Unsupported(
+                f"only memory that allocate() gave can be shared, and a tensor on {tensor.device} is none: train on the CPU"
+            )
+        return self._arena.view(owner, offset, tensor.numel(), tensor.dtype)
+
+    @override
+    def close(self) -> None:
+        """As the contract says. Tensors that were allocated here stay valid for as long as they are referenced."""
+        self._waiting.fail(ManyhandsError("this group was closed; make a new one"))
+        self._rounds.close()
+        self._board.close()
+        self._arena.close()
+        self._lifelines.close()
+
+    # -- how -----------------------------------------------------------------------------------------------------------
+
+    def _complete(
+        self,
+        name: str,
+        tensor: Tensor,
+        run: Callable[[Operation, list[Header]], None],
+        source: int = 0,
+        blob: bytes = b"",
+    ) -> None:
+        number = signature(name, tensor.dtype, source)
+        self._rounds.begin(Operation(self._rounds, number, tensor, run, blob=blob)).wait()
+
+    def _mean(self, operation: Operation, headers: list[Header], lost: Tensor | None) -> None:
+        weights, total, bits = [header.weight for header in headers], 0.0, 0
+        for weight in weights:
+            total += weight
+        if any(header.blob for header in headers):
+            for blob in self._rounds.blobs(operation, headers):
+                bits |= int.from_bytes(blob, "little")
+        operation.total = Total(total, bits)
+        if lost is not None:
+            lost.zero_()
+        if total and self.size > 1:
+            self._reduce(operation, headers, shares_of(weights, total), lost)
+
+    def _reduce(
+        self,
+        operation: Operation,
+        headers: list[Header],
+        shares: list[float | None] | None,
+        lost: Tensor | None = None,
+    ) -> None:
+        """Each rank reduces its slice in everybody's memory; `shares` None is the plain sum."""
+        moved = 0
+
+        def reduce(places: Places, start: int, stop: int) -> None:
+            nonlocal moved
+            low, high = self._slice(stop - start)
+            for pieces in self._rounds.pieces(places, low, high, operation.tensor.dtype):
+                length = len(pieces[0])
+                reduce_everywhere(pieces, shares, None if lost is None else lost[start + low : start + low + length])
+                low += length
+                moved += length
+
+        if operation.n:
+            self._rounds.go_through(operation, headers, reduce, put_back=True)
+            read = sum(
+                1 for peer in range(self.size) if peer != self.rank and (shares is None or shares[peer] is not None)
+            )
+            self.ledger.add(
+                operation.name, moved * (read + self.size - 1) * operation.tensor.dtype.itemsize, messages=2
+            )
+
+    def _slice(self, n: int) -> tuple[int, int]:
+        length = -(-n // (self.size * _ALIGNED)) * _ALIGNED
+        return min(n, self.rank * length), min(n, (self.rank + 1) * length)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.dtype.itemsize

@@ -1,0 +1,218 @@
+"""Collectives over shared memory: how ranks arrive at an operation, check that it is the same, and go through its data.
+
+An operation has an arrival, which publishes a header, and, unless there is no data, rounds. In a round the data of all
+ranks lies at known places in their memory; each rank moves its part, and nobody goes on before all have. Tensors in
+shared memory need a single round; as soon as one rank's tensor lies elsewhere, all go through it in pieces that fit
+into the scratch area.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from manyhands.comm.flat import flattened, restore
+from manyhands.comm.group import Group, Handle, Total
+from manyhands.comm.reducing import CHUNK
+from manyhands.comm.shared_memory.counters import ARRIVED, DONE, INLINE, OUTSTANDING, READY, Board, Header
+from manyhands.comm.shared_memory.memory import Arena
+from manyhands.comm.shared_memory.waiting import Waiting, fence
+from manyhands.comm.signature import OPERATIONS, describe
+from manyhands.errors import ManyhandsError
+
+_SCRATCH = 1 << 20  # bytes staged at a time
+_PLANS = 256  # places whose pieces are remembered
+
+Places = Sequence[int]
+"""By rank: where the same element lies in each rank's memory, as a byte offset."""
+
+Work = Callable[[Places, int, int], None]
+"""(places, start, stop): move this rank's part of the elements [start, stop); `places` is where `start` lies."""
+
+
+@dataclass(slots=True, eq=False)
+class Operation(Handle):
+    """A collective under way. `run` moves its data, once all ranks have arrived; it gets their headers."""
+
+    rounds: Rounds
+    signature: int
+    tensor: Tensor
+    run: Callable[[Operation, list[Header]], None]
+    weight: float = 1.0
+    blob: bytes = b""
+    n: int = 0
+    offset: int = -1
+    sequence: int = 0
+    total: Total = field(default_factory=lambda: Total(0.0, 0))
+    finished: bool = False
+
+    @property
+    def name(self) -> str:
+        return OPERATIONS[self.signature & 0xFF]
+
+    @override
+    def wait(self) -> Total:
+        self.rounds.finish(self)
+        return self.total
+
+
+class Rounds:
+    """One rank's part in the collectives of `group`, in the order in which they were begun."""
+
+    def __init__(self, group: Group, arena: Arena, board: Board, waiting: Waiting) -> None:
+        self._group, self._arena, self._board, self._waiting = group, arena, board, waiting
+        self._scratch = arena.reserve(_SCRATCH)
+        self._peers = [rank for rank in range(group.size) if rank != group.rank]
+        self._begun = self._ready = self._done = 0
+        self._under_way: deque[Operation] = deque()
+        self._plans: dict[tuple[object, ...], list[list[Tensor]]] = {}
+
+    def begin(self, operation: Operation) -> Operation:
+        """Arrive at an operation: its header, and its tensor if that is in shared memory, are there for all."""
+        self._waiting.check()
+        if len(self._under_way) == OUTSTANDING:
+            self._run_next()
+        tensor = operation.tensor
+        operation.n = tensor.numel()
+        if tensor.device.type == "cpu" and tensor.is_contiguous():
+            operation.offset = self._arena.locate(tensor)
+        self._begun += 1
+        operation.sequence = self._begun
+        header = Header(operation.signature, operation.n, operation.weight, operation.offset, len(operation.blob))
+        self._board.write(operation.sequence, header, operation.blob)
+        fence()
+        self._board.raise_to(ARRIVED, operation.sequence)
+        self._under_way.append(operation)
+        return operation
+
+    def finish(self, operation: Operation) -> None:
+        """Complete an operation, and before it those that were begun earlier."""
+        while not operation.finished:
+            self._waiting.check()
+            self._run_next()
+
+    def close(self) -> None:
+        """Let go of all tensors."""
+        self._plans.clear()
+        self._under_way.clear()
+
+    # -- for `run` ---------------------------------------------------------------------------------------------------
+
+    def go_through(
+        self, operation: Operation, headers: list[Header], work: Work, lay_out: bool = True, put_back: bool = False
+    ) -> None:
+        """Call `work` for all of the operation's elements, and return when all ranks have done their part.
+
+        lay_out: the others need what this rank's tensor holds. put_back: the others change it.
+        """
+        if min(header.offset for header in headers) >= 0:
+            work([header.offset for header in headers], 0, operation.n)
+            self._all_done(operation)
+            return
+        itemsize = operation.tensor.dtype.itemsize
+        outside = operation.offset < 0 and (lay_out or put_back)
+        flat = flattened(operation.tensor) if outside else operation.tensor
+        for start in range(0, operation.n, _SCRATCH // itemsize):
+            stop = min(operation.n, start + _SCRATCH // itemsize)
+            scratch = self._arena.view(self._group.rank, self._scratch, stop - start, operation.tensor.dtype)
+            if outside and lay_out:
+                scratch.copy_(flat[start:stop])
+            self._all_ready(operation)
+            work([self._scratch if h.offset < 0 else h.offset + start * itemsize for h in headers], start, stop)
+            self._all_done(operation)
+            if outside and put_back:
+                flat[start:stop].copy_(scratch)
+        if outside and put_back:
+            restore(flat, operation.tensor)
+
+    def pieces(self, places: Places, start: int, stop: int, dtype: torch.dtype) -> list[list[Tensor]]:
+        """All ranks' elements [start, stop) after `places`, cut to the size of the cache: [pieces][size]."""
+        key = (*places, start, stop, dtype)
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) == _PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = list(self._cut(places, start, stop, dtype))
+        return plan
+
+    def view(self, rank: int, place: int, n: int, dtype: torch.dtype) -> Tensor:
+        """[n] elements of a rank's memory."""
+        return self._arena.view(rank, place, n, dtype)
+
+    def blobs(self, operation: Operation, headers: list[Header]) -> list[bytes]:
+        """What every rank gave along, of any length."""
+        lengths = [header.blob for header in headers]
+        if max(lengths) <= INLINE:
+            return [self._board.inline(rank, operation.sequence, length) for rank, length in enumerate(lengths)]
+        texts = [bytearray() for _ in lengths]
+        for start in range(0, max(lengths), _SCRATCH):
+            piece = operation.blob[start : start + _SCRATCH]
+            self._arena.maps[self._group.rank][self._scratch : self._scratch + len(piece)] = piece
+            self._all_ready(operation)
+            for text, memory, length in zip(texts, self._arena.maps, lengths, strict=True):
+                text += memory[self._scratch : self._scratch + max(0, min(_SCRATCH, length - start))]
+            self._all_done(operation)
+        return [bytes(text) for text in texts]
+
+    # -- the protocol ------------------------------------------------------------------------------------------------
+
+    def _run_next(self) -> None:
+        operation = self._under_way.popleft()
+        self._all_arrived(operation)
+        headers = [self._board.read(rank, operation.sequence) for rank in range(self._group.size)]
+        self._check_same(operation, headers)
+        operation.run(operation, headers)
+        operation.finished = True
+
+    def _all_arrived(self, operation: Operation) -> None:
+        start = 0.0
+        for rank in self._peers:
+            if self._board.words[rank][ARRIVED] < operation.sequence:
+                start = start or time.perf_counter()
+                self._until(rank, ARRIVED, operation.sequence, operation)
+        fence()
+        if start:
+            self._group.waited_s += time.perf_counter() - start
+
+    def _all_ready(self, operation: Operation) -> None:
+        self._ready += 1
+        self._all(READY, self._ready, operation)
+
+    def _all_done(self, operation: Operation) -> None:
+        self._done += 1
+        self._all(DONE, self._done, operation)
+
+    def _all(self, counter: int, value: int, operation: Operation) -> None:
+        fence()
+        self._board.raise_to(counter, value)
+        for rank in self._peers:
+            self._until(rank, counter, value, operation)
+
+    def _until(self, rank: int, counter: int, value: int, operation: Operation) -> None:
+        self._waiting.until(rank, counter, value, operation.name, self._group.step)
+
+    def _check_same(self, operation: Operation, headers: list[Header]) -> None:
+        own = (operation.signature, operation.n)
+        for rank, header in enumerate(headers):
+            if header[:2] != own:
+                raise self._waiting.fail(
+                    ManyhandsError(
+                        f"all workers of a group call the same operations in the same order; at step {self._group.step} "
+                        f"worker {self._group.rank} called {describe(*own)} and worker {rank} {describe(*header[:2])}: "
+                        "look for a branch that not all of them take"
+                    )
+                )
+
+    def _cut(self, places: Places, start: int, stop: int, dtype: torch.dtype) -> Iterator[list[Tensor]]:
+        length = CHUNK // dtype.itemsize
+        for begin in range(start, stop, length):
+            n = min(length, stop - begin)
+            yield [
+                self._arena.view(rank, place + begin * dtype.itemsize, n, dtype) for rank, place in enumerate(places)
+            ]

@@ -1,0 +1,105 @@
+"""Data in files: `.npz`, `.npy` and `.txt` of this machine; `.parquet`, `.tfrecord` and folders of them, also elsewhere by URL."""
+
+from __future__ import annotations
+
+import mmap
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from typing_extensions import override
+
+from manyhands.data.readers import shared_files
+from manyhands.data.readers.arrays import Columns
+from manyhands.data.source import Indexed, Reading, Source, nonempty
+from manyhands.errors import BadInput
+
+Collate = Callable[[list[Any]], Any]
+_STRIDE = 16  # lines between two whose places are held
+_PIECE = 1 << 17  # bytes
+KINDS = f".npz, .npy, .txt, {shared_files.KINDS}"
+
+
+def open_file(path: str | Path, collate: Collate | None = None) -> Source:
+    """The source that a file is, by its suffix. path: a path, `~` at home; a table's also a glob, or a URL that fsspec knows.
+
+    Raises BadInput for a path that is not there or of another kind, and for storage of which the package is not installed.
+    """
+    what = str(path)
+    suffix = Path(what).suffix.lower()
+    if suffix in (".npz", ".npy"):
+        return Columns(_numpy(_here(what)), collate, what)
+    if suffix == ".txt":
+        return Lines(_here(what), collate)
+    return Columns(shared_files.columns_of(shared_files.find([what], KINDS), what), collate, what)
+
+
+def _here(path: str) -> Path:
+    if "://" in path and not path.startswith("file://"):
+        raise BadInput(f"{path!r} is not on this machine: copy it here. By URL come {shared_files.KINDS}")
+    local = Path(path.removeprefix("file://")).expanduser()
+    if not local.exists():
+        raise BadInput(f"no file or folder {path!r} (looked from {Path.cwd()})")
+    return local
+
+
+def _numpy(path: Path) -> Any:
+    """The arrays of an .npz by name, or the one of an .npy, memory-mapped. Never unpickles."""
+    try:
+        if path.suffix.lower() == ".npy":
+            return np.load(path, mmap_mode="r", allow_pickle=False)
+        with np.load(path, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise BadInput(
+            f"{path} cannot be read as {path.suffix} without unpickling: {error}. Save plain arrays with numpy.savez"
+        ) from error
+
+
+class Lines(Indexed):
+    """A text file, UTF-8: a row is a line without its end; a batch is a list of strings, or what `collate` makes of it.
+
+    The file stays memory-mapped: a worker holds half a byte a line, the place of every sixteenth. An empty line is a row.
+    """
+
+    def __init__(self, path: Path, collate: Collate | None = None) -> None:
+        self._path, self._collate = path, collate
+        nonempty(path.stat().st_size, str(path))
+        with path.open("rb") as file:
+            self.rows, self._starts = _places(file)
+            self._text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    @override
+    def take(self, indices: Sequence[Any]) -> Any:
+        lines = [self._line(int(i)) for i in indices]
+        return lines if self._collate is None else self._collate(lines)
+
+    @override
+    def in_background(self, reading: Reading) -> bool:
+        return self._collate is None
+
+    def _line(self, i: int) -> str:
+        start = int(self._starts[i // _STRIDE])
+        for _ in range(i % _STRIDE):
+            start = self._text.find(b"\n", start) + 1
+        end = self._text.find(b"\n", start)
+        raw = self._text[start : len(self._text) if end < 0 else end]
+        try:
+            return raw.decode("utf-8").removesuffix("\r")
+        except UnicodeDecodeError as error:
+            raise BadInput(
+                f"line {i + 1} of {self._path} is not UTF-8: {error}. Convert the file, or give a list of strings"
+            ) from error
+
+
+def _places(file: BinaryIO) -> tuple[int, np.ndarray[Any, np.dtype[np.int64]]]:
+    """(lines, the places at which lines 0, 16, 32, … start), read a piece at a time: a mapping would count as this process's memory."""
+    lines, at, last = 0, 0, b"\n"
+    starts = [np.zeros(1, np.int64)]
+    while piece := file.read(_PIECE):
+        after = np.flatnonzero(np.frombuffer(piece, np.uint8) == ord("\n")) + (at + 1)  # where lines + 1, … start
+        starts.append(after[-(lines + 1) % _STRIDE :: _STRIDE].copy())  # a view would hold all of it
+        lines, at, last = lines + len(after), at + len(piece), piece[-1:]
+    return lines + (last != b"\n"), np.concatenate(starts)

@@ -1,0 +1,197 @@
+"""Streams: rows that come one after another and whose number nobody knows before the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator
+from itertools import count, islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+from typing_extensions import override
+
+from manyhands.data.batch import digest_of, rows_of, slice_rows
+from manyhands.data.readers.datasets import Collate, end_processes, set_epoch
+from manyhands.data.rng_scope import OwnRandom
+from manyhands.data.sharding import slice_of
+from manyhands.data.source import BY_OPTION, COMPARED, Loading, Reading, Slice, Slices, Source
+from manyhands.errors import BadInput
+
+NO_ORDER = (
+    "order was given for a stream, which has no row numbers: shuffle inside the stream, or give data with a length"
+)
+
+
+class Stream(Source):
+    """An IterableDataset, or any iterable of rows; rows come in the stream's own order.
+
+    Every worker reads the whole stream and keeps its slice of each global batch, so that N workers see what one sees. A
+    stream that can be cut into shards (`shard(num_shards=, index=)`, as Hugging Face's) and has at least one for each
+    worker is cut instead: each worker reads its own, in slices of its share of the batch size.
+
+    The stream draws from generators of its own, seeded by (seed, epoch), the same on all workers (by rank too where they
+    read shards), so that a stream which shuffles gives every worker the same order, and a resumed epoch the same rows.
+    Rows load in the caller's thread; with `processes` one process reads ahead (several would each read everything).
+    """
+
+    def __init__(self, rows: Callable[[], Iterable[Any]], collate: Collate | None = None, processes: int = 0) -> None:
+        """`rows()` gives the iterable, anew each epoch."""
+        self._open, self._collate, self._processes = rows, collate or default_collate, processes
+
+    @property
+    @override
+    def loading(self) -> Loading:
+        return Loading(1) if self._processes else Loading(0, BY_OPTION)
+
+    @override
+    def epoch_rows(self, reading: Reading) -> None:
+        if reading.order is not None:
+            raise BadInput(NO_ORDER)
+
+    @override
+    def ticks(self, reading: Reading) -> None:
+        return None
+
+    @override
+    def slices(self, reading: Reading) -> Slices:
+        return self.read(reading) if self._processes == 0 else _in_a_process(self, reading)
+
+    def read(self, reading: Reading) -> Slices:
+        """The slices, read here."""
+        stream = self._open()
+        set_epoch(stream, reading.epoch)
+        if reading.size > 1 and _has_shards(stream, reading.size):
+            return self._read_shard(stream.shard(num_shards=reading.size, index=reading.rank), reading)  # type: ignore[attr-defined]
+        return self._read_shared(stream, reading)
+
+    def _read_shared(self, stream: Iterable[Any], reading: Reading) -> Slices:
+        own = OwnRandom((reading.seed, reading.epoch))
+        for index, rows in enumerate(_chunks(stream, reading.batch_size, own)):
+            if index < reading.first_tick:
+                continue
+            start, stop = slice_of(len(rows), reading.rank, reading.size)
+            digest = _digest(rows, reading, index)
+            yield Slice(self._batch(rows[start:stop], own), stop - start, len(rows), index, reading.rank, digest)
+
+    def _read_shard(self, shard: Iterable[Any], reading: Reading) -> Slices:
+        own = OwnRandom((reading.seed, reading.epoch, reading.rank))
+        start, stop = slice_of(reading.batch_size, reading.rank, reading.size)
+        for index, rows in enumerate(_chunks(shard, stop - start, own, may_be_empty=True)):
+            if index >= reading.first_tick:
+                yield Slice(self._batch(rows, own), len(rows), None, index, reading.rank)
+
+    def _batch(self, rows: list[Any], own: OwnRandom) -> Any:
+        if not rows:
+            return None
+        with own:
+            return self._collate(rows)
+
+
+class LoadedStream(Source):
+    """A DataLoader whose batches come as they come: over an IterableDataset, without automatic batches, or from an
+    `__iter__` of its own.
+
+    Every worker iterates the whole loader (its processes included) and keeps its slice of each batch.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader, self.batch_size = loader, loader.batch_size
+
+    @property
+    @override
+    def loading(self) -> Loading:
+        return Loading(self._loader.num_workers, "num_workers")
+
+    @override
+    def epoch_rows(self, reading: Reading) -> None:
+        if reading.order is not None:
+            raise BadInput(NO_ORDER)
+        if self.batch_size is not None and reading.batch_size != self.batch_size:
+            raise BadInput(
+                f"batch_size={reading.batch_size} was given, and the DataLoader makes batches of {self.batch_size} from a stream: give one of them"
+            )
+
+    @override
+    def ticks(self, reading: Reading) -> None:
+        return None
+
+    @override
+    def slices(self, reading: Reading) -> Slices:
+        set_epoch(self._loader.dataset, reading.epoch)
+        own = OwnRandom((reading.seed, reading.epoch))
+        with own:
+            batches = iter(self._loader)
+        try:
+            for index in count():
+                with own:
+                    batch = next(batches, None)
+                if batch is None:
+                    _refuse_empty(index)
+                    return
+                if index >= reading.first_tick:
+                    yield _cut(batch, reading, index)
+        finally:
+            end_processes(batches)
+
+
+def _cut(batch: Any, reading: Reading, index: int) -> Slice:
+    rows = rows_of(batch)
+    start, stop = slice_of(rows, reading.rank, reading.size)
+    own = batch if stop - start == rows else slice_rows(batch, start, stop) if stop > start else None
+    return Slice(own, stop - start, rows, index, reading.rank, _digest(batch, reading, index))
+
+
+def _digest(batch: Any, reading: Reading, index: int) -> str:
+    return digest_of(batch) if reading.size > 1 and index < reading.first_tick + COMPARED else ""
+
+
+def _chunks(stream: Iterable[Any], size: int, own: OwnRandom, may_be_empty: bool = False) -> Iterator[list[Any]]:
+    """Rows in lists of `size`, the last one shorter; the stream's code runs under its own generators."""
+    with own:
+        rows = iter(stream)
+    for index in count():
+        with own:
+            chunk = list(islice(rows, size))
+        if not chunk:
+            if not may_be_empty:
+                _refuse_empty(index)
+            return
+        yield chunk
+
+
+def _refuse_empty(batches: int) -> None:
+    if batches == 0:
+        raise BadInput(
+            "the stream gave no rows: expected at least one each epoch. A generator can be read once only: give a function that makes one "
+            "(train_data=lambda: read(...)), which is called anew each epoch"
+        )
+
+
+def _has_shards(stream: Any, size: int) -> bool:
+    return callable(getattr(stream, "shard", None)) and getattr(stream, "num_shards", 0) >= size
+
+
+def _in_a_process(stream: Stream, reading: Reading) -> Generator[Slice, None, None]:
+    loader = DataLoader(
+        _Slices(stream, reading), batch_size=None, num_workers=1, collate_fn=_same, generator=torch.Generator()
+    )
+    slices = iter(loader)
+    try:
+        yield from slices
+    finally:
+        end_processes(slices)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+class _Slices(IterableDataset[Slice]):
+    """What a loader process reads for `_in_a_process`."""
+
+    def __init__(self, stream: Stream, reading: Reading) -> None:
+        self._stream, self._reading = stream, reading
+
+    @override
+    def __iter__(self) -> Iterator[Slice]:
+        return self._stream.read(self._reading)

@@ -1,0 +1,126 @@
+"""Tables of other libraries: pandas DataFrames, Arrow tables and Parquet, Hugging Face datasets. None is imported before it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from typing_extensions import override
+
+from manyhands.data.readers.datasets import fetch, set_epoch
+from manyhands.data.source import BY_OPTION, Indexed, Loading, Picks, Reading, nonempty
+from manyhands.errors import BadInput
+
+if TYPE_CHECKING:
+    import datasets
+    import pandas as pd
+    import pyarrow as pa
+
+
+def frame_columns(frame: pd.DataFrame) -> dict[str, np.ndarray[Any, Any]]:
+    """{column name: array [rows]} of a DataFrame; its index is left out. Raises BadInput for a nullable column with gaps."""
+    columns = {}
+    for name, column in frame.items():
+        if (
+            not isinstance(column.dtype, np.dtype) and column.isna().any()
+        ):  # a float column's NaN is a number, this is not
+            raise BadInput(
+                f"column {name!r} ({column.dtype}) has missing values: fill or drop them (frame.dropna()) before training"
+            )
+        columns[str(name)] = column.to_numpy()
+    return columns
+
+
+def parquet_columns(paths: Sequence[str], filesystem: Any, what: str) -> dict[str, np.ndarray[Any, Any]]:
+    """{column name: array} of Parquet files, one after the other. filesystem: pyarrow's or fsspec's, in which the paths are.
+
+    All columns are loaded into this worker's memory: for more than that holds, stream instead (Hugging Face's
+    `load_dataset("parquet", data_files=…, streaming=True)`).
+    """
+    import pyarrow as pa
+    import pyarrow.dataset as ds
+
+    try:
+        table = ds.dataset(list(paths), filesystem=filesystem, format="parquet").to_table()
+    except (pa.ArrowInvalid, OSError) as error:
+        raise BadInput(f"{what} cannot be read as Parquet: {error}") from error
+    return arrow_columns(table, what)
+
+
+def arrow_columns(table: pa.Table, what: str) -> dict[str, np.ndarray[Any, Any]]:
+    """{column name: array [rows, …]}; lists of one length become further dimensions, strings object arrays.
+
+    Raises BadInput, naming the column, for missing values and for lists of different lengths.
+    """
+    nonempty(table.num_rows, what)
+    return {
+        name: arrow_array(table.column(name).combine_chunks(), f"column {name!r} of {what}")
+        for name in table.column_names
+    }
+
+
+def arrow_array(column: Any, what: str) -> np.ndarray[Any, Any]:
+    """[rows, …] of an Arrow array. Raises BadInput, naming `what`, for missing values and for lists of different lengths."""
+    import pyarrow as pa
+
+    if column.null_count:
+        raise BadInput(f"{what} has {column.null_count} missing values: fill or drop them before training")
+    kind = column.type
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
+        return np.asarray(column.to_numpy(zero_copy_only=False))
+    lengths = {kind.list_size} if pa.types.is_fixed_size_list(kind) else set(column.value_lengths().to_pylist())
+    if len(lengths) > 1:
+        raise BadInput(
+            f"{what} holds lists of {min(lengths)} to {max(lengths)} values: pad them to one length, or give a Dataset and collate"
+        )
+    return arrow_array(column.flatten(), what).reshape(
+        len(column), lengths.pop(), *arrow_array(column.flatten()[:1], what).shape[1:]
+    )
+
+
+class HuggingFace(Indexed):
+    """A Hugging Face dataset: rows are read in batches (`dataset[indices]`), a dict of columns.
+
+    Columns come as the format that was set on it gives them; without one, as torch tensors (whole numbers int64, others
+    float32, strings as lists). It is read ahead in a thread, unless the user's own code (a transform, collate) takes part.
+    """
+
+    def __init__(self, dataset: datasets.Dataset, collate: Callable[[list[Any]], Any] | None = None) -> None:
+        self.rows = nonempty(len(dataset), "the Hugging Face dataset")
+        formatted = dataset.format["type"] is not None
+        self._dataset = dataset if formatted or collate is not None else dataset.with_format("torch")
+        self._collate = collate
+
+    @property
+    @override
+    def loading(self) -> Loading:
+        return Loading() if self._collate is None else Loading(0, BY_OPTION)
+
+    @override
+    def take(self, indices: Sequence[Any]) -> Any:
+        chosen = [int(i) for i in indices]
+        if self._collate is not None:
+            return self._collate(fetch(self._dataset, chosen))
+        batch = self._dataset[chosen]
+        if not isinstance(batch, Mapping):
+            return batch
+        ragged = [name for name, column in batch.items() if _is_ragged(column)]
+        if ragged:
+            raise BadInput(
+                f"the rows of column {', '.join(ragged)} differ in length: pad them (collate=, or in dataset.map), or remove the column"
+            )
+        return dict(batch)
+
+    @override
+    def picks(self, reading: Reading) -> Picks:
+        set_epoch(self._dataset, reading.epoch)
+        return super().picks(reading)
+
+    @override
+    def in_background(self, reading: Reading) -> bool:
+        return self._collate is None and self._dataset.format["type"] != "custom"
+
+
+def _is_ragged(column: Any) -> bool:
+    return isinstance(column, list) and any(hasattr(item, "shape") for item in column)

@@ -1,0 +1,201 @@
+"""Which messages of a seat make sense, and which of a driver. Pure. What comes from another host is checked here before anybody acts on it.
+
+The kinds of a seat's are those of crew.py, of a driver's those of remote_crew.py. Extra fields are left out of what is returned, so that nobody can come to rely on them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from manyhands.data.leases import Segment
+from manyhands.engines.driver.run_monitor import Failure
+from manyhands.errors import is_whole
+from manyhands.events import Event
+from manyhands.transport.frame import FrameError
+from manyhands.units import printable
+
+_MOST_PARTS = 1 << 20  # slices of a global batch
+_MOST_TEXT = 1 << 20
+Check = Callable[[Any], Any]
+
+
+def checked(seat: int, body: Any) -> dict[str, Any]:
+    """A seat's message with those fields that its kind has; its texts hold no control characters. FrameError, saying what is wrong."""
+    message = _of_kinds(_KINDS, body)
+    kind = message["type"]
+    said_of = [message, *message.get("events", []), message.get("event", {})]
+    if others := [one["rank"] for one in said_of if one.get("rank") not in (None, seat)]:
+        raise FrameError(f"a message of type {kind} of seat {others[0]} from seat {seat}")
+    if kind == "value" and "value" in body:  # a shard returns none
+        message["value"] = body["value"]
+    return message
+
+
+def order(body: Any) -> dict[str, Any]:
+    """The same of a driver's message to a host that joined it."""
+    return _of_kinds(_ORDERS, body)
+
+
+def _of_kinds(kinds: dict[str, dict[str, Check]], body: Any) -> dict[str, Any]:
+    kind = body.get("type") if isinstance(body, dict) else None
+    if not isinstance(kind, str) or kind not in kinds:
+        raise FrameError(f"a message of type {printable(kind, 40)!r}, which is none of {', '.join(kinds)}")
+    message: dict[str, Any] = {"type": kind}
+    for name, check in kinds[kind].items():
+        if name not in body:
+            raise FrameError(f"a message of type {kind} without {name}")
+        message[name] = _passed(check, body[name], f"{name} of a message of type {kind}")
+    return message
+
+
+def _passed(check: Check, value: Any, what: str) -> Any:
+    try:
+        return check(value)
+    except (AssertionError, AttributeError, TypeError, ValueError) as error:
+        raise FrameError(f"{what} that makes no sense ({printable(error)}): {printable(repr(value))}") from error
+
+
+def _line(value: Any) -> str:
+    """A text of one line."""
+    _expect(isinstance(value, str), "a text")
+    return printable(value, _MOST_TEXT)
+
+
+def _lines(value: Any) -> str:
+    """A text of any number of lines."""
+    _expect(isinstance(value, str), "a text")
+    return printable(value, _MOST_TEXT, keep="\n\t")
+
+
+def _whole(value: Any) -> int:
+    _expect(is_whole(value, -(1 << 62)), "a whole number")
+    return int(value)
+
+
+def _count(value: Any) -> int:
+    _expect(is_whole(value, 0), "a number of at least 0")
+    return int(value)
+
+
+def _seconds(value: Any) -> float:
+    _expect(isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value), "seconds")
+    return float(value)
+
+
+def _yes_or_no(value: Any) -> bool:
+    _expect(isinstance(value, bool), "true or false")
+    return bool(value)
+
+
+def _or_none(check: Check) -> Check:
+    return lambda value: None if value is None else check(value)
+
+
+def _seats(value: Any) -> list[int]:
+    _expect(isinstance(value, list) and len(value) == len(set(map(_whole, value))), "different seats")
+    return list(value)
+
+
+def _segment(value: Any) -> dict[str, Any]:
+    _expect(isinstance(value, dict) and {"epoch", "first", "until", "parts"} <= value.keys(), "a segment")
+    for name, part in value.items():
+        _expect(name == "left" or is_whole(part, 0), f"a number of at least 0 as {name}")
+    _expect(value["parts"] <= _MOST_PARTS, f"at most {_MOST_PARTS} parts")
+    return vars(Segment(**value))
+
+
+def _event(value: Any) -> dict[str, Any]:
+    _expect(isinstance(value, dict) and value.keys() <= _EVENT.keys() and "type" in value, "an event")
+    return {name: _EVENT[name](part) for name, part in value.items()}
+
+
+def _events(value: Any) -> list[dict[str, Any]]:
+    _expect(isinstance(value, list), "events")
+    return [_event(one) for one in value]
+
+
+def _values(value: Any) -> dict[str, Any]:
+    _expect(isinstance(value, dict), "an object")
+    return {name: _lines(part) if isinstance(part, str) else part for name, part in value.items()}
+
+
+def _anything(value: Any) -> Any:
+    return value
+
+
+def _object(value: Any) -> dict[str, Any]:
+    _expect(isinstance(value, dict), "an object")
+    return dict(value)
+
+
+def _texts(value: Any) -> dict[str, str]:
+    _expect(isinstance(value, dict) and all(isinstance(text, str) for text in value.values()), "texts by name")
+    return dict(value)
+
+
+def _shared(value: Any) -> dict[str, Any]:
+    """What all processes of a run are to know, and which of them are here."""
+    _expect(
+        isinstance(value, dict) and {"seats", "size", "threads", "timeout_s", "network"} <= value.keys(), "a launch"
+    )
+    _expect(len(_seats(value["seats"])) > 0 and is_whole(value["size"]), "seats, and how many workers there are")
+    _expect(_seconds(value["timeout_s"]) > 0 and (value["threads"] is None or is_whole(value["threads"])), "its limits")
+    network = value["network"]
+    _expect(isinstance(network, dict) and isinstance(network.get("hosts"), list), "hosts")
+    _expect(all(isinstance(_seats(ranks), list) for ranks in network["hosts"]), "each host's ranks")
+    names = network.get("names")
+    _expect(isinstance(names, list) and all(isinstance(name, str) for name in names), "the hosts' names")
+    return dict(value)
+
+
+def _expect(right: bool, what: str) -> None:
+    if not right:
+        raise ValueError(f"expected {what}")
+
+
+_EVENT: dict[str, Check] = {
+    "type": _line,
+    "time_s": _seconds,
+    "generation": _count,
+    "rank": _or_none(_count),
+    "tick": _count,
+    "step": _count,
+    "values": _values,
+}
+assert _EVENT.keys() == {field.name for field in fields(Event)}
+
+_FAILURE: dict[str, Check] = {
+    "rank": _whole,
+    "phase": _line,
+    "step": _count,
+    "message": _lines,
+    "detail": _lines,
+    "error": _line,
+    "family": _line,
+    "exit_code": _whole,
+    "secondary": _yes_or_no,
+}
+assert _FAILURE.keys() == {field.name for field in fields(Failure)}
+
+_KINDS: dict[str, dict[str, Check]] = {
+    "started": {},
+    "beat": {"phase": _line, "step": _count, "idle_s": _seconds, "events": _events},
+    "ask": {"event": _event},
+    "lease": {"segment": _segment},
+    "meet": {"name": _line, "seats": _seats, "value": _anything},
+    "value": {},
+    "error": _FAILURE,
+    "exited": {"status": _whole, "phase": _or_none(_line), "step": _or_none(_count), "detail": _lines},
+}
+
+_ORDERS: dict[str, dict[str, Check]] = {
+    "launch": {"host": _line, "shared": _shared, "variables": _texts},
+    "tell": {"seat": _whole, "body": _object},
+    "signal": {"number": _count},
+    "stacks": {},
+    "end": {"grace_s": _seconds},
+    "over": {"error": _lines, "preempted": _yes_or_no},
+}

@@ -1,0 +1,121 @@
+"""How the processes of several hosts come together: addresses go round through the driver, then each connects to those it needs.
+
+Inside a host the fork server has given its workers shared memory already. Between hosts the first worker of each, its
+leader, is linked with all other leaders; for messages from one worker to another all are linked with all; a worker on
+another host than the server's is linked with every shard. Every connection begins with both ends' proof that they hold the run's secret, and a hello that says who comes and what for.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+
+from manyhands.comm.group import Group
+from manyhands.comm.hierarchical import HierarchicalGroup
+from manyhands.comm.ring.connecting import connect_all
+from manyhands.comm.ring.group import RingGroup
+from manyhands.comm.shared_memory.group import SharedMemoryGroup
+from manyhands.comm.solo import SoloGroup
+from manyhands.engines.driver.host_processes import name_of, shard_of
+from manyhands.engines.hosts.network import Network
+from manyhands.engines.local.child import Place, last_resort_s
+from manyhands.engines.local.heartbeat import DriverLine
+from manyhands.server.protocol import hello
+from manyhands.transport.channel import Channel
+from manyhands.transport.listener import Listener, connect
+
+_MOST_CONNECT_S = 60.0
+
+
+def group_of(place: Place, line: DriverLine) -> Group:
+    """The group of all workers, for this one."""
+    network, everyone = _network(place), list(range(place.size))
+    if len(network.hosts) == place.size:
+        return _ring(place, network, line, everyone, "ring")
+    across = None
+    if place.seat in network.leaders:
+        across = _ring(place, network, line, network.leaders, "ring")
+    return HierarchicalGroup(
+        place.seat,
+        network.hosts,
+        _inside(place, network),
+        across,
+        direct=_ring(place, network, line, everyone, "direct"),
+        hosts=network.names,
+    )
+
+
+def _inside(place: Place, network: Network) -> Group:
+    """The group of this host's workers."""
+    here = place.workers_here
+    if len(here) == 1:
+        return SoloGroup()
+    return SharedMemoryGroup(
+        here.index(place.seat),
+        len(here),
+        place.memory,
+        lifelines=place.lifelines,
+        hosts=[network.host_names[rank] for rank in here],
+        timeout_s=last_resort_s(place),
+    )
+
+
+def _ring(place: Place, network: Network, line: DriverLine, members: list[int], purpose: str) -> RingGroup:
+    """A group of the members, of which this worker is one. Its port is closed when all are connected."""
+    rank, hosts = members.index(place.seat), [network.host_names[member] for member in members]
+    # Each connects to the lower ranks: the higher ones give up first, their error says whose port is shut.
+    patience_s = _connect_s(place) * (1.5 - 0.5 * (rank + 1) / len(members))
+    with closing(network.listener(place.timeout_s)) as listener:
+        addresses = [(str(host), int(port)) for host, port in line.meet(purpose, members, list(listener.address))]
+        channels = connect_all(
+            rank,
+            listener,
+            addresses,
+            **network.secret.proof,
+            hosts=hosts,
+            names=members,
+            purpose=purpose,
+            timeout_s=patience_s,
+        )
+    return RingGroup(rank, len(members), channels, hosts=hosts, names=members, timeout_s=last_resort_s(place))
+
+
+def shard_listener(place: Place, line: DriverLine) -> Listener | None:
+    """Where this shard's workers on other hosts come to; they know it when this returns. None: all are here."""
+    remote = _remote(place)
+    if not remote:
+        return None
+    listener = _network(place).listener(last_resort_s(place))
+    line.meet(name_of(place.seat), [place.seat, *remote], list(listener.address))
+    return listener
+
+
+def shard_channel(place: Place, line: DriverLine, shard: int) -> Channel:
+    """This worker's connection to a shard on another host."""
+    network, seat = _network(place), shard_of(shard)
+    (host, port), *_ = line.meet(name_of(seat), [seat, *_remote(place)], None)
+    said = hello(place.seat, shard, place.servers, network.host_names[place.seat])
+    peer = f"{name_of(seat)} on {network.names[0]}"
+    sock = connect((host, port), said, **network.secret.proof, peer=peer, timeout_s=_connect_s(place)).detach()
+    os.register_at_fork(after_in_child=sock.close)  # a loader's process must not keep the connection open
+    return Channel(sock, peer=peer, timeout_s=last_resort_s(place))
+
+
+def host_names(place: Place) -> list[str]:
+    """Where each worker is, by rank."""
+    return _network(place).host_names
+
+
+def _connect_s(place: Place) -> float:
+    """How long to try to connect. The driver's deadline is longer: else it would say that the work is slow, and not whose port is shut."""
+    return min(_MOST_CONNECT_S, place.timeout_s / 2)
+
+
+def _network(place: Place) -> Network:
+    assert place.network is not None
+    return Network.from_json(place.network)
+
+
+def _remote(place: Place) -> list[int]:
+    """Ranks of workers on other hosts than the driver's, which has all shards."""
+    return [] if place.network is None else [rank for ranks in _network(place).hosts[1:] for rank in ranks]

@@ -1,0 +1,249 @@
+"""Engine `hosts`: workers on several hosts. This one listens, the others join with the command that it prints.
+
+The driver and its own workers are here; every other host runs `manyhands join`, whose agent has that host's workers.
+Inside a host workers share memory, between hosts their leaders form a ring over TLS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import secrets
+import shlex
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from typing_extensions import override
+
+from manyhands.engines.base import Engine, Launch, check_counts, check_seconds
+from manyhands.errors import BadInput, ManyhandsError, Unsupported, is_whole
+
+if TYPE_CHECKING:
+    from manyhands.engines.hosts.join_listener import Guests
+    from manyhands.engines.hosts.network import Network
+    from manyhands.engines.hosts.roster import Roster
+    from manyhands.engines.hosts.secret import Secret
+    from manyhands.transport.listener import Listener
+    from manyhands.worker import Worker
+
+T = TypeVar("T")
+
+LOG = logging.getLogger("manyhands")
+
+VARIABLE = "MANYHANDS_CREDENTIALS"  # transport.credentials.VARIABLE, without importing it
+_ANYWHERE = ("0.0.0.0", "::", "")
+
+
+@dataclass
+class _Voice:
+    """Who is told how to join, and who came. All are equal: it is no option of the engine's."""
+
+    say: Callable[[str], None] = field(default=LOG.warning, compare=False)  # a script's user must see it, too
+
+    def __reduce__(self) -> tuple[type[_Voice], tuple[()]]:
+        return _Voice, ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hosts(Engine):
+    """Workers of several hosts: this one listens, the others join it with the command that it prints.
+
+    listen: an address of this host that the others reach. Other than loopback it needs TLS.
+    here: so many workers this host gives itself, at least one (worker 0 is here); default: half of them, rounded up.
+    tls: on: every connection is encrypted, and both ends prove that they hold the run's credentials: the file that
+        MANYHANDS_CREDENTIALS names, made where it is missing, else a file of this run's alone. off: both ends still prove
+        that they hold the file, but whoever is on the way can read and change what is sent, the program included; on
+        loopback only, unless plain_network says otherwise.
+    ports: "7000-7100", to listen on; default: any that are free. Every host needs one a worker, this one also one a shard.
+    plain_network: with tls off, also on addresses other than loopback.
+    wait_s: how long to wait for the others.
+
+    What remote workers return travels as JSON and tensors; anything else raises BadInput. The hosts need the same
+    versions of Python, torch and manyhands, and the modules that the program imports. Shards of a server are here.
+    """
+
+    name: ClassVar[str] = "hosts"
+    serves: ClassVar[bool] = True
+    listen: str = "127.0.0.1"
+    here: int | None = None
+    tls: bool = True
+    ports: str = ""
+    plain_network: bool = False
+    wait_s: float = 600.0
+    voice: _Voice = field(default_factory=_Voice, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        from manyhands.engines.hosts.network import check_way, ports_of
+
+        if self.here is not None and not is_whole(self.here):
+            raise BadInput(f"here must be at least 1, not {self.here!r}: worker 0 and the driver are on one host")
+        check_seconds("wait_s", self.wait_s)
+        if self.tls and self.plain_network:
+            raise BadInput("plain_network is for tls off: leave it out, or say tls=off too")
+        check_way(self.listen, tls=self.tls, plain_network=self.plain_network)
+        ports_of(self.ports)
+
+    @override
+    def on_one_host(self, workers: int) -> bool:
+        return workers == 1
+
+    @override
+    def launch(self, program: Callable[[Worker], T], plan: Launch) -> list[T]:
+        here = self._check(plan)
+        if plan.workers == 1:
+            from manyhands.engines.single_process import run_here
+
+            return [run_here(program, plan)]
+        return self._launch(program, plan, here)
+
+    def _check(self, plan: Launch) -> int:
+        """How many workers are here."""
+        check_counts(plan)
+        here = math.ceil(plan.workers / 2) if self.here is None else self.here
+        if here > plan.workers:
+            raise BadInput(f"here={here} of {plan.workers} workers: give at most as many as there are in all")
+        if sys.platform != "linux":
+            raise Unsupported(f"engine hosts needs Linux, this is {sys.platform}: on Windows use WSL2")
+        return here
+
+    def _launch(self, program: Any, plan: Launch, here: int) -> list[Any]:
+        from manyhands.engines.descriptors import room_for_descriptors
+        from manyhands.engines.driver.driver import Driver
+        from manyhands.engines.driver.host_processes import seats_of, shard_of
+        from manyhands.engines.hosts.join_listener import Guests, Listening
+        from manyhands.engines.local.fork_client import Spawner
+        from manyhands.engines.local.processes import LocalCrew
+
+        with ExitStack() as stack:
+            stack.enter_context(room_for_descriptors(4 * plan.workers + 16))
+            folder = Path(tempfile.gettempdir()) / f"manyhands-{secrets.token_hex(8)}"
+            spawner = Spawner(leftover=folder)  # it loads torch while the others come
+            stack.callback(spawner.close)
+            guests = stack.enter_context(Guests())
+            meeting = self._gathered(plan, here, guests, folder)
+            shards = [seat for seat in seats_of(plan.workers, plan.shards) if shard_of(seat) >= 0]
+            own = LocalCrew(
+                spawner, [*meeting.hosts[0], *shards], plan.timeout_s, host=meeting.names[0], network=meeting.to_json()
+            )
+            observer = Listening(plan.observer, guests.crews, "" if self.tls else self._without_tls())
+            guests.stopped = observer.stopping  # a host that was asked to end stops the others, too
+            return Driver([own, *guests.crews], replace(plan, observer=observer)).run(program)
+
+    def _gathered(self, plan: Launch, here: int, guests: Guests, folder: Path) -> Network:
+        """This host's Network, once all workers are there; the crews of the others are in `guests`."""
+        from manyhands.engines.hosts.join_listener import Door, check_stop
+        from manyhands.engines.hosts.message_channel import SILENCE_S
+        from manyhands.engines.hosts.network import Network, ports_of
+        from manyhands.engines.hosts.roster import Offer, Roster
+        from manyhands.transport.listener import Listener
+
+        roster = Roster(plan.workers, [Offer(socket.gethostname(), here)])
+        deadline = time.monotonic() + self.wait_s
+
+        def check() -> None:
+            check_stop(plan.observer, "the other hosts")
+            if time.monotonic() >= deadline:
+                raise ManyhandsError(
+                    f"after {self.wait_s:.0f} s {roster.text()}; {roster.missing} did not come: start `manyhands join` "
+                    "on the other hosts, or give a longer wait_s"
+                )
+
+        with self._secret(folder) as (secret, path):
+            listener = Listener(
+                self.listen,
+                **secret.proof,
+                ports=ports_of(self.ports),
+                plain_network=self.plain_network,
+                timeout_s=SILENCE_S,
+            )
+            with contextlib.closing(listener):
+                if roster.missing:
+                    self.voice.say(f"{roster.text()}. {self._how_to_join(listener, roster, path)}")
+                Door(listener, roster, guests, self.voice.say).wait(check)
+                address = listener.address[0]
+        names = roster.names()
+        if address in _ANYWHERE and guests.crews:
+            came_by = [crew.local_address for crew in guests.crews]
+            address = _common_address(dict(zip(names[1:], came_by, strict=True)))
+        meeting = Network(
+            hosts=roster.seats(),
+            names=names,
+            listen=address,
+            ports=ports_of(self.ports),
+            plain_network=self.plain_network,
+            secret=secret,
+        )
+        for crew, seats, name in zip(guests.crews, meeting.hosts[1:], meeting.names[1:], strict=True):
+            crew.take_seats(seats, name, {"hosts": meeting.hosts, "names": meeting.names})
+        return meeting
+
+    @contextmanager
+    def _secret(self, folder: Path) -> Iterator[tuple[Secret, Path]]:
+        """The run's secret and the file that holds it; one of this run's alone lies in `folder`, and is gone afterwards.
+
+        The fork server removes the folder where this process is killed meanwhile.
+        """
+        from manyhands.engines.hosts.secret import Secret, named_file
+
+        named = named_file()
+        if named is not None:
+            yield (Secret.load if named.exists() else Secret.create)(named, tls=self.tls), named
+            return
+        folder.mkdir(mode=0o700)
+        try:
+            path = folder / f"manyhands-{os.getpid()}.pem"
+            yield Secret.create(path, tls=self.tls), path
+        finally:
+            shutil.rmtree(folder)
+
+    def _without_tls(self) -> str:
+        return (
+            f"engine hosts ran WITHOUT TLS on {self.listen}: whoever was on the way between its processes could read and "
+            "change what was sent, the program included"
+        )
+
+    def _how_to_join(self, listener: Listener, roster: Roster, path: Path) -> str:
+        from manyhands.engines.hosts.network import PLAIN_RISK
+        from manyhands.transport.address import format_address, is_loopback
+
+        host, port = listener.address
+        address = format_address((socket.gethostname() if host in _ANYWHERE else host, port))
+        plain = "" if self.tls else " --no-tls"
+        copy, name = "", str(path)
+        if not is_loopback(host):
+            plain += " --plain-network" if self.plain_network else ""
+            there = f"{address.rpartition(':')[0]}:{path}"
+            copy, name = f"  scp -p {shlex.quote(there)} .\n", path.name
+        risk = "" if self.tls else f"\n{PLAIN_RISK}.\n"
+        return (
+            f"On {'the other hosts' if copy else 'this host'} run (whoever has the file belongs to the run; "
+            f"several may share the workers){'' if self.tls else ', WITHOUT TLS'}:\n\n"
+            f"{copy}  {VARIABLE}={shlex.quote(name)} manyhands join {address} --workers {roster.missing}{plain}\n{risk}"
+        )
+
+
+def _common_address(came_by: dict[str, str]) -> str:
+    """Where workers of all joined hosts reach this one's, from the address of this host that each host came by.
+
+    Loopback only if all came by it: its own workers listen where a host came by. BadInput for a mix.
+    """
+    from manyhands.transport.address import is_loopback
+
+    near = [host for host, address in came_by.items() if is_loopback(address)]
+    far = [address for address in came_by.values() if not is_loopback(address)]
+    if near and far:
+        raise BadInput(
+            f"{', '.join(near)} joined over loopback, where other hosts do not reach its workers: join by {far[0]} on this "
+            "host too, or listen on that address alone"
+        )
+    return (far or list(came_by.values()))[0]

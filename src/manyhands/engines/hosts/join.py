@@ -1,0 +1,340 @@
+"""The agent behind `manyhands join`: gives workers of this host to a run whose driver is on another.
+
+It has a crew of its own, and carries messages both ways. What it gets from the driver, the program included, is as
+trustworthy as the driver: joining a run means running its code. Hence it takes it only from whoever has the run's
+credentials. The driver in turn gets JSON and tensors, and unpickles nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import select
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyhands.engines.base import check_count, check_seconds
+from manyhands.engines.descriptors import room_for_descriptors
+from manyhands.engines.driver.message_checks import order
+from manyhands.engines.hosts import roster
+from manyhands.engines.hosts.message_channel import SILENCE_S, Letter, Post
+from manyhands.engines.hosts.network import PLAIN_RISK, Network, check_way, ports_of
+from manyhands.engines.hosts.plain_values import encode
+from manyhands.engines.hosts.secret import Secret, named_file
+from manyhands.engines.local.fork_client import Spawner, import_path
+from manyhands.engines.local.processes import LocalCrew
+from manyhands.errors import BadInput, ManyhandsError, Preempted
+from manyhands.signals import sigterm_to
+from manyhands.transport.address import parse_address
+from manyhands.transport.channel import Channel, ChannelClosed, ChannelTimeout
+from manyhands.transport.credentials import VARIABLE
+from manyhands.transport.frame import FrameError
+from manyhands.transport.listener import connect
+from manyhands.units import count
+
+LOG = logging.getLogger("manyhands")
+
+_POLL_S = 0.2
+_IMPORTS = ("ModuleNotFoundError", "ImportError")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Join:
+    """What a host offers, and how it is reached."""
+
+    address: str  # the driver's, HOST:PORT
+    workers: int
+    listen: str = (
+        ""  # where other hosts reach this one's workers; "": the address by which this host reaches the driver
+    )
+    ports: str = ""  # to listen on, "7000-7100"; "": any that is free
+    tls: bool = True
+    plain_network: bool = False  # without TLS also over addresses other than loopback
+    wait_s: float = 600.0  # for the driver to be there
+    threads: int | None = None  # of each worker, where the run does not say; None: usable cores / workers
+    order: int = 0  # this host's place among the others, where they have one
+
+    def __post_init__(self) -> None:
+        check_count("workers", self.workers)
+        check_seconds("wait_s", self.wait_s)
+        host, _ = parse_address(self.address)
+        for one in filter(None, (host, self.listen)):
+            check_way(one, tls=self.tls, plain_network=self.plain_network)
+        ports_of(self.ports)
+
+
+def join(
+    offer: Join, say: Callable[[str], None] = LOG.info, secret: Secret | None = None, spawner: Spawner | None = None
+) -> None:
+    """Give workers to the run at `offer.address`, until it is over; then nothing of it is left on this host.
+
+    say: gets a line where there is news for the user. secret: the run's; None: in the file that MANYHANDS_CREDENTIALS names.
+    spawner: a fork server that was started for this; it is closed here.
+    Raises ManyhandsError with the driver's reason where it refuses, and with the run's error where it fails; Preempted
+    after SIGTERM (the driver is told, and stops the run where it can be resumed).
+    """
+    if sys.platform != "linux":
+        raise BadInput(f"joining a run needs Linux, this is {sys.platform}: on Windows use WSL2")
+    secret = secret or _secret(offer)
+    with room_for_descriptors(4 * offer.workers + 16):
+        spawner = spawner or Spawner()  # it loads torch while we look for the driver
+        try:
+            agent = Agent(offer, secret, spawner, say)
+            agent.serve(Post(_connected(offer, secret), agent.memory_for))
+        finally:
+            spawner.close()
+
+
+def _secret(offer: Join) -> Secret:
+    """From the file that MANYHANDS_CREDENTIALS names; on a shared disk the driver may be about to make it."""
+    path, deadline = named_file(), time.monotonic() + offer.wait_s
+    if path is None:
+        raise BadInput(
+            f"joining a run needs its credentials: copy the file that the driver names to this host, and set {VARIABLE} to its path"
+        )
+    while not path.exists():
+        if time.monotonic() >= deadline:
+            raise BadInput(
+                f"{VARIABLE} names {path}, which did not appear within {offer.wait_s:.0f} s: copy the driver's file there"
+            )
+        time.sleep(_POLL_S)
+    return Secret.load(path, tls=offer.tls)
+
+
+def _connected(offer: Join, secret: Secret) -> Channel:
+    """A channel to the driver, once it listens and says that this host is welcome."""
+    deadline = time.monotonic() + offer.wait_s
+    while True:
+        timeout_s = min(SILENCE_S, max(0.1, deadline - time.monotonic()))
+        try:
+            return connect(
+                parse_address(offer.address),
+                roster.hello(offer.workers, offer.order),
+                **secret.proof,
+                peer="the driver",
+                timeout_s=timeout_s,
+            )
+        except ChannelClosed as error:
+            raise JoinError(str(error)) from error
+        except ChannelTimeout as error:
+            if time.monotonic() >= deadline:
+                raise JoinError(
+                    f"no run took this host's workers within {offer.wait_s:.0f} s: {error}; or has the run begun without them?"
+                ) from error
+
+
+class JoinError(ManyhandsError):
+    """No run took this host's workers."""
+
+
+@dataclass
+class Agent:
+    """One host's part in one run."""
+
+    offer: Join
+    secret: Secret
+    spawner: Spawner
+    say: Callable[[str], None]
+    _program: int = -1
+    _crew: LocalCrew | None = None
+    _running: bool = False
+    _preempted: str = ""
+    _told: bool = False
+    _over: str | None = field(default=None)  # how the run ended, "" is well
+    _stopped: bool = False  # it was asked to end (SIGTERM), wherever that was
+
+    def memory_for(self, body: dict[str, Any], nbytes: int) -> Tensor:
+        """The program arrives in the file from which the workers map it."""
+        if body.get("type") != "launch" or self._program >= 0:
+            return torch.empty(nbytes, dtype=torch.uint8)
+        self._program = os.memfd_create("manyhands-program", os.MFD_CLOEXEC)
+        os.ftruncate(self._program, nbytes)
+        return torch.frombuffer(mmap.mmap(self._program, nbytes), dtype=torch.uint8)
+
+    def serve(self, post: Post) -> None:
+        """Until the run is over. The post is closed at the end, and no process of the run is left."""
+        self._post = post
+        if not self.offer.tls:
+            self.say(PLAIN_RISK)
+        self.say(
+            f"joined the run at {self.offer.address} with {count(self.offer.workers, 'worker')}; it begins when all are there"
+        )
+        try:
+            with sigterm_to(self._ask_to_end):
+                while self._over is None:
+                    self._turn()
+        finally:
+            if self._crew is not None:
+                self._crew.end(0.0)
+            post.close()
+            if self._program >= 0:
+                os.close(self._program)
+        if self._over and not self._stopped:
+            raise ManyhandsError(f"the run at {self.offer.address} failed: {self._over}")
+        if self._preempted or self._stopped:
+            who = "this host" if self._preempted else "the run"
+            raise Preempted(
+                f"{who} was asked to end (SIGTERM), and the run at {self.offer.address} stopped: {self._over or 'it can be resumed'}"
+            )
+        self.say("the run is done")
+
+    def _ask_to_end(self, reason: str) -> None:
+        self._preempted = reason
+
+    # -- both ways ---------------------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        """Wait for news of either side, and pass it on."""
+        poll = select.poll()
+        for fd in [self._post.fileno(), *(self._crew.filenos() if self._crew is not None and self._running else [])]:
+            poll.register(fd, select.POLLIN)
+        poll.poll(_POLL_S * 1000)
+        for letter in self._post.receive():
+            self._obey(letter)
+        self._relay()
+        if self._preempted:
+            self._pass_on_preemption()
+        if self._post.lost and self._over is None:
+            raise ManyhandsError(
+                f"the driver at {self.offer.address} is gone ({self._post.lost}): this host's workers were ended"
+                if self._running
+                else f"the driver at {self.offer.address} left before the run began ({self._post.lost})"
+            )
+
+    def _obey(self, letter: Letter) -> None:
+        """ManyhandsError for what no driver of this version sends: this host's workers end then."""
+        try:
+            body = order(letter.body)
+            match body["type"]:
+                case "launch":
+                    self._launch(body)
+                case "end":
+                    self._end(body["grace_s"])
+                case "over":
+                    self._over, self._stopped = body["error"], body["preempted"]
+                case _ if self._crew is not None and self._running:
+                    self._order(self._crew, body)
+        except FrameError as error:
+            raise ManyhandsError(
+                f"the driver at {self.offer.address} sent {error}: does it run the same version of manyhands?"
+            ) from error
+
+    def _order(self, crew: LocalCrew, body: dict[str, Any]) -> None:
+        match body["type"]:
+            case "tell":
+                if body["seat"] not in crew.seats:
+                    raise FrameError(f"a message to seat {body['seat']}; here are {crew.seats}")
+                crew.tell(body["seat"], body["body"])
+            case "signal":
+                crew.signal(body["number"])
+            case "stacks":
+                stacks, where = crew.stacks(), crew.where()
+                self._send({"type": "stacks", "stacks": _by_name(stacks), "where": _by_name(where)})
+
+    def _launch(self, body: dict[str, Any]) -> None:
+        if self._crew is not None or self._program < 0:
+            raise FrameError("a second launch" if self._crew is not None else "a launch without a program")
+        shared = body["shared"]
+        seats = shared["seats"]
+        ranks = [seat for seat in seats if seat >= 0]
+        self.say(
+            f"the run begins: of {shared['size']} workers, {', '.join(map(str, ranks))} {'is' if len(ranks) == 1 else 'are'} here"
+        )
+        network = self._network(shared["network"]).to_json()
+        self._crew = LocalCrew(self.spawner, seats, shared["timeout_s"], host=body["host"], network=network)
+        self._running = True
+        own = {
+            "threads": shared["threads"] or self.offer.threads,
+            "path": list(dict.fromkeys([os.getcwd(), *import_path()])),
+            "folder": os.getcwd(),
+            "environment": {**os.environ, **body["variables"]},
+        }
+        try:
+            self._crew.start({**shared, **own}, self._program)
+        except ManyhandsError as error:
+            self._failed(error)
+
+    def _network(self, others: dict[str, Any]) -> Network:
+        """The driver's view of who is where, with this host's own address and key."""
+        return Network(
+            hosts=others["hosts"],
+            names=others["names"],
+            listen=self.offer.listen or self._post.local_address,
+            ports=ports_of(self.offer.ports),
+            plain_network=self.offer.plain_network,
+            secret=self.secret,
+        )
+
+    def _relay(self) -> None:
+        if self._crew is None or not self._running:
+            return
+        try:
+            for seat, body in self._crew.receive():
+                self._pass_on(seat, body)
+        except ManyhandsError as error:  # the fork server died, or a value cannot be read
+            self._failed(error)
+
+    def _failed(self, error: ManyhandsError) -> None:
+        """The driver decides what it means, and ends the run."""
+        self._running = False
+        self._send({"type": "failed", "message": str(error)})
+
+    def _pass_on(self, seat: int, body: dict[str, Any]) -> None:
+        if body["type"] == "value" and "value" in body:
+            try:
+                value, tensors = encode(body["value"], f"the value that worker {seat} returned")
+                self._send({"type": "seat", "seat": seat, "body": {**body, "value": value}}, tensors)
+                return
+            except BadInput as error:
+                body = _refused(seat, error)
+        elif body["type"] == "error" and body["error"] in _IMPORTS and body["phase"] == "start":
+            hint = f"the driver's program needs it on this host too: install it, or join in a folder that has it (now {os.getcwd()})"
+            body = {**body, "message": f"{body['message']} ({hint})"}
+        self._send({"type": "seat", "seat": seat, "body": body})
+
+    def _end(self, grace_s: float) -> None:
+        """The driver has heard all it wants: end the processes, then say so."""
+        if self._crew is not None:
+            self._crew.end(grace_s)
+        self._running = False
+        self._send({"type": "idle"})
+
+    def _pass_on_preemption(self) -> None:
+        if self._crew is None:
+            raise Preempted("asked to end (SIGTERM) before the run began")
+        if not self._told:
+            self._told = True
+            self._send({"type": "preempted"})
+
+    def _send(self, body: dict[str, Any], tensors: list[Tensor] | None = None) -> None:
+        with suppress(ChannelClosed, ChannelTimeout):  # `lost` will say so
+            self._post.send(body, tensors or [])
+
+
+def _by_name(of_seats: dict[int, Any]) -> dict[str, Any]:
+    """As JSON has it, whose keys are strings."""
+    return {str(seat): value for seat, value in of_seats.items()}
+
+
+def _refused(seat: int, error: BadInput) -> dict[str, Any]:
+    """The error of a worker whose value does not travel."""
+    return {
+        "type": "error",
+        "rank": seat,
+        "phase": "end",
+        "step": 0,
+        "message": str(error),
+        "detail": "",
+        "error": "BadInput",
+        "family": "BadInput",
+        "exit_code": 2,
+        "secondary": False,
+    }

@@ -1,0 +1,119 @@
+"""How a driver gathers the hosts of a run: a door that lets them in until all workers are there, and guests who hear how it ended."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from typing_extensions import override
+
+from manyhands.engines.base import Observer
+from manyhands.engines.hosts.message_channel import Post
+from manyhands.engines.hosts.processes import RemoteCrew
+from manyhands.engines.hosts.roster import Offer, Roster
+from manyhands.errors import ManyhandsError, Preempted
+from manyhands.events import Event
+from manyhands.signals import PREEMPTED
+from manyhands.transport.channel import ChannelTimeout
+from manyhands.transport.frame import FrameError
+from manyhands.transport.listener import Listener
+
+_POLL_S = 0.1
+
+
+@dataclass
+class Guests:
+    """The hosts that joined, in the order of their coming. At the end of the `with` each is told how the run ended.
+
+    log: where a lost host's own words are to be found, for the error. stopped: why the run was asked to stop, or "".
+    """
+
+    log: str = "see what `manyhands join` said there"
+    crews: list[RemoteCrew] = field(default_factory=list)
+    stopped: Callable[[], str] = str
+
+    def __enter__(self) -> Guests:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        text = "" if error is None else (str(error).strip() or type(error).__name__).splitlines()[0][:500]
+        preempted = isinstance(error, Preempted) or (error is None and self.stopped() == PREEMPTED)
+        for crew in self.crews:
+            crew.leave(text, preempted)
+
+
+@dataclass
+class Door:
+    """Lets hosts in until all workers are there."""
+
+    listener: Listener
+    roster: Roster
+    guests: Guests
+    say: Callable[[str], None]
+
+    def wait(self, check: Callable[[], None]) -> None:
+        """Until nobody is missing. `check` is called about ten times a second, and raises what ends the waiting."""
+        poll = select.poll()
+        poll.register(self.listener, select.POLLIN)
+        while self.roster.missing:
+            check()
+            self._see_off()
+            if poll.poll(_POLL_S * 1000):
+                self._let_in()
+
+    def _let_in(self) -> None:
+        try:
+            channel, said = self.listener.accept(self._name, timeout_s=0.0)
+        except ChannelTimeout:  # it has not said yet who it is
+            return
+        host = self.roster.name_of(said)
+        self.roster.offers.append(Offer(host, said["workers"], said["order"]))
+        self.guests.crews.append(RemoteCrew(Post(channel), host, self.guests.log))
+        self.say(self.roster.text())
+
+    def _name(self, said: dict[str, Any]) -> str:
+        if reason := self.roster.refusal(said):
+            raise FrameError(reason)
+        return f"host {self.roster.name_of(said)}"
+
+    def _see_off(self) -> None:
+        """A host that left before the start leaves its seats free."""
+        crews, offers = self.guests.crews, self.roster.offers
+        own = len(offers) - len(crews)  # the driver's host itself does not come through the door
+        for i in reversed([i for i, crew in enumerate(crews) if not crew.here()]):
+            crew, offer = crews.pop(i), offers.pop(own + i)
+            crew.leave("")
+            self.say(f"{offer.host} left again: {self.roster.text()}")
+
+
+def check_stop(observer: Observer, waiting_for: str) -> None:
+    """Raise where the run was asked to stop before it began."""
+    if reason := observer.stopping():
+        message = f"asked to stop ({reason}) while waiting for {waiting_for}: nothing was trained"
+        raise Preempted(message) if reason == PREEMPTED else ManyhandsError(message)
+
+
+@dataclass
+class Listening(Observer):
+    """The caller's observer, and a joined host that was asked to end (SIGTERM) stops the run as if this one had been."""
+
+    observer: Observer
+    crews: Sequence[RemoteCrew]
+    warning: str = ""  # goes behind the run's first event
+
+    @override
+    def event(self, event: Event) -> None:
+        self.observer.event(event)
+        if self.warning:
+            message, self.warning = self.warning, ""
+            self.observer.event(Event(type="warning", values={"message": message}))
+
+    @override
+    def answer(self, event: Event) -> dict[str, Any]:
+        return self.observer.answer(event)
+
+    @override
+    def stopping(self) -> str:
+        return self.observer.stopping() or (PREEMPTED if any(crew.preempted for crew in self.crews) else "")

@@ -1,0 +1,91 @@
+"""How the processes of one host reach those of the others: who is where, on which address to listen, with what secret.
+
+It travels as JSON inside one host only, over inherited sockets; a joined host makes its own from what the driver says of
+the others. The key never leaves the host on which its file lies.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from manyhands.engines.hosts.secret import Secret
+from manyhands.errors import BadInput
+from manyhands.transport.address import is_loopback
+from manyhands.transport.listener import Listener
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """One host's view."""
+
+    hosts: list[list[int]]  # ranks by host, the driver's first
+    names: list[str]  # of the hosts
+    listen: str  # the address of this host at which others reach its processes
+    ports: tuple[int, int] | None = None  # (first, last) to listen on; None: any that is free
+    plain_network: bool = False  # without TLS also on addresses other than loopback
+    secret: Secret  # has no repr
+
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "secret": self.secret.to_json()}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Network:
+        ports, secret = values["ports"], Secret.from_json(values["secret"])
+        return cls(**{**values, "ports": None if ports is None else tuple(ports), "secret": secret})
+
+    @property
+    def leaders(self) -> list[int]:
+        """The first rank of every host."""
+        return [ranks[0] for ranks in self.hosts]
+
+    @property
+    def host_names(self) -> list[str]:
+        """By rank."""
+        return [name for name, ranks in zip(self.names, self.hosts, strict=True) for _ in ranks]
+
+    def listener(self, timeout_s: float) -> Listener:
+        """Of this host; timeout_s is of the channels that it gives."""
+        return Listener(
+            self.listen,
+            **self.secret.proof,
+            ports=self.ports,
+            plain_network=self.plain_network,
+            timeout_s=timeout_s,
+        )
+
+
+PLAIN_RISK = (
+    "WITHOUT TLS: whoever is on the way between these hosts can read parameters, gradients and events, change them, and put a "
+    "program of their own in the place of the driver's, which a joining host then runs"
+)
+"""Said where a run, or a host that joins one, does without TLS."""
+
+
+def check_way(host: str, *, tls: bool, plain_network: bool) -> None:
+    """BadInput where what is sent to or from this host's address may leave the machine, neither encrypted nor allowed to."""
+    if not (tls or plain_network or _is_loopback(host)):
+        raise BadInput(
+            f"{host} can be reached from other machines, and without TLS whoever is on the way reads and changes what is "
+            "sent, the program included: leave TLS on, or give --plain-network (plain_network=on) too if you trust that network"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    """Of a name only the usual one: what another resolves to may change."""
+    try:
+        return host == "localhost" or is_loopback(host)
+    except ValueError:
+        return False
+
+
+def ports_of(text: str) -> tuple[int, int] | None:
+    """ "7000-7100", "7000", "" (any free one) as (first, last) or None. BadInput for anything else."""
+    if not text:
+        return None
+    found = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", text)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= first <= last <= 65535:
+        raise BadInput(f'ports must be one port or a range such as "7000-7100", not {text!r}')
+    return first, last

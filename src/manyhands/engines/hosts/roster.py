@@ -1,0 +1,106 @@
+"""Who gives workers to a run on several hosts: pure, no clock, no socket."""
+
+from __future__ import annotations
+
+import platform
+import socket
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+from manyhands.engines.cores import usable_cores
+from manyhands.errors import is_whole
+from manyhands.units import printable
+
+JOIN = "join"
+"""The purpose of a hello that offers workers."""
+
+
+def versions() -> dict[str, str]:
+    """What must be the same on all hosts of a run: the program travels as Python's own code, and results must not differ."""
+    from manyhands import __version__
+
+    major, minor, _ = platform.python_version_tuple()
+    return {"python": f"{major}.{minor}", "torch": version("torch").partition("+")[0], "manyhands": __version__}
+
+
+def hello(workers: int, order: int = 0) -> dict[str, Any]:
+    """What a host says that offers its workers; `order` is for an engine whose hosts have one of their own."""
+    return {
+        "purpose": JOIN,
+        "workers": workers,
+        "order": order,
+        "host": socket.gethostname(),
+        "versions": versions(),
+        "cores": usable_cores(),
+    }
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A host, and how many workers it gives."""
+
+    host: str
+    workers: int
+    order: int = 0
+
+
+@dataclass
+class Roster:
+    """Offers in the order of their coming, the driver's own first where it gives workers; each host's ranks are contiguous."""
+
+    workers: int  # of the whole run
+    offers: list[Offer] = field(default_factory=list)
+
+    @property
+    def missing(self) -> int:
+        return self.workers - sum(offer.workers for offer in self.offers)
+
+    @staticmethod
+    def name_of(said: dict[str, Any]) -> str:
+        """A host's own name as messages and logs show it."""
+        return printable(said["host"], 64)
+
+    def refusal(self, said: dict[str, Any]) -> str:
+        """Why whoever says this hello cannot join, or "" """
+        if said.get("purpose") != JOIN or not isinstance(said.get("host"), str) or not said["host"]:
+            return "this is the driver of a run, which takes hosts that join: start `manyhands join`"
+        if not is_whole(said.get("workers")):
+            return f"a host joins with at least one worker, not {said.get('workers')!r}"
+        if not is_whole(said.get("order"), least=0):
+            return f"a host's place in the order is a whole number, not {said.get('order')!r}"
+        if said.get("versions") != versions():
+            return f"versions differ: the driver has {listed(versions())}, this host {listed(said.get('versions'))}; install the same"
+        if not self.missing:
+            return f"all {self.workers} workers are here already"
+        if said["workers"] > self.missing:
+            return (
+                f"{self.missing} of {self.workers} workers {'is' if self.missing == 1 else 'are'} missing, "
+                f"not {said['workers']}: join with --workers {self.missing}"
+            )
+        return ""
+
+    def seats(self) -> list[list[int]]:
+        """Ranks by host."""
+        seats, first = [], 0
+        for offer in self.offers:
+            seats.append(list(range(first, first + offer.workers)))
+            first += offer.workers
+        return seats
+
+    def names(self) -> list[str]:
+        """Hosts, as messages name them: by their own name, numbered where several have the same."""
+        own = [offer.host for offer in self.offers]
+        return [name if own.count(name) == 1 else f"{name} ({i + 1})" for i, name in enumerate(own)]
+
+    def text(self) -> str:
+        """`2 of 4 workers are here: alpha 2`"""
+        who = ", ".join(f"{name} {offer.workers}" for name, offer in zip(self.names(), self.offers, strict=True))
+        return f"{self.workers - self.missing} of {self.workers} workers are here{': ' if who else ''}{who}"
+
+
+def listed(found: Any) -> str:
+    """Versions, as messages name them; of what somebody else says the first letters."""
+    if not isinstance(found, dict):
+        return "none that it says"
+    return ", ".join(f"{printable(name, 20)} {printable(value, 20)}" for name, value in found.items())

@@ -1,0 +1,117 @@
+"""Engine `local`: the processes of this machine, forked from a small server of our own. One worker runs right here, unless told apart."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+
+from typing_extensions import override
+
+from manyhands.engines.base import Engine, Launch, check_counts
+from manyhands.errors import Unsupported
+
+if TYPE_CHECKING:
+    from manyhands.engines.local.fork_client import Spawner
+    from manyhands.worker import Worker
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Slot:
+    """Where a started fork server waits for its run. All slots are equal: they are no option of the engine's."""
+
+    spawner: Spawner | None = field(default=None, compare=False)
+    keep: bool = field(default=False, compare=False)
+
+    def __reduce__(self) -> tuple[type[_Slot], tuple[()]]:
+        return _Slot, ()
+
+    def take(self) -> Spawner:
+        """The waiting server, or a new one (the first time, or while another thread's run has it)."""
+        from manyhands.engines.local.fork_client import Spawner  # what it needs of the system, Windows does not have
+
+        spawner, self.spawner = self.spawner, None
+        if spawner is not None and not spawner.alive:
+            spawner.kill()
+            spawner = None
+        return spawner or Spawner()
+
+    def give_back(self, spawner: Spawner) -> None:
+        if self.keep and self.spawner is None and spawner.alive:
+            self.spawner = spawner
+        else:
+            spawner.close()
+
+    def close(self) -> None:
+        spawner, self.spawner = self.spawner, None
+        if spawner is not None:
+            spawner.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local(Engine):
+    """Workers on this machine: processes that start at once, share memory, and never outlive the run.
+
+    They do not import the caller's main again, so no `__main__` guard is needed; lambdas, notebooks and stdin work.
+    As a context manager it keeps one warm fork server for several launches; without, each launch has its own.
+    """
+
+    apart: bool = False
+    """Whether one worker has a process of its own, too; without, it runs in the caller's, where a breakpoint works. Turn it on to
+    measure one worker as several are."""
+
+    name: ClassVar[str] = "local"
+    serves: ClassVar[bool] = True
+    _slot: _Slot = field(default_factory=_Slot, init=False, repr=False, compare=False)
+
+    def prestart(self) -> Self:
+        """Begin to load torch for the workers now; the next launch uses it. Whoever may not launch calls `close`."""
+        if self._slot.spawner is None and sys.platform == "linux":
+            from manyhands.engines.local.fork_client import Spawner
+
+            self._slot.spawner = Spawner()
+        return self
+
+    def close(self) -> None:
+        """End a fork server that waits for a launch. Idempotent."""
+        self._slot.close()
+
+    def __enter__(self) -> Self:
+        self._slot.keep = True
+        return self.prestart()
+
+    def __exit__(self, *_: object) -> None:
+        self._slot.keep = False
+        self.close()
+
+    @override
+    def launch(self, program: Callable[[Worker], T], plan: Launch) -> list[T]:
+        _check(plan)
+        if plan.workers == 1 and not self.apart:
+            from manyhands.engines.single_process import run_here
+
+            if not self._slot.keep:
+                self.close()  # a server that was started early is not needed
+            return [run_here(program, plan)]
+        return self._launch(program, plan)
+
+    def _launch(self, program: Callable[[Worker], T], plan: Launch) -> list[Any]:
+        from manyhands.engines.driver.driver import Driver
+        from manyhands.engines.driver.host_processes import seats_of
+        from manyhands.engines.local.processes import LocalCrew
+
+        spawner = self._slot.take()
+        try:
+            crew = LocalCrew(spawner, seats_of(plan.workers, plan.shards), plan.timeout_s)
+            return Driver([crew], plan).run(program)
+        finally:
+            self._slot.give_back(spawner)
+
+
+def _check(plan: Launch) -> None:
+    check_counts(plan)
+    if plan.workers > 1 and sys.platform != "linux":
+        raise Unsupported(f"several workers need Linux, this is {sys.platform}: on Windows use WSL2, or give workers=1")

@@ -1,0 +1,183 @@
+"""The driver's side of the fork server (see fork_server.py): start it, have it fork workers, end them, end it.
+
+Imports nothing heavy, so that a command can start the server first and import torch beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from manyhands.engines.local.messages import Closed, Message, Wire
+from manyhands.errors import BadInput
+
+_END_S = 10.0  # a killed process is gone in milliseconds, unless the machine itself is stuck
+
+_BOOTSTRAP = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[2])
+from manyhands.engines.local.fork_server import main
+main(int(sys.argv[1]), sys.argv[3:])
+"""
+_LONGEST_FOLDER = 107 - len("/mh-12345678/listener-12345678")
+"""Bytes: the address of a Unix socket has 107 at most."""
+
+
+class Spawner:
+    """One fork server. `start` returns at once; the server loads torch meanwhile.
+
+    leftover: a folder of this run that is to be gone when this process ends, also by SIGKILL: the server removes it then.
+    """
+
+    def __init__(self, leftover: Path | None = None) -> None:
+        if not sys.executable:
+            raise BadInput(
+                "cannot tell which Python this is (sys.executable is empty): start from a Python interpreter"
+            )
+        self.wire, there = Wire.pair()
+        self._scratch = _folder()
+        self._pids: dict[int, int] = {}  # seat -> pid of processes not known to be gone
+        self._process = _start(there.detach(), [str(folder) for folder in (self._scratch, leftover) if folder])
+        self.wire.sock.settimeout(_END_S)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def launch(self, shared: dict[str, Any], program: int) -> None:
+        """Announce a run: what its processes share, and the descriptor of its program."""
+        self._pids.clear()
+        self.wire.send({"type": "launch", **shared, "scratch": self._scratch}, [program, *_streams()])
+
+    def fork(self, seat: int, line: int, questions: int, stacks: int, status: int) -> None:
+        """Have a seat forked, with copies of these descriptors."""
+        self.wire.send({"type": "fork", "seat": seat}, [line, questions, stacks, status])
+
+    def receive(self) -> list[Message]:
+        """News of the run's processes; raises `Closed` when the server died."""
+        messages = self.wire.receive()
+        for body, _ in messages:
+            self._note(body)
+        return messages
+
+    def _note(self, body: dict[str, Any]) -> None:
+        if body["type"] == "started":
+            self._pids[body["seat"]] = body["pid"]
+        elif body["type"] == "exited":
+            self._pids.pop(body["seat"], None)
+
+    def signal(self, seats: Iterable[int], number: int) -> None:
+        """By way of the server, so that one that is about to be forked gets it too."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.wire.send({"type": "signal", "seats": list(seats), "number": number})
+
+    def end_run(self, grace_s: float) -> None:
+        """When this returns, every process of the run is gone; the server is ready for the next, or dead."""
+        if self.wire.fileno() < 0:  # closed: all that was left is gone already
+            return
+        try:
+            self.wire.send({"type": "end", "grace_s": grace_s})
+            self._wait_idle(time.monotonic() + grace_s + _END_S)
+            empty(self._scratch)
+        except (Closed, BrokenPipeError, TimeoutError):
+            self.kill()
+
+    def _wait_idle(self, deadline: float) -> None:
+        while True:
+            if not self.wire.readable(deadline - time.monotonic()):
+                raise TimeoutError
+            if any(body["type"] == "idle" for body, _ in self.receive()):
+                return
+
+    def close(self) -> int:
+        """End the server, and with it whatever runs; its exit status. Idempotent."""
+        self.wire.close()
+        try:
+            return self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+        finally:
+            remove(self._scratch)
+
+    def died(self) -> int:
+        """The exit status of a server whose wire was closed from its side; its workers' children are ended too."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        return self.kill()
+
+    def kill(self) -> int:
+        """As `close`, by force: also after the server itself was killed, when nobody else ends its workers' children."""
+        self._process.kill()
+        for pid in self._pids.values():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+        self._pids.clear()
+        return self.close()
+
+
+def _folder() -> str:
+    """A folder for the sockets and files of multiprocessing, which killed processes leave there; "" where there is no place for one."""
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) > _LONGEST_FOLDER:
+        folder = "/tmp"
+    try:
+        return tempfile.mkdtemp(prefix="mh-", dir=folder)
+    except OSError:  # a read-only machine: multiprocessing will say so, if a program needs it
+        return ""
+
+
+def remove(folder: str) -> None:
+    """Remove such a folder and what is in it, unless somebody else has."""
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def empty(folder: str) -> None:
+    """Remove what is in it: the next run's processes are to find it as it was."""
+    for entry in os.scandir(folder) if folder else ():
+        if entry.is_dir(follow_symlinks=False):
+            remove(entry.path)
+        else:
+            os.unlink(entry.path)
+
+
+def _start(there: int, leftovers: Sequence[str]) -> subprocess.Popen[bytes]:
+    """A fresh interpreter: its own session, so that Ctrl-C reaches the driver only; no standard input."""
+    fd = fcntl.fcntl(there, fcntl.F_DUPFD_CLOEXEC, 3)  # with standard input closed, `there` may be 0
+    os.close(there)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-c", _BOOTSTRAP, str(fd), json.dumps(import_path()), *leftovers],
+            pass_fds=[fd],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    finally:
+        os.close(fd)
+
+
+def import_path() -> list[str]:
+    """sys.path, with the empty entry (a notebook's, or stdin's) spelled out: another process may be in another folder."""
+    return [entry or os.getcwd() for entry in sys.path if isinstance(entry, str)]
+
+
+def _streams() -> Iterator[int]:
+    """Standard output and error as they are now, if both are open: a warm server may have inherited others."""
+    try:
+        os.fstat(1)
+        os.fstat(2)
+    except OSError:
+        return
+    yield from (1, 2)

@@ -1,0 +1,309 @@
+"""A small fork server: a fresh interpreter that loads torch once and then forks workers and shards, which start at once.
+
+It runs no code of the user's and never touches a GPU. The workers get the program as a descriptor and unpickle it
+themselves, so the caller's main is never imported again. Messages from the driver (see control.py):
+
+    launch  what all processes of a run share, their seats in the order of forking; descriptors: program[, stdout, stderr]
+    fork    fork a seat; descriptors: its two lines to the driver, its file for stacks, its page for phase and step
+    signal  send a signal to the processes of these seats
+    end     the run is over: kill whoever is left after `grace_s`
+
+and to it: `started` (seat, pid), `exited` (seat, status), `idle` (everything of the run is gone).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib
+import itertools
+import os
+import select
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from manyhands.engines.descriptors import raise_limit_of_descriptors
+from manyhands.engines.driver.host_processes import shard_of
+from manyhands.engines.local.fork_client import remove
+from manyhands.engines.local.messages import Closed, Message, Wire
+from manyhands.engines.local.orphans import adopt_orphans, kill_children
+from manyhands.signals import note_sigterm
+
+if TYPE_CHECKING:
+    from manyhands.engines.local.child import Place
+
+_PRELOAD = (
+    "torch",
+    "torch._dynamo",  # the first optimizer imports it, and that takes as long as torch itself
+    "torch.utils.data",
+    "manyhands.engines.local.worker_process",
+    "manyhands.engines.local.shard_process",
+    "manyhands.own_loop.rank_zero",
+)
+
+_LAST_S = 5.0  # to end what workers left, when the driver is gone
+
+
+def main(fd: int, leftovers: Sequence[str] = ()) -> None:
+    """Serve the driver at the other end of the socket `fd` until it closes it or dies; then remove the folders `leftovers`."""
+    _fill_standard_descriptors()
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # the driver's to answer: it ends the workers, or lets them save first
+        signal.signal(number, signal.SIG_IGN)
+    adopt_orphans()
+    server = ForkServer(Wire(socket.socket(fileno=fd)), leftovers)
+    server.end_with_driver()
+    raise_limit_of_descriptors()
+    for name in _PRELOAD:
+        importlib.import_module(name)
+    server.serve()
+
+
+def _fill_standard_descriptors() -> None:
+    """Where the caller's were closed, no socket of ours may get the number 1 and receive what a worker prints."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number is this one
+
+
+@dataclass
+class Run:
+    """What the processes of one run share."""
+
+    body: dict[str, Any]
+    fds: list[int]
+    memory: list[int] = field(default_factory=list)
+    lifelines: list[tuple[int, int]] = field(default_factory=list)
+    channels: dict[tuple[int, int], tuple[int, int]] = field(
+        default_factory=dict
+    )  # (rank, shard) -> (its end, its end)
+
+    @property
+    def workers(self) -> list[int]:
+        return [seat for seat in self.body["seats"] if seat >= 0]
+
+    @property
+    def shards(self) -> list[int]:
+        return [shard_of(seat) for seat in self.body["seats"] if seat < 0]
+
+    def connect(self) -> None:
+        """Make what the workers of this host share, and a socket pair for each of them and each shard."""
+        if len(self.workers) > 1:
+            from manyhands.comm.shared_memory.group import SharedMemory
+
+            self.memory = list(SharedMemory.create(len(self.workers)))
+            self.lifelines = [os.pipe2(os.O_CLOEXEC) for _ in self.workers]
+        for rank, shard in itertools.product(self.workers, self.shards):
+            worker, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            self.channels[rank, shard] = worker.detach(), server.detach()
+
+    def keep(self, seat: int) -> dict[int, int]:
+        """In a child: close what is others'; what remains of the channels, by shard or by rank.
+
+        The end of a file must mean the death of its owner, so nobody may hold another's end.
+        """
+        kept = {}
+        for (rank, shard), (worker, server) in self.channels.items():
+            mine = {rank: (shard, worker), shard_of(shard): (rank, server)}.get(seat)
+            if mine is not None:
+                kept[mine[0]] = mine[1]
+            for fd in {worker, server} - {mine[1] if mine is not None else -1}:
+                os.close(fd)
+        self.channels = {}
+        if seat < 0:
+            program, *streams = self.fds
+            self.fds = streams
+            for fd in [program, *self.memory, *(end for pipe in self.lifelines for end in pipe)]:
+                os.close(fd)
+            self.memory, self.lifelines = [], []
+        return kept
+
+    def close(self) -> None:
+        pipes = [*self.lifelines, *self.channels.values()]
+        for fd in [*self.fds, *self.memory, *(end for pipe in pipes for end in pipe)]:
+            os.close(fd)
+        self.fds, self.memory, self.lifelines, self.channels = [], [], [], {}
+
+
+class ForkServer:
+    """See the module's docstring. One run at a time."""
+
+    def __init__(self, wire: Wire, leftovers: Sequence[str] = ()) -> None:
+        self._wire = wire
+        self._leftovers = leftovers  # of a driver that may be killed: the run's private key, say
+        self._seats: dict[int, int] = {}  # pid -> seat of processes not yet reaped
+        self._run: Run | None = None
+        self._wakeup, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._inherited = (self._wakeup, wakeup)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # any handler: the wakeup descriptor tells us
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+
+    def end_with_driver(self) -> None:
+        """A signal tells when the driver is gone, so that this also holds during the seconds of importing torch."""
+        fd = self._wire.fileno()
+        signal.signal(signal.SIGIO, self._on_io)
+        fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
+        self._on_io()  # it may have gone already
+
+    def serve(self) -> None:
+        poll = select.poll()
+        poll.register(self._wire, select.POLLIN)
+        poll.register(self._wakeup, select.POLLIN)
+        try:
+            while True:
+                ready = [fd for fd, _ in poll.poll(1000)]
+                self._drain_wakeup()
+                self._reap()
+                if self._wire.fileno() in ready:
+                    self._receive()
+        except (Closed, BrokenPipeError, ConnectionResetError):
+            self._abandon()
+
+    def _on_io(self, *_: object) -> None:
+        if self._wire.hung_up():
+            self._abandon()
+
+    def _abandon(self) -> NoReturn:
+        """The driver is gone, and with it everything ends."""
+        for folder in self._leftovers:
+            remove(folder)  # it is gone already where the driver ended by itself
+        for pid in list(self._seats):
+            os.killpg(pid, signal.SIGKILL)
+        deadline = time.monotonic() + _LAST_S
+        while kill_children() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for folder in self._leftovers:
+            remove(folder)  # once more: who lived until now may have written there
+        os._exit(0)
+
+    def _receive(self) -> None:
+        for message in self._wire.receive():
+            {"launch": self._launch, "fork": self._fork, "signal": self._signal, "end": self._end}[
+                message.body["type"]
+            ](message)
+
+    def _launch(self, message: Message) -> None:
+        self._run = Run({name: value for name, value in message.body.items() if name != "type"}, message.fds)
+        self._run.connect()
+
+    def _fork(self, message: Message) -> None:
+        assert self._run is not None
+        parent, seat = os.getpid(), message.body["seat"]
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # it waits until the child has a handler for it
+        pid = os.fork()
+        if pid == 0:
+            self._become(parent, seat, message.fds)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # the child does it too, whoever comes first
+            os.setpgid(pid, pid)
+        self._seats[pid] = seat
+        for fd in message.fds:
+            os.close(fd)
+        self._wire.send({"type": "started", "seat": seat, "pid": pid})
+        if seat == self._run.body["seats"][-1]:  # all have their memory, lifelines and channels: now nobody else has
+            self._run.close()
+
+    def _become(self, parent: int, seat: int, fds: list[int]) -> NoReturn:
+        """In the child: leave everything of the fork server's behind, and never return to its code."""
+        assert self._run is not None
+        code = 1
+        try:
+            from manyhands.engines.local.child import die_with
+
+            die_with(parent)
+            os.setpgid(0, 0)
+            signal.set_wakeup_fd(-1)
+            note_sigterm()
+            for number in (signal.SIGCHLD, signal.SIGIO):
+                signal.signal(number, signal.SIG_DFL)
+            self._wire.close()
+            for fd in self._inherited:
+                os.close(fd)
+            code = _run(_place(self._run, seat, fds))
+        except BaseException:  # noqa: BLE001 - nothing may return into the fork server's loop
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+    def _signal(self, message: Message) -> None:
+        for pid, seat in self._seats.items():
+            if seat in message.body["seats"]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, message.body["number"])
+
+    def _end(self, message: Message) -> None:
+        """Give the processes a moment to exit, then kill their groups and what they left; answer when all are gone."""
+        deadline = time.monotonic() + message.body["grace_s"]
+        while self._seats and (left := deadline - time.monotonic()) > 0:
+            select.select([self._wakeup], [], [], left)
+            self._drain_wakeup()
+            self._reap()
+        for pid in self._seats:
+            os.killpg(pid, signal.SIGKILL)
+        while self._seats or kill_children():
+            select.select([self._wakeup], [], [], 0.1)
+            self._drain_wakeup()
+            self._reap()
+        if self._run is not None:
+            self._run.close()
+        self._run = None
+        self._wire.send({"type": "idle"})
+
+    def _drain_wakeup(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wakeup, 4096)
+
+    def _reap(self) -> None:
+        """Tell of workers that ended, and kill the children they left: while its leader is unreaped, a group's number is safe.
+
+        What they left in sessions of its own was adopted: it lives until the run's end, and is only reaped here.
+        """
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                seat = self._seats.get(ended.si_pid)
+                if seat is not None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(ended.si_pid, signal.SIGKILL)
+                _, status = os.waitpid(ended.si_pid, 0)
+                if seat is not None:
+                    del self._seats[ended.si_pid]
+                    self._wire.send({"type": "exited", "seat": seat, "status": os.waitstatus_to_exitcode(status)})
+
+
+def _run(place: Place) -> int:
+    """The exit code of a worker or of a shard."""
+    from manyhands.engines.local import shard_process, worker_process
+
+    return worker_process.run(place) if place.seat >= 0 else shard_process.run(place)
+
+
+def _place(run: Run, seat: int, fds: list[int]) -> Place:
+    """What a seat inherits, with the four descriptors that are its alone."""
+    from manyhands.engines.local.child import Place
+
+    channels = run.keep(seat)
+    program, *streams = run.fds if seat >= 0 else [-1, *run.fds]
+    line, questions, stacks, status = fds
+    return Place(
+        seat=seat,
+        program=program,
+        streams=streams,
+        line=socket.socket(fileno=line),
+        questions=socket.socket(fileno=questions),
+        stacks=stacks,
+        status=status,
+        memory=run.memory,
+        lifelines=run.lifelines,
+        channels=channels,
+        **run.body,
+    )

@@ -1,0 +1,246 @@
+"""The crew of this host: processes that the fork server forks, each with a line of its own to the driver."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from typing_extensions import override
+
+from manyhands.engines.cores import threads_per_worker
+from manyhands.engines.driver.host_processes import Crew
+from manyhands.engines.local import status_page
+from manyhands.engines.local.fork_client import Spawner
+from manyhands.engines.local.messages import Closed, Message, Wire
+from manyhands.engines.local.serialization import unship
+from manyhands.engines.local.status_page import Status
+from manyhands.errors import ManyhandsError, WorkerFailed
+
+_STACKS_S = 1.0
+
+
+@dataclass
+class Line:
+    """This end of one seat: its wires (see DriverLine), its page of phase and step, and the file that its stacks go to."""
+
+    wire: Wire
+    questions: Wire
+    stacks: int
+    status: Status
+
+    def close(self) -> None:
+        self.wire.close()
+        self.questions.close()
+        self.status.close()
+        if self.stacks >= 0:
+            os.close(self.stacks)
+            self.stacks = -1
+
+    def stack(self) -> str:
+        return tidy(os.pread(self.stacks, 1 << 20, 0).decode(errors="replace"))
+
+
+class LocalCrew(Crew):
+    """See Crew. The fork server is the caller's, and ready for another crew after `end`.
+
+    timeout_s bounds every send; network: how this host's processes reach those of others, where there are any.
+    """
+
+    def __init__(
+        self,
+        spawner: Spawner,
+        seats: Sequence[int],
+        timeout_s: float,
+        host: str = "",
+        network: dict[str, Any] | None = None,
+    ) -> None:
+        self.host = host or socket.gethostname()
+        self._network = network
+        self.seats = list(seats)
+        self._spawner = spawner
+        self._timeout_s = timeout_s
+        self._lines: dict[int, Line] = {}
+        self._ready: select.epoll | None = None  # every descriptor of this crew's, as one
+
+    @override
+    def start(self, shared: dict[str, Any], program: int) -> None:
+        """shared["threads"] is what the user wants for each worker, or None.
+
+        Shards do not count as workers: they wait most of the time, and each has one thread.
+        """
+        self._ready = select.epoll()
+        self._ready.register(self._spawner.wire, select.EPOLLIN)
+        workers = [seat for seat in self.seats if seat >= 0]
+        threads = threads_per_worker(max(1, len(workers)), shared["threads"])
+        try:
+            own: dict[str, Any] = {"seats": self.seats, "threads": threads}
+            if self._network is not None:
+                own["network"] = self._network
+            self._spawner.launch({**shared, **own}, program)
+            for seat in self.seats:
+                self._fork(seat)
+        except (BrokenPipeError, ConnectionResetError):
+            raise self._server_died() from None
+
+    def _fork(self, seat: int) -> None:
+        wire, there = Wire.pair()
+        questions, askers = Wire.pair()
+        page = status_page.create()
+        try:
+            with there, askers:
+                stacks = os.memfd_create("manyhands-stacks", os.MFD_CLOEXEC)
+                self._lines[seat] = Line(wire, questions, stacks, Status(page))
+                for line in (wire, questions):
+                    line.sock.settimeout(self._timeout_s)
+                    self._listen().register(line, select.EPOLLIN)
+                self._spawner.fork(seat, there.fileno(), askers.fileno(), stacks, page)
+        finally:
+            os.close(page)
+
+    @override
+    def filenos(self) -> list[int]:
+        return [self._listen().fileno()]
+
+    def _listen(self) -> select.epoll:
+        assert self._ready is not None  # between `start` and `end`
+        return self._ready
+
+    @override
+    def receive(self) -> list[tuple[int, dict[str, Any]]]:
+        came: list[tuple[int, dict[str, Any]]] = []
+        ready = {fd for fd, _ in self._listen().poll(0)}
+        for seat, line in self._lines.items():
+            if line.wire.fileno() in ready or line.questions.fileno() in ready:
+                self._drain(seat, came)
+        if self._spawner.wire.fileno() in ready:
+            self._hear_server(came)
+        return came
+
+    def _drain(self, seat: int, came: list[tuple[int, dict[str, Any]]]) -> None:
+        """Take what this seat has sent: its questions last, they were asked after all the rest that is here."""
+        line = self._lines[seat]
+        asked = self._all_of(line.questions)
+        said = self._all_of(line.wire)
+        came += [(seat, self._opened(seat, message)) for message in [*said, *asked]]
+
+    def _all_of(self, wire: Wire) -> list[Message]:
+        """What has come on a wire; once its other end is gone it is closed."""
+        messages: list[Message] = []
+        try:
+            while wire.fileno() >= 0 and (more := wire.receive(wait=False)):
+                messages += more
+        except Closed:
+            self._listen().unregister(wire)
+            wire.close()
+        return messages
+
+    def _opened(self, seat: int, message: Message) -> dict[str, Any]:
+        if not message.fds:
+            return message.body
+        return {**message.body, "value": self.open_value(seat, message.fds[0])}
+
+    def open_value(self, seat: int, fd: int) -> Any:
+        """What a worker returned, from the descriptor that it sent, which is closed here."""
+        try:
+            return unship(fd, mapped=False)  # copied: it outlives the run, and no descriptor may
+        except Exception as error:  # what a user's __setstate__ raises
+            raise ManyhandsError(
+                f"the value that worker {seat} returned cannot be rebuilt here ({type(error).__name__}: {error}): return numbers, arrays or tensors"
+            ) from error
+        finally:
+            os.close(fd)
+
+    def _hear_server(self, came: list[tuple[int, dict[str, Any]]]) -> None:
+        try:
+            messages = self._spawner.receive()
+        except Closed:
+            raise self._server_died() from None
+        for body, _ in messages:
+            if body["type"] == "started":
+                came.append((body["seat"], {"type": "started"}))
+            elif body["type"] == "exited":
+                seat = body["seat"]
+                self._drain(seat, came)  # its last words come before the news of its end
+                came.append((seat, self._end_of(seat, body["status"])))
+
+    def _end_of(self, seat: int, status: int) -> dict[str, Any]:
+        line = self._lines[seat]
+        phase, step = line.status.read() or (None, None)
+        return {"type": "exited", "status": status, "phase": phase, "step": step, "detail": line.stack()}
+
+    @override
+    def tell(self, seat: int, body: dict[str, Any]) -> None:
+        line = self._lines[seat]
+        wire = line.wire if body["type"] == "stop" else line.questions
+        if wire.fileno() >= 0:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                wire.send(body)
+
+    @override
+    def signal(self, number: int) -> None:
+        self._spawner.signal([seat for seat in self.seats if seat >= 0], number)
+
+    @override
+    def stacks(self) -> dict[int, str]:
+        """A signal has the interpreter write them, even where the global lock is held."""
+        self._spawner.signal(self.seats, signal.SIGUSR1)
+        deadline, before = time.monotonic() + _STACKS_S, None
+        while (sizes := [os.fstat(line.stacks).st_size for line in self._lines.values()]) != before or 0 in sizes:
+            if time.monotonic() > deadline:
+                break
+            before = sizes
+            time.sleep(0.05)
+        return {seat: line.stack() for seat, line in self._lines.items()}
+
+    @override
+    def where(self) -> dict[int, tuple[str, int]]:
+        pages = {seat: line.status.read() for seat, line in self._lines.items()}
+        return {seat: place for seat, place in pages.items() if place is not None}
+
+    @override
+    def silent_s(self) -> float:
+        return 0.0
+
+    @override
+    def end(self, grace_s: float) -> None:
+        try:
+            self._spawner.end_run(grace_s)
+        finally:
+            for line in self._lines.values():
+                line.close()
+            self._lines.clear()
+            if self._ready is not None:
+                self._ready.close()
+                self._ready = None
+
+    def _server_died(self) -> WorkerFailed:
+        status = self._spawner.died()
+        how = (
+            f"was killed by signal {-status} ({signal.Signals(-status).name})"
+            if status < 0
+            else f"ended with exit code {status}"
+        )
+        message = f"the fork server on {self.host}, the parent of all workers, {how}; its own message, if any, is above"
+        return WorkerFailed(message, rank=-1, host=self.host, phase="start", step=0)
+
+
+def tidy(dump: str) -> str:
+    """What `faulthandler` wrote, without the heartbeat's thread and the frames of the engine below the program."""
+    kept = []
+    for block in dump.split("\n\n"):
+        lines = block.splitlines()
+        if (
+            any(name in line for line in lines for name in ("heartbeat.py", "Extension modules:"))
+            and "Current" not in block
+        ):
+            continue
+        ours = [i for i, line in enumerate(lines) if "worker_process.py" in line or "shard_process.py" in line]
+        kept.append("\n".join(lines[: ours[0]] if ours else lines))
+    return "\n\n".join(kept).strip()

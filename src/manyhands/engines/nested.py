@@ -1,0 +1,141 @@
+"""The engine of a process that is a worker already: `train()` called by a script under `manyhands run` or `launch`."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeVar, cast
+
+from typing_extensions import override
+
+from manyhands.comm.group import Group
+from manyhands.comm.ledger import Ledger
+from manyhands.data.leases import End, Lease, Segment
+from manyhands.engines.base import Engine, Launch
+from manyhands.engines.driver.run_monitor import USER
+from manyhands.engines.in_process import InProcess
+from manyhands.errors import BadInput, Unsupported
+from manyhands.events import Event
+from manyhands.worker import Coordinator, Worker
+
+T = TypeVar("T")
+
+
+class Gathering(Coordinator):
+    """A line to the observer in rank 0's process: other ranks' events wait for `collect`, which is a collective.
+
+    `here` is the line to this process's observer. On other ranks than 0 it hears this rank's events alone, as they happen
+    (`Observer.own_event`), and may ask for a stop: SIGTERM comes to whom it comes. `outer` is the line to the launcher, which goes on hearing of this worker's
+    progress and may ask it to stop too.
+    """
+
+    def __init__(self, rank: int, here: InProcess, outer: Coordinator) -> None:
+        self._rank, self._here, self._outer = rank, here, outer
+        self._waiting: list[Event] = []
+
+    @override
+    def progress(self, phase: str, step: int) -> None:
+        self._here.progress(phase, step)
+        self._outer.progress(phase, step)
+
+    @override
+    def emit(self, event: Event) -> None:
+        if self._rank == 0:
+            self._here.emit(event)
+        else:
+            self._here.emit_own(event)
+            self._waiting.append(event)
+
+    @override
+    def ask(self, event: Event) -> dict[str, Any]:
+        return self._here.ask(event)
+
+    @override
+    def collect(self, group: Group) -> None:
+        everyone = group.all_gather_json([event.to_json() for event in self._waiting])
+        self._waiting.clear()
+        if self._rank == 0:
+            for lines in everyone:
+                for line in lines:
+                    self._here.emit(Event.from_json(line))
+
+    @override
+    def lease(self, segment: Segment) -> Lease | End:
+        raise Unsupported(
+            "strategies whose workers go at their own pace need an engine that starts the workers: call train() outside "
+            "manyhands run, launch and torchrun, with engine local or hosts"
+        )
+
+    @override
+    def should_stop(self) -> str:
+        return self._outer.should_stop() or self._here.should_stop()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inside(Engine):
+    """Runs the program on this worker, together with its peers, who make the same call.
+
+    `launch` returns a list with this rank's value in its place and None for the others. Errors pass as they are: the
+    launcher says where they were raised.
+    """
+
+    name: ClassVar[str] = "inside"
+    in_place: ClassVar[bool] = True
+    worker: Worker
+
+    @override
+    def launch(self, program: Callable[[Worker], T], plan: Launch) -> list[T]:
+        self._check(plan)
+        outer, here = self.worker.coordinator, InProcess(plan.observer, poll_s=0)
+        worker = replace(self.worker, coordinator=Gathering(self.worker.rank, here, outer))
+        values: list[Any] = [None] * worker.size
+        try:
+            with _ledger_of_its_own(worker.group):
+                values[worker.rank] = program(worker)
+        except BadInput:
+            outer.progress(USER, here.step)  # a script may catch it and go on
+            raise
+        finally:
+            gc.collect()  # a replica refers to itself, and the group's memory that it lay in is the next one's
+        outer.progress(USER, here.step)
+        return cast(list[T], values)
+
+    def _check(self, plan: Launch) -> None:
+        """Raise BadInput for what the launcher has decided, and asks otherwise."""
+        size = self.worker.size
+        if self.worker.shares_process:
+            raise Unsupported(
+                "train() was called by a worker that takes turns with others in one process: call train(engine=...) itself, outside of launch"
+            )
+        if plan.workers != size:
+            raise BadInput(
+                f"workers={plan.workers} inside a run of {size}: leave workers out, the launcher has decided how many there are; "
+                'to train in this process alone, give engine="local", workers=1'
+            )
+        if plan.device != "auto":
+            raise BadInput(
+                f"device={plan.device!r} inside a run: leave device out, this worker has {self.worker.device} already"
+            )
+        if plan.threads_per_worker is not None:
+            raise BadInput(
+                f"threads_per_worker={plan.threads_per_worker} inside a run: leave it out and say it to the launcher "
+                "(manyhands run --threads-per-worker, launch(threads_per_worker=...))"
+            )
+        if plan.server is not None:
+            raise Unsupported(
+                "a parameter server needs an engine that starts it (local, hosts): call train() outside manyhands run and torchrun"
+            )
+
+
+@contextmanager
+def _ledger_of_its_own(group: Group) -> Iterator[None]:
+    """Within, the group counts from 0, whatever ran on it before; afterwards all together."""
+    before, group.ledger = group.ledger, Ledger()
+    try:
+        yield
+    finally:
+        for operation, counts in group.ledger.as_dict().items():
+            before.add(operation, counts["bytes"], counts["messages"])
+        group.ledger = before

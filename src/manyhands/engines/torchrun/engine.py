@@ -1,0 +1,171 @@
+"""Engine `torchrun`: this process is a worker already, started by torchrun, mpirun, srun, or anything that sets their variables."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, ClassVar, TypeVar, cast
+
+import torch
+import torch.distributed
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+from typing_extensions import override
+
+from manyhands.comm.device_group import has_own_gpu
+from manyhands.comm.group import Group
+from manyhands.comm.torch_group import TorchGroup
+from manyhands.engines.base import Engine, Launch
+from manyhands.engines.in_process import InProcess
+from manyhands.engines.nested import Gathering
+from manyhands.engines.single_process import as_current, pick_device, run_as, threads_in_callers_process
+from manyhands.engines.torchrun import launchers
+from manyhands.engines.torchrun.shared_memory import adopt, host_identity
+from manyhands.errors import BadInput, Unsupported
+from manyhands.signals import leave_sigterm_to_the_system
+from manyhands.worker import Alone, Coordinator, Worker
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """What the launcher's variables say of this process."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    @classmethod
+    def from_environment(cls) -> Place:
+        """Raises BadInput where a variable is missing or no whole number."""
+        place = cls(
+            rank=launchers.number_of(launchers.RANK),
+            size=launchers.number_of(launchers.SIZE),
+            local_rank=launchers.number_of(launchers.LOCAL_RANK),
+            local_size=launchers.number_of(launchers.LOCAL_SIZE, default="1"),
+        )
+        for name in launchers.MEETING:
+            if name not in os.environ:
+                raise launchers.missing(name)
+        if not 0 <= place.rank < place.size:
+            names = launchers.launcher_of().names
+            raise BadInput(
+                f"{names[launchers.RANK]} must be in range({names[launchers.SIZE]}), not {place.rank} of {place.size}"
+            )
+        return place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Torchrun(Engine):
+    """Workers that were started already, by torchrun, mpirun or srun: each process of theirs is one.
+
+    The network is the launcher's choice: MASTER_ADDR and MASTER_PORT are followed as they are, and torch.distributed
+    connects without encryption; keep it on a network that you trust. Ranks that all live on one host use shared memory
+    instead. `launch` returns a list with this rank's value in its place and None for the others. Errors are raised on
+    the rank where they happen, and torchrun ends the others; other ranks' events arrive at each `collect`.
+    """
+
+    name: ClassVar[str] = "torchrun"
+    in_place: ClassVar[bool] = True
+
+    @override
+    def launch(self, program: Callable[[Worker], T], plan: Launch) -> list[T]:
+        if plan.server is not None:
+            raise Unsupported(
+                "engine torchrun starts no parameter server: use an engine that does (local, hosts), or a strategy that needs none"
+            )
+        here = InProcess(plan.observer, poll_s=0)
+        rank = Place.from_environment().rank
+        with joined(plan, Gathering(rank, here, Alone())) as worker:
+            values: list[Any] = [None] * worker.size
+            values[rank] = run_as(worker, program, here)
+        return cast(list[T], values)
+
+
+@contextmanager
+def joined(plan: Launch, coordinator: Coordinator | None = None) -> Iterator[Worker]:
+    """Within, this process is its rank's Worker (`manyhands.worker.current()`); collective to enter.
+
+    A torch.distributed process group that exists already is used and left; one made here is destroyed at the end.
+    """
+    place = Place.from_environment()
+    if plan.workers != place.size:
+        raise BadInput(
+            f"workers={plan.workers} under torchrun with WORLD_SIZE={place.size}: leave workers out, the launcher decides"
+        )
+    leave_sigterm_to_the_system()  # torchrun sends it where a peer has failed, while this process waits for all of them
+    device = pick_device(plan.device, place.local_rank)
+    with _process_group(place, plan.device, device, plan.timeout_s):
+        group = _group(place, device, plan.timeout_s)
+        worker = Worker(
+            rank=place.rank,
+            size=place.size,
+            host=socket.gethostname(),
+            device=device,
+            group=group,
+            coordinator=coordinator or Alone(),
+            threads=threads_in_callers_process(place.local_size, plan.threads_per_worker),
+            local_rank=place.local_rank,
+        )
+        try:
+            with as_current(worker):
+                yield worker
+        finally:
+            group.close()
+
+
+@contextmanager
+def _process_group(place: Place, wanted: str, device: torch.device, timeout_s: float) -> Iterator[None]:
+    if torch.distributed.is_initialized():
+        yield
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    own_gpu = device.type == "cuda" and has_own_gpu(wanted, place.local_size, torch.cuda.device_count())
+    backend = "nccl" if own_gpu else "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    torch.distributed.init_process_group(
+        backend, store=_store(place, timeout), rank=place.rank, world_size=place.size, timeout=timeout
+    )
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+_meeting_point: Store | None = None
+_meetings = 0
+
+
+def _store(place: Place, timeout: timedelta) -> Store:
+    """The launcher's store, with keys of its own for each process group that is made here.
+
+    Without them a rank that is early finds its peers' addresses of the group before, and connects to nobody. Ranks
+    make groups in the same order, so they count alike. The store stays for the next one: rank 0 may be serving it.
+    """
+    global _meeting_point, _meetings
+    if _meeting_point is None:
+        _meeting_point, _, _ = next(rendezvous("env://", place.rank, place.size, timeout=timeout))
+    _meeting_point.set_timeout(timeout)
+    _meetings += 1
+    return PrefixStore(f"manyhands-{_meetings}", _meeting_point)
+
+
+def _group(place: Place, device: torch.device, timeout_s: float) -> Group:
+    """Shared memory where all ranks are on one host and their tensors on the CPU, else torch's own collectives."""
+    group = TorchGroup(timeout_s=timeout_s, device=device)
+    if device.type != "cpu" or place.size == 1:
+        return group
+    identities = group.all_gather_json(host_identity())
+    if len(set(identities)) > 1:
+        return group
+    try:
+        return adopt(group, [socket.gethostname()] * place.size, timeout_s)
+    finally:
+        group.close()

@@ -1,0 +1,160 @@
+"""Shared memory for workers of one host that inherit nothing from each other: they swap descriptors over a Unix socket.
+
+Rank 0 makes the memory and the lifelines and listens in a directory that only this user can enter (0700); the others
+learn its path through a group that exists already. The directory is gone when `adopt` returns.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+from manyhands.comm.group import Group
+from manyhands.comm.shared_memory.group import SharedMemory, SharedMemoryGroup
+from manyhands.engines.local.messages import Closed, Message, Wire
+from manyhands.errors import ManyhandsError
+
+_SOCKET = "line"
+
+
+def host_identity() -> str:
+    """Equal for processes that can share descriptors: one boot of one kernel, one name, one view of the file system."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {socket.gethostname()} {os.readlink('/proc/self/ns/mnt')}"
+    except OSError:
+        return f"{socket.gethostname()} process {os.getpid()}"  # cannot tell: then nobody shares with this one
+
+
+def adopt(group: Group, hosts: Sequence[str], timeout_s: float) -> SharedMemoryGroup:
+    """A SharedMemoryGroup of the same ranks as `group`; a collective, for ranks of one host. `group` stays open.
+
+    Raises ManyhandsError when a peer does not come within `timeout_s`, or goes away meanwhile; nothing is left open then.
+    """
+    deadline = time.monotonic() + timeout_s
+    if group.rank == 0:
+        memory, lifelines = _give(group, deadline)
+    else:
+        (path, *_) = group.all_gather_json(None)
+        memory, lifelines = _take(group.rank, group.size, path, deadline)
+    return SharedMemoryGroup(
+        group.rank, group.size, memory, lifelines=lifelines, hosts=list(hosts), timeout_s=timeout_s
+    )
+
+
+def _give(group: Group, deadline: float) -> tuple[list[int], list[tuple[int, int]]]:
+    """Rank 0: everything, handed out to whoever comes; the write end of a lifeline goes to its owner alone."""
+    memory = list(SharedMemory.create(group.size))
+    pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(group.size)]
+    with _closed_on_error([*memory, *(end for pipe in pipes for end in pipe)]), _listener() as (listener, folder):
+        group.all_gather_json(folder)
+        for _ in range(group.size - 1):
+            wire = _accept(listener, deadline)
+            with closing(wire):
+                _hand_out(wire, memory, pipes, deadline)
+    for rank in range(1, group.size):
+        os.close(pipes[rank][1])
+    return memory, [(read, write if rank == 0 else -1) for rank, (read, write) in enumerate(pipes)]
+
+
+@contextmanager
+def _closed_on_error(fds: Sequence[int]) -> Iterator[None]:
+    with ExitStack() as undo:
+        for fd in fds:
+            undo.callback(os.close, fd)
+        yield
+        undo.pop_all()
+
+
+@contextmanager
+def _listener() -> Iterator[tuple[socket.socket, str]]:
+    with (
+        tempfile.TemporaryDirectory(prefix="manyhands-") as folder,  # mode 0700
+        _entered(folder) as short,
+        socket.socket(socket.AF_UNIX) as listener,
+    ):
+        listener.bind(short)
+        listener.listen(128)
+        yield listener, folder
+
+
+@contextmanager
+def _entered(folder: str) -> Iterator[str]:
+    """A short path of the socket in `folder`: the address of a Unix socket has 108 bytes, TMPDIR may have more."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{_SOCKET}"
+    finally:
+        os.close(fd)
+
+
+def _accept(listener: socket.socket, deadline: float) -> Wire:
+    listener.settimeout(_left(deadline))
+    try:
+        sock, _ = listener.accept()
+    except TimeoutError:
+        raise _late() from None
+    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if uid != os.getuid():  # root, who can enter any directory; nobody else can
+        sock.close()
+        raise ManyhandsError(
+            f"a process of user {uid} came to swap shared memory; only this user's, {os.getuid()}, may"
+        )
+    return Wire(sock)
+
+
+def _hand_out(wire: Wire, memory: Sequence[int], pipes: Sequence[tuple[int, int]], deadline: float) -> None:
+    peer = _receive(wire, deadline)[0].body["rank"]
+    try:
+        for rank, (read, write) in enumerate(pipes):
+            wire.send({"rank": rank}, [memory[rank], read, *([write] if rank == peer else [])])
+    except (BrokenPipeError, ConnectionResetError):
+        raise _left_early() from None
+
+
+def _take(rank: int, size: int, folder: str, deadline: float) -> tuple[list[int], list[tuple[int, int]]]:
+    with _entered(folder) as short, closing(Wire(socket.socket(socket.AF_UNIX))) as wire:
+        wire.sock.settimeout(_left(deadline))
+        try:
+            wire.sock.connect(short)
+            wire.send({"rank": rank})
+        except (FileNotFoundError, BrokenPipeError, ConnectionRefusedError, ConnectionResetError):
+            raise _left_early() from None
+        messages: list[Message] = []
+        while len(messages) < size:
+            messages += _receive(wire, deadline)
+    ends = [message.fds for message in messages]
+    return [fds[0] for fds in ends], [(fds[1], fds[2] if len(fds) > 2 else -1) for fds in ends]
+
+
+def _receive(wire: Wire, deadline: float) -> list[Message]:
+    messages: list[Message] = []
+    while not messages:
+        wire.sock.settimeout(_left(deadline))
+        try:
+            messages = wire.receive()
+        except TimeoutError:
+            raise _late() from None
+        except Closed:
+            raise _left_early() from None
+    return messages
+
+
+def _left(deadline: float) -> float:
+    if (left := deadline - time.monotonic()) <= 0:
+        raise _late()
+    return left
+
+
+def _late() -> ManyhandsError:
+    return ManyhandsError("a worker of this host did not come to share memory in time: see the other workers' errors")
+
+
+def _left_early() -> ManyhandsError:
+    return ManyhandsError("a worker of this host ended while memory was being shared: see the other workers' errors")

@@ -1,0 +1,26 @@
+"""Advice: pure rules over what was measured, each with its number and its source; docs/advice.md has the table.
+
+About one run: of_run.py, exchanging.py. About several strategies that trained the same task: of_comparison.py, explaining.py.
+"""
+
+from __future__ import annotations
+
+from manyhands.evidence.advise.compared import VARIES, Compared, Contestant, Decision, Ratio
+from manyhands.evidence.advise.measured import Advice, Machine, Measured, of_task
+from manyhands.evidence.advise.of_comparison import advise_comparison
+from manyhands.evidence.advise.of_run import advise, all_advice
+
+__all__ = [
+    "VARIES",
+    "Advice",
+    "Compared",
+    "Contestant",
+    "Decision",
+    "Machine",
+    "Measured",
+    "Ratio",
+    "advise",
+    "advise_comparison",
+    "all_advice",
+    "of_task",
+]

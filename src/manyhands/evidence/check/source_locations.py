@@ -1,0 +1,274 @@
+"""Where in the user's files something lies: a call that is running, a function, the line that makes a layer."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
+from typing import Any, TypeGuard
+
+import torch
+from torch import nn
+
+from manyhands.evidence.check.findings import Place
+from manyhands.task import SupervisedLoss, SupervisedMetrics
+
+_PACKAGE = str(Path(__file__).parents[2])
+_TASKS = str(Path(_PACKAGE) / "tasks")
+_TORCH = str(Path(torch.__file__).parent)
+_LIBRARIES = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
+
+
+def running() -> Place | None:
+    """The line of the user's that is running now: the innermost outside of libraries, else outside of torch and manyhands."""
+    library = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_users(file):
+            return Place(file, frame.f_lineno)
+        if library is None and not _is_ours(file):
+            library = Place(file, frame.f_lineno)
+        frame = frame.f_back
+    return library
+
+
+def module_running() -> nn.Module | None:
+    """The module whose forward is running now, the innermost."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and isinstance(owner := frame.f_locals.get("self"), nn.Module):
+            return owner
+        frame = frame.f_back
+    return None
+
+
+def is_users(file: str) -> bool:
+    """Neither of a library, of torch nor of manyhands (its tasks apart)."""
+    if file.startswith(_TASKS):
+        return True
+    return not (_is_ours(file) or file.startswith(_LIBRARIES) or file.startswith("<"))
+
+
+def _is_ours(file: str) -> bool:
+    """Of torch, manyhands, or no file at all."""
+    return file.startswith((_TORCH, _PACKAGE, "<frozen", "<string"))
+
+
+def of_error(error: BaseException) -> Place | None:
+    """The innermost line of the user's in an error's traceback, or in that of what caused it."""
+    found = None
+    trace: TracebackType | None = error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if is_users(file):
+            found = Place(file, trace.tb_lineno)
+        trace = trace.tb_next
+    return of_error(error.__cause__) or found if error.__cause__ is not None else found
+
+
+def in_text(traceback: str) -> Place | None:
+    """The same of a traceback that another process wrote."""
+    lines = re.findall(r'File "(.+?)", line (\d+)', traceback)
+    return next((Place(file, int(line)) for file, line in reversed(lines) if is_users(file)), None)
+
+
+# -- functions -----------------------------------------------------------------------------------------------------------
+
+
+def of_function(given: Any) -> Place | None:
+    """Where a function, a method, a class with `__call__`, a module or a criterion begins; None for built-in ones."""
+    code = _code(given)
+    if code is None or not is_users(code.co_filename):
+        return None
+    return Place(
+        code.co_filename, code.co_firstlineno, getattr(given, "__qualname__", "").replace("<lambda>", "lambda")
+    )
+
+
+def of_method(owner: Any, *names: str) -> Place | None:
+    """Where the first of these methods that an object has is defined."""
+    for name in names:
+        method = getattr(type(owner), name, None)
+        found = None if method is None else of_function(method)
+        if found is not None:
+            return found
+    return None
+
+
+def of_change(owner: Any, *names: str) -> Place | None:
+    """The line in one of these methods that changes the object itself (`self.count += 1`), else where the method begins."""
+    for name in names:
+        source = _source(getattr(type(owner), name, None))
+        if source is not None:
+            changes = [node.lineno for node in ast.walk(source.tree) if _changes_self(node)]
+            return Place(source.file, min(changes, default=source.line))
+    return None
+
+
+def _changes_self(node: ast.AST) -> TypeGuard[ast.stmt]:
+    if not isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
+        return False
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    roots = (_root(target) for target in targets)
+    return any(isinstance(root, ast.Name) and root.id == "self" for root in roots)
+
+
+def _root(target: ast.expr) -> ast.expr | None:
+    """`self` of `self.counts[i]`; None of a plain name."""
+    if not isinstance(target, ast.Attribute | ast.Subscript):
+        return None
+    inner: ast.expr = target
+    while isinstance(inner, ast.Attribute | ast.Subscript):
+        inner = inner.value
+    return inner
+
+
+def _code(given: Any) -> CodeType | None:
+    function = _inner(given)
+    code = getattr(function, "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
+def _inner(given: Any) -> Any:
+    """The plain function inside."""
+    for _ in range(16):
+        if isinstance(given, partial):
+            given = given.func
+        elif isinstance(given, SupervisedLoss | SupervisedMetrics):
+            given = given.criterion
+        elif isinstance(given, nn.Module):
+            given = type(given).forward
+        elif isinstance(given, type):
+            given = vars(given).get("__init__")
+        elif inspect.ismethod(given):
+            given = given.__func__
+        elif hasattr(given, "__wrapped__"):
+            given = given.__wrapped__
+        elif not hasattr(given, "__code__") and callable(given):
+            given = type(given).__call__
+        else:
+            break
+    return given
+
+
+# -- layers --------------------------------------------------------------------------------------------------------------
+
+
+def of_module(model: nn.Module, name: str, make: Any = None) -> Place | None:
+    """The line that makes the module of this dotted name: in the class that holds it, else in `make`, which builds the model."""
+    parts = name.split(".")
+    kind = type(model.get_submodule(name)).__name__
+    for depth in reversed(range(len(parts))):
+        parent = model.get_submodule(".".join(parts[:depth]))
+        found = _made_in(type(parent), parts[depth], kind, _nth(parent, name, depth, kind))
+        if found is not None:
+            return Place(found.file, found.line, name)
+    found = (
+        None if make is None or isinstance(make, nn.Module) else _made_in(make, "", kind, _nth(model, name, 0, kind))
+    )
+    return None if found is None else Place(found.file, found.line, name)
+
+
+def _nth(parent: nn.Module, name: str, depth: int, kind: str) -> int:
+    """Which one of its kind below the parent it is, from 0."""
+    inner = ".".join(name.split(".")[depth:])
+    same = [n for n, module in parent.named_modules() if type(module).__name__ == kind and n]
+    return same.index(inner) if inner in same else 0
+
+
+def _made_in(owner: Any, attribute: str, kind: str, nth: int) -> Place | None:
+    """The call of `kind` in the source of a class or function: in what is assigned to self.attribute, else the nth one."""
+    source = _source(owner)
+    if source is None:
+        return None
+    assigned = list(_assigned(source.tree, attribute))
+    calls = [call for value in assigned for call in _calls(value, kind)]
+    if not assigned:
+        calls = list(_calls(source.tree, kind))
+        calls = calls[nth : nth + 1] or calls[-1:]
+    lines = [call.lineno for call in calls] or [value.lineno for value in assigned]
+    return Place(source.file, min(lines)) if lines else None
+
+
+def _assigned(tree: ast.AST, attribute: str) -> Iterator[ast.expr]:
+    """What is assigned to `self.attribute`."""
+    for node in ast.walk(tree):
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        value = getattr(node, "value", None)
+        if value is not None and any(isinstance(t, ast.Attribute) and t.attr == attribute for t in targets):
+            yield value
+
+
+def _calls(tree: ast.AST, kind: str) -> Iterator[ast.Call]:
+    """Calls of something of this name, in the order of their lines."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    named = [c for c in calls if getattr(c.func, "attr", getattr(c.func, "id", "")) == kind]
+    yield from sorted(named, key=lambda call: (call.lineno, call.col_offset))
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The definition of a function or class, with the lines of its file."""
+
+    file: str
+    line: int
+    tree: ast.AST
+
+
+def _source(given: Any) -> _Source | None:
+    """None where there is no source of the user's."""
+    inner = given if isinstance(given, type) else _inner(given)
+    try:
+        file = inspect.getsourcefile(inner)
+        line = inspect.getsourcelines(inner)[1] if isinstance(inner, type) else inner.__code__.co_firstlineno
+    except (OSError, TypeError, AttributeError):  # built in, or made where no file is
+        return None
+    if file is None or not is_users(file):
+        return None
+    linecache.checkcache(file)
+    try:
+        tree = _tree("".join(linecache.getlines(file)))
+    except SyntaxError:  # a notebook's cell with a line of IPython's own
+        return None
+    begun = [node for node in ast.walk(tree) if _begins(node) == line]
+    same = [node for node in begun if _takes(node) == _arguments(inner)]  # of several lambdas in one line
+    return _Source(file, line, (same or begun)[0]) if begun else None
+
+
+@lru_cache(maxsize=32)
+def _tree(source: str) -> ast.AST:
+    return ast.parse(source)
+
+
+def _begins(node: ast.AST) -> int:
+    """The line of a definition, its first decorator's where it has any; 0 of what is none."""
+    if isinstance(node, ast.Lambda):
+        return node.lineno
+    if not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+        return 0
+    return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+
+
+def _takes(node: ast.AST) -> list[str]:
+    return [argument.arg for argument in node.args.args] if isinstance(node, ast.Lambda | ast.FunctionDef) else []
+
+
+def _arguments(function: Any) -> list[str]:
+    code = getattr(function, "__code__", None)
+    return [] if code is None else list(code.co_varnames[: code.co_argcount])
+
+
+def as_tuple(place: Place | None) -> tuple[Place, ...]:
+    """As `Finding.places` has it."""
+    return () if place is None else (place,)

@@ -1,0 +1,109 @@
+"""What the rules of advice see of a comparison. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from statistics import fmean
+from typing import Any
+
+from manyhands.evidence.advise import Compared, Contestant, Measured, Ratio, advise_comparison, of_task
+from manyhands.evidence.compare import measures
+from manyhands.evidence.compare.comparison import Comparison, Difference, Finding, Trial
+from manyhands.evidence.compare.statistics import HIGHER, LEAST_PAIRS, mean
+from manyhands.recording.history import PARTS
+from manyhands.strategies import described
+
+
+def advice(comparison: Comparison) -> tuple[Finding, ...]:
+    """All that applies, the most important first."""
+    found = advise_comparison(compared(comparison))
+    return tuple(Finding(kind=one.kind, text=one.text, numbers=one.numbers) for one in found)
+
+
+def compared(comparison: Comparison) -> Compared:
+    """The variants that did not fail, beside the better of solo's."""
+    names = [variant.name for variant in comparison.variants]
+    target = comparison.target
+    base = measures.better_solo(comparison)
+    return Compared(
+        contestants=tuple(_contestant(comparison, name, base) for name in names if not comparison.failure(name)),
+        reference=base,
+        metric=comparison.metric,
+        speed_of="rows/s" if target is None else f"time to {target}",
+        enough=comparison.repeats >= LEAST_PAIRS,
+        margin=comparison.time_margin,
+    )
+
+
+def _contestant(comparison: Comparison, name: str, base: str) -> Contestant:
+    trials, other = comparison.of(name), name != base
+    quality = measures.differ(comparison, name, base, comparison.metric, comparison.higher)
+    of = "rows_per_s" if comparison.target is None else "target_seconds"
+    own, against = measures.numbers(comparison, name, of), measures.numbers(comparison, base, of)
+    paired = None not in own and None not in against
+    spread = mean(own, geometric=True)
+    return Contestant(
+        name=name,
+        measured=_measured(comparison, name, trials),
+        speed=_ratio(measures.faster(comparison, name, base)) if other and paired else None,
+        quality=quality.said if other else "",
+        effective_rate=trials[0].effective_rate,
+        batch_size=trials[0].batch_size,
+        reached=None if comparison.target is None else sum(one is not None for one in own) / len(own),
+        target_s=math.inf if comparison.target is None or spread is None else spread.middle,
+        varies=spread.high / spread.low if spread and spread.low > 0 else 1.0,
+    )
+
+
+def _ratio(found: Difference) -> Ratio | None:
+    """As fast; a ratio of seconds turned over. None where it is not known."""
+    if not 0 < found.middle < math.inf:
+        return None
+    middle, low, high = found.middle, found.low, found.high
+    if not HIGHER[found.of]:
+        middle, low, high = 1 / middle, 1 / high, 1 / low if low else math.inf
+    return Ratio(middle=middle, low=low, high=high, said=found.said)
+
+
+def _measured(comparison: Comparison, name: str, trials: Sequence[Trial]) -> Measured:
+    variant, simulated = comparison.variant(name), bool(comparison.simulated)
+
+    def middle(read: Callable[[Trial], float]) -> float:
+        return fmean(map(read, trials))
+
+    def part(which: str) -> float:
+        return middle(lambda trial: fmean(one[which] for one in trial.timing) if trial.timing else 0.0)
+
+    seconds: dict[str, Any] = {f"{which}_s": part(which) for which in PARTS}
+    gains = [trial.gain for trial in trials if trial.gain is not None]
+    return Measured(
+        workers=variant.workers,
+        threads_per_worker=variant.threads,
+        strategy=variant.strategy,
+        **described(variant.strategy),
+        **of_task(comparison.facts),
+        steps=round(middle(lambda trial: trial.ticks)),
+        **seconds,
+        period=middle(lambda trial: max(1.0, trial.steps / trial.rounds) if trial.rounds else 1.0),
+        cores=variant.workers * variant.threads if simulated else int(comparison.machine.get("cores", 1)),
+        device=str(comparison.machine.get("device", "cpu")),
+        simulated=simulated,
+        server=any(trial.staleness for trial in trials),
+        one_host=comparison.machine.get("engine") == "local",
+        compute_of_workers_s=[fmean(each) for each in zip(*map(_computes, trials), strict=True)],
+        sent_bytes=middle(lambda trial: trial.bytes) / variant.workers,
+        parameters=comparison.parameters,
+        shapes=comparison.shapes,
+        rows_per_step=trials[0].batch_size / variant.workers,
+        epoch_steps=comparison.ticks_per_epoch,
+        unused=middle(lambda trial: trial.unused / max(1, trial.rows)),
+        rate=trials[0].rate,
+        staleness=dict(sum((Counter(trial.staleness) for trial in trials), Counter())),
+        push_gain=fmean(gains) if gains else None,
+    )
+
+
+def _computes(trial: Trial) -> list[float]:
+    return [one["compute"] for one in trial.timing]

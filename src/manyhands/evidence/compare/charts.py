@@ -1,0 +1,133 @@
+"""The charts of the report: each a question, the sentence that answers it from the data, and the figure that shows it."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+from manyhands.evidence.compare import bars, captions, drawing, figures, means, style, wording
+from manyhands.evidence.compare.comparison import Comparison, Variant
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+Draw = Callable[[Comparison], "Figure | None"]
+Read = Callable[[Comparison], str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """Of a legend: what stands beside a line's look."""
+
+    name: str
+    look: style.Look
+    group: str = ""
+    """The `legendgroup` of the traces that it shows and hides; "": it does not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A question, the sentence that answers it from the data, and the figure that shows it."""
+
+    name: str
+    question: str
+    reading: str
+    figure: Mapping[str, Any] | None
+    """As plotly.js takes it; None where a sentence says it all."""
+    legend: tuple[Entry, ...] = ()
+    parts: Mapping[str, str] = field(default_factory=dict)
+    """{part of the time: colour}, a legend too."""
+
+    @classmethod
+    def of(
+        cls, comparison: Comparison, draw: Draw, read: Read, question: str, parts: Mapping[str, str] | None = None
+    ) -> Self:
+        figure = draw(comparison)
+        return cls(
+            name=draw.__name__,
+            question=question,
+            reading=read(comparison),
+            figure=None if figure is None else _without_legend(figure),
+            legend=() if figure is None else _legend(figure),
+            parts=parts or {},
+        )
+
+
+def charts(comparison: Comparison) -> list[tuple[Chart, ...]]:
+    """Alone, or two beside each other that share a legend: those that have something to show, and what is said of the distance
+    where every variant is bit-equal to solo."""
+    best, metric = "highest" if comparison.higher else "lowest", means.curve_metric(comparison)
+    parts = {part: style.PART_HUES[part][0] for part in bars.ORDER}
+
+    def chart(draw: Draw, read: Read, question: str, parts: Mapping[str, str] | None = None) -> Chart:
+        return Chart.of(comparison, draw, read, question, parts)
+
+    groups = (
+        (
+            chart(
+                figures.metric_over_time, captions.metric_over_time, f"Who has the {best} {metric} after the same time?"
+            ),
+            chart(figures.metric_over_rows, captions.metric_over_rows, "Who learns most from the same rows?"),
+        ),
+        (chart(bars.time_split, captions.time_split, "Where does the time of each worker go?", parts),),
+        (chart(figures.speed_up, captions.speed_up, "How much faster do more workers make it?"),),
+        (
+            chart(figures.distance_over_rows, captions.distance_over_rows, "How far from solo do they end up?"),
+            chart(figures.distance_over_time, captions.distance_over_time, "Do they come back to solo?"),
+        ),
+        (chart(bars.staleness, captions.staleness, "How late are the updates that reach the server?"),),
+        (
+            chart(bars.bytes_sent, captions.bytes_sent, "How much is sent?"),
+            chart(bars.memory, captions.memory, "How much memory does a worker need?"),
+        ),
+    )
+    told = [
+        tuple(one for one in group if one.figure or (one.name == "distance_over_rows" and one.reading))
+        for group in groups
+    ]
+    return [group for group in told if group]
+
+
+def left_out(comparison: Comparison) -> str:
+    """Which variants and workers the charts do not show, or ""."""
+    shown = drawing.shown(comparison)
+    missing = [one.name for one in comparison.variants if comparison.of(one.name) and one not in shown]
+    parts = []
+    if missing:
+        by = f"soonest at {comparison.target}" if comparison.target else f"best in {comparison.metric}"
+        parts.append(
+            f"The charts show solo and the {len(shown) - _solos(shown)} others that were {by}, not {wording.named(missing)}; the table has all."
+        )
+    most = max((len(means.times_of_workers(comparison, one.name)) for one in shown), default=0)
+    if most > bars.room(len(shown)):
+        parts.append(
+            f"Of many workers, at most {bars.room(len(shown))} a variant are drawn, from the one that computed least to the one that computed most."
+        )
+    return " ".join(parts)
+
+
+def _solos(variants: Sequence[Variant]) -> int:
+    return sum(variant.solo for variant in variants)
+
+
+# -- legends ----------------------------------------------------------------------------------------------------------------
+
+
+def _legend(figure: Figure) -> tuple[Entry, ...]:
+    """Of the lines of a figure, in its order; () of one without lines."""
+    lines = [trace for trace in figure.data if trace.type == "scatter" and trace.showlegend is not False]
+    return tuple(Entry(name=html.unescape(line.name), look=_look(line), group=line.legendgroup or "") for line in lines)
+
+
+def _look(line: Any) -> style.Look:
+    """Without a symbol where it says how many workers, which then differ along the line."""
+    symbol = line.marker.symbol if isinstance(line.marker.symbol, str) else ""
+    return style.Look(colour=line.line.color, dash=line.line.dash or "solid", symbol=symbol, width=line.line.width)
+
+
+def _without_legend(figure: Figure) -> dict[str, Any]:
+    """As JSON has it; the page has legends of its own."""
+    return dict(json.loads(figure.update_layout(showlegend=False).to_json()))

@@ -1,0 +1,282 @@
+"""What a comparison found: plain data, written to and read from report.json; the report, the table and the verdict are made of it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self
+
+from manyhands import events
+from manyhands.checkpoint.checkpoints import write_whole
+from manyhands.errors import BadInput
+
+FORMAT = 1
+REPORT, NUMBERS = "report.html", "report.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One of the things compared: a strategy on so many workers with so many threads each."""
+
+    strategy: str
+    """Its spec."""
+    workers: int
+    threads: int
+    """Of each worker."""
+    name: str
+    """Unique among the variants: `solo, 2 threads`, `local-sgd:period=8 on 4`; a spec that is given twice ends in `(2)`."""
+
+    @property
+    def solo(self) -> bool:
+        return self.strategy == "solo"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A validation during a trial."""
+
+    rows: int
+    """Consumed by all workers until then."""
+    seconds: float
+    """Of training until then: the loop's own time, without validations and start-up."""
+    metrics: Mapping[str, float]
+    distance: float | None = None
+    """Of the parameters from solo's at the same rows and of the same repeat, |p - s| / |s|; an estimate (see probe.py). None
+    where solo has no point at these rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One run of one variant. Seconds of the loop are means over workers, as in `Run.timing`; validations are not in them."""
+
+    variant: str
+    """Its name."""
+    repeat: int
+    """From 0. All trials of a repeat have the same seed."""
+    seed: int
+    failure: str = ""
+    """Why there is no result; all that follows is then empty."""
+    rows: int = 0
+    """Consumed by all workers, and, of those, without effect: dropped or skipped."""
+    unused: int = 0
+    steps: int = 0
+    """Optimizer steps and exchanges of a worker; at the workers' own pace those of worker 0."""
+    rounds: int = 0
+    ticks: int = 0
+    """Global batches."""
+    seconds: float = 0.0
+    """Of the loop."""
+    launch_seconds: float = 0.0
+    """From the call to the result, start-up and validations included."""
+    rows_per_s: float = 0.0
+    """Without the first ticks."""
+    curve: tuple[Point, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """At the end: train_*, validation_*, test_*."""
+    target_seconds: float | None = None
+    """Of the loop, until the target was reached; None where it was not, or there is none. Between two validations: a straight line."""
+    target_rows: float | None = None
+    distance: float | None = None
+    """Of the final parameters from solo's of the same repeat, |p - s| / |s|, exact; 0 is bit-equal."""
+    cosine: float | None = None
+    """Of the angle between what this run and what solo moved from the common start."""
+    agreement: float | None = None
+    """Share of rows that it and solo predict alike (classes); else 1 - |o - s| / |s| of the outputs, at least 0."""
+    agreement_of: str = ""
+    """classes | outputs"""
+    timing: tuple[Mapping[str, float], ...] = ()
+    """By worker: {input, compute, exchange, wait}, seconds."""
+    bytes: int = 0
+    """Sent by all workers."""
+    messages: int = 0
+    staleness: Mapping[int, int] = field(default_factory=dict)
+    """{versions: pushes}"""
+    gain: float | None = None
+    """Rate times largest curvature of a push (docs/events.md); None: not known."""
+    memory: tuple[int, ...] = ()
+    """By worker: the most resident bytes of its process (on a GPU: allocated there); empty: not known."""
+    effective_rate: float = 0.0
+    rate: float = 0.0
+    batch_size: int = 0
+
+    @property
+    def worker_seconds(self) -> float:
+        """What it costs: seconds of the loop times workers."""
+        return self.seconds * max(1, len(self.timing))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A metric's value to be reached."""
+
+    metric: str
+    value: float
+    higher: bool
+    """Whether more is better."""
+
+    def __str__(self) -> str:
+        return f"{self.metric} {'≥' if self.higher else '≤'} {self.value:g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How a variant's numbers differ from the reference's, repeat by repeat.
+
+    Of seconds and rates: the ratio variant / reference. Of metrics: variant - reference.
+    """
+
+    of: str
+    """What was compared: rows_per_s, seconds, target_seconds, or a metric's name."""
+    middle: float
+    low: float
+    high: float
+    """The interval of the middle, 95 %."""
+    margin: float
+    """What counts as a difference: of ratios a share, of metrics in its own unit."""
+    said: str
+    """better | worse | same (inside the margin) | unclear (no difference seen)"""
+
+    @property
+    def different(self) -> bool:
+        return self.said in ("better", "worse")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A line of advice: the rule that spoke, for people, and what it rests on."""
+
+    kind: str
+    text: str
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The result of `compare()`."""
+
+    task: str
+    parameters: int
+    """Trainable numbers of the model."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Of its trainable tensors."""
+    ticks_per_epoch: int | None = None
+    """Global batches of one worker's epoch; None: a stream."""
+    variants: tuple[Variant, ...]
+    """Solo with one thread first, then solo with all threads where there are more."""
+    trials: tuple[Trial, ...]
+    """In the order in which they ran."""
+    repeats: int
+    metric: str
+    """The one to judge by."""
+    higher: bool
+    """Whether more of it is better."""
+    target: Target | None
+    reference: str
+    """The variant that others are compared with: solo with all threads."""
+    time_margin: float
+    """A share: ratios of time nearer to 1 are no difference."""
+    metric_margin: float
+    """A share of the reference's value of the metric."""
+    differences: Mapping[str, tuple[Difference, ...]] = field(default_factory=dict)
+    """By variant, against the reference; none of the reference itself and of variants that failed."""
+    verdict: str = ""
+    """One sentence."""
+    advice: tuple[Finding, ...] = ()
+    """The most important first."""
+    simulated: Mapping[str, str] = field(default_factory=dict)
+    """The cluster's options where seconds are virtual; empty: they are real."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Of the task, as the warm-up's run has them: how many processes load its rows, and whether gradients are clipped."""
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    """As `manyhands.recording.run.environment()` has it, with processor, engine, device and when."""
+    seconds: float = 0.0
+    """That it took."""
+    complete: bool = True
+    """False where it was interrupted: trials of whole repeats only."""
+
+    def variant(self, name: str) -> Variant:
+        return next(variant for variant in self.variants if variant.name == name)
+
+    def of(self, name: str) -> list[Trial]:
+        """The trials of a variant that came to their end, by repeat."""
+        found = [trial for trial in self.trials if trial.variant == name and not trial.failure]
+        return sorted(found, key=lambda trial: trial.repeat)
+
+    def failure(self, name: str) -> str:
+        """Why a variant has no result, or ""."""
+        return next((trial.failure for trial in self.trials if trial.variant == name and trial.failure), "")
+
+    def difference(self, name: str, of: str) -> Difference | None:
+        """How a variant differs from the reference in one thing; None where that was not compared."""
+        return next((one for one in self.differences.get(name, ()) if one.of == of), None)
+
+    # -- on disk -----------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        """One line; NaN and infinities as docs/events.md says."""
+        return events.to_json({"format": FORMAT, **asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Raises BadInput for what no `to_json` of this version wrote."""
+        unknown = f"this is no {NUMBERS} of a comparison, or one of another version: compare again"
+        try:
+            said = events.from_json(text)
+        except ValueError:
+            raise BadInput(unknown) from None
+        if not isinstance(said, dict) or said.pop("format", None) != FORMAT:
+            raise BadInput(unknown)
+        try:
+            return cls(**{**said, **_parts(said)})
+        except (KeyError, TypeError) as missing:
+            raise BadInput(f"{unknown} ({missing})") from None
+
+    def save(self, directory: str | Path) -> Path:
+        """Write report.json and report.html into `directory`, made where it is missing; the report's path.
+
+        Raises OSError; and BadInput, after report.json is written, where the extra `report` is not installed: the page can be
+        made of that file later.
+        """
+        from manyhands.evidence.compare.report import html, missing
+
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / NUMBERS, (self.to_json() + "\n").encode())
+        if lacking := missing():
+            raise BadInput(f"{lacking}: {page_later(folder)}")
+        write_whole(folder / REPORT, html(self).encode())
+        return folder / REPORT
+
+
+def page_later(folder: Path) -> str:
+    """How to make the page of a report.json that was written without it."""
+    make = f"from manyhands.evidence.compare.comparison import load; load({str(folder)!r}).save({str(folder)!r})"
+    return f"run pip install 'manyhands[report]', then python -c {shlex.quote(make)}"
+
+
+def load(path: str | Path) -> Comparison:
+    """The comparison in a report.json, or in a directory that has one. Raises BadInput, OSError."""
+    given = Path(path)
+    return Comparison.from_json((given / NUMBERS if given.is_dir() else given).read_text())
+
+
+def _parts(said: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a Comparison that JSON does not hold as they are."""
+    return {
+        "shapes": tuple(tuple(one) for one in said["shapes"]),
+        "variants": tuple(Variant(**one) for one in said["variants"]),
+        "trials": tuple(_trial(one) for one in said["trials"]),
+        "target": None if said["target"] is None else Target(**said["target"]),
+        "differences": {name: tuple(Difference(**one) for one in found) for name, found in said["differences"].items()},
+        "advice": tuple(Finding(**one) for one in said["advice"]),
+    }
+
+
+def _trial(said: dict[str, Any]) -> Trial:
+    known = {one.name for one in fields(Trial)}
+    curve = tuple(Point(**point) for point in said["curve"])
+    staleness = {int(versions): pushes for versions, pushes in said["staleness"].items()}
+    more = {"curve": curve, "staleness": staleness, "timing": tuple(said["timing"]), "memory": tuple(said["memory"])}
+    return Trial(**{name: value for name, value in said.items() if name in known} | more)

@@ -1,0 +1,330 @@
+"""`estimate`: what each strategy would take on more workers than there are, by the calibrated simulator."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from manyhands.data.sources import open_source
+from manyhands.engines.base import check_count
+from manyhands.engines.sim.compute import Compute
+from manyhands.engines.sim.engine import Sim
+from manyhands.engines.sim.network import Network
+from manyhands.engines.sim.profile import Profile
+from manyhands.errors import BadInput, Unsupported, is_whole
+from manyhands.evidence.calibrate.observe import LEAST_BLOCK
+from manyhands.evidence.estimate.bars import Bars, bars_of
+from manyhands.evidence.estimate.lengths import Lengths
+from manyhands.evidence.estimate.scaled import PATIENCE_S, simulate
+from manyhands.evidence.estimate.shape import Reading, Shape, reading_of, shape_of
+from manyhands.evidence.estimate.stand_in import NEVER, stand_in, steady
+from manyhands.evidence.estimate.steady import ENOUGH, Measured, Steady
+from manyhands.strategies import spec_of, strategy_of
+from manyhands.strategies.base import Strategy
+from manyhands.task import Task
+from manyhands.training.config import Asked, task_from
+from manyhands.training.plan import Plan
+
+FORMAT = 1
+WORKERS = (8, 64, 512)
+DEFAULT = ("allreduce", "local-sgd:period=8", "diloco", "downpour", "easgd", "gossip")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Seconds, and between which the true ones are taken to lie; None without error bars."""
+
+    seconds: float
+    low: float | None
+    high: float | None
+
+    def times(self, factor: float) -> Span:
+        """So many times as long."""
+        return Span(
+            seconds=self.seconds * factor,
+            low=None if self.low is None else self.low * factor,
+            high=None if self.high is None else self.high * factor,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """One strategy on so many workers. Where it cannot be, `refused` says why, and nothing is predicted."""
+
+    strategy: str
+    """Its spec."""
+    workers: int
+    refused: str = ""
+    batch_size: int | None = None
+    """Global rows a step; the last of an epoch may have fewer."""
+    step: Span | None = None
+    """A global batch, the mean of those that were simulated."""
+    rows_per_s: float | None = None
+    """Of all workers together. Rows that are dropped (quorum) do not count."""
+    steps: int | None = None
+    """Of the task's whole training: its epochs, or max_steps; None: a stream without max_steps."""
+    training: Span | None = None
+    """Those steps. Start, reading rows, validation and checkpoints are not in it."""
+    speed_up: float | None = None
+    """rows_per_s over those of one worker of the same profile."""
+    efficiency: float | None = None
+    """speed_up over workers."""
+    bytes_per_step: float | None = None
+    """That a worker sends, the mean over workers; control words do not count."""
+    bytes_in_training: float | None = None
+    compute: float | None = None
+    """Share of a worker's time, as the next two."""
+    exchange: float | None = None
+    wait: float | None = None
+    """For other workers, or for rows."""
+    staleness: float | None = None
+    """Median over pushes: versions that others made since the pull. None without a server."""
+    bars: Bars | None = None
+    """Where step.low and step.high come from."""
+    simulated_steps: int | None = None
+    """That the mean is of."""
+    spread: float | None = None
+    """The mean's own standard error, as a share of it: from jitter, not from the model."""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimates:
+    """All that was asked for, in the order of workers, then strategies."""
+
+    task: str
+    parameters: int
+    """Trainable numbers of the model."""
+    rows: int | None
+    """Of an epoch; None: a stream."""
+    profile: Profile
+    network: Network
+    compute: Compute
+    servers: int
+    solo_rows_per_s: float
+    """Of one worker of the profile: one that computes beside as many others as were measured, and exchanges nothing."""
+    estimates: tuple[Estimate, ...]
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """One JSON object; numbers that are not known are null."""
+        profile = self.profile
+        said = {
+            "format": FORMAT,
+            "task": self.task,
+            "parameters": self.parameters,
+            "rows": self.rows,
+            "profile": {
+                "task": profile.task,
+                "workers": profile.workers,
+                "measured": profile.measured,
+                "machine": dict(profile.machine),
+                "errors": dict(profile.errors),
+            },
+            "network": str(self.network),
+            "compute": str(self.compute),
+            "servers": self.servers,
+            "solo_rows_per_s": self.solo_rows_per_s,
+            "estimates": [asdict(one) for one in self.estimates],
+            "notes": list(self.notes),
+        }
+        return json.dumps(said, indent=2, allow_nan=False)
+
+
+def estimate(
+    task: Task | str | None = None,
+    *,
+    profile: Profile | Path | str,
+    workers: Iterable[int] = WORKERS,
+    strategies: Iterable[Strategy | str] = DEFAULT,
+    steps: int | None = None,
+    network: Network | str | None = None,
+    compute: Compute | str | None = None,
+    servers: int = 1,
+    say: Callable[[str], None] = lambda line: None,
+    **task_fields: Any,
+) -> Estimates:
+    """Predict time, efficiency and bytes of each strategy on each number of workers.
+
+    Each is simulated as engine `sim` would with this profile, until the mean of a step is steady; a stand-in of few numbers
+    takes the model's place, and costs what the model would (see docs/estimate.md). Nothing is trained.
+
+    task, task_fields: as `train` takes them. profile: of `calibrate`, or the path of one. workers: numbers of them.
+    steps: to simulate of each, instead of until it is steady. network, compute: override the profile's, as in `Sim`.
+    servers: shards of the parameter server, where there is one. say: called with a line about what is done now.
+
+    Raises BadInput for what no strategy could take. What one strategy, or one number of workers, cannot be is a row that says why.
+    """
+    own = task_from(task, task_fields)
+    counts = list(dict.fromkeys(workers))
+    for count in counts:
+        check_count("workers", count)
+    check_count("servers", servers)
+    if steps is not None and not is_whole(steps, LEAST_BLOCK):
+        raise BadInput(f"steps must be a whole number of at least {LEAST_BLOCK}, not {steps!r}")
+    measured = profile if isinstance(profile, Profile) else Profile.load(Path(profile))
+    chosen = {spec_of(strategy): strategy for strategy in map(strategy_of, strategies)}
+    say("the model's shape")
+    estimating = _Estimating(
+        own, measured, _network(measured, network), _compute(measured, compute), steps, servers, say
+    )
+    return estimating.all_of(list(chosen.values()), counts)
+
+
+def _network(profile: Profile, given: Network | str | None) -> Network:
+    return given if isinstance(given, Network) else profile.network.with_text(given or "")
+
+
+def _compute(profile: Profile, given: Compute | str | None) -> Compute:
+    return given if isinstance(given, Compute) else profile.compute.with_text(given or "")
+
+
+class _Estimating:
+    """One task on one described cluster."""
+
+    def __init__(
+        self,
+        task: Task,
+        profile: Profile,
+        network: Network,
+        compute: Compute,
+        steps: int | None,
+        servers: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self.task, self.profile, self.network, self.compute = task, profile, network, compute
+        self.steps, self.servers, self.say = steps, servers, say
+        self.shape: Shape = shape_of(task)
+        self.source = open_source(task.train_data, collate=task.collate, loader_processes=task.loader_processes)
+        self.alone = self._alone()
+
+    def all_of(self, strategies: list[Strategy], counts: list[int]) -> Estimates:
+        asked = [(strategy, workers) for workers in counts for strategy in strategies]
+        found = []
+        for number, (strategy, workers) in enumerate(asked, 1):
+            self.say(f"{number} of {len(asked)}: {spec_of(strategy)} on {workers} worker{'' if workers == 1 else 's'}")
+            found.append(self._estimate(strategy, workers))
+        return Estimates(
+            task=self.task.name,
+            parameters=self.shape.numbers,
+            rows=reading_of(self.task, self.source, 1).rows,
+            profile=self.profile,
+            network=self.network,
+            compute=self.compute,
+            servers=self.servers,
+            solo_rows_per_s=self.alone,
+            estimates=tuple(found),
+            notes=tuple(self._notes(max(counts, default=1))),
+        )
+
+    def _alone(self) -> float:
+        """Rows a second of one worker, its epochs' last, smaller batches included."""
+        reading, compute = reading_of(self.task, self.source, 1), self.compute
+        sizes = [reading.rows_of(tick) for tick in (range(reading.ticks) if reading.ticks else range(1))]
+        return sum(sizes) / sum(compute.step + compute.row * rows for rows in sizes)
+
+    # -- one ---------------------------------------------------------------------------------------------------------
+
+    def _estimate(self, strategy: Strategy, workers: int) -> Estimate:
+        try:
+            self._refuse_empty_shares(workers)
+            reading = reading_of(self.task, self.source, workers)
+            measured = self._simulated(strategy, workers, reading)
+        except (BadInput, Unsupported) as refusal:
+            return Estimate(strategy=spec_of(strategy), workers=workers, refused=str(refusal))
+        return self._row(strategy, workers, reading, measured)
+
+    def _refuse_empty_shares(self, workers: int) -> None:
+        own = self.task.batch_size or (None if self.task.batch_size_per_worker else self.source.batch_size or 64)
+        if own is not None and own < workers:
+            raise BadInput(
+                f"batch_size={own} is fewer than one row for each of {workers} workers: say how many each is to have with "
+                f"--batch-size-per-worker, or give --batch-size {workers} or more"
+            )
+
+    def _simulated(self, strategy: Strategy, workers: int, reading: Reading) -> Measured:
+        rows = reading.rows_of(0) / workers
+        lengths = Lengths(self.shape, strategy, workers=workers, servers=self.servers, rows=rows)
+        task, usual = stand_in(self.task, self.shape, reading, lengths.own), steady(strategy)
+        engine = Sim(network=self.network, compute=self.compute)
+        asked = Asked(task=task, strategy=usual, engine=engine, workers=workers, directory=None)
+        asked.check(servers=self.servers, nonfinite="raise", max_seconds=None, timeout_s=PATIENCE_S, resume=False)
+        observer = Steady(workers, reading.ticks, self.steps)
+        plan = Plan(task=task, strategy=usual, validate_every=NEVER, checkpoint_every=NEVER)
+        simulate(plan, workers, self.servers, self.network, self.compute, lengths, observer)
+        measured = observer.measured()
+        if measured is None:
+            raise BadInput(
+                f"not two exchanges were seen in {observer.seen} steps, too few to know what a step takes: say how many to simulate with "
+                "--steps, at least two periods; it takes a while"
+            )
+        return measured
+
+    def _row(self, strategy: Strategy, workers: int, reading: Reading, measured: Measured) -> Estimate:
+        spec, steps = spec_of(strategy), reading.steps(self.task)
+        bars = bars_of(self.profile, spec, workers, reading.rows_of(0) / workers, 1 - measured.compute)
+        step = Span(
+            seconds=measured.step_s,
+            low=None if bars is None else measured.step_s / bars.factor,
+            high=None if bars is None else measured.step_s * bars.factor,
+        )
+        rate = measured.rows / measured.step_s
+        return Estimate(
+            strategy=spec,
+            workers=workers,
+            batch_size=reading.batch_size,
+            step=step,
+            rows_per_s=rate,
+            steps=steps,
+            training=None if steps is None else step.times(steps),
+            speed_up=rate / self.alone,
+            efficiency=rate / self.alone / workers,
+            bytes_per_step=measured.bytes,
+            bytes_in_training=None if steps is None else measured.bytes * steps,
+            compute=measured.compute,
+            exchange=measured.exchange,
+            wait=measured.wait,
+            staleness=measured.staleness,
+            bars=bars,
+            simulated_steps=measured.steps,
+            spread=measured.spread,
+            notes=tuple(_notes(strategy, workers, reading, measured)),
+        )
+
+    def _notes(self, most: int) -> list[str]:
+        """What holds of all rows."""
+        notes, profile = [], self.profile
+        if profile.task != self.task.name:
+            notes.append(f"The profile is of task {profile.task}, not of {self.task.name}: calibrate with this one.")
+        described = ("latency", "bandwidth")
+        if most > self.network.workers_per_host and all(
+            getattr(self.network, name) == getattr(profile.network, name) for name in described
+        ):
+            notes.append(
+                f"Between its hosts of {self.network.workers_per_host} workers the network is as close as sockets on the one machine that was measured, "
+                "which no network beats: describe yours with --network latency=…,bandwidth=…"
+            )
+        if not profile.errors:
+            notes.append(
+                "No error bars: calibrate with strategies (manyhands calibrate TASK --strategies allreduce,…)."
+            )
+        return notes
+
+
+def _notes(strategy: Strategy, workers: int, reading: Reading, measured: Measured) -> list[str]:
+    """What holds of one row."""
+    notes = []
+    if reading.rows is not None and reading.rows < reading.batch_size:
+        notes.append(f"an epoch is one step: {reading.rows:,} rows are fewer than a batch of {reading.batch_size:,}")
+    if getattr(strategy, "warmup", 0):
+        notes.append("its warmup is left out")
+    if measured.spread > ENOUGH:
+        notes.append(
+            f"after {measured.steps} steps the mean of a step is known to {measured.spread:.0%} only: give --steps"
+        )
+    if workers > 1 and not measured.rounds and strategy.name != "ensemble":
+        notes.append(f"no exchange was due in {measured.simulated} steps, so it is as if there were none")
+    return notes

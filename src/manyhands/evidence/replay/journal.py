@@ -1,0 +1,73 @@
+"""What the events of a run say of its order: who trained which slice, and which versions each pull saw and each push made."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from typing_extensions import override
+
+from manyhands.data.leases import End, Lease, Segment
+from manyhands.events import Event
+from manyhands.worker import Alone
+
+Versions = list[int]  # of each shard
+
+
+@dataclass
+class Record:
+    """One worker's, in its own order; taken out from the left."""
+
+    leases: deque[tuple[int, Lease]] = field(default_factory=deque)  # (epoch, lease)
+    pulls: deque[Versions] = field(default_factory=deque)
+    pushes: deque[Versions | None] = field(default_factory=deque)  # None: dropped
+    behind: deque[int] = field(default_factory=deque)  # of those that a quorum dropped
+
+
+class Journal:
+    """All workers' records. steps: the `step` and `closing` events that count, each worker's in the order in which they happened."""
+
+    def __init__(self, workers: int, steps: Iterable[Event], stopped: str = "") -> None:
+        self.records = [Record() for _ in range(workers)]
+        self.stopped = stopped
+        self.pulls: Counter[tuple[int, int]] = Counter()  # (shard, version): how many pulls of it are still to come
+        self.ticks = 0
+        for event in steps:
+            assert event.rank is not None
+            self._take(self.records[event.rank], event)
+
+    def _take(self, record: Record, event: Event) -> None:
+        values = event.values
+        self.ticks += event.type == "step"
+        if "lease" in values:
+            index, part, handed = values["lease"]
+            record.leases.append((values["epoch"], Lease(index=index, part=part, handed=handed)))
+        record.pulls += values.get("pulls", [])
+        record.pushes += values.get("pushes", [])
+        record.behind += values.get("behind", [])
+        self.pulls.update((shard, version) for pull in values.get("pulls", []) for shard, version in enumerate(pull))
+
+    def lease(self, rank: int, segment: Segment) -> Lease | End:
+        """What this worker was given next, if it was in this segment."""
+        leases = self.records[rank].leases
+        if leases:
+            epoch, lease = leases[0]
+            if epoch == segment.epoch and segment.first <= lease.index < segment.until:
+                leases.popleft()
+                return lease
+        over = not any(record.leases for record in self.records)
+        left = [[segment.until, segment.until]] * segment.parts
+        return End(reason=self.stopped if over else "", left=left)
+
+
+class Told(Alone):
+    """The coordinator of a worker that is told what it did."""
+
+    def __init__(self, journal: Journal, rank: int) -> None:
+        super().__init__()
+        self._journal, self._rank = journal, rank
+
+    @override
+    def lease(self, segment: Segment) -> Lease | End:
+        return self._journal.lease(self._rank, segment)

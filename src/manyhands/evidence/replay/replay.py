@@ -1,0 +1,209 @@
+"""`replay`: an asynchronous run computed again, in one process, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from manyhands import strategies, tasks
+from manyhands.checkpoint import checkpoints
+from manyhands.checkpoint.paths import AnyPath, open_regular, path_of
+from manyhands.comm.threads import ThreadGroup
+from manyhands.errors import BadInput, Unsupported
+from manyhands.events import Event
+from manyhands.evidence.replay.journal import Journal, Told
+from manyhands.evidence.replay.server import ReplayServer, Stores
+from manyhands.evidence.replay.turns import InTurns, Turns
+from manyhands.recording import event_log
+from manyhands.recording.run import environment
+from manyhands.server.sharding import make_stores
+from manyhands.spec import parse
+from manyhands.strategies import strategy_of
+from manyhands.strategies.base import Strategy
+from manyhands.task import Task
+from manyhands.training.config import every, keep_of, task_from
+from manyhands.training.loop import work
+from manyhands.training.plan import Outcome, Plan
+from manyhands.training.run_directory import ASKED, FINAL, RESULT, read_result
+from manyhands.units import printable
+from manyhands.worker import Worker
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a replay ended with, beside what the run ended with."""
+
+    parameters: dict[str, Tensor]  # by name
+    difference: float  # the largest of any parameter; 0.0: the same bits
+    identical: bool
+    ticks: int  # of all workers
+    workers: int
+    otherwise: str  # what is known to be otherwise than when it ran: versions, number of cores, host; "" for nothing
+
+
+def replay(
+    directory: str | AnyPath,
+    *,
+    task: Task | str | None = None,
+    strategy: Strategy | str | None = None,
+    progress: Progress | None = None,
+) -> Replayed:
+    """Compute the finished run in `directory` again, in the order of its journal (its `step` events), in this process.
+
+    All workers take turns in one thread each; pulls and pushes happen at the versions that the run recorded, slices go
+    to whom they went, so that the end has the same bits at the same number of threads and versions of torch. Memory is
+    that of all workers together.
+
+    task, strategy: the run's, as objects or specs. The directory names tasks and strategies of manyhands' own; a file
+    that it names (my.py:task) is never imported, so the caller names it. progress: called with (ticks done, ticks in all).
+
+    Raises BadInput for a directory without a finished run, or whose code has to be named; Unsupported for strategies without an order: synchronous
+    ones repeat by their seed alone, and hogwild has none.
+    """
+    folder = path_of(directory)
+    asked, result = _read(folder, ASKED), _read(folder, RESULT)
+    read_result(folder, (ASKED, FINAL))
+    named = _named(asked, folder, "strategy", strategies.CATALOGUE) if strategy is None else strategy
+    rule = strategy_of(named)
+    spec = rule.server()
+    if spec is None:
+        raise Unsupported(_why_not(rule.name, leases=rule.leasing() is not None))
+    workers, info = asked["workers"], result["info"]
+    if sum(event.type == "start" for event in event_log.read(folder / event_log.FILE)) > 1:
+        raise Unsupported(f"the run in {folder} was resumed, and only a run of one launch can be replayed")
+    read_result(folder, (event_log.FILE,))
+    steps = event_log.steps_that_count(event_log.files_in(folder))
+    journal = Journal(workers, (event for event, _ in steps), info["stopped"])
+    if info["device"] != "cpu":
+        raise Unsupported(
+            f"the run in {folder} computed on {info['device']}, and a replay computes on the CPU, whose bits differ"
+        )
+    if info["stopped"] and info["ticks_per_epoch"] is None:
+        raise Unsupported(
+            f"the run in {folder} read a stream and was stopped ({info['stopped']}): where each worker stood is not recorded"
+        )
+    plan = Plan(
+        task=task_from(_named(asked, folder, "task", tasks.CATALOGUE) if task is None else task, asked["fields"]),
+        strategy=rule,
+        validate_every=every("validate_every", asked["validate_every"]),
+        checkpoint_every=every("checkpoint_every", asked["checkpoint_every"]),
+        nonfinite=asked["nonfinite"],
+    )
+    plan = replace(plan, keep=keep_of(asked["keep"], plan.task))
+    turns = Turns()
+    stores = Stores(
+        spec,
+        make_stores(spec, workers=workers, shards=asked["servers"]),
+        journal,
+        turns,
+        rule.leasing() is not None,
+    )
+    outcome = _Replay(plan, stores, info["threads"], progress).run(workers)
+    parameters, difference, identical = _compared(outcome.states[0][0], folder)
+    return Replayed(parameters, difference, identical, journal.ticks, workers, _otherwise(info))
+
+
+class _Replay:
+    def __init__(self, plan: Plan, stores: Stores, threads: int, progress: Progress | None) -> None:
+        self._plan, self._stores, self._threads = plan, stores, threads
+        self._progress, self._done = progress, 0
+
+    def run(self, workers: int) -> Outcome:
+        meeting = InTurns(workers, self._stores.turns)
+        threads = torch.get_num_threads()
+        try:
+            programs = [self._program(rank, meeting) for rank in range(workers)]
+            outcome = self._stores.turns.run(programs)[0]
+        finally:
+            torch.set_num_threads(threads)
+        assert outcome is not None  # rank 0's
+        return outcome
+
+    def _program(self, rank: int, meeting: InTurns) -> Callable[[], Outcome | None]:
+        def program() -> Outcome | None:
+            torch.set_num_threads(self._threads)  # of this thread
+            worker = Worker(
+                rank=rank,
+                size=meeting.size,
+                group=ThreadGroup(meeting, rank),
+                server=ReplayServer(self._stores, rank),
+                coordinator=_Counting(self._stores.journal, rank, self._count),
+                threads=self._threads,
+                shares_process=True,
+            )
+            return work(self._plan, worker)
+
+        return program
+
+    def _count(self) -> None:
+        self._done += 1
+        if self._progress is not None:
+            self._progress(self._done, self._stores.journal.ticks)
+
+
+class _Counting(Told):
+    """Tells of every tick."""
+
+    def __init__(self, journal: Journal, rank: int, count: Callable[[], None]) -> None:
+        super().__init__(journal, rank)
+        self._count = count
+
+    @override
+    def emit(self, event: Event) -> None:
+        if event.type == "step":
+            self._count()
+
+
+def _read(folder: AnyPath, name: str) -> dict[str, Any]:
+    try:
+        with open_regular(folder / name) as file:
+            return dict(json.load(file))
+    except (OSError, ValueError, TypeError, RecursionError) as problem:
+        raise BadInput(
+            f"{folder} holds no finished run that can be replayed ({name}: {problem}): give the directory of a run that has ended"
+        ) from None
+
+
+def _named(asked: dict[str, Any], folder: AnyPath, what: str, catalogue: Mapping[str, str]) -> str:
+    """The task or strategy that the run's directory names, where manyhands has it. BadInput for a file, which would be imported."""
+    given = asked[what]
+    if given is None:
+        raise BadInput(
+            f"the run in {folder} was given its {what} as an object, which no file can hold: call mh.replay(directory, {what}=…) with the same"
+        )
+    if parse(str(given))[0] not in catalogue:
+        raise BadInput(
+            f"the run in {folder} names {what} {printable(given)}, and code that a run directory names is not imported. If you trust "
+            f"that file, name it: manyhands replay {shlex.quote(str(folder))} --{what} {shlex.quote(printable(given))}, or "
+            f"mh.replay(directory, {what}=…)"
+        )
+    return str(given)
+
+
+def _why_not(name: str, leases: bool) -> str:
+    if leases:
+        return f"strategy {name} has no order that could be recorded (workers write the same memory at once): it cannot be replayed"
+    return f"strategy {name} is synchronous: train again with the same seed, which gives the same bits; only asynchronous runs need a replay"
+
+
+def _compared(parameters: dict[str, Tensor], folder: AnyPath) -> tuple[dict[str, Tensor], float, bool]:
+    """(parameters, the largest difference from the run's, whether they are the same bits)."""
+    saved = checkpoints.load_tensors(folder / FINAL)
+    wanted = {name: saved[f"0/parameters/{name}"] for name in parameters}
+    difference = max(float((parameters[name] - wanted[name]).abs().max()) for name in parameters)
+    return parameters, difference, all(torch.equal(parameters[name], wanted[name]) for name in parameters)
+
+
+def _otherwise(info: dict[str, Any]) -> str:
+    """`torch was 2.12.0 and is 2.13.0`"""
+    was, now = ({**facts["versions"], "host": facts["host"]} for facts in (info, environment()))
+    return ", ".join(f"{name} was {was.get(name)} and is {now[name]}" for name in now if was.get(name) != now[name])

@@ -1,0 +1,118 @@
+"""Threads of which one runs at a time: each gives way only where it waits, and the lowest that can go on goes on.
+
+So a program of many workers runs in one process with one random state a worker, and always in the same order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from typing_extensions import override
+
+from manyhands import rng
+from manyhands.comm.threads import Meeting
+from manyhands.errors import ManyhandsError
+
+T = TypeVar("T")
+
+
+class Stuck(ManyhandsError):
+    """All wait for each other: the order that they were told to follow cannot be."""
+
+
+class _Ended(BaseException):
+    """Another thread raised: this one has nothing to wait for any more."""
+
+
+class Turns:
+    """Runs one function a worker, and switches between them in `wait_for`."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: dict[int, Callable[[], bool]] = {}
+        self._running: int | None = None
+        self._failed = False
+        self._here = threading.local()
+
+    def run(self, programs: list[Callable[[], T]]) -> list[T]:
+        """Their values. The first error is raised, and ends all."""
+        self._waiting = {rank: lambda: True for rank in range(len(programs))}
+        self._running, self._failed = None, False
+        with rng.kept(), ThreadPoolExecutor(len(programs)) as pool:
+            futures = [pool.submit(self._one, rank, program) for rank, program in enumerate(programs)]
+            with self._changed:
+                self._next()
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        for error in errors:
+            if not isinstance(error, _Ended):
+                raise error
+        return [future.result() for future in futures]
+
+    def wait_for(self, ready: Callable[[], bool]) -> None:
+        """Let others run until `ready()`, which depends on what they do alone. Raises Stuck where nobody can go on."""
+        if not ready():
+            state = rng.capture()
+            self._give_way(self._here.rank, ready)
+            rng.restore(*state)
+
+    def _one(self, rank: int, program: Callable[[], T]) -> T:
+        self._here.rank = rank
+        with self._changed:
+            self._until_turn(rank)
+        try:
+            return program()
+        except BaseException:
+            self._failed = True
+            raise
+        finally:
+            with self._changed:
+                self._running = None
+                self._next()
+
+    def _give_way(self, rank: int, ready: Callable[[], bool]) -> None:
+        with self._changed:
+            self._waiting[rank], self._running = ready, None
+            self._next()
+            self._until_turn(rank)
+
+    def _until_turn(self, rank: int) -> None:
+        self._changed.wait_for(lambda: self._running == rank or self._failed)
+        if self._failed:
+            self._waiting.pop(rank, None)
+            raise _Ended
+
+    def _next(self) -> None:
+        """Choose who runs now; the caller holds the lock."""
+        chosen = next((rank for rank in sorted(self._waiting) if self._waiting[rank]()), None)
+        if chosen is None and self._waiting and not self._failed:
+            self._failed = True
+            self._changed.notify_all()
+            raise Stuck(f"workers {sorted(self._waiting)} wait for each other: the journal does not fit this program")
+        if chosen is not None:
+            del self._waiting[chosen]
+            self._running = chosen
+        self._changed.notify_all()
+
+
+class InTurns(Meeting):
+    """Where workers that take turns meet: each gives a value, and gets everybody's."""
+
+    def __init__(self, size: int, turns: Turns) -> None:
+        super().__init__(size)
+        self._turns = turns
+        self._met = [0] * size
+        self._values: dict[int, dict[int, Any]] = {}
+
+    @override
+    def swap(self, rank: int, value: Any, operation: str = "") -> list[Any]:
+        self._met[rank] += 1
+        number = self._met[rank]
+        here = self._values.setdefault(number, {})
+        here[rank] = value
+        self._turns.wait_for(lambda: len(here) == self.size)
+        if min(self._met) >= number:
+            self._values.pop(number, None)
+        return [here[r] for r in range(self.size)]

@@ -1,0 +1,105 @@
+"""What `prepare` refuses, before anything changes."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhands.comm.group import Group
+from manyhands.errors import BadInput, Unsupported
+from manyhands.replica import fingerprint
+from manyhands.replica.replica import Replica
+from manyhands.strategies.base import Strategy
+
+
+def check_arguments(model: Any, optimizer: Any, strategy: Strategy) -> None:
+    """Raise BadInput for what is no model or optimizer, or not plain; Unsupported for a strategy that `prepare` cannot run."""
+    if not isinstance(model, nn.Module):
+        raise BadInput(
+            f"prepare takes (model, optimizer, *loaders): the model must be an nn.Module, not {type(model).__name__}"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise BadInput(
+            f"prepare takes (model, optimizer, *loaders): the optimizer must be a torch.optim.Optimizer over model.parameters(), not {type(optimizer).__name__}"
+        )
+    _check_model(model)
+    _check_optimizer(model, optimizer)
+    _check_strategy(strategy)
+
+
+def _check_model(model: nn.Module) -> None:
+    wrappers = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
+    for module in model.modules():
+        if type(module).__module__.startswith("torch.") and type(module).__name__ in wrappers:
+            raise BadInput(
+                f"prepare takes the plain model, not one in {type(module).__name__}: leave the wrapper out, manyhands shares the work itself"
+            )
+
+
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    own = {id(p) for p in model.parameters()}
+    strangers = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad and id(p) not in own]
+    if strangers:
+        raise BadInput(
+            f"the optimizer holds {len(strangers)} trainable parameters that are not the model's (the first of shape {list(strangers[0].shape)}): "
+            "prepare the module that holds them all, nn.ModuleList([first, second]) say"
+        )
+
+
+def _check_strategy(strategy: Strategy) -> None:
+    if strategy.server() is not None or strategy.leasing() is not None:
+        wants = "a parameter server" if strategy.server() is not None else "workers that go at their own pace"
+        raise Unsupported(
+            f"strategy {strategy.name} wants {wants}, which a loop of one's own does not drive: use mh.train, or a strategy that exchanges "
+            "through the group (manyhands strategies)"
+        )
+    if type(strategy).before_backward is not Strategy.before_backward:
+        raise Unsupported(
+            f"strategy {strategy.name} acts before each gradient is computed (it looks ahead), which a loop of one's own does not know: use mh.train"
+        )
+
+
+def check_step(optimizer: torch.optim.Optimizer, own: set[int]) -> None:
+    """Raise Unsupported for what would let several workers drift apart in this step; `own`: ids of the prepared parameters."""
+    if "found_inf" in vars(optimizer):  # put there by a GradScaler, for an optimizer that `_step_supports_amp_scaling`
+        raise Unsupported(
+            "GradScaler decides on each worker by itself whether to step, and workers must step together: train in bfloat16, "
+            "torch.autocast(..., dtype=torch.bfloat16) without a GradScaler, whose range is float32's"
+        )
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None and id(p) not in own:
+                raise Unsupported(
+                    f"a parameter of shape {list(p.shape)} has a gradient but was frozen, or not there, when its model was prepared, so that "
+                    "the workers' copies would drift apart: unfreeze and add parameters before mh.prepare, or prepare the model again"
+                )
+
+
+def facts_of(replica: Replica, strategy: Strategy) -> fingerprint.Facts:
+    """The code and the libraries of this worker's program; its rates too where every step is to be the same on all workers."""
+    facts = fingerprint.of_code(replica.model, replica.optimizer)
+    return facts | (fingerprint.of_optimizer(replica.optimizer) if strategy.needs.mean_gradient else {})
+
+
+def check_alike(replica: Replica, strategy: Strategy, group: Group) -> None:
+    """All workers must prepare the same thing; else their collectives would not match."""
+    layout = replica.layout
+    parts = f"{list(zip(layout.names, layout.shapes, strict=True))} {[list(b.shape) for b in replica.model.buffers()]}"
+    mine = [
+        f"{type(replica.model).__name__} of {layout.size} parameters in {layout.dtype}",
+        hashlib.sha256(parts.encode()).hexdigest(),
+        type(replica.optimizer).__name__,
+        repr(strategy),
+    ]
+    for rank, theirs in enumerate(group.all_gather_json(mine)):
+        if theirs != mine:
+            said = [
+                f"rank {r}: {m[0]} ({m[1][:8]}), {m[2]}, {m[3]}"
+                for r, m in sorted([(group.rank, mine), (rank, theirs)])
+            ]
+            raise BadInput(
+                f"all workers must prepare the same model, optimizer and strategy, in the same order; {'; '.join(said)}"
+            )

@@ -1,0 +1,257 @@
+"""`launch` calls a function on every worker; `run_script` runs a script on every worker, as `manyhands run` does."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import runpy
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from manyhands.engines import default_workers, engine_of
+from manyhands.engines.base import Engine, Launch, check_count
+from manyhands.engines.cluster import Cluster, Member, Telling, run
+from manyhands.engines.driver.run_monitor import USER
+from manyhands.engines.roles import Roles
+from manyhands.errors import BadInput, Preempted, Unsupported, WorkerFailed
+from manyhands.signals import leave_sigterm_to_the_system, sigterm_came, sigterm_to
+
+if TYPE_CHECKING:  # they import torch, and the workers' fork server can do that at the same time
+    from manyhands.strategies.base import Strategy
+    from manyhands.worker import Worker
+
+T = TypeVar("T")
+
+VARIABLE = "MANYHANDS_STRATEGY"
+
+_chosen: Strategy | None = None
+
+
+def launched_strategy() -> Strategy | str | None:
+    """What this process was told to use: `launch(strategy=…)`, else the variable MANYHANDS_STRATEGY, else None."""
+    return _chosen or os.environ.get(VARIABLE) or None
+
+
+def launch(
+    function: Callable[..., T],
+    *args: Any,
+    workers: int | None = None,
+    strategy: Strategy | str | None = None,
+    engine: Engine | str = "auto",
+    threads_per_worker: int | None = None,
+    timeout_s: float = 300.0,
+) -> list[T]:
+    """Call `function(*args)` on every worker, and return every rank's value in rank order.
+
+    Where every worker makes this call itself (torchrun, a script under `manyhands run`), the list holds this rank's own
+    value, and None for the others. Ranks other than the first are quiet: see `quiet_other_ranks`.
+    Inside, `mh.worker()` is the current Worker and `mh.prepare` uses `strategy`. workers=None: one per visible GPU,
+    else 1; one worker runs in this process. The function, its arguments and what it returns travel by pickle, so
+    lambdas and functions of a notebook will do. `timeout_s`: a worker that trains without progress for so long counts
+    as hung; the function's own code outside the loop may take as long as it likes, unless another worker waits for it.
+    On engine sim all workers take turns in this process: what is global in it is everybody's.
+
+    Raises `BadInput` as a worker raised it, or `WorkerFailed` with the worker's traceback.
+    """
+    place = engine_of(engine)
+    plan = _plan(place, workers, threads_per_worker, timeout_s)
+    if not place.simulated:
+        return place.launch(_Call(function, args, strategy, timeout_s), plan)
+    from manyhands.own_loop.rank_zero import only_first_speaks
+
+    with _choose(strategy), only_first_speaks(plan.workers):  # for all workers at once: they take turns in this process
+        return place.launch(_Call(function, args, None, timeout_s), plan)
+
+
+def run_script(
+    path: str | Path,
+    args: Sequence[str] = (),
+    *,
+    workers: int | None = None,
+    strategy: Strategy | str | None = None,
+    engine: Engine | str = "auto",
+    threads_per_worker: int | None = None,
+    timeout_s: float = 300.0,
+    roles: Roles | None = None,
+    tensorboard: str | None = None,
+) -> int:
+    """Run a script on every worker as `python path *args` would; its exit code (the first that is not 0, or 0).
+
+    Ranks other than the first are quiet: see `quiet_other_ranks`. With roles the processes are another framework's own
+    cluster, as of `Engine.run`: those say how many there are, all of them speak, and no strategy is set. SIGTERM reaches the script on every worker, as it
+    would reach `python path`; `train()` inside then checkpoints, and Preempted is raised here. Raises `BadInput` if there is no such file,
+    `Unsupported` on engine sim, and `WorkerFailed` for an exception.
+    """
+    if not Path(path).is_file():
+        raise BadInput(f"no script {str(path)!r} (looked from {Path.cwd()}): give the path of a Python file")
+    place = engine_of(engine)
+    if place.simulated:
+        raise Unsupported(
+            f"engine {place.name}: its workers share this process, and a script wants one for itself: put it into a function and call "
+            "manyhands.launch(function, engine=...), or train a Task"
+        )
+    count = workers if roles is None else len(roles.members)
+    plan = _plan(place, count, threads_per_worker, timeout_s)
+    observer = _Preemption()
+    try:
+        with sigterm_to(observer.stop) if plan.workers > 1 else nullcontext():
+            if roles is None:
+                place.launch(_Script(str(path), tuple(args), strategy, timeout_s), replace(plan, observer=observer))
+            else:
+                run(
+                    place,
+                    Member(_run_as_main, (str(path), tuple(args)), roles, tensorboard),
+                    replace(plan, observer=observer),
+                )
+    except SystemExit as end:  # one worker, in this process
+        return end.code if isinstance(end.code, int) else 0
+    except WorkerFailed as error:
+        if error.error == "SystemExit":
+            return error.exit_code
+        raise
+    return 0
+
+
+class _Preemption(Telling):
+    """Passes SIGTERM on to the workers."""
+
+    def __init__(self) -> None:
+        self._reason = ""
+
+    def stop(self, reason: str) -> None:
+        self._reason = reason
+
+    def stopping(self) -> str:
+        return self._reason
+
+
+def _plan(engine: Engine, workers: int | None, threads_per_worker: int | None, timeout_s: float) -> Launch:
+    count = default_workers(engine) if workers is None else workers
+    check_count("workers", count)
+    return Launch(workers=count, threads_per_worker=threads_per_worker, timeout_s=timeout_s)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The program of `launch`."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    strategy: Strategy | str | None
+    timeout_s: float
+
+    def __call__(self, worker: Worker) -> Any:
+        from manyhands.own_loop.rank_zero import quiet_other_ranks
+        from manyhands.own_loop.unprepared import warning_if_unprepared
+
+        worker.coordinator.progress(USER, 0)
+        if worker.shares_process:
+            return self.function(*self.args)
+        quiet_other_ranks(worker, self.timeout_s)
+        with _choose(self.strategy), warning_if_unprepared(worker):
+            return self.function(*self.args)
+
+
+@dataclass(frozen=True)
+class _Script:
+    """The program of `run_script`."""
+
+    path: str
+    args: tuple[str, ...]
+    strategy: Strategy | str | None
+    timeout_s: float
+
+    def __call__(self, worker: Worker) -> None:
+        from manyhands.own_loop.rank_zero import quiet_other_ranks
+        from manyhands.own_loop.unprepared import warning_if_unprepared
+
+        worker.coordinator.progress(USER, 0)
+        quiet_other_ranks(worker, self.timeout_s)
+        with _choose(self.strategy), warning_if_unprepared(worker):
+            _as_main(self.path, self.args, own_process=worker.size > 1)
+
+
+def _run_as_main(cluster: Cluster, path: str, args: Sequence[str]) -> None:
+    """The function of `run_script` with roles."""
+    _as_main(path, args, own_process=sum(map(len, cluster.addresses.values())) > 1)
+
+
+def _as_main(path: str, args: Sequence[str], own_process: bool) -> None:
+    """The script, as `python path *args` runs it; own_process: which ends with it."""
+    if own_process:
+        signal.signal(signal.SIGTERM, _terminated)
+        if sigterm_came():
+            raise Preempted("asked to end (SIGTERM) before the script began: nothing of it ran")
+    else:
+        leave_sigterm_to_the_system()
+    with _command_line(path, args):
+        try:
+            runpy.run_path(path, run_name="__main__")
+        except SystemExit as end:
+            _end_as_python_does(own_process)
+            raise SystemExit(_exit_code(end.code)) from None
+        _end_as_python_does(own_process)
+
+
+def _end_as_python_does(own_process: bool) -> None:
+    """In a process that ends with the script: wait for the threads that it left, then run what it left for the exit.
+
+    Not after an error: the user should read that at once, also where a thread never ends.
+    """
+    if own_process:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+
+
+def _terminated(number: int, frame: object) -> None:
+    """SIGTERM in a script that does not handle it itself."""
+    raise SystemExit(128 + number)
+
+
+def _exit_code(code: object) -> int:
+    """As the interpreter has it: None is 0, and a text goes to standard error and is 1."""
+    if code is None or isinstance(code, int):
+        return code or 0
+    sys.stderr.write(f"{code}\n")
+    return 1
+
+
+@contextmanager
+def _choose(strategy: Strategy | str | None) -> Iterator[None]:
+    """Within, `launched_strategy` says this strategy; None leaves what was there."""
+    global _chosen
+    before, variable = _chosen, os.environ.get(VARIABLE)
+    if isinstance(strategy, str):
+        _chosen, os.environ[VARIABLE] = None, strategy
+    elif strategy is not None:
+        _chosen = strategy
+    try:
+        yield
+    finally:
+        _chosen = before
+        _restore(variable)
+
+
+def _restore(variable: str | None) -> None:
+    if variable is None:
+        os.environ.pop(VARIABLE, None)
+    else:
+        os.environ[VARIABLE] = variable
+
+
+@contextmanager
+def _command_line(path: str, args: Sequence[str]) -> Iterator[None]:
+    """Within, sys.argv and sys.path are what `python path *args` has."""
+    argv, before = list(sys.argv), list(sys.path)
+    sys.argv[:] = [path, *args]
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv[:], sys.path[:] = argv, before

@@ -1,0 +1,146 @@
+"""`prepare(model, optimizer, loader)`: the user's own training loop on any number of workers, by one changed line."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from manyhands.engines.base import Launch
+from manyhands.engines.single_process import pick_device
+from manyhands.own_loop.launch import launched_strategy
+from manyhands.own_loop.loader import PreparedLoader
+from manyhands.own_loop.pair import Pair
+from manyhands.own_loop.rank_zero import quiet_other_ranks
+from manyhands.own_loop.session import Session
+from manyhands.strategies import strategy_of
+from manyhands.strategies.base import Strategy
+from manyhands.worker import Worker, current
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+DEFAULT = "allreduce"
+TIMEOUT_S = 300.0
+
+M = TypeVar("M", bound=nn.Module)
+O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
+Prepared = tuple[M, O, *tuple[Any, ...]]  # PreparedLoaders; a variable that held a DataLoader may hold one
+
+
+def prepare(model: M, optimizer: O, *loaders: Iterable[Any], strategy: Strategy | str | None = None) -> Prepared[M, O]:
+    """Make a plain training script one of any number of workers; alone, it stays bit for bit what it was.
+
+        model, optimizer, loader = mh.prepare(model, optimizer, loader)
+
+    Call it on all workers alike, after the model is on its device and before training. It gives back the same model,
+    whose parameters and buffers are rank 0's; the same optimizer, whose `step()` is now the strategy's exchange (learning
+    rates, schedulers built before or after, `zero_grad` and `state_dict` work as ever); and for each loader one that gives
+    this worker's share of each batch (see `PreparedLoader`): the user's batch size is the global one. Several pairs of
+    model and optimizer (a GAN's) are prepared one by one. Prepare only loaders of training data: a loader that is not
+    prepared gives every worker everything, which is right for validation. In its first steps a loop without a prepared
+    loader's batch compares the workers' gradients; if all are equal, they train on the same rows, and a warning says so.
+
+    strategy: how the workers agree. None: what `manyhands run` or `launch` said, else the variable MANYHANDS_STRATEGY,
+    else allreduce. Under allreduce `.grad` holds the workers' mean as soon as `backward()` returns, so that clipping
+    and accumulation are exact; under strategies that exchange parameters it is the worker's own. `local-sgd:period=end`
+    averages at the end of each pass over a prepared loader.
+
+    Without a loader: numbers that a script draws itself (`torch.randint` for rows) are equal on all ranks up to the first
+    backward, where all then hold the same batch, and differ after it, for dropout's sake, so that N workers train on N
+    times the batch. Three lines make it one process's batch:
+
+        ix = torch.randint(n, (batch_size,), generator=draws)  # draws = torch.Generator().manual_seed(0), alike on all
+        ix = ix.tensor_split(mh.worker().size)[mh.worker().rank]  # this worker's part
+        mh.weight(len(ix))  # before backward(): as many rows count
+
+    All workers must call `backward()`, `step()` and the loader equally often. A loss whose mean does not divide by the
+    batch's rows says so with `mh.weight(w)` before `backward()`. A loss that is a sum over rows takes 1/N of one process's
+    step, and a warning names it in the first steps where its graph shows it: divide it by the rows, or keep the sum by
+    `mh.weight(1)` and `(loss * mh.worker().size).backward()`. With several workers a gradient that is not finite
+    raises ManyhandsError in `step()`; alone, as in a plain script, nobody looks.
+
+    Raises BadInput for what is no model, optimizer or loader, a wrapped model (DistributedDataParallel), a
+    DistributedSampler, a batch_size of less than one row a worker, an optimizer over parameters of another module, and
+    workers that do not prepare the same, later for a loader that gives each worker other batches; Unsupported for a
+    strategy that needs more than a group, later for `step(closure)`, and with several workers for a GradScaler.
+    """
+    return prepare_on(session(), model, optimizer, *loaders, strategy=strategy)
+
+
+def prepare_on(
+    session: Session, model: M, optimizer: O, *loaders: Iterable[Any], strategy: Strategy | str | None = None
+) -> Prepared[M, O]:
+    """`prepare` for the Worker of a given session."""
+    chosen = strategy_of(strategy or launched_strategy() or DEFAULT)
+    prepared = [_prepare_loader(loader, session) for loader in loaders]
+    Pair(session, model, optimizer, chosen)
+    return model, optimizer, *prepared
+
+
+def _prepare_loader(loader: Iterable[Any], session: Session) -> PreparedLoader:
+    if isinstance(loader, PreparedLoader):  # shared by several pairs, or a notebook's cell run again
+        return loader if loader.session is session else PreparedLoader(loader.plain, session)
+    return PreparedLoader(loader, session)
+
+
+def worker() -> Worker:
+    """The Worker that this process is: rank, size, device, group and so on. Outside a run it is a run of one."""
+    return session().worker
+
+
+def is_first() -> bool:
+    """Whether this is rank 0, the one that prints, logs and saves."""
+    return _worker_here().rank == 0
+
+
+def weight(w: float) -> None:
+    """State what the loss of this step is a mean over, where that is not the batch's rows: tokens, class weights.
+
+    Call it before `backward()`; it holds until the next `step()` or batch, whichever comes first. 0: this worker's
+    gradient does not count. 1 on all workers, with `loss * mh.worker().size`, is the remedy for a loss that is a sum. Raises BadInput for a negative or infinite number; `step()` does if it came after `backward()`.
+    """
+    session().state_weight(float(w))
+
+
+# -- which worker this is --------------------------------------------------------------------------------------------
+
+_outside: Worker | None = None  # the worker of a process that no engine of ours started
+
+
+def session() -> Session:
+    """What this process has prepared, as the worker that it is now."""
+    now = _worker_here()
+    if now.prepared is None:
+        now.prepared = Session(now)
+    found: Session = now.prepared
+    return found
+
+
+def _worker_here() -> Worker:
+    return current() or _worker_outside()
+
+
+def _worker_outside() -> Worker:
+    global _outside
+    if _outside is None:
+        _outside = _join_torchrun() if _under_torchrun() else Worker(device=pick_device("auto", 0))
+    return _outside
+
+
+def _under_torchrun() -> bool:
+    return all(name in os.environ for name in TORCHRUN) and os.environ["WORLD_SIZE"] != "1"
+
+
+def _join_torchrun() -> Worker:
+    """Take the place that torchrun gave this process, until the process ends."""
+    from manyhands.engines.torchrun.engine import Place, joined
+
+    stack = ExitStack()
+    worker = stack.enter_context(joined(Launch(workers=Place.from_environment().size, timeout_s=TIMEOUT_S)))
+    atexit.register(stack.close)
+    quiet_other_ranks(worker, TIMEOUT_S)
+    return worker

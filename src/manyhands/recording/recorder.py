@@ -1,0 +1,343 @@
+"""The driver's ear during `train()`: writes down every event, puts the workers' numbers together, asks the callbacks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+from typing_extensions import override
+
+from manyhands.callbacks.base import Callback
+from manyhands.checkpoint.launch_lock import Claim
+from manyhands.checkpoint.paths import AnyPath
+from manyhands.engines.base import Observer
+from manyhands.errors import BadInput
+from manyhands.events import Event
+from manyhands.recording import event_log
+from manyhands.recording.event_log import EventLog
+from manyhands.recording.history import History
+from manyhands.recording.run import Run
+from manyhands.transport.frame import FrameError
+
+LOG = logging.getLogger("manyhands")
+
+
+class Recorder(Observer):
+    """Records one launch; a context manager around it, so that what was recorded is on the disk when it is left.
+
+    Nothing is written and no callback is called before the first event: a run that never began leaves an empty
+    directory, and of torchrun's many processes only the one that hears the events records (`records`).
+
+    workers: how many report each tick. directory: where events.jsonl goes, or None. clock: steady seconds.
+    simulated: the workers' clocks are one clock of its own, which this recorder goes by.
+    rank: of the process this one records in, where every rank is its own driver (None: one driver for all). Each writes a
+    file of its own as events happen; rank 0 hears those of the others later, for history and callbacks.
+    claim: the launch that writes in the directory; may be set until the first event.
+    """
+
+    def __init__(
+        self,
+        *,
+        workers: int,
+        directory: AnyPath | None = None,
+        callbacks: Iterable[Callback] = (),
+        clock: Callable[[], float] = time.monotonic,
+        simulated: bool = False,
+        rank: int | None = None,
+    ) -> None:
+        self.claim: Claim | None = None
+        self._rank = rank
+        self._tick = 0  # of this rank, where it is its own driver and not the first
+        self.records = False
+        self.warnings: list[str] = []
+        self._kinds: set[str] = set()  # of warnings that one worker gives for all
+        self._history = History(workers)
+        self._directory = directory
+        self._callbacks = tuple(callbacks)
+        self._clock = clock
+        self._simulated_s = 0.0 if simulated else None  # the newest time that a worker said, where theirs is not real
+        self._began_s = clock()
+        self._before_s = 0.0  # of earlier launches
+        self._offsets: dict[int, float] = {}  # rank -> the driver's clock less the worker's
+        self._reason, self._reason_said, self._ended = "", False, False
+        self._log: EventLog | None = None
+        for callback in self._callbacks:
+            if not isinstance(callback, Callback):
+                raise BadInput(
+                    f"callbacks must be objects of classes derived from manyhands.Callback, not {callback!r}"
+                )
+        if rank:
+            self._callbacks = ()
+
+    # -- what train() calls ------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        self._began_s = self._clock()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is not None and self.records and not self._ended:
+                self._over_failed(error)
+        finally:
+            self._close()
+
+    def preload(self, tick: int, left: event_log.Left | None = None, rows: int | None = None) -> None:
+        """Take over the history of the launches before, up to the checkpoint at `tick` from which this one goes on.
+
+        left: (epoch, by part [front, back)) of a leased epoch that was interrupted, the slices of earlier ticks still to do.
+        rows: that the checkpoint counts as consumed; where the events have others, or are damaged, a warning says so.
+        """
+        self._tick = tick
+        if self._directory is None or self._rank:
+            return
+        files = event_log.files_in(self._directory)
+        self._history.preload(event_log.steps_that_count(files, tick, left, self.warn))
+        self._before_s = self._history.seconds
+        complete = bool(files) and rows in (None, self._history.consumed)
+        if not complete:
+            self._history.steps = max(self._history.steps, tick)  # no callback's step goes back
+        if not complete and rows is not None:
+            self.warn(
+                f"the events in {self._directory} are not all there: before step {tick} they have {self._history.consumed:,} rows of data, and the "
+                f"checkpoint {rows:,}. The training goes on exactly; history, timing and staleness of the earlier steps lack what is missing"
+            )
+
+    def warn(self, message: str) -> None:
+        """Something the user should see that is no error: logged, written down, shown in the summary."""
+        self._take(self._event("warning", message=message), begins=False)
+
+    def stop(self, reason: str) -> None:
+        """Ask all workers to stop at the same step. Only sets a field: signal handlers may call it. The first reason stays."""
+        self._reason = self._reason or reason
+
+    def complete(self, run: Run) -> None:
+        """The run is done: tells it what only the driver heard (staleness, warnings, each worker's split of time)."""
+        for row in self._history.close():
+            self._tell_step(row)
+        if not self.records:
+            return
+        if run.info.get("stopped") and not self._reason_said:
+            self.stop(run.info["stopped"])
+            self._say_reason()
+        run.timing_of_workers = self._history.timing_of_workers()
+        run.staleness = self._history.staleness()
+        run.staleness_of_workers = self._history.staleness_of_workers()
+        run.info |= {
+            "warnings": list(self.warnings),
+            **({} if self._history.gain() is None else {"gain": self._history.gain()}),
+        }
+
+    def end(self, run: Run) -> None:
+        """Tell the callbacks that the run is done, after `complete`. What they raise is raised."""
+        if self.records:
+            self._over("end", metrics=run.metrics, seconds=run.seconds, **_histograms(run))
+
+    def flush(self) -> None:
+        """Give what was heard so far to the run directory."""
+        if self._log is not None:
+            self._log.sync()
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """A row for each tick; of long runs, for several (docs/events.md)."""
+        return self._history.rows
+
+    @property
+    def highest_rate(self) -> float | None:
+        """Of all ticks; None before the first."""
+        return self._history.highest_rate
+
+    def timing(self) -> dict[str, float]:
+        """{input, compute, exchange, wait}: seconds, the mean over workers."""
+        return self._history.timing()
+
+    # -- what the engine calls ---------------------------------------------------------------------------------------
+
+    @override
+    def event(self, event: Event) -> None:
+        """FrameError for a worker's event that lacks what its type has, or has it wrong."""
+        _check(event)
+        if event.type == "stop":  # a worker's: the driver's own, which ends all, follows
+            self.stop(event.values["reason"])
+        else:
+            self._take(self._on_own_clock(event))
+
+    @override
+    def answer(self, event: Event) -> dict[str, Any]:
+        """As `event`."""
+        if event.type == "sync":  # a checkpoint follows
+            if event.rank == (self._rank or 0):
+                self.flush()
+            return {}
+        _check(event)
+        self._take(self._on_own_clock(event))
+        return {"stop": self._reason} if self._reason else {}
+
+    @override
+    def own_event(self, event: Event) -> None:
+        if self._directory is not None:
+            self._tick = event.tick
+            self._take(self._on_own_clock(event))
+
+    @override
+    def stopping(self) -> str:
+        if self._log is not None:
+            self._log.poll(self._clock())
+        self._say_reason()
+        return self._reason
+
+    # -- one event ---------------------------------------------------------------------------------------------------
+
+    def _take(self, event: Event, begins: bool = True) -> None:
+        """Write an event down and tell whom it concerns; warnings before the first event wait for it to be written."""
+        if self._said_before(event):
+            return
+        if event.type == "start" and self.claim is not None:
+            event = replace(event, values=event.values | {"launch": self.claim.number})
+        if event.type == "warning" and event.values["message"] not in self.warnings and not self._rank:
+            self.warnings.append(event.values["message"])
+            LOG.warning("%s", event.values["message"])
+        if not self.records and begins:
+            self._begin(event)
+        if self._log is not None and not (self._rank == 0 and event.rank):  # who is its own driver has written its own
+            self._log.write(event)
+            self._log.poll(self._clock())
+        if self.records and not self._rank:
+            self._dispatch(event)
+
+    def _said_before(self, event: Event) -> bool:
+        """Whether it is a warning of a kind that is given once a run, in the words of the first worker that gave it."""
+        kind = event.values.get("kind") if event.type == "warning" else None
+        if kind is None or kind not in self._kinds:
+            self._kinds |= set() if kind is None else {kind}
+            return False
+        return True
+
+    def _begin(self, event: Event) -> None:
+        self.records = True
+        if self._directory is not None:
+            claim = None if self._rank else self.claim  # rank 0 may be at the next launch when the others end this one
+            self._log = EventLog(self._directory / event_log.file_of(self._rank or 0), claim)
+        if self._rank:
+            self._take(self._event("start"))
+        for message in self.warnings:
+            if event.values.get("message") != message:
+                self._take(self._event("warning", message=message))
+
+    def _dispatch(self, event: Event) -> None:
+        if event.type == "step":
+            row = self._history.add(event)
+            if row is not None:
+                self._tell_step(row)
+        elif event.type == "closing":
+            self._history.note(event)
+        elif event.type in ("epoch", "validation"):
+            for callback in self._callbacks:
+                self._obey(
+                    callback, callback.on_epoch(event) if event.type == "epoch" else callback.on_validation(event)
+                )
+        elif event.type == "start":
+            for callback in self._callbacks:
+                callback.on_start(event)
+        else:
+            for callback in self._callbacks:
+                callback.on_notice(event)
+
+    def _tell_step(self, row: dict[str, Any]) -> None:
+        if self._callbacks:
+            event = Event(type="step", time_s=row["seconds"], tick=row["tick"], step=row["step"], values=row)
+            for callback in self._callbacks:
+                self._obey(callback, callback.on_step(event))
+
+    def _obey(self, callback: Callback, said: object) -> None:
+        if said == "stop":
+            self.stop("callback")
+        elif said is not None:
+            raise BadInput(f'a callback returns "stop" or None; {type(callback).__name__} returned {said!r}')
+
+    def _say_reason(self) -> None:
+        if self._reason and self.records and not self._reason_said:
+            self._reason_said = True
+            self._take(self._event("stop", reason=self._reason))
+
+    def _over_failed(self, error: BaseException) -> None:
+        """A callback's own failure must not take the place of what ended the run."""
+        try:
+            self._over("failed", error=type(error).__name__, message=str(error))
+        except Exception as problem:  # noqa: BLE001 - a callback may raise anything
+            LOG.warning(
+                "a callback raised when it was told that the run failed: %s: %s", type(problem).__name__, problem
+            )
+
+    def _over(self, type: str, **values: Any) -> None:
+        """The last event. Every callback hears it, whatever another one raises; what was raised goes on."""
+        event, self._ended = self._event(type, **values), True
+        try:
+            if self._log is not None:
+                self._log.write(event)
+        finally:
+            _tell_end(self._callbacks, event)
+
+    def _close(self) -> None:
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    # -- time --------------------------------------------------------------------------------------------------------
+
+    def _now_s(self) -> float:
+        elapsed = self._clock() - self._began_s if self._simulated_s is None else self._simulated_s
+        return round(self._before_s + elapsed, 6)
+
+    def _event(self, type: str, **values: Any) -> Event:
+        if self._rank:
+            return Event(
+                type=type, time_s=self._now_s(), rank=self._rank, tick=self._tick, step=self._tick, values=values
+            )
+        tick = self._history.rows[-1]["tick"] if self._history.rows else 0
+        return Event(type=type, time_s=self._now_s(), tick=tick, step=self._history.steps, values=values)
+
+    def _on_own_clock(self, event: Event) -> Event:
+        """The event in the driver's seconds: clocks differ by what the fastest delivery so far took, at most."""
+        if event.rank is None:
+            return event
+        if self._simulated_s is not None:
+            self._simulated_s = max(self._simulated_s, event.time_s)
+            return replace(event, time_s=round(self._before_s + event.time_s, 9))
+        offset = min(self._now_s() - event.time_s, self._offsets.get(event.rank, float("inf")))
+        self._offsets[event.rank] = offset
+        return replace(event, time_s=round(event.time_s + offset, 6))
+
+
+def _check(event: Event) -> None:
+    """FrameError unless it has what is made of it here: a worker may be another program, on another host."""
+    try:
+        event.check_values()
+    except ValueError as problem:
+        raise FrameError(f"a {event.type!r}: {problem}") from problem
+
+
+def _histograms(run: Run) -> dict[str, Any]:
+    """Staleness as JSON has it, whose keys are strings; nothing without a server."""
+    if not run.staleness:
+        return {}
+    all_workers, *each = [
+        {str(versions): pushes for versions, pushes in one.items()}
+        for one in (run.staleness, *run.staleness_of_workers)
+    ]
+    return {"staleness": all_workers, "staleness_of_workers": each}
+
+
+def _tell_end(callbacks: tuple[Callback, ...], event: Event) -> None:
+    if callbacks:
+        try:
+            callbacks[0].on_end(event)
+        finally:
+            _tell_end(callbacks[1:], event)

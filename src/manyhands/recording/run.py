@@ -1,0 +1,309 @@
+"""A Run: what came of training a task."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from manyhands import events
+from manyhands.checkpoint.checkpoints import write_whole
+from manyhands.checkpoint.paths import AnyPath, path_of
+from manyhands.engines.cores import usable_cores
+from manyhands.errors import BadInput
+from manyhands.evidence.advise import Advice, Machine, Measured, advise, of_task
+from manyhands.recording import event_log, summary
+from manyhands.recording.history import PARTS, History
+from manyhands.strategies import described
+
+LOG = logging.getLogger("manyhands")
+TENSORS = ("model", "models", "parameters")
+_ELSEWHERE = (*TENSORS, "history", "directory")  # fields that result.json does not hold
+
+
+@dataclass(kw_only=True, repr=False)
+class Run:
+    """The result of `train()`: a model, and what it took."""
+
+    model: nn.Module
+    """With the final parameters, or the best that `keep` kept; an ensemble's averages its members' outputs."""
+    models: list[nn.Module]
+    """One, or all members of an ensemble."""
+    parameters: Tensor
+    """[D] the model's trainable parameters, flat and unpadded, in the model's order."""
+    metrics: dict[str, float]
+    """{"validation_loss", "test_accuracy", …}"""
+    history: list[dict[str, Any]]
+    """A row of numbers a tick, all workers together (docs/events.md); pandas.DataFrame takes it as it is. Of runs of more than
+    32,768 ticks a row is of several, as its column `ticks` says; events.jsonl has them all (`read_history`)."""
+    rows: dict[str, Any]
+    """Rows consumed: {"total": int, "workers": [int, …], "unused": int}; the unused had their gradient dropped or skipped."""
+    timing: dict[str, float]
+    """Seconds of the training loop, mean over workers: {"input", "compute", "exchange", "wait"}."""
+    timing_of_workers: list[dict[str, float]] = field(default_factory=list)
+    """The same by rank: who computes longer than the others is slower."""
+    memory_of_workers: list[int] = field(default_factory=list)
+    """By rank, the most bytes that its process had resident, Python and PyTorch among them; on a GPU, the most allocated there.
+    Of one worker in the caller's process, all of that process. Empty where workers share a process (engine sim)."""
+    ledger: dict[str, dict[str, int]]
+    """What all workers sent: {operation: {"bytes", "messages"}}."""
+    staleness: dict[int, int] = field(default_factory=dict)
+    """{versions: pushes}, of server strategies: how many versions others made between a worker's pull and its push."""
+    staleness_of_workers: list[dict[int, int]] = field(default_factory=list)
+    """The same by rank: who is later than the others is slower. Empty without a server."""
+    seconds: float
+    """Of the launch, from the call of `train()` to its result."""
+    steps: int
+    """Optimizer steps of one worker. At the workers' own pace (info["own_pace"]) those of worker 0 alone, while max_steps,
+    validate_every and checkpoint_every count global batches."""
+    rounds: int
+    """Exchanges among replicas; at the workers' own pace those of worker 0."""
+    generations: int = 1
+    """Memberships the run had; 1 where no worker was lost or joined."""
+    directory: AnyPath | None = None
+    """Of events.jsonl, checkpoints and result.json; None where nothing was written. Where run_dir was a URL, a RemotePath,
+    whose text is that URL."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """What ran: task, strategy, engine, workers, device, threads, batch_size, batch_size_per_worker, rate, effective_rate,
+    total_steps, parameters, own_pace (whether workers go at their own), stopped ("" or why it ended early), warnings, command, host, cores, versions; with a server, gain:
+    rate times largest curvature of a push, as the gradients showed it last (docs/events.md)."""
+
+    def __post_init__(self) -> None:
+        self.info = {**environment(), **self.info}
+
+    # -- for people --------------------------------------------------------------------------------------------------
+
+    def summary(self) -> str:
+        """A block of plain text, at most 100 columns but for the last line: `Advice: …`."""
+        return summary.text(self._facts(), self.advice())
+
+    def advice(self) -> Advice:
+        """What the measured split of time says about the next run."""
+        info, workers = self.info, self.info.get("workers", 1)
+        seconds: dict[str, Any] = {f"{part}_s": self.timing.get(part, 0.0) for part in PARTS}
+        return advise(
+            Measured(
+                workers=workers,
+                steps=_ticks(self.history),
+                **seconds,
+                strategy=info.get("strategy", ""),
+                **described(info.get("strategy", "")),
+                **of_task(info),
+                period=max(1.0, self.steps / self.rounds) if self.rounds else 1.0,
+                server=bool(self.staleness),
+                threads_per_worker=info.get("threads", 1),
+                cores=workers * info["threads"] if "simulated" in info else info["cores"],
+                machines=[Machine(**one) for one in info.get("machines", [])],
+                device=info.get("device", "cpu"),
+                simulated="simulated" in info,
+                one_host=info.get("engine") == "local",
+                compute_of_workers_s=[one["compute"] for one in self.timing_of_workers],
+                sent_bytes=sum(row.get("bytes", 0) for row in self.history) / workers,
+                parameters=info.get("parameters", 0),
+                shapes=[tuple(one.shape) for one in self.model.parameters() if one.requires_grad],
+                rows_per_step=info.get("batch_size_per_worker", 0.0),
+                epoch_steps=info.get("ticks_per_epoch"),
+                unused=self.rows["unused"] / max(1, self.rows["total"]),
+                rate=info.get("rate", 0.0),
+                staleness=self.staleness,
+                push_gain=info.get("gain"),
+            )
+        )
+
+    def __repr__(self) -> str:
+        metrics = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items())
+        return f"<Run of {self.info.get('task', 'a task')}: {self.steps} step{'' if self.steps == 1 else 's'}, {self.seconds:.1f} s{', ' if metrics else ''}{metrics}>"
+
+    def _repr_html_(self) -> str:
+        return summary.html(self._facts(), self.advice())
+
+    # -- the model at work -------------------------------------------------------------------------------------------
+
+    def predict(
+        self,
+        data: Any,
+        forward: Callable[[nn.Module, Any], Any] | None = None,
+        *,
+        batch_size: int = 256,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> Any:
+        """The model's outputs for all rows of `data`, in row order, on the CPU: a tensor [rows, …], or a tuple or dict of such.
+
+        data: anything that a task takes as data. A batch of it that is a pair counts as (inputs, targets), and the model
+        gets the inputs; any other batch goes to the model as it is. forward: (model, batch) -> outputs does it otherwise.
+        A DataLoader stands for its dataset: every row of it once, in the dataset's order, whatever its sampler and
+        `drop_last` say, loaded by its own collate function and processes; one with an `__iter__` of its own gives what it gives,
+        in its order. collate: [row, …] -> batch, as the task's, for
+        rows that torch's default_collate cannot join; a BadInput beside a DataLoader, which has its own.
+        In evaluation mode and without gradients; the model is left in the mode it was in.
+        """
+        from manyhands.data.feed import Feed
+        from manyhands.data.sources import open_source
+
+        call = forward if forward is not None else _predict_inputs
+        place = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+        source = open_source(_in_row_order(data, batch_size), collate=collate)
+        feed = Feed(source, rank=0, size=1, batch_size=batch_size, seed=0, shuffle=False, device=place)
+        with _evaluating(self.model), closing(feed.epoch(0)) as slices:
+            return _joined([_on_cpu(call(self.model, part.batch)) for part in slices if part.batch is not None])
+
+    # -- on disk -----------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        """All but tensors and history (whose truth is events.jsonl), as result.json has it; NaN as in docs/events.md."""
+        return events.to_json({f.name: getattr(self, f.name) for f in fields(self) if f.name not in _ELSEWHERE})
+
+    @classmethod
+    def from_json(cls, saved: str | dict[str, Any], *, directory: AnyPath | None = None, **tensors: Any) -> Self:
+        """The Run that wrote this JSON (text, or what json.loads made of it); its history is read from the directory's events.jsonl.
+
+        tensors: model, models and parameters, as in the constructor. BadInput for JSON that is no run's; where events are
+        damaged, info["warnings"] says so.
+        """
+        values = _values_of(saved)
+        history, warnings = History(values["info"].get("workers", 1)), list[str]()
+        if directory is not None:
+            history.preload(event_log.steps_that_count(event_log.files_in(directory), warn=warnings.append))
+            history.close()
+            total = values["rows"].get("total")
+            if history.consumed != total and not warnings:
+                warnings.append(
+                    f"the events in {directory} are not all there: they have {history.consumed:,} rows of data of {total:,}"
+                )
+        for message in warnings:
+            LOG.warning("%s", message)
+        if warnings:
+            values["info"]["warnings"] = [*values["info"].get("warnings", []), *warnings]
+        values["staleness"] = _by_number(values["staleness"])
+        values["staleness_of_workers"] = [_by_number(one) for one in values.get("staleness_of_workers", [])]
+        return cls(**values, **tensors, history=history.rows, directory=directory)
+
+    def save(self, path: AnyPath) -> None:
+        """Write `to_json` to a file: whole, synced and renamed into place, or not at all (OSError; a RemotePath's ManyhandsError)."""
+        write_whole(path, (self.to_json() + "\n").encode())
+
+    def _facts(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in (*TENSORS, "history")} | {
+            "ticks": _ticks(self.history)
+        }
+
+
+def _values_of(saved: str | dict[str, Any]) -> dict[str, Any]:
+    """The fields of a Run but for those that are _ELSEWHERE."""
+    try:
+        values = events.from_json(saved if isinstance(saved, str) else json.dumps(saved))
+    except (ValueError, RecursionError) as problem:
+        raise BadInput(f"this is no JSON of a run: {problem}") from None
+    if not isinstance(values, dict) or not isinstance(values.get("info"), dict):
+        raise BadInput("this is no JSON of a run: it has no info. Give what Run.to_json or a result.json says")
+    values.pop("sha256", None)  # of the file, not of the run
+    known = [one for one in fields(Run) if one.name not in _ELSEWHERE]
+    missing = [one.name for one in known if one.default is one.default_factory is MISSING and one.name not in values]
+    if missing or values.keys() - {one.name for one in known}:
+        raise BadInput(
+            f"this is no JSON of a run: fields that it lacks are {missing}, and those that no run has "
+            f"{sorted(values.keys() - {one.name for one in known})[:5]}. Give what Run.to_json or a result.json says"
+        )
+    return values
+
+
+def read_history(directory: str | AnyPath) -> Iterator[dict[str, Any]]:
+    """A row for each tick of the run in a directory, read from its events one at a time, however many there are (docs/events.md).
+
+    `Run.history` is the same, but for runs of more than 32,768 ticks, which it sums up. Ticks that not all workers made
+    come last. BadInput where events are missing or damaged.
+    """
+    folder = path_of(directory)
+    files = event_log.files_in(folder)
+    if not files:
+        raise BadInput(f"{folder} holds no {event_log.FILE}: give the directory of a run")
+    history = History(1)
+    yield from history.rows_of(event_log.steps_that_count(files))
+    yield from history.close()
+
+
+def _ticks(history: list[dict[str, Any]]) -> int:
+    return sum(row.get("ticks", 1) for row in history)
+
+
+def _by_number(histogram: dict[str, int]) -> dict[int, int]:
+    """JSON has string keys only."""
+    return {int(versions): pushes for versions, pushes in histogram.items()}
+
+
+def environment() -> dict[str, Any]:
+    """What a run says of the machine, the versions and the command it ran with."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        own = version("manyhands")
+    except PackageNotFoundError:  # run from the source tree
+        own = "not installed"
+    return {
+        "host": platform.node(),
+        "cores": usable_cores(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "manyhands": own},
+        "command": shlex.join(sys.argv),
+    }
+
+
+def _in_row_order(data: Any, batch_size: int) -> Any:
+    """A DataLoader as one without its sampler; anything else as it is."""
+    if not isinstance(data, DataLoader) or isinstance(data.dataset, IterableDataset):
+        return data
+    from manyhands.data.readers.loaders import is_indexed, options_of
+
+    if data.batch_sampler is not None and not is_indexed(data):
+        return data
+
+    return DataLoader(
+        data.dataset,
+        batch_size=None if data.batch_sampler is None else batch_size,
+        collate_fn=data.collate_fn,
+        num_workers=data.num_workers,
+        **options_of(data),
+    )
+
+
+def _predict_inputs(model: nn.Module, batch: Any) -> Any:
+    return model(batch[0] if isinstance(batch, list | tuple) and len(batch) == 2 else batch)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _on_cpu(outputs: Any) -> Any:
+    if isinstance(outputs, dict):
+        return {name: _on_cpu(value) for name, value in outputs.items()}
+    return tuple(_on_cpu(value) for value in outputs) if isinstance(outputs, list | tuple) else outputs.cpu()
+
+
+def _joined(parts: list[Any]) -> Any:
+    """Batches' outputs one after the other; tuples and dicts member by member."""
+    first = parts[0]
+    if isinstance(first, dict):
+        return {name: _joined([part[name] for part in parts]) for name in first}
+    return (
+        tuple(_joined(list(members)) for members in zip(*parts, strict=True))
+        if isinstance(first, tuple)
+        else torch.cat(parts)
+    )

@@ -1,0 +1,202 @@
+"""Metrics of the one answer: the consensus of all replicas, evaluated on all workers together."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhands import rng
+from manyhands.comm.group import Group
+from manyhands.data.batch import rows_of
+from manyhands.data.feed import Feed
+from manyhands.replica.replica import Replica
+from manyhands.task import Metrics, Summed, Task
+
+HIGHER = frozenset(
+    [
+        "acc",
+        "accuracy",
+        "auc",
+        "auroc",
+        "f1",
+        "iou",
+        "miou",
+        "dice",
+        "map",
+        "ap",
+        "psnr",
+        "ssim",
+        "bleu",
+        "rouge",
+        "r2",
+        "precision",
+        "recall",
+        "score",
+        "top1",
+        "top5",
+        "likelihood",
+    ]
+)
+LOWER = frozenset(["loss", "error", "perplexity", "bits", "nll", "mse", "mae", "rmse", "wer", "cer"])
+NEGATED = frozenset(("neg", "negative"))  # what such a name means is anybody's guess
+
+
+def higher_is_better(metric: str) -> bool | None:
+    """Which way a metric gets better, read off the words of its name (`validation_f1_macro`); None where they do not say."""
+    words = set(re.split(r"[^a-z0-9]+", metric.casefold()))
+    higher, lower = bool(words & HIGHER), bool(words & LOWER)
+    return None if higher == lower or words & NEGATED else higher
+
+
+class AveragedOutputs(nn.Module):
+    """An ensemble as one model: its output is the mean of the members' outputs (tensors, or tuples and dicts of them)."""
+
+    def __init__(self, members: list[nn.Module]) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(members)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return _mean_of([member(*inputs, **named) for member in self.members])
+
+
+def _mean_of(outputs: list[Any]) -> Any:
+    first = outputs[0]
+    if isinstance(first, dict):
+        return {key: _mean_of([output[key] for output in outputs]) for key in first}
+    if isinstance(first, list | tuple):
+        return type(first)(_mean_of(list(parts)) for parts in zip(*outputs, strict=True))
+    return torch.stack(outputs).mean(0)
+
+
+def mean_buffers(model: nn.Module, group: Group) -> dict[str, Tensor]:
+    """A copy of the model's buffers: floating and complex ones averaged over the group, integer and bool ones their maximum."""
+    mean = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    if group.size > 1:
+        for buffer in mean.values():
+            if buffer.is_floating_point():
+                group.mean_(buffer)
+            elif buffer.is_complex():
+                group.mean_(torch.view_as_real(buffer))
+            else:
+                buffer.copy_(group.all_gather(buffer.to(torch.int64).reshape(-1)).amax(0).reshape(buffer.shape))
+    return mean
+
+
+@contextmanager
+def holding(replica: Replica, parameters: Tensor, buffers: dict[str, Tensor]) -> Iterator[nn.Module]:
+    """The replica's model in evaluation mode with these parameters [D'] and buffers; everything is put back afterwards."""
+    model = replica.model
+    modes = [(module, module.training) for module in model.modules()]
+    own = None if parameters is replica.parameters else replica.parameters.clone()
+    own_buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    with torch.no_grad(), rng.kept():
+        replica.set_parameters(parameters)
+        _fill_buffers(model, buffers)
+        model.eval()
+        try:
+            yield model
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            _fill_buffers(model, own_buffers)
+            if own is not None:
+                replica.set_parameters(own)
+
+
+def ensemble_of(replica: Replica, group: Group) -> AveragedOutputs:
+    """All ranks' models as one."""
+    parameters = group.all_gather(replica.parameters)  # [N, D']
+    buffers = {name: group.all_gather(buffer.reshape(-1)) for name, buffer in replica.model.named_buffers()}  # [N, …]
+    members = []
+    for rank in range(group.size):
+        member = copy.deepcopy(replica.model)
+        load(member, replica.named(parameters[rank]), {name: rows[rank] for name, rows in buffers.items()})
+        members.append(member)
+    return AveragedOutputs(members).eval()
+
+
+def load(model: nn.Module, parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
+    """Copy values by name into a model's parameters and buffers."""
+    own = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, value in parameters.items():
+            own[name].copy_(value)
+        _fill_buffers(model, buffers)
+
+
+def _fill_buffers(model: nn.Module, buffers: dict[str, Tensor]) -> None:
+    own = dict(model.named_buffers())
+    for name, value in buffers.items():
+        own[name].copy_(value.reshape(own[name].shape))
+
+
+def evaluate(
+    task: Task, model: nn.Module, feed: Feed, group: Group, progress: Callable[[int], None]
+) -> dict[str, float]:
+    """The task's metrics over all rows of `feed`, the same on every rank: weighted means over batches and ranks, or of their sums.
+
+    progress: called with each batch's number.
+    """
+    measured = Measured()
+    with torch.no_grad(), closing(feed.epoch(0)) as slices:
+        for part in slices:
+            progress(part.index)
+            if part.batch is None:
+                continue
+            with torch.autocast(feed.device.type, dtype=torch.bfloat16, enabled=task.precision == "bf16-mixed"):
+                metrics = task.metrics(model, part.batch)
+            measured.add(metrics, rows_of(part.batch))
+    return means_of(group.all_gather_json(measured.means)) | results_of(measured.summed, group)
+
+
+@dataclass
+class Measured:
+    """What was measured on some batches: of means (total, weight), where anything has weight; and what is `Summed`."""
+
+    means: dict[str, tuple[float, float]] = field(default_factory=dict)
+    summed: dict[str, Summed] = field(default_factory=dict)
+
+    def add(self, metrics: Metrics, rows: int) -> None:
+        """One batch of so many rows."""
+        for name, measure in metrics.items():
+            if isinstance(measure, Summed):
+                self.summed[name] = _added(self.summed.get(name), measure)
+                continue
+            mean, weight = measure if isinstance(measure, tuple) else (measure, rows)
+            if weight:
+                total, weights = self.means.get(name, (0.0, 0.0))
+                self.means[name] = total + float(mean) * float(weight), weights + float(weight)
+
+
+def _added(before: Summed | None, measure: Summed) -> Summed:
+    sums = measure.sums.detach().to("cpu", torch.float64)
+    return Summed(sums if before is None else before.sums + sums, measure.result)
+
+
+def means_of(everyone: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """The means of what several processes measured (`Measured.means`)."""
+    names = dict.fromkeys(name for one in everyone for name in one)
+    return {name: _ratio([one[name] for one in everyone if name in one]) for name in names}
+
+
+def results_of(summed: Mapping[str, Summed], group: Group) -> dict[str, float]:
+    """What the sums over all ranks say, the same on every rank; a rank without rows has none of its own."""
+    everyone = group.all_gather_json({name: one.sums.tolist() for name, one in summed.items()})
+    if not any(everyone):
+        return {}
+    own: dict[str, float] = {}
+    for name, one in summed.items():
+        total = torch.tensor([sums[name] for sums in everyone if name in sums], dtype=torch.float64).sum(0)
+        own |= {metric: float(value) for metric, value in one.result(total).items()}
+    return {name: value for said in reversed(group.all_gather_json(own)) for name, value in said.items()}
+
+
+def _ratio(parts: list[Sequence[float]]) -> float:
+    return sum(total for total, _ in parts) / sum(weight for _, weight in parts)

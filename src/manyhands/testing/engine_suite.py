@@ -1,0 +1,248 @@
+"""The exam of engines: what `Engine.launch` promises, as checks that any implementation can take.
+
+    for name, check in ENGINE_EXAM.items():
+        check(engine)                    # or check(engine, workers=1)
+
+A check raises ExamFailed. It is for engines that start their workers; one whose `in_place` is true would have to be
+called by every worker, and is refused. `nothing_left` reads /proc, and needs Linux.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from typing_extensions import override
+
+from manyhands.engines.base import Engine, Launch, Observer
+from manyhands.errors import BadInput, UnknownName, Unsupported, WorkerFailed
+from manyhands.events import Event
+from manyhands.testing.group_suite import GROUP_EXAM, ExamFailed, checks_of, expect
+from manyhands.worker import Worker, current
+
+T = TypeVar("T")
+
+WORKERS = 2
+DEADLINE_S = 30.0
+EVENTS = 50
+GROUP_CHECKS = ("place", "sums", "gather", "broadcast", "barrier", "total_zero")  # the quick ones of GROUP_EXAM
+
+
+class Check(Protocol):
+    """One check, taken by an engine with `workers` workers."""
+
+    def __call__(self, engine: Engine, workers: int = WORKERS) -> None: ...
+
+
+def _launch(engine: Engine, workers: int, program: Callable[[Worker], T], ear: Observer | None = None) -> list[T]:
+    if engine.in_place:
+        problem = "every worker would have to take the exam: test an engine in place with a script"
+        raise Unsupported(f"engine {engine.name}: {problem}")
+    options: dict[str, Any] = {"timeout_s": DEADLINE_S, "threads_per_worker": 1, "device": "cpu"}
+    return engine.launch(program, Launch(workers=workers, observer=ear or Observer(), **options))
+
+
+def check_values(engine: Engine, workers: int = WORKERS) -> None:
+    """The program's values, whatever they are, in rank order; what the program closes over comes along."""
+    offset = torch.arange(3)
+    values = _launch(engine, workers, lambda worker: (worker.rank, offset + worker.rank, None))
+    came = [(rank, sums.tolist(), nothing) for rank, sums, nothing in values]
+    wanted = [(rank, [rank, rank + 1, rank + 2], None) for rank in range(workers)]
+    expect(came == wanted, f"expected the values {wanted} in rank order, came {came}")
+
+
+def check_worker(engine: Engine, workers: int = WORKERS) -> None:
+    """Every field of the Worker is set, it is the process's current one, and its threads are torch's."""
+
+    def program(worker: Worker) -> dict[str, Any]:
+        start = worker.clock()
+        return {
+            "place": (worker.rank, worker.size, worker.group.rank, worker.group.size),
+            "is current": current() is worker,
+            "host is named": bool(worker.host),
+            "device, generation, server": (str(worker.device), worker.generation, worker.server),
+            "threads": (worker.threads, torch.get_num_threads()),
+            "local rank is there": 0 <= worker.local_rank <= worker.rank,
+            "clock goes on": worker.clock() >= start,
+        }
+
+    for rank, came in enumerate(_launch(engine, workers, program)):
+        wanted = {"place": (rank, workers) * 2, "threads": (1, 1), "device, generation, server": ("cpu", 0, None)}
+        for fact, value in came.items():
+            right = wanted.get(fact, True)
+            expect(value == right, f"the Worker of rank {rank}: {fact}: expected {right}, came {value}")
+    expect(current() is None, "after the launch the driver still counts as a worker")
+
+
+def check_group(engine: Engine, workers: int = WORKERS) -> None:
+    """The workers' group passes a part of its own exam (`GROUP_EXAM` is the whole)."""
+
+    def program(worker: Worker) -> None:
+        try:
+            for name in GROUP_CHECKS:
+                GROUP_EXAM[name](worker.group)
+        except ExamFailed as error:
+            raise BadInput(str(error)) from error  # which every engine must bring back as it is
+
+    try:
+        _launch(engine, workers, program)
+    except BadInput as error:
+        raise ExamFailed(f"the group of {workers} workers: {error}") from error
+
+
+def check_bad_input(engine: Engine, workers: int = WORKERS) -> None:
+    """A worker's BadInput, or a kind of it, comes out as itself, while the others wait for that worker."""
+
+    for kind in (BadInput, UnknownName):
+
+        def program(worker: Worker, kind: type[BadInput] = kind) -> None:
+            if worker.rank == worker.size - 1:
+                raise kind("give another batch_size")
+            worker.group.barrier()
+
+        try:
+            _launch(engine, workers, program)
+        except BadInput as error:
+            right = type(error) is kind and "give another batch_size" in str(error)
+            expect(right, f"expected {kind.__name__} with its own words, came {type(error).__name__}: {error}")
+        else:
+            raise ExamFailed(f"a worker raised {kind.__name__}, and launch returned")
+
+
+def _fails(worker: Worker) -> None:
+    worker.coordinator.progress("compute", 7)
+    if worker.rank == worker.size - 1:
+        raise KeyError("weights of the exam")
+    worker.group.barrier()
+
+
+def check_failure(engine: Engine, workers: int = WORKERS) -> None:
+    """Another exception is WorkerFailed with rank, host, phase, step and traceback; the next launch works. (CASE 21)"""
+    try:
+        _launch(engine, workers, _fails)
+    except WorkerFailed as error:
+        came = {"rank": error.rank, "phase": error.phase, "step": error.step, "error": error.error}
+        wanted = {"rank": workers - 1, "phase": "compute", "step": 7, "error": "KeyError"}
+        expect(came == wanted, f"WorkerFailed: expected {wanted}, came {came}")
+        expect(bool(error.host), "WorkerFailed names no host")
+        traced = all(word in error.detail for word in ("Traceback", "_fails", "weights of the exam"))
+        expect(traced and error.detail in str(error), f"WorkerFailed has not the worker's traceback: {error}")
+    else:
+        raise ExamFailed("a worker raised KeyError, and launch returned")
+    check_values(engine, workers)
+
+
+class _Ear(Observer):
+    """Keeps what it hears; wants a stop once it heard `stop_after` events."""
+
+    def __init__(self, stop_after: float = math.inf) -> None:
+        self.heard: list[Event] = []
+        self.threads: set[int] = set()
+        self._stop_after = stop_after
+
+    @override
+    def event(self, event: Event) -> None:
+        self.heard.append(event)
+        self.threads.add(threading.get_ident())
+
+    @override
+    def answer(self, event: Event) -> dict[str, Any]:
+        self.event(event)
+        return {"doubled": 2 * event.step}
+
+    @override
+    def stopping(self) -> str:
+        self.threads.add(threading.get_ident())
+        return "enough" if len(self.heard) >= self._stop_after else ""
+
+
+def check_events(engine: Engine, workers: int = WORKERS) -> None:
+    """Each worker's events reach the observer in order, in the thread that launched; `ask` brings its answer."""
+    ear = _Ear()
+
+    def program(worker: Worker) -> dict[str, Any]:
+        for step in range(EVENTS):
+            worker.emit("step", step=step, tick=step + 1, loss=float("inf"))
+        answer = worker.ask("epoch", step=EVENTS)
+        worker.emit("end", step=EVENTS + 1)
+        return answer
+
+    answers = _launch(engine, workers, program, ear)
+    expect(answers == [{"doubled": 2 * EVENTS}] * workers, f"expected the answer {2 * EVENTS}, came {answers}")
+    for rank in range(workers):
+        mine = [event for event in ear.heard if event.rank == rank]
+        steps = [event.step for event in mine]
+        expect(
+            steps == list(range(EVENTS + 2)), f"events of rank {rank} came as {steps}, expected the order of sending"
+        )
+        last = mine[EVENTS - 1]
+        right = (last.type, last.tick, last.values, mine[-1].type) == ("step", EVENTS, {"loss": float("inf")}, "end")
+        expect(right, f"an event of rank {rank} arrived changed: {last}")
+    _expect_own_thread(ear)
+
+
+def check_stopping(engine: Engine, workers: int = WORKERS) -> None:
+    """What `stopping()` says reaches every worker's `should_stop()`, which said "" before, within seconds."""
+    ear = _Ear(stop_after=workers)
+
+    def program(worker: Worker) -> tuple[str, str]:
+        before = worker.coordinator.should_stop()
+        worker.group.barrier()  # nobody's event is sent before all have looked
+        worker.emit("step")
+        deadline = time.monotonic() + DEADLINE_S / 3
+        while not (reason := worker.coordinator.should_stop()) and time.monotonic() < deadline:
+            time.sleep(0.005)
+            worker.coordinator.computed(1)  # where time is simulated, the others have their turn
+        return before, reason
+
+    came = _launch(engine, workers, program, ear)
+    expect(came == [("", "enough")] * workers, f"before and after the stop, expected ('', 'enough'), came {came}")
+    _expect_own_thread(ear)
+
+
+def _expect_own_thread(ear: _Ear) -> None:
+    expect(ear.threads == {threading.get_ident()}, "the observer was called from another thread than launch was")
+
+
+def check_nothing_left(engine: Engine, workers: int = WORKERS) -> None:
+    """After a launch that returned and one that failed: no process and no descriptor more than before. (CASE 28)
+
+    The first launch does not count: what an engine keeps warm, it keeps.
+    """
+    _launch(engine, workers, lambda worker: worker.group.barrier())
+    processes, descriptors = _descendants(), _descriptors()
+    check_failure(engine, workers)
+    for what, left in (("processes", _descendants() - processes), ("descriptors", _descriptors() - descriptors)):
+        expect(not left, f"{what} {sorted(left)} are left after a launch that failed and one that returned")
+
+
+def _descriptors() -> set[int]:
+    listed = os.listdir("/proc/self/fd")  # with the one that listed them, which is closed by now
+    return {int(fd) for fd in listed if os.path.lexists(f"/proc/self/fd/{fd}")}
+
+
+def _descendants() -> set[int]:
+    """Every process that this one started, and what those started, zombies included."""
+    parents = {int(entry.name): _parent(entry) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
+    found, count = {os.getpid()}, 0
+    while len(found) > count:
+        count = len(found)
+        found |= {pid for pid, parent in parents.items() if parent in found}
+    return found - {os.getpid()}
+
+
+def _parent(entry: Path) -> int | None:
+    with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+        return int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    return None
+
+
+ENGINE_EXAM: dict[str, Check] = checks_of(globals())
+"""All checks by name, in the order in which they are written above."""

@@ -1,0 +1,176 @@
+"""A worker's seat in the exam of strategies: a tiny replica, its strategy, and the turns of the loop."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.comm import threads
+from manyhands.data.sharding import slice_of
+from manyhands.replica.replica import MORE, STOP, Replica
+from manyhands.server.in_process import InProcessServers
+from manyhands.strategies.base import Strategy
+from manyhands.testing.group_suite import ExamFailed, expect
+from manyhands.testing.threads import together
+from manyhands.worker import Worker
+
+T = TypeVar("T")
+Batch = tuple[Tensor, Tensor]  # [rows, 3], [rows, 1]
+Held = dict[str, Tensor]
+
+ROWS = (6, 5, 2, 7, 1, 6, 4, 3, 8, 5, 2)  # of the global batch of each tick
+EXTRA_TICKS = 40  # so many ticks after the last row, or after a stop, all must have heard of it
+SECONDS_A_TICK = 0.4  # what the clock says: a strategy that votes once a second does so every other tick
+
+
+class Seat:
+    """One worker taking the exam: its replica, the strategy's state, and the turns of the loop."""
+
+    def __init__(self, strategy: Strategy, worker: Worker) -> None:
+        self.strategy, self.worker, self.tick = strategy, worker, 0
+        self.parked = True
+        self.replica = Replica(tiny_model(worker.rank), adamw, group=worker.group, loss=squared_error)
+        worker.clock = lambda: SECONDS_A_TICK * (self.replica.tick + 1)
+        self.state = strategy.start(self.replica, worker)
+
+    def turn(self, batch: Batch | None, *, idle: bool = False, more: bool = True, stop: bool = False) -> bool:
+        """One tick; whether anybody has rows, as `exchange` or the server says."""
+        self._begin()
+        replica, step = self.replica, self.replica.step
+        replica.begin_tick()
+        replica.tick, self.tick = self.tick, self.tick + 1
+        replica.more, replica.stop, replica.idle = more, stop, idle
+        self.strategy.before_backward(replica, self.worker, self.state)
+        replica.backward(batch)
+        answer = self.strategy.exchange(replica, self.worker, self.state)
+        expect(replica.step - step <= 1, f"one exchange applied {replica.step - step} steps, expected one at most")
+        return self._pass_gate(answer)
+
+    def _begin(self) -> None:
+        """All take part before anybody's first tick."""
+        if self.parked:
+            if self.worker.server is not None:
+                self.worker.server.begin()
+            self.meet()
+        self.parked = False
+
+    def _pass_gate(self, answer: bool) -> bool:
+        spec = self.strategy.server()
+        if spec is None or self.worker.server is None:
+            return answer
+        heard = self.worker.server.tick(self.replica.bits() & (MORE | STOP))
+        if spec.bound != 0:
+            return answer
+        self.replica.heard |= heard
+        return bool(heard & MORE)
+
+    def train(self, ticks: int) -> None:
+        """The next `ticks` ticks, each with this rank's slice of the global batch."""
+        for _ in range(ticks):
+            part = slice_of_batch(self.tick, self.worker)
+            self.turn(part, idle=part is None)
+
+    def meet(self) -> None:
+        """Wait for all: nobody trains now."""
+        self.worker.group.barrier()
+
+    def finish(self) -> None:
+        self.meet()
+        self.strategy.finish(self.replica, self.worker, self.state)
+        if self.worker.server is not None:
+            self.worker.server.park()
+        self.parked = True
+        self.meet()
+
+    def consensus(self) -> Tensor:
+        """[D'] a copy"""
+        return self.strategy.consensus(self.replica, self.worker, self.state).clone()
+
+    def holds(self) -> Held:
+        """Copies of all that training moves, by name: parameters, and the optimizer's tensors."""
+        held = {name: view.clone() for name, view in self.replica.named(self.replica.parameters).items()}
+        for name, p in zip(self.replica.layout.names, self.replica.layout.parameters, strict=True):
+            state = self.replica.optimizer.state.get(p, {})
+            held |= {f"the optimizer's {key} of {name}": value.clone() for key, value in state.items()}
+        return held
+
+
+def tiny_model(rank: int) -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    generator = torch.Generator().manual_seed(rank)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    return model
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def squared_error(model: nn.Module, batch: Batch) -> Tensor:
+    error: Tensor = model(batch[0]) - batch[1]
+    return error.square().mean()
+
+
+def global_batch(tick: int) -> Batch:
+    generator, rows = torch.Generator().manual_seed(1000 + tick), ROWS[tick % len(ROWS)]
+    x = torch.randn(rows, 3, generator=generator, dtype=torch.float64)
+    return x, x.sum(1, keepdim=True).sin()
+
+
+def slice_of_batch(tick: int, worker: Worker) -> Batch | None:
+    x, y = global_batch(tick)
+    start, stop = slice_of(len(x), worker.rank, worker.size)
+    return (x[start:stop], y[start:stop]) if start < stop else None
+
+
+def seated(strategy: Strategy, size: int, program: Callable[[Seat], T]) -> list[T]:
+    """What `program` gives on every worker, in rank order; a failure says who failed on how many workers."""
+    spec = strategy.server()
+    clients = InProcessServers(spec, size, timeout_s=threads.DEADLINE_S).clients if spec is not None else ()
+    try:
+        return together(size, lambda worker: program(Seat(strategy, worker)), clients)
+    except threading.BrokenBarrierError:
+        problem = "hung: some ranks called the group where others did not; expected the same calls on all ranks"
+        raise ExamFailed(f"{strategy} on {size} workers {problem}") from None
+    except ExamFailed as error:
+        raise ExamFailed(f"{strategy} on {size} workers: {error}") from None
+
+
+def expect_unchanged(before: Held, after: Held, what: str) -> None:
+    names = [name for name in before.keys() | after.keys() if not _equal(before.get(name), after.get(name))]
+    expect(not names, f"{what}: expected the same bits, these differ: {', '.join(sorted(names))}")
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is not None and b is not None and torch.equal(a, b)
+
+
+def expect_same_on_all(vectors: list[Tensor], strategy: Strategy, what: str) -> None:
+    """Finite; and the same bits on all ranks, for a strategy of one model."""
+    for rank, vector in enumerate(vectors):
+        problem = f"{strategy} on {len(vectors)} workers: {what} of rank {rank}"
+        expect(bool(vector.isfinite().all()), f"{problem} is not finite: {vector.tolist()}")
+        if strategy.needs.one_model:
+            off = float((vector - vectors[0]).abs().max())
+            expect(torch.equal(vector, vectors[0]), f"{problem} has other bits than rank 0's, by up to {off}")
+
+
+def expect_one_tick(ticks: list[int | None], earliest: int, what: str) -> None:
+    """Each rank's tick (None: never) is the same, and not before `earliest`."""
+    good = ticks[0] is not None and ticks[0] >= earliest and len(set(ticks)) == 1
+    problem = f"expected one tick for all ranks, {earliest} to {earliest + EXTRA_TICKS}"
+    expect(good, f"{what} ticks {ticks} by rank (None: never), {problem}")
+
+
+def whole_run(seat: Seat) -> Held:
+    """What is left of the run, and its end: all that must be the same bits when a run is repeated or resumed."""
+    seat.train(len(ROWS) - seat.tick)
+    held = {"the consensus in the open window": seat.consensus()}
+    seat.finish()
+    return held | {"the consensus": seat.consensus()} | seat.holds()

@@ -1,0 +1,77 @@
+"""Which parameters a run returns: the last, or the best by a validation metric."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyhands.errors import BadInput
+from manyhands.replica.evaluation import higher_is_better
+from manyhands.replica.replica import Replica
+
+
+@dataclass
+class Keep:
+    """`last`, or `best:METRIC`: the highest accuracy, auc, f1, …, the lowest loss, error, …; `best:max:METRIC`, `best:min:METRIC` say it outright."""
+
+    metric: str = ""  # "": keep the last
+    higher: bool = False
+    newest: dict[str, float] = field(default_factory=dict)  # metrics of the newest validation
+    metrics: dict[str, float] = field(default_factory=dict)  # those of the kept one
+    parameters: Tensor | None = None  # [D'] of the best, None before the first
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str) -> Keep:
+        """Raises BadInput for anything but the forms above, and where METRIC does not say which way is better."""
+        if text == "last":
+            return cls()
+        kind, _, metric = text.partition(":")
+        mode, colon, rest = metric.partition(":")
+        if kind != "best" or not metric or (colon and mode not in ("max", "min")):
+            raise BadInput(f'keep must be "last", "best:METRIC", "best:max:METRIC" or "best:min:METRIC", not {text!r}')
+        name = rest if colon else metric
+        higher = mode == "max" if colon else higher_is_better(name)
+        if higher is None:
+            raise BadInput(
+                f"keep: whether more or less of {name!r} is better does not show in its name: write best:max:{name} or best:min:{name}"
+            )
+        return cls(metric=name, higher=higher)
+
+    def offer(self, metrics: dict[str, float], parameters: Tensor, buffers: dict[str, Tensor]) -> bool:
+        """See a validation; whether it is the best so far (then a copy of it is kept). The same on all ranks."""
+        self.newest = metrics
+        if not self.metric:
+            return False
+        if self.metric not in metrics:
+            raise BadInput(f"keep: no metric {self.metric!r} among {', '.join(metrics)}")
+        best, value = self.metrics.get(self.metric), metrics[self.metric]
+        better = value == value and (best is None or best != best or (value > best if self.higher else value < best))
+        if better or self.parameters is None:
+            self.metrics, self.parameters, self.buffers = dict(metrics), parameters.clone(), buffers
+        return better
+
+    def capture(self, replica: Replica) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors and JSON values for a checkpoint."""
+        tensors = (
+            {}
+            if self.parameters is None
+            else {f"best/{name}": view for name, view in replica.named(self.parameters).items()}
+        )
+        tensors |= {f"best_buffers/{name}": buffer for name, buffer in self.buffers.items()}
+        return tensors, {"newest": self.newest, "metrics": self.metrics}
+
+    def restore(self, replica: Replica, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """What `capture` gave, back."""
+        self.newest, self.metrics = values["newest"], values["metrics"]
+        saved = {name.removeprefix("best/"): tensor for name, tensor in tensors.items() if name.startswith("best/")}
+        if saved and self.metric:
+            self.parameters = torch.zeros_like(replica.parameters)
+            for name, view in replica.named(self.parameters).items():
+                view.copy_(saved[name])
+            self.buffers = {
+                n.removeprefix("best_buffers/"): t for n, t in tensors.items() if n.startswith("best_buffers/")
+            }

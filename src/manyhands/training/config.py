@@ -1,0 +1,154 @@
+"""What the caller of train() asked for: resolved to objects, and refused where it cannot be, before anything starts."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from manyhands import engines
+from manyhands.checkpoint.paths import AnyPath
+from manyhands.data.frames import Frame
+from manyhands.data.sources import is_function, open_source
+from manyhands.engines.base import Engine, check_brings, check_count, check_seconds, check_threads
+from manyhands.errors import BadInput, UnknownName, Unsupported, is_whole
+from manyhands.replica.layout import Layout
+from manyhands.strategies.base import Strategy
+from manyhands.task import Task, check_fields
+from manyhands.tasks.finding import task_of
+from manyhands.training.best_model import Keep
+from manyhands.training.plan import global_batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the caller asked for, resolved to objects."""
+
+    task: Task
+    strategy: Strategy
+    engine: Engine
+    workers: int | None
+    directory: AnyPath | None
+
+    @property
+    def count(self) -> int:
+        if self.workers is not None:
+            return self.workers
+        return engines.default_workers(self.engine)
+
+    @property
+    def in_place(self) -> bool:
+        """Several processes make this very call."""
+        return self.engine.in_place and self.count > 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this process is the one that looks after the run directory."""
+        return not self.in_place or engines.own_rank(self.engine) == 0
+
+    def check(self, *, servers: int, nonfinite: str, max_seconds: float | None, timeout_s: float, resume: bool) -> None:
+        """Raise BadInput for what cannot be, before anything starts."""
+        if self.workers is not None:
+            check_count("workers", self.workers)
+        check_count("servers", servers)
+        if nonfinite not in ("raise", "skip"):
+            raise BadInput(f'nonfinite must be "raise" or "skip", not {nonfinite!r}')
+        check_seconds("timeout_s", timeout_s)
+        if max_seconds is not None and not (max_seconds > 0 and math.isfinite(max_seconds)):
+            raise BadInput(f"max_seconds must be a positive number of seconds, not {max_seconds!r}")
+        if resume and self.directory is None:
+            raise BadInput("resume needs a run directory: give run_dir (--run-dir)")
+        self._check_strategy(servers)
+        self._check_companion()
+        self._check_data()
+
+    def _check_strategy(self, servers: int) -> None:
+        if self.strategy.name == "solo" and self.count > 1:
+            raise Unsupported(
+                f"strategy solo is one worker, and {self.count} were asked for: take allreduce, which equals it, or workers=1"
+            )
+        spec = self.strategy.server()
+        if spec is not None and spec.one_shard and servers > 1:
+            raise Unsupported(
+                f"strategy {self.strategy.name} counts whole pushes, which several shards would count apart: leave servers out, or give servers=1"
+            )
+        if (spec is not None or self.strategy.leasing() is not None) and not self.engine.serves:
+            wants = "needs a parameter server" if spec is not None else "has workers that go at their own pace"
+            raise Unsupported(
+                f"strategy {self.strategy.name} {wants}, which engine {self.engine.name} cannot give: take engine local or hosts, "
+                "and call train() outside of manyhands run and torchrun"
+            )
+        if self.strategy.needs.one_host and not self.engine.on_one_host(self.count):
+            raise Unsupported(
+                f"strategy {self.strategy.name} works on one piece of memory, so all workers must be on one machine: take engine local"
+            )
+
+    def _check_companion(self) -> None:
+        if self.task.companion is not None:
+            self.task.companion.check(self.strategy.needs.one_model)
+
+    def _check_data(self) -> None:
+        """Open what is at hand (a function that gives data is called on the workers alone), and check the batch size."""
+        if isinstance(self.task.model, nn.Module):
+            Layout(self.task.model)
+        own = None
+        for data in (self.task.train_data, self.task.validation_data, self.task.test_data):
+            if isinstance(data, Frame):
+                check_brings(self.engine)
+            elif data is not None and not is_function(data):
+                source = open_source(data, collate=self.task.collate, loader_processes=self.task.loader_processes)
+                own = source.batch_size if data is self.task.train_data else own
+        global_batch(self.task, self.count, own)
+
+
+def task_from(task: Task | str | None, task_fields: dict[str, Any]) -> Task:
+    if isinstance(task, str):
+        task = task_of(task)
+    if isinstance(task, Task):
+        return task.with_fields(**task_fields)
+    if task is not None:
+        raise BadInput(
+            f"task must be a Task, a string such as 'digits' or 'my.py:task', or None; got {type(task).__name__}"
+        )
+    check_fields(task_fields)
+    missing = [name for name in ("model", "loss", "optimizer", "train_data") if name not in task_fields]
+    if missing:
+        raise BadInput(
+            f"nothing to train: {', '.join(missing)} missing; give a task, or its fields (model=, loss=, optimizer=, train_data=)"
+        )
+    return Task(**task_fields)
+
+
+def check_place(device: str, threads: int | None) -> None:
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,5})?", str(device)):
+        raise UnknownName(f"no device {device!r}: give auto, cpu, cuda (each worker its own GPU) or cuda:0")
+    check_threads(threads)
+
+
+def every(name: str, value: str | int) -> str | int:
+    if value == "epoch" or is_whole(value):
+        return value
+    raise BadInput(f'{name} must be "epoch" or a number of steps of at least 1, not {value!r}')
+
+
+def checks_of(steps: int | None, strategy: Strategy) -> int | None:
+    """Raises BadInput for what is no number of steps, Unsupported for a strategy that never promises equal replicas."""
+    if steps is None:
+        return None
+    check_count("check_replicas_every", steps)
+    if type(strategy).agreed is Strategy.agreed and not strategy.needs.mean_gradient:
+        raise Unsupported(
+            f"strategy {strategy.name} does not keep replicas equal, so there is nothing to compare: leave check_replicas_every out, "
+            "or take one that does (allreduce, local-sgd, diloco, quorum)"
+        )
+    return steps
+
+
+def keep_of(text: str, task: Task) -> Keep:
+    keep = Keep.parse(text)
+    if keep.metric and task.validation_data is None:
+        raise BadInput(f"keep={text!r} needs validation_data to judge by: give the task some, or keep the last")
+    return keep

@@ -1,0 +1,240 @@
+"""The two ways through an epoch: all workers make the same ticks, or each goes at its own pace and rows are leased."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from manyhands.data.feed import Slice
+from manyhands.data.leases import End, Lease, Segment
+from manyhands.data.source import COMPARED, check_digests
+from manyhands.errors import BadInput
+from manyhands.strategies.base import Leasing
+
+if TYPE_CHECKING:
+    from manyhands.training.loop import Loop
+
+EMPTY = Slice(batch=None, rows=0, global_rows=None, index=-1)
+
+
+def pace_of(loop: Loop) -> Together | Apart:
+    """As the strategy has it."""
+    leasing = loop.plan.strategy.leasing()
+    return Together(loop) if leasing is None else Apart(loop, leasing)
+
+
+class Together:
+    """The same ticks on all workers, some of them empty; a stop is heard by all in the same exchange."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._sized = loop.ticks_per_epoch is not None
+        self._uncompared = 0  # batches of which all workers still have to say whether they read the same
+
+    def epoch(self) -> bool:
+        """Turn until the epoch's rows are out (True), or until something stops it."""
+        loop = self._loop
+        loop.anybody = True
+        self._uncompared = 0 if self._sized else COMPARED
+        if loop.worker.server is not None:
+            loop.worker.server.begin()
+            loop.worker.group.barrier()  # nobody's first tick is finished before all take part
+        with closing(loop.train_feed.epoch(loop.place.epoch, loop.place.epoch_tick)) as slices:
+            for part in self._turns(slices):
+                loop.turn(part, loop.place.tick)
+                loop.place.tick += 1
+                loop.place.epoch_tick += 1
+                if loop.stopped():
+                    return False
+                loop.between()
+                if loop.finished():
+                    return not loop.reason and loop.place.epoch_tick == loop.ticks_per_epoch
+        return True
+
+    def _turns(self, slices: Iterator[Slice]) -> Generator[Slice, None, None]:
+        """The slices of an epoch, timed; on a stream, empty ones after the last until a round hears that nobody has more."""
+        loop, sized = self._loop, self._sized
+        ahead = self._next(slices)
+        while sized or ahead is not None or loop.anybody:
+            if sized and ahead is None:
+                return
+            current, loop.input_s = ahead if ahead is not None else (EMPTY, 0.0)
+            if not sized:
+                ahead = self._next(slices)
+            loop.replica.more = not sized and ahead is not None
+            yield current
+            if sized:
+                ahead = self._next(slices)
+
+    def _next(self, slices: Iterator[Slice]) -> tuple[Slice, float] | None:
+        worker = self._loop.worker
+        worker.coordinator.progress("input", self._loop.replica.step)
+        start = worker.clock()
+        part = next(slices, None)
+        seconds = worker.clock() - start
+        if self._uncompared:
+            self._uncompared -= 1
+            check_digests(worker.group.all_gather_json(None if part is None else part.digest))
+        return None if part is None else (part, seconds)
+
+
+class Apart:
+    """Every worker at its own pace. An epoch is cut into segments; at the end of each all meet.
+
+    A segment ends where a validation or checkpoint is due, where `max_steps` are done, or with the epoch. On a stream,
+    where nobody knows how many batches there are, it is the whole epoch, and each worker reads its own part.
+    """
+
+    def __init__(self, loop: Loop, leasing: Leasing) -> None:
+        self._loop, self._leasing = loop, leasing
+        self._ticks = loop.ticks_per_epoch if loop.train_feed.leasable else None  # None: as a stream
+        self._entered = False
+        self._digests: list[str] = []  # of the first batches of a stream, which this worker read for itself
+        self._said = False  # that this worker wants all to stop
+        self._answer: Lease | End | None = None  # the newest, of the coordinator
+        if self._ticks is None and leasing.alone:
+            raise BadInput(
+                f"warmup={leasing.alone} counts slices that are leased, and a stream has none: leave warmup out, or give data with a length"
+            )
+        for name in ("validate_every", "checkpoint_every"):
+            every = getattr(loop.plan, name)
+            if self._ticks is None and isinstance(every, int):
+                raise BadInput(
+                    f"{name}={every} counts global batches, which nobody knows on a stream whose workers go at their own pace: "
+                    f'give {name}="epoch"'
+                )
+
+    def epoch(self) -> bool:
+        """Segment by segment until the epoch's rows are out (True), or until something stops it."""
+        loop = self._loop
+        while True:
+            self._segment()
+            if loop.reason:
+                return False
+            loop.between()
+            if self._ticks is None or loop.place.epoch_tick == self._ticks:
+                return not loop.reason
+            if loop.finished():
+                return False
+
+    def _segment(self) -> None:
+        """From one meeting to the next."""
+        segment = self._next_segment(self._begin())
+        with closing(self._loop.train_feed.leased(segment, lambda: self._take(segment))) as slices:
+            self._turn_all(slices, segment)
+        self._meet(segment)
+
+    def _begin(self) -> int:
+        """All take part before anybody's first tick; but where worker 0 trains alone, for so many ticks, the others come later."""
+        loop = self._loop
+        alone: int = max(0, self._leasing.alone - loop.worker.group.all_gather_json(loop.place.own_ticks)[0])
+        self._entered = False
+        if not alone or loop.worker.rank == 0:
+            self._enter()
+        loop.worker.group.barrier()
+        return alone
+
+    def _enter(self) -> None:
+        if not self._entered and self._loop.worker.server is not None:
+            self._loop.worker.server.begin()
+        self._entered = True
+
+    def _next_segment(self, alone: int) -> Segment:
+        place, plan = self._loop.place, self._loop.plan
+        done, ticks = self._done(), self._ticks or 0
+        due = (every for every in (plan.validate_every, plan.checkpoint_every) if isinstance(every, int))
+        ends = [(place.epoch + 1) * ticks, *((done // every + 1) * every for every in due)]
+        until = min([*ends, plan.task.max_steps] if plan.task.max_steps else ends) - place.epoch * ticks
+        if place.left is not None:  # what is left is of the segment as it was, whatever is due now
+            until = place.until
+        return Segment(
+            epoch=place.epoch,
+            first=place.epoch_tick,
+            until=max(until, place.epoch_tick),
+            parts=place.parts if place.left is not None else self._loop.worker.size,
+            size=self._loop.worker.size,
+            left=place.left,
+            alone=alone,
+        )
+
+    def _done(self) -> int:
+        """Global batches before this segment."""
+        place = self._loop.place
+        return int(place.epoch * (self._ticks or 0) + place.epoch_tick)
+
+    # -- a segment ---------------------------------------------------------------------------------------------------
+
+    def _take(self, segment: Segment) -> Lease | End:
+        """The coordinator's answer; whoever wants to stop (its time is up) tells the driver, which ends the segment for all."""
+        loop = self._loop
+        if loop.wants_stop() and not loop.worker.coordinator.should_stop() and not self._said:
+            self._said = True
+            loop.worker.emit("stop", step=loop.replica.step, reason=loop.own_reason)
+        loop.worker.coordinator.progress("wait" if segment.alone else "input", loop.replica.step)
+        self._answer = loop.worker.coordinator.lease(segment)
+        if isinstance(self._answer, Lease):
+            self._enter()
+        return self._answer
+
+    def _turn_all(self, slices: Iterator[Slice], segment: Segment) -> None:
+        loop, place = self._loop, self._loop.place
+        while not self._stream_is_over():
+            loop.worker.coordinator.progress("input", loop.replica.step)
+            start = loop.worker.clock()
+            part = next(slices, None)
+            loop.input_s = loop.worker.clock() - start
+            if part is None:
+                return
+            if part.digest:
+                self._digests.append(part.digest)
+            if self._ticks is None:
+                loop.turn(part, place.own_ticks)
+                place.epoch_tick += 1
+                continue
+            lease = self._answer
+            assert isinstance(lease, Lease)
+            loop.replica.follow_schedule(self._done() + lease.handed // segment.parts)
+            loop.turn(
+                part,
+                place.epoch * self._ticks + lease.index,
+                lease=[lease.index, lease.part, lease.handed],
+                parts=segment.parts,
+            )
+
+    def _stream_is_over(self) -> bool:
+        """On a stream nobody hands out leases: each worker looks for itself whether to stop."""
+        loop, max_steps = self._loop, self._loop.task.max_steps
+        if self._ticks is not None:
+            return False
+        return loop.wants_stop() or (max_steps is not None and loop.place.own_ticks >= max_steps)
+
+    def _meet(self, segment: Segment) -> None:
+        """Wait for all; from here to the next segment nobody trains."""
+        loop, place = self._loop, self._loop.place
+        loop.worker.coordinator.progress("wait", loop.replica.step)
+        if loop.worker.server is not None:
+            loop.worker.server.park()
+        end = self._answer if isinstance(self._answer, End) else End(reason=loop.own_reason, left=[])
+        start = loop.worker.clock()
+        everyone = loop.worker.group.all_gather_json([end.reason, place.own_ticks, self._digests])
+        loop.add_wait(loop.worker.clock() - start)
+        loop.reason = next((reason for reason, _, _ in everyone if reason), "")
+        self._digests = []
+        if self._ticks is None:
+            place.tick = max(ticks for _, ticks, _ in everyone)
+            read = min(len(digests) for _, _, digests in everyone)  # a worker that stops early has read fewer
+            check_digests([digests[:read] for _, _, digests in everyone])
+        elif loop.reason:
+            place.left, place.parts, place.until = end.left, segment.parts, segment.until
+            place.tick = place.epoch * self._ticks + _begun(segment, end)
+        else:
+            place.left, place.epoch_tick = None, segment.until
+            place.tick = self._done()
+
+
+def _begun(segment: Segment, end: End) -> int:
+    """Global batches of the epoch up to the last one of which a slice was handed out."""
+    if any(back < segment.until for _, back in end.left):
+        return segment.until
+    return max(front for front, _ in end.left)

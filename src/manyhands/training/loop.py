@@ -1,0 +1,531 @@
+"""The one worker loop: what every worker of a training run does, whatever the strategy and the engine."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyhands import rng
+from manyhands.data.feed import Feed, Slice
+from manyhands.data.sources import open_source
+from manyhands.engines import cores
+from manyhands.errors import BadInput, Unsupported
+from manyhands.recording.run import environment
+from manyhands.replica import fingerprint
+from manyhands.replica.replica import MORE, STOP, Replica
+from manyhands.server.staleness import Watch, watch
+from manyhands.signals import PREEMPTED
+from manyhands.training.epochs import pace_of
+from manyhands.training.plan import Outcome, Place, Plan, build_model, global_batch
+from manyhands.training.saving import Saver
+from manyhands.training.validation import Judge
+from manyhands.worker import Worker
+
+COLLECT_EVERY = 1000  # ticks, after which rank 0 hears of the others where every rank is its own driver
+
+
+def work(plan: Plan, worker: Worker) -> Outcome | None:
+    """Train on this worker; a collective of all workers of the run.
+
+    None on ranks that nobody asks (all but the first, unless every rank is a driver of its own), and where rank 0 found
+    the run finished.
+    """
+    if worker.generation:
+        raise Unsupported(
+            f"worker {worker.rank} was restarted, and nobody can join a training that goes on: let faults kill or pause it"
+        )
+    if worker.shares_process:
+        plan = plan.own()
+    worker.coordinator.progress("start", 0)
+    if plan.everywhere and any(worker.group.all_gather_json(plan.finished)):
+        return None
+    loop = Loop(plan, worker)
+    try:
+        loop.run()
+        outcome = loop.outcome()
+        return outcome if worker.rank == 0 or plan.everywhere else None
+    finally:
+        loop.replica.layout.detach()
+
+
+def told(plan: Plan, worker: Worker) -> dict[str, Any] | None:
+    """The fields of what `work` returns: an object of a class does not travel from another host."""
+    outcome = work(plan, worker)
+    return None if outcome is None else vars(outcome)
+
+
+class Loop:
+    """The state of one worker's training."""
+
+    def __init__(self, plan: Plan, worker: Worker) -> None:
+        self.plan, self.worker, self.task = plan, worker, plan.task
+        many = not plan.strategy.needs.one_model
+        rng.seed_all(plan.task.seed, worker.rank if many else 0)
+        model = build_model(plan.task).to(worker.device)
+        self.train_feed = self._feed(plan.task.train_data, train=True)
+        self.ticks_per_epoch = self.train_feed.ticks
+        fingerprint.compare(worker, partial(self._program_facts, model))
+        self.replica = self._replica(model)
+        if worker.rank and not many:
+            rng.seed_all(plan.task.seed, worker.rank)  # dropout draws per rank
+        self.state = plan.strategy.start(self.replica, worker)
+        self.companion = None if plan.task.companion is None else plan.task.companion.join(worker, self.replica)
+        self._called_off = False  # by this worker's companion
+        self.place = Place()
+        self._check_due = False  # replicas are compared as soon as they are promised to be equal
+        self.reason = ""
+        self.began = worker.clock()
+        self.judge = Judge(
+            plan,
+            worker,
+            self.replica,
+            validation=self._feed_of(plan.task.validation_data),
+            test=self._feed_of(plan.task.test_data),
+        )
+        self.saver = Saver(plan, worker, self.replica, self.train_feed, self.total_ticks())
+        self.pace = pace_of(self)
+        self.spec = plan.strategy.server() if worker.server is not None else None
+        self.watch = self._watch()
+        if plan.resume_from is not None:
+            self.state, self.place = self.saver.resume(plan.resume_from, self.state)
+        self.anybody = True  # somebody may have rows: the last exchange's answer
+        self.input_s = 0.0  # that this tick waited for its rows
+        self._pending: dict[str, Any] | None = None
+        self._sent = 0
+        self._own_reason = ""
+
+    def _feed_of(self, data: Any) -> Feed | None:
+        return None if data is None else self._feed(data)
+
+    def _feed(self, data: Any, train: bool = False) -> Feed:
+        task, worker = self.task, self.worker
+        source = open_source(data, collate=task.collate, loader_processes=task.loader_processes)
+        own = source.batch_size if not train else None  # a validation loader's batches have nothing to do with a step's
+        return Feed(
+            source,
+            rank=worker.rank,
+            size=worker.size,
+            batch_size=own or global_batch(task, worker.size, source.batch_size),
+            seed=task.seed,
+            shuffle=train and task.shuffle,
+            order=task.order if train else None,
+            device=worker.device,
+            threads=not worker.shares_process,
+        )
+
+    def _replica(self, model: torch.nn.Module) -> Replica:
+        task, total = self.task, self.total_ticks()
+        if task.schedule is not None and total is None:
+            raise BadInput("a schedule needs the number of steps, and a stream has no length: give max_steps")
+        schedule = None if task.schedule is None else lambda optimizer: task.schedule(optimizer, total)  # type: ignore[misc,arg-type]
+        return Replica(
+            model,
+            task.optimizer,
+            group=self.worker.group,
+            loss=task.loss,
+            schedule=schedule,
+            clip_norm=task.clip_norm,
+            precision=task.precision,
+            micro_batch_size=task.micro_batch_size,
+            nonfinite=self.plan.nonfinite,
+            clock=self.worker.clock,
+        )
+
+    def _watch(self) -> Watch | None:
+        strategy, worker, spec = self.plan.strategy, self.worker, self.spec
+        if spec is None:
+            return None
+        return watch(spec.rule, spec.bound, strategy.rate_factor(worker.size), worker.rank, worker.size)
+
+    def total_ticks(self) -> int | None:
+        """Ticks of the whole training, None for a stream without max_steps."""
+        sized = None if self.ticks_per_epoch is None else self.ticks_per_epoch * self.task.epochs
+        return min((n for n in (sized, self.task.max_steps) if n is not None), default=None)
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """All epochs, or until something stops them."""
+        self._compare_settings()
+        self._announce()
+        if self.companion is not None:
+            self.companion.begin(self.facts)
+        while self.place.epoch < self.task.epochs and not self.finished():
+            self._epoch()
+        if self.reason and self.saver.saved != self.place.tick:
+            self.save()
+        if self.reason != PREEMPTED and self.judge.judged != self.place.tick:
+            self.validate(last=True)  # the newest metrics are those of the final parameters
+
+    def finished(self) -> bool:
+        """Whether no further tick is wanted."""
+        most, place = self.task.max_steps, self.place
+        return bool(self.reason) or (most is not None and place.left is None and place.tick >= most)
+
+    def _epoch(self) -> None:
+        place, epoch = self.place, self.place.epoch
+        self.replica.model.train()
+        if self.companion is not None:
+            self.companion.epoch_begins(epoch)
+        complete = self.pace.epoch()
+        if self.reason:
+            self.flush()  # what closing the open window pushes is lost again when the run is resumed
+            self.save()  # before that, so that a resumed run goes on as if never interrupted
+            self._finish(last=True)
+            return
+        if complete:
+            place.epoch, place.epoch_tick = place.epoch + 1, 0
+        self._finish(last=place.epoch == self.task.epochs or self.finished())
+        self.stopped()  # a strategy whose rounds are longer than an epoch hears it only now
+        self._end_epoch(epoch)
+
+    def turn(self, part: Slice, tick: int, **said: Any) -> None:
+        """One tick: gradient, exchange, gate, and their record under the number of the global batch; `said` goes into it."""
+        replica, worker, clock = self.replica, self.worker, self.worker.clock
+        replica.begin_tick()
+        replica.tick = self.place.own_ticks
+        replica.idle = part.rows == 0 and bool(part.global_rows)
+        replica.stop = self.wants_stop()
+        worker.group.step = replica.step
+        worker.coordinator.progress("compute", replica.step)
+        apply_s, wait_s, rounds = replica.apply_seconds, self._waited_s(), replica.rounds
+        start = clock()
+        self.plan.strategy.before_backward(replica, worker, self.state)
+        begun = clock()
+        loss = replica.backward(part.batch)
+        worker.coordinator.computed(0 if replica.skip else part.rows)
+        weight, rate = replica.weight, self._rate()
+        if self.watch is not None:
+            self.watch.before(replica.parameters, replica.gradients)
+        middle = clock()
+        worker.coordinator.progress("exchange", replica.step)
+        self.anybody = self.plan.strategy.exchange(replica, worker, self.state)
+        if self.watch is not None:
+            self.watch.after(replica.parameters, rate, replica.applied)
+        self._pass_gate()
+        end = clock()
+        apply_s, wait_s = replica.apply_seconds - apply_s, self._waited_s() - wait_s
+        self._count(part)
+        self._record(
+            tick=tick,
+            loss=loss if part.rows else None,
+            weight=weight,
+            rows=part.rows,
+            unused=0 if replica.used else part.rows,
+            input_s=self.input_s,
+            compute_s=middle - begun + apply_s,
+            exchange_s=end - middle + begun - start - apply_s - wait_s,
+            wait_s=wait_s,
+            round=replica.rounds > rounds,
+            rate=self._rate(),
+            **said,
+        )
+        if self.companion is not None and self.companion.ticked(loss if part.rows else None):
+            self._called_off = True
+
+    def _rate(self) -> float:
+        return float(self.replica.optimizer.param_groups[0]["lr"])
+
+    def _waited_s(self) -> float:
+        server = self.worker.server
+        return self.worker.group.waited_s + (0.0 if server is None else server.waited_s)
+
+    def _pass_gate(self) -> None:
+        """Wait until the slowest is near enough; where all make the same ticks, hear what they say."""
+        server, replica, spec = self.worker.server, self.replica, self.spec
+        if server is None or spec is None:
+            return
+        heard = server.tick(replica.bits() & (MORE | STOP))
+        if spec.bound == 0:
+            replica.heard |= heard
+            self.anybody = bool(heard & MORE)
+
+    def _count(self, part: Slice) -> None:
+        place = self.place
+        place.own_ticks += 1
+        place.rows += part.rows
+        place.unused += 0 if self.replica.used else part.rows
+        place.rounds = self.replica.rounds
+
+    # -- records -----------------------------------------------------------------------------------------------------
+
+    def _record(self, **values: Any) -> None:
+        """Hold a tick's record back until it is known whether an epoch's end adds to its exchange."""
+        self.flush()
+        self._pending = {"step": self.replica.step, "epoch": self.place.epoch, **values}
+
+    def flush(self) -> None:
+        """Send the record of the last tick, with what the server says of it."""
+        if self._pending is not None:
+            sent = self._sent_bytes()
+            values = {**self._pending, "bytes": sent - self._sent, **self._server_said()}
+            self._sent, self._pending = sent, None
+            self.worker.emit("step", **values)
+
+    def _server_said(self) -> dict[str, Any]:
+        """For the journal; and the warning where updates are staler than the rate can bear."""
+        if self.worker.server is None:
+            return {}
+        said = self.worker.server.said()
+        if self.watch is None:
+            return said
+        warning = self.watch.hear(said)
+        if warning:
+            self.worker.emit("warning", step=self.replica.step, kind="staleness", message=warning)
+        return {**said, **self.watch.news()}
+
+    def _sent_bytes(self) -> int:
+        server = self.worker.server
+        return self.worker.group.ledger.total_bytes + (0 if server is None else server.ledger.total_bytes)
+
+    def add_wait(self, seconds: float) -> None:
+        """That this worker waited for the others, after its last tick."""
+        if self._pending is not None:
+            self._pending["wait_s"] += seconds
+
+    def _finish(self, last: bool) -> None:
+        """Let the strategy close its open round; its seconds belong to the last tick's exchange."""
+        worker, replica = self.worker, self.replica
+        replica.check()
+        replica.last, replica.stop = last, self.wants_stop()
+        start, wait_s, rounds = worker.clock(), self._waited_s(), replica.rounds
+        pushed = 0 if worker.server is None else worker.server.ledger.total_bytes
+        answer = self._judged_answer()
+        if worker.server is not None:
+            worker.server.begin()  # who goes at its own pace has parked, to meet the others
+        self.plan.strategy.finish(replica, worker, self.state)
+        if worker.server is not None:
+            worker.server.park()
+        if worker.server is not None:
+            self._after_the_last_push(worker.server.ledger.total_bytes > pushed)
+        elif answer is not None and not torch.equal(answer, self._answer()):
+            self.judge.judged = -1
+        wait_s = self._waited_s() - wait_s
+        if self._pending is not None:
+            self._pending["exchange_s"] += worker.clock() - start - wait_s
+            self._pending["wait_s"] += wait_s
+            self._pending["round"] = self._pending["round"] or replica.rounds > rounds
+        self.place.rounds = replica.rounds
+        self.flush()
+
+    def _judged_answer(self) -> Tensor | None:
+        """[D'] the answer, if it was validated at this very tick, and closing the round may move it; a server tells by its pushes."""
+        judged = self.worker.server is None and self.judge.judged == self.place.tick
+        return self._answer().clone() if judged else None
+
+    def _answer(self) -> Tensor:
+        return self.plan.strategy.consensus(self.replica, self.worker, self.state)
+
+    def _after_the_last_push(self, own: bool) -> None:
+        """The center may be another than the one that was validated; and the journal hears of pushes that no tick's record takes."""
+        if self.judge.judged == self.place.tick and any(self.worker.group.all_gather_json(own)):
+            self.judge.judged = -1
+        if own and self._pending is None:
+            tick = (
+                self.place.tick if self.reason else max(0, self.place.tick - 1)
+            )  # a stop's are lost when it is resumed
+            self.worker.emit(
+                "closing", tick=tick, step=self.replica.step, epoch=self.place.epoch, **self._server_said()
+            )
+
+    # -- stopping ----------------------------------------------------------------------------------------------------
+
+    def wants_stop(self) -> bool:
+        """Whether this worker knows a reason to stop."""
+        limit = self.plan.max_seconds
+        self._own_reason = self.worker.coordinator.should_stop()
+        if not self._own_reason and limit is not None and self.worker.clock() - self.began >= limit:
+            self._own_reason = "max_seconds"
+        if not self._own_reason and self._called_off:
+            self._own_reason = "callback"
+        return bool(self._own_reason)
+
+    @property
+    def own_reason(self) -> str:
+        """The reason that `wants_stop` found, or "" """
+        return self._own_reason
+
+    def stopped(self) -> bool:
+        """Whether this tick's exchange told all workers to stop; they all hear it at the same tick."""
+        if self.replica.heard & STOP:
+            self.agree_to_stop(self._own_reason)
+        return bool(self.reason)
+
+    def agree_to_stop(self, reason: str) -> None:
+        """A collective of workers that all know that they stop: the reason of the lowest rank that has one."""
+        self.reason = next((r for r in self.worker.group.all_gather_json(reason) if r), "stopped")
+
+    # -- between ticks and epochs ------------------------------------------------------------------------------------
+
+    def between(self) -> None:
+        """What is due after so many global batches."""
+        every_tick = self.plan.check_replicas_every
+        self._check_due = self._check_due or (every_tick is not None and self.place.tick % every_tick == 0)
+        if self._check_due:
+            self._compare_replicas()
+        for every, action in ((self.plan.validate_every, self.validate), (self.plan.checkpoint_every, self.save)):
+            if isinstance(every, int) and self.place.tick % every == 0:
+                self.flush()
+                action()
+        if self.place.tick % COLLECT_EVERY == 0:
+            self.worker.coordinator.collect(self.worker.group)
+
+    def save(self) -> None:
+        """A checkpoint, where they are wanted, of replicas that are equal where that is promised."""
+        if self.plan.checkpoints is not None:
+            self._compare_replicas()
+        self.saver.save(self.place, self.state)
+
+    def validate(self, last: bool = False) -> None:
+        """Judge, and tell; a stop that is answered after the last tick says nothing any more."""
+        metrics, best = self.judge.validate(self.place, self.state)
+        if metrics:
+            self.worker.coordinator.collect(self.worker.group)
+            answer = self._ask("validation", metrics=metrics, best=best)
+            if not last:
+                self._obey(answer)
+
+    def _end_epoch(self, epoch: int) -> None:
+        if self.plan.validate_every == "epoch":
+            self.validate()
+        if self.companion is not None:
+            metrics = self.plan.keep.newest if self.judge.judged == self.place.tick else {}
+            with self.judge.showing(self.state):
+                ends = self.companion.epoch_ends(epoch, metrics)
+            self.reason = self.reason or ("callback" if ends else "")
+        if self.plan.checkpoint_every == "epoch" or self.place.epoch == self.task.epochs or self.finished():
+            self.save()
+        self.worker.coordinator.collect(self.worker.group)
+        self._obey(self._ask("epoch", rows=self.place.rows))
+
+    def _ask(self, type: str, **values: Any) -> str:
+        """Rank 0 asks the driver; what it says is the same for all ranks after `_obey`."""
+        if self.worker.rank:
+            return ""
+        answer = self.worker.ask(
+            type, tick=max(0, self.place.tick - 1), step=self.place.tick, epoch=self.place.epoch, **values
+        )
+        return str(answer.get("stop", ""))
+
+    def _obey(self, answer: str) -> None:
+        said = [reason for reason in self.worker.group.all_gather_json(answer) if reason]
+        if said:
+            self.reason = said[0]
+
+    # -- what must be alike ------------------------------------------------------------------------------------------
+
+    def _program_facts(self, model: torch.nn.Module) -> fingerprint.Facts:
+        """What this worker is about to train, before anything is shared."""
+        task, feed = self.task, self.train_feed
+        used = (task.loss, task.optimizer, task.evaluate, task.schedule, task.collate, task.train_data, model)
+        return {
+            **fingerprint.of_code(*used),
+            **fingerprint.of_settings(
+                strategy=self.plan.strategy,
+                batch_size=feed.batch_size,
+                steps_of_an_epoch=feed.ticks,
+                **{name: getattr(task, name) for name in ("epochs", "max_steps", "micro_batch_size", "seed")},
+                **{name: getattr(task, name) for name in ("shuffle", "clip_norm", "precision")},
+            ),
+            **fingerprint.of_model(model),
+            **fingerprint.of_rows(feed.source, "train_data", task.seed),
+        }
+
+    def _compare_settings(self) -> None:
+        """A collective: optimizer and schedule, as resumed where that is so, and the rows that are not trained on.
+
+        Where workers step alone for a while, each may have a rate of its own: that is a warning.
+        """
+        strategy, worker = self.plan.strategy, self.worker
+        fingerprint.compare(worker, self.judge.facts)
+        if not strategy.needs.one_model:
+            return
+        if strategy.needs.mean_gradient:
+            fingerprint.compare(worker, self._rate_facts)
+        elif (found := fingerprint.differences(worker, self._rate_facts)) and worker.rank == 0:
+            worker.emit("warning", kind="settings", message=found)
+
+    def _rate_facts(self) -> fingerprint.Facts:
+        return fingerprint.of_optimizer(self.replica.optimizer, self.replica.schedule)
+
+    def _compare_replicas(self) -> None:
+        """A collective: raise where replicas have drifted apart that the strategy keeps equal."""
+        if self.worker.size == 1:
+            return
+        agreed = self.plan.strategy.agreed(self.replica, self.state)
+        if agreed is not None:
+            self._check_due = False
+            self.worker.coordinator.progress("checkpoint", self.replica.step)
+            fingerprint.compare_replicas(self.worker, agreed, self._rate_facts(), self.place.tick)
+
+    # -- beginning and end -------------------------------------------------------------------------------------------
+
+    def _facts(self) -> dict[str, Any]:
+        groups, size = self.replica.optimizer.param_groups, self.worker.size
+        rate, loading = float(groups[0]["lr"]), self.train_feed.source.loading
+        return {
+            "rows": self.train_feed.rows,
+            "ticks_per_epoch": self.ticks_per_epoch,
+            "epochs": self.task.epochs,
+            "total_steps": self.total_ticks(),
+            "batch_size": self.train_feed.batch_size,
+            "batch_size_per_worker": self.train_feed.batch_size / size,
+            "rate": rate,
+            "effective_rate": rate * self.plan.strategy.rate_factor(size),
+            "own_pace": self.plan.strategy.leasing() is not None,
+            "workers": size,
+            "parameters": self.replica.layout.size,
+            "threads": torch.get_num_threads(),
+            "device": str(self.worker.device),
+            "loader_processes": loading.processes,
+            "loader_option": loading.option,
+            "clip_norm": self.task.clip_norm,
+        }
+
+    def _announce(self) -> None:
+        self.facts = self._facts()
+        if self.worker.rank == 0:  # asked, not emitted: in the log it must stand before everybody's first step
+            left: dict[str, Any] = {"left": [self.place.epoch, self.place.left]} if self.place.left else {}
+            if self.worker.shares_process:
+                left["virtual_time"] = True
+            self.worker.ask("start", tick=self.place.tick, step=self.place.tick, **self.facts, **environment(), **left)
+            for message in self.saver.warnings:
+                self.worker.emit("warning", tick=self.place.tick, step=self.place.tick, message=message)
+        self.worker.group.barrier()
+
+    def outcome(self) -> Outcome:
+        """The consensus, or the best that was kept, its metrics, and all workers' counts."""
+        worker, replica = self.worker, self.replica
+        worker.coordinator.progress("end", replica.step)
+        over = self.reason != PREEMPTED
+        states, metrics, said = self.judge.answer(self.state, test=over, companion=self.companion if over else None)
+        worker.coordinator.collect(worker.group)
+        ledger = worker.group.ledger.as_dict() | ({} if worker.server is None else worker.server.ledger.as_dict())
+        own = {"rows": self.place.rows, "unused": self.place.unused, "ledger": ledger}
+        if not worker.shares_process:
+            own |= {"memory": peak_bytes(worker.device), "cores": cores.report(torch.get_num_threads())}
+        return Outcome(
+            states=states,
+            metrics=metrics,
+            workers=worker.group.all_gather_json(own),
+            steps=replica.step,
+            ticks=self.place.tick,
+            rounds=replica.rounds,
+            reason=self.reason,
+            seconds=worker.clock() - self.began,
+            facts=self.facts,
+            said=said,
+        )
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The largest resident memory of this process so far, in bytes; on a GPU, the largest that it allocated there."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

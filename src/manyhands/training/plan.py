@@ -1,0 +1,103 @@
+"""What each worker of a training run is told, where it stands, and what it brings back."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from manyhands.checkpoint.checkpoints import Checkpoint
+from manyhands.checkpoint.launch_lock import Claim
+from manyhands.checkpoint.paths import AnyPath
+from manyhands.errors import BadInput
+from manyhands.strategies.base import Strategy
+from manyhands.task import Task
+from manyhands.training.best_model import Keep
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What each worker of a training run is told."""
+
+    task: Task
+    strategy: Strategy
+    validate_every: str | int = "epoch"
+    checkpoint_every: str | int = "epoch"
+    check_replicas_every: int | None = None
+    keep: Keep = field(default_factory=Keep)
+    nonfinite: str = "raise"
+    max_seconds: float | None = None
+    checkpoints: AnyPath | None = None  # the folder; None: write none
+    resume_from: Checkpoint | None = None
+    claim: Claim | None = None  # of this launch on the run directory
+    everywhere: bool = False  # every rank is a driver of its own (torchrun, a script's train()) and gets the answer
+    finished: bool = False  # rank 0 found a finished run: nobody trains
+
+    def own(self) -> Plan:
+        """The same for one of several workers of a process: modules are its own where the task holds any, and no processes
+        load its rows."""
+        task = self.task.with_fields(loader_processes=0) if self.task.loader_processes else self.task
+        for name in ("loss", "evaluate"):
+            if isinstance(module := getattr(task, name), nn.Module):
+                task = task.with_fields(**{name: copy.deepcopy(module)})
+        make = task.model
+        if isinstance(make, nn.Module):
+            task = task.with_fields(model=copy.deepcopy(make))
+        else:  # a function may give the same module each time
+            task = task.with_fields(model=lambda: copy.deepcopy(make()))
+        return replace(self, keep=copy.copy(self.keep), task=task)
+
+
+State = tuple[dict[str, Tensor], dict[str, Tensor]]  # parameters and buffers by name
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What each worker brings back: the same on all ranks, but that `states` are where the answer is wanted."""
+
+    states: list[State]  # the answer's; an ensemble's, one a member
+    metrics: dict[str, float]
+    workers: list[dict[str, Any]]  # by rank: rows, unused, ledger, memory
+    steps: int
+    ticks: int
+    rounds: int
+    reason: str  # why it stopped before the end, or ""
+    seconds: float  # since this worker began, on its clock
+    facts: dict[str, Any]
+    said: Any = None  # by worker 0's companion
+
+
+@dataclass
+class Place:
+    """Where the loop stands; JSON in a checkpoint."""
+
+    epoch: int = 0
+    epoch_tick: int = 0  # ticks done in this epoch
+    tick: int = 0  # global batches done in the run
+    own_ticks: int = 0  # this worker's, in the run
+    left: list[list[int]] | None = None  # of an epoch that was stopped half way at the workers' own pace: see Segment
+    parts: int = 0  # slices of a global batch in that epoch
+    until: int = 0  # where that segment was to end
+    rows: int = 0
+    unused: int = 0
+    rounds: int = 0
+
+
+def build_model(task: Task) -> nn.Module:
+    """The task's module, or what its function builds under the current seed."""
+    model = task.model if isinstance(task.model, nn.Module) else task.model()
+    if not isinstance(model, nn.Module):
+        raise BadInput(f"model must be an nn.Module or a function that returns one; it returned {type(model).__name__}")
+    return model
+
+
+def global_batch(task: Task, workers: int, own: int | None = None) -> int:
+    """Rows of a global batch: as given, per worker times workers, a DataLoader's own, or 64."""
+    size = task.batch_size or (task.batch_size_per_worker or 0) * workers or own or 64
+    if size < workers:
+        raise BadInput(
+            f"batch_size={size} is fewer than one row for each of {workers} workers: raise batch_size to at least {workers}, or take fewer workers"
+        )
+    return size

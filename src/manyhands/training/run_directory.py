@@ -1,0 +1,300 @@
+"""The run directory as train() opens and closes it: refused, fresh, resumed or finished; and a Run's model out of values."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from manyhands import rng, spec
+from manyhands.checkpoint import checkpoints, launch_lock
+from manyhands.checkpoint.launch_lock import Claim, LaunchLock
+from manyhands.checkpoint.paths import PARTIAL, AnyPath, RemotePath, open_regular
+from manyhands.errors import BadInput, ManyhandsError
+from manyhands.recording import event_log
+from manyhands.recording.run import Run
+from manyhands.replica import evaluation
+from manyhands.replica.layout import Layout
+from manyhands.task import Task
+from manyhands.training.config import Asked
+from manyhands.training.plan import State, build_model
+
+CHECKPOINTS, FINAL, RESULT, ASKED = "checkpoints", "model.safetensors", "result.json", "asked.json"
+_UNFINISHED = re.compile(
+    rf"({re.escape(FINAL)}|{re.escape(RESULT)}|{re.escape(ASKED)})\.[0-9a-f]{{16}}{re.escape(PARTIAL)}"
+)
+
+
+@dataclass
+class Opened:
+    """A run directory that train() may use, or why it may not; a context manager around the launch, which holds its lock."""
+
+    finished: dict[str, Any] | None = None  # the result of the finished run that lies there, if there is no more to do
+    refusal: str = ""
+    claim: Claim | None = None
+    warnings: list[str] = field(default_factory=list)
+    lock: LaunchLock | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.lock is not None:
+            self.lock.close()
+
+
+def open_directory(asked: Asked, resume: bool) -> Opened:
+    """The run directory, locked; nothing on other ranks.
+
+    Raises BadInput instead of a refusal where nobody else has to hear why, and ManyhandsError where a file system elsewhere
+    cannot be reached.
+    """
+    if asked.directory is None or not asked.first:
+        return Opened()
+    try:
+        return _opened(asked.directory, asked.task, resume)
+    except ManyhandsError as error:
+        if not asked.in_place:
+            raise
+        return Opened(refusal=str(error))
+
+
+def _opened(directory: AnyPath, task: Task, resume: bool) -> Opened:
+    """Make the run directory, or refuse it."""
+    opened = Opened()
+    try:
+        if directory.exists() and not directory.is_dir():
+            raise BadInput(f"run directory {directory} is a file: give another path")
+        if not resume:
+            _refuse_used(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        _check_kinds(directory)
+        saved = _result_in(directory, opened.warnings.append)
+        if saved is not None and not _more_is_asked(task, saved["info"]):
+            return replace(opened, finished=saved)
+        with ExitStack() as stack:
+            lock = LaunchLock(directory)
+            stack.callback(lock.close)
+            if not resume:
+                _refuse_used(directory)  # nobody has begun and ended here meanwhile
+            claim = lock.claim(checkpoints.last_launch(directory / CHECKPOINTS) + 1)
+            _remove_partials(directory)
+            stack.pop_all()
+            return replace(opened, claim=claim, lock=lock)
+    except OSError as problem:
+        raise BadInput(
+            f"cannot use the run directory {directory}: {problem.strerror or problem}; give another (run_dir=, --run-dir)"
+        ) from None
+
+
+def _refuse_used(directory: AnyPath) -> None:
+    """BadInput where something lies there."""
+    if not directory.is_dir() or all(path.name == launch_lock.FILE for path in directory.iterdir()):
+        return
+    if (directory / launch_lock.FILE).exists():
+        LaunchLock(directory).close()  # a driver that is at work is named
+    raise BadInput(f"run directory {directory} exists: resume it (resume=True, --resume), or give another")
+
+
+def _check_kinds(directory: AnyPath) -> None:
+    """BadInput where something else stands in the place of one of a run's files or folders."""
+    if isinstance(directory, RemotePath):
+        return
+    for name in (launch_lock.FILE, ASKED, RESULT, FINAL, event_log.FILE):
+        if os.path.lexists(path := directory / name) and not stat.S_ISREG(path.lstat().st_mode):
+            raise BadInput(
+                f"{path} is a folder, a link or a device, where a run has a file: move it away, or give another run directory"
+            )
+    if os.path.lexists(path := directory / CHECKPOINTS) and not path.is_dir():
+        raise BadInput(
+            f"{path} is no folder, and a run has its checkpoints there: move it away, or give another run directory"
+        )
+
+
+def _remove_partials(directory: AnyPath) -> None:
+    """What a launch left that was killed while it wrote; what has another name is somebody else's."""
+    for path in () if isinstance(directory, RemotePath) else directory.iterdir():
+        if _UNFINISHED.fullmatch(path.name) and not path.is_dir():
+            path.unlink()
+
+
+def _result_in(directory: AnyPath, warn: Callable[[str], None]) -> dict[str, Any] | None:
+    """The result of a finished run; None where there is none, or one that is damaged while there are checkpoints to go on from."""
+    if not (directory / RESULT).exists():
+        return None
+    try:
+        return read_result(directory)
+    except BadInput as problem:
+        if not (directory / CHECKPOINTS).is_dir():
+            raise
+        warn(f"{problem}. It is left out: the run goes on from its newest checkpoint, which makes it anew")
+        return None
+
+
+def read_result(directory: AnyPath, others: Iterable[str] = (FINAL,)) -> dict[str, Any]:
+    """What result.json says, once it and the `others` beside it are what the run wrote; BadInput else."""
+    try:
+        with open_regular(directory / RESULT) as file:
+            saved = json.load(file)
+        digests = saved["sha256"]
+        wrong = [] if digests[RESULT] == _own_digest(saved) else [RESULT]
+        wrong += [
+            name for name in others if digests[name] != _digest(directory / name, digests[name].partition(":")[2])
+        ]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as problem:
+        raise BadInput(
+            f"the result of the run in {directory} is damaged ({type(problem).__name__}: {problem!s:.200})"
+        ) from None
+    if wrong:
+        raise BadInput(f"the result of the run in {directory} is damaged: {', '.join(wrong)} is not what was written")
+    return dict(saved)
+
+
+def _size_of(path: AnyPath) -> int | None:
+    """None: it is not there."""
+    try:
+        with open_regular(path) as file:
+            return file.seek(0, os.SEEK_END)
+    except FileNotFoundError:
+        return None
+
+
+def _digest(path: AnyPath, most: str = "") -> str:
+    """Of a file, or `digest:bytes` of its first bytes: the events of a run's end follow its result."""
+    if not most:
+        return checkpoints.digest_of(path)
+    found, left = hashlib.sha256(), int(most)
+    with open_regular(path) as file:
+        while left > 0 and (piece := file.read(min(left, 1 << 20))):
+            found.update(piece)
+            left -= len(piece)
+    return f"{found.hexdigest()}:{most}"
+
+
+def _own_digest(saved: dict[str, Any]) -> str:
+    """Of a result.json's values, but for the digests themselves."""
+    values = {name: value for name, value in saved.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _more_is_asked(task: Task, info: dict[str, Any]) -> bool:
+    """Whether a finished run has to go on: more epochs or steps than it had, or its time was up."""
+    if info["stopped"] == "max_seconds":
+        return True
+    return task.epochs > info["epochs"] or (
+        info["max_steps"] is not None and (task.max_steps or math.inf) > info["max_steps"]
+    )
+
+
+def note(directory: AnyPath, asked: dict[str, Any], task_fields: dict[str, Any]) -> None:
+    """Write down what train() was called with, so that `replay` can call it again; a task that no text names is null."""
+    try:
+        text = json.dumps(asked | {"fields": task_fields}, indent=1)
+    except TypeError:  # a field is an object: whoever replays gives it
+        text = json.dumps(asked | {"task": None, "fields": _plain(task_fields)}, indent=1)
+    with _written(directory):
+        checkpoints.write_whole(directory / ASKED, (text + "\n").encode())
+
+
+@contextmanager
+def _written(directory: AnyPath) -> Iterator[None]:
+    try:
+        yield
+    except OSError as problem:
+        raise ManyhandsError(
+            f"cannot write into {directory}: {problem.strerror}. Make room, then go on with resume=True (--resume), or give another run directory"
+        ) from problem
+
+
+def _plain(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if isinstance(value, int | float | str | bool | None)}
+
+
+def finished_run(asked: Asked, saved: dict[str, Any] | None = None) -> Run:
+    """The Run that lies finished in the run directory; `saved` is its result.json, if that was read already."""
+    assert asked.directory is not None
+    if saved is None:
+        saved = read_result(asked.directory)
+    was = saved["info"]["strategy"]
+    if spec.parse(was)[0] != asked.strategy.name:
+        raise BadInput(
+            f"the finished run in {asked.directory} is of strategy {was}, not {asked.strategy.name}: give another run directory"
+        )
+    try:
+        tensors = checkpoints.load_tensors(asked.directory / FINAL)
+    except (OSError, SafetensorError) as problem:
+        raise BadInput(
+            f"the finished run in {asked.directory} has lost its parameters ({problem}): start again in another run directory"
+        ) from None
+
+    def part(prefix: str) -> dict[str, Tensor]:
+        return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+    members = sorted({int(name.partition("/")[0]) for name in tensors})
+    models = models_of(asked.task, [(part(f"{i}/parameters/"), part(f"{i}/buffers/")) for i in members])
+    return Run.from_json(saved, directory=asked.directory, **answer(models))
+
+
+def write(directory: AnyPath, run: Run, states: list[State]) -> None:
+    """The final parameters, then result.json, last, with everybody's SHA-256: a directory that has it is a finished run's."""
+    tensors: dict[str, Tensor] = {}
+    for i, (parameters, buffers) in enumerate(states):
+        tensors |= {f"{i}/parameters/{name}": tensor.contiguous() for name, tensor in parameters.items()}
+        tensors |= {f"{i}/buffers/{name}": tensor.contiguous() for name, tensor in buffers.items()}
+    with _written(directory):
+        checkpoints.write_whole(directory / FINAL, safetensors.torch.save(tensors))
+        values: dict[str, Any] = json.loads(run.to_json())
+        names = [name for name in (ASKED, FINAL) if (directory / name).exists()]
+        digests = {name: _digest(directory / name) for name in names} | {RESULT: _own_digest(values)}
+        if (size := _size_of(directory / event_log.FILE)) is not None:
+            digests[event_log.FILE] = _digest(directory / event_log.FILE, str(size))
+        checkpoints.write_whole(directory / RESULT, (json.dumps(values | {"sha256": digests}) + "\n").encode())
+
+
+def models_of(task: Task, states: list[State]) -> list[nn.Module]:
+    """A module for each state, holding it. A task's own module holds the first."""
+    models = []
+    for i, (parameters, buffers) in enumerate(states):
+        if isinstance(task.model, nn.Module) and i == 0:
+            model = task.model.cpu()
+        else:
+            with rng.kept():
+                rng.seed_all(task.seed)
+                model = copy.deepcopy(task.model) if isinstance(task.model, nn.Module) else build_model(task)
+        _check_same(model, parameters)
+        evaluation.load(model, parameters, buffers)
+        models.append(model)
+    return models
+
+
+def _check_same(model: nn.Module, parameters: dict[str, Tensor]) -> None:
+    """Raise BadInput where a finished run's parameters are not this model's."""
+    shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+    if shapes != {name: tensor.shape for name, tensor in parameters.items()}:
+        raise BadInput(
+            "the finished run's parameters are not this model's: give the model it was made with, or another run directory"
+        )
+
+
+def answer(models: list[nn.Module]) -> dict[str, Any]:
+    """The fields of Run that hold the parameters."""
+    first = Layout(models[0])
+    flat = torch.cat([p.detach().reshape(-1) for p in first.parameters])
+    return {
+        "model": models[0] if len(models) == 1 else evaluation.AveragedOutputs(models).eval(),
+        "models": models,
+        "parameters": flat,
+    }

@@ -1,0 +1,148 @@
+"""Checkpoints of a training run: when one was written last, what it holds, and how a run goes on from one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from manyhands.checkpoint import checkpoints, run_state
+from manyhands.checkpoint.checkpoints import Checkpoint
+from manyhands.data.feed import Feed
+from manyhands.errors import BadInput
+from manyhands.replica.replica import Replica
+from manyhands.strategies import spec_of
+from manyhands.strategies.base import State
+from manyhands.training.plan import Place, Plan
+from manyhands.worker import Worker
+
+
+@dataclass
+class Saver:
+    """Writes this worker's part of each checkpoint, and reads it again."""
+
+    plan: Plan
+    worker: Worker
+    replica: Replica
+    feed: Feed  # of the training data
+    total_ticks: int | None  # of the whole training
+    saved: int = -1  # the tick of the newest checkpoint of this launch
+    warnings: list[str] = field(default_factory=list)  # of resuming
+
+    def __post_init__(self) -> None:
+        self._declared = run_state.declared(self.replica)
+
+    def save(self, place: Place, state: State) -> None:
+        """A collective; nothing where no checkpoints are wanted."""
+        if self.plan.checkpoints is None:
+            return
+        self.saved = place.tick
+        self.worker.coordinator.progress("checkpoint", self.replica.step)
+        start = self.worker.clock()
+        facts = {"total": self.total_ticks, "threads": torch.get_num_threads(), "fingerprint": self._fingerprint()}
+        facts["options"] = self._options()
+        tensors, values = run_state.capture(self.replica, state, {**vars(place), **facts}, self._declared)
+        kept, values["keep"] = self.plan.keep.capture(self.replica) if self._keeps_best() else ({}, None)
+        shared: run_state.Tensors = {}
+        server = self.worker.server
+        if server is not None:
+            self.worker.group.barrier()  # all have pushed what they push
+            if self.worker.rank == 0:
+                shared, values["server"] = run_state.capture_server(server, self.replica)
+        self._sync_events()
+        path = checkpoints.save(
+            self.plan.checkpoints,
+            place.tick,
+            self.worker.group,
+            {**tensors, **kept, **shared},
+            values,
+            claim=self.plan.claim,
+            warn=self._warn,
+        )
+        if self.worker.rank == 0:
+            seconds = self.worker.clock() - start
+            self.worker.emit("checkpoint", tick=place.tick, step=place.tick, path=str(path), seconds=seconds)
+
+    def _sync_events(self) -> None:
+        """A collective: all events that the checkpoint counts are on the disk before its manifest is, whoever dies next."""
+        worker = self.worker
+        worker.coordinator.collect(worker.group)
+        if worker.rank:
+            worker.ask("sync")
+        worker.group.barrier()
+        if worker.rank == 0:  # the driver has by then what all ranks have sent
+            worker.ask("sync")
+
+    def _warn(self, message: str) -> None:
+        self.worker.emit("warning", step=self.replica.step, message=message)
+
+    def _keeps_best(self) -> bool:
+        """Whether this rank's checkpoint holds what is best: rank 0's is everybody's, an ensemble's member is its own."""
+        return self.worker.rank == 0 or not self.plan.strategy.needs.one_model
+
+    def resume(self, saved: Checkpoint, state: State) -> tuple[State, Place]:
+        """Put replica, server and keep back where the checkpoint stood; the strategy's state, and where the loop stands."""
+        with checkpoints.within_reach(saved, self.worker.group) as there:
+            return self._resume(there, state)
+
+    def _resume(self, saved: Checkpoint, state: State) -> tuple[State, Place]:
+        self._check(saved)
+        rank, size = self.worker.rank, self.worker.size
+        state, values = run_state.restore(
+            saved, self.replica, state, rank, size, self.total_ticks, self.warnings.append
+        )
+        was, now = values["options"], self._options()
+        for fact in ("total", "threads", "fingerprint", "options"):
+            del values[fact]
+        if was != now:
+            differing = ", ".join(
+                f"{name} was {was.get(name)} and is {now[name]}" for name in now if was.get(name) != now[name]
+            )
+            self.warnings.append(
+                f"the checkpoint's run was another one: {differing}. What is given now is used from step {saved.tick} on. "
+                "To go on as before, give what it was"
+            )
+        place = Place(**values)
+        if rank == 0 and self.plan.checkpoints is not None:
+            checkpoints.discard_newer(
+                self.plan.checkpoints, saved.tick, self.warnings.append
+            )  # they were passed over: they are damaged
+        if rank == 0 and self.worker.server is not None:
+            run_state.restore_server(saved, self.worker.server, self.replica)
+        if saved.ranks != size:  # what was counted by ranks that are no more stands with rank 0
+            places = [saved.values(r)["place"] for r in range(saved.ranks)] if rank == 0 else []
+            for count in ("rows", "unused"):
+                setattr(place, count, sum(p[count] for p in places))
+        self.replica.rounds, self.replica.tick = place.rounds, max(0, place.tick - 1)
+        source = rank if self._keeps_best() else 0
+        kept = saved.tensors(source) if self.plan.keep.metric else {}
+        self.plan.keep.restore(self.replica, kept, saved.values(source)["keep"])
+        return state, place
+
+    def _check(self, saved: Checkpoint) -> None:
+        was, now = saved.values(0)["place"]["fingerprint"], self._fingerprint()
+        if was != now:
+            differing = ", ".join(
+                f"{key} was {was.get(key)} and is {now.get(key)}" for key in now if was.get(key) != now.get(key)
+            )
+            raise BadInput(
+                f"cannot resume from {saved.path}: {differing}. Give what it was, or start in another run directory"
+            )
+
+    def _options(self) -> dict[str, Any]:
+        """What a run may go on with otherwise than it began, and says so."""
+        task = self.plan.task
+        return {"strategy": spec_of(self.plan.strategy), "clip_norm": task.clip_norm, "precision": task.precision}
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """What must be the same for a checkpoint to mean the same."""
+        task = self.plan.task
+        return {
+            "strategy": self.plan.strategy.name,
+            "seed": task.seed,
+            "rows": self.feed.rows,
+            "batch_size": self.feed.batch_size,
+            "ticks_per_epoch": self.feed.ticks,
+            "shuffle": task.shuffle,
+        }

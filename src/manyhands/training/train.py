@@ -1,0 +1,351 @@
+"""train(): a task × a strategy × an engine → a Run."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from manyhands import engines, rng
+from manyhands.callbacks.base import Callback
+from manyhands.callbacks.progress import Progress
+from manyhands.checkpoint import checkpoints
+from manyhands.checkpoint.launch_lock import Claim
+from manyhands.checkpoint.paths import AnyPath, path_of
+from manyhands.comm.group import Group
+from manyhands.data.frames import Frame
+from manyhands.data.sources import Once, is_function
+from manyhands.engines.base import Engine, Launch
+from manyhands.engines.cores import shared
+from manyhands.errors import BadInput, CallbackFailed, Preempted
+from manyhands.own_loop.rank_zero import quiet_other_ranks
+from manyhands.recording.recorder import Recorder
+from manyhands.recording.run import Run
+from manyhands.signals import PREEMPTED, sigterm_to
+from manyhands.strategies import spec_of, strategy_of
+from manyhands.strategies.base import Strategy
+from manyhands.task import Task
+from manyhands.training import run_directory
+from manyhands.training.config import Asked, check_place, checks_of, every, keep_of, task_from
+from manyhands.training.loop import told, work
+from manyhands.training.plan import Outcome, Plan
+from manyhands.training.run_directory import CHECKPOINTS, Opened, answer, finished_run, models_of, open_directory
+from manyhands.worker import Worker
+
+LOG = logging.getLogger("manyhands")
+
+
+def train(
+    task: Task | str | None = None,
+    *,
+    strategy: Strategy | str = "allreduce",
+    engine: Engine | str = "auto",
+    workers: int | None = None,
+    servers: int = 1,
+    device: str = "auto",
+    threads_per_worker: int | None = None,
+    run_dir: str | AnyPath | None = None,
+    resume: bool = False,
+    callbacks: Iterable[Callback] = (),
+    validate_every: str | int = "epoch",
+    checkpoint_every: str | int = "epoch",
+    check_replicas_every: int | None = None,
+    keep: str = "last",
+    nonfinite: str = "raise",
+    max_seconds: float | None = None,
+    timeout_s: float = 300.0,
+    **task_fields: Any,
+) -> Run:
+    """Train a task on workers and return what came of it.
+
+    task: a Task, a spec string ("digits:epochs=5", "my.py:task"), or None when `task_fields` are a whole task.
+    strategy, engine: an object or its spec string. Engine "auto" is the launcher that started this process (torchrun,
+        `manyhands run`), else `local`.
+    workers: None is one per visible GPU, else 1. One worker runs in the calling process.
+    threads_per_worker: None is usable cores / workers; one worker, in the calling process, keeps that process's own number.
+    servers: shards of the parameter server, for strategies that have one.
+    run_dir: events, checkpoints and result go there; None writes nothing. An existing one needs `resume=True`. A path, or
+        the URL of a file system that fsspec knows ("hdfs://…", "s3://…"), with the credentials of each host's environment.
+    resume: go on from the newest checkpoint. Starts on an empty directory; returns a finished run as it is, unless
+        more epochs or steps are asked for than it had.
+    validate_every, checkpoint_every: "epoch", or a number of steps.
+    check_replicas_every: compare the replicas every so many steps too, and not only before each checkpoint, where the strategy
+        keeps them equal; a run whose replicas have drifted apart ends with an error that names the worker.
+    keep: "last", or "best:METRIC" (see Keep).
+    nonfinite: "raise", or "skip" steps whose gradient is not finite (their rows count as unused).
+    max_seconds: stop all workers at the same step after so long.
+    timeout_s: a worker without any progress for so long ends the run.
+    task_fields: any field of Task, overriding the task's.
+
+    Raises BadInput (and its kinds) for what cannot be, before any process starts where that can be known; WorkerFailed
+    when a worker raises, dies or hangs; Preempted after SIGTERM; CallbackFailed, which holds the Run, where a callback raises in
+    `on_end`.
+    """
+    asked = Asked(
+        task=task_from(task, task_fields),
+        strategy=strategy_of(strategy),
+        engine=engines.engine_of(engine),
+        workers=workers,
+        directory=None if run_dir is None else path_of(run_dir),
+    )
+    asked.check(servers=servers, nonfinite=nonfinite, max_seconds=max_seconds, timeout_s=timeout_s, resume=resume)
+    check_place(device, threads_per_worker)
+    plan = Plan(
+        task=asked.task,
+        strategy=asked.strategy,
+        validate_every=every("validate_every", validate_every),
+        checkpoint_every=every("checkpoint_every", checkpoint_every),
+        check_replicas_every=checks_of(check_replicas_every, asked.strategy),
+        keep=keep_of(keep, asked.task),
+        nonfinite=nonfinite,
+        max_seconds=max_seconds,
+        checkpoints=asked.directory / CHECKPOINTS if asked.directory else None,
+    )
+    launch = Launch(
+        workers=asked.count,
+        server=asked.strategy.server(),
+        servers=servers,
+        threads_per_worker=threads_per_worker,
+        device=device,
+        timeout_s=timeout_s,
+        frames=_frames(asked.task),
+        rejoins=False,
+    )
+    asked.engine.check(launch)
+    with open_directory(asked, resume) as opened:
+        if opened.finished is not None and not asked.in_place:
+            return finished_run(asked, opened.finished)
+        if asked.directory is not None and opened.claim is not None:
+            specs = {
+                "task": task if isinstance(task, str) else None,
+                "strategy": strategy if isinstance(strategy, str) else spec_of(strategy),
+            }
+            run_directory.note(
+                asked.directory, specs | _said(asked, plan) | {"servers": servers, "keep": keep}, task_fields
+            )
+        plan = replace(plan, claim=opened.claim, everywhere=asked.in_place, finished=opened.finished is not None)
+        return _Training(asked, plan, _shown(callbacks), launch, resume, opened).run()
+
+
+def _frames(task: Task) -> tuple[Frame, ...]:
+    """The DataFrames among the task's data, each once."""
+    given = (task.train_data, task.validation_data, task.test_data)
+    return tuple(dict.fromkeys(data for data in given if isinstance(data, Frame)))
+
+
+def _said(asked: Asked, plan: Plan) -> dict[str, Any]:
+    return {
+        "engine": asked.engine.name,
+        "workers": asked.count,
+        "validate_every": plan.validate_every,
+        "checkpoint_every": plan.checkpoint_every,
+        "nonfinite": plan.nonfinite,
+    }
+
+
+def _shown(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
+    """The callbacks, with a progress line where a notebook's cell would otherwise stay empty."""
+    given = tuple(callbacks)
+    shell = sys.modules.get("IPython")
+    in_notebook = shell is not None and getattr(shell.get_ipython(), "kernel", None) is not None
+    return (*given, Progress()) if in_notebook and not any(isinstance(c, Progress) for c in given) else given
+
+
+class _Training:
+    """One launch: recorder, workers, and the Run made of what they bring back."""
+
+    def __init__(
+        self,
+        asked: Asked,
+        plan: Plan,
+        callbacks: tuple[Callback, ...],
+        launch: Launch,
+        resume: bool,
+        opened: Opened,
+    ) -> None:
+        self.asked, self.launch, self.refusal = asked, launch, opened.refusal
+        self.signals = ExitStack()
+        self.recorder = Recorder(
+            workers=launch.workers,
+            directory=asked.directory,
+            callbacks=callbacks,
+            simulated=asked.engine.simulated,
+            rank=engines.own_rank(asked.engine) if asked.in_place else None,
+        )
+        self.recorder.claim = opened.claim
+        for message in opened.warnings:
+            self.recorder.warn(message)
+        if asked.engine.simulated:
+            plan = replace(plan, task=_read_once(plan.task))
+        self.plan = replace(plan, resume_from=self._newest(plan.checkpoints) if resume else None)
+
+    def _newest(self, folder: AnyPath | None) -> checkpoints.Checkpoint | None:
+        assert folder is not None
+        found = checkpoints.newest(folder, self.recorder.warn if self.asked.first else lambda message: None)
+        if found is not None:
+            places = [found.values(rank)["place"] for rank in range(found.ranks)]
+            place, rows = places[0], sum(one["rows"] for one in places)
+            self.recorder.preload(found.tick, (place["epoch"], place["left"]) if place.get("left") else None, rows)
+            same = found.ranks == self.launch.workers and not self.asked.engine.in_place
+            if same and self.launch.threads_per_worker is None:
+                self.launch = replace(self.launch, threads_per_worker=place["threads"])
+        return found
+
+    def run(self) -> Run:
+        start = time.monotonic()
+        with self.recorder, self.signals:
+            outcome = self._launched()
+            if outcome is None:
+                return finished_run(self.asked)
+            run = self._run_of(outcome, time.monotonic() - start)
+            if self.asked.task.companion is not None:
+                self.asked.task.companion.hear(outcome.said)
+            self.recorder.complete(run)
+            preempted = outcome.reason == PREEMPTED
+            if self.asked.directory is not None and self.asked.first and not preempted:
+                if self.plan.claim is not None:
+                    self.plan.claim.check()
+                self.recorder.flush()
+                run_directory.write(self.asked.directory, run, outcome.states)
+            problem = self._ended(run)
+        if preempted:
+            kept = "give a run_dir to be able to resume"
+            if self.asked.directory:
+                kept = f"resume it with resume=True (--resume) from {self.asked.directory}"
+            raise Preempted(
+                f"stopped at step {run.steps} because the run was asked to end (SIGTERM): {kept}"
+            ) from problem
+        if problem is not None:
+            where = f"in {self.asked.directory} and " if self.asked.directory else ""
+            raise CallbackFailed(
+                f"a callback raised {type(problem).__name__} in on_end: {problem}. The run itself is complete: its model and result are {where}in "
+                "`run` of this error",
+                run,
+            ) from problem
+        return run
+
+    def _ended(self, run: Run) -> Exception | None:
+        """Tell the callbacks; what one of them raised."""
+        try:
+            self.recorder.end(run)
+        except Exception as problem:  # noqa: BLE001 - a callback may raise anything; the caller raises it
+            LOG.warning("a callback raised in on_end: %s: %s", type(problem).__name__, problem)
+            return problem
+        return None
+
+    def _launched(self) -> Outcome | None:
+        launch, engine = replace(self.launch, observer=self.recorder), self.asked.engine
+        with rng.kept():
+            if self.asked.in_place:
+                return next((one for one in engine.launch(self._together, launch) if one is not None), None)
+            self._obey_sigterm()
+            first, *_ = engine.launch(partial(told, self.plan), launch)
+        return None if first is None else Outcome(**first)
+
+    def _obey_sigterm(self) -> None:
+        """Until the run is over."""
+        self.signals.enter_context(sigterm_to(self.recorder.stop))
+
+    def _together(self, worker: Worker) -> Outcome | None:
+        """The program where every worker makes this very call, once they have met.
+
+        Until then SIGTERM ends this process: torchrun sends it where a peer has failed, and nothing else would end the wait.
+        """
+        self._obey_sigterm()
+        start = self.plan.resume_from
+        claim = _agree(
+            worker.group, self.refusal, self.asked.directory, None if start is None else start.tick, self.plan.claim
+        )
+        self.recorder.claim = claim
+        quiet_other_ranks(worker, self.launch.timeout_s)
+        outcome = work(replace(self.plan, claim=claim), worker)
+        self.recorder.flush()
+        worker.group.barrier()  # the first to raise Preempted ends its peers: what they reported is on the disk by then
+        return outcome
+
+    def _run_of(self, outcome: Outcome, seconds: float) -> Run:
+        workers = outcome.workers
+        rows = [one["rows"] for one in workers]
+        return Run(
+            **answer(models_of(self.asked.task, outcome.states)),
+            metrics=outcome.metrics,
+            history=self.recorder.history,
+            rows={"total": sum(rows), "workers": rows, "unused": sum(one["unused"] for one in workers)},
+            timing=self.recorder.timing(),
+            memory_of_workers=[one["memory"] for one in workers if "memory" in one],
+            ledger=_summed([one["ledger"] for one in workers]),
+            seconds=outcome.seconds if self.asked.engine.simulated else seconds,
+            steps=outcome.steps,
+            rounds=outcome.rounds,
+            directory=self.asked.directory,
+            info=self._info(outcome) | ({"computed_s": seconds} if self.asked.engine.simulated else {}),
+        )
+
+    def _info(self, first: Outcome) -> dict[str, Any]:
+        asked = self.asked
+        return {
+            "task": asked.task.name,
+            "strategy": spec_of(asked.strategy),
+            "engine": asked.engine.name,
+            "workers": self.launch.workers,
+            "max_steps": asked.task.max_steps,
+            "ticks": first.ticks,
+            "stopped": first.reason,
+            "machines": shared([one["cores"] for one in first.workers if "cores" in one]),
+            **asked.engine.facts(),
+            **first.facts,
+            **self._rates(first.facts),
+        }
+
+    def _rates(self, facts: dict[str, Any]) -> dict[str, float]:
+        """The highest rate of the schedule, and by how much it moves the one answer."""
+        factor = facts["effective_rate"] / facts["rate"] if facts["rate"] else 1.0
+        highest = facts["rate"] if self.recorder.highest_rate is None else self.recorder.highest_rate
+        return {"rate": highest, "effective_rate": highest * factor}
+
+
+def _agree(
+    group: Group, refusal: str, directory: AnyPath | None, tick: int | None, claim: Claim | None
+) -> Claim | None:
+    """A collective: rank 0's claim on the run directory; BadInput on all ranks where rank 0 refuses it, or where they see different ones."""
+    said = None if claim is None else [claim.number, claim.host, claim.pid]
+    own = {"refusal": refusal, "directory": None if directory is None else str(directory), "tick": tick, "claim": said}
+    first, *others = group.all_gather_json(own)
+    if first["refusal"]:
+        raise BadInput(first["refusal"])
+    for rank, said in enumerate(others, start=1):
+        if said["directory"] != first["directory"]:
+            raise BadInput(
+                f"run_dir is {first['directory']} on worker 0 and {said['directory']} on worker {rank}: give all workers the same "
+                "(a name with the time in it is made before they start)"
+            )
+        if said["tick"] != first["tick"]:
+            raise BadInput(
+                f"the newest checkpoint in {first['directory']}/{CHECKPOINTS} is of tick {first['tick']} on worker 0 and of tick {said['tick']} on worker {rank}: "
+                "put the run directory where all hosts see the same files"
+            )
+    if directory is None or first["claim"] is None:
+        return None
+    number, host, pid = first["claim"]
+    return Claim(directory=directory, number=number, host=host, pid=pid)
+
+
+def _read_once(task: Task) -> Task:
+    """The task, its data read once for all workers of this process."""
+    given = {name: getattr(task, name) for name in ("train_data", "validation_data", "test_data")}
+    return task.with_fields(**{name: Once(data) for name, data in given.items() if is_function(data)})
+
+
+def _summed(ledgers: list[dict[str, dict[str, int]]]) -> dict[str, dict[str, int]]:
+    summed: dict[str, dict[str, int]] = {}
+    for ledger in ledgers:
+        for name, counts in ledger.items():
+            total = summed.setdefault(name, {"bytes": 0, "messages": 0})
+            for key, value in counts.items():
+                total[key] += value
+    return summed

@@ -1,0 +1,138 @@
+"""The one answer of a run: validated while it trains, and brought back at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyhands.comm.solo import SoloGroup
+from manyhands.data.feed import Feed
+from manyhands.errors import Unsupported
+from manyhands.replica import evaluation, fingerprint
+from manyhands.replica.replica import Replica
+from manyhands.strategies.base import State as StrategyState
+from manyhands.training.plan import Place, Plan, State
+from manyhands.worker import Worker
+from manyhands.worker_callback import Companion
+
+
+@dataclass
+class Judge:
+    """Metrics of the consensus; everything here is a collective."""
+
+    plan: Plan
+    worker: Worker
+    replica: Replica
+    validation: Feed | None
+    test: Feed | None
+    judged: int = -1  # the tick of the newest validation
+
+    def facts(self) -> fingerprint.Facts:
+        """What must be alike on all workers: the rows that are judged by."""
+        feeds = {"validation_data": self.validation, "test_data": self.test}
+        seed, facts = self.plan.task.seed, fingerprint.Facts()
+        for name, feed in feeds.items():
+            facts |= {} if feed is None else fingerprint.of_rows(feed.source, name, seed)
+        return facts
+
+    def validate(self, place: Place, state: StrategyState) -> tuple[dict[str, float], bool]:
+        """Validation metrics of the consensus as it is now, offered to `keep`; ({}, False) without validation data."""
+        if self.validation is None:
+            return {}, False
+        self.judged = place.tick
+        consensus = self.plan.strategy.consensus(self.replica, self.worker, state)
+        buffers = self._buffers()
+        metrics = self._evaluate(self.validation, consensus, buffers, "validation_")
+        return metrics, self.plan.keep.offer(metrics, consensus, buffers)
+
+    @contextmanager
+    def showing(self, state: StrategyState) -> Iterator[None]:
+        """The model holds the consensus as it is now, to be looked at; raises Unsupported where that changed its parameters."""
+        consensus = self.plan.strategy.consensus(self.replica, self.worker, state)
+        with evaluation.holding(self.replica, consensus, self._buffers()):
+            before = self.replica.parameters.clone()
+            yield
+            if not _same(before, self.replica.parameters):
+                raise Unsupported(
+                    "a callback changed the model's parameters between two epochs, which no exchange would carry to the other workers: "
+                    "change them when training is over, or leave the callback out"
+                )
+
+    def answer(
+        self, state: StrategyState, test: bool, companion: Companion | None = None
+    ) -> tuple[list[State], dict[str, float], Any]:
+        """The consensus, or the best that was kept, where it is wanted, its metrics, and what worker 0's companion says."""
+        keep = self.plan.keep
+        consensus = self.plan.strategy.consensus(self.replica, self.worker, state)
+        buffers = self._buffers()
+        metrics = dict(keep.newest)
+        if keep.parameters is not None:
+            consensus, buffers, metrics = keep.parameters, keep.buffers, dict(keep.metrics)
+        said = None
+        if companion is not None:
+            said, changed, consensus, buffers = self._ended(companion, consensus, buffers)
+            if changed and self.validation is not None:
+                metrics = self._evaluate(self.validation, consensus, buffers, "validation_")
+        if self.test is not None and test:
+            metrics |= self._evaluate(self.test, consensus, buffers, "test_")
+        return self._states(consensus, buffers), metrics, said
+
+    def _ended(
+        self, companion: Companion, parameters: Tensor, buffers: dict[str, Tensor]
+    ) -> tuple[Any, bool, Tensor, dict[str, Tensor]]:
+        """(what worker 0's companion says, whether it changed the answer, the answer's parameters [D'] and buffers)"""
+        group = self.worker.group
+        with evaluation.holding(self.replica, parameters, buffers) as model:
+            before = self.replica.parameters.clone()
+            said = companion.end()
+            after = self.replica.parameters.clone()
+            held = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        changed = not _same(before, after) or not all(_same(buffers[name], held[name]) for name in buffers)
+        changed, said = group.all_gather_json([changed, said])[0]
+        if not changed:
+            return said, False, parameters, buffers
+        for tensor in (after, *held.values()):
+            group.broadcast_(tensor, 0)
+        return said, True, after, held
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """Those of the one answer, or this rank's own where there are N."""
+        group = self.worker.group if self.plan.strategy.needs.one_model else SoloGroup()
+        return evaluation.mean_buffers(self.replica.model, group)
+
+    def _evaluate(self, feed: Feed, parameters: Tensor, buffers: dict[str, Tensor], prefix: str) -> dict[str, float]:
+        worker = self.worker
+
+        def progress(batch: int) -> None:
+            worker.coordinator.progress("validation", batch)
+
+        with evaluation.holding(self.replica, parameters, buffers) as model:
+            judged = model if self.plan.strategy.needs.one_model else evaluation.ensemble_of(self.replica, worker.group)
+            metrics = evaluation.evaluate(self.plan.task, judged, feed, worker.group, progress)
+        return {prefix + name: value for name, value in metrics.items()}
+
+    def _states(self, parameters: Tensor, buffers: dict[str, Tensor]) -> list[State]:
+        """On the ranks that want them: the answer's values, or each ensemble member's, on the CPU, in memory of their own."""
+        wanted = self.worker.rank == 0 or self.plan.everywhere
+        if self.plan.strategy.needs.one_model:
+            return [(_own(self.replica.named(parameters)), _own(buffers))] if wanted else []
+        with evaluation.holding(self.replica, parameters, buffers):
+            members = evaluation.ensemble_of(self.replica, self.worker.group).members
+        trainable = self.replica.layout.names
+        states = [({n: p for n, p in m.named_parameters() if n in trainable}, dict(m.named_buffers())) for m in members]
+        return [(_own(p), _own(b)) for p, b in states] if wanted else []
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Bit for bit: a NaN is itself."""
+    views = [t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
+    return torch.equal(*views)
+
+
+def _own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}

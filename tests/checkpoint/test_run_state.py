@@ -1,0 +1,402 @@
+"""A replica's state through a checkpoint, and back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import manyhands as mh
+import plain
+from manyhands.checkpoint import checkpoints, run_state
+from manyhands.checkpoint.checkpoints import Checkpoint
+from manyhands.comm.solo import SoloGroup
+from manyhands.errors import BadInput, Unsupported
+from manyhands.replica.replica import Replica
+from manyhands.strategies.base import State
+from manyhands.strategies.ensemble import EnsembleState
+from manyhands.strategies.local_sgd import LocalSGDState
+from manyhands.testing.threads import together
+from manyhands.worker import Worker
+
+TOTAL = 12
+
+
+class Decay:
+    """A callable with state of its own."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, step: int) -> float:
+        self.calls += 1
+        return 0.9**step
+
+
+def sequential(optimizer: torch.optim.Optimizer) -> Any:
+    first = lr_scheduler.LinearLR(optimizer, total_iters=2)
+    return lr_scheduler.SequentialLR(optimizer, [first, lr_scheduler.MultiStepLR(optimizer, [2, 4, 6])], milestones=[2])
+
+
+def chained(optimizer: torch.optim.Optimizer) -> Any:
+    return lr_scheduler.ChainedScheduler(
+        [lr_scheduler.LinearLR(optimizer), lr_scheduler.MultiStepLR(optimizer, [3, 5, 9])], optimizer=optimizer
+    )
+
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "multistep": lambda o: lr_scheduler.MultiStepLR(o, [3, 5, 5, 9]),
+    "sequential": sequential,
+    "chained": chained,
+    "onecycle": lambda o: lr_scheduler.OneCycleLR(o, 0.3, total_steps=TOTAL + 1),
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "callable": lambda o: lr_scheduler.LambdaLR(o, Decay()),
+}
+
+
+def made(optimizer: Any = plain.OPTIMIZERS["momentum"], schedule: Any = None, group: Any = None) -> Replica:
+    torch.manual_seed(1)
+    return Replica(plain.mlp(), optimizer, group=group or SoloGroup(), schedule=schedule)
+
+
+def step(replica: Replica, times: int = 1) -> list[float]:
+    """Steps with a gradient that depends on the step alone; the rates they were taken at."""
+    rates = []
+    for _ in range(times):
+        rates.append(float(replica.optimizer.param_groups[0]["lr"]))
+        for i, p in enumerate(replica.layout.parameters):
+            p.grad = torch.full_like(p, 0.1 * (replica.step + i + 1))
+        replica.weight = 1.0
+        replica.apply()
+    return rates
+
+
+def saved(folder: Path, replica: Replica, state: State | None = None) -> Checkpoint:
+    tensors, values = run_state.capture(replica, state or State(), {"total": TOTAL})
+    path = checkpoints.save(folder, replica.step, SoloGroup(), tensors, values)
+    return Checkpoint(path, replica.step, 1)
+
+
+def resumed(kept: Checkpoint, replica: Replica) -> Replica:
+    run_state.restore(kept, replica, State(), 0, 1, TOTAL)
+    return replica
+
+
+def same(a: Replica, b: Replica) -> bool:
+    states = [[r.optimizer.state[p] for p in r.layout.parameters] for r in (a, b)]
+    return torch.equal(a.parameters, b.parameters) and all(
+        x.keys() == y.keys() and all(torch.equal(x[key], y[key]) for key in x) for x, y in zip(*states, strict=True)
+    )
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("at", [1, 4])
+def test_a_schedule_goes_on_as_if_never_interrupted(kind: str, at: int, tmp_path: Path) -> None:
+    """CASE 19"""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The epoch parameter in `scheduler.step", UserWarning)  # SequentialLR's own
+        first = made(schedule=SCHEDULES[kind])
+        step(first, at)
+        again = resumed(saved(tmp_path, first), made(schedule=SCHEDULES[kind]))
+        rates = step(first, TOTAL - at)
+        assert step(again, TOTAL - at) == rates
+    assert len(set(rates)) > 1
+    assert same(first, again)
+
+
+def test_a_dict_with_keys_that_are_no_strings_comes_back_at_any_depth() -> None:
+    value = {"a": [{"b": {1: {(2, "x"): 0.5}}}], "f": len, 3: np.float32(0.5)}
+    assert run_state._unpacked(run_state._plain(value)) == {"a": [{"b": {1: {(2, "x"): 0.5}}}], 3: 0.5}
+
+
+@pytest.mark.parametrize("name", ["adamw", "adagrad", "nadam", "adafactor"])
+def test_every_optimizers_state_comes_back_bit_for_bit(name: str, tmp_path: Path) -> None:
+    """CASE 19"""
+    others = {"nadam": torch.optim.NAdam, "adafactor": torch.optim.Adafactor}
+    make = plain.OPTIMIZERS.get(name) or (lambda m: others[name](m.parameters()))
+    first = made(make)
+    step(first, 3)
+    again = resumed(saved(tmp_path, first), made(make))
+    assert same(first, again)
+    step(first, 3)
+    step(again, 3)
+    assert same(first, again)
+
+
+def test_group_values_that_json_cannot_hold_do_not_stop_a_checkpoint(tmp_path: Path) -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        group = {
+            "params": list(model.parameters()),
+            "lr": np.float32(0.5),
+            "decay": lambda step: step,
+            "hooks": [len],
+            "limits": np.array([1.0, 2.0]),
+        }
+        return torch.optim.SGD([group], lr=0.1)
+
+    first = made(make)
+    step(first)
+    again = made(make)
+    decay = again.optimizer.param_groups[0]["decay"]
+    again.optimizer.param_groups[0]["lr"] = np.float32(9)
+    group = resumed(saved(tmp_path, first), again).optimizer.param_groups[0]
+    assert (group["lr"], type(group["lr"])) == (0.5, np.float32)
+    assert (group["decay"], group["hooks"]) == (decay, [len])
+    assert group["limits"].tolist() == [1.0, 2.0]
+
+
+def test_state_that_json_cannot_hold_is_named(tmp_path: Path) -> None:
+    replica = made()
+    step(replica)
+    state = replica.optimizer.state[replica.layout.parameters[0]]
+    state["seen"] = np.float32(0.5)
+    assert resumed(saved(tmp_path, replica), made()).optimizer.state[replica.layout.parameters[0]] == {}
+    state["history"] = [torch.zeros(1)]
+    with pytest.raises(Unsupported, match=r"SGD keeps 'history' of 0\.weight as a list"):
+        saved(tmp_path, replica)
+
+
+def test_a_step_that_the_kernel_counts_on_the_device_goes_there() -> None:
+    p = torch.empty(2, 3, device="meta")
+    count = torch.tensor(3.0)
+    assert run_state._placed("step", count, p, True).device.type == "meta"
+    assert run_state._placed("step", count, p, False).device.type == "cpu"
+    assert run_state._placed("exp_avg", torch.zeros(2, 3), p, False).device.type == "meta"
+    fused = made(lambda m: torch.optim.AdamW(m.parameters(), fused=True))
+    assert run_state.counts_on_device(fused.optimizer) == set(fused.layout.parameters)
+
+
+def test_state_lies_in_its_parameters_memory_format(tmp_path: Path) -> None:
+    def replica() -> Replica:
+        model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        return Replica(model, plain.OPTIMIZERS["momentum"], group=SoloGroup())
+
+    first = replica()
+    step(first)
+    again = resumed(saved(tmp_path, first), replica())
+    weight = again.layout.parameters[0]
+    assert again.optimizer.state[weight]["momentum_buffer"].stride() == weight.stride()
+
+
+# -- another number of ranks -------------------------------------------------------------------------------------------
+
+
+def written(folder: Path, states: list[State], values: list[float]) -> Checkpoint:
+    """A checkpoint by len(states) ranks whose parameters are all `values[rank]`."""
+
+    def write(worker: Worker) -> None:
+        replica = made(group=worker.group)
+        replica.set_parameters(torch.full_like(replica.parameters, values[worker.rank]))
+        tensors, numbers = run_state.capture(replica, states[worker.rank], {"total": TOTAL})
+        checkpoints.save(folder, 1, worker.group, tensors, numbers)
+
+    together(len(states), write)
+    return Checkpoint(folder / "step-00000001", 1, len(states))
+
+
+def go_on(kept: Checkpoint, state: State, size: int = 1) -> tuple[Replica, Any]:
+    replica = made()
+    return replica, run_state.restore(kept, replica, state, 0, size, TOTAL)[0]
+
+
+@pytest.mark.parametrize(
+    ("weights", "mean"),
+    [([1.0, 1.0, 2.0], 2.25), ([0.0, 0.0, 0.0], 2.0), ([0.0, 4.0, 0.0], 2.0), ([3.0, 0.0, 1.0], 1.5)],
+)
+def test_an_open_window_is_closed_by_the_weighted_mean(weights: list[float], mean: float, tmp_path: Path) -> None:
+    states: list[State] = [LocalSGDState(ticks=2, weight=weight, touched=1) for weight in weights]
+    replica, state = go_on(written(tmp_path, states, [1.0, 2.0, 3.0]), LocalSGDState())
+    assert torch.allclose(plain.flat(replica.model), torch.full((), mean, dtype=torch.float64), atol=1e-15)
+    assert state == LocalSGDState()
+
+
+def test_equal_replicas_are_kept_as_they_are(tmp_path: Path) -> None:
+    replica, _ = go_on(written(tmp_path, [State()] * 3, [0.1] * 3), State())
+    assert torch.equal(plain.flat(replica.model), torch.full_like(plain.flat(replica.model), 0.1))
+
+
+def test_an_ensemble_does_not_go_on_with_another_number_and_nothing_has_changed(tmp_path: Path) -> None:
+    kept = written(tmp_path, [EnsembleState()] * 3, [1.0, 2.0, 3.0])
+    replica = made()
+    before = replica.parameters.clone()
+    with pytest.raises(Unsupported, match="an ensemble of 3 cannot go on with 2 workers.*workers=3"):
+        run_state.restore(kept, replica, EnsembleState(), 0, 2, TOTAL)
+    assert torch.equal(replica.parameters, before)
+
+
+# -- other options of the strategy -------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Remembered(State):
+    one: Any = None
+    many: Any = field(default_factory=lambda: torch.zeros(2, 3))
+    ticks: int = 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("was", "problem"),
+    [
+        (Remembered(many=torch.ones(2, 2)), r"strategy: many was \[2, 2\], and is \[2, 3\]\. Resume .* as they were"),
+        (Remembered(many=5.0, ticks=1), r"many was none, and is \[2, 3\]"),
+        (LocalSGDState(ticks=2, weight=1.0), r"weight was 1\.0, and is none; .*many was none, and is \[2, 3\]"),
+    ],
+)
+def test_another_state_of_the_strategy_is_named_and_nothing_has_changed(
+    was: State, problem: str, ranks: int, tmp_path: Path
+) -> None:
+    kept, replica, state = written(tmp_path, [was] * ranks, [1.0] * ranks), made(), Remembered()
+    before = replica.parameters.clone()
+    with pytest.raises(BadInput, match=problem):
+        run_state.restore(kept, replica, state, 0, 1, TOTAL)
+    assert torch.equal(replica.parameters, before)
+    assert (state.ticks, float(state.many.sum())) == (0, 0.0)
+
+
+def test_what_may_be_none_may_be_missing_where_the_number_of_ranks_is_another(tmp_path: Path) -> None:
+    """One worker alone remembers nothing of what it sent."""
+    one = torch.ones(1)
+    alone = written(tmp_path / "1", [Remembered()], [1.0])
+    with pytest.raises(BadInput, match=r"one was none, and is \[1\]"):
+        go_on(alone, Remembered(one=one))
+    assert go_on(alone, Remembered(one=one), size=2)[1].one.tolist() == [1.0]
+    several = written(tmp_path / "2", [Remembered(one=one)] * 2, [1.0] * 2)
+    assert go_on(several, Remembered())[1].one is None
+    with pytest.raises(BadInput, match=r"one was \[1\], and is \[2\]"):
+        go_on(several, Remembered(one=torch.ones(2)))
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "problem"),
+    [
+        ("diloco:period=4,streaming=3", "diloco:period=4,streaming=2", r"counted was \[3\], and is \[2\]"),
+        ("gossip", "gossip:graph=pairs", "rounds was 2, and is none.* start of 0.bias was none, and is "),
+        ("gossip:graph=pairs", "gossip", "merged was False, and is none"),
+    ],
+)
+def test_resuming_with_other_options_names_the_field(was: str, now: str, problem: str, tmp_path: Path) -> None:
+    def train(strategy: str, steps: int) -> None:
+        mh.train(
+            plain.task(max_steps=steps),
+            strategy=strategy,
+            engine="sim",
+            workers=2,
+            run_dir=tmp_path / "run",
+            resume=steps > 2,
+        )
+
+    train(was, 2)
+    with pytest.raises(BadInput, match=problem):
+        train(now, 4)
+
+
+# -- a task that says other hyperparameters than it did ----------------------------------------------------------------
+
+
+def sgd(**settings: Any) -> Any:
+    given = {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.01} | settings
+    return lambda model: torch.optim.SGD(model.parameters(), **given)
+
+
+def resumed_with(folder: Path, first: Replica, again: Replica, at: int = 4) -> tuple[Replica, list[str]]:
+    """`again` as it goes on from where `first` is after so many steps; and what it was warned of."""
+    said, told = run_state.declared(first), list[str]()
+    step(first, at)
+    tensors, values = run_state.capture(first, State(), {"total": TOTAL, "tick": at}, said)
+    path = checkpoints.save(folder, at, SoloGroup(), tensors, values)
+    run_state.restore(Checkpoint(path, at, 1), again, State(), 0, 1, TOTAL, told.append)
+    return again, told
+
+
+def halving(size: int) -> Any:
+    return lambda optimizer: lr_scheduler.StepLR(optimizer, size)
+
+
+@pytest.mark.parametrize("schedule", [None, *SCHEDULES.values()])
+def test_a_task_that_says_the_same_is_not_warned_and_goes_on_bit_for_bit(schedule: Any, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The epoch parameter in `scheduler.step", UserWarning)
+        first = made(sgd(), schedule=schedule)
+        again, told = resumed_with(tmp_path, first, made(sgd(), schedule=schedule))
+        assert told == []
+        assert step(again, 3) == step(first, 3)
+    assert same(first, again)
+
+
+def test_what_moved_a_rate_while_it_trained_goes_on_where_the_task_says_the_same(tmp_path: Path) -> None:
+    """A callback of Keras, say, or an optimizer that counts in its groups."""
+    first = made(sgd())
+    said = run_state.declared(first)
+    first.optimizer.param_groups[0] |= {"lr": 0.125, "k": 7}
+    tensors, values = run_state.capture(first, State(), {"total": TOTAL, "tick": 0}, said)
+    again = made(sgd(momentum=0.5))
+    told: list[str] = []
+    kept = Checkpoint(checkpoints.save(tmp_path, 1, SoloGroup(), tensors, values), 1, 1)
+    run_state.restore(kept, again, State(), 0, 1, TOTAL, told.append)
+    group = again.optimizer.param_groups[0]
+    assert (group["lr"], group["k"], group["momentum"]) == (0.125, 7, 0.5)
+    assert "momentum was 0.9 and is 0.5" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"lr": 0.25}, "lr was 0.5 and is 0.25"),
+        ({"momentum": 0.5}, "momentum was 0.9 and is 0.5"),
+        ({"weight_decay": 0.0}, "weight_decay was 0.01 and is 0"),
+        ({"nesterov": True}, "nesterov was False and is True"),
+    ],
+)
+def test_the_tasks_hyperparameters_win_and_a_line_says_which(change: dict[str, Any], line: str, tmp_path: Path) -> None:
+    first = made(sgd())
+    again, told = resumed_with(tmp_path, first, made(sgd(**change)))
+    assert same(first, again)  # momentum's buffers go on
+    group = again.optimizer.param_groups[0]
+    assert {key: group[key] for key in ("lr", "momentum", "weight_decay")} == {
+        "lr": 0.5,
+        "momentum": 0.9,
+        "weight_decay": 0.01,
+        **{key: value for key, value in change.items() if key != "nesterov"},
+    }
+    assert len(told) == 1
+    assert line in told[0]
+    assert "give the task what it was" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "rate", "line"),
+    [
+        ((0.5, halving(2)), (0.25, halving(2)), 0.0025, "lr was 0.5 and is 0.25"),
+        ((0.5, halving(2)), (0.5, halving(3)), 0.05, "the schedule's step_size was 2 and is 3"),
+        ((0.5, halving(2)), (0.5, None), 0.5, "the schedule's type was StepLR and is none"),
+        ((0.5, None), (0.5, halving(2)), 0.005, "the schedule's type was none and is StepLR"),
+        ((0.5, chained), (0.5, halving(2)), 0.005, "the schedule's type was ChainedScheduler and is StepLR"),
+        ((0.5, chained), (0.25, chained), None, "lr was 0.5 and is 0.25"),
+    ],
+)
+def test_a_schedule_stands_where_it_would_had_the_task_said_so_from_the_start(
+    before: Any, after: Any, rate: float | None, line: str, tmp_path: Path
+) -> None:
+    first = made(sgd(lr=before[0]), schedule=before[1])
+    again, told = resumed_with(tmp_path, first, made(sgd(lr=after[0]), schedule=after[1]))
+    fresh = made(sgd(lr=after[0]), schedule=after[1])
+    step(fresh, 4)
+    assert step(again, 3) == step(fresh, 3)
+    if rate is not None:
+        assert fresh.optimizer.param_groups[0]["initial_lr" if after[1] else "lr"] == after[0]
+        assert step(fresh)[0] <= rate
+    assert line in told[0]
+
+
+def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="optimizer is SGD with 1 parameter groups, and the task's is AdamW"):
+        resumed_with(tmp_path, made(sgd()), made(plain.OPTIMIZERS["adamw"]))

@@ -1,0 +1,378 @@
+"""The command: what it passes on, what it prints, what it ends with."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from manyhands import errors
+from manyhands.checkpoint.paths import RemotePath
+from manyhands.cli import commands, options
+
+SCRIPT = "import manyhands.cli.commands; manyhands.cli.commands.main()"
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(
+        commands.app, list(arguments), prog_name="manyhands", env={"COLUMNS": "200", "NO_COLOR": "1"}
+    )
+
+
+def command(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(str(Path(p).resolve()) for p in sys.path if p)}
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT, *arguments], capture_output=True, text=True, timeout=60, cwd=cwd, env=environment
+    )
+
+
+class FakeRun:
+    """What the faked train() returns."""
+
+    def summary(self) -> str:
+        return "the summary"
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What train() was called with; nothing is started."""
+    seen: dict[str, Any] = {}
+
+    def train(task: str, **options: Any) -> FakeRun:
+        seen.update(options, task=task)
+        return FakeRun()
+
+    monkeypatch.setattr("manyhands.training.train.train", train)
+    monkeypatch.setattr(commands, "_started", lambda engine, workers: nullcontext(engine))
+    return seen
+
+
+def raising(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def train(task: str, **options: Any) -> FakeRun:
+        raise error
+
+    monkeypatch.setattr("manyhands.training.train.train", train)
+
+
+def test_help_teaches_by_example_and_does_not_import_torch() -> None:
+    done = command("train", "--help")
+    assert done.returncode == 0
+    assert "manyhands train digits --workers 2" in done.stdout
+    found = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", SCRIPT, "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert not re.search(r"\| +(torch|numpy)$", found.stderr, re.MULTILINE)
+    for word in ("train", "run", "replay", "join", "strategies", "tasks", "engines", "--version", "75 preempted"):
+        assert word in found.stdout
+
+
+def test_version() -> None:
+    assert re.fullmatch(r"manyhands \S+.*, Python 3\.\S+, torch \S+\n", invoke("--version").stdout)
+
+
+def test_without_options_the_tasks_own_fields_stand(asked: dict[str, Any]) -> None:
+    done = invoke("train", "digits:epochs=5")
+    assert done.exit_code == 0, done.output
+    assert done.stdout == "the summary\n"
+    assert (asked["task"], asked["strategy"], asked["engine"], asked["workers"]) == (
+        "digits:epochs=5",
+        "allreduce",
+        "auto",
+        None,
+    )
+    assert not asked.keys() & {*options.TASK_FIELDS, "shuffle"}
+    assert re.fullmatch(r"runs/digits-\d{8}-\d{6}-\d+", str(asked["run_dir"]))
+    assert [type(callback).__name__ for callback in asked["callbacks"]] == ["Progress"]
+
+
+def test_a_run_directory_may_be_a_url(asked: dict[str, Any]) -> None:
+    assert invoke("train", "digits", "--run-dir", "memory://bucket/run").exit_code == 0
+    assert asked["run_dir"] == RemotePath("memory://bucket/run")
+    done = invoke("train", "digits", "--run-dir", "nosuch://bucket/run")
+    assert done.exit_code == 2
+    assert "no file system nosuch://" in done.output
+
+
+def test_every_option_arrives(asked: dict[str, Any], tmp_path: Path) -> None:
+    options = """-n 2 -s local-sgd:period=8 --engine local --servers 3 --device cpu --threads-per-worker 1 --timeout 9 --max-seconds 60 --epochs 3
+        --max-steps 99 --batch-size-per-worker 16 --micro-batch-size 8 --seed 7 --precision bf16-mixed --clip-norm 1.5 --no-shuffle
+        --loader-processes 2 --resume --validate-every 50 --checkpoint-every 25 --check-replicas-every 5 --keep best:validation_loss --nonfinite skip
+        --early-stopping validation_accuracy:5 --log quiet"""
+    done = invoke(
+        "train", "my.py:task", *options.split(), "--run-dir", str(tmp_path), "--tensorboard", str(tmp_path / "tb")
+    )
+    assert done.exit_code == 0, done.output
+    callbacks = asked.pop("callbacks")
+    assert asked == {
+        "task": "my.py:task",
+        "workers": 2,
+        "strategy": "local-sgd:period=8",
+        "engine": "local",
+        "servers": 3,
+        "device": "cpu",
+        "threads_per_worker": 1,
+        "timeout_s": 9.0,
+        "max_seconds": 60.0,
+        "epochs": 3,
+        "max_steps": 99,
+        "batch_size_per_worker": 16,
+        "micro_batch_size": 8,
+        "seed": 7,
+        "precision": "bf16-mixed",
+        "clip_norm": 1.5,
+        "shuffle": False,
+        "loader_processes": 2,
+        "run_dir": tmp_path,
+        "resume": True,
+        "validate_every": 50,
+        "checkpoint_every": 25,
+        "check_replicas_every": 5,
+        "keep": "best:validation_loss",
+        "nonfinite": "skip",
+    }
+    assert [type(callback).__name__ for callback in callbacks] == ["Progress", "EarlyStopping", "TensorBoard"]
+    assert (callbacks[1].metric, callbacks[1].patience) == ("validation_accuracy", 5)
+
+
+def test_with_json_on_standard_output_the_summary_goes_to_the_other(asked: dict[str, Any]) -> None:
+    done = invoke("train", "digits", "--log", "json")
+    assert (done.stdout, done.stderr) == ("", "the summary\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.BadInput("say it better"), 2),
+        (errors.UnknownName("say it better"), 2),
+        (errors.WorkerFailed("say it better", rank=1, host="h", phase="compute", step=3), 1),
+        (errors.Preempted("say it better"), 75),
+    ],
+)
+def test_an_error_is_one_message_and_a_code(error: Exception, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    raising(monkeypatch, error)
+    done = invoke("train", "digits")
+    assert (done.exit_code, done.stderr, done.stdout) == (code, "manyhands: say it better\n", "")
+    done = invoke("train", "digits", "--debug")
+    assert done.exit_code == code
+    assert done.stderr.startswith("Traceback")
+
+
+def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    raising(monkeypatch, KeyboardInterrupt())
+    done = invoke("train", "digits")
+    assert (done.exit_code, done.stderr) == (130, "manyhands: interrupted\n")
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    raising(monkeypatch, ZeroDivisionError())
+    done = invoke("train", "digits")
+    assert done.exit_code == 1
+    assert isinstance(done.exception, ZeroDivisionError)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["train", "digits", "--log", "loud"], "auto, json, quiet"),
+        (["train", "digits", "--early-stopping", "loss:soon"], "METRIC:PATIENCE"),
+        (["train", "digits", "--early-stopping", "loss:²"], "METRIC:PATIENCE"),
+        (["train", "digits", "--early-stopping", f"loss:{'9' * 5000}"], "METRIC:PATIENCE"),
+        (["train", "digits", "--validate-every=--5"], "validate_every must be"),
+        (["train", "digits", "--validate-every", "-5"], "validate_every must be"),
+        (["train", "digits", "--validate-every", "²"], "validate_every must be"),
+        (["train", "digits", "--checkpoint-every", "²"], "checkpoint_every must be"),
+        (["compare", "digits", "--workers", "1,²"], "--workers must be whole numbers"),
+        (["run", "--roles", "ps=²", "script.py"], "--roles must be such as"),
+        (["run", "--roles", f"ps={'9' * 5000}", "script.py"], "--roles must be such as"),
+        (["run", "--timeout", "nan", __file__], "timeout_s must be"),
+        (["join", "127.0.0.1:7000", "--workers", "1", "--wait", "inf"], "wait_s must be"),
+        (["train", "digits", "--workers", "many"], "many"),
+        (["train", "digits", "--wrokers", "2"], "--workers"),
+        (["train"], "Missing argument"),
+        (["trian"], "trian"),
+    ],
+)
+def test_bad_input_ends_with_2_and_says_what_was_expected(arguments: list[str], says: str) -> None:
+    done = invoke(*arguments)
+    assert done.exit_code == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.output
+
+
+def test_what_follows_the_script_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def run_script(path: Path, args: list[str], **options: Any) -> int:
+        seen.update(options, path=path, args=args)
+        return 3
+
+    monkeypatch.setattr("manyhands.own_loop.launch.run_script", run_script)
+    monkeypatch.setattr(commands, "_started", lambda engine, workers: nullcontext(engine))
+    done = invoke(
+        "run", "-n", "4", "--strategy", "local-sgd:period=8", "train.py", "--workers", "9", "-x", "--help", "--", "y"
+    )
+    assert done.exit_code == 3, done.output
+    assert seen.pop("args") == ["--workers", "9", "-x", "--help", "--", "y"]
+    assert seen == {
+        "path": Path("train.py"),
+        "workers": 4,
+        "strategy": "local-sgd:period=8",
+        "engine": "local",
+        "threads_per_worker": None,
+        "timeout_s": 300.0,
+        "roles": None,
+        "tensorboard": None,
+    }
+
+
+def test_the_tables_list_what_there_is() -> None:
+    strategies, tasks, engines = (invoke(name) for name in ("strategies", "tasks", "engines"))
+    for word in ("allreduce", "local-sgd", "period=8 (int | end)", "overlap=false (bool)", "Stich, 2019"):
+        assert word in strategies.stdout
+    assert "digits" in tasks.stdout
+    assert "chars" in tasks.stdout
+    for word in ("local", "torchrun", "listen=127.0.0.1 (str)", "wait_s=600.0 (float)", "--engine hosts:"):
+        assert word in engines.stdout
+    assert ".py" not in engines.stdout
+
+
+@pytest.mark.parametrize(
+    ("task", "start"),
+    [
+        ("digits:epochs=5", "digits-"),
+        ("sub/my.py:task:width=3", "my-task-"),
+        ("my.py:my task", "my-my-task-"),
+        ("", "task-"),
+    ],
+)
+def test_a_run_directory_is_named_after_its_task(task: str, start: str) -> None:
+    assert re.fullmatch(start + r"\d{8}-\d{6}-\d+", options.stamped("", task).name)
+
+
+def test_torchruns_processes_agree_on_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a/b c")
+    assert options.stamped("", "digits") == Path("runs/digits-a-b-c")
+
+
+@pytest.fixture
+def prestarted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happened to the fork server, which is not started."""
+    done: list[str] = []
+
+    def recorded(name: str) -> Callable[[Any], Any]:
+        return lambda self: done.append(name) or self
+
+    monkeypatch.setattr("manyhands.engines.local.engine.Local.prestart", recorded("prestart"))
+    monkeypatch.setattr("manyhands.engines.local.engine.Local.close", recorded("close"))
+    return done
+
+
+def test_several_local_workers_get_their_server_before_torch_and_it_ends_whatever_happens(
+    prestarted: list[str],
+) -> None:
+    def fail() -> None:
+        with commands._started("auto", 2) as engine:
+            assert type(engine).__name__ == "Local"
+            assert prestarted == ["prestart"]
+            raise ValueError("x")
+
+    with pytest.raises(ValueError, match="x"):
+        fail()
+    assert prestarted == ["prestart", "close"]
+
+
+@pytest.mark.parametrize(("engine", "workers"), [("auto", 1), ("auto", None), ("torchrun", 2), ("mine.py:Engine", 2)])
+def test_other_engines_are_passed_on_as_they_are(engine: str, workers: int | None, prestarted: list[str]) -> None:
+    with commands._started(engine, workers) as place:
+        assert place == engine
+    assert prestarted == []
+
+
+def test_ctrl_c_during_a_real_command_is_130(tmp_path: Path) -> None:
+    """CASE 28, of one process: the command says that it was interrupted, and nothing else."""
+    (tmp_path / "stuck.py").write_text(
+        textwrap.dedent("""
+        import os, signal
+        def task():
+            os.kill(os.getpid(), signal.SIGINT)
+            while True: pass
+        """)
+    )
+    done = command("train", "stuck.py:task", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "manyhands: interrupted\n")
+
+
+def test_options_of_engine_hosts_are_fields_of_its_spec(asked: dict[str, Any]) -> None:
+    from manyhands.engines import engine_of
+    from manyhands.engines.hosts.engine import Hosts
+
+    options = "--listen 10.0.0.1 --here 1 --ports 7000-7100 --no-tls --plain-network --wait 9"
+    invoke("train", "digits", "-n", "2", *options.split())
+    wanted = Hosts(listen="10.0.0.1", here=1, ports="7000-7100", wait_s=9.0, tls=False, plain_network=True)
+    assert engine_of(asked["engine"]) == wanted
+    invoke("train", "digits", "--engine", "hosts:here=1", "--listen", "10.0.0.1")
+    assert engine_of(asked["engine"]) == Hosts(listen="10.0.0.1", here=1)
+
+
+def test_another_engine_has_no_such_options() -> None:
+    refused = invoke("train", "digits", "--engine", "local", "--listen", "10.0.0.1", "--run-dir", "never")
+    assert refused.exit_code == 2
+    assert "engine local has no option 'listen'" in refused.output
+
+
+def test_join_offers_what_its_options_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    from manyhands.engines.hosts import join
+
+    offers: list[Any] = []
+    monkeypatch.setattr(join, "join", lambda offer, say: offers.append(offer))
+    options = "--workers 2 --listen 10.0.0.2 --ports 7000-7100 --wait 9"
+    done = invoke("join", "10.0.0.1:7000", *options.split())
+    assert done.exit_code == 0, done.output
+    assert offers == [join.Join(address="10.0.0.1:7000", workers=2, listen="10.0.0.2", ports="7000-7100", wait_s=9.0)]
+    assert invoke("join", "10.0.0.1", "--workers", "2").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("roles", "workers", "until", "counts", "awaited"),
+    [
+        ("worker=2", None, None, {"worker": 2}, {0, 1}),
+        ("ps=1, chief=1", 2, None, {"chief": 1, "worker": 2, "ps": 1}, {0, 1, 2}),
+        ("chief=1,ps=2", None, "chief", {"chief": 1, "worker": 1, "ps": 2}, {0}),
+        ("evaluator=1,worker=1", None, "worker,evaluator", {"worker": 1, "evaluator": 1}, {0, 1}),
+    ],
+)
+def test_roles_of_another_frameworks_cluster(
+    roles: str, workers: int | None, until: str | None, counts: dict[str, int], awaited: set[int]
+) -> None:
+    cast = options.cast_of(roles, workers, until, None, "hosts")
+    assert cast is not None
+    assert (cast.counts, cast.awaited) == (counts, awaited)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--roles", "ps"], "--roles must be such as chief=1,worker=2,ps=1, each role once; not 'ps'"),
+        (["--roles", "ps=1,ps=2"], "each role once"),
+        (["--roles", "worker=2", "-n", "2"], "--workers 2 and --roles worker=2: say it in one of them"),
+        (["--roles", "boss=1"], "no role 'boss'; choose of chief, ps, evaluator"),
+        (["--until", "chief"], "say who is there with --roles worker=2"),
+        (["--engine", "hosts"], "say who is there with --roles worker=2"),
+        (["--tensorboard", "logs"], "say who is there with --roles worker=2"),
+    ],
+)
+def test_roles_that_cannot_be(arguments: list[str], words: str) -> None:
+    result = invoke("run", *arguments, "script.py")
+    assert result.exit_code == 2
+    assert words in result.stderr

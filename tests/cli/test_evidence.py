@@ -1,0 +1,127 @@
+"""The commands that measure: what they hand to the library, and what they show of what it gives back."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from manyhands.cli.commands import app
+
+
+def invoke(*words: str) -> Any:
+    return CliRunner().invoke(app, list(words))
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What `compare` is asked for; its report is empty."""
+    asked: dict[str, Any] = {}
+
+    def compare(task: str, **options: Any) -> Any:
+        asked.update(options, task=task)
+        options["say"]("trial 1 of 1")
+        return SimpleNamespace(save=lambda folder: asked.setdefault("folder", folder) / "report.html")
+
+    monkeypatch.setattr("manyhands.evidence.compare.compare.compare", compare)
+    monkeypatch.setattr("manyhands.evidence.compare.text.text", lambda found: "the table")
+    monkeypatch.setattr("manyhands.evidence.compare.markdown.markdown", lambda found: "| the | table |")
+    return asked
+
+
+def test_compare_has_defaults_that_do(compared: dict[str, Any]) -> None:
+    from manyhands.evidence.compare.compare import DEFAULT
+
+    done = invoke("compare", "digits")
+    assert done.exit_code == 0, done.output
+    assert (compared["strategies"], compared["workers"], compared["repeats"]) == (DEFAULT, [1, 2], 3)
+    assert (compared["target"], compared["engine"], compared["time_margin"]) == (None, "auto", 0.05)
+    assert compared["folder"].parent == Path("runs")
+    assert compared["folder"].name.startswith("compare-digits-")
+    assert done.stdout.splitlines() == ["the table", f"report: {(compared['folder'] / 'report.html').resolve()}"]
+    assert "manyhands: trial 1 of 1" in done.stderr
+
+
+def test_compare_takes_its_options(compared: dict[str, Any], tmp_path: Path) -> None:
+    words = ["--strategies", "allreduce,easgd:period=4,alpha=.1", "--workers", "2,4", "--repeats", "5", "--points", "7"]
+    words += ["--target", "test_loss<=0.1", "--network", "lan", "--epochs", "2", "--output", str(tmp_path)]
+    done = invoke("compare", "digits", *words, "--markdown", str(tmp_path / "table.md"))
+    assert done.exit_code == 0, done.output
+    assert compared["strategies"] == ["allreduce", "easgd:period=4,alpha=.1"]
+    assert (compared["workers"], compared["repeats"], compared["points"]) == ([2, 4], 5, 7)
+    assert (compared["target"], compared["engine"]) == ("test_loss<=0.1", 'sim:network="lan"')
+    assert (compared["epochs"], compared["folder"]) == (2, tmp_path)
+    assert (tmp_path / "table.md").read_text() == "| the | table |\n"
+
+
+def test_markdown_on_standard_output_is_alone_there(compared: dict[str, Any]) -> None:
+    done = invoke("compare", "digits", "--markdown", "-")
+    assert (done.exit_code, done.stdout) == (0, "| the | table |\n")
+    assert "the table\n" in done.stderr
+    assert "report: " in done.stderr
+
+
+def test_without_the_report_extra_the_table_is_printed_and_the_page_can_be_made_later(
+    compared: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from manyhands.evidence.compare import compare, report
+    from manyhands.evidence.compare.comparison import Comparison
+
+    numbers = {"parameters": 1, "repeats": 1, "time_margin": 0.05, "metric_margin": 0.01}
+    named = {"task": "digits", "metric": "test_accuracy", "higher": True, "reference": "solo"}
+    made = Comparison(variants=(), trials=(), target=None, **numbers, **named)
+    monkeypatch.setattr(report, "find_spec", lambda name: None if name == "plotly" else object())
+    monkeypatch.setattr(compare, "compare", lambda task, **_: made)
+    done = invoke("compare", "digits", "--output", str(tmp_path / "out it's"), "--markdown", str(tmp_path / "table.md"))
+    assert done.exit_code == 0, done.output
+    assert "the table" in done.stdout
+    assert (tmp_path / "table.md").exists()
+    assert "plotly" in done.stderr
+    assert "pip install 'manyhands[report]'" in done.stdout
+    assert not list(tmp_path.glob("*/report.html"))
+    monkeypatch.undo()
+    code = shlex.split(done.stdout[done.stdout.index("python -c") :])[2]
+    exec(code)  # what the line says to run
+    assert list(tmp_path.glob("*/report.html"))
+
+
+@pytest.mark.parametrize("command", ["compare", "estimate"])
+@pytest.mark.parametrize("workers", ["two", "2,0", "2,,4", ""])
+def test_workers_are_numbers(command: str, workers: str, compared: dict[str, Any], tmp_path: Path) -> None:
+    more = ["--profile", str(tmp_path)] if command == "estimate" else []
+    done = invoke(command, "digits", "--workers", workers, *more)
+    assert done.exit_code == 2
+    assert "--workers must be whole numbers of at least 1 with commas between them, as 1,2,4; not" in done.stderr
+
+
+@pytest.mark.parametrize(("passed", "code"), [(True, 0), (False, 1)])
+def test_check_ends_with_what_it_found(passed: bool, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def check(task: str, **options: Any) -> Any:
+        asked.update(options, task=task)
+        return SimpleNamespace(passed=passed, text=lambda: "the findings", to_json=lambda: "{}")
+
+    monkeypatch.setattr("manyhands.evidence.check.check.check", check)
+    done = invoke("check", "digits", "--workers", "3", "--batch-size", "8")
+    assert (done.exit_code, done.stdout) == (code, "the findings\n")
+    assert (asked["task"], asked["workers"], asked["steps"], asked["batch_size"]) == ("digits", 3, 8, 8)
+    assert invoke("check", "digits", "--json").stdout == "{}\n"
+
+
+def test_estimate_asks_for_a_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {}
+
+    def estimate(task: str, **options: Any) -> Any:
+        asked.update(options, task=task)
+        return SimpleNamespace(to_json=lambda: "{}")
+
+    monkeypatch.setattr("manyhands.evidence.estimate.estimate.estimate", estimate)
+    assert invoke("estimate", "digits").exit_code == 2
+    done = invoke("estimate", "digits", "--profile", str(tmp_path / "p.json"), "--workers", "8,64", "--json")
+    assert (done.exit_code, done.stdout) == (0, "{}\n")
+    assert (asked["profile"], asked["workers"]) == (tmp_path / "p.json", [8, 64])

@@ -1,0 +1,247 @@
+"""Waiting on links: who is blamed for a silence, what an end means, and that errors reach the peers."""
+
+import contextlib
+import socket
+
+import pytest
+
+from manyhands.comm.ring.link import CHUNK, GAVE_UP, LEFT, WAITING, Link, LinkEnded, notice
+from manyhands.comm.ring.links import Links
+from manyhands.errors import ManyhandsError, PeerLost
+from manyhands.transport.frame import Frame
+
+
+@pytest.fixture
+def make():
+    """Links of rank 0 of `size`, and the other ends by peer."""
+    made = []
+
+    def links_and_ends(size=4, timeout_s=0.05, busy=lambda rank: False):
+        pairs = {peer: socket.socketpair() for peer in range(1, size)}
+        links = Links(
+            0,
+            {peer: Link(peer, here) for peer, (here, _) in pairs.items()},
+            names=[10 * rank for rank in range(size)],
+            hosts=[f"host-{rank}" for rank in range(size)],
+            timeout_s=timeout_s,
+            busy=busy,
+        )
+        ends = {peer: Link(0, there) for peer, (_, there) in pairs.items()}
+        made.extend([links, *ends.values()])
+        links.begin("mean_", 7)
+        return links, ends
+
+    yield links_and_ends
+    for one in made:
+        one.close()
+
+
+def _say(end, frame):
+    end.post(frame)
+    end.push()
+
+
+def _said(end):
+    """All notices that reached a peer."""
+    said = []
+    with contextlib.suppress(LinkEnded):
+        while (frame := end.header()) is not None:
+            said.append((frame.kind, end.notice()))
+    return said
+
+
+def test_a_silent_peer_and_what_the_others_hear(make):
+    links, ends = make()
+    with pytest.raises(PeerLost) as caught:
+        links.header(2)
+    lost = caught.value
+    assert (lost.rank, lost.host, lost.operation, lost.step) == (20, "host-2", "mean_", 7)
+    assert lost.seconds >= 0.05
+    for end in ends.values():
+        (waiting, waited_for), (gave_up, reason) = _said(end)
+        assert (waiting, waited_for) == (WAITING, {"for": 2})
+        assert (gave_up, reason["rank"], reason["host"]) == (GAVE_UP, 20, "host-2")
+    for again in (lambda: links.begin("barrier", 8), links.check):
+        with pytest.raises(PeerLost, match="worker 20"):
+            again()
+
+
+@pytest.mark.parametrize(
+    ("chain", "blamed"),
+    [
+        ({}, 3),
+        ({3: 2}, 2),
+        ({3: 2, 2: 1}, 1),
+        ({3: 2, 2: 3}, 3),  # all wait for each other
+        ({3: 0}, 3),
+        ({1: 2, 2: 1}, 3),
+    ],
+)
+def test_who_waits_for_whom_leads_to_the_cause(make, chain, blamed):
+    links, ends = make()
+    for peer, awaited in chain.items():
+        _say(ends[peer], notice(WAITING, {"for": awaited}))
+    with pytest.raises(PeerLost) as caught:
+        links.header(3)
+    assert caught.value.rank == 10 * blamed
+
+
+def test_one_that_went_on_after_it_waited_is_not_excused(make):
+    links, ends = make()
+    _say(ends[2], notice(WAITING, {"for": 1}))
+    _say(ends[2], Frame(kind=CHUNK))
+    assert links.header(2).kind == CHUNK  # the notice is passed over
+    with pytest.raises(PeerLost, match="worker 20"):
+        links.header(2)
+
+
+def test_who_is_known_to_be_busy_gets_as_long_again(make):
+    asked = []
+
+    def busy(rank):
+        asked.append(rank)
+        return len(asked) < 3
+
+    links, _ = make(busy=busy)
+    with pytest.raises(PeerLost, match="worker 10"):
+        links.header(1)
+    assert asked == [10, 10, 10]
+
+
+def test_a_death_is_noticed_whoever_is_awaited(make):
+    links, ends = make(timeout_s=20)
+    ends[3].close()
+    with pytest.raises(PeerLost, match="worker 30 on host-3 is gone"):
+        links.header(1)
+
+
+def test_one_that_left_is_no_loss_until_it_is_awaited(make):
+    links, ends = make(timeout_s=0.1)
+    _say(ends[3], Frame(kind=CHUNK, sequence=5))
+    _say(ends[3], notice(LEFT, {}))
+    ends[3].close()
+    with pytest.raises(PeerLost, match="worker 10 on host-1 showed no progress"):
+        links.header(1)
+    links, ends = make(timeout_s=20)
+    _say(ends[3], Frame(kind=CHUNK, sequence=5))
+    _say(ends[3], notice(LEFT, {}))
+    ends[3].close()
+    _say(ends[1], Frame(kind=CHUNK))
+    links.header(1)
+    assert links.header(3).sequence == 5
+    with pytest.raises(PeerLost, match="worker 30 on host-3 left the group"):
+        links.header(3)
+
+
+@pytest.mark.parametrize("awaited", [1, 2])
+@pytest.mark.parametrize(
+    ("reason", "error", "message"),
+    [
+        ({"rank": 99, "host": "far", "why": "is gone"}, PeerLost, r"worker 99 on far is gone \(worker 20 noticed\)"),
+        (
+            {"rank": 9, "host": "far", "why": "x (worker 4 noticed)"},
+            PeerLost,
+            r"worker 9 on far x \(worker 4 noticed\):",
+        ),
+        ({"text": "they differ"}, ManyhandsError, "they differ"),
+    ],
+)
+def test_the_reason_of_one_that_gave_up_is_ones_own(make, awaited, reason, error, message):
+    links, ends = make(timeout_s=20)
+    _say(ends[2], notice(GAVE_UP, reason))
+    ends[2].end_sending()
+    with pytest.raises(error, match=message):
+        links.header(awaited)
+    assert [kind for kind, _ in _said(ends[3])] == [GAVE_UP]
+
+
+def test_rubbish_is_told_by_name(make):
+    links, ends = make(timeout_s=20)
+    ends[1]._sock.sendall(b"GET / HTTP/1.1\r\n" * 10)
+    with pytest.raises(ManyhandsError, match="worker 10 sent rubbish: expected a frame of manyhands"):
+        links.header(1)
+
+
+def test_sending_to_one_that_does_not_read_has_a_deadline(make):
+    links, _ = make(timeout_s=0.2)
+    links[1].post(Frame(kind=CHUNK), memoryview(bytearray(10_000_000)))
+    with pytest.raises(PeerLost, match="worker 10"):
+        links.flush()
+
+
+def test_sending_to_one_that_left_is_no_success(make):
+    links, ends = make(timeout_s=20)
+    _say(ends[2], notice(LEFT, {}))
+    ends[2].close()
+    links[2].post(Frame(kind=CHUNK))
+    with pytest.raises(PeerLost, match="worker 20 on host-2 left the group"):
+        links.flush()
+
+
+def test_one_that_left_without_reading_is_known_at_once(make):
+    links, ends = make(timeout_s=4)
+    links[2].post(Frame(kind=CHUNK), memoryview(bytearray(10_000_000)))
+    _say(ends[2], notice(LEFT, {}))
+    ends[2].end_sending()
+    with pytest.raises(PeerLost, match="worker 20 on host-2 left the group"):
+        links.flush()
+    assert [kind for kind, _ in _said(ends[1])] == [GAVE_UP]  # and nobody heard that it is awaited
+
+
+def test_one_that_left_is_no_reason_not_to_send_to_others(make):
+    def busy(rank):
+        _say(ends[1], Frame(kind=CHUNK))
+        return True
+
+    links, ends = make(size=3, busy=busy)
+    _say(ends[2], notice(LEFT, {}))
+    ends[2].close()
+    assert links.header(1).kind == CHUNK
+    assert ends[1].header().kind == WAITING  # it was said, but not to the one that left
+    links[1].post(Frame(kind=CHUNK))
+    links.flush()
+
+
+def test_what_was_posted_leaves_while_another_is_awaited(make):
+    links, ends = make(size=3, timeout_s=20)
+    data = memoryview(bytearray(5_000_000))
+    links[1].post(Frame(kind=CHUNK, elements=len(data)), data)
+    poll_is_over, original = [], links._poll
+
+    class Poll:
+        """Reads at the other end each time that the worker would sleep."""
+
+        def poll(self, milliseconds):
+            into = memoryview(bytearray(1 << 20))
+            while ends[1].pull(into):
+                pass
+            if not links[1].full:
+                poll_is_over.append(True)
+                _say(ends[2], Frame(kind=CHUNK))
+            return original.poll(10)
+
+        def register(self, *arguments):
+            original.register(*arguments)
+
+    links._poll = Poll()
+    assert links.header(2).kind == CHUNK
+    assert poll_is_over
+
+
+def test_closing_says_goodbye_once(make):
+    links, ends = make()
+    links.close()
+    links.close()
+    assert _said(ends[1]) == [(LEFT, {})]
+    with pytest.raises(ManyhandsError, match="closed"):
+        links.check()
+
+
+def test_a_wait_can_be_interrupted_from_another_thread(make):
+    links, ends = make(timeout_s=20)
+    links.interrupt()
+    with pytest.raises(PeerLost):
+        links.header(1)
+    assert ends[1].last_notice() == (0, {})
+    with pytest.raises(ManyhandsError, match="closed"):
+        links.check()

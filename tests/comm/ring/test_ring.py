@@ -1,0 +1,109 @@
+"""One rank against a bare link: what has left when an operation returns, and what a peer may announce."""
+
+import contextlib
+import select
+
+import pytest
+import torch
+from meshes import mesh, ring
+from threads import in_threads
+
+from manyhands.comm.ring.link import ARRIVE, SEND, WAITING, Link, notice
+from manyhands.comm.signature import signature
+from manyhands.errors import BadInput, ManyhandsError
+from manyhands.transport.frame import Frame
+
+
+@pytest.fixture
+def make():
+    """The group of rank 0 of `size`, and the other end of its link to rank 1."""
+    made = []
+
+    def group_and_peer(size=2, timeout_s=10.0):
+        sockets = mesh(size)
+        group, peer = ring(sockets, 0, timeout_s=timeout_s), Link(0, sockets[1][0])
+        made.extend([group, peer, *(sock for own in sockets[2:] for sock in own.values()), *sockets[1].values()])
+        return group, peer
+
+    yield group_and_peer
+    for one in made:
+        one.close()
+
+
+def _arrive(peer, operation, dtype=torch.uint8, text=b"", announced=None):
+    """The peer arrives first; what it announces is what it says, unless told otherwise."""
+    nbytes = len(text) if announced is None else announced
+    peer.post(Frame(kind=ARRIVE, sequence=1, elements=nbytes, weight=1.0, a=signature(operation, dtype)), text=text)
+    peer.push()
+
+
+def _stuff(sock):
+    """Fill a socket; how many bytes it took."""
+    stuffed = 0
+    for size in (1 << 16, 1):
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                stuffed += sock.send(bytes(size))
+    return stuffed
+
+
+def _read(peer, size):
+    into, got = memoryview(bytearray(size)), 0
+    while got < size:
+        assert peer.unread or select.select([peer], [], [], 2.0)[0], f"{size - got} of {size} bytes never left"
+        got += peer.pull(into[got:])
+    return bytes(into)
+
+
+@pytest.mark.parametrize(
+    ("operation", "dtype", "text", "call"),
+    [
+        ("barrier", torch.uint8, b"", lambda group: group.barrier()),
+        ("all_gather_json", torch.uint8, b"[1]", lambda group: group.all_gather_json([2])),
+        ("mean_", torch.float32, b"", lambda group: group.mean_(torch.zeros(0), 1.0, 4)),
+        ("mean_", torch.float32, b"", lambda group: group.mean_(torch.zeros(0), 0.0)),
+        ("all_reduce_", torch.float32, b"", lambda group: group.all_reduce_(torch.zeros(0))),
+    ],
+)
+def test_all_has_left_when_an_operation_without_data_returns(make, operation, dtype, text, call):
+    group, peer = make()
+    _arrive(peer, operation, dtype, text)
+    stuffed = _stuff(group._links[1]._sock)
+
+    def run(rank):
+        if rank == 0:
+            call(group)
+            assert not group._links[1].full
+            return
+        _read(peer, stuffed)
+        while (frame := peer.header()) is None:
+            assert select.select([peer], [], [], 2.0)[0], "the frame never left"
+        assert frame.kind == ARRIVE
+        _read(peer, frame.elements)
+
+    in_threads(2, run)
+
+
+def test_sending_waits_for_nobody_but_the_target(make):
+    group, peer = make(size=3, timeout_s=0.2)
+    _stuff(group._links[2]._sock)
+    group._links[2].post(notice(WAITING, {"for": 1}))
+    group.send(torch.ones(3), 1)
+    assert peer.header().kind == SEND
+
+
+def test_memory_is_not_taken_for_whatever_a_peer_announces(make):
+    group, peer = make(timeout_s=0.2)
+    _arrive(peer, "barrier", announced=1 << 27)
+    with pytest.raises(ManyhandsError, match="worker 1 announced 134217728 bytes with barrier; expected 0 and at most"):
+        group.barrier()
+
+
+def test_a_text_that_is_too_long_is_refused_before_anything_leaves(make, monkeypatch):
+    monkeypatch.setattr("manyhands.comm.ring.group._MOST_TEXT", 100)
+    group, peer = make()
+    with pytest.raises(BadInput, match="at most 100 bytes of bits or JSON travel with one all_gather_json; got 102"):
+        group.all_gather_json("x" * 100)
+    assert peer.header() is None
+    _arrive(peer, "barrier")
+    group.barrier()

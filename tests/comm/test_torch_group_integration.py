@@ -1,0 +1,59 @@
+"""TorchGroup over gloo in real processes: the exam, and lost peers."""
+
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import on_gloo, values
+from programs import LAST_STEP, exam, killed, silent
+
+from manyhands.comm.torch_group import TorchGroup
+from manyhands.errors import BadInput, ManyhandsError
+from manyhands.testing.group_suite import GROUP_EXAM
+
+
+def _exam(group):
+    taken = exam(group)
+    group.close()
+    with pytest.raises(ManyhandsError, match="closed"):
+        group.barrier()
+    return taken
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_exam(size, tmp_path):
+    assert values(on_gloo(size, _exam, tmp_path)) == [len(GROUP_EXAM)] * size
+
+
+def test_a_killed_peer_is_lost(tmp_path):
+    first, second = on_gloo(2, killed(1), tmp_path)
+    assert second.status == signal.SIGKILL
+    error, _ = first.value
+    assert error.rank == 1
+    assert error.step in (LAST_STEP - 1, LAST_STEP)
+
+
+def test_a_silent_peer_is_lost_after_the_deadline(tmp_path):
+    first, _ = on_gloo(2, silent(1.5), tmp_path, timeout_s=0.5)
+    error, seconds = first.value
+    assert error.rank == 1
+    assert 0.4 < seconds < 1.4
+
+
+def _wrong(group):
+    with pytest.raises(RuntimeError, match="[Ii]nvalid|must|[Ee]xpected"):
+        dist.all_gather([torch.zeros(1)], torch.zeros(2))
+    with pytest.raises(RuntimeError, match="boom"), group.watching("mean_"):
+        raise RuntimeError("boom")
+    group.barrier()
+    return True
+
+
+def test_other_errors_of_torch_are_left_as_they_are(tmp_path):
+    assert values(on_gloo(2, _wrong, tmp_path)) == [True, True]
+
+
+def test_without_torch_distributed_it_is_bad_input():
+    with pytest.raises(BadInput, match="init_process_group"):
+        TorchGroup()

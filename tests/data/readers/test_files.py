@@ -1,0 +1,139 @@
+"""data/readers/files.py: .npz, .npy, .parquet, .tfrecord and .txt."""
+
+import tracemalloc
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from manyhands.data.feed import Feed
+from manyhands.data.sources import open_source
+from manyhands.errors import BadInput
+from tfrecord_files import examples
+
+
+def read(data, **options):
+    return [part.batch for part in Feed(open_source(data, **options), batch_size=3, shuffle=False).epoch(0)]
+
+
+def test_npz_and_npy(tmp_path):
+    x, y = np.arange(8.0).reshape(4, 2), np.arange(4)
+    np.savez(tmp_path / "data.npz", x=x, y=y)
+    np.save(tmp_path / "x.npy", x)
+    first, last = read(str(tmp_path / "data.npz"))
+    assert torch.equal(first["x"], torch.from_numpy(x[:3]))
+    assert last["y"].tolist() == [3]
+    assert torch.equal(torch.cat(read(tmp_path / "x.npy")), torch.from_numpy(x))
+    shuffled = next(Feed(open_source(tmp_path / "x.npy"), batch_size=4).epoch(0)).batch
+    assert sorted(shuffled[:, 0].tolist()) == [0, 2, 4, 6]
+
+
+def test_arrays_of_objects_are_never_unpickled(tmp_path):
+    np.savez(tmp_path / "data.npz", x=np.array([{}, {}], dtype=object))
+    with pytest.raises(BadInput, match="without unpickling"):
+        open_source(tmp_path / "data.npz")
+
+
+def test_a_parquet_file_and_a_folder_of_them_in_the_order_of_their_names(tmp_path):
+    for name, start in (("b.parquet", 3), ("a.parquet", 0)):
+        pq.write_table(
+            pa.table({"x": list(range(start, start + 3)), "v": [[float(i)] * 2 for i in range(3)]}), tmp_path / name
+        )
+    assert read(tmp_path / "b.parquet")[0]["x"].tolist() == [3, 4, 5]
+    batches = read(tmp_path)
+    assert torch.cat([batch["x"] for batch in batches]).tolist() == list(range(6))
+    assert batches[0]["v"].shape == (3, 2)
+
+
+def test_a_parquet_file_by_its_url(tmp_path):
+    table = pa.table({"x": [1, 2], "v": [[0.5, 1.5], [2.5, 3.5]]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    with fsspec.open("memory://test_files/a.parquet", "wb") as file:
+        pq.write_table(table, file)
+    try:
+        for url in ("memory://test_files/a.parquet", "memory://test_files", f"file://{tmp_path}/a.parquet"):
+            (batch,) = read(url)
+            assert batch["x"].tolist() == [1, 2]
+            assert batch["v"].tolist() == [[0.5, 1.5], [2.5, 3.5]]
+    finally:
+        fsspec.filesystem("memory").rm("test_files", recursive=True)
+
+
+def test_tfrecord_files_are_dicts_of_columns(tmp_path):
+    (tmp_path / "b.tfrecord").write_bytes(examples({"x": [3.0, 4.0], "y": [-1], "name": [b"b"]}))
+    (tmp_path / "a.tfrecord").write_bytes(examples({"x": [1.0, 2.0], "y": [7], "name": [b"a"]}))
+    (batch,) = read(str(tmp_path))
+    assert batch["x"].tolist() == [[1, 2], [3, 4]]
+    assert (batch["x"].dtype, batch["y"].dtype) == (torch.float32, torch.int64)
+    assert batch["y"].tolist() == [7, -1]
+    assert list(batch["name"]) == [b"a", b"b"]
+    (tmp_path / "c.tfrecord").write_bytes(examples({"x": [1.0, 2.0], "y": [0.5], "name": [b"c"]}))
+    with pytest.raises(BadInput, match="are of several types or lengths"):
+        open_source(tmp_path)
+
+
+def test_text_rows_are_lines(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes("eins\n\nzwei drei\r\nvierß".encode())
+    assert read(path) == [["eins", "", "zwei drei"], ["vierß"]]
+    assert read(path, collate=lambda lines: torch.tensor([len(line) for line in lines]))[0].tolist() == [4, 0, 9]
+    seen = [line for part in Feed(open_source(path), batch_size=2).epoch(0) for line in part.batch]
+    assert sorted(seen) == ["", "eins", "vierß", "zwei drei"]
+    path.write_bytes(b"a\nb\n")
+    assert read(path) == [["a", "b"]]
+
+
+def test_text_of_any_lengths_is_found_by_number(tmp_path):
+    lines = ["x" * (i * i % 37) for i in range(1000)]
+    lines[500] = "y" * 300_000  # longer than what is looked through at once
+    (tmp_path / "text.txt").write_text("".join(line + "\n" for line in lines))
+    source = open_source(tmp_path / "text.txt")
+    assert source.rows == 1000
+    assert source.take(range(1000)) == lines
+    assert source.take([999, 0, 500, 16, 15, 17]) == [lines[i] for i in (999, 0, 500, 16, 15, 17)]
+
+
+def test_text_stays_in_its_file(tmp_path):
+    """Neither while it is opened nor afterwards does a worker hold memory of the file's size."""
+    (tmp_path / "text.txt").write_bytes(b"abc\n" * 2_000_000)
+    tracemalloc.start()
+    try:
+        source = open_source(tmp_path / "text.txt")
+        held, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (source.rows, source.take([1_999_999])) == (2_000_000, ["abc"])
+    assert held < 2_000_000  # a quarter of the file
+    assert most < 4_000_000
+
+
+def test_text_that_is_not_utf8_names_its_line(tmp_path):
+    (tmp_path / "text.txt").write_bytes(b"a\n\xff\n")
+    with pytest.raises(BadInput, match="line 2 of .* is not UTF-8"):
+        read(tmp_path / "text.txt")
+
+
+def test_what_cannot_be_read_is_refused(tmp_path):
+    (tmp_path / "data.csv").write_text("1,2")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "empty.tfrecord").write_text("")
+    (tmp_path / "empty").mkdir()
+    for name in ("broken.npz", "broken.npy", "broken.parquet"):
+        (tmp_path / name).write_text("no such format")
+    for name, message in [
+        ("missing.npz", "no file or folder"),
+        ("data.csv", "expected .npz"),
+        ("empty.txt", "has no rows"),
+        ("empty.tfrecord", "has no rows"),
+        ("empty", "holds no .parquet file"),
+        ("broken.npz", "cannot be read as .npz"),
+        ("broken.npy", "cannot be read as .npy"),
+        ("broken.parquet", "cannot be read as Parquet"),
+    ]:
+        with pytest.raises(BadInput, match=message):
+            open_source(tmp_path / name)
+    with pytest.raises(BadInput, match="is not on this machine: copy it here"):
+        open_source("s3://bucket/x.npz")

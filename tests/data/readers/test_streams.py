@@ -1,0 +1,142 @@
+"""data/readers/streams.py: N workers see what one sees, whatever the stream draws."""
+
+import random
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from manyhands.data.feed import Feed
+from manyhands.data.readers.streams import Stream
+from manyhands.data.sharding import slice_of
+from manyhands.data.sources import open_source
+from manyhands.errors import BadInput
+
+
+class Shuffled(IterableDataset):
+    """Numbers in an order drawn from the global generators, with noise."""
+
+    def __init__(self, rows=14):
+        self.rows, self.epochs = rows, []
+
+    def __iter__(self):
+        for i in torch.randperm(self.rows).tolist():
+            yield i + (random.random() < 0.5) * 100
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+
+class Sharded:
+    """A stream of files, as Hugging Face's."""
+
+    def __init__(self, shards):
+        self.shards, self.num_shards = shards, len(shards)
+
+    def shard(self, *, num_shards, index):
+        return Sharded(self.shards[index::num_shards])
+
+    def __iter__(self):
+        return (row for shard in self.shards for row in shard)
+
+
+def read(data, rank=0, size=1, epoch=0, first_tick=0, **options):
+    return list(Feed(open_source(data), rank=rank, size=size, **options).epoch(epoch, first_tick))
+
+
+def values(parts):
+    return [[] if part.batch is None else part.batch.tolist() for part in parts]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_workers_share_what_one_reads(size):
+    """CASE 18: fourteen rows, four at a time: the last batch has fewer rows than workers."""
+    alone = read(Shuffled(), batch_size=4, seed=2)
+    ranks = [read(Shuffled(), rank, size, batch_size=4, seed=2) for rank in range(size)]
+    assert [sum(parts, []) for parts in zip(*map(values, ranks), strict=True)] == values(alone)
+    assert [part.global_rows for part in ranks[0]] == [4, 4, 4, 2]
+    for rank, parts in enumerate(ranks):
+        shares = [slice_of(b, rank, size) for b in (4, 4, 4, 2)]
+        assert (
+            [part.rows for part in parts]
+            == [len(batch) for batch in values(parts)]
+            == [stop - start for start, stop in shares]
+        )
+    assert sorted(row % 100 for row in sum(values(alone), [])) == list(range(14))
+
+
+def test_epochs_and_seeds_differ_and_repeat():
+    """CASE 19: a resumed epoch gives the same rows."""
+    runs = [values(read(Shuffled(), batch_size=4, seed=seed, epoch=epoch)) for seed in range(2) for epoch in range(2)]
+    assert len({str(run) for run in runs}) == 4
+    assert values(read(Shuffled(), batch_size=4, seed=1, epoch=1, first_tick=2)) == runs[3][2:]
+
+
+def test_the_streams_draws_are_its_own():
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    parts = Feed(open_source(Shuffled()), batch_size=4).epoch(0)
+    next(parts)
+    next(parts)
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_the_length_is_unknown_and_the_epoch_is_told():
+    data = Shuffled()
+    feed = Feed(open_source(data))
+    assert (feed.rows, feed.ticks) == (None, None)
+    list(feed.epoch(7))
+    assert data.epochs == [7]
+
+
+def test_shards_are_read_by_their_own_workers():
+    """CASE 18: shards of no row, of one, and of many, on two workers: every row once, and no shared tick count."""
+    data = Sharded([range(0), range(1), range(10, 10), range(20, 33)])
+    ranks = [read(data, rank, 2, batch_size=8) for rank in range(2)]
+    assert values(ranks[0]) == []
+    assert values(ranks[1]) == [[0, 20, 21, 22], [23, 24, 25, 26], [27, 28, 29, 30], [31, 32]]
+    assert {part.global_rows for part in ranks[1]} == {None}
+    assert values(read(data, 1, 2, batch_size=8, first_tick=3)) == [[31, 32]]
+
+
+def test_too_few_shards_are_read_by_all():
+    data = Sharded([range(4), range(4, 8)])
+    assert [values(read(data, rank, 3, batch_size=8)) for rank in range(3)] == [[[0, 1]], [[2, 3, 4]], [[5, 6, 7]]]
+    assert values(read(data, batch_size=8)) == [list(range(8))]
+
+
+def test_any_iterable_and_a_function_of_generators_can_be_read_again():
+    for data in ({1: 0}.keys(), lambda: (row for row in [1])):
+        source = open_source(data)
+        for epoch in range(2):
+            assert [part.batch.tolist() for part in Feed(source).epoch(epoch)] == [[1]]
+
+
+def test_a_generator_gives_one_epoch_and_then_says_why():
+    source = open_source(row for row in range(3))
+    assert values(list(Feed(source).epoch(0))) == [[0, 1, 2]]
+    with pytest.raises(BadInput, match="give a function that makes one"):
+        list(Feed(source).epoch(1))
+
+
+def test_no_rows_and_an_order_are_refused():
+    with pytest.raises(BadInput, match="the stream gave no rows"):
+        read(iter([]))
+    with pytest.raises(BadInput, match="order was given for a stream"):
+        Feed(Stream(lambda: [1]), order=lambda epoch: [0])
+
+
+def test_closing_ends_the_stream():
+    ended = []
+
+    def rows():
+        try:
+            yield from range(100)
+        finally:
+            ended.append(True)
+
+    parts = Feed(open_source(rows), batch_size=2).epoch(0)
+    next(parts)
+    parts.close()
+    assert ended == [True]

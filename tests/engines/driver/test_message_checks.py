@@ -1,0 +1,103 @@
+"""What a member of a run may say of its seats, and what the driver makes of the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from manyhands.engines.driver.message_checks import checked
+from manyhands.transport.frame import FrameError
+
+SEGMENT = {"epoch": 0, "first": 0, "until": 4, "parts": 2}
+FAILURE = {
+    "rank": 2,
+    "phase": "compute",
+    "step": 7,
+    "message": "it broke",
+    "detail": "Traceback\n  in f",
+    "error": "KeyError",
+    "family": "",
+    "exit_code": 1,
+    "secondary": False,
+}
+GOOD: dict[str, dict[str, Any]] = {
+    "started": {},
+    "beat": {"phase": "compute", "step": 7, "idle_s": 0.5, "events": [{"type": "step", "rank": 2, "values": {"a": 1}}]},
+    "ask": {"event": {"type": "validation", "values": {"metrics": {}}}},
+    "lease": {"segment": SEGMENT},
+    "meet": {"name": "ring", "seats": [0, 2, -1], "value": ["10.0.0.2", 7000]},
+    "value": {"value": {"tensor": 0}},
+    "error": FAILURE,
+    "exited": {"status": -9, "phase": None, "step": None, "detail": ""},
+}
+BAD: dict[str, list[dict[str, Any]]] = {
+    "beat": [{"phase": 3}, {"step": "7"}, {"step": -1}, {"idle_s": "long"}, {"idle_s": float("nan")}, {"events": {}}]
+    + [
+        {"events": [event]}
+        for event in (
+            {},
+            {"type": 1},
+            {"type": "x", "rank": "2"},
+            {"type": "x", "rank": 3},
+            {"type": "x", "rank": 1 << 40},
+            {"type": "x", "more": 1},
+            {"type": "x", "values": []},
+            7,
+        )
+    ],
+    "ask": [{"event": None}, {"event": {"values": {}}}, {"event": {"type": "x", "rank": 3}}],
+    "lease": [
+        {"segment": {**SEGMENT, **wrong}}
+        for wrong in (
+            {"until": -1},
+            {"parts": 0},
+            {"parts": 1 << 40},
+            {"more": 1},
+            {"left": [[0, 9]]},
+            {"left": 3},
+            {"epoch": None},
+        )
+    ]
+    + [{"segment": {}}],
+    "meet": [{"name": 3}, {"seats": "all"}, {"seats": [0, "1"]}, {"seats": [2, 2]}, {"seats": [[]]}],
+    "error": [{"rank": 0}, {"message": None}, {"secondary": "no"}, {"exit_code": []}, {"family": {}}],
+    "exited": [{"status": "killed"}, {"phase": 3}, {"detail": None}],
+}
+
+
+@pytest.mark.parametrize("kind", GOOD)
+def test_what_makes_sense_passes(kind: str) -> None:
+    passed = checked(2, {"type": kind, **GOOD[kind], "something": "more"})
+    segment = passed.pop("segment", None)
+    assert passed == {"type": kind, **{name: value for name, value in GOOD[kind].items() if name != "segment"}}
+    assert segment is None or segment.items() >= SEGMENT.items()
+
+
+@pytest.mark.parametrize(("kind", "wrong"), [(kind, wrong) for kind, many in BAD.items() for wrong in many])
+def test_what_makes_no_sense_is_named(kind: str, wrong: dict[str, Any]) -> None:
+    with pytest.raises(FrameError, match=kind):
+        checked(2, {"type": kind, **GOOD[kind], **wrong})
+
+
+@pytest.mark.parametrize("kind", [kind for kind in GOOD if kind not in ("started", "value")])
+def test_every_field_is_needed(kind: str) -> None:
+    for name in GOOD[kind]:
+        with pytest.raises(FrameError, match="without|from seat|makes no sense"):
+            checked(2, {"type": kind, **{other: value for other, value in GOOD[kind].items() if other != name}})
+
+
+@pytest.mark.parametrize("body", [None, 7, [], {}, {"type": 3}, {"type": "lost", "why": "x"}, {"type": "\x1b[2J"}])
+def test_other_kinds_are_none(body: Any) -> None:
+    with pytest.raises(FrameError, match="none of started, beat") as raised:
+        checked(2, body)
+    assert "\x1b" not in str(raised.value)
+
+
+def test_texts_command_no_terminal_and_forge_no_line() -> None:
+    passed = checked(
+        2, {"type": "error", **FAILURE, "message": "a\x1b[2Jb", "phase": "x\nERROR y", "detail": "a\nb\x07"}
+    )
+    assert (passed["message"], passed["phase"], passed["detail"]) == ("a?[2Jb", "x?ERROR y", "a\nb?")
+    event = {"type": "warning", "values": {"message": "\x9b1mbold"}}
+    assert checked(2, {"type": "ask", "event": event})["event"]["values"]["message"] == "?1mbold"

@@ -1,0 +1,298 @@
+"""What a host that joined, or wants to, may say to a driver: a message that makes no sense ends that host's part, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+import pytest
+import torch
+from test_driver import Scripted
+
+from fuzzing import Damage, bounded, json_bytes, survive
+from manyhands.engines.base import Launch
+from manyhands.engines.driver.driver import Driver
+from manyhands.engines.hosts import join, roster
+from manyhands.engines.hosts.join import Agent, Join
+from manyhands.engines.hosts.join_listener import Door, Guests
+from manyhands.engines.hosts.message_channel import Letter, Post
+from manyhands.engines.hosts.plain_values import decode, encode
+from manyhands.engines.hosts.processes import RemoteCrew
+from manyhands.engines.hosts.roster import Offer, Roster
+from manyhands.engines.hosts.secret import Secret
+from manyhands.errors import ManyhandsError, WorkerFailed
+from manyhands.events import Event
+from manyhands.recording.history import PARTS
+from manyhands.recording.recorder import Recorder
+from manyhands.transport.channel import Channel
+from manyhands.transport.frame import Frame, FrameError, pack
+
+VALUE = {"loss": 0.5, "rows": [1, 2, (3, None)], "parameters": {"w": torch.arange(4.0), "steps": torch.tensor(3)}}
+TENSORS = [torch.arange(4.0), torch.tensor(3)]
+SEGMENT = {"epoch": 0, "first": 0, "until": 4, "parts": 4, "size": 4, "alone": 0, "left": None}
+FAILURE = {
+    "phase": "compute",
+    "step": 1,
+    "message": "no",
+    "detail": "",
+    "error": "ValueError",
+    "family": "",
+    "exit_code": 1,
+}
+
+
+def event(type: str, /, **values: Any) -> dict[str, Any]:
+    return vars(Event(type=type, time_s=1.5, rank=2, tick=3, step=3, values=values))
+
+
+STEP = {
+    "epoch": 0,
+    "loss": 1.1,
+    "weight": 6.0,
+    "rows": 6,
+    "unused": 0,
+    "round": True,
+    "rate": 0.01,
+    "lease": [0, 1, 0],
+    "parts": 4,
+}
+STEP |= {"input_s": 0.1, "compute_s": 0.1, "exchange_s": 0.1, "wait_s": 0.0, "bytes": 3584, "gain": 0.5}
+STEP |= {"pulls": [[0], [2]], "pushes": [[1], [4]], "staleness": [0, 1]}
+EVENTS = [event("step", **STEP), event("start", total_steps=4), event("warning", message="no", kind="a")]
+EVENTS += [event("validation", metrics={"validation_loss": 0.5}), event("epoch", epoch=1, rows=19)]
+EVENTS += [event("closing", epoch=0, bytes=3, **{f"{part}_s": 0.1 for part in PARTS})]
+BODIES: list[dict[str, Any]] = [
+    {"type": "started"},
+    {"type": "beat", "phase": "compute", "step": 3, "idle_s": 0.0, "events": EVENTS},
+    {"type": "ask", "event": event("validation", metrics={"validation_loss": 0.5})},
+    {"type": "lease", "segment": SEGMENT},
+    {"type": "meet", "name": "ring", "seats": [2, 3], "value": ["10.0.0.1", 7000]},
+    {"type": "value", "value": encode(VALUE, "it")[0]},
+    {"type": "error", "rank": 2, "secondary": False, **FAILURE},
+    {"type": "exited", "status": 0, "phase": "end", "step": 3, "detail": ""},
+]
+LETTERS = [
+    *({"type": "seat", "seat": 2, "body": body} for body in BODIES),
+    {"type": "preempted"},
+    {"type": "idle"},
+    {"type": "stacks", "stacks": {"2": "here", "3": ""}, "where": {"2": ["compute", 3]}},
+    {"type": "failed", "message": "its fork server died"},
+]
+
+
+def test_letters(inputs: int) -> None:
+    """Frames of a letter with tensors, damaged: what comes is letters, then the reason of the end."""
+    damage = Damage(1)
+    body = {**LETTERS[1], "tensors": [["float32", [4]], ["int64", []]]}
+
+    def stream() -> bytes:
+        text = json_bytes(damage.of_json(body) if damage.random() < 0.5 else body)
+        parts = [pack(Frame(kind=1, blob=text)), text]
+        for tensor in TENSORS:
+            data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+            parts += [pack(Frame(kind=3, elements=len(data))), data]
+        whole = b"".join(parts)
+        return damage.of_bytes(whole) if damage.random() < 0.6 else whole
+
+    def take(data: bytes) -> None:
+        here, there = socket.socketpair()
+        post = Post(Channel(here, peer="the other", timeout_s=5.0))
+        try:
+            with there:
+                there.sendall(data)
+            came: list[Letter] = []
+            while not post.lost:
+                came += post.wait(5.0)
+            assert all(isinstance(one, Letter) and isinstance(one.body["type"], str) for one in came)
+        finally:
+            post.close()
+
+    with bounded(512):
+        taken, _ = survive(take, (stream() for _ in range(inputs // 20)), ())
+    assert taken
+
+
+def test_values(inputs: int) -> None:
+    damage = Damage(2)
+    encoded, tensors = encode(VALUE, "it")
+    deep: Any = 1
+    for _ in range(400):
+        deep = {"tuple": [deep]}
+    drawn = (deep if i == 0 else damage.of_json(encoded) for i in range(inputs))
+    taken, refused = survive(lambda value: decode(value, tensors), drawn, ManyhandsError)
+    assert taken
+    assert refused
+
+
+class Silent:
+    """A post whose letters the test gives."""
+
+    lost = ""
+    local_address = ""
+
+    def __init__(self) -> None:
+        self.letters: list[Letter] = []
+
+    def receive(self) -> list[Letter]:
+        letters, self.letters = self.letters, []
+        return letters
+
+    def wait(self, timeout_s: float) -> list[Letter]:
+        return self.receive()
+
+    def send(self, body: dict[str, Any], tensors: list[Any]) -> None: ...
+
+    def silent_s(self) -> float:
+        return 0.0
+
+
+def test_what_a_joined_host_says(inputs: int) -> None:
+    """Only its own seats speak, and the driver reads what they say as text and numbers, or names the host."""
+    damage = Damage(3)
+
+    def take(body: dict[str, Any]) -> None:
+        post = Silent()
+        crew = RemoteCrew(post, "beta")  # type: ignore[arg-type]
+        crew.take_seats([2, 3], "beta", {})
+        post.letters = [Letter(body, list(TENSORS))]
+        for seat, said in crew.receive():
+            assert seat in (2, 3)
+            assert isinstance(said["type"], str)
+        assert set(crew.where()) <= {2, 3}
+
+    def letter() -> dict[str, Any]:
+        while True:
+            body = damage.of_json(damage.choice(LETTERS))
+            if isinstance(body, dict) and isinstance(body.get("type"), str):  # the post lets no other pass
+                return body
+
+    taken, refused = survive(take, (letter() for _ in range(inputs)), (ManyhandsError, WorkerFailed))
+    assert taken
+    assert refused
+
+
+def test_who_may_join(inputs: int) -> None:
+    """A hello that is not one of a host of this version is refused with a reason, and seats stay free for the next."""
+    damage, hello = Damage(4), roster.hello(1)
+    hello = json.loads(json.dumps(hello))
+    door = Door(None, Roster(3, [Offer("alpha", 1)]), Guests(), lambda text: None)  # type: ignore[arg-type]
+
+    def take(said: Any) -> None:
+        if isinstance(said, dict):  # from_json lets no other pass
+            named = door._name(said)
+            assert isinstance(named, str)
+            assert isinstance(said["host"], str)
+            assert 1 <= said["workers"] <= 2
+
+    taken, refused = survive(take, (damage.of_json(hello) for _ in range(inputs // 4)), FrameError)
+    assert taken
+    assert refused
+    assert door.roster.missing == 2
+
+
+def test_what_the_driver_makes_of_it(inputs: int) -> None:
+    """Events, leases, meetings, values, failures of workers 2 and 3 on another host: none ends the driver with an error of its own."""
+    damage = Damage(5)
+
+    def letters() -> list[Letter]:
+        bodies = [damage.choice(BODIES) for _ in range(damage.randint(1, 5))]
+        at = damage.randrange(len(bodies))
+        if damage.random() < 0.5:  # what goes furthest: to the history
+            bodies[at] = {**BODIES[1], "events": [damage.of_json(damage.choice(EVENTS))]}
+        else:
+            bodies[at] = damage.of_json(bodies[at])
+        return [Letter({"type": "seat", "seat": damage.choice((2, 3)), "body": body}, list(TENSORS)) for body in bodies]
+
+    def take(said: list[Letter]) -> None:
+        post = Silent()
+        crew = RemoteCrew(post, "beta")  # type: ignore[arg-type]
+        crew.take_seats([2, 3], "beta", {})
+        recorder = Recorder(workers=4)
+        driver = Driver([Scripted("alpha", [0, 1]), crew], Launch(workers=4, observer=recorder), clock=lambda: 0.0)
+        for letter in said:
+            post.letters = [letter]
+            driver._hear(crew)
+            driver._tell_observer()
+            driver._finished()
+        assert all(row["tick"] >= 0 for row in recorder.history)
+
+    for body in BODIES[:-2]:
+        take([Letter({"type": "seat", "seat": 2, "body": body}, list(TENSORS))])
+    with bounded(256):
+        taken, refused = survive(take, (letters() for _ in range(inputs // 10)), ManyhandsError)
+    assert taken
+    assert refused
+
+
+NETWORK = {"hosts": [[0, 1], [2, 3]], "names": ["alpha", "beta"]}
+SHARED = {
+    "seats": [2, 3],
+    "size": 4,
+    "threads": None,
+    "timeout_s": 5.0,
+    "network": NETWORK,
+    "device": "cpu",
+    "servers": 0,
+}
+ORDERS: list[dict[str, Any]] = [
+    {"type": "launch", "host": "beta", "shared": SHARED, "variables": {"MANYHANDS_STRATEGY": "solo"}},
+    {"type": "tell", "seat": 2, "body": {"type": "stop", "reason": "max_seconds"}},
+    {"type": "signal", "number": 15},
+    {"type": "stacks"},
+    {"type": "end", "grace_s": 0.5},
+    {"type": "over", "error": "", "preempted": False},
+]
+
+
+class Obeying:
+    """Instead of a LocalCrew: whatever it is told is what a crew can be told."""
+
+    def __init__(self, spawner: Any, seats: list[int], timeout_s: float, host: str, network: dict[str, Any]) -> None:
+        assert all(isinstance(seat, int) for seat in seats)
+        assert timeout_s > 0
+        assert isinstance(host, str)
+        self.seats = seats
+
+    def start(self, shared: dict[str, Any], program: int) -> None:
+        assert isinstance(shared["environment"], dict)
+        assert program >= 0
+
+    def tell(self, seat: int, body: dict[str, Any]) -> None:
+        assert seat in self.seats
+
+    def signal(self, number: int) -> None:
+        assert isinstance(number, int)
+
+    def stacks(self) -> dict[int, str]:
+        return {2: "here"}
+
+    def where(self) -> dict[int, tuple[str, int]]:
+        return {2: ("compute", 3)}
+
+    def end(self, grace_s: float) -> None:
+        assert grace_s == grace_s
+
+
+def test_what_a_driver_says(inputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that joined obeys what a driver of its version says, and ends with the driver's name at anything else."""
+    damage = Damage(6)
+    monkeypatch.setattr(join, "LocalCrew", Obeying)
+
+    def orders() -> list[dict[str, Any]]:
+        bodies = [ORDERS[0], *(damage.choice(ORDERS[1:]) for _ in range(damage.randint(0, 3)))]
+        at = damage.randrange(len(bodies))
+        bodies[at] = damage.of_json(bodies[at])
+        return [body for body in bodies if isinstance(body, dict) and isinstance(body.get("type"), str)]
+
+    def take(bodies: list[dict[str, Any]]) -> None:
+        offer = Join(address="127.0.0.1:1", workers=2, listen="127.0.0.1")
+        agent = Agent(offer, Secret(token=b"t" * 32), None, lambda text: None)  # type: ignore[arg-type]
+        agent._post, agent._program = Silent(), 0  # type: ignore[assignment]
+        for body in bodies:
+            agent._obey(Letter(body, []))
+
+    take(ORDERS)
+    taken, refused = survive(take, (orders() for _ in range(inputs)), ManyhandsError)
+    assert taken
+    assert refused

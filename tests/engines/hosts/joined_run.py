@@ -1,0 +1,88 @@
+"""Two "hosts" on loopback: the driver in this process, or in one that a test may kill, and joiners beside it."""
+
+from __future__ import annotations
+
+import queue
+import re
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from manyhands.engines.base import Launch
+from manyhands.engines.hosts.engine import Hosts
+from manyhands.engines.hosts.join import Join, join
+
+T = TypeVar("T")
+
+ADDRESS = re.compile(r"manyhands join (\S+) --workers (\d+)")
+
+JOINER = """
+    import sys
+    from manyhands.engines.hosts.join import Join, join
+    join(Join(address=sys.argv[1], workers=int(sys.argv[2]), wait_s=30), lambda line: print(line, flush=True))
+"""
+
+
+class Joiner(threading.Thread):
+    """`manyhands join` in a thread: its fork server and its workers are processes of their own all the same."""
+
+    def __init__(self, address: str, workers: int, **fields: Any) -> None:
+        super().__init__()
+        self.offer = Join(address=address, workers=workers, wait_s=30, **fields)
+        self.error: Exception | None = None
+        self.said: list[str] = []
+
+    def run(self) -> None:
+        try:
+            join(self.offer, self.said.append)
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            self.error = error
+
+
+class Run:
+    """A driver in this process. `joiners` is called with the address, from another thread, while it waits."""
+
+    def __init__(self, engine: Hosts, joiners: Callable[[str], list[Joiner]]) -> None:
+        self.engine, self.said = engine, []
+        self.joined: list[Joiner] = []
+        self._errors: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+        self._begin, self._helper = joiners, threading.Thread(target=self._join)
+        self._address = ""
+        engine.voice.say = self._hear
+
+    def launch(self, program: Callable[[Any], Any], plan: Launch) -> list[Any]:
+        """The values. All joiners are done when this returns or raises."""
+        return self.during(lambda: self.engine.launch(program, plan))
+
+    def during(self, call: Callable[[], T]) -> T:
+        """What `call`, which launches on `engine`, returns. All joiners are done when this returns or raises."""
+        try:
+            return call()
+        finally:
+            if self._address:
+                self._helper.join(30)
+            for joiner in self.joined:
+                joiner.join(30)
+                assert not joiner.is_alive()
+
+    def _hear(self, text: str) -> None:
+        self.said.append(text)
+        found = ADDRESS.search(text)
+        if found:
+            self._address = found[1]
+            self._helper.start()
+
+    def _join(self) -> None:
+        self.joined += self._begin(self._address)
+
+
+def joined_by(*workers: int, **fields: Any) -> Callable[[str], list[Joiner]]:
+    """A joiner for each number of workers, one after the other."""
+
+    def begin(address: str) -> list[Joiner]:
+        joiners = [Joiner(address, count, **fields) for count in workers]
+        for joiner in joiners:
+            joiner.start()
+        return joiners
+
+    return begin

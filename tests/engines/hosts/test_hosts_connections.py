@@ -1,0 +1,85 @@
+"""How long processes of several hosts try to reach each other, with a test in the place of who should answer."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from manyhands.engines.hosts import connections
+from manyhands.engines.hosts.network import Network
+from manyhands.engines.hosts.secret import Secret
+from manyhands.engines.local.child import last_resort_s
+from manyhands.errors import PeerLost
+from manyhands.transport.channel import Channel, ChannelTimeout
+
+NETWORK = Network(hosts=[[0], [1]], names=["alpha", "beta"], listen="127.0.0.1", secret=Secret(token=b"t" * 32))
+
+
+def place(seat: int, timeout_s: float) -> Any:
+    return SimpleNamespace(seat=seat, size=2, servers=1, timeout_s=timeout_s, network=NETWORK.to_json())
+
+
+class Meeting:
+    """A driver's line where worker 0 and shard 0 bring the address of a port that answers nobody."""
+
+    def __init__(self, shut: list[Any]) -> None:
+        self.shut = shut
+
+    def meet(self, name: str, seats: Sequence[int], value: Any) -> list[Any]:
+        return [self.shut, value]
+
+
+@pytest.fixture
+def meeting() -> Iterator[Any]:
+    with socket.create_server(("127.0.0.1", 0)) as shut:
+        yield Meeting(list(shut.getsockname()))
+
+
+def test_a_shut_port_of_a_shard_is_named_before_the_driver_takes_it_for_slow_work(meeting: Any) -> None:
+    with pytest.raises(
+        ChannelTimeout, match=r"server shard 0 on alpha at .* within 0\.2 s: .* can its port be reached"
+    ):
+        connections.shard_channel(place(1, timeout_s=0.4), meeting, shard=0)
+
+
+def test_a_shut_port_of_a_worker_is_named_before_the_driver_takes_it_for_slow_work(meeting: Any) -> None:
+    with pytest.raises(PeerLost, match=r"worker 0 on alpha could not be connected .* can its port be reached"):
+        connections.group_of(place(1, timeout_s=0.4), meeting)
+
+
+@pytest.mark.parametrize(("timeout_s", "expected"), [(30.0, (18.75, 15.0)), (900.0, (75.0, 60.0))])
+def test_who_connects_gives_up_before_who_waits_and_both_before_the_driver(
+    monkeypatch: pytest.MonkeyPatch, meeting: Any, timeout_s: float, expected: tuple[float, float]
+) -> None:
+    given: list[float] = []
+
+    def connect_all(*arguments: Any, timeout_s: float, **more: Any) -> Any:
+        given.append(timeout_s)
+        raise PeerLost(0, "alpha", "connecting", 0, 0.0)
+
+    monkeypatch.setattr(connections, "connect_all", connect_all)
+    for seat in (0, 1):
+        with pytest.raises(PeerLost):
+            connections.group_of(place(seat, timeout_s), meeting)
+    assert tuple(given) == expected
+    assert max(given) < timeout_s
+
+
+def test_once_connected_a_shard_has_the_time_of_all_channels(monkeypatch: pytest.MonkeyPatch, meeting: Any) -> None:
+    given: list[float] = []
+    here, there = socket.socketpair()
+
+    def connect(*arguments: Any, timeout_s: float, **more: Any) -> Channel:
+        given.append(timeout_s)
+        return Channel(here, peer="the shard", timeout_s=timeout_s)
+
+    monkeypatch.setattr(connections, "connect", connect)
+    channel = connections.shard_channel(place(1, timeout_s=30.0), meeting, shard=0)
+    assert given == [15.0]
+    assert channel.timeout_s == last_resort_s(place(1, timeout_s=30.0))
+    channel.close()
+    there.close()

@@ -1,0 +1,256 @@
+"""The agent of a joined host, with a test in the driver's place and a crew that only takes notes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from manyhands.engines.hosts import join as join_module
+from manyhands.engines.hosts.join import Agent, Join, join
+from manyhands.engines.hosts.message_channel import Letter, Post
+from manyhands.engines.hosts.secret import Secret
+from manyhands.errors import BadInput, ManyhandsError, Preempted
+from manyhands.transport.channel import Channel
+
+Body = dict[str, Any]
+SECRET = Secret(token=b"t" * 32)
+
+
+class NotesCrew:
+    """Instead of a LocalCrew: says what the test lays into `says`, and writes down what it is told."""
+
+    def __init__(self, spawner: Any, seats: list[int], timeout_s: float, host: str, network: Body) -> None:
+        self.seats, self.host, self.network = seats, host, network
+        self.notes: list[Any] = []
+        self.says: list[tuple[int, Body]] = []
+        self.error: Exception | None = None
+        self.read, self.write = os.pipe()
+
+    def start(self, shared: Body, program: int) -> None:
+        self.shared, self.program = shared, os.pread(program, 1000, 0)
+
+    def filenos(self) -> list[int]:
+        return [self.read]
+
+    def say(self, seat: int, body: Body) -> None:
+        self.says.append((seat, body))
+        os.write(self.write, b".")
+
+    def receive(self) -> list[tuple[int, Body]]:
+        if self.error is not None:
+            raise self.error
+        said, self.says = self.says, []
+        return said
+
+    def tell(self, seat: int, body: Body) -> None:
+        self.notes.append((seat, body))
+
+    def signal(self, number: int) -> None:
+        self.notes.append(number)
+
+    def stacks(self) -> dict[int, str]:
+        return {2: "stack"}
+
+    def where(self) -> dict[int, tuple[str, int]]:
+        return {2: ("validation", 7)}
+
+    def end(self, grace_s: float) -> None:
+        self.notes.append(("end", grace_s))
+
+
+class Driver:
+    """The other end: `post` is the driver's."""
+
+    def __init__(self) -> None:
+        here, there = (Channel(sock, peer="the driver", timeout_s=5.0) for sock in socket.socketpair())
+        self.post = Post(here)
+        self.said: list[str] = []
+        offer = Join(address="127.0.0.1:1", workers=2, listen="10.0.0.2", threads=3)
+        self.agent = Agent(offer, SECRET, None, self.said.append)  # type: ignore[arg-type]
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._serve, args=(Post(there, self.agent.memory_for),))
+        self.thread.start()
+
+    def _serve(self, post: Post) -> None:
+        try:
+            self.agent.serve(post)
+        except ManyhandsError as error:
+            self.error = error
+
+    def launch(self) -> NotesCrew:
+        shared = {
+            "size": 4,
+            "seats": [2, 3],
+            "timeout_s": 9.0,
+            "network": {"hosts": [[0, 1], [2, 3]], "names": ["a", "b"]},
+            "threads": None,
+        }
+        body = {"type": "launch", "host": "b", "shared": shared, "variables": {"MANYHANDS_STRATEGY": "easgd"}}
+        self.post.send(body, [torch.frombuffer(bytearray(b"program"), dtype=torch.uint8)])
+        self.post.send({"type": "stacks"})
+        assert self.letter().body == {"type": "stacks", "stacks": {"2": "stack"}, "where": {"2": ["validation", 7]}}
+        crew = self.agent._crew
+        assert isinstance(crew, NotesCrew)
+        return crew
+
+    def letter(self) -> Letter:
+        (letter,) = self.post.wait(5.0)
+        return letter
+
+    def end(self, error: str | None = "", **more: Any) -> None:
+        if error is not None:
+            self.post.send({"type": "over", "error": error, "preempted": False, **more})
+        self.thread.join(5)
+        assert not self.thread.is_alive()
+        self.post.close()
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    monkeypatch.setattr(join_module, "LocalCrew", NotesCrew)
+    made = Driver()
+    yield made
+    made.post.close()
+    made.thread.join(5)
+
+
+def test_this_hosts_own_place_and_the_drivers_program(driver: Driver) -> None:
+    crew = driver.launch()
+    assert (crew.seats, crew.host, crew.program) == ([2, 3], "b", b"program")
+    assert crew.shared["folder"] == crew.shared["path"][0] == os.getcwd()
+    assert crew.shared["environment"] == {**os.environ, "MANYHANDS_STRATEGY": "easgd"}
+    assert crew.shared["threads"] == 3  # what this host offers, since the run does not say
+    assert crew.network["hosts"] == [[0, 1], [2, 3]]
+    assert crew.network["listen"] == "10.0.0.2"
+    assert Secret.from_json(crew.network["secret"]) == SECRET
+    driver.end()
+    assert driver.error is None
+    assert crew.notes == [("end", 0.0)]
+    assert driver.said[-1] == "the run is done"
+
+
+def test_messages_both_ways(driver: Driver) -> None:
+    crew = driver.launch()
+    driver.post.send({"type": "tell", "seat": 3, "body": {"type": "answer", "value": 1}})
+    driver.post.send({"type": "signal", "number": 15})
+    crew.say(2, {"type": "started"})
+    assert driver.letter().body == {"type": "seat", "seat": 2, "body": {"type": "started"}}
+    driver.post.send({"type": "end", "grace_s": 0.5})
+    assert driver.letter().body == {"type": "idle"}
+    assert crew.notes == [(3, {"type": "answer", "value": 1}), 15, ("end", 0.5)]
+    driver.end()
+
+
+def test_values_leave_as_json_and_tensors(driver: Driver) -> None:
+    crew = driver.launch()
+    crew.say(2, {"type": "value", "value": {"a": torch.ones(2)}})
+    letter = driver.letter()
+    assert letter.body["body"] == {"type": "value", "value": {"dict": {"a": {"tensor": 0}}}}
+    assert torch.equal(letter.tensors[0], torch.ones(2))
+    crew.say(3, {"type": "value", "value": {1}})
+    body = driver.letter().body["body"]
+    assert (body["type"], body["family"], body["rank"]) == ("error", "BadInput", 3)
+    assert "returned is a set, which does not travel" in body["message"]
+    driver.end("it failed")
+    assert "failed: it failed" in str(driver.error)
+
+
+def test_a_value_of_too_many_bytes_is_the_workers_error(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    crew = driver.launch()
+    monkeypatch.setattr("manyhands.engines.hosts.message_channel.MAX_TENSOR_BYTES", 1000)
+    crew.say(2, {"type": "value", "value": torch.ones(1000)})
+    body = driver.letter().body["body"]
+    assert (body["type"], body["family"], body["rank"]) == ("error", "BadInput", 2)
+    driver.end("it failed")
+
+
+def test_a_module_that_is_not_here_is_explained(driver: Driver) -> None:
+    crew = driver.launch()
+    crew.say(
+        2, {"type": "error", "error": "ModuleNotFoundError", "phase": "start", "message": "No module named 'mine'"}
+    )
+    message = driver.letter().body["body"]["message"]
+    assert message.startswith("No module named 'mine' (the driver's program needs it on this host too")
+    driver.end()
+
+
+def test_a_dead_fork_server_is_told(driver: Driver) -> None:
+    crew = driver.launch()
+    crew.error = ManyhandsError("it was killed")
+    assert driver.letter().body == {"type": "failed", "message": "it was killed"}
+    driver.end("it was killed")
+
+
+def test_a_driver_that_is_gone_ends_this_hosts_workers(driver: Driver) -> None:
+    crew = driver.launch()
+    driver.post.close()
+    driver.end(None)
+    assert "is gone" in str(driver.error)
+    assert crew.notes == [("end", 0.0)]
+
+
+def test_a_driver_that_leaves_before_the_run(driver: Driver) -> None:
+    driver.post.close()
+    driver.end(None)
+    assert "left before the run began" in str(driver.error)
+
+
+def test_asked_to_end_before_the_run(driver: Driver) -> None:
+    driver.agent._ask_to_end("preempted")
+    driver.end(None)
+    assert isinstance(driver.error, Preempted)
+
+
+def test_asked_to_end_in_the_run(driver: Driver) -> None:
+    driver.launch()
+    driver.agent._ask_to_end("preempted")
+    assert driver.letter().body == {"type": "preempted"}
+    driver.end()
+    assert isinstance(driver.error, Preempted)
+
+
+@pytest.mark.parametrize("error", ["", "asked to stop (preempted) while waiting for the other hosts"])
+def test_a_run_that_was_asked_to_end_elsewhere_ends_here_with_75(driver: Driver, error: str) -> None:
+    driver.launch()
+    driver.end(error, preempted=True)
+    assert isinstance(driver.error, Preempted)
+    assert driver.error.exit_code == 75
+    assert error in str(driver.error)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"workers": 0}, "workers must be a whole number"),
+        ({"address": "10.0.0.1"}, "an address is host:port"),
+        ({"ports": "x"}, "ports must be"),
+        ({"wait_s": -1}, "wait_s must be"),
+        ({"address": "10.0.0.1:7000", "tls": False}, "10.0.0.1 can be reached .* give --plain-network"),
+        ({"address": "somewhere:7000", "tls": False}, "without TLS whoever is on the way"),
+        ({"listen": "10.0.0.2", "tls": False}, "10.0.0.2 can be reached .* give --plain-network"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_construction(fields: Body, words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        Join(**{"address": "127.0.0.1:7000", "workers": 1, **fields})
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:7000", "[::1]:7000", "localhost:7000"])
+def test_without_tls_on_loopback(address: str) -> None:
+    assert not Join(address=address, workers=1, tls=False).tls
+
+
+def test_without_credentials_nobody_joins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("MANYHANDS_CREDENTIALS", raising=False)
+    with pytest.raises(BadInput, match="set MANYHANDS_CREDENTIALS to its path"):
+        join(Join(address="127.0.0.1:7000", workers=1))
+    monkeypatch.setenv("MANYHANDS_CREDENTIALS", str(tmp_path / "run.pem"))
+    with pytest.raises(BadInput, match="did not appear within 0 s"):
+        join(Join(address="127.0.0.1:7000", workers=1, wait_s=0.1))

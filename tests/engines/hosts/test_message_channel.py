@@ -1,0 +1,194 @@
+"""Letters over a socket pair: both ends in this process."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from manyhands.engines.hosts.message_channel import Letter, Post
+from manyhands.errors import BadInput
+from manyhands.transport.channel import Channel
+from manyhands.transport.frame import Frame
+
+Ends = tuple[Post, Post]
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    here, there = (Channel(sock, peer="the other", timeout_s=5.0) for sock in socket.socketpair())
+    posts = Post(here), Post(there)
+    yield posts
+    for post in posts:
+        post.close()
+
+
+@pytest.fixture
+def raw() -> Iterator[tuple[Post, Channel]]:
+    """A post whose other end says what it likes."""
+    here, there = (Channel(sock, peer="the other", timeout_s=5.0) for sock in socket.socketpair())
+    post = Post(here)
+    yield post, there
+    post.close()
+    there.close()
+
+
+def one(post: Post) -> Letter:
+    (letter,) = post.wait(5.0)
+    return letter
+
+
+def test_letters_arrive_with_their_tensors(ends: Ends) -> None:
+    here, there = ends
+    tensors = [
+        torch.arange(6.0).view(2, 3),
+        torch.tensor(7, dtype=torch.int64),
+        torch.empty(0),
+        torch.ones(2, dtype=torch.bfloat16),
+    ]
+    here.send({"type": "seat", "seat": 3}, tensors)
+    letter = one(there)
+    assert letter.body == {"type": "seat", "seat": 3}
+    assert [t.dtype for t in letter.tensors] == [t.dtype for t in tensors]
+    assert all(torch.equal(came, sent) for came, sent in zip(letter.tensors, tensors, strict=True))
+
+
+def test_both_ways_in_order(ends: Ends) -> None:
+    here, there = ends
+    for i in range(100):
+        here.send({"type": "a", "i": i})
+        there.send({"type": "b", "i": i})
+    came: dict[str, list[int]] = {"a": [], "b": []}
+    while min(map(len, came.values())) < 100:
+        for letter in [*here.wait(0.01), *there.wait(0.01)]:
+            came[letter.body["type"]].append(letter.body["i"])
+    assert came == {"a": list(range(100)), "b": list(range(100))}
+
+
+def test_a_letter_longer_than_a_frames_blob(ends: Ends) -> None:
+    text = "x" * (3 << 20)
+    ends[0].send({"type": "long", "text": text})
+    assert one(ends[1]).body["text"] == text
+
+
+def test_tensors_go_where_the_receiver_wants_them() -> None:
+    room = torch.zeros(8, dtype=torch.uint8)
+
+    def memory(body: dict[str, object], nbytes: int) -> Tensor:
+        assert (body["type"], nbytes) == ("launch", 8)
+        return room
+
+    here, there = (Channel(sock, peer="the other", timeout_s=5.0) for sock in socket.socketpair())
+    sender, receiver = Post(here), Post(there, memory)
+    sender.send({"type": "launch"}, [torch.full((1,), 1, dtype=torch.int64)])
+    one(receiver)
+    assert room.tolist() == [1, 0, 0, 0, 0, 0, 0, 0]
+    sender.close()
+    receiver.close()
+
+
+def test_the_end_is_heard_behind_what_came(ends: Ends) -> None:
+    here, there = ends
+    here.send({"type": "last"})
+    here.close()
+    assert one(there).body == {"type": "last"}
+    assert there.lost or there.wait(5.0) == []
+    assert "ended" in there.lost
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        Frame(kind=9, blob=b"{}"),
+        Frame(kind=1, blob=b"[]"),
+        Frame(kind=1, blob=b"{}"),
+        Frame(kind=1, blob=b"\x80\x04K\x01."),
+        Frame(kind=1, blob=b'{"type": "a", "tensors": 3}'),
+        Frame(kind=1, blob=b'{"type": "a", "tensors": [["object", [1]]]}'),
+        Frame(kind=1, blob=b'{"type": "a", "tensors": [["uint8", [-1]]]}'),
+        Frame(kind=1, blob=b'{"type": "a", "tensors": [["uint8", 1]]}'),
+        Frame(kind=1, blob=b'{"type": "a", "tensors": [[["uint8"], [1]]]}'),
+        Frame(kind=1, blob=b'{"type": "a", "tensors": [["uint8", [%s]]]}' % b",".join([b"1"] * 65)),
+        Frame(kind=1, blob=b'{"type": "a", "tensors": [["uint8", [4294967296, 4294967296]]]}'),
+        Frame(kind=1, blob=b'{"type": "a", "tensors": [["float32", [2147483648]], ["float32", [2147483649]]]}'),
+    ],
+    ids=lambda frame: f"{frame.kind} {frame.blob.decode(errors='replace')}",
+)
+def test_what_makes_no_sense_ends_the_connection(raw: tuple[Post, Channel], frame: Frame) -> None:
+    post, other = raw
+    other.send(frame)
+    assert post.wait(5.0) == []
+    assert "makes no sense" in post.lost
+
+
+def test_a_tensor_of_another_size_than_announced(raw: tuple[Post, Channel]) -> None:
+    post, other = raw
+    other.send(Frame(kind=1, blob=b'{"type": "a", "tensors": [["float32", [1000000]]]}'))
+    other.send(Frame(kind=3), torch.zeros(3, dtype=torch.uint8))
+    assert post.wait(5.0) == []
+    assert "expected a tensor of 4000000 bytes" in post.lost
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("no memory"), RecursionError("deep"), OSError("full")])
+def test_whatever_goes_wrong_while_a_letter_is_taken_in_both_ends_hear_of_it(error: Exception) -> None:
+    def memory(body: dict[str, object], nbytes: int) -> Tensor:
+        raise error
+
+    here, there = (Channel(sock, peer="the other", timeout_s=5.0) for sock in socket.socketpair())
+    sender, receiver = Post(here), Post(there, memory)
+    sender.send({"type": "launch"}, [torch.ones(1)])
+    assert receiver.wait(5.0) == sender.wait(5.0) == []
+    assert receiver.lost == f"what came makes no sense, or does not fit ({str(error) or 'MemoryError'})"
+    assert sender.lost
+    sender.close()
+    receiver.close()
+
+
+def test_json_too_deep_to_be_read(raw: tuple[Post, Channel]) -> None:
+    post, other = raw
+    other.send(Frame(kind=1, blob=b"[" * 500_000))
+    assert post.wait(5.0) == []
+    assert "makes no sense, or does not fit" in post.lost
+
+
+def test_an_empty_tensor_of_no_possible_shape(raw: tuple[Post, Channel]) -> None:
+    post, other = raw
+    other.send(Frame(kind=1, blob=b'{"type": "a", "tensors": [["uint8", [0, %d]]]}' % (1 << 70)))
+    other.send(Frame(kind=3), torch.empty(0, dtype=torch.uint8))
+    assert post.wait(5.0) == []
+    assert "makes no sense, or does not fit" in post.lost
+
+
+def test_more_bytes_than_the_other_end_takes_are_not_sent(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manyhands.engines.hosts.message_channel.MAX_TENSOR_BYTES", 8_000)
+    here, there = ends
+    with pytest.raises(BadInput, match=r"1.2e-05 GB of tensors .* at most 8e-06 GB do"):
+        here.send({"type": "seat"}, [torch.zeros(1000), torch.zeros(2000)])
+    here.send({"type": "seat"}, [torch.zeros(2000)])
+    assert [tensor.shape for tensor in one(there).tensors] == [(2000,)]
+
+
+def test_the_local_address_of_a_connection_over_tcp() -> None:
+    """Also where the socket takes both IPv4 and IPv6."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = socket.socket(socket.AF_INET6)
+        client.connect((f"::ffff:{server.getsockname()[0]}", server.getsockname()[1]))
+        accepted, _ = server.accept()
+    posts = [Post(Channel(sock, peer="the other", timeout_s=5.0)) for sock in (client, accepted)]
+    assert [post.local_address for post in posts] == ["127.0.0.1"] * 2
+    for post in posts:
+        post.close()
+
+
+def test_nothing_is_left() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    here, there = (Channel(sock, peer="the other", timeout_s=5.0) for sock in socket.socketpair())
+    posts = Post(here), Post(there)
+    for post in posts:
+        post.close()
+        post.close()
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from manyhands.engines.hosts.network import Network, ports_of
+from manyhands.engines.hosts.secret import Secret
+
+NETWORK = Network(
+    hosts=[[0, 1], [2]], names=["alpha", "beta"], listen="10.0.0.1", ports=(7000, 7100), secret=Secret(token=b"t" * 32)
+)
+
+
+def test_who_is_where() -> None:
+    assert NETWORK.leaders == [0, 2]
+    assert NETWORK.host_names == ["alpha", "alpha", "beta"]
+
+
+def test_there_and_back_as_json(tmp_path: Path) -> None:
+    assert Network.from_json(json.loads(json.dumps(NETWORK.to_json()))) == NETWORK
+    secret = Secret.create(tmp_path / "run.pem", tls=True)
+    assert Secret.from_json(json.loads(json.dumps(secret.to_json()))) == secret
+
+
+def test_a_secret_is_never_shown(tmp_path: Path) -> None:
+    for secret in (Secret.create(tmp_path / "a", tls=True), Secret(token=b"t" * 32)):
+        assert "PRIVATE" not in repr(secret)
+        assert "tttt" not in repr(secret)
+    assert "token" not in repr(NETWORK)
+    assert b"t".hex() * 4 not in repr(NETWORK)
+
+
+@pytest.mark.parametrize(("text", "ports"), [("", None), ("7000", (7000, 7000)), ("7000-7100", (7000, 7100))])
+def test_ports(text: str, ports: tuple[int, int] | None) -> None:
+    assert ports_of(text) == ports

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from manyhands.engines.hosts.roster import Offer, Roster, hello
+
+
+def roster() -> Roster:
+    return Roster(4, [Offer("alpha", 2)])
+
+
+def test_whoever_has_the_same_versions_may_join() -> None:
+    assert roster().refusal(hello(2)) == ""
+    assert roster().refusal(hello(1)) == ""
+
+
+def test_too_many_workers() -> None:
+    assert "2 of 4 workers are missing, not 3: join with --workers 2" in roster().refusal(hello(3))
+
+
+def test_a_late_one() -> None:
+    full = roster()
+    full.offers.append(Offer("beta", 2))
+    assert full.refusal(hello(1)) == "all 4 workers are here already"
+
+
+@pytest.mark.parametrize("name", ["python", "torch", "manyhands"])
+def test_other_versions_are_named(name: str) -> None:
+    said = hello(1)
+    said["versions"][name] = "0.0"
+    refusal = roster().refusal(said)
+    assert "versions differ" in refusal
+    assert f"{name} 0.0" in refusal
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"purpose": "ring"},
+        {"purpose": None},
+        {"workers": 0},
+        {"workers": True},
+        {"workers": "2"},
+        {"host": 7},
+        {"versions": []},
+    ],
+)
+def test_what_is_no_offer(change: dict[str, Any]) -> None:
+    assert roster().refusal({**hello(1), **change})
+
+
+def test_ranks_are_contiguous_on_every_host() -> None:
+    four = Roster(5, [Offer("alpha", 2), Offer("beta", 1), Offer("gamma", 2)])
+    assert four.seats() == [[0, 1], [2], [3, 4]]
+    assert four.missing == 0
+
+
+def test_hosts_of_one_name_are_told_apart() -> None:
+    same = Roster(4, [Offer("alpha", 2), Offer("alpha", 1)])
+    assert same.names() == ["alpha (1)", "alpha (2)"]
+    assert same.text() == "3 of 4 workers are here: alpha (1) 2, alpha (2) 1"
+
+
+def test_a_hosts_name_commands_no_terminal_and_forges_no_line() -> None:
+    said = {**hello(1), "host": "beta\x1b[2J\nWARNING: all is well" + "x" * 1000}
+    assert roster().refusal(said) == ""
+    assert Roster.name_of(said).startswith("beta?[2J?WARNING: all is well")
+    assert len(Roster.name_of(said)) == 64
+    refused = roster().refusal({**said, "versions": {"python\x1b[1m": "3\n"}})
+    assert "python?[1m 3?" in refused
+    assert roster().refusal({**said, "host": ""}) != ""

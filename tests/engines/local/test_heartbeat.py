@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from manyhands.comm.solo import SoloGroup
+from manyhands.data.leases import End, Lease, Segment
+from manyhands.engines.local.heartbeat import DriverLine
+from manyhands.engines.local.messages import Wire
+from manyhands.errors import ManyhandsError
+from manyhands.events import Event
+
+
+class Pair:
+    """A worker's line whose driver is the test; heartbeats come only when the test lets them."""
+
+    def __init__(self) -> None:
+        self.driver, there = Wire.pair()
+        self.answering, asking = Wire.pair()
+        self.line = DriverLine(Wire(there), Wire(asking), timeout_s=5.0)
+        self.wire = self.line._wire
+
+    def sent(self) -> list[dict[str, Any]]:
+        return [message.body for message in self.driver.receive()]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    pair = Pair()
+    yield pair
+    for wire in (pair.driver, pair.answering, pair.wire, pair.line._questions):
+        wire.close()
+
+
+def test_a_message_carries_place_and_events_before_it(pair: Pair) -> None:
+    pair.line.progress("compute", 4)
+    pair.line.emit(Event(type="step", step=3))
+    pair.line.emit(Event(type="step", step=4))
+    pair.line.last({"type": "error"})
+    beat, last = pair.sent()
+    assert (beat["type"], beat["phase"], beat["step"]) == ("beat", "compute", 4)
+    assert [Event(**event).step for event in beat["events"]] == [3, 4]
+    assert last == {"type": "error"}
+
+
+def test_idle_seconds_begin_anew_with_progress(pair: Pair) -> None:
+    pair.line._seen_at -= 100.0
+    pair.line._send(None)
+    pair.line.progress("compute", 1)
+    pair.line._send(None)
+    before, after = pair.sent()
+    assert before["idle_s"] >= 100.0
+    assert after["idle_s"] < 1.0
+
+
+def test_a_compiler_at_work_is_a_phase(pair: Pair) -> None:
+    pair.line.progress("compute", 7)
+    pair.line.compiling(1)
+    assert pair.line.where() == ("compile", 7)
+    pair.line.compiling(-1)
+    assert pair.line.where() == ("compute", 7)
+
+
+def test_a_stop_is_heard(pair: Pair) -> None:
+    pair.driver.send({"type": "stop", "reason": "callback"})
+    pair.line._read()
+    assert pair.line.should_stop() == "callback"
+
+
+def test_a_question_comes_after_all_that_was_emitted(pair: Pair) -> None:
+    pair.line.emit(Event(type="step", step=3))
+    pair.answering.send({"type": "answer", "value": {"rows": 5}})
+    assert pair.line.ask(Event(type="epoch")) == {"rows": 5}
+    (beat,) = pair.sent()
+    assert [Event(**event).step for event in beat["events"]] == [3]
+    assert [message.body["event"]["type"] for message in pair.answering.receive()] == ["epoch"]
+
+
+SEGMENT = Segment(epoch=1, first=0, until=3, parts=2, left=[[0, 3], [1, 2]])
+
+
+def test_a_lease_goes_ahead_of_events(pair: Pair) -> None:
+    pair.line.emit(Event(type="step", step=3))
+    pair.answering.send({"type": "leased", "value": {"index": 4, "part": 1, "handed": 9}})
+    assert pair.line.lease(SEGMENT) == Lease(index=4, part=1, handed=9)
+    (question,) = [message.body for message in pair.answering.receive()]
+    assert (question["type"], Segment(**question["segment"])) == ("lease", SEGMENT)
+    assert not pair.driver.readable(0)
+
+
+def test_whoever_is_told_to_wait_waits_for_its_lease(pair: Pair) -> None:
+    pair.answering.send({"type": "leased", "value": None})
+    pair.answering.send({"type": "leased", "value": {"reason": "callback", "left": [[1, 2]]}})
+    assert pair.line.lease(SEGMENT) == End(reason="callback", left=[[1, 2]])
+
+
+def test_a_meeting_brings_everybodys_value(pair: Pair) -> None:
+    pair.answering.send({"type": "met", "name": "ring", "values": [None, ["10.0.0.2", 4711]]})
+    assert pair.line.meet("ring", [0, 1], None) == [None, ["10.0.0.2", 4711]]
+    (question,) = [message.body for message in pair.answering.receive()]
+    assert question == {"type": "meet", "name": "ring", "seats": [0, 1], "value": None}
+
+
+def test_a_driver_that_does_not_answer_is_named(pair: Pair) -> None:
+    pair.line._timeout_s = 0.01
+    with pytest.raises(ManyhandsError, match="did not answer the meeting 'ring' within 0 s"):
+        pair.line.meet("ring", [0, 1], None)
+
+
+def test_an_event_that_is_no_json_raises_at_once(pair: Pair) -> None:
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        pair.line.emit(Event(type="step", values={"loss": object()}))
+
+
+def test_collect_sends_what_was_emitted_at_once(pair: Pair) -> None:
+    pair.line.emit(Event(type="step", tick=7))
+    pair.line.collect(SoloGroup())
+    (beat,) = pair.sent()
+    assert [Event(**event).tick for event in beat["events"]] == [7]

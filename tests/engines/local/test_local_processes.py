@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+
+from manyhands.engines.local.fork_client import Spawner
+from manyhands.engines.local.messages import Message, Wire
+from manyhands.engines.local.processes import LocalCrew, tidy
+from manyhands.engines.local.serialization import ship
+from manyhands.errors import ManyhandsError, WorkerFailed
+
+
+class Forked:
+    """A spawner whose fork server is the test: the other ends of all lines lie in `there`."""
+
+    def __init__(self) -> None:
+        self.wire, server = Wire.pair()
+        self.server = Wire(server)
+        self.there: dict[int, Wire] = {}
+        self.asking: dict[int, Wire] = {}
+        self.shared: dict[str, Any] = {}
+        self.signals: list[tuple[list[int], int]] = []
+
+    def launch(self, shared: dict[str, Any], program: int) -> None:
+        self.shared = shared
+
+    def fork(self, seat: int, line: int, questions: int, stacks: int, status: int) -> None:
+        self.there[seat] = Wire(socket.socket(fileno=os.dup(line)))
+        self.asking[seat] = Wire(socket.socket(fileno=os.dup(questions)))
+
+    def receive(self) -> list[Message]:
+        return self.wire.receive()
+
+    def signal(self, seats: list[int], number: int) -> None:
+        self.signals.append((seats, number))
+
+    def died(self) -> int:
+        return -9
+
+    def end_run(self, grace_s: float) -> None:
+        for wire in [self.wire, self.server, *self.there.values(), *self.asking.values()]:
+            wire.close()
+
+
+@pytest.fixture
+def forked() -> Forked:
+    return Forked()
+
+
+@pytest.fixture
+def crew(forked: Forked) -> Iterator[LocalCrew]:
+    crew = LocalCrew(cast(Spawner, forked), [0, 1, -1], timeout_s=5.0, host="alpha")
+    crew.start({"threads": 3}, -1)
+    yield crew
+    crew.end(0.0)
+
+
+def test_last_words_come_before_the_news_of_the_end(forked: Forked, crew: LocalCrew) -> None:
+    """CASE 21: the exit alone would say that it died without a reason. They may come after its line was looked at."""
+    forked.server.send({"type": "exited", "seat": 1, "status": 1})
+    forked.there[1].send({"type": "error", "message": "weights"})
+    forked.there[1].close()
+    came: list[tuple[int, dict[str, Any]]] = []
+    crew._hear_server(came)
+    assert came == [
+        (1, {"type": "error", "message": "weights"}),
+        (1, {"type": "exited", "status": 1, "phase": None, "step": None, "detail": ""}),
+    ]
+    assert crew.receive() == []
+
+
+def test_questions_come_after_what_was_said_before_them(forked: Forked, crew: LocalCrew) -> None:
+    forked.there[0].send({"type": "beat"})
+    forked.asking[0].send({"type": "ask"})
+    assert crew.receive() == [(0, {"type": "beat"}), (0, {"type": "ask"})]
+
+
+def test_answers_and_stops_go_where_they_are_read(forked: Forked, crew: LocalCrew) -> None:
+    crew.tell(1, {"type": "stop", "reason": "callback"})
+    crew.tell(1, {"type": "leased", "value": None})
+    assert [message.body for message in forked.there[1].receive()] == [{"type": "stop", "reason": "callback"}]
+    assert [message.body for message in forked.asking[1].receive()] == [{"type": "leased", "value": None}]
+
+
+def test_a_value_comes_as_itself(forked: Forked, crew: LocalCrew) -> None:
+    fd = ship({"loss": [1.0, 2.0]}, "the value")
+    forked.there[0].send({"type": "value"}, (fd,))
+    os.close(fd)
+    assert crew.receive() == [(0, {"type": "value", "value": {"loss": [1.0, 2.0]}})]
+
+
+def test_a_value_that_cannot_be_rebuilt(forked: Forked, crew: LocalCrew) -> None:
+    fd = ship(Fragile(), "the value")
+    forked.there[0].send({"type": "value"}, (fd,))
+    os.close(fd)
+    with pytest.raises(ManyhandsError, match=r"worker 0 returned cannot be rebuilt here \(ZeroDivisionError"):
+        crew.receive()
+
+
+class Fragile:
+    def __reduce__(self) -> Any:
+        return divmod, (1, 0)
+
+
+def test_one_descriptor_tells_of_all(forked: Forked, crew: LocalCrew) -> None:
+    (ready,) = crew.filenos()
+    assert not select.select([ready], [], [], 0)[0]
+    forked.there[-1].send({"type": "beat"})
+    assert select.select([ready], [], [], 0)[0]
+    assert crew.receive() == [(-1, {"type": "beat"})]
+    forked.there[-1].close()
+    assert crew.receive() == []
+    assert not select.select([ready], [], [], 0)[0]
+
+
+def test_whoever_is_gone_is_told_nothing(forked: Forked, crew: LocalCrew) -> None:
+    forked.there[0].close()
+    crew.tell(0, {"type": "stop", "reason": "callback"})
+    crew.tell(1, {"type": "stop", "reason": "callback"})
+    assert [message.body for message in forked.there[1].receive()] == [{"type": "stop", "reason": "callback"}]
+
+
+def test_signals_are_for_workers_and_stacks_for_all(forked: Forked, crew: LocalCrew) -> None:
+    crew.signal(signal.SIGTERM)
+    assert crew.stacks() == {0: "", 1: "", -1: ""}
+    assert forked.signals == [([0, 1], signal.SIGTERM), ([0, 1, -1], signal.SIGUSR1)]
+
+
+def test_all_know_their_seats_and_their_threads(forked: Forked, crew: LocalCrew) -> None:
+    assert forked.shared == {"threads": 3, "seats": [0, 1, -1]}
+
+
+def test_a_dead_fork_server_is_named(forked: Forked, crew: LocalCrew) -> None:
+    forked.server.close()
+    with pytest.raises(WorkerFailed, match=r"fork server on alpha, .* was killed by signal 9 \(SIGKILL\)"):
+        crew.receive()
+
+
+DUMP = """\
+Thread 0x1 (most recent call first):
+  File "src/manyhands/engines/local/heartbeat.py", line 93 in _serve
+  File "threading.py", line 982 in run
+
+Thread 0x2 (most recent call first):
+  File "loader.py", line 3 in fetch
+
+Current thread 0x3 (most recent call first):
+  File "mine.py", line 7 in program
+  File "src/manyhands/engines/local/worker_process.py", line 144 in _value
+  File "src/manyhands/engines/local/fork_server.py", line 123 in _receive
+
+Extension modules: numpy, torch (total: 2)
+"""
+
+
+def test_stacks_show_the_program_and_its_own_threads() -> None:
+    assert tidy(DUMP) == (
+        "Thread 0x2 (most recent call first):\n"
+        '  File "loader.py", line 3 in fetch\n'
+        "\n"
+        "Current thread 0x3 (most recent call first):\n"
+        '  File "mine.py", line 7 in program'
+    )

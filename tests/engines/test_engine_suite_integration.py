@@ -1,0 +1,196 @@
+"""Engine `local` takes the exam, warm and cold; and the exam fails engines that break a promise."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import pytest
+
+from manyhands.engines.base import Engine, Launch, Observer
+from manyhands.engines.local.engine import Local
+from manyhands.errors import ManyhandsError, Unsupported, WorkerFailed
+from manyhands.testing import engine_suite
+from manyhands.testing.engine_suite import ENGINE_EXAM
+from manyhands.testing.group_suite import ExamFailed
+from manyhands.worker import Worker, set_current
+
+
+@pytest.mark.parametrize("check", ENGINE_EXAM)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_local_passes(local: Local, workers: int, check: str) -> None:
+    """CASES 21, 28"""
+    ENGINE_EXAM[check](local, workers=workers)
+
+
+def test_a_cold_local_leaves_nothing() -> None:
+    """CASE 28"""
+    ENGINE_EXAM["nothing_left"](Local())
+
+
+class _Broken(Engine):
+    """Engine `local`, until a subclass breaks it."""
+
+    name: ClassVar[str] = "broken"
+    whole: ClassVar[Local] = Local()
+
+    def launch(self, program: Callable[[Worker], Any], plan: Launch) -> list[Any]:
+        return self.whole.launch(program, plan)
+
+
+class _Backwards(_Broken):
+    def launch(self, program: Callable[[Worker], Any], plan: Launch) -> list[Any]:
+        return [program(Worker(rank=rank, size=plan.workers)) for rank in reversed(range(plan.workers))]
+
+
+class _WithoutThreads(_Broken):
+    def launch(self, program: Callable[[Worker], Any], plan: Launch) -> list[Any]:
+        worker = Worker(threads=3)
+        set_current(worker)
+        try:
+            return [program(worker)]
+        finally:
+            set_current(None)
+
+
+class _StaysCurrent(_Broken):
+    def launch(self, program: Callable[[Worker], Any], plan: Launch) -> list[Any]:
+        values = super().launch(program, plan)
+        set_current(Worker())
+        return values
+
+
+class _WrongGroup(_Broken):
+    def launch(self, program: Callable[[Worker], Any], plan: Launch) -> list[Any]:
+        def forgets(worker: Worker) -> Any:
+            worker.group.broadcast_ = lambda tensor, source: tensor.zero_()  # type: ignore[method-assign]
+            return program(worker)
+
+        return super().launch(forgets, plan)
+
+
+class _Swallows(_Broken):
+    def launch(self, program: Callable[[Worker], Any], plan: Launch) -> list[Any]:
+        try:
+            return super().launch(program, plan)
+        except ManyhandsError:
+            return [None] * plan.workers
+
+
+class _Anonymous(_Broken):
+    def launch(self, program: Callable[[Worker], Any], plan: Launch) -> list[Any]:
+        try:
+            return super().launch(program, plan)
+        except WorkerFailed as error:
+            place = {"rank": error.rank, "host": error.host, "phase": error.phase, "step": 0}
+            raise WorkerFailed("a worker failed", error=error.error, **place) from error  # type: ignore[arg-type]
+
+
+class _Deaf(_Broken):
+    def launch(self, program: Callable[[Worker], Any], plan: Launch) -> list[Any]:
+        class Late(Observer):
+            heard: ClassVar[list[Any]] = []
+
+            def event(self, event: Any) -> None:
+                self.heard.insert(0, event)
+
+            def answer(self, event: Any) -> dict[str, Any]:
+                return plan.observer.answer(event)
+
+        values = super().launch(program, Launch(workers=plan.workers, threads_per_worker=1, observer=Late()))
+        for event in Late.heard:
+            plan.observer.event(event)
+        return values
+
+
+class _NeverStops(_Broken):
+    def launch(self, program: Callable[[Worker], Any], plan: Launch) -> list[Any]:
+        class Content(Observer):
+            def event(self, event: Any) -> None:
+                plan.observer.event(event)
+
+        return super().launch(program, Launch(workers=plan.workers, threads_per_worker=1, observer=Content()))
+
+
+class _OtherThread(_Broken):
+    def launch(self, program: Callable[[Worker], Any], plan: Launch) -> list[Any]:
+        values: list[Any] = []
+        thread = threading.Thread(target=lambda: values.extend(Local().launch(program, plan)))
+        thread.start()
+        thread.join(30)
+        return values
+
+
+class _Leaky(_Broken):
+    left: ClassVar[list[Any]] = []
+
+    def launch(self, program: Callable[[Worker], Any], plan: Launch) -> list[Any]:
+        self.left.append(self.leak())
+        return super().launch(program, plan)
+
+    def leak(self) -> Any:
+        return open(os.devnull)
+
+
+class _Orphans(_Leaky):
+    left: ClassVar[list[Any]] = []
+
+    def leak(self) -> Any:
+        return subprocess.Popen(["sleep", "30"])
+
+
+@pytest.fixture
+def tidied() -> Iterator[None]:
+    yield
+    set_current(None)
+    for file in _Leaky.left:
+        file.close()
+    for process in _Orphans.left:
+        process.kill()
+        process.wait(10)
+    _Leaky.left.clear()
+    _Orphans.left.clear()
+
+
+@pytest.mark.usefixtures("tidied")
+@pytest.mark.parametrize(
+    ("broken", "workers", "check", "problem"),
+    [
+        (_Backwards(), 2, "values", "in rank order"),
+        (_WithoutThreads(), 1, "worker", r"threads: expected \(1, 1\), came \(3"),
+        (_StaysCurrent(), 1, "worker", "still counts as a worker"),
+        (_Swallows(), 1, "bad_input", "raised BadInput, and launch returned"),
+        (_Swallows(), 1, "failure", "raised KeyError, and launch returned"),
+        (_Anonymous(), 1, "failure", "'step': 7.*came.*'step': 0"),
+        (_Deaf(), 1, "events", "expected the order of sending"),
+        (_NeverStops(), 1, "stopping", r"expected \('', 'enough'\), came \[\('', ''\)\]"),
+        (_OtherThread(), 1, "events", "another thread"),
+        (_Leaky(), 1, "nothing_left", "descriptors"),
+        (_Orphans(), 1, "nothing_left", "processes"),
+    ],
+)
+def test_a_broken_engine_fails(
+    broken: Engine, workers: int, check: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_suite, "DEADLINE_S", 3.0)
+    with pytest.raises(ExamFailed, match=problem):
+        ENGINE_EXAM[check](broken, workers=workers)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_broken_group_fails(local: Local, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a worker found comes out as ExamFailed, from another process too."""
+    monkeypatch.setattr(_Broken, "whole", local)
+    with pytest.raises(ExamFailed, match="broadcast_"):
+        ENGINE_EXAM["group"](_WrongGroup(), workers=workers)
+
+
+def test_engines_in_place_are_refused() -> None:
+    class InPlace(_Broken):
+        in_place = True
+
+    with pytest.raises(Unsupported, match="every worker would have to take the exam"):
+        ENGINE_EXAM["values"](InPlace())

@@ -1,0 +1,214 @@
+"""Engine `inside`: several workers make the same call; here they are threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from typing_extensions import override
+
+from manyhands.comm.group import Group
+from manyhands.data.leases import End, Lease, Segment
+from manyhands.engines.base import Launch, Observer
+from manyhands.engines.driver.run_monitor import USER
+from manyhands.engines.in_process import InProcess
+from manyhands.engines.nested import Gathering, Inside
+from manyhands.errors import BadInput, Unsupported
+from manyhands.events import Event
+from manyhands.server.base import ServerSpec
+from manyhands.testing.threads import together
+from manyhands.worker import Alone, Coordinator, Worker
+
+
+class Listening(Observer):
+    def __init__(self, reason: str = "") -> None:
+        self.events: list[tuple[int | None, int]] = []
+        self.reason = reason
+
+    def event(self, event: Event) -> None:
+        self.events.append((event.rank, event.step))
+
+    def answer(self, event: Event) -> dict[str, Any]:
+        return {"stop": "asked"}
+
+    def stopping(self) -> str:
+        return self.reason
+
+
+class Outer(Coordinator):
+    """The launcher's line."""
+
+    def __init__(self, reason: str = "") -> None:
+        self.places: list[tuple[str, int]] = []
+        self.reason = reason
+
+    @override
+    def progress(self, phase: str, step: int) -> None:
+        self.places.append((phase, step))
+
+    @override
+    def emit(self, event: Event) -> None:
+        raise AssertionError("a run's own events do not concern the launcher")
+
+    @override
+    def ask(self, event: Event) -> dict[str, Any]:
+        raise AssertionError("a run's own questions do not concern the launcher")
+
+    @override
+    def collect(self, group: Group) -> None:
+        raise AssertionError("a run's own events do not concern the launcher")
+
+    @override
+    def lease(self, segment: Segment) -> Lease | End:
+        raise AssertionError("a run's own rows do not concern the launcher")
+
+    @override
+    def should_stop(self) -> str:
+        return self.reason
+
+
+def inside(worker: Worker, program: Any, **plan: Any) -> list[Any]:
+    return Inside(worker=worker).launch(program, Launch(**{"workers": worker.size, **plan}))
+
+
+def test_each_rank_gets_its_own_value_in_its_place() -> None:
+    def program(worker: Worker) -> list[Any]:
+        return inside(worker, lambda inner: inner.rank * 10 + inner.size)
+
+    assert together(3, program) == [[3, None, None], [None, 13, None], [None, None, 23]]
+
+
+def test_events_of_all_ranks_reach_the_first_at_collect() -> None:
+    def program(worker: Worker) -> list[list[tuple[int | None, int]]]:
+        observer = Listening()
+
+        def run(inner: Worker) -> list[list[tuple[int | None, int]]]:
+            heard = []
+            for step in (1, 2):
+                inner.emit("step", step=step)
+                heard.append(list(observer.events))
+                inner.coordinator.collect(inner.group)
+                heard.append(list(observer.events))
+            return heard
+
+        worker.coordinator = Outer()
+        return inside(worker, run, observer=observer)[worker.rank]  # type: ignore[no-any-return]
+
+    first, second = together(2, program)
+    assert first == [
+        [(0, 1)],
+        [(0, 1), (1, 1)],
+        [(0, 1), (1, 1), (0, 2)],
+        [(0, 1), (1, 1), (0, 2), (1, 2)],
+    ]
+    assert second == [[], [], [], []]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("launcher", "own", "expected"), [("a", "", "a"), ("", "b", "b"), ("a", "b", "a"), ("", "", "")]
+)
+def test_the_launcher_and_this_process_may_ask_for_a_stop_on_any_rank(
+    rank: int, launcher: str, own: str, expected: str
+) -> None:
+    """SIGTERM comes to whom it comes; it is obeyed at once, not at the next tenth of a second."""
+    observer = Listening()
+    line = Gathering(rank, InProcess(observer, poll_s=0), Outer(launcher))
+    assert line.should_stop() == launcher
+    observer.reason = own
+    assert line.should_stop() == expected
+
+
+def test_a_question_goes_to_the_observer() -> None:
+    assert Gathering(0, InProcess(Listening()), Outer()).ask(Event(type="epoch")) == {"stop": "asked"}
+
+
+def test_rows_are_not_leased_among_processes_that_make_the_same_call() -> None:
+    line = Gathering(0, InProcess(Listening()), Alone())
+    with pytest.raises(Unsupported, match="at their own pace need an engine that starts the workers"):
+        line.lease(Segment(epoch=0, first=0, until=1, parts=1))
+
+
+def test_what_the_observer_raises_is_known_as_its_own() -> None:
+    class Full(Listening):
+        def event(self, event: Event) -> None:
+            raise OSError("disk full")
+
+    here = InProcess(Full())
+    with pytest.raises(OSError, match="disk full") as raised:
+        Gathering(0, here, Alone()).emit(Event(type="step"))
+    assert here.observers_error is raised.value
+
+
+def test_the_launcher_hears_of_progress_and_of_the_end() -> None:
+    """After the run it is the user's own code again, which may take as long as it likes."""
+    outer = Outer()
+    inside(Worker(coordinator=outer), lambda inner: inner.coordinator.progress("compute", 7))
+    assert outer.places == [("compute", 7), (USER, 7)]
+
+
+@pytest.mark.parametrize(("error", "left"), [(BadInput("no"), (USER, 7)), (KeyError("no"), ("compute", 7))])
+def test_after_an_error_the_launcher_knows_where_unless_the_script_may_go_on(
+    error: Exception, left: tuple[str, int]
+) -> None:
+    outer = Outer()
+
+    def program(inner: Worker) -> None:
+        inner.coordinator.progress("compute", 7)
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        inside(Worker(coordinator=outer), program)
+    assert raised.value is error
+    assert outer.places[-1] == left
+
+
+def test_each_run_counts_its_own_traffic() -> None:
+    def send(worker: Worker) -> int:
+        worker.group.ledger.add("mean_", 100, messages=2)
+        return worker.group.ledger.total_bytes
+
+    worker = Worker()
+    worker.group.ledger.add("barrier", 1)
+    assert [inside(worker, send)[0] for _ in range(2)] == [100, 100]
+    assert worker.group.ledger.as_dict() == {
+        "barrier": {"bytes": 1, "messages": 1},
+        "mean_": {"bytes": 200, "messages": 4},
+    }
+
+
+def test_traffic_counts_after_an_error_too() -> None:
+    def send(worker: Worker) -> None:
+        worker.group.ledger.add("mean_", 100)
+        raise KeyError
+
+    worker = Worker()
+    with pytest.raises(KeyError):
+        inside(worker, send)
+    assert worker.group.ledger.total_bytes == 100
+
+
+@pytest.mark.parametrize(
+    ("plan", "kind", "message"),
+    [
+        ({"workers": 3}, BadInput, "workers=3 inside a run of 1: leave workers out"),
+        ({"workers": 3}, BadInput, 'engine="local", workers=1'),
+        ({"device": "cuda"}, BadInput, "device='cuda' inside a run: leave device out, this worker has cpu already"),
+        (
+            {"threads_per_worker": 2},
+            BadInput,
+            "threads_per_worker=2 inside a run: .*manyhands run --threads-per-worker",
+        ),
+        ({"server": ServerSpec(rule="add")}, Unsupported, "needs an engine that starts it"),
+    ],
+)
+def test_what_the_launcher_decides_cannot_be_asked_for(
+    plan: dict[str, Any], kind: type[BadInput], message: str
+) -> None:
+    def program(worker: Worker) -> None:
+        raise AssertionError("nothing may run")
+
+    worker = Worker(device=torch.device("cpu"))
+    with pytest.raises(kind, match=message):
+        inside(worker, program, **plan)

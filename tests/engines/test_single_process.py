@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+import pytest
+import torch
+
+from manyhands.engines import single_process
+from manyhands.engines.base import Launch
+from manyhands.engines.local.engine import Local
+from manyhands.errors import BadInput, PeerLost, WorkerFailed
+from manyhands.worker import Worker, current
+
+
+def test_one_worker_runs_right_here() -> None:
+    lock = threading.Lock()  # nothing is sent anywhere
+
+    def program(worker: Worker) -> object:
+        assert current() is worker
+        assert (worker.rank, worker.size, worker.group.size) == (0, 1, 1)
+        return os.getpid(), threading.get_ident(), lock
+
+    assert Local().launch(program, Launch(workers=1)) == [(os.getpid(), threading.get_ident(), lock)]
+    assert current() is None
+
+
+def test_threads_hold_for_the_run() -> None:
+    before = torch.get_num_threads()
+    plan = Launch(workers=1, threads_per_worker=before + 1)
+    assert Local().launch(lambda worker: torch.get_num_threads(), plan) == [before + 1]
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_callers_number_of_threads_stays(count: int) -> None:
+    """Whoever set it computes the same bits with one worker as in a loop of their own."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        got = Local().launch(lambda worker: (torch.get_num_threads(), worker.threads), Launch(workers=1))
+        assert got == [(count, count)]
+        assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_one_rank_of_a_host_keeps_its_threads_and_several_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(single_process, "threads_per_worker", lambda workers: 8 // workers)
+    assert single_process.threads_in_callers_process(1, None) == torch.get_num_threads()
+    assert single_process.threads_in_callers_process(2, None) == 4
+    assert single_process.threads_in_callers_process(2, 3) == single_process.threads_in_callers_process(1, 3) == 3
+
+
+def test_an_exception_is_worker_failed_with_its_cause() -> None:
+    def program(worker: Worker) -> None:
+        worker.coordinator.progress("compute", 9)
+        raise KeyError("weights")
+
+    with pytest.raises(WorkerFailed, match="failed in phase compute at step 9: KeyError: 'weights'") as caught:
+        Local().launch(program, Launch(workers=1))
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert (caught.value.rank, caught.value.error) == (0, "KeyError")
+    assert current() is None
+
+
+@pytest.mark.parametrize("error", [BadInput("no"), PeerLost(1, "here", "mean", 2, 3.0), KeyboardInterrupt()])
+def test_other_ends_pass(error: BaseException) -> None:
+    def program(worker: Worker) -> None:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        Local().launch(program, Launch(workers=1))
+    assert caught.value is error
+
+
+def test_sys_exit_passes() -> None:
+    with pytest.raises(SystemExit):
+        Local().launch(lambda worker: sys.exit(3), Launch(workers=1))

@@ -1,0 +1,69 @@
+"""Measurements with planted numbers, for the tests of advice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from manyhands.evidence.advise import Compared, Contestant, Measured, Ratio
+from manyhands.strategies import described
+
+
+def measured(
+    *,
+    input: float = 0.0,
+    compute: float = 0.0,
+    exchange: float = 0.0,
+    wait: float = 0.0,
+    steps: int = 10,
+    workers: int = 2,
+    **more: Any,
+) -> Measured:
+    """Of two workers on two cores that are known to be on one host."""
+    seconds = {"input_s": input, "compute_s": compute, "exchange_s": exchange, "wait_s": wait}
+    strategy = described(more.get("strategy", "allreduce"))
+    return Measured(**{"workers": workers, "steps": steps, "cores": 2, **strategy, **seconds, **more})
+
+
+def contestant(
+    name: str,
+    of: Measured,
+    speed: float | None = 1.0,
+    *,
+    quality: str = "same",
+    said: str = "",
+    effective_rate: float | None = None,
+    batch_size: int = 64,
+    reached: float | None = None,
+) -> Contestant:
+    """Its speed's interval is a tenth wide on each side; better or worse where 1 is not in it, unless `said` says otherwise."""
+    ratio = None
+    if speed is not None:
+        ratio = Ratio(middle=speed, low=0.9 * speed, high=1.1 * speed, said=said or _said(speed))
+    rated = of if of.rate else replace(of, rate=0.1)
+    effective = rated.rate if effective_rate is None else effective_rate
+    return Contestant(
+        name=name,
+        measured=rated,
+        speed=ratio,
+        quality=quality,
+        effective_rate=effective,
+        batch_size=batch_size,
+        reached=reached,
+    )
+
+
+def _said(speed: float) -> str:
+    if 0.9 * speed > 1:
+        return "better"
+    return "worse" if 1.1 * speed < 1 else "unclear"
+
+
+def solo(threads: int = 2, **more: Any) -> Contestant:
+    """The reference."""
+    of = measured(compute=10.0, workers=1, threads_per_worker=threads, one_host=True, strategy="solo", **more)
+    return replace(contestant("solo", of), speed=None, quality="")
+
+
+def compared(*contestants: Contestant, **more: Any) -> Compared:
+    return Compared(**{"contestants": contestants, "reference": "solo", "metric": "test_accuracy", **more})

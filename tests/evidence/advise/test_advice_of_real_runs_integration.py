@@ -1,0 +1,57 @@
+"""The line of advice of runs that really happened: sensible on processes, and its prediction comes true on the simulator."""
+
+import re
+from typing import Any
+
+import pytest
+from test_of_run import reads_well
+
+import manyhands as mh
+from manyhands.recording.run import Run
+
+CLUSTER = "sim:network='bandwidth={}Mbit',compute='row=1e-3'"  # 8 rows a worker and step: 8 ms
+
+
+def simulated(strategy: str, mbit: int, **fields: Any) -> Run:
+    return mh.train("digits", strategy=strategy, engine=CLUSTER.format(mbit), workers=4, max_steps=24, **fields)
+
+
+def test_the_predicted_speed_comes_true() -> None:
+    run = simulated("allreduce", 600)
+    advice = run.advice()
+    assert advice.kind == "exchange-bound"
+    found = re.search(r"--strategy (\S+)", advice.text)
+    assert found is not None
+    assert found[1].startswith("local-sgd:period=")
+    rarer = simulated(found[1], 600)
+    assert rarer.advice().kind == "fine"
+    assert rarer.timing["exchange"] <= 0.1 * sum(rarer.timing.values())
+    faster = sum(run.timing.values()) / sum(rarer.timing.values())
+    assert faster == pytest.approx(advice.numbers["speedup"], rel=0.02)
+
+
+def test_a_slower_link_wants_a_longer_period_which_an_epoch_ends() -> None:
+    advice = simulated("allreduce", 10).advice()
+    assert advice.numbers["period"] == 41  # steps of an epoch of 1,297 rows
+    assert "diloco:period=41" in advice.text
+
+
+def test_rows_that_backups_drop_are_seen() -> None:
+    run = mh.train("digits", strategy="quorum:backups=1", engine="sim:compute='row=1e-3,3=9x'", workers=4, max_steps=8)
+    advice = run.advice()
+    assert advice.kind == "unused-rows"
+    assert advice.wins == run.rows["unused"] / run.rows["total"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_real_run_of_digits(workers: int) -> None:
+    run = mh.train("digits", workers=workers, max_steps=12)
+    advice = run.advice()
+    likely = (
+        {"solo", "input-bound"}
+        if workers == 1
+        else {"too-short", "threads", "stragglers", "exchange-bound", "fine", "input-bound"}
+    )
+    assert advice.kind in likely
+    reads_well(advice.text)
+    assert run.summary().splitlines()[-1] == f"Advice: {advice.text}"

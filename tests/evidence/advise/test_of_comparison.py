@@ -1,0 +1,271 @@
+"""Advice about a comparison: whether to distribute, and what the best strategy still loses."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from measured_runs import compared, contestant, measured, solo
+from test_of_run import reads_well
+
+from manyhands.evidence.advise import Advice, Compared, Contestant, Ratio, advise_comparison
+
+LINE = 240  # with the name of the strategy in front
+
+
+def allreduce(speed: float | None, workers: int = 2, **more: Any) -> Contestant:
+    """A tenth of its time is exchange."""
+    of = measured(**{"compute": 9.0, "exchange": 1.0, "workers": workers, "cores": 8, **more.pop("measured", {})})
+    return contestant(f"allreduce on {workers}", of, speed, **more)
+
+
+def first(*contestants: Contestant, **more: Any) -> Advice:
+    return advise_comparison(compared(solo(), *contestants, **more))[0]
+
+
+def named(kind: str, *contestants: Contestant, **more: Any) -> Advice | None:
+    return next((one for one in advise_comparison(compared(*contestants, **more)) if one.kind == kind), None)
+
+
+def test_without_several_workers_there_is_nothing_to_say() -> None:
+    assert advise_comparison(compared(solo())) == []
+
+
+def test_distribute_where_the_best_is_surely_faster() -> None:
+    advice = first(allreduce(1.5), allreduce(2.0, workers=4))
+    assert advice.kind == "distribute"
+    assert (
+        advice.text
+        == "distribute: allreduce on 4 is 2.00x (1.80x to 2.20x) as fast as solo by rows/s, and the same in test_accuracy."
+    )
+    assert advice.wins == 0.5
+    assert advice.numbers == {"best": "allreduce on 4", "speedup": 2.0}
+
+
+def test_the_surely_faster_goes_before_one_that_may_be() -> None:
+    assert first(allreduce(2.5, said="unclear"), allreduce(2.0, workers=4)).numbers["best"] == "allreduce on 4"
+
+
+def test_stay_where_nothing_is_faster_and_say_why() -> None:
+    same: dict[str, Any] = {"speed": 1.0, "said": "same"}
+    assert first(allreduce(**same)).text.endswith(
+        "allreduce on 2, is 1.00x (0.90x to 1.10x) as fast as solo by rows/s."
+    )
+    short = first(allreduce(**same, measured={"steps": 2000}))
+    assert short.kind == "stay"
+    assert short.text.endswith("Its steps compute 4.5 ms, and under 10 ms sharing rarely pays.")
+    for part, word in (("exchange", "exchange"), ("wait", "waiting"), ("input", "input")):
+        lost = first(allreduce(**same, measured={"compute": 8.5, "exchange": 0.0, part: 1.5}))
+        assert lost.text.endswith(f"15 % of its time is {word}.")
+    assert first(allreduce(**same, measured={"one_host": True})).text.endswith(
+        "One process already uses the same cores."
+    )
+
+
+def test_a_worse_metric_rules_out_unless_a_target_was_to_be_reached() -> None:
+    worse = allreduce(2.0, quality="worse")
+    assert first(worse).text == (
+        "stay with one process: all that ran on several workers is worse in test_accuracy, also the fastest, allreduce on 2."
+    )
+    assert first(worse, allreduce(1.5, workers=4)).numbers["best"] == "allreduce on 4"
+    to_target = first(worse, allreduce(1.5, workers=4), speed_of="time to test_accuracy ≥ 0.97")
+    assert (
+        to_target.text
+        == "distribute: allreduce on 2 is 2.00x (1.80x to 2.20x) as fast as solo by time to test_accuracy ≥ 0.97."
+    )
+
+
+def test_what_is_not_sure_is_not_decided() -> None:
+    advice = first(allreduce(1.5, said="unclear"))
+    assert advice.kind == "undecided"
+    assert "1.50x (1.35x to 1.65x) as fast as solo by rows/s; more --repeats may tell." in advice.text
+    once = replace(allreduce(1.5), speed=Ratio(middle=1.5, low=0.0, high=float("inf"), said="unclear"))
+    few = first(once, enough=False)
+    assert few.kind == "undecided"
+    assert "allreduce on 2, is 1.50x as fast" in few.text
+    assert first(allreduce(1.05, said="unclear")).kind == "stay"
+
+
+@pytest.mark.parametrize(
+    ("alone", "on_two", "on_four", "kind", "says"),
+    [
+        (
+            False,
+            False,
+            True,
+            "distribute",
+            "allreduce on 4 reached test_accuracy ≥ 0.97 in every repeat, and solo in none.",
+        ),
+        (
+            True,
+            False,
+            False,
+            "stay",
+            "solo reached test_accuracy ≥ 0.97 in every repeat, and nothing on several workers did.",
+        ),
+        (False, False, False, "undecided", "train longer, or lower the target."),
+    ],
+)
+def test_where_times_to_the_target_do_not_compare_it_counts_who_reached_it(
+    alone: bool, on_two: bool, on_four: bool, kind: str, says: str
+) -> None:
+    several = (allreduce(None, reached=on_two), allreduce(None, workers=4, reached=on_four))
+    found = compared(replace(solo(), reached=alone), *several, speed_of="time to test_accuracy ≥ 0.97")
+    advice = advise_comparison(found)[0]
+    assert advice.kind == kind
+    assert advice.text.endswith(says)
+
+
+def test_a_reference_that_reached_the_target_now_and_then_decides_nothing() -> None:
+    found = compared(
+        replace(solo(), reached=0.5), allreduce(None, reached=True), speed_of="time to test_accuracy ≥ 0.97"
+    )
+    assert advise_comparison(found)[0].kind == "undecided"
+
+
+def test_where_the_reference_varies_by_half_the_upper_end_of_an_interval_counts() -> None:
+    near = allreduce(1.05, said="unclear")
+    assert first(near).kind == "stay"
+    noisy = advise_comparison(compared(replace(solo(), varies=1.6), near))[0]
+    assert noisy.kind == "undecided"
+    assert "idle machine" in noisy.text
+    wide = allreduce(1.15, said="unclear")
+    assert first(wide, margin=0.2).kind == "stay"
+    assert first(wide).kind == "undecided"
+
+
+def test_what_the_best_still_loses_is_said_unless_it_was_tried() -> None:
+    lossy = allreduce(1.5, measured={"compute": 6.0, "exchange": 4.0})
+    advice = named("exchange-bound", solo(), lossy)
+    assert advice is not None
+    assert advice.text.startswith("allreduce on 2: exchange-bound: 40 % of the time is exchange")
+    assert advice.numbers["period"] == 6
+    tried = contestant(
+        "local-sgd on 2", measured(compute=6.0, exchange=1.0, strategy="local-sgd:period=8", period=8.0), 1.4
+    )
+    assert named("exchange-bound", solo(), lossy, tried) is None
+    shorter = contestant(
+        "local-sgd on 2", measured(compute=6.0, exchange=1.0, strategy="local-sgd:period=4", period=4.0), 1.4
+    )
+    assert named("exchange-bound", solo(), lossy, shorter) is not None
+    assert (
+        named("exchange-bound", solo(), lossy, replace(tried, measured=replace(tried.measured, workers=4))) is not None
+    )
+
+
+def test_compression_is_judged_by_what_was_measured() -> None:
+    coded = measured(compute=9.0, exchange=1.0, strategy="allreduce:compress=powersgd:2")
+    helps = named("compress", solo(), allreduce(0.5), contestant("allreduce:compress=powersgd:2 on 2", coded, 1.5))
+    assert helps is not None
+    assert helps.text == "compression helps on this link: allreduce:compress=powersgd:2 on 2 is 3x as fast as without."
+    costs = named("codec-costs", solo(), allreduce(1.5), contestant("coded on 2", coded, 1.0))
+    assert costs is not None
+    assert costs.text == "compression costs more than it saves here: allreduce on 2 is 1.5x as fast as coded on 2."
+    for near in (1.4, 1.5, 1.7):  # the intervals of 1.5 and these meet
+        found = [
+            one.kind for one in advise_comparison(compared(solo(), allreduce(1.5), contestant("coded", coded, near)))
+        ]
+        assert not {"compress", "codec-costs"} & set(found)
+    elsewhere = contestant("coded on 4", replace(coded, workers=4), 3.0)
+    assert named("compress", solo(), allreduce(1.5), elsewhere) is None
+
+
+def test_a_slow_link_is_said_where_no_codec_was_tried() -> None:
+    link: dict[str, Any] = {"parameters": 3_250_000, "sent_bytes": 195e6, "compute": 1.345, "exchange": 17.346}
+    slow = allreduce(0.2, workers=4, measured=link)
+    assert named("compress", solo(), slow) is not None
+    coded = measured(**{**link, "exchange": 3.0}, workers=4, strategy="allreduce:compress=bf16")
+    assert named("compress", solo(), slow, contestant("coded", coded, 0.19)) is None
+
+
+def test_threads_or_processes_of_as_many_cores() -> None:
+    here = {"one_host": True}
+    single = contestant("solo, 1 thread", measured(compute=10.0, workers=1, strategy="solo"), 0.8)
+    better = named("processes", solo(), single, allreduce(1.3, measured=here))
+    assert better is not None
+    assert better.text.endswith("allreduce on 2 is 1.3x as fast as solo, whose threads bring 1.2x.")
+    worse = named("threads-win", solo(), allreduce(0.5, measured=here))
+    assert worse is not None
+    assert "solo is 2x as fast as allreduce on 2" in worse.text
+    for silent in (allreduce(1.0, measured=here), allreduce(1.3), allreduce(1.3, workers=4, measured=here)):
+        assert named("processes", solo(), silent) is None
+        assert named("threads-win", solo(), silent) is None
+    assert named("processes", solo(threads=1), allreduce(1.3, measured={**here, "workers": 1})) is None
+
+
+def test_causes_are_ordered_by_what_the_strategy_would_win() -> None:
+    slower = contestant("slower", measured(compute=1.0, strategy="downpour"), 1.2, quality="worse", effective_rate=0.4)
+    faster = contestant("faster", measured(compute=1.0, strategy="downpour"), 3.0, quality="worse", effective_rate=0.4)
+    found = advise_comparison(compared(solo(), slower, allreduce(1.5), faster))
+    assert [one.kind for one in found] == ["distribute", "rate-too-high", "rate-too-high"]
+    assert [one.numbers.get("name") for one in found] == [None, "faster", "slower"]
+    assert [one.wins for one in found[1:]] == [pytest.approx(0.5), 0.0]
+
+
+@st.composite
+def comparisons(draw: st.DrawFn) -> Compared:
+    several = []
+    for spec in draw(
+        st.lists(
+            st.sampled_from(
+                [
+                    "allreduce",
+                    "local-sgd:period=8",
+                    "diloco:period=50",
+                    "downpour",
+                    "agn",
+                    "easgd",
+                    "allreduce:compress=topk:0.01",
+                ]
+            ),
+            min_size=1,
+            max_size=5,
+            unique=True,
+        )
+    ):
+        workers = draw(st.sampled_from([2, 4]))
+        served = spec in ("downpour", "agn", "easgd")
+        parts = {part: draw(st.sampled_from([0.0, 1.0, 7.0, 90.0])) for part in ("input", "exchange", "wait")}
+        of = measured(
+            **parts,
+            compute=draw(st.sampled_from([0.5, 8.0])),
+            steps=draw(st.sampled_from([10, 700])),
+            workers=workers,
+            strategy=spec,
+            server=served,
+            one_host=draw(st.booleans()),
+            period=draw(st.sampled_from([1.0, 8.0])),
+            parameters=10**6,
+            sent_bytes=draw(st.sampled_from([1e5, 1e11])),
+            rate=0.01,
+            staleness=draw(st.sampled_from([{}, {3: 9}])) if served else {},
+        )
+        several.append(
+            contestant(
+                f"{spec} on {workers}",
+                of,
+                draw(st.sampled_from([None, 0.3, 1.0, 2.0, 9.0])),
+                quality=draw(st.sampled_from(["same", "worse", "unclear"])),
+                effective_rate=draw(st.sampled_from([0.001, 0.01, 0.08])),
+                batch_size=draw(st.sampled_from([64, 256])),
+            )
+        )
+    return compared(solo(), *several, speed_of=draw(st.sampled_from(["rows/s", "time to test_accuracy ≥ 0.97"])))
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(comparisons())
+def test_no_line_contradicts_another_and_all_read_well(found: Compared) -> None:
+    lines = advise_comparison(found)
+    kinds = [one.kind for one in lines]
+    assert kinds[0] in ("distribute", "stay", "undecided")
+    assert not {"distribute", "stay", "undecided"} & set(kinds[1:])
+    assert not {"compress", "codec-costs"} <= set(kinds)
+    assert not {"processes", "threads-win"} <= set(kinds)
+    explained = [one.numbers["name"] for one in lines if "name" in one.numbers]
+    assert len(explained) == len(set(explained))
+    assert [one.wins for one in lines[1:]] == sorted((one.wins for one in lines[1:]), reverse=True)
+    for one in lines:
+        assert 0 <= one.wins <= 1
+        reads_well(one.text, LINE)

@@ -1,0 +1,79 @@
+"""The text that the command prints."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from manyhands.engines.sim.compute import Compute
+from manyhands.engines.sim.network import Network
+from manyhands.engines.sim.profile import Profile
+from manyhands.evidence.calibrate.calibrate import Calibration, Prediction
+from manyhands.evidence.calibrate.coding import Coded
+from manyhands.evidence.calibrate.fit import Computed, Terms
+from manyhands.evidence.calibrate.measure import Served
+from manyhands.evidence.calibrate.report import text
+
+FOUND = Calibration(
+    profile=Profile(
+        networks={"local": Network(workers_per_host=2)},
+        compute=Compute(lease=9e-5, request=2e-5),
+        task="chars",
+        workers=2,
+        machine={"threads_per_worker": "1", "cores": "2"},
+    ),
+    compute=Computed(step=2e-3, row=3.5e-3, jitter=0.04, residuals={8: 0.02, 16: -0.01}),
+    memory=Terms(4e-6, 1 / 8e10, (0.1, -0.3)),
+    sockets=Terms(1e-4, 0.0, (0.0,)),
+    server=Served(1000, 4, request=5e-5, pull=1.5e-3, push=2e-3, lease=6e-5),
+    codecs=(
+        Coded(codec="topk:0.01", n=1000, nbytes=80, encode_s=0.051, decode_s=9e-4),
+        Coded(codec="threshold:1e-30", n=1000, nbytes=4000, encode_s=0.0452, decode_s=0.02541),
+    ),
+    predictions=(
+        Prediction(strategy="allreduce", real_s=0.060, slowest_s=0.063, simulated_s=0.063),
+        Prediction(strategy="local-sgd:period=8", real_s=0.050, slowest_s=0.051, simulated_s=0.045),
+    ),
+    seconds=41.0,
+)
+
+
+def test_it_says_what_was_measured_how_far_off_it_is_and_what_to_do_with_it() -> None:
+    lines = text(FOUND, "chars:batch_size=32", Path("my profile.json")).splitlines()
+    assert lines[0] == "chars on 2 workers at the same time, 1 thread(s) each, 2 cores (41 s)"
+    assert "3.5 ms a row + 2 ms, jitter 4.0%; fitted +2% at 8 row(s), -1% at 16 row(s)" in lines[1]
+    assert "4 µs latency, 80 Gbit/s; fitted within 30%" in lines[2]
+    assert "100 µs latency, bytes cost nothing" in lines[3]
+    assert "50 µs a request, 1.5 ms a pull, 2 ms a push (4,000 bytes), 60 µs a lease" in lines[4]
+    assert "20 µs more a request, 90 µs a lease" in lines[5]
+    assert [line.split() for line in lines if line.startswith(("topk", "threshold"))] == [
+        ["topk:0.01", "80", "51", "0.9"],
+        ["threshold:1e-30", "4,000", "45.2", "25.4"],
+    ]
+    assert [line.split() for line in lines if line.startswith(("allreduce", "local-sgd"))] == [
+        ["allreduce", "60.00", "63.00", "63.00", "+5.0%"],
+        ["local-sgd:period=8", "50.00", "51.00", "45.00", "-10.0%"],
+    ]
+    assert "  manyhands train chars:batch_size=32 -n 32 -s diloco --engine sim --profile 'my profile.json'" in lines
+    assert not any("idle" in line for line in lines)
+
+
+def test_the_run_that_is_furthest_off_is_the_error_that_a_profile_keeps() -> None:
+    """The slower of several runs is one that a user may see."""
+    worst = {sim: Prediction(strategy="s", real_s=1.0, slowest_s=1.5, simulated_s=sim).worst for sim in (0.9, 1.2, 1.4)}
+    assert worst == pytest.approx({0.9: 0.9 / 1.5 - 1, 1.2: 1.2 / 1.5 - 1, 1.4: 0.4})
+
+
+def test_a_large_error_is_pointed_out_and_a_machine_that_changed_its_speed() -> None:
+    far = Prediction(strategy="allreduce", real_s=0.060, slowest_s=0.063, simulated_s=0.050)
+    busy = Prediction(strategy="allreduce", real_s=0.060, slowest_s=0.090, simulated_s=0.061)
+    for one in (far, busy):
+        assert "when it is idle" in text(replace(FOUND, predictions=(one,)), "chars", Path("p.json"))
+
+
+def test_without_strategies_there_is_no_table() -> None:
+    said = text(replace(FOUND, predictions=(), codecs=()), "chars", Path("p.json"))
+    assert "No strategy was compared." in said
+    assert "simulated ms" not in said
+    assert "ms to encode" not in said
+    assert "\n\n\n" not in said

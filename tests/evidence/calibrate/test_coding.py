@@ -1,0 +1,126 @@
+"""The simulator's constants of codecs, from measured settings; and the stopwatch that measures them."""
+
+import pytest
+import torch
+
+from manyhands.comm.codecs import CODECS, Hints, codec_of
+from manyhands.comm.compressed import compressed_mean_
+from manyhands.engines.sim.coding import Coding
+from manyhands.engines.sim.engine import Sim
+from manyhands.evidence.calibrate import coding
+from manyhands.evidence.calibrate.coding import SETTINGS, Coded, _Alike, _Coding, coded, codings
+from manyhands.evidence.calibrate.observe import Place, observe
+from manyhands.strategies.ensemble import Ensemble
+from manyhands.worker import Worker
+from plain import task
+
+N = 1000
+PLACE = Place(engine=Sim(), workers=2)
+
+
+def setting(codec: str, nbytes: int, like: Coding) -> Coded:
+    """As a machine would measure it that is exactly as the model has it."""
+    return Coded(codec=codec, n=N, nbytes=nbytes, encode_s=like.encoding(N, nbytes), decode_s=like.decoding(N, nbytes))
+
+
+def test_every_codec_is_measured() -> None:
+    assert {text.partition(":")[0] for text in SETTINGS} == set(CODECS)
+    assert all(codec_of(text) for text in SETTINGS)
+
+
+def test_constants_are_found_again_from_what_they_cost() -> None:
+    """Seconds a byte from two settings of a codec; from one, all are seconds a number."""
+    threshold, onebit = Coding(1e-9, 5e-10, 1.2e-8, 7e-9), Coding(1e-9, 5e-9)
+    measured = [
+        setting("threshold:1e30", 0, threshold),
+        setting("onebit", 133, onebit),
+        setting("threshold:1e-30", 4 * N, threshold),
+    ]
+    found = codings(measured)
+    assert list(found) == ["threshold", "onebit"]
+    for name, wanted in {"threshold": threshold, "onebit": onebit}.items():
+        for constant in ("encode", "decode", "encode_byte", "decode_byte"):
+            assert getattr(found[name], constant) == pytest.approx(getattr(wanted, constant), rel=1e-3), constant
+
+
+def test_settings_of_one_length_leave_the_bytes_out() -> None:
+    """A model without matrices that could become smaller."""
+    same = [Coded(codec=f"powersgd:{rank}", n=N, nbytes=8 * N, encode_s=1.0, decode_s=2.0) for rank in (2, 8)]
+    found = codings(same)["powersgd"]
+    assert found.encoding(N, 8 * N) == pytest.approx(1.0)
+    assert found.decoding(N, 8 * N) == pytest.approx(2.0)
+
+
+class Clock:
+    """Each look at it takes as long as it is told."""
+
+    def __init__(self, *steps: float) -> None:
+        self.now, self.steps = 0.0, list(steps)
+
+    def perf_counter(self) -> float:
+        self.now += self.steps.pop(0)
+        return self.now
+
+
+def test_the_group_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made; JSON from, to; all_gather from, to; decoded; stopped."""
+    monkeypatch.setattr(coding, "time", Clock(0.0, 1.0, 100.0, 2.0, 100.0, 12.0, 4.0))
+    group = _Alike(Worker(rank=1, size=3))
+    vector, codec = torch.tensor([1.0, -2.0, 3.0, -4.0] * 4), codec_of("onebit")
+    assert codec is not None
+    total = compressed_mean_(group, codec, vector, 2.0, 5)
+    group.stop()
+    assert (total.weight, total.bits) == (6.0, 5)
+    assert (group.n, group.nbytes) == (16, 4 + 2)
+    assert group.encode_s == 1.0 + 2.0 + 4.0
+    assert group.decode_s == 12.0 / 3
+    torch.testing.assert_close(vector, 2.5 * torch.tensor([1.0, -1.0, 1.0, -1.0] * 4))
+
+
+def test_among_many_workers_some_payloads_are_enough() -> None:
+    """Each takes memory and time on every worker."""
+    assert len(_Alike(Worker(rank=40, size=64)).all_gather(torch.ones(3))) == 4
+
+
+@pytest.mark.parametrize("text", SETTINGS)
+def test_the_mean_of_equals_is_what_the_codec_leaves(text: str) -> None:
+    codec = codec_of(text)
+    assert codec is not None
+    vector = torch.randn(N, generator=torch.Generator().manual_seed(1))
+    own, draws = torch.empty(N), torch.Generator().manual_seed(2)
+    compressed_mean_(_Alike(Worker(rank=0, size=4)), codec, vector, 1.0, 0, Hints(draws), own)
+    torch.testing.assert_close(vector, own, rtol=1e-6, atol=1e-7)
+
+
+def test_each_setting_has_its_turn_and_the_first_tick_of_each_is_left_out() -> None:
+    events = observe(PLACE, task(), _Coding(ticks=3), 3 * len(SETTINGS), said="codec")
+    wanted = [
+        (text, tick, rank) for i, text in enumerate(SETTINGS) for tick in (3 * i + 1, 3 * i + 2) for rank in (0, 1)
+    ]
+    assert sorted((event.tick, event.rank) for event in events) == [(tick, rank) for _, tick, rank in wanted]
+    assert [event.values["codec"] for event in events] == [text for text, _, _ in wanted]
+
+
+def test_what_is_measured_is_of_the_whole_vector() -> None:
+    found = {one.codec: one for one in coded(PLACE, task(), 1)}
+    assert list(found) == list(SETTINGS)
+    n = found["bf16"].n
+    assert {one.n for one in found.values()} == {n}
+    assert found["bf16"].nbytes == 2 * n
+    assert found["threshold:1e30"].nbytes == 0
+    assert found["threshold:1e-30"].nbytes == 4 * 84  # every parameter, no padding
+    assert min(min(one.encode_s, one.decode_s) for one in found.values()) > 0
+
+
+def test_workers_train_as_if_there_were_no_codecs() -> None:
+    """With the bits of models that never talk: same gradients, same draws, the same end."""
+    steps = 2 * len(SETTINGS)
+    ours, alone = (
+        {
+            (event.rank, event.tick): (event.values["loss"], event.values["rows"])
+            for event in observe(PLACE, task(), one, steps)
+        }
+        for one in (_Coding(ticks=2), Ensemble())
+    )
+    assert ours == alone
+    assert len(ours) == 2 * steps

@@ -1,0 +1,61 @@
+"""Group constants, on calls that the simulator's own costs made."""
+
+import pytest
+
+from manyhands.engines.sim.costs import Costs
+from manyhands.engines.sim.network import ALL, Network, Wires
+from manyhands.evidence.calibrate.measure import LEAST_LARGEST, Call, bandwidth_of, fit_group, sizes_of, together
+
+ITEM = 4
+
+
+def calls_on(network: Network, workers: int, elements: int) -> list[Call]:
+    """What a machine would measure that is exactly as the model has it."""
+    costs = Costs(Wires(network, workers, 0), workers)
+    asked = [Call("barrier", 0, 0, 0.0), *(Call("mean", n, ITEM, 0.0) for n in sizes_of(elements, ITEM))]
+    asked.append(Call("all_gather", 1024, ITEM, 0.0))
+    return [Call(call.name, call.elements, call.item, call.cost(costs).seconds) for call in asked]
+
+
+@pytest.mark.parametrize("workers", [2, 3, 8])
+@pytest.mark.parametrize("one_host", [True, False], ids=["shared memory", "sockets"])
+def test_a_network_is_found_again_from_its_own_costs(workers: int, one_host: bool) -> None:
+    if one_host:
+        network = Network(workers_per_host=ALL, local_latency=3e-6, local_bandwidth=5e10)
+    else:
+        network = Network(latency=8e-5, bandwidth=6e9)
+    found = fit_group(calls_on(network, workers, 900_000), workers, 900_000, one_host=one_host)
+    assert found.first == pytest.approx(3e-6 if one_host else 8e-5)
+    assert bandwidth_of(found) == pytest.approx(5e10 if one_host else 6e9)
+    assert found.worst < 1e-9
+
+
+def test_the_models_own_size_is_fitted_best() -> None:
+    network = Network(workers_per_host=ALL, local_latency=3e-6, local_bandwidth=5e10)
+    calls = calls_on(network, 2, 900_000)
+    slow = [
+        Call(call.name, call.elements, call.item, call.seconds * (2 if call.elements == 900_000 else 1))
+        for call in calls
+    ]
+    place = [call.elements for call in calls].index(900_000)
+    own = fit_group(slow, 2, 900_000, one_host=True).residuals[place]
+    other = fit_group(slow, 2, 65_536, one_host=True).residuals[place]
+    assert abs(own) < abs(other)
+
+
+def test_bytes_that_cost_nothing_are_an_infinite_bandwidth() -> None:
+    found = fit_group([Call("barrier", 0, 0, 1e-5)], 2, 10, one_host=True)
+    assert found.first == pytest.approx(1e-5)
+    assert bandwidth_of(found) == float("inf")
+
+
+def test_a_call_lasts_from_the_last_arrival_to_the_last_end() -> None:
+    first = [("mean", 8, ITEM, [(0.0, 9.0)] * 4 + [(1.0, 5.0), (1.0, 6.0), (1.0, 5.0)])]
+    second = [("mean", 8, ITEM, [(0.0, 9.0)] * 4 + [(3.0, 4.0), (3.0, 4.0), (2.0, 7.0)])]
+    assert together([first, second]) == [Call("mean", 8, ITEM, 3.0)]
+
+
+def test_sizes_hold_the_models_own_and_large_ones_for_small_models() -> None:
+    assert sizes_of(1_000_000, ITEM) == [1024, 8192, 65536, 524288, 1_000_000]
+    assert sizes_of(96, ITEM)[0] == 96
+    assert sizes_of(96, ITEM)[-1] * ITEM == LEAST_LARGEST

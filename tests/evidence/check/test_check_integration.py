@@ -1,0 +1,74 @@
+"""The proof on real processes."""
+
+import os
+from typing import Any
+
+import planted
+import pytest
+import torch
+from torch import Tensor, nn
+
+import manyhands as mh
+from manyhands.engines.local.engine import Local
+from manyhands.evidence.check.check import check
+
+
+def test_digits_pass_on_processes(local: Local) -> None:
+    checked = check("digits", engine=local, steps=4)
+    assert checked.passed
+    assert checked.findings == ()
+    assert [proof.engine for proof in checked.proofs] == ["local", "local"]
+    assert checked.largest < 1e-11
+    assert "metrics are means (loss, accuracy)" in checked.held
+    assert any("model() builds the same from the seed" in held for held in checked.held)
+
+
+def test_three_workers_and_a_function_that_gives_data(local: Local) -> None:
+    checked = check(planted.task(train_data=planted.drawn_rows), engine=local, workers=3, steps=4)
+    assert checked.findings == ()
+    assert checked.passed
+
+
+@pytest.mark.parametrize(
+    ("plant", "kind", "fields"),
+    [
+        ("batch-norm", "batch-norm", {"model": planted.Normed}),
+        ("data order", "data-order", {"train_data": planted.Leaking()}),
+        ("unseeded sampler", "rows-not-once", {"train_data": planted.loader_with_own_order(), "batch_size": None}),
+        ("unseeded function", "data-order", {"train_data": planted.unseeded_rows}),
+        ("eight rows", "fails-on-workers", {"model": planted.AtLeastEight, "train_data": planted.rows(36)}),
+    ],
+)
+def test_plants_are_named(local: Local, plant: str, kind: str, fields: dict[str, Any]) -> None:
+    checked = check(planted.task(**fields), engine=local, steps=3)
+    assert [finding.kind for finding in checked.findings if finding.breaks] == [kind]
+    assert checked.findings[0].places[0].line == planted.line_of(plant)
+
+
+def of_this_process() -> nn.Module:
+    torch.manual_seed(os.getpid())
+    return planted.mlp()
+
+
+def test_a_model_that_another_process_builds_otherwise(local: Local) -> None:
+    checked = check(planted.task(model=of_this_process), engine=local, steps=2)
+    assert [finding.kind for finding in checked.findings] == ["not-rebuilt"]
+    assert checked.findings[0].places[0].line == of_this_process.__code__.co_firstlineno
+    assert checked.findings[0].numbers["names"] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+def test_what_only_processes_of_their_own_show_is_never_a_silent_pass(local: Local) -> None:
+    home = os.getpid()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return planted.cross_entropy(model, batch) * (1.0 if os.getpid() == home else 1.5)
+
+    checked = check(planted.task(loss=loss), engine=local, steps=2)
+    assert [finding.kind for finding in checked.findings] == ["unexplained"]
+    assert "processes of their own" in checked.findings[0].text
+    assert not checked.passed
+
+
+def test_the_default_starts_processes_of_its_own_and_leaves_none() -> None:
+    assert check(planted.task(), steps=2).passed
+    assert mh.worker().size == 1

@@ -1,0 +1,243 @@
+"""What `check` says, refuses, and leaves as it was."""
+
+import random
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import planted
+import pytest
+import torch
+from torch import Tensor, nn
+
+import manyhands as mh
+from manyhands import events
+from manyhands.comm.group import Total
+from manyhands.engines.sim import group as sim_group
+from manyhands.errors import BadInput, UnknownName, Unsupported, WorkerFailed
+from manyhands.evidence.check.check import check
+from manyhands.replica.replica import Replica
+
+# -- manyhands itself ------------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_weighting_is_unexplained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sim_group, "shares_of", lambda weights, total: [1 / len(weights) for _ in weights])
+    checked = check(planted.task(), engine="sim", steps=4)
+    assert [finding.kind for finding in checked.findings] == ["unexplained"]
+    (finding,) = checked.findings
+    assert "manyhands itself is wrong" in finding.text
+    assert finding.numbers["step"] == 4  # the epoch's last batch, of 5 rows
+    assert finding.numbers["parameter"] in ("0.weight", "0.bias", "2.weight", "2.bias")
+    assert not checked.passed
+
+
+def test_an_exchange_that_is_off_by_a_little_once_is_unexplained(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Replica.averaged
+
+    def off(self: Replica, total: Total) -> Total:
+        if self.tick == 1 and self._group.size > 1:
+            self.gradients.mul_(1 + 1e-8)
+        return plain(self, total)
+
+    monkeypatch.setattr(Replica, "averaged", off)
+    checked = check(planted.task(), engine="sim", steps=4)
+    assert [finding.kind for finding in checked.findings] == ["unexplained"]
+    assert checked.findings[0].numbers["step"] == 2
+    assert 1e-9 < checked.largest < 1e-6
+
+
+def test_a_wrong_weighting_is_seen_beside_what_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sim_group, "shares_of", lambda weights, total: [0.4 for _ in weights])
+    checked = check(planted.task(model=planted.Dropping), engine="sim", steps=2)
+    assert sorted(finding.kind for finding in checked.findings) == ["dropout", "unexplained"]
+
+
+# -- what stays as it was --------------------------------------------------------------------------------------------
+
+
+def test_task_model_data_and_random_state_stay_as_they_were() -> None:
+    model, data, x = planted.mlp(), planted.Leaking(), planted.rows()
+    before = [p.clone() for p in model.parameters()]
+    untouched = [column.clone() for column in x]
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(7)
+    expected = torch.rand(3), np.random.rand(3), random.random()
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(7)
+    check(planted.task(model=model, train_data=data, loss=planted.mixed_up), engine="sim", steps=2)
+    check(planted.task(model=model, train_data=x, shuffle=False), engine="sim", steps=2)
+    drawn = torch.rand(3), np.random.rand(3), random.random()
+    assert all(np.array_equal(a, b) for a, b in zip(drawn, expected, strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert all(p.grad is None and p.dtype == torch.float32 for p in model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(x, untouched, strict=True))
+    assert data.read == 0
+    assert torch.get_default_dtype() == torch.float32
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert mh.worker().size == 1
+
+
+def test_a_function_that_gives_data_is_called_once_and_once_more_to_compare() -> None:
+    planted.CALLS.clear()
+    assert check(planted.task(train_data=planted.counted_rows), engine="sim", steps=2).findings == ()
+    assert len(planted.CALLS) == 2
+
+
+# -- what it refuses, and what the user's code raises ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"workers": 1}, "workers must be a whole number of at least 2, not 1"),
+        ({"steps": 0}, "steps must be a whole number of at least 1, not 0"),
+        ({"workers": 20}, "fewer than one row for each of 20 workers"),
+        ({"order": lambda epoch: [10**6]}, "row indices in range"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        check(planted.task(), engine="sim", **options)
+
+
+def test_unknown_fields_and_other_engines_are_refused() -> None:
+    with pytest.raises(UnknownName, match="no field 'bath_size'"):
+        check(planted.task(), bath_size=3)
+    with pytest.raises(Unsupported, match="engine hosts does not do"):
+        check(planted.task(), engine="hosts:listen=127.0.0.1")
+
+
+def test_what_one_worker_raises_is_raised() -> None:
+    def broken(model: nn.Module, batch: Any) -> Tensor:
+        raise KeyError("labels")
+
+    with pytest.raises(WorkerFailed, match="KeyError: 'labels'"):
+        check(planted.task(loss=broken), engine="sim")
+    with pytest.raises(BadInput, match=r"failed: FileNotFoundError: .*nowhere.* \(.*planted.py:\d+\)"):
+        check(planted.task(train_data=planted.from_nowhere), engine="sim")
+
+
+def test_workers_that_fail_where_one_does_not() -> None:
+    checked = check(planted.task(model=planted.AtLeastEight, train_data=planted.rows(36)), engine="sim", steps=4)
+    assert [(f.kind, f.breaks) for f in checked.findings] == [("fails-on-workers", True), ("uneven-not-tried", False)]
+    assert checked.findings[0].places[0].line == planted.line_of("eight rows")
+    assert "ValueError: 6 rows are too few" in checked.findings[0].text
+    assert "fail where one worker does not" in checked.text().splitlines()[0]
+
+
+class Locked(planted.Pairs):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class LockedAndCopied(Locked):
+    def __deepcopy__(self, memo: Any) -> "LockedAndCopied":
+        return self
+
+
+def test_what_cannot_be_sent_is_named_with_its_path() -> None:
+    checked = check(planted.task(train_data=Locked()), engine="sim")
+    assert [finding.kind for finding in checked.findings] == ["not-picklable"]
+    assert "train_data holds lock" in checked.findings[0].text
+    assert checked.findings[0].places[0].file == __file__
+    assert checked.proofs == ()
+    assert not checked.passed
+    assert checked.text().startswith("task: 2 workers of allreduce could not be tried.")
+
+
+def test_what_cannot_be_sent_and_can_be_copied_is_proved_here() -> None:
+    checked = check(planted.task(train_data=LockedAndCopied()), steps=2)
+    assert [finding.kind for finding in checked.findings] == ["not-picklable"]
+    assert [proof.engine for proof in checked.proofs] == ["sim", "sim"]
+    assert checked.largest < 1e-12
+    assert not checked.passed
+
+
+# -- what it says ----------------------------------------------------------------------------------------------------
+
+
+def test_the_text_of_a_clean_task() -> None:
+    said: list[str] = []
+    checked = check(planted.task(), engine="sim", steps=3, say=said.append)
+    lines = checked.text().splitlines()
+    assert lines[0].startswith("task: 2 workers of allreduce equal one worker, step by step: they differ by")
+    assert "limit 1e-10, float64" in lines[0]
+    assert "12 rows a step; simulated workers:" in lines
+    assert "11 rows a step, 1 in the epoch's last; simulated workers:" in lines
+    assert sum(line.split()[:1] in (["1"], ["2"], ["3"]) for line in lines) == 6
+    assert "  - every row of the order is handed out once an epoch (41; 23 of 41)" in lines
+    assert lines[-1].startswith("PASS")
+    assert any("3 steps with 2 workers, 12 rows each" in line for line in said)
+
+
+def test_the_text_of_a_finding() -> None:
+    checked = check(planted.task(loss=planted.summed), engine="sim", steps=3)
+    text = checked.text()
+    assert "1. summed-loss (all of the difference; alone it makes" in text
+    assert f"planted.py:{planted.line_of('summed')}" in text
+    assert text.splitlines()[-1].startswith("FAIL: 1 finding (")
+    assert checked.findings[0].where.endswith(f"planted.py:{planted.line_of('summed')}")
+
+
+def test_json_holds_all_of_it() -> None:
+    checked = check(planted.task(model=planted.AtLeastEight, train_data=planted.rows(36)), engine="sim", steps=2)
+    said = events.from_json(checked.to_json())
+    assert said["passed"] is False
+    assert said["findings"][0]["kind"] == "fails-on-workers"
+    assert said["findings"][0]["places"][0]["line"] == planted.line_of("eight rows")
+    assert said["proofs"][0]["failure"]
+    assert said["limit"] == 1e-10
+
+
+OWN_FILE = """\
+    import torch
+    from torch import nn
+
+    import manyhands as mh
+
+
+    class Net(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.body = nn.Sequential(
+                nn.Linear(5, width),
+                nn.BatchNorm1d(width),
+                nn.ReLU(),
+            )
+            self.head = nn.Linear(width, 3)
+
+        def forward(self, x):
+            return self.head(self.body(x))
+
+
+    def loss(model, batch):
+        x, y = batch
+        return nn.functional.cross_entropy(model(x), y, reduction="sum")
+
+
+    def task(width: int = 8, clean: bool = False):
+        g = torch.Generator().manual_seed(0)
+        data = torch.randn(40, 5, generator=g), torch.randint(0, 3, (40,), generator=g)
+        return mh.Task(
+            model=(lambda: nn.Linear(5, 3)) if clean else lambda: Net(width),
+            loss=(lambda model, batch: loss(model, batch) / len(batch[0])) if clean else loss,
+            optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+            train_data=data,
+            batch_size=8,
+        )
+"""
+
+
+def test_a_file_of_ones_own_has_its_own_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "own_net_of_check.py"
+    path.write_text(textwrap.dedent(OWN_FILE))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    checked = check("own_net_of_check.py:task:width=6", engine="sim", steps=3)
+    wheres = {finding.kind: finding.where for finding in checked.findings}
+    assert wheres == {"batch-norm": "own_net_of_check.py:12", "summed-loss": "own_net_of_check.py:23"}
+    assert check("own_net_of_check.py:task:clean=true", engine="sim", steps=3).passed

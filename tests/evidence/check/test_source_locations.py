@@ -1,0 +1,143 @@
+"""Lines of the user's files."""
+
+import functools
+from pathlib import Path
+
+import planted
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import manyhands as mh
+from manyhands.evidence.check import source_locations
+from manyhands.evidence.check.findings import Place
+
+HERE = __file__
+
+
+def line_of(mark: str) -> int:
+    lines = Path(HERE).read_text().splitlines()
+    return next(i for i, line in enumerate(lines, start=1) if line.endswith(f"# {mark}"))
+
+
+def make(width: int = 3) -> nn.Module:  # make
+    return nn.Sequential(
+        nn.Linear(2, width),
+        nn.BatchNorm1d(width),  # first norm
+        nn.Sequential(nn.ReLU(), nn.BatchNorm1d(width)),  # second norm
+    )
+
+
+class Held(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Linear(2, 2),
+            nn.Dropout(0.1),
+            nn.Dropout(0.2),  # second dropout
+        )
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = make()
+        self.layers = nn.ModuleList([nn.Dropout(p) for p in (0.1, 0.2)])  # listed
+        self.encoder = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(4, 2, batch_first=True),  # encoder layer
+            1,
+        )
+
+
+both = lambda m: nn.Dropout(), lambda x: nn.BatchNorm1d(2)  # two lambdas
+
+
+def test_layers_in_functions_and_classes() -> None:
+    assert source_locations.of_module(make(), "1", make) == Place(HERE, line_of("first norm"), "1")
+    assert source_locations.of_module(make(), "2.1", functools.partial(make, width=4)) == Place(
+        HERE, line_of("second norm"), "2.1"
+    )
+    assert source_locations.of_module(Held(), "2") == Place(HERE, line_of("second dropout"), "2")
+    assert source_locations.of_module(planted.Normed(), "norm") == Place(
+        planted.__file__, planted.line_of("batch-norm"), "norm"
+    )
+    assert source_locations.of_module(nn.Sequential(nn.Linear(1, 1)), "0") is None
+
+
+def test_layers_deep_inside_of_torchs_own() -> None:
+    outer = Outer()
+    assert source_locations.of_module(outer, "layers.1") == Place(HERE, line_of("listed"), "layers.1")
+    found = source_locations.of_module(outer, "encoder.layers.0.dropout1")
+    assert found is not None
+    assert found.line in (line_of("encoder layer") - 1, line_of("encoder layer"))
+
+
+def test_of_several_lambdas_in_a_line_the_one_with_these_arguments() -> None:
+    assert source_locations._made_in(both[1], "", "BatchNorm1d", 0) == Place(HERE, line_of("two lambdas"))
+    assert source_locations._made_in(both[0], "", "BatchNorm1d", 0) is None
+
+
+class Counting:
+    def __getitem__(self, i: int) -> int:  # item
+        x = i
+        self.counts[i] += 1  # type: ignore[attr-defined] # counted
+        return x
+
+    def __iter__(self):  # iteration
+        yield 1
+
+
+def test_functions_methods_and_what_wraps_them() -> None:
+    line = line_of("make")
+    for given in (make, functools.partial(make, 3), functools.partial(functools.partial(make))):
+        found = source_locations.of_function(given)
+        assert found is not None
+        assert (found.file, found.line) == (HERE, line)
+    margins = source_locations.of_function(planted.Margins())
+    assert margins is not None
+    assert margins.file == planted.__file__
+    assert source_locations.of_function(torch.relu) is None
+    assert source_locations.of_function(F.cross_entropy) is None
+    assert source_locations.of_function(mh.Task.supervised) is None
+    assert source_locations.of_method(Counting(), "__len__", "__iter__") == Place(
+        HERE, line_of("iteration"), "Counting.__iter__"
+    )
+
+
+def test_the_line_that_changes_the_object() -> None:
+    found = source_locations.of_change(Counting(), "__getitem__")
+    assert found is not None
+    assert found.line == line_of("type: ignore[attr-defined] # counted")
+    begins = source_locations.of_change(Counting(), "__iter__")
+    assert begins is not None
+    assert begins.line == line_of("iteration")
+    assert source_locations.of_change(3, "__getitem__") is None
+
+
+def test_a_file_that_is_no_python_has_no_lines(tmp_path: Path) -> None:
+    path = tmp_path / "cell.py"
+    path.write_text("%magic\ndef make(): return nn.Dropout()\n")
+    namespace: dict[str, object] = {"nn": nn}
+    exec(compile("\ndef make(): return nn.Dropout()\n", str(path), "exec"), namespace)
+    assert source_locations._made_in(namespace["make"], "", "Dropout", 0) is None
+    found = source_locations.of_function(namespace["make"])
+    assert found is not None
+    assert found.line == 2
+
+
+def test_lines_of_errors_here_and_in_the_text_of_other_processes() -> None:
+    with pytest.raises(IndexError) as raised:
+        F.cross_entropy(torch.ones(2, 2), torch.tensor([0, 5]))  # raises
+    assert source_locations.of_error(raised.value) == Place(HERE, line_of("raises"))
+    outer = RuntimeError("outer")
+    outer.__cause__ = raised.value
+    assert source_locations.of_error(outer) == Place(HERE, line_of("raises"))
+    text = f'File "{HERE}", line 3, in f\n  File "{torch.__file__}", line 9, in g\n'
+    assert source_locations.in_text(text) == Place(HERE, 3)
+    assert source_locations.in_text("nothing") is None
+
+
+def test_places_are_shown_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert str(Place(str(tmp_path / "net.py"), 3, "norm")) == "net.py:3 (norm)"
+    assert str(Place("/elsewhere/net.py", 3)) == "/elsewhere/net.py:3"

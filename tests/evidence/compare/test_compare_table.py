@@ -1,0 +1,134 @@
+"""The table's columns and cells."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from synthetic import comparison
+
+from manyhands.evidence.compare.comparison import Comparison, Difference, Trial
+from manyhands.evidence.compare.table import NOTHING, Cell, columns, interval
+
+
+def cell(made: Comparison, group: str, label: str, name: str) -> Cell:
+    found = next(column for column in columns(made) if (column.group, column.label) == (group, label))
+    return found.cell(made.variant(name))
+
+
+def changed(made: Comparison, name: str, **changes: object) -> Comparison:
+    """With other numbers in all trials of a variant."""
+    trials = tuple(replace(one, **changes) if one.variant == name else one for one in made.trials)
+    return replace(made, trials=trials)
+
+
+def numbers(made: Comparison, name: str, of: str, *values: object) -> Comparison:
+    """With these values of one field in a variant's repeats."""
+    trials = tuple(replace(one, **{of: values[one.repeat]}) if one.variant == name else one for one in made.trials)
+    return replace(made, trials=trials)
+
+
+def test_a_rate_says_mean_spread_interval_and_verdict() -> None:
+    made = numbers(comparison(), "allreduce on 4", "rows_per_s", 16000.0, 16000.0, 14000.0)
+    found = cell(made, "Speed", "rows/s", "allreduce on 4")
+    assert found.text == "15,303"  # the geometric mean
+    assert found.lines == ("14,000–16,000", "1.61× [1.52, 1.70]")
+    assert found.mark == "better"
+    assert found.title == (
+        "better: 1.61× [1.52, 1.70], mean and 95 % interval, as a multiple of solo, 4 threads; up to 5 % is no difference."
+    )
+    assert cell(made, "Speed", "rows/s", "solo, 4 threads").mark == ""
+
+
+def test_speed_up_is_against_both_solos_and_efficiency_against_one_thread() -> None:
+    made = comparison()
+    for name, rate in (("solo, 1 thread", 100.0), ("solo, 4 threads", 200.0), ("allreduce on 4", 300.0)):
+        made = changed(made, name, rows_per_s=rate)
+    assert cell(made, "Speed", "× solo, 1 thread", "allreduce on 4") == Cell(text="3.00×", lines=("75 % efficient",))
+    assert cell(made, "Speed", "× solo, 4 threads", "allreduce on 4") == Cell(text="1.50×")
+    assert cell(made, "Speed", "× solo, 1 thread", "solo, 4 threads").text == "2.00×"
+    assert cell(made, "Speed", "× solo, 1 thread", "solo, 1 thread").text == NOTHING
+
+
+def test_a_target_is_reached_or_not_or_in_some_repeats() -> None:
+    made = numbers(comparison(), "allreduce on 4", "target_seconds", 1.0, 4.0, 2.0)
+    found = cell(made, "Until test_accuracy ≥ 0.95", "time", "allreduce on 4")
+    assert (found.text, found.lines[0], found.mark) == ("2.00 s", "1.00–4.00 s", "better")
+    some = numbers(made, "allreduce on 4", "target_seconds", 1.0, None, None)
+    found = cell(some, "Until test_accuracy ≥ 0.95", "time", "allreduce on 4")
+    assert (found.text, found.lines, found.mark) == ("1.00 s", ("in 1 of 3 repeats",), "")
+    never = changed(made, "allreduce on 4", target_seconds=None)
+    worse = Difference(of="target_seconds", middle=math.inf, low=math.inf, high=math.inf, margin=0.05, said="worse")
+    never = replace(never, differences={"allreduce on 4": (worse,)})
+    found = cell(never, "Until test_accuracy ≥ 0.95", "time", "allreduce on 4")
+    assert (found.text, found.lines, found.mark) == ("not reached", (), "worse")
+
+
+def test_without_a_target_there_is_no_column_of_it() -> None:
+    assert not [column for column in columns(comparison(target=None)) if column.group.startswith("Until")]
+
+
+def test_metrics_that_are_not_finite_are_said() -> None:
+    made = comparison()
+    nan = {"train_accuracy": math.nan, "test_accuracy": math.nan}
+    one = replace(
+        made,
+        trials=tuple(
+            replace(t, metrics=nan) if (t.variant, t.repeat) == ("allreduce on 4", 0) else t for t in made.trials
+        ),
+    )
+    assert "1 repeat not finite" in cell(one, "At the end", "test_accuracy", "allreduce on 4").lines
+    assert (
+        cell(changed(made, "allreduce on 4", metrics=nan), "At the end", "test_accuracy", "allreduce on 4").text
+        == NOTHING
+    )
+
+
+def test_solo_has_no_distance_from_itself_and_zero_is_zero() -> None:
+    made = changed(comparison(), "solo, 4 threads", distance=0.0)
+    group = "Against solo, 4 threads"
+    assert cell(made, group, "distance", "solo, 4 threads").text == NOTHING
+    assert cell(made, group, "distance", "allreduce on 4").text == "0"
+    assert cell(made, group, "agreement", "allreduce on 4").text == "100.0 %"
+
+
+def test_costs_and_rows_without_effect() -> None:
+    made = numbers(comparison(), "downpour:push_every=4 on 2", "unused", 10, 30, 20)
+    made = changed(made, "downpour:push_every=4 on 2", memory=(100_000_000, 300_000_000), bytes=61_200_000, seconds=2.0)
+    name = "downpour:push_every=4 on 2"
+    assert cell(made, "Cost and rate", "unused rows", name) == Cell(text="20", lines=("10–30",))
+    assert cell(made, "Cost and rate", "memory", name).text == "300.0 MB"
+    assert cell(made, "Cost and rate", "sent", name).text == "61.2 MB"
+    assert cell(made, "Cost and rate", "worker-seconds", name).text == "4"
+    assert cell(changed(made, name, effective_rate=0.012), "Cost and rate", "effective rate", name).text == "0.012"
+    nothing = replace(made, trials=tuple(replace(one, unused=0, memory=()) for one in made.trials))
+    labels = [column.label for column in columns(nothing)]
+    assert "unused rows" not in labels
+    assert "memory" not in labels
+
+
+@pytest.mark.parametrize(
+    ("of", "numbers_of", "said"),
+    [
+        ("rows_per_s", (1.62, 1.55, 1.7), "1.62× [1.55, 1.70]"),
+        ("test_loss", (-0.0021, -0.004, 0.008), "−0.0021 [−0.004, +0.008]"),
+        ("seconds", (1.62, 0.0, math.inf), "1.62×"),  # one repeat has no interval
+        ("target_seconds", (math.nan, math.nan, math.nan), ""),
+    ],
+)
+def test_intervals(of: str, numbers_of: tuple[float, float, float], said: str) -> None:
+    middle, low, high = numbers_of
+    assert interval(Difference(of=of, middle=middle, low=low, high=high, margin=0.05, said="unclear")) == said
+
+
+def test_a_failed_variant_leaves_the_columns_as_they_are() -> None:
+    made, broken = comparison(), comparison(fails=("allreduce on 4",))
+    assert [column.label for column in columns(made)] == [column.label for column in columns(broken)]
+    assert all(column.cell(broken.variant("allreduce on 4")).text == NOTHING for column in columns(broken))
+
+
+def test_with_nothing_but_failures_there_are_no_columns() -> None:
+    made = comparison()
+    trials = tuple(
+        Trial(variant=one.variant, repeat=one.repeat, seed=one.seed, failure="broken") for one in made.trials
+    )
+    assert columns(replace(made, trials=trials)) == ()

@@ -1,0 +1,245 @@
+"""The charts with lines: what is drawn, where, and that names are only text."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from synthetic import HOSTILE, comparison, hostile
+
+from manyhands.evidence.compare import bars, drawing, figures, style
+from manyhands.evidence.compare.comparison import Comparison, Point, Target, Trial, Variant
+
+ALL = (
+    figures.metric_over_time,
+    figures.metric_over_rows,
+    figures.speed_up,
+    figures.distance_over_rows,
+    figures.distance_over_time,
+    bars.time_split,
+    bars.staleness,
+    bars.bytes_sent,
+    bars.memory,
+)
+SOLO = Variant(strategy="solo", workers=1, threads=1, name="solo")
+OTHER = Variant(strategy="allreduce", workers=2, threads=1, name="allreduce on 2")
+
+
+def two(curves: dict[str, list[list[tuple[int, float, float, float | None]]]], **changes: Any) -> Comparison:
+    """Solo and allreduce on 2, with curves of (rows, seconds, metric, distance), a list of them by repeat."""
+    trials = tuple(
+        Trial(
+            variant=name,
+            repeat=repeat,
+            seed=repeat,
+            rows_per_s=100.0 * (1 if name == "solo" else 3),
+            curve=tuple(Point(rows=r, seconds=s, metrics={"test_accuracy": m}, distance=d) for r, s, m, d in points),
+        )
+        for name, repeats in curves.items()
+        for repeat, points in enumerate(repeats)
+    )
+    made = comparison((), (), target=None)
+    return replace(made, **({"variants": (SOLO, OTHER), "trials": trials, "reference": "solo", "repeats": 2} | changes))
+
+
+def drawn(draw: Any, made: Comparison) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """(traces, layout), as plotly.js takes them."""
+    figure = draw(made)
+    assert figure is not None
+    found = figure.to_plotly_json()
+    return found["data"], found["layout"]
+
+
+def lines(traces: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {trace["name"]: trace for trace in traces if trace.get("showlegend") is not False}
+
+
+CURVES = {
+    "solo": [[(10, 1.0, 0.2, 0.0), (20, 1.5, 0.6, 0.0)], [(10, 4.0, 0.4, 0.0), (20, 6.0, 0.8, 0.0)]],
+    "allreduce on 2": [[(10, 0.5, 0.1, 0.0), (20, 1.0, 0.5, 0.1)], [(10, 0.5, 0.3, 0.0), (20, 1.0, math.nan, 0.3)]],
+}
+
+
+def test_lines_are_means_against_seconds_and_against_rows() -> None:
+    over_time = lines(drawn(figures.metric_over_time, two(CURVES))[0])
+    assert list(over_time["solo"]["x"]) == pytest.approx([2.0, 3.0])
+    assert list(over_time["solo"]["y"]) == pytest.approx([0.3, 0.7])
+    over_rows = lines(drawn(figures.metric_over_rows, two(CURVES))[0])
+    assert list(over_rows["solo"]["x"]) == [10, 20]
+    assert list(over_rows["allreduce on 2"]["y"]) == pytest.approx([0.2, 0.5])
+
+
+def test_bands_go_from_the_least_to_the_most_and_back_below_all_lines() -> None:
+    traces, _ = drawn(figures.metric_over_rows, two(CURVES))
+    assert [trace.get("fill") for trace in traces] == ["toself", "toself", None, None]
+    assert list(traces[0]["x"]) == [10, 20, 20, 10]
+    assert list(traces[0]["y"]) == [0.4, 0.8, 0.6, 0.2]
+    assert traces[0]["legendgroup"] == lines(traces)["solo"]["legendgroup"] != traces[1]["legendgroup"]
+    once = {name: repeats[:1] for name, repeats in CURVES.items()}
+    assert not [trace for trace in drawn(figures.metric_over_rows, two(once))[0] if trace.get("fill")]
+
+
+def test_what_is_not_finite_is_a_gap() -> None:
+    gaps = dict(CURVES) | {"allreduce on 2": [[(10, 0.5, math.nan, None), (20, 1.0, 0.5, None)]]}
+    found = lines(drawn(figures.metric_over_rows, two(gaps))[0])["allreduce on 2"]
+    assert list(found["y"]) == [None, 0.5]
+    assert "not finite" in found["hovertext"][0]
+    never = {name: [[(10, 1.0, math.nan, None)]] for name in CURVES}
+    assert figures.metric_over_rows(two(never)) is None
+
+
+def test_the_target_is_a_line_where_its_metric_is_drawn() -> None:
+    aim = Target(metric="test_accuracy", value=0.5, higher=True)
+    _, layout = drawn(figures.metric_over_time, two(CURVES, target=aim))
+    assert [(shape["y0"], shape["y1"]) for shape in layout["shapes"]] == [(0.5, 0.5)]
+    assert layout["annotations"][0]["text"] == "test_accuracy ≥ 0.5"
+    elsewhere = replace(aim, metric="test_loss")
+    assert "shapes" not in drawn(figures.metric_over_time, two(CURVES, target=elsewhere))[1]
+
+
+def test_a_metric_to_be_low_is_drawn_on_a_logarithmic_axis_where_it_falls_far() -> None:
+    falling = {"solo": [[(10, 1.0, 9.0, None), (20, 2.0, 0.01, None)]]}
+    made = two(falling, higher=False, target=Target(metric="test_accuracy", value=0.1, higher=False))
+    _, layout = drawn(figures.metric_over_rows, made)
+    assert layout["yaxis"]["type"] == "log"
+    assert layout["shapes"][0]["y0"] == 0.1  # shapes take values, annotations exponents
+    assert layout["annotations"][0]["y"] == pytest.approx(-1)
+    assert "type" not in drawn(figures.metric_over_rows, replace(made, higher=True))[1]["yaxis"]
+
+
+def test_time_is_logarithmic_where_a_line_would_be_too_short_to_see() -> None:
+    slow = dict(CURVES) | {"solo": [[(10, 50.0, 0.2, None), (20, 100.0, 0.6, None)]]}
+    axis = drawn(figures.metric_over_time, two(slow))[1]["xaxis"]
+    assert axis["type"] == "log"
+    assert list(axis["ticktext"]) == ["0.1", "1", "10", "100"]
+    assert "type" not in drawn(figures.metric_over_time, two(CURVES))[1]["xaxis"]
+
+
+def test_virtual_seconds_are_called_so() -> None:
+    simulated = two(CURVES, simulated={"network": "latency=1ms"})
+    assert drawn(figures.metric_over_time, simulated)[1]["xaxis"]["title"]["text"] == "virtual seconds of training"
+
+
+def test_zero_distance_has_a_tick_of_its_own_below_the_least_power() -> None:
+    traces, layout = drawn(figures.distance_over_rows, two(CURVES))
+    assert list(lines(traces)) == ["allreduce on 2"]  # the reference is at no distance from itself
+    ticks = dict(zip(layout["yaxis"]["ticktext"], layout["yaxis"]["tickvals"], strict=True))
+    assert list(lines(traces)["allreduce on 2"]["y"]) == [ticks["0"], pytest.approx(0.2)]
+    assert ticks["0"] == pytest.approx(0.01)
+    assert ticks["0.1"] == pytest.approx(0.1)
+    band = traces[0]
+    assert min(band["y"]) >= 0
+
+
+def test_without_zeros_every_tick_is_a_power() -> None:
+    apart = {"allreduce on 2": [[(10, 1.0, 0.1, 1e-9), (20, 2.0, 0.1, 0.5)]]}
+    layout = drawn(figures.distance_over_time, two(apart))[1]
+    assert "0" not in layout["yaxis"]["ticktext"]
+    assert len(layout["yaxis"]["ticktext"]) <= 7
+    exponents = [math.log10(value) for value in layout["yaxis"]["tickvals"]]
+    low, high = layout["yaxis"]["range"]
+    assert low < min(exponents)
+    assert max(exponents) < high
+
+
+def test_no_distance_anywhere_is_no_chart() -> None:
+    equal = {"allreduce on 2": [[(10, 1.0, 0.1, 0.0), (20, 2.0, 0.1, 0.0)]]}
+    assert figures.distance_over_rows(two(equal)) is None
+
+
+def test_speed_up_has_a_line_a_strategy_the_ideal_and_solo_with_all_threads() -> None:
+    made = comparison(("allreduce", "gossip"), (2, 4))
+    traces, layout = drawn(figures.speed_up, made)
+    assert [trace["name"] for trace in traces] == ["ideal", "allreduce", "gossip"]
+    assert (list(traces[0]["x"]), list(traces[0]["y"])) == ([1, 2, 4], [1.0, 2.0, 4.0])
+    assert [round(x) for x in traces[1]["x"]] == [2, 4]
+    assert traces[1]["line"]["color"] == style.looks(made)["allreduce on 2"].colour
+    assert layout["annotations"][0]["text"] == "solo, 4 threads"
+    assert 2 < layout["shapes"][0]["y0"] < 3
+
+
+def test_the_ideal_counts_threads_of_workers() -> None:
+    traces, _ = drawn(figures.speed_up, comparison(("allreduce",), (2, 4), threads=2))
+    assert (list(traces[0]["x"]), list(traces[0]["y"])) == ([1, 2, 4], [2.0, 4.0, 8.0])
+
+
+def test_of_the_same_workers_the_ideal_is_of_those_with_most_threads() -> None:
+    made = comparison(("allreduce", "gossip"), (2, 4))
+    places = {"allreduce on 2": (2, 1), "allreduce on 4": (2, 3), "gossip on 2": (2, 2), "gossip on 4": (2, 2)}
+    variants = tuple(
+        replace(one, workers=places[one.name][0], threads=places[one.name][1]) if one.name in places else one
+        for one in made.variants
+    )
+    traces, _ = drawn(figures.speed_up, replace(made, variants=variants))
+    assert (list(traces[0]["x"]), list(traces[0]["y"])) == ([2], [6.0])
+    assert traces[0]["mode"] == "markers+text"
+
+
+def test_error_bars_reach_from_the_least_to_the_most_ratio() -> None:
+    made = two(CURVES)
+    trials = tuple(
+        replace(one, rows_per_s=200.0) if (one.variant, one.repeat) == ("allreduce on 2", 0) else one
+        for one in made.trials
+    )
+    own = drawn(figures.speed_up, replace(made, trials=trials))[0][1]
+    middle = own["y"][0]
+    assert middle == pytest.approx(math.sqrt(6))
+    assert middle + own["error_y"]["array"][0] == pytest.approx(3)
+    assert middle - own["error_y"]["arrayminus"][0] == pytest.approx(2)
+
+
+def test_many_workers_are_on_logarithmic_axes() -> None:
+    _, layout = drawn(figures.speed_up, comparison(("allreduce",), (2, 64)))
+    assert layout["xaxis"]["type"] == layout["yaxis"]["type"] == "log"
+    assert layout["annotations"][0]["y"] < 1  # the level of solo, as an exponent
+
+
+def test_without_solos_rate_there_is_no_speed_up() -> None:
+    made = comparison()
+    failed = tuple(replace(one, failure="broken") if one.variant == "solo, 1 thread" else one for one in made.trials)
+    assert figures.speed_up(replace(made, trials=failed)) is None
+    alone = tuple(one for one in made.variants if one.solo)
+    assert figures.speed_up(replace(made, variants=alone)) is None
+
+
+def test_few_of_many_variants_are_drawn() -> None:
+    made = comparison(tuple(f"local-sgd:period={i}" for i in range(1, 31)), (2,))
+    traces, _ = drawn(figures.metric_over_time, made)
+    assert len(lines(traces)) == drawing.MOST
+
+
+@pytest.mark.parametrize("draw", ALL, ids=lambda draw: draw.__name__)
+def test_every_chart_of_a_comparison_is_drawn_and_uses_known_colours_only(draw: Any) -> None:
+    traces, layout = drawn(draw, comparison())
+    assert traces
+    assert layout["height"] > 100
+    known = style.dark_colours()
+    for colour in colours((traces, layout)):
+        assert colour in known
+
+
+@pytest.mark.parametrize("draw", ALL, ids=lambda draw: draw.__name__)
+def test_names_are_only_text(draw: Any) -> None:
+    """plotly takes `<a>` and entities in texts, and `%{…}` in templates."""
+    found = texts(drawn(draw, hostile()))
+    assert not [said for said in found if "<a" in said or "<img" in said or said in ("hovertemplate", "texttemplate")]
+    assert any(drawing.text(HOSTILE)[:9] in said for said in found)  # it is there, but for its tags
+
+
+@pytest.mark.parametrize("draw", ALL, ids=lambda draw: draw.__name__)
+@pytest.mark.parametrize("changes", [{"trials": ()}, {"variants": (), "trials": ()}], ids=["no trials", "nothing"])
+def test_nothing_measured_is_no_chart(draw: Any, changes: dict[str, Any]) -> None:
+    assert draw(replace(comparison(), **changes)) is None
+
+
+def texts(value: Any) -> list[str]:
+    """All strings in it, keys included."""
+    if isinstance(value, dict):
+        return [*value, *(text for one in value.values() for text in texts(one))]
+    if isinstance(value, list | tuple):
+        return [text for one in value for text in texts(one)]
+    return [value] if isinstance(value, str) else []
+
+
+def colours(value: Any) -> list[str]:
+    return [said for said in texts(value) if said.startswith(("#", "rgb"))]

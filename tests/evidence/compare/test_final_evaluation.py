@@ -1,0 +1,157 @@
+"""The last look at a model: metrics of the first rows, and predictions, however the task calls its model."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import manyhands as mh
+from manyhands.evidence.compare.final_evaluation import CLASSES, NUMBERS, OUTPUTS, Predictions, look
+
+CPU = torch.device("cpu")
+
+
+class Fixed(nn.Module):
+    """Gives each row its own input; notes how many rows it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.rows = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows += len(x)
+        return x * self.scale
+
+
+def task(**fields: Any) -> mh.Task:
+    return mh.Task.supervised(
+        **{"model": Fixed, "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1), **fields}
+    )
+
+
+def classes(rows: int, right: int) -> tuple[Tensor, Tensor]:
+    """Outputs of `rows` rows of 3 classes, of which the first `right` are right."""
+    targets = torch.arange(rows) % 3
+    said = torch.where(torch.arange(rows) < right, targets, (targets + 1) % 3)
+    return nn.functional.one_hot(said, 3).float() * 9, targets
+
+
+def test_metrics_and_classes_of_all_rows_in_their_order() -> None:
+    data = classes(600, 450)
+    looked = look(task(train_data=data), Fixed(), data, CPU)
+    assert looked.metrics["accuracy"] == pytest.approx(0.75)
+    assert looked.predictions is not None
+    assert looked.predictions.of == CLASSES
+    assert torch.equal(looked.predictions.values, data[0].argmax(1))
+
+
+def test_so_many_rows_and_no_more() -> None:
+    model = Fixed().train()
+    data = classes(2000, 256)
+    looked = look(task(train_data=data), model, data, CPU, rows=257)
+    assert model.rows == 512  # whole batches of 256
+    assert looked.metrics["accuracy"] == pytest.approx(0.5)
+    assert not model.training
+
+
+def test_a_shuffling_loader_gives_the_same_rows_each_time_and_leaves_the_random_state_alone() -> None:
+    data = DataLoader(TensorDataset(*classes(100, 50)), batch_size=10, shuffle=True)
+    before = torch.get_rng_state()
+    first, second = (look(task(train_data=data), Fixed(), data, CPU, rows=30) for _ in range(2))
+    assert first.predictions is not None
+    assert second.predictions is not None
+    assert torch.equal(first.predictions.values, second.predictions.values)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_classes_are_found_on_whichever_axis_they_are() -> None:
+    positions = torch.randn(20, 6, 5), torch.randint(5, (20, 6))  # a language model: [rows, positions, classes]
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    own = task(train_data=positions).with_fields(loss=loss, evaluate=None)
+    looked = look(own, Fixed(), positions, CPU)
+    assert looked.predictions is not None
+    assert torch.equal(looked.predictions.values, positions[0].argmax(2).reshape(-1))
+    maps = torch.randn(4, 3, 2, 2), torch.randint(3, (4, 2, 2))  # a segmentation: [rows, classes, height, width]
+    looked = look(task(train_data=maps), Fixed(), maps, CPU)
+    assert looked.predictions is not None
+    assert torch.equal(looked.predictions.values, maps[0].argmax(1).reshape(-1))
+
+
+class Many(Fixed):
+    """Outputs as a library's model gives them."""
+
+    def forward(self, x: Tensor) -> Any:
+        return {"loss": x.mean(), "hidden": (super().forward(x),)}
+
+
+def squares(model: nn.Module, batch: Any) -> Tensor:
+    return (model(batch["x"])["hidden"][0] - batch["y"]).square().mean()
+
+
+def test_outputs_that_are_no_classes_are_kept_as_they_are() -> None:
+    data = {"x": torch.randn(10, 2), "y": torch.randn(10, 2)}
+    own = task(train_data=data).with_fields(model=Many, loss=squares, evaluate=None)
+    looked = look(own, Many(), data, CPU)
+    assert looked.predictions is not None
+    assert looked.predictions.of == OUTPUTS
+    assert torch.equal(looked.predictions.values, data["x"].reshape(-1))
+    assert list(looked.metrics) == ["loss"]
+
+
+def test_one_number_a_row_is_no_class() -> None:
+    data = torch.randn(10, 1), torch.arange(10)
+    own = task(train_data=data, criterion=nn.PoissonNLLLoss()).with_fields(
+        loss=lambda model, batch: (model(batch[0])[:, 0] - batch[1]).square().mean(), evaluate=None
+    )
+    looked = look(own, Fixed(), data, CPU)
+    assert looked.predictions is not None
+    assert looked.predictions.of == OUTPUTS
+    assert torch.equal(looked.predictions.values, data[0].reshape(-1))
+
+
+def test_a_model_whose_outputs_have_no_rows_predicts_nothing() -> None:
+    class Whole(Fixed):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).mean()
+
+    own = task(train_data=torch.randn(10, 2)).with_fields(loss=lambda model, batch: model(batch), evaluate=None)
+    assert look(own, Whole(), torch.randn(10, 2), CPU).predictions is None
+
+
+def test_so_many_numbers_are_kept_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert NUMBERS > 1000
+    monkeypatch.setattr("manyhands.evidence.compare.final_evaluation.NUMBERS", 700)
+    model, data = Fixed(), (torch.randn(2000, 1), torch.zeros(2000, 1))
+    own = task(train_data=data, criterion=nn.functional.mse_loss)
+    looked = look(own, model, data, CPU)
+    assert looked.predictions is not None
+    assert torch.equal(looked.predictions.values, data[0][:700, 0])
+    assert model.rows == 2000
+    assert not model._forward_hooks
+
+
+@pytest.mark.parametrize(
+    ("of", "own", "other", "expected"),
+    [
+        (CLASSES, [1, 2, 3, 4], [1, 2, 3, 0], 0.75),
+        (OUTPUTS, [3.0, 4.0], [3.0, 4.0], 1.0),
+        (OUTPUTS, [3.0, 4.0], [3.0, 3.0], 1 - 1 / 18**0.5),
+        (OUTPUTS, [-3.0, -4.0], [3.0, 4.0], 0.0),
+        (OUTPUTS, [0.0, 0.0], [0.0, 0.0], 1.0),
+        (OUTPUTS, [1.0, 0.0], [0.0, 0.0], 0.0),
+        (CLASSES, [1], [1, 2], None),
+    ],
+)
+def test_agreement(of: str, own: list[float], other: list[float], expected: float | None) -> None:
+    found = Predictions(of, torch.tensor(own)).agreement(Predictions(of, torch.tensor(other)))
+    assert found == (None if expected is None else pytest.approx(expected))
+
+
+def test_classes_and_outputs_do_not_agree_on_anything() -> None:
+    assert Predictions(CLASSES, torch.ones(2)).agreement(Predictions(OUTPUTS, torch.ones(2))) is None

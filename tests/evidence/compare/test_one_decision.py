@@ -1,0 +1,101 @@
+"""Verdict and advice are one decision, and the table's numbers are those that the ratios are made of."""
+
+from __future__ import annotations
+
+import math
+from statistics import fmean
+
+import pytest
+from by_numbers import SOLOS, Numbers, found
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manyhands.evidence.compare import measures
+from manyhands.evidence.compare.comparison import Comparison, Target
+from manyhands.evidence.compare.markdown import markdown
+from manyhands.evidence.compare.text import text
+
+ONE, TWO = SOLOS
+AIM = Target(metric="test_accuracy", value=0.97, higher=True)
+BEGINS = {"distribute": "Take ", "stay": "Stay with one process", "undecided": "Not decided: "}
+DECISIONS = set(BEGINS)
+
+
+@st.composite
+def comparisons(draw: st.DrawFn) -> Comparison:
+    """Of few or many repeats, quiet or noisy, with and without a target, with failures and metrics that are lost."""
+    repeats = draw(st.integers(1, 5))
+
+    def each(middle: float, noise: float) -> list[float | None]:
+        return [middle * math.exp(noise * draw(st.floats(-1, 1))) for _ in range(repeats)]
+
+    def seconds(middle: float, noise: float) -> list[float | None]:
+        misses = draw(st.sampled_from(["never", "sometimes", "always"]))
+        values = each(middle, noise)
+        return [
+            None if misses == "never" or (misses == "sometimes" and i == 0) else one for i, one in enumerate(values)
+        ]
+
+    noise = draw(st.sampled_from([0.0, 0.02, 0.3, 1.0]))
+    others = draw(st.lists(st.sampled_from(["allreduce on 2", "gossip on 2", "gossip on 4", "agn on 2"]), unique=True))
+    names = [ONE, TWO, *others]
+    speeds = {name: draw(st.sampled_from([0.5, 0.95, 1.0, 1.06, 1.15, 1.6])) for name in names}
+    rates: dict[str, Numbers] = {name: each(100 * speed, noise) for name, speed in speeds.items()}
+    metrics: dict[str, Numbers] = {name: each(draw(st.sampled_from([0.98, 0.9])), noise / 10) for name in names}
+    target = draw(st.sampled_from([None, AIM]))
+    targets = {} if target is None else {name: seconds(10 / speed, noise) for name, speed in speeds.items()}
+    failing = draw(st.sets(st.sampled_from(others))) if others else set()
+    rates |= {name: [*rates[name][:-1], None] for name in failing}
+    return found(rates, metrics, targets, target=target, failures=dict.fromkeys(failing, "it broke"))
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(comparisons())
+def test_verdict_and_advice_never_contradict_each_other(made: Comparison) -> None:
+    said = [one for one in made.advice if one.kind in DECISIONS]
+    if not said:
+        assert not [one for one in made.variants if not one.solo and not made.failure(one.name)]
+        return
+    (decision,) = said
+    assert made.advice[0] == decision
+    assert made.verdict.startswith(BEGINS[decision.kind])
+    assert decision.text.lower().startswith({"undecided": "not decided"}.get(decision.kind, decision.kind))
+    best = decision.numbers["best"]
+    if decision.kind == "distribute":
+        assert made.verdict.startswith(f"Take {best}: ")
+        assert best in decision.text
+    if best is not None and "speedup" in decision.numbers and decision.numbers["speedup"]:
+        assert f"{decision.numbers['speedup']:.2f}x" in decision.text
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(comparisons())
+def test_a_ratio_is_the_ratio_of_the_numbers_in_the_table(made: Comparison) -> None:
+    means = {
+        one.name: math.exp(fmean(math.log(trial.rows_per_s) for trial in made.of(one.name)))
+        for one in made.variants
+        if made.of(one.name)
+    }
+    for name in made.differences:
+        difference = made.difference(name, "rows_per_s")
+        assert difference is not None
+        assert difference.middle == pytest.approx(means[name] / means[made.reference])
+        assert measures.ratio(made, name, made.reference) == pytest.approx(difference.middle)
+        assert measures.middle(made, name, "rows_per_s") == pytest.approx(means[name])
+
+
+def test_a_slow_variant_beside_a_reference_that_varies_says_one_thing_everywhere() -> None:
+    """Medians of 206 and 131 rows/s once stood beside a ratio of 1.03x, and a verdict beside another advice."""
+    made = found({TWO: [110.0, 206.0, 330.0], "gossip on 2": [130.0, 131.0, 452.0]})
+    ratio = measures.ratio(made, "gossip on 2", TWO)
+    assert ratio is not None
+    own, other = ((a * b * c) ** (1 / 3) for a, b, c in ((130, 131, 452), (110, 206, 330)))
+    assert ratio == pytest.approx(own / other)
+    for page in (text(made), markdown(made)):
+        assert f"{own:.4g}" in page or f"{own:.3g}" in page
+        assert f"{other:.4g}" in page or f"{other:.3g}" in page
+        assert f"{ratio:.2f}" in page
+        assert "ot decided: gossip on 2 is" in page
+        assert "tay with one process" not in page
+        assert "itself varies from 110 to 330 rows/s" in " ".join(page.split())
+    assert made.advice[0].numbers["speedup"] == pytest.approx(ratio)

@@ -1,0 +1,197 @@
+"""Differences, against values that are known in closed form, and against chance."""
+
+import math
+import statistics as plain
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from manyhands.evidence.compare.comparison import Difference
+from manyhands.evidence.compare.statistics import (
+    EXACT,
+    bootstrap,
+    difference,
+    interval,
+    judged,
+    student,
+    t_quantile,
+    t_within,
+)
+
+TIMES = {"of": "seconds", "margin": 0.05, "higher": False}
+
+
+@pytest.mark.parametrize(("freedom", "t"), [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (10, 2.228), (120, 1.980)])
+def test_students_quantiles_are_those_of_the_tables(freedom: int, t: float) -> None:
+    assert t_quantile(freedom) == pytest.approx(t, abs=6e-4)
+
+
+@pytest.mark.parametrize("t", [0.0, 0.3, 1.0, 7.0])
+def test_students_distribution_in_closed_form(t: float) -> None:
+    assert t_within(t, 1) == pytest.approx(2 / math.pi * math.atan(t))
+    assert t_within(t, 2) == pytest.approx(t / math.sqrt(2 + t * t))
+    angle = math.atan(t / math.sqrt(3))
+    assert t_within(t, 3) == pytest.approx(2 / math.pi * (angle + math.sin(angle) * math.cos(angle)))
+
+
+def test_students_interval_by_hand() -> None:
+    low, high = student([1.0, 2.0, 3.0])
+    assert (low, high) == pytest.approx((2 - 4.30265 / math.sqrt(3), 2 + 4.30265 / math.sqrt(3)), abs=1e-4)
+    assert student([5.0]) == (-math.inf, math.inf)
+    assert student([5.0, 5.0]) == (5.0, 5.0)
+
+
+def test_the_bootstrap_of_few_is_exact() -> None:
+    assert bootstrap([4.0]) == (4.0, 4.0)
+    # of 2 there are 4 resamples, of 3 there are 27: the least has a chance of 1/27 > 2.5 %, and so has the greatest
+    assert bootstrap([1.0, 5.0]) == (1.0, 5.0)
+    assert bootstrap([1.0, 2.0, 9.0]) == pytest.approx((1.0, 9.0))
+    # of 4 there are 256: 1 of them has the mean 0, 4 have 1/4, 6 + 4 have 2/4, …: 2.5 % are 6.4 of them
+    assert bootstrap([0.0, 1.0, 2.0, 3.0])[0] == pytest.approx(0.5)
+
+
+def test_the_bootstrap_of_many_is_drawn_the_same_each_time_and_nearly_normal() -> None:
+    values = np.random.default_rng(0).normal(10, 2, 100).tolist()
+    assert len(values) > EXACT
+    low, high = bootstrap(values)
+    assert (low, high) == bootstrap(values)
+    reach = 1.96 * plain.pstdev(values) / 10
+    assert (low, high) == pytest.approx((plain.fmean(values) - reach, plain.fmean(values) + reach), abs=0.05 * reach)
+
+
+def test_times_are_compared_as_ratios_whose_mean_is_geometric() -> None:
+    found = difference([2.0, 8.0, 4.0], [1.0, 1.0, 1.0], **TIMES)
+    assert found.middle == pytest.approx(4.0)
+    assert found.low < 2.0 <= 8.0 < found.high  # Student's is the wider here
+    turned = difference([1.0, 1.0, 1.0], [2.0, 8.0, 4.0], **TIMES)
+    assert turned.middle == pytest.approx(1 / found.middle)
+    assert (turned.low, turned.high) == pytest.approx((1 / found.high, 1 / found.low))
+
+
+def test_metrics_are_compared_as_differences_in_their_own_unit() -> None:
+    found = difference([0.90, 0.92, 0.91], [0.95, 0.96, 0.97], of="test_accuracy", margin=0.01, higher=True)
+    assert found.middle == pytest.approx(-0.05)
+    assert found == Difference(
+        of="test_accuracy", middle=found.middle, low=found.low, high=found.high, margin=0.01, said="worse"
+    )
+    assert found.low < -0.06 < -0.04 < found.high < 0
+
+
+@pytest.mark.parametrize(
+    ("ratios", "said"),
+    [
+        ([1.2, 1.2, 1.2], "worse"),  # all pairs differ by the same: Student's interval is a point
+        ([1 / 1.2, 1 / 1.2, 1 / 1.2], "better"),
+        ([1.04, 1.04, 1.04], "same"),
+        ([1.0, 1.0, 1.0], "same"),
+        ([1.06, 1.06, 1.06], "worse"),
+        ([1.3, 1.2, 1.25], "worse"),
+        ([1.3, 1.1, 1.25], "unclear"),  # all beyond the margin, but Student's interval is not
+        ([1.3, 1.04, 1.25], "unclear"),  # one pair inside the margin
+        ([0.8, 1.2, 1.0], "unclear"),
+        ([1.3, 1.3], "unclear"),  # too few
+        ([1.0], "unclear"),
+        ([1.01, 1.0, 1.01], "same"),
+    ],
+)
+def test_the_rule(ratios: list[float], said: str) -> None:
+    ones = [1.0] * len(ratios)
+    assert difference(ratios, ones, **TIMES).said == said
+    other = {"better": "worse", "worse": "better"}.get(said, said)
+    assert difference(ratios, ones, of="rows_per_s", margin=0.05, higher=True).said == other
+
+
+def test_the_wider_of_both_intervals_counts_on_either_side() -> None:
+    few = [1.0, 2.0, 3.0]
+    assert interval(few) == student(few)
+    skewed = [*range(20), 200.0]  # Student's is the wider below, the bootstrap's above
+    assert interval(skewed) == (student(skewed)[0], bootstrap(skewed)[1])
+    assert student(skewed)[0] < bootstrap(skewed)[0]
+    assert bootstrap(skewed)[1] > student(skewed)[1]
+
+
+def test_the_margin_is_as_wide_downwards_as_upwards() -> None:
+    assert judged([-0.02] * 3, 0.01, higher=False) == "better"
+    assert judged([0.02] * 3, 0.01, higher=False) == "worse"
+    assert judged([0.01] * 3, 0.01, higher=False) == "same"  # on the margin is inside
+    assert judged([-0.01] * 3, 0.01, higher=False) == "same"
+
+
+@pytest.mark.parametrize(
+    ("own", "reference", "said", "middle"),
+    [
+        ([None, None, None], [3.0, 4.0, 5.0], "worse", math.inf),
+        ([None, None], [3.0, 4.0], "unclear", math.inf),  # too few repeats
+        ([None, 1.0, 1.0, 1.0], [3.0, 3.0, 3.0, 3.0], "unclear", 1 / 3),
+        ([1.0, 1.0, 1.0, 1.0], [None, 3.0, 3.0, 3.0], "unclear", 1 / 3),
+        ([1.0, 1.0, 1.0], [None, None, None], "unclear", math.nan),
+        ([None, None, None], [None, None, None], "unclear", math.nan),
+        ([None, None, None], [3.0, None, 5.0], "unclear", math.nan),
+    ],
+)
+def test_a_target_that_was_not_always_reached_is_never_better(
+    own: list[float | None], reference: list[float | None], said: str, middle: float
+) -> None:
+    found = difference(own, reference, of="target_seconds", margin=0.05, higher=False)
+    assert found.said == said
+    assert found.middle == pytest.approx(middle, nan_ok=True)
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, 0.0, -1.0])
+def test_numbers_that_have_no_ratio_say_nothing(odd: float) -> None:
+    found = difference([1.0, odd, 1.0], [1.0, 1.0, 1.0], **TIMES)
+    assert found.said == "unclear"
+    assert math.isnan(found.middle)
+
+
+def test_pairs_are_of_the_same_repeat() -> None:
+    drift = [1.0, 3.0, 9.0]
+    assert difference([1.2 * d for d in drift], drift, **TIMES).said == "worse"
+    assert difference([1.2 * d for d in drift], drift[::-1], **TIMES).said == "unclear"
+    with pytest.raises(ValueError, match="3 repeats of one and 2"):
+        difference(drift, [1.0, 1.0], **TIMES)
+
+
+# -- against chance --------------------------------------------------------------------------------------------------
+
+
+def said_of(seeds: range, ratio: float, noise: float, repeats: int = 3) -> Counter[str]:
+    """What is said of two variants whose trials vary by a lognormal factor each, and by another that all of a repeat share."""
+    counts: Counter[str] = Counter()
+    for seed in seeds:
+        generator = np.random.default_rng(seed)
+        drift = np.exp(generator.normal(0, 0.2, repeats))
+        own, reference = (drift * np.exp(generator.normal(0, noise, repeats)) for _ in range(2))
+        counts[difference((ratio * own).tolist(), reference.tolist(), **TIMES).said] += 1
+    return counts
+
+
+def test_identical_strategies_are_not_called_different_in_20_of_20_seeds() -> None:
+    counts = said_of(range(20), ratio=1.0, noise=0.05)
+    assert not counts["better"] + counts["worse"]
+
+
+def test_of_identical_strategies_few_are_called_different_whatever_the_noise() -> None:
+    """Student's interval bounds the chance by 5 %, of which a margin leaves less where trials vary little; 3 deviations of the count on top."""
+    for noise, share in ((0.01, 0.0), (0.05, 0.01), (0.1, 0.025), (0.5, 0.05)):
+        counts = said_of(range(400), ratio=1.0, noise=noise)
+        most = 400 * share
+        assert counts["better"] + counts["worse"] <= most + 3 * math.sqrt(most)
+
+
+def test_what_a_difference_of_20_percent_is_called() -> None:
+    """At 3 repeats: nearly always seen where trials vary by 2 %, in half of the cases where by 5 %, hardly where by 20 %; never turned over."""
+    seen = {noise: said_of(range(200), ratio=1.2, noise=noise) for noise in (0.02, 0.05, 0.2)}
+    assert seen[0.02]["worse"] >= 0.92 * 200
+    assert 0.35 * 200 <= seen[0.05]["worse"] <= 0.57 * 200
+    assert seen[0.2]["worse"] <= 0.13 * 200
+    assert all(counts["better"] <= 0.02 * 200 and counts["same"] == 0 for counts in seen.values())
+    more = said_of(range(200), ratio=1.2, noise=0.05, repeats=5)
+    assert more["worse"] >= 0.87 * 200
+
+
+def test_a_difference_as_large_as_the_margin_is_rarely_called_one() -> None:
+    """By chance alone in 1 of 40 cases."""
+    counts = said_of(range(400), ratio=1.05, noise=0.03)
+    assert counts["worse"] <= 10 + 3 * math.sqrt(10)

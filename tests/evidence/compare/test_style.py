@@ -1,0 +1,95 @@
+"""Colours, dashes and symbols: one for each variant, and told apart by people who see colours differently."""
+
+import itertools
+
+import numpy as np
+import pytest
+from synthetic import SPECS, comparison
+
+from manyhands.evidence.compare import style
+
+PAGES = ("#ffffff", "#14171b")  # of report.html.jinja
+APART = 14.0  # CIE76; 2.3 is just noticeable
+CONTRAST = 2.6  # of a line with the page
+
+# What is left of linear RGB for people without one kind of cones: G. M. Machado, M. M. Oliveira and L. A. F. Fernandes,
+# "A Physiologically-based Model for Simulation of Color Vision Deficiency", 2009, table 1, severity 1.
+VISIONS = {
+    "all cones": np.eye(3),
+    "no red": np.array(
+        [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
+    ),
+    "no green": np.array(
+        [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
+    ),
+    "no blue": np.array(
+        [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]]
+    ),
+}
+XYZ = np.array(
+    [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
+)
+WHITE = np.array([0.95047, 1.0, 1.08883])
+
+
+def linear(colour: str) -> np.ndarray:
+    """sRGB `#rrggbb` as linear [3]."""
+    value = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    return np.where(value <= 0.04045, value / 12.92, ((value + 0.055) / 1.055) ** 2.4)
+
+
+def lab(rgb: np.ndarray) -> np.ndarray:
+    """CIELAB of linear RGB."""
+    ratio = XYZ @ np.clip(rgb, 0, 1) / WHITE
+    f = np.where(ratio > 216 / 24389, np.cbrt(ratio), (24389 / 27 * ratio + 16) / 116)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+def luminance(colour: str) -> float:
+    return float(XYZ[1] @ linear(colour))
+
+
+@pytest.mark.parametrize("vision", VISIONS)
+@pytest.mark.parametrize("page", [0, 1])
+@pytest.mark.parametrize(
+    "colours", [(style.INK, *style.HUES), tuple(style.PART_HUES.values())], ids=["variants", "parts"]
+)
+def test_any_two_colours_are_told_apart(colours: tuple[tuple[str, str], ...], page: int, vision: str) -> None:
+    for one, other in itertools.combinations([pair[page] for pair in colours], 2):
+        seen = [lab(VISIONS[vision] @ linear(colour)) for colour in (one, other)]
+        assert np.linalg.norm(seen[0] - seen[1]) > APART, (one, other)
+
+
+@pytest.mark.parametrize("page", [0, 1])
+def test_every_colour_stands_out_from_the_page(page: int) -> None:
+    for pair in (style.INK, style.MUTED, *style.HUES, *style.PART_HUES.values()):
+        bright, dark = sorted((luminance(pair[page]), luminance(PAGES[page])), reverse=True)
+        assert (bright + 0.05) / (dark + 0.05) > CONTRAST, pair[page]
+
+
+def test_each_of_many_variants_has_a_look_of_its_own() -> None:
+    made = comparison(tuple(f"local-sgd:period={i}" for i in range(1, 11)), (1, 2, 4))
+    found = style.looks(made)
+    assert len({(one.colour, one.dash, one.symbol) for one in found.values()}) == len(made.variants) == 32
+
+
+def test_the_hue_is_the_strategys_and_solo_has_the_ink() -> None:
+    found = style.looks(comparison(SPECS, (2, 4)))
+    assert (
+        found["allreduce on 2"].colour
+        == found["allreduce on 4"].colour
+        != found["gossip:graph=exponential on 2"].colour
+    )
+    assert found["allreduce on 2"].dash != found["allreduce on 4"].dash
+    solos = [found["solo, 1 thread"], found["solo, 4 threads"]]
+    assert {one.colour for one in solos} == {style.INK[0]}
+    assert solos[1].dash == "solid" != solos[0].dash
+    assert style.INK[0] not in {one.colour for name, one in found.items() if not name.startswith("solo")}
+
+
+def test_every_colour_has_one_on_black_and_so_has_its_band() -> None:
+    dark = style.dark_colours()
+    for look in style.looks(comparison(SPECS, (2, 4))).values():
+        assert dark[look.colour].startswith("#")
+        assert dark[look.band].startswith("rgba(")
+    assert style.see_through("#0072b2") == "rgba(0, 114, 178, 0.16)"

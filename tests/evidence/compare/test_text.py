@@ -1,0 +1,89 @@
+"""The tables: what is in them, and that they fit."""
+
+import pytest
+from by_numbers import SOLOS, Numbers, found
+
+from manyhands.evidence.compare.comparison import Target
+from manyhands.evidence.compare.text import text
+
+ONE, TWO = SOLOS
+AIM = Target(metric="test_accuracy", value=0.97, higher=True)
+RATES: dict[str, Numbers] = {
+    ONE: [50.0] * 3,
+    TWO: [100.0, 101.0, 99.0],
+    "local-sgd:period=8 on 2": [160.0, 170.0, 165.0],
+    "downpour on 2": [12_345.0] * 3,
+    "gossip on 2": [None] * 3,
+}
+METRICS: dict[str, Numbers] = {"downpour on 2": [0.8] * 3}
+TARGETS: dict[str, Numbers] = {
+    ONE: [20.0] * 3,
+    TWO: [10.0, 10.0, 10.0],
+    "local-sgd:period=8 on 2": [5.0, 5.0, None],
+    "downpour on 2": [None] * 3,
+}
+COMPARISON = found(RATES, METRICS, TARGETS, failures={"gossip on 2": "it broke"}, target=AIM)
+
+
+def line(said: str, start: str) -> str:
+    return next(one for one in said.split("\n") if one.startswith(start))
+
+
+def words(said: str, start: str) -> str:
+    return " ".join(line(said, start).split())
+
+
+def test_a_line_says_what_a_variant_did() -> None:
+    said = text(COMPARISON)
+    assert words(said, TWO) == "solo, 2 threads 100 ±1 % 1.00x 2.00x 100 % 10 1,000 0.98 0 98.7 %"
+    own = line(said, "local-sgd:period=8 on 2")
+    assert "165 ±3 %" in own
+    assert "1.65x" in own  # the geometric mean
+    assert "5 (1 never)" in own
+    assert "0.98 =" in own
+    other = line(said, "downpour on 2")
+    assert "12,345" in other
+    assert "never" in other
+    assert "0.8 -" in other
+    assert words(said, "gossip on 2") == "gossip on 2 failed"
+
+
+def test_the_second_table_says_what_it_cost() -> None:
+    _, _, costs = text(COMPARISON).partition("of 3 repeats")
+    assert words(costs, "downpour on 2") == "downpour on 2 0.162 10 % 60 % 20 % 10 % 5 MB 2 200 MB"
+
+
+def test_verdict_failure_and_the_first_advice_come_last() -> None:
+    lines = text(COMPARISON).split("\n")
+    at = next(i for i, one in enumerate(lines) if one.startswith("gossip on 2 failed: it broke"))
+    assert lines[at + 1].startswith(COMPARISON.verdict[:60])
+    assert sum(one.startswith("Advice: ") for one in lines) == 1
+
+
+@pytest.mark.parametrize("width", [40, 80, 100, 120, 300])
+def test_all_lines_fit(width: int) -> None:
+    assert max(map(len, text(COMPARISON, width).split("\n"))) <= min(120, max(80, width))
+
+
+def test_a_narrow_terminal_keeps_what_matters_most() -> None:
+    said = text(COMPARISON, 80)
+    for title in ("variant", "rows/s", "2 threads", "seconds to", "accuracy"):
+        assert title in said
+    for cell in ("12,345 ", "165 ±3 %", "1.65x", "5 (1 never)", "0.98 =", "local-sgd:period=8 on 2 "):
+        assert cell in said
+    for title in ("answers", "distance", "ciency"):
+        assert title not in said
+        assert title in text(COMPARISON, 120)
+
+
+def test_names_that_are_too_long_are_folded_not_cut() -> None:
+    name = "my_own_strategies.py:Quantised:period=8,levels=4,warmup=100,compress=topk:0.01 on 2"
+    said = text(found({"solo": [1.0] * 3, name: [2.0] * 3}), 80)
+    assert max(map(len, said.split("\n"))) <= 80
+    assert "warmup=100" in said.replace("\n", "")
+
+
+def test_an_interrupted_and_simulated_comparison_says_so() -> None:
+    said = text(found({"solo": [1.0], "gossip on 2": [2.0]}, complete=False, simulated={"seed": "0"}))
+    assert "1 repeat, interrupted in 12 s" in said
+    assert "all seconds are virtual" in said

@@ -1,0 +1,142 @@
+"""The text that the command prints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from manyhands.engines.sim.compute import Compute
+from manyhands.engines.sim.network import Network
+from manyhands.engines.sim.profile import Profile
+from manyhands.evidence.estimate.bars import Bars
+from manyhands.evidence.estimate.estimate import Estimate, Estimates, Span
+from manyhands.evidence.estimate.table import text
+
+PROFILE = Profile(
+    networks={"local": Network(workers_per_host=2)},
+    compute=Compute(row=1e-4),
+    task="chars",
+    workers=2,
+    errors={"allreduce": 0.034, "local-sgd": -0.07},
+)
+ROW = Estimate(
+    strategy="allreduce",
+    workers=8,
+    batch_size=2048,
+    step=Span(seconds=0.06, low=0.05, high=0.072),
+    rows_per_s=34133.0,
+    steps=60_000,
+    training=Span(seconds=3600.0, low=3000.0, high=4320.0),
+    speed_up=6.4,
+    efficiency=0.8,
+    bytes_per_step=5_870_000.0,
+    bytes_in_training=3.52e11,
+    compute=0.8,
+    exchange=0.15,
+    wait=0.05,
+    bars=Bars(factor=1.2, error=0.05, tried=True, besides=0.0, doublings=2.0),
+    simulated_steps=64,
+    spread=0.001,
+)
+SERVED = replace(
+    ROW, strategy="downpour", staleness=7.0, bars=replace(ROW.bars, tried=False), notes=("its warmup is left out",)
+)
+FOUND = Estimates(
+    task="chars",
+    parameters=838_528,
+    rows=11_227,
+    profile=PROFILE,
+    network=Network.parse("lan"),
+    compute=Compute(row=1e-4),
+    servers=1,
+    solo_rows_per_s=5333.0,
+    estimates=(ROW, SERVED),
+    notes=("Something holds of all.",),
+)
+
+
+def lines(found: Estimates) -> list[str]:
+    return text(found).splitlines()
+
+
+def test_it_says_what_was_estimated_and_every_number_of_a_row() -> None:
+    said = lines(FOUND)
+    assert said[0] == "chars: 838,528 parameters, 11,227 rows an epoch; one worker of the profile makes 5,333 rows/s"
+    assert said[1] == f"network {Network.parse('lan')}; compute row=0.0001"
+    assert said[3] == "8 workers, 2,048 rows a step"
+    row = next(line for line in said if line.startswith("allreduce"))
+    assert row.split("  ")[0] == "allreduce"
+    expected = (
+        "60 ms",
+        "34,133",
+        "6.4",
+        "80%",
+        "1 h (50 min to 1.2 h)",
+        "5.87 MB",
+        "352 GB",
+        "80%",
+        "15%",
+        "5.0%",
+        "-",
+    )
+    at = 0
+    for word in expected:
+        at = row.index(word, at) + len(word)
+
+
+def test_rows_without_bars_of_their_own_are_marked_and_the_rule_is_said() -> None:
+    said = lines(FOUND)
+    assert any(line.startswith("downpour* ") and line.endswith(" 7") for line in said)
+    (rule,) = (line for line in said if line.startswith("low to high"))
+    assert "on 2 workers" in rule
+    assert "allreduce +3.4%, local-sgd -7.0%" in rule
+    assert "at least 5%" in rule
+    assert "* was not tried there: extrapolated from the largest error, and" in rule
+    assert "  downpour: its warmup is left out" in said
+    assert said[-1] == "Something holds of all."
+    assert "extrapolated" not in text(replace(FOUND, estimates=(ROW,)))
+
+
+def test_without_errors_no_rule_is_said_and_times_stand_alone() -> None:
+    bare = replace(ROW, bars=None, training=Span(seconds=90.0, low=None, high=None))
+    said = text(replace(FOUND, profile=replace(PROFILE, errors={}), estimates=(bare,)))
+    assert "1.5 min" in said
+    assert "low to high" not in said
+    assert " to " not in said.split("rows/s, speed-up")[0]
+
+
+def test_each_number_of_workers_has_a_table_and_what_holds_of_all_is_said_once() -> None:
+    refused = [Estimate(strategy=name, workers=64, refused="fewer than one row") for name in ("allreduce", "downpour")]
+    said = lines(replace(FOUND, estimates=(ROW, SERVED, *refused)))
+    assert [line for line in said if "worker" in line and line[0].isdigit()] == [
+        "8 workers, 2,048 rows a step",
+        "64 workers",
+    ]
+    assert said.count("  all: fewer than one row") == 1
+    assert "  allreduce: fewer than one row" in lines(replace(FOUND, estimates=(ROW, SERVED, refused[0])))
+
+
+def test_what_is_not_known_is_a_dash() -> None:
+    stream = replace(ROW, steps=None, training=None, bytes_in_training=None)
+    said = lines(replace(FOUND, rows=None, estimates=(stream,)))
+    assert "a stream" in said[0]
+    row = next(line for line in said if line.startswith("allreduce"))
+    assert row.split().count("-") == 3
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (3e-10, "0.3 ns"),
+        (2.5e-6, "2.5 µs"),
+        (1.5e-3, "1.5 ms"),
+        (59.0, "59 s"),
+        (200.0, "3.33 min"),
+        (7200.0, "2 h"),
+        (1e6, "11.6 d"),
+    ],
+)
+def test_times_are_in_the_unit_that_fits(seconds: float, shown: str) -> None:
+    said = text(replace(FOUND, estimates=(replace(ROW, step=Span(seconds=seconds, low=None, high=None)),)))
+    assert f" {shown} " in said

@@ -1,0 +1,245 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from manyhands.engines.local.engine import Local
+from manyhands.engines.roles import Roles
+from manyhands.errors import BadInput, UnknownName, WorkerFailed
+from manyhands.own_loop.launch import launch, launched_strategy, run_script
+from manyhands.strategies.local_sgd import LocalSGD
+from manyhands.worker import current
+
+
+@pytest.fixture(scope="module")
+def local() -> Iterator[Local]:
+    with Local() as engine:
+        yield engine
+
+
+@pytest.fixture(autouse=True)
+def no_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MANYHANDS_STRATEGY", raising=False)
+
+
+def place() -> tuple[int, int]:
+    worker = current()
+    assert worker is not None
+    return worker.rank, worker.size
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_launch_returns_every_ranks_value(local: Local, workers: int) -> None:
+    values = launch(lambda a, b: (place(), a + b), 1, 2, workers=workers, engine=local)
+    assert values == [((rank, workers), 3) for rank in range(workers)]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("strategy", ["local-sgd:period=8", LocalSGD(period=8), None])
+def test_strategy_is_said_inside_and_forgotten_after(
+    local: Local, workers: int, strategy: LocalSGD | str | None
+) -> None:
+    values = launch(launched_strategy, workers=workers, strategy=strategy, engine=local)
+    assert values == [strategy] * workers
+    assert launched_strategy() is None
+
+
+def test_no_workers(local: Local) -> None:
+    with pytest.raises(BadInput, match="workers must be a whole number of at least 1, not 0"):
+        launch(place, workers=0, engine=local)
+
+
+def test_unknown_engine() -> None:
+    with pytest.raises(UnknownName, match="no engine 'multiprocessing'.*is 'local' here"):
+        launch(place, engine="multiprocessing")
+
+
+SCRIPT = """
+    import os, sys
+    import torch
+    from helper_beside_the_script import NAME
+    from manyhands.worker import current
+    rank = current().rank
+    print(NAME, __name__, sys.argv[1:], os.environ["MANYHANDS_STRATEGY"])
+    torch.save(rank, f"saved{rank}")
+    class InMain: pass
+    if len(sys.argv) > 2:
+        sys.exit(eval(sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "helper_beside_the_script.py").write_text("NAME = 'helper'\n")
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "script.py"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_script_runs_as_main_and_the_first_rank_alone_is_heard(
+    local: Local, path: Path, workers: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_script(path, ["a"], workers=workers, strategy="allreduce", engine=local) == 0
+    out, err = capfd.readouterr()
+    assert out == "helper __main__ ['a'] allreduce\n"
+    assert err.count("nothing to standard output") == workers - 1
+    assert sorted(name for name in os.listdir() if name.startswith("saved")) == ["saved0", "saved1"][:workers]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(("argument", "code"), [("0", 0), ("None", 0), ("7", 7), ("'a text'", 1), ("7 * rank", 7)])
+def test_exit_codes_come_through(
+    local: Local, path: Path, workers: int, argument: str, code: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    expected = 0 if workers == 1 and "rank" in argument else code
+    assert run_script(path, ["a", argument], workers=workers, strategy="allreduce", engine=local) == expected
+    assert ("a text" in capfd.readouterr().err) == ("text" in argument)
+
+
+def test_an_exception_of_the_script(local: Local, path: Path) -> None:
+    with pytest.raises(WorkerFailed, match="NameError: name 'undefined' is not defined"):
+        run_script(path, ["a", "undefined"], workers=2, strategy="allreduce", engine=local)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"), [("", "exchanged nothing"), ("mh.prepare(m, o)", "all 2 workers computed the same")]
+)
+def test_workers_that_train_all_rows_are_named(
+    local: Local, tmp_path: Path, line: str, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A script without `prepare`, and one whose loader was not given: once, on standard error."""
+    (tmp_path / "apart.py").write_text(textwrap.dedent(APART.format(line=line)))
+    assert run_script(tmp_path / "apart.py", workers=2, engine=local) == 0
+    assert capfd.readouterr().err.count(said) == 1
+
+
+APART = """
+    import warnings
+    import torch
+    import manyhands as mh
+    warnings.simplefilter("always")
+    torch.manual_seed(0)
+    m = torch.nn.Linear(3, 1)
+    o = torch.optim.SGD(m.parameters(), lr=0.1)
+    {line}
+    for x in torch.utils.data.DataLoader(torch.ones(20, 3), batch_size=4):
+        o.zero_grad()
+        m(x).pow(2).mean().backward()
+        o.step()
+"""
+
+
+def test_no_such_script(local: Local) -> None:
+    with pytest.raises(BadInput, match=r"no script 'missing\.py'"):
+        run_script("missing.py", workers=2, engine=local)
+
+
+OWN_HANDLER = """
+import os, pathlib, signal, sys, time
+import manyhands as mh
+
+def save(number, frame):
+    pathlib.Path(sys.argv[1], f"saved-{mh.worker().rank}").touch()
+    sys.exit(75)
+
+signal.signal(signal.SIGTERM, save)
+os.mkfifo(os.path.join(sys.argv[1], f"ready-{mh.worker().rank}"))
+deadline = time.monotonic() + 30
+while time.monotonic() < deadline:
+    time.sleep(0.02)
+"""
+
+NO_HANDLER = OWN_HANDLER.replace("signal.signal(signal.SIGTERM, save)", "")
+
+
+@pytest.mark.parametrize(("script", "code", "saved"), [(OWN_HANDLER, 75, 2), (NO_HANDLER, 143, 0)])
+def test_sigterm_reaches_the_script_on_every_worker(tmp_path: Path, script: str, code: int, saved: int) -> None:
+    """A script that saves its work on SIGTERM can do so, as under `python script.py`."""
+    (tmp_path / "script.py").write_text(script)
+    command = [
+        sys.executable,
+        "-c",
+        "from manyhands.cli.commands import main; main()",
+        "run",
+        "-n",
+        "2",
+        "script.py",
+        str(tmp_path),
+    ]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("ready-*"))) < 2:
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=20)
+    assert process.returncode == code, error
+    assert len(list(tmp_path.glob("saved-*"))) == saved
+
+
+def test_threads_and_exit_functions_of_a_script_finish(local: Local, tmp_path: Path) -> None:
+    """As the interpreter ends them: a thread that still saves is waited for, then atexit runs; also after an error."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import atexit, pathlib, sys, threading, time\nimport manyhands as mh\n"
+        "place = pathlib.Path(sys.argv[1])\nrank = mh.worker().rank\n"
+        "def save():\n    time.sleep(0.2)\n    (place / f'thread-{rank}').touch()\n"
+        "atexit.register(lambda: (place / f'exit-{rank}-{(place / f\"thread-{rank}\").exists()}').touch())\n"
+        "threading.Thread(target=save).start()\n"
+        "if len(sys.argv) > 2: sys.exit(3)\n"
+    )
+    assert run_script(script, [str(tmp_path)], workers=2, engine=local) == 0
+    assert {path.name for path in tmp_path.iterdir()} >= {"thread-0", "thread-1", "exit-0-True", "exit-1-True"}
+    for path in [*tmp_path.glob("thread-*"), *tmp_path.glob("exit-*")]:
+        path.unlink()
+    assert run_script(script, [str(tmp_path), "fail"], workers=1, engine=local) == 3
+    assert run_script(script, [str(tmp_path), "fail"], workers=2, engine=local) == 3
+    assert {path.name for path in tmp_path.iterdir()} >= {"thread-0", "exit-0-True"}
+
+
+ENDLESS = """
+import threading
+threading.Thread(target=threading.Event().wait).start()
+"""
+
+
+def test_a_thread_without_end_hides_no_error_and_holds_up_no_value(local: Local, tmp_path: Path) -> None:
+    """The interpreter would print the error before it waits for the thread."""
+    script = tmp_path / "script.py"
+    script.write_text(ENDLESS + "raise RuntimeError('to be read at once')\n")
+    with pytest.raises(WorkerFailed, match="to be read at once"):
+        run_script(script, workers=2, engine=local)
+    assert launch(lambda: exec(ENDLESS, {}), workers=2, engine=local) == [None, None]
+
+
+OF_A_CLUSTER = """
+import json, os, sys, threading
+place = json.loads(os.environ["TF_CONFIG"])["task"]
+print(place["type"], place["index"], os.environ.get("RANK"), sys.argv[1:], flush=True)
+if place["type"] == "ps":
+    threading.Event().wait(100)
+sys.exit(7 if sys.argv[1] == "fail" and place["index"] == 1 else 0)
+"""
+
+
+@pytest.mark.parametrize(("argument", "code"), [("well", 0), ("fail", 7)])
+def test_a_script_with_roles_finds_its_cluster_and_all_are_heard(
+    local: Local, tmp_path: Path, argument: str, code: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "script.py").write_text(OF_A_CLUSTER)
+    roles = Roles(workers=2, others={"ps": 1})
+    assert run_script(tmp_path / "script.py", [argument], engine=local, roles=roles) == code
+    said = set(capfd.readouterr().out.splitlines())
+    assert said <= {f"worker 0 0 ['{argument}']", f"worker 1 1 ['{argument}']", f"ps 0 None ['{argument}']"}
+    assert f"worker 1 1 ['{argument}']" in said
+    assert code or len(said) >= 2

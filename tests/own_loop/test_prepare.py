@@ -1,0 +1,136 @@
+"""The public names of the user's own loop, in a process that no engine started."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import cloudpickle
+import pytest
+import torch
+
+import manyhands as mh
+import plain
+from manyhands.errors import BadInput, UnknownName, Unsupported
+from manyhands.own_loop import prepare
+from manyhands.own_loop.loader import PreparedLoader
+from manyhands.server.base import ServerSpec
+from manyhands.worker import Worker, set_current
+
+
+@pytest.fixture(autouse=True)
+def nobody_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process as it begins."""
+    monkeypatch.setattr(prepare, "_outside", None)
+    for name in (*prepare.TORCHRUN, "MANYHANDS_STRATEGY"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    set_current(None)
+
+
+def pair() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = plain.mlp()
+    return model, plain.OPTIMIZERS["sgd"](model)
+
+
+def test_outside_a_run_there_is_one_worker() -> None:
+    assert (mh.worker().rank, mh.worker().size, mh.is_first()) == (0, 1, True)
+    assert mh.worker() is mh.worker()
+
+
+def test_an_engines_worker_is_the_one() -> None:
+    worker = Worker(rank=1, size=1)
+    set_current(worker)
+    assert mh.worker() is worker
+    assert not mh.is_first()
+    set_current(None)
+    assert mh.worker().rank == 0
+
+
+def test_prepare_gives_back_the_users_own() -> None:
+    model, optimizer = pair()
+    loader = torch.utils.data.DataLoader(torch.arange(4))
+    got, rule, first, second = mh.prepare(model, optimizer, loader, [1, 2])
+    assert got is model
+    assert rule is optimizer
+    assert isinstance(first, PreparedLoader)
+    assert list(second) == [1, 2]
+    assert mh.prepare(model, optimizer) == (model, optimizer)
+    assert mh.prepare(model, optimizer, first)[2] is first
+
+
+def test_the_strategy_is_the_argument_else_the_variable_else_allreduce(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(**options: str) -> str:
+        mh.prepare(*pair(), **options)
+        newest = max(prepare.session().pairs, key=lambda pair: pair.number)
+        return newest.strategy.name
+
+    assert chosen() == "allreduce"
+    monkeypatch.setenv("MANYHANDS_STRATEGY", "local-sgd:period=3")
+    assert chosen() == "local-sgd"
+    assert chosen(strategy="solo") == "solo"
+    with pytest.raises(UnknownName, match="ddp"):
+        chosen(strategy="ddp")
+
+
+def test_weight_is_the_sessions() -> None:
+    model, optimizer = mh.prepare(*pair())
+    before = plain.flat(model).clone()
+    mh.weight(torch.tensor(0))
+    plain.cross_entropy(model, plain.rows(4)).backward()
+    optimizer.step()
+    assert torch.equal(plain.flat(model), before)
+    with pytest.raises(BadInput, match="finite"):
+        mh.weight(-1)
+
+
+def test_what_the_users_loop_cannot_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A strategy that looks ahead, or needs a server, is refused before it starts."""
+
+    class LooksAhead(mh.AllReduce):
+        name = "looks-ahead"
+
+        def before_backward(self, replica: object, worker: object, state: object) -> None:
+            pass
+
+    class Serves(mh.AllReduce):
+        name = "serves"
+
+        def server(self) -> ServerSpec:
+            return ServerSpec(rule="add")
+
+    for strategy, message in ((LooksAhead(), "use mh.train"), (Serves(), "parameter server"), ("hogwild", "own pace")):
+        with pytest.raises(Unsupported, match=message):
+            mh.prepare(*pair(), strategy=strategy)
+
+
+def test_half_of_torchruns_variables_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert mh.worker().size == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import manyhands.worker; import manyhands as mh",
+        "import manyhands as mh; mh.worker; import manyhands.worker",
+        "import manyhands as mh; import manyhands.worker",
+        "from manyhands.worker import current; import manyhands as mh; mh.train; mh.launch",
+        "import manyhands as mh; from manyhands import *",
+    ],
+)
+def test_mh_worker_is_the_function_in_any_order_of_imports(text: str) -> None:
+    """A submodule has the same name; importing it, which nearly everything does, must not hide the function."""
+    code = f"{text}; assert mh.worker().size == 1; import sys; assert sys.modules['manyhands.worker'].current() is None"
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
+
+
+def test_a_function_that_refers_to_the_package_travels() -> None:
+    """A notebook's cell: cloudpickle takes functions of `__main__`, and the modules they use, by name."""
+    assert pickle.loads(pickle.dumps(mh)) is mh
+    namespace = {"mh": mh, "__name__": "__main__"}
+    exec("def function(): return mh.is_first()", namespace)
+    assert pickle.loads(cloudpickle.dumps(namespace["function"]))() is True

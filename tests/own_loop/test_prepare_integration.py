@@ -1,0 +1,285 @@
+"""The user's own loop on real processes: local workers, whole scripts, torchrun."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import manyhands as mh
+import plain
+from manyhands.engines.local.engine import Local
+from manyhands.own_loop.launch import launch, run_script
+from manyhands.strategies.local_sgd import LocalSGD
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def train(optimizer: str, prepare: bool, workers: int = 0, accumulate: int = 1) -> Tensor:
+    """39 rows in batches of 12, shuffled by the global generator; three epochs; the flat parameters."""
+    torch.manual_seed(0)
+    model: Any = plain.mlp()
+    rule = plain.OPTIMIZERS[optimizer](model)
+    loader: Any = DataLoader(TensorDataset(*plain.rows(39)), batch_size=12, shuffle=True, num_workers=workers)
+    if prepare:
+        model, rule, loader = mh.prepare(model, rule, loader)
+    schedule = CosineAnnealingLR(rule, 12)
+    for _ in range(3):
+        for i, (x, y) in enumerate(loader):
+            if i % accumulate == 0:
+                rule.zero_grad()
+            plain.cross_entropy(model, (x, y)).backward()
+            if (i + 1) % accumulate == 0:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                rule.step()
+                schedule.step()
+    return plain.flat(model)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
+def test_four_workers_equal_the_plain_script(local: Local, optimizer: str) -> None:
+    """CASE 2: with the plain script's own random order, a cosine schedule, clipping, a last batch of 3 rows on 4 workers."""
+    expected = train(optimizer, prepare=False)
+    for got in launch(train, optimizer, True, workers=4, engine=local, threads_per_worker=1):
+        assert (got - expected).abs().max() < 1e-10
+
+
+def test_loader_processes_and_accumulation(local: Local) -> None:
+    """CASE 2: each worker's own loader process loads its rows alone."""
+    expected = train("adamw", False, 0, 2)
+    for got in launch(train, "adamw", True, 1, 2, workers=2, engine=local, threads_per_worker=1):
+        assert (got - expected).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("strategy", [LocalSGD(period=3), "local-sgd:period=3"])
+def test_launch_says_the_strategy(local: Local, strategy: LocalSGD | str) -> None:
+    """All workers end equal, and elsewhere than under allreduce."""
+    first, second = launch(train, "adamw", True, workers=2, strategy=strategy, engine=local, threads_per_worker=1)
+    assert torch.equal(first, second)
+    assert not torch.allclose(first, train("adamw", prepare=False), atol=1e-6)
+
+
+def draw_by_hand(prepare: bool, alike: bool) -> tuple[list[Tensor], Tensor]:
+    """As docs/own-loop.md has it: the rows of each step's batch on this worker, and the parameters."""
+    torch.manual_seed(0)
+    model: Any = plain.mlp()
+    rule = plain.OPTIMIZERS["adamw"](model)
+    if prepare:
+        model, rule = mh.prepare(model, rule)
+    x, y = plain.rows(39)
+    draws, batches = torch.Generator().manual_seed(1337), []
+    for _ in range(4):
+        ix = torch.randint(len(x), (10,), generator=draws if alike else None)
+        if alike:
+            ix = ix.tensor_split(mh.worker().size)[mh.worker().rank]
+            mh.weight(len(ix))
+        rule.zero_grad()
+        plain.cross_entropy(model, (x[ix], y[ix])).backward()
+        rule.step()
+        batches.append(ix)
+    return batches, plain.flat(model)
+
+
+def test_three_lines_make_a_hand_drawn_batch_one_process(local: Local) -> None:
+    """10 rows on 4 workers: the parts of each step's batch are the batch, and the parameters are one process's."""
+    batches, expected = draw_by_hand(prepare=False, alike=True)
+    parts = launch(draw_by_hand, True, True, workers=4, engine=local, threads_per_worker=1)
+    for step, batch in enumerate(batches):
+        assert torch.equal(torch.cat([own[step] for own, _ in parts]), batch)
+    for _, got in parts:
+        assert (got - expected).abs().max() < 1e-10
+
+
+def test_without_them_batches_differ_after_the_first_backward(local: Local, capfd: pytest.CaptureFixture[str]) -> None:
+    (first, _), (second, _) = launch(draw_by_hand, True, False, workers=2, engine=local, threads_per_worker=1)
+    assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [True, False, False, False]
+    assert "computed the same gradient in step 0" in capfd.readouterr().err
+
+
+class Shuffled:
+    """An iterable of batches that shuffles by Python's own generator, before and while it is read."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        order = list(range(12))
+        random.shuffle(order)
+        for start in (0, 4, 8):
+            yield torch.tensor(order[start : start + 4]) + 100 * random.randrange(2)
+
+
+def draw() -> tuple[list[int], float]:
+    random.seed()
+    model: Any = nn.Linear(1, 1)
+    loader: Any = Shuffled()
+    model, _, loader = mh.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    rows = [row for _ in range(2) for batch in loader for row in batch.tolist()]
+    return rows, torch.rand(()).item()
+
+
+def test_one_order_for_all_and_dropout_for_each(local: Local) -> None:
+    """CASE 18: every row once a pass though each process was seeded apart; what the loop itself draws differs by rank."""
+    (first, noise), (second, other_noise) = launch(draw, workers=2, engine=local)
+    both = [
+        a + b for a, b in zip(*([rows[i : i + 2] for i in range(0, 12, 2)] for rows in (first, second)), strict=True)
+    ]
+    for epoch in (both[:3], both[3:]):
+        assert sorted(row % 100 for batch in epoch for row in batch) == list(range(12))
+    assert all(len({row // 100 for row in batch}) == 1 for batch in both)
+    assert noise != other_noise
+
+
+class Drawn(IterableDataset[Tensor]):
+    """Draws its rows from torch's generator."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.randn(1, dtype=torch.float64) for _ in range(24))
+
+
+class Scaled(DataLoader[Tensor]):
+    """Draws from NumPy's, batch for batch."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (batch * np.random.rand() for batch in super().__iter__())
+
+
+def train_on_drawn(kind: str) -> tuple[float, float]:
+    """Two passes and half of a third: the weight, and the next random number."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    model: Any = nn.Linear(1, 1, dtype=torch.float64)
+    loader: Any = DataLoader(Drawn(), batch_size=4)
+    if kind == "loader":
+        rows: Any = torch.arange(24.0, dtype=torch.float64)[:, None] / 24
+        loader = Scaled(rows, batch_size=4, shuffle=True)
+    model, optimizer, loader = mh.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    for epoch in range(3):
+        for i, x in enumerate(loader):
+            optimizer.zero_grad()
+            (model(x) - 3 * x).square().mean().backward()
+            optimizer.step()
+            if epoch == i == 2:
+                break
+    return model.weight.item(), torch.rand(()).item()
+
+
+@pytest.mark.parametrize("kind", ["stream", "loader"])
+def test_a_loader_that_draws_its_batches_gives_one_processs(local: Local, kind: str) -> None:
+    """After the first backward too, and in the next pass."""
+    (expected, following), together = train_on_drawn(kind), launch(train_on_drawn, kind, workers=2, engine=local)
+    assert [abs(weight - expected) < 1e-12 for weight, _ in together] == [True, True]
+    assert together[0][1] == following
+
+
+class Entropy:
+    """Gives each worker other batches."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        generator = np.random.default_rng()
+        return (torch.as_tensor(generator.random((4, 1), dtype=np.float32)) for _ in range(3))
+
+
+def train_on_entropy() -> None:
+    model: Any = nn.Linear(1, 1)
+    loader: Any = Entropy()
+    model, _, loader = mh.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    for x in loader:
+        model(x).sum().backward()
+
+
+def test_a_loader_that_gives_each_worker_other_batches_is_named(local: Local) -> None:
+    with pytest.raises(mh.BadInput, match="different batches"):
+        launch(train_on_entropy, workers=2, engine=local)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "downpour"])
+def test_mh_train_names_it_too(local: Local, strategy: str) -> None:
+    task = mh.Task(
+        model=lambda: nn.Linear(1, 1),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=lambda model, x: model(x).square().mean(),
+        train_data=DataLoader(EntropyRows(), batch_size=4),
+        epochs=1,
+    )
+    with pytest.raises(mh.BadInput, match="different batches"):
+        mh.train(task, workers=2, strategy=strategy, engine=local)
+
+
+class EntropyRows(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return (row for batch in Entropy() for row in batch)
+
+
+@pytest.mark.parametrize("name", ["plain.py", "gan.py"])
+def test_examples_run_alone_and_together(
+    local: Local, name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The first worker prints, once; plain.py prints what it prints alone, as far as it shows digits."""
+    monkeypatch.setattr(sys, "argv", [name])
+    arguments = ["--epochs", "2" if name == "plain.py" else "10"]
+    printed = []
+    for workers in (1, 2):
+        assert run_script(EXAMPLES / name, arguments, workers=workers, engine=local, threads_per_worker=1) == 0
+        printed.append(capfd.readouterr().out)
+    assert [text.count("epoch") for text in printed] == [2 if name == "plain.py" else 1] * 2
+    if name == "plain.py":
+        assert [line.split()[-1][:2] for line in printed[0].splitlines()] == [
+            line.split()[-1][:2] for line in printed[1].splitlines()
+        ]
+
+
+TORCHRUN = """
+import torch
+from test_prepare_integration import train
+import manyhands as mh
+for optimizer in ("adamw",):
+    got, worker = train(optimizer, prepare=True), mh.worker()
+    print("size", worker.size)
+    others = worker.group.all_gather(got)
+    torch.save(others, "all.pt")
+"""
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    """CASE 2: the same file; the other ranks print and save nothing, and nothing is left."""
+    (tmp_path / "script.py").write_text(TORCHRUN)
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "script.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": paths, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("size 2") == 1
+    both = torch.load(tmp_path / "all.pt")
+    assert torch.equal(both[0], both[1])
+    assert (both[0] - train("adamw", prepare=False)).abs().max() < 1e-10
+    assert not list(tmp_path.glob("manyhands*"))
+
+
+def uneven() -> None:
+    model: Any = plain.mlp()
+    model, rule = mh.prepare(model, plain.OPTIMIZERS["sgd"](model))
+    if mh.is_first():
+        raise ZeroDivisionError("only here")
+    plain.cross_entropy(model, plain.rows(4)).backward()
+    rule.step()
+
+
+def test_an_error_on_one_worker_is_the_one_the_user_sees(local: Local) -> None:
+    """CASE 21: not that of the worker that waited in backward."""
+    with pytest.raises(mh.WorkerFailed, match="ZeroDivisionError: only here"):
+        launch(uneven, workers=2, engine=local)

@@ -1,0 +1,387 @@
+"""Shares of the user's own loader: who reads which rows, stand-ins, what happens at the end and after a break."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from own_loops import loader_of, seeded
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+import plain
+from manyhands.data.sharding import slice_of
+from manyhands.errors import BadInput
+from manyhands.own_loop.loader import PreparedLoader
+from manyhands.own_loop.prepare import prepare_on
+from manyhands.own_loop.session import Session
+from manyhands.testing.threads import together
+from manyhands.worker import Worker
+
+
+class Numbers(Dataset[Any]):
+    """Row i is i."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, i: int) -> int:
+        return i
+
+
+class Count(IterableDataset[Any]):
+    """A stream of range(n)."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.n))
+
+
+class Batches:
+    """Not a DataLoader: any iterable of batches."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for start in (0, 4, 8):
+            part = list(range(start, min(start + 4, 10)))
+            yield {"x": torch.tensor(part), "name": [str(i) for i in part], "flag": True}
+
+
+def shares(worker: Worker, plain_loader: Any, passes: int = 1) -> list[tuple[list[int], float]]:
+    """(rows, weight) of each batch that this worker gets."""
+    session = Session(worker)
+    loader = PreparedLoader(plain_loader, session)
+    return [(torch.as_tensor(batch).tolist(), session.weight) for _ in range(passes) for batch in loader]
+
+
+def rows_used(everybody: list[list[tuple[list[int], float]]]) -> list[list[int]]:
+    """Each tick's rows of all workers, in rank order, stand-ins left out."""
+    return [[row for rows, weight in tick for row in rows if weight] for tick in zip(*everybody, strict=True)]
+
+
+# -- one worker ------------------------------------------------------------------------------------------------------
+
+
+def test_one_worker_gets_what_the_plain_loader_gives() -> None:
+    """CASE 1: the same batches and the same random numbers after them, through iter() and next() as well."""
+    loader = loader_of(shuffle=True)
+    torch.manual_seed(0)
+    expected = [*loader, torch.rand(3), next(iter(loader)), torch.rand(3)]
+    torch.manual_seed(0)
+    shared = PreparedLoader(loader, Session(Worker()))
+    got = [*shared, torch.rand(3), next(iter(shared)), torch.rand(3)]
+    assert repr(expected) == repr(got)
+
+
+def test_the_plain_loaders_attributes_are_there() -> None:
+    loader = loader_of()
+    shared = PreparedLoader(loader, Session(Worker()))
+    assert (len(shared), shared.batch_size, shared.dataset, shared.sampler) == (4, 12, loader.dataset, loader.sampler)
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = shared.nonsense
+
+
+# -- several workers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [Numbers, Count])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_row_is_handed_out_once_in_its_global_batch(make: Any, size: int) -> None:
+    """CASES 2 and 18: each rank has its slice of each batch; a rank without rows gets two rows of weight 0."""
+    everybody = together(size, lambda worker: shares(worker, DataLoader(make(39), batch_size=12)))
+    assert rows_used(everybody) == [list(range(start, min(start + 12, 39))) for start in (0, 12, 24, 36)]
+    for rank, mine in enumerate(everybody):
+        for start, (rows, weight) in zip((0, 12, 24, 36), mine, strict=True):
+            begin, end = slice_of(min(12, 39 - start), rank, size)
+            assert (rows, weight) == (
+                (list(range(start + begin, start + end)), end - begin) if end > begin else ([start, start + 1], 0)
+            )
+
+
+def test_a_last_batch_of_one_row_gives_stand_ins_of_two() -> None:
+    """Batch-norm cannot train on one row."""
+    for make in (Numbers, Count):
+        everybody = together(3, lambda worker: shares(worker, DataLoader(make(7), batch_size=6)))  # noqa: B023
+        assert [mine[-1] for mine in everybody] == [([6, 6], 0.0), ([6, 6], 0.0), ([6], 1.0)]
+
+
+def test_drop_last_and_the_users_own_sampler_are_kept() -> None:
+    def program(worker: Worker) -> Any:
+        dropping = shares(worker, DataLoader(Numbers(39), batch_size=12, drop_last=True))
+        backwards = shares(worker, DataLoader(Numbers(6), batch_size=4, sampler=range(5, -1, -1)))
+        batches = BatchSampler(SequentialSampler(range(8)), 3, drop_last=False)
+        own = shares(worker, DataLoader(Numbers(8), batch_sampler=batches))
+        whole = shares(worker, DataLoader([torch.arange(4), torch.arange(4, 7)], batch_size=None))
+        return dropping, backwards, own, whole
+
+    dropping, backwards, own, whole = zip(*together(2, program), strict=True)
+    assert rows_used(dropping) == [list(range(12)), list(range(12, 24)), list(range(24, 36))]
+    assert rows_used(backwards) == [[5, 4, 3, 2], [1, 0]]
+    assert rows_used(own) == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert rows_used(whole) == [[0, 1, 2, 3], [4, 5, 6]]
+
+
+def test_the_users_generator_gives_one_order_even_if_seeded_apart() -> None:
+    """Rank 0's, and a new one each pass."""
+
+    def program(worker: Worker) -> Any:
+        generator = torch.Generator().manual_seed(7 + worker.rank)
+        return shares(worker, DataLoader(Numbers(12), batch_size=4, shuffle=True, generator=generator), passes=2)
+
+    loader = DataLoader(Numbers(12), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(7))
+    assert rows_used(together(2, program)) == [batch.tolist() for _ in range(2) for batch in loader]
+
+
+def test_any_iterable_of_batches_is_cut() -> None:
+    """Dicts, strings and what belongs to the whole batch."""
+
+    def program(worker: Worker) -> list[dict[str, Any]]:
+        return list(PreparedLoader(Batches(), Session(worker)))
+
+    everybody = together(4, program)
+    used = [row for mine in everybody for batch in mine[:2] for row in batch["x"].tolist()]
+    assert [[len(batch["x"]) for batch in mine] for mine in everybody] == [[1, 1, 2], [1, 1, 1], [1, 1, 2], [1, 1, 1]]
+    last = [row for mine in (everybody[1], everybody[3]) for row in mine[2]["x"].tolist()]
+    assert sorted(used + last) == list(range(10))
+    assert all(
+        batch["name"] == [str(i) for i in batch["x"].tolist()] and batch["flag"] for mine in everybody for batch in mine
+    )
+
+
+class Doubled(DataLoader[Any]):
+    """Iterates in a way of its own, as accelerate's and torchdata's do: other values, another type, one batch more."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            yield {"x": 2 * batch}
+        yield {"x": torch.arange(100, 104)}
+
+    def __len__(self) -> int:
+        return super().__len__() + 1
+
+
+class OwnIterator(DataLoader[Any]):
+    def _get_iterator(self) -> Any:
+        return iter([torch.arange(4), torch.arange(4, 8)])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_loader_with_an_iter_of_its_own_is_iterated(size: int) -> None:
+    def program(worker: Worker) -> list[list[int]]:
+        loader = PreparedLoader(Doubled(Numbers(8), batch_size=4), Session(worker))
+        assert len(loader) == 3
+        return [batch["x"].tolist() for batch in loader]
+
+    got = [[row for mine in tick for row in mine] for tick in zip(*together(size, program), strict=True)]
+    assert got == [[0, 2, 4, 6], [8, 10, 12, 14], [100, 101, 102, 103]]
+    everybody = together(size, lambda worker: shares(worker, OwnIterator(Numbers(8), batch_size=4)))
+    assert [[row for rows, _ in tick for row in rows] for tick in zip(*everybody, strict=True)] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+    ]
+
+
+@pytest.mark.parametrize("differs", [0, 1])
+def test_batches_that_differ_by_rank_are_named_before_they_are_cut(differs: int) -> None:
+    """From the first pass's first batch, or from its second, which comes after a backward."""
+
+    def program(worker: Worker) -> list[Any]:
+        batches = [torch.arange(4), torch.arange(4)]
+        batches[differs] = batches[differs] + worker.rank
+        return list(PreparedLoader(batches, Session(worker)))
+
+    with pytest.raises(BadInput, match="different batches.*worker 0.*worker 1.*seeded alike"):
+        together(2, program)
+
+
+def test_more_batches_on_one_rank_than_on_another_are_named() -> None:
+    with pytest.raises(BadInput, match="different batches.*None on worker 1"):
+        together(2, lambda worker: list(PreparedLoader([torch.arange(4)] * (2 - worker.rank), Session(worker))))
+
+
+def test_set_epoch_reaches_dataset_and_sampler() -> None:
+    heard = []
+
+    class Knows(Numbers):
+        def set_epoch(self, epoch: int) -> None:
+            heard.append(epoch)
+
+    PreparedLoader(DataLoader(Knows(4)), Session(Worker())).set_epoch(3)
+    assert heard == [3]
+
+
+# -- stand-ins -------------------------------------------------------------------------------------------------------
+
+
+def test_a_stand_in_leaves_buffers_as_they_were() -> None:
+    """Batch-norm statistics: in the last batch rank 0 has no rows, runs its loop body, and keeps what it had."""
+
+    def program(worker: Worker) -> list[tuple[bool, bool, bool]]:
+        session, norm = Session(worker), nn.BatchNorm1d(1).double()
+        norm, optimizer, loader = prepare_on(session, norm, torch.optim.SGD(norm.parameters(), lr=0.1), loader_of(7, 6))
+        seen, last = [], norm.running_mean.clone()
+        for inputs, _ in loader:
+            unchanged = torch.equal(norm.running_mean, last)
+            norm(inputs[:, None]).square().mean().backward()
+            moved = not torch.equal(norm.running_mean, last)
+            optimizer.step()
+            seen.append((unchanged, moved, torch.equal(norm.running_mean, last)))
+            last = norm.running_mean.clone()
+            norm(inputs[:, None])  # as a discriminator's, once more after its step
+            if seen[-1][2] is False:
+                last = norm.running_mean.clone()
+        return seen
+
+    first, second = together(2, program)
+    assert first == [(True, True, False), (True, True, True)]
+    assert second == [(True, True, False), (True, True, False)]
+
+
+def test_buffers_are_averaged_at_the_end_of_a_pass() -> None:
+    """The stand-in's forward does not count in it."""
+
+    def program(worker: Worker) -> Tensor:
+        session, norm = Session(worker), nn.BatchNorm1d(1, momentum=None).double()
+        norm, optimizer, loader = prepare_on(session, norm, torch.optim.SGD(norm.parameters(), lr=0.1), loader_of(7, 6))
+        for inputs, _ in loader:
+            norm(inputs[:, None]).square().mean().backward()
+            optimizer.step()
+            norm(inputs[:, None])
+        return torch.cat([norm.running_mean, norm.num_batches_tracked[None]])
+
+    x = plain.rows(7)[0]
+    own = [x[:3].mean(), torch.stack([x[3:6].mean(), x[6].mean()]).mean()]
+    for got in together(2, program):
+        assert got.tolist() == pytest.approx([float(torch.stack(own).mean()), 4.0])
+
+
+def test_what_follows_a_loop_that_ended_on_a_stand_in_counts_again() -> None:
+
+    def program(worker: Worker) -> list[float]:
+        session = Session(worker)
+        loader = PreparedLoader(DataLoader(Numbers(5), batch_size=4), session)
+        weights = []
+        for index, _ in enumerate(loader):
+            weights.append(session.weight)
+            if index == 1:
+                break
+        return [*weights, session.weight]
+
+    first, second = together(2, program)
+    assert first == [2.0, 0.0, 1.0]
+    assert second == [2.0, 1.0, 1.0]
+
+
+def test_a_loop_inside_the_loop_leaves_the_outer_batch_its_weight() -> None:
+    def program(worker: Worker) -> list[float]:
+        session = Session(worker)
+        outer, inner = (PreparedLoader(DataLoader(Numbers(8), batch_size=size), session) for size in (4, 2))
+        return [weight for _ in outer for weight in (*(session.weight for _ in inner), session.weight)]
+
+    assert together(2, program) == [[1.0, 1.0, 1.0, 1.0, 2.0] * 2] * 2
+
+
+# -- the end of a pass -----------------------------------------------------------------------------------------------
+
+
+def stop_early(worker: Worker, *, then: str) -> Tensor:
+    session, model = Session(worker), seeded()
+    model, optimizer, loader = prepare_on(
+        session, model, torch.optim.SGD(model.parameters(), lr=0.1), loader_of(), strategy="local-sgd:period=10"
+    )
+    for index, batch in enumerate(loader):
+        plain.cross_entropy(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if index == 1:
+            break
+    if then == "finish":
+        loader.finish()
+        loader.finish()
+    elif then == "iterate":
+        iter(loader)
+    return plain.flat(model).clone()
+
+
+@pytest.mark.parametrize("then", ["finish", "iterate", "nothing"])
+def test_a_break_leaves_the_round_open_until_the_next_pass_or_finish(then: str) -> None:
+    first, second = together(2, lambda worker: stop_early(worker, then=then))
+    assert torch.equal(first, second) == (then != "nothing")
+
+
+def test_only_pairs_that_stepped_in_a_pass_are_finished() -> None:
+    """A validation loop inside the training loop closes nothing."""
+
+    def program(worker: Worker) -> bool:
+        session, model = Session(worker), seeded()
+        rule = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, rule, loader, other = prepare_on(
+            session, model, rule, loader_of(24), loader_of(24), strategy="local-sgd:period=10"
+        )
+        for batch in loader:
+            plain.cross_entropy(model, batch).backward()
+            rule.step()
+            before = plain.flat(model).clone()
+            list(other)
+            unchanged = torch.equal(before, plain.flat(model))
+        return unchanged
+
+    assert together(2, program) == [True, True]
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_loaders_that_cannot_be_shared_out() -> None:
+    sampler = DistributedSampler(Numbers(8), num_replicas=2, rank=0)
+    for size, wrong, message in (
+        (1, DataLoader(Numbers(8), sampler=sampler), "DistributedSampler"),
+        (1, iter(loader_of()), "iterable anew each epoch"),
+        (1, 3, "a loader must be a DataLoader"),
+        (1, torch.zeros(3), "a loader must be a DataLoader"),
+        (4, loader_of(batch_size=3), "fewer than one row for each of 4 workers"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            PreparedLoader(wrong, Session(Worker(size=size)))
+
+
+def test_workers_must_have_the_same_data() -> None:
+    with pytest.raises(BadInput, match="rank 0 has 8 rows in 2 batches, rank 1 has 12 in 3"):
+        together(2, lambda worker: shares(worker, DataLoader(Numbers(8 + 4 * worker.rank), batch_size=4)))
+
+
+def test_samplers_whose_length_is_unknown_or_wrong() -> None:
+    class Endless(RandomSampler):
+        def __iter__(self) -> Iterator[int]:
+            while True:
+                yield from super().__iter__()
+
+    class Unsized:
+        def __iter__(self) -> Iterator[list[int]]:
+            return iter([[0, 1]])
+
+    with pytest.raises(BadInput, match=r"len\(\) = 2 batches and gave more"):
+        together(2, lambda w: shares(w, DataLoader(Numbers(8), batch_size=4, sampler=Endless(Numbers(8)))))
+    with pytest.raises(BadInput, match="no len"):
+        together(2, lambda w: shares(w, DataLoader(Numbers(8), batch_sampler=Unsized())))
+
+
+def test_a_batch_without_rows() -> None:
+    with pytest.raises(BadInput, match="a batch of no rows"):
+        together(2, lambda worker: list(PreparedLoader([torch.zeros(0, 2)], Session(worker))))
+
+
+def test_numpy_and_nested_batches_are_cut() -> None:
+    batch = (np.arange(6).reshape(3, 2), {"y": torch.arange(3)})
+    got = together(2, lambda worker: list(PreparedLoader([batch], Session(worker))))
+    assert Counter(row for ((_, named),) in got for row in named["y"].tolist()) == Counter([0, 1, 2])
+    assert [part[0].shape for (part,) in got] == [(1, 2), (2, 2)]

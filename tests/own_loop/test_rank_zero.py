@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tqdm
+
+from manyhands.own_loop import rank_zero
+from manyhands.worker import Worker, current, set_current
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Everything that quietness changes is put back after the test; what the ranks' files are left to, see rank_files."""
+    kept_apart: list[object] = []
+    monkeypatch.setattr(rank_zero, "_quiet", False)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    monkeypatch.setattr(rank_zero, "keep_apart", lambda group, timeout_s: kept_apart.append((group, timeout_s)))
+    monkeypatch.setattr(atexit, "register", lambda close: None)
+    monkeypatch.setattr(tqdm.tqdm, "__init__", tqdm.tqdm.__init__)
+    for name in ("WANDB_MODE", "TQDM_DISABLE"):
+        monkeypatch.setenv(name, "")  # else it would not be put back
+        monkeypatch.delenv(name)
+    return kept_apart
+
+
+def test_the_first_rank_is_as_it_was(capsys: pytest.CaptureFixture[str], restored: list[object]) -> None:
+    worker = Worker(rank=0, size=4)
+    rank_zero.quiet_other_ranks(worker, 7.0)
+    print("heard")
+    assert capsys.readouterr() == ("heard\n", "")
+    assert restored == [(worker.group, 7.0)]
+
+
+def test_one_worker_keeps_nothing_apart(restored: list[object]) -> None:
+    rank_zero.quiet_other_ranks(Worker(), 7.0)
+    assert not restored
+
+
+def test_others_print_nothing(capsys: pytest.CaptureFixture[str], restored: list[object]) -> None:
+    for _ in range(2):
+        rank_zero.quiet_other_ranks(Worker(rank=1, size=4), 7.0)
+    print("unheard")
+    sys.stdout.close()
+    assert capsys.readouterr() == ("", "manyhands: workers 1 to 3 of 4 print nothing to standard output\n")
+    assert len(restored) == 2  # each group's collectives count
+
+
+def test_bars_and_trackers_are_off_on_other_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    for rank, bars in ((0, 1), (2, 0)):
+        rank_zero.quiet_other_ranks(Worker(rank=rank, size=3), 7.0)
+        assert list(tqdm.tqdm(range(2), desc="bar")) == [0, 1]
+        assert ("bar" in capsys.readouterr().err) is bool(bars)
+        assert ("WANDB_MODE" in os.environ) is not bool(bars)
+    assert list(tqdm.tqdm(range(2), desc="bar", disable=False)) == [0, 1]
+    assert "bar" in capsys.readouterr().err
+    sys.stdout.close()
+
+
+def test_one_rank_says_so_for_all(capsys: pytest.CaptureFixture[str]) -> None:
+    rank_zero.quiet_other_ranks(Worker(rank=2, size=4), 7.0)
+    sys.stdout.close()
+    assert capsys.readouterr() == ("", "")
+
+
+def as_rank(rank: int, action: Callable[[], object]) -> None:
+    before = current()
+    set_current(Worker(rank=rank, size=3))
+    try:
+        action()
+    finally:
+        set_current(before)
+
+
+def test_ranks_that_take_turns_in_one_process(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def script() -> None:
+        worker = current()
+        assert worker is not None
+        text = str(worker.rank)
+        print("I am", text)
+        for name in ("all", f"own-{text}"):
+            (tmp_path / name).write_text(text)
+            first_was_here = name == "all" and worker.rank == 2
+            assert (tmp_path / name).read_text() == ("0" if first_was_here else text)
+
+    with rank_zero.only_first_speaks(3):
+        for rank in (1, 0, 2):
+            as_rank(rank, script)
+        (tmp_path / "nobody").touch()
+    print("heard")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "all": "0",
+        "nobody": "",
+        **{f"own-{rank}": str(rank) for rank in range(3)},
+    }
+    said = capsys.readouterr()
+    assert said.out == "I am 0\nheard\n"
+    assert said.err.count("writes its files to") == 2

@@ -1,0 +1,226 @@
+"""Lines of events on a disk that may be full, written by drivers that may be killed."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import manyhands as mh
+from manyhands.checkpoint.paths import AnyPath, RemotePath
+from manyhands.errors import BadInput, ManyhandsError
+from manyhands.events import Event
+from manyhands.recording import event_log
+from manyhands.recording.event_log import EventLog, left_at, read
+
+STEP: dict[str, Any] = {
+    "epoch": 0,
+    "loss": 1.0,
+    "weight": 4.0,
+    "rows": 4,
+    "unused": 0,
+    "rate": 0.1,
+    "bytes": 8,
+    "round": True,
+    **dict.fromkeys(("input_s", "compute_s", "exchange_s", "wait_s"), 0.1),
+}
+
+
+def step(tick: int, rank: int = 0, **values: Any) -> Event:
+    return Event(type="step", tick=tick, rank=rank, values=STEP | values)
+
+
+def steps_that_count(path: AnyPath, *place: Any, **named: Any) -> list[Event]:
+    return [event for event, _ in event_log.steps_that_count([path], *place, **named)]
+
+
+def write(path: AnyPath, *events: Event) -> None:
+    log = EventLog(path)
+    for event in events:
+        log.write(event)
+    log.close()
+
+
+def test_events_come_back_in_order_and_a_second_launch_appends(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    write(path, Event(type="start"), step(0))
+    write(path, Event(type="start", tick=1), step(1))
+    assert [(e.type, e.tick) for e in read(path)] == [("start", 0), ("step", 0), ("start", 1), ("step", 1)]
+
+
+def test_steps_reach_the_disk_once_a_second_and_rare_events_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path)
+    log.poll(100.0)
+    log.write(step(0))
+    log.poll(100.9)
+    assert path.read_text() == ""
+    log.poll(101.0)
+    assert len(list(read(path))) == 1
+    log.write(step(1))
+    log.write(Event(type="epoch"))
+    assert len(list(read(path))) == 3
+    log.close()
+
+
+@pytest.mark.parametrize("half", ['{"type":"st', "x" * 10_000])
+def test_a_half_line_is_left_out_and_cut_off_by_the_next_launch(tmp_path: Path, half: str) -> None:
+    path = tmp_path / "events.jsonl"
+    write(path, step(0))
+    with path.open("a") as file:
+        file.write(half)
+    assert [e.tick for e in read(path)] == [0]
+    write(path, step(1))
+    assert [e.tick for e in read(path)] == [0, 1]
+
+
+def test_a_file_that_is_one_half_line_is_emptied(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text("{")
+    write(path, step(0))
+    assert [e.tick for e in read(path)] == [0]
+
+
+def test_a_full_disk_is_one_error_that_says_how_to_go_on() -> None:
+    log = EventLog(Path("/dev/full"))
+    log.write(step(0))
+    with pytest.raises(ManyhandsError, match=r"cannot write /dev/full: No space left.*resume=True"):
+        log.flush()
+    log.write(step(1))
+    log.close()  # says nothing again
+
+
+def test_steps_that_a_resumed_launch_did_again_count_once(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    write(path, Event(type="start"), step(0), step(1), step(2), Event(type="start", tick=1), step(1), step(2), step(3))
+    assert [e.tick for e in steps_that_count(path)] == [0, 1, 2, 3]
+    assert [e.tick for e in steps_that_count(path, before_tick=2)] == [0, 1]
+
+
+def test_of_a_leased_epoch_that_was_interrupted_the_slices_still_to_do_do_not_count(tmp_path: Path) -> None:
+    def leased(index: int, part: int, epoch: int = 1) -> Event:
+        return step(4 * epoch + index, epoch=epoch, lease=[index, part, 0])
+
+    path = tmp_path / "events.jsonl"
+    left = (1, [[1, 4], [0, 2]])
+    made = [leased(3, 0, epoch=0), leased(0, 0), leased(3, 1), leased(2, 1)]
+    lost = [leased(0, 1), leased(1, 0), leased(1, 1)]  # made by a launch that went on from `left`, and made again
+    write(path, Event(type="start"), *made, Event(type="start", tick=8, values={"left": left}), *lost)
+    assert steps_that_count(path, 8, left) == made
+    write(path, Event(type="start", tick=8, values={"left": left}), *lost, leased(0, 0, epoch=2))
+    assert [(e.tick, e.values["lease"][1]) for e in steps_that_count(path)] == [
+        (e.tick, e.values["lease"][1]) for e in [*made, *lost, leased(0, 0, epoch=2)]
+    ]
+    assert len(steps_that_count(path, before_tick=8)) == len(made) + len(lost)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("null", "[]", '"x"', "7", "{", "[" * 100_000, "{}", '{"type": 7}', '{"type": "step"}'),
+        *('{"type": "step", "tick": -1}', '{"type": "step", "rank": 1e9}', '{"type": "end", "other": 1}'),
+        Event(type="step", rank=0, values=STEP | {"rows": "4"}).to_json(),
+        Event(type="step", rank=10**9, values=STEP).to_json(),
+        Event(type="step", rank=0, tick=10**30, values=STEP).to_json(),
+        Event(type="step", rank=0, values=STEP | {"bytes": 10**400}).to_json(),
+        Event(type="step", rank=0, values=STEP | {"lease": [0, -1, 0]}).to_json(),
+        Event(type="step", rank=0, values={name: value for name, value in STEP.items() if name != "epoch"}).to_json(),
+        Event(type="start", rank=0, values={"left": [0, [1]]}).to_json(),
+    ],
+)
+def test_a_line_that_is_no_event_is_left_out_and_told(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "events.jsonl"
+    write(path, step(0))
+    with path.open("a") as file:
+        file.write(line + "\n")
+    write(path, step(1))
+    told: list[str] = []
+    assert [e.tick for e in steps_that_count(path, warn=told.append)] == [0, 1]
+    assert len(told) == 1
+    assert "1 of its lines" in told[0]
+    assert "line 2" in told[0]
+    with pytest.raises(BadInput, match="damaged in line 2"):
+        steps_that_count(path)
+
+
+def test_each_ranks_own_file_counts_as_far_as_its_launch_got(tmp_path: Path) -> None:
+    """Four ranks made ticks 0 to 2; two went on from tick 1."""
+    starts = {
+        n: Event(type="start", tick=tick, values={"launch": n, "workers": w}) for n, tick, w in ((1, 0, 4), (2, 1, 2))
+    }
+    write(tmp_path / "events.jsonl", starts[1], step(0), step(1), step(2), starts[2], step(1), step(2))
+    for rank in (1, 2, 3):
+        again = [starts[2], step(1, rank), step(2, rank)] if rank == 1 else []
+        path = tmp_path / event_log.file_of(rank)
+        write(path, starts[1], step(0, rank), step(1, rank), step(2, rank), *again)
+    counted = list(event_log.steps_that_count(event_log.files_in(tmp_path)))
+    assert sorted((e.tick, e.rank, workers) for e, workers in counted) == [
+        *((0, rank, 4) for rank in range(4)),
+        *((tick, rank, 2) for tick in (1, 2) for rank in range(2)),
+    ]
+    assert [row["rows"] for row in mh.read_history(tmp_path)] == [16, 8, 8]
+
+
+# -- elsewhere than on a disk ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Iterator[RemotePath]:
+    folder = RemotePath(f"memory:/{tmp_path}")
+    yield folder / "events.jsonl"
+    folder.remove()
+
+
+def ticks(path: AnyPath) -> list[int]:
+    return [event.tick for event in read(path)]
+
+
+def test_elsewhere_it_is_put_when_it_is_synced_and_at_the_end(elsewhere: RemotePath) -> None:
+    log = EventLog(elsewhere)
+    log.poll(100.0)
+    log.write(step(0))
+    log.poll(101.0)
+    assert not elsewhere.exists()
+    log.write(Event(type="checkpoint", tick=1))
+    log.sync()
+    assert ticks(elsewhere) == [0, 1]
+    log.write(step(2))
+    log.poll(103.0)
+    assert ticks(elsewhere) == [0, 1]
+    log.close()
+    log.close()
+    assert ticks(elsewhere) == [0, 1, 2]
+
+
+def test_elsewhere_a_second_launch_appends(elsewhere: RemotePath) -> None:
+    write(elsewhere, step(0))
+    elsewhere.write_bytes(elsewhere.read_bytes() + b'{"type":"st')
+    write(elsewhere, step(1))
+    assert ticks(elsewhere) == [0, 1]
+
+
+def test_elsewhere_what_was_to_replace_it_is_not_lost(elsewhere: RemotePath) -> None:
+    """Where a file system cannot replace a file, a launch may be killed when the old one is gone."""
+    assert left_at(elsewhere) is None
+    write(elsewhere.with_name("events.jsonl.partial"), step(0), step(1))
+    assert left_at(elsewhere) == elsewhere.with_name("events.jsonl.partial")
+    write(elsewhere, step(2))
+    assert left_at(elsewhere) == elsewhere
+    assert ticks(elsewhere) == [0, 1, 2]
+
+
+def test_elsewhere_a_failure_is_one_error(elsewhere: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = EventLog(elsewhere)
+
+    def refused(*_: object, **options: object) -> None:
+        raise PermissionError("not yours")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("fsspec.implementations.memory.MemoryFileSystem._open", refused)
+        log.write(Event(type="checkpoint"))
+        with pytest.raises(
+            ManyhandsError, match=r"cannot write .*events.jsonl.partial: PermissionError: not yours.*resume=True"
+        ):
+            log.sync()
+    log.close()  # says nothing again
+    assert not elsewhere.exists()

@@ -1,0 +1,387 @@
+"""The driver's ear: what is written, what callbacks hear, what stops a run."""
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from manyhands.callbacks.base import Callback
+from manyhands.errors import BadInput, ManyhandsError
+from manyhands.events import Event
+from manyhands.recording.recorder import Recorder
+from manyhands.recording.run import Run
+
+
+class Clock:
+    """Time that the test sets."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Heard(Callback):
+    """Writes down its calls; says stop where it is told to."""
+
+    def __init__(self, stop_on: str = "") -> None:
+        self.calls: list[str] = []
+        self.events: list[Event] = []
+        self.stop_on = stop_on
+
+    def _hear(self, name: str, event: Event) -> Literal["stop"] | None:
+        self.calls.append(name)
+        self.events.append(event)
+        return "stop" if name == self.stop_on else None
+
+    def on_start(self, event: Event) -> None:
+        self._hear("start", event)
+
+    def on_step(self, event: Event) -> Literal["stop"] | None:
+        return self._hear("step", event)
+
+    def on_validation(self, event: Event) -> Literal["stop"] | None:
+        return self._hear("validation", event)
+
+    def on_epoch(self, event: Event) -> Literal["stop"] | None:
+        return self._hear("epoch", event)
+
+    def on_notice(self, event: Event) -> None:
+        self._hear(event.type, event)
+
+    def on_end(self, event: Event) -> None:
+        self._hear(event.type, event)
+
+
+START = Event(type="start", rank=0, values={"total_steps": 2})
+
+
+def step(rank: int, tick: int = 0, time_s: float = 0.0, **values: Any) -> Event:
+    default = {"epoch": 0, "loss": 1.0, "weight": 4.0, "rows": 4, "unused": 0, "rate": 0.1, "bytes": 8, "round": True}
+    seconds = {"input_s": 0.1, "compute_s": 0.2, "exchange_s": 0.3, "wait_s": 0.4}
+    return Event(type="step", rank=rank, tick=tick, step=tick + 1, time_s=time_s, values=default | seconds | values)
+
+
+def ask(type: str, **values: Any) -> Event:
+    return Event(type=type, rank=0, values={"epoch": 1, **values})
+
+
+def run_of(recorder: Recorder, **info: Any) -> Run:
+    model = torch.nn.Linear(1, 1)
+    return Run(
+        model=model,
+        models=[model],
+        parameters=torch.zeros(2),
+        metrics={"test_loss": 0.5},
+        history=recorder.history,
+        rows={"total": 8, "workers": [4, 4], "unused": 0},
+        timing=recorder.timing(),
+        ledger={},
+        seconds=2.0,
+        steps=1,
+        rounds=1,
+        info=info,
+    )
+
+
+def finish(recorder: Recorder, run: Run) -> None:
+    recorder.complete(run)
+    recorder.end(run)
+
+
+def record(recorder: Recorder, *events: Event) -> None:
+    with recorder:
+        for event in events:
+            recorder.event(event)
+
+
+def end_within(recorder: Recorder) -> None:
+    with recorder:
+        finish(recorder, run_of(recorder))
+
+
+def lines(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+
+
+def test_every_event_is_a_line_and_callbacks_get_rows_of_all_workers(tmp_path: Path) -> None:
+    heard = Heard()
+    with Recorder(workers=2, directory=tmp_path, callbacks=[heard]) as recorder:
+        recorder.event(START)
+        recorder.event(step(1, loss=2.0))
+        recorder.event(step(0))
+        assert recorder.answer(ask("validation", metrics={"validation_loss": 1.0}, best=True)) == {}
+        assert recorder.answer(ask("epoch", rows=8)) == {}
+        recorder.event(Event(type="checkpoint", rank=0, values={"path": "p", "seconds": 0.1}))
+        run = run_of(recorder)
+        finish(recorder, run)
+    assert [line["type"] for line in lines(tmp_path)] == [
+        "start",
+        "step",
+        "step",
+        "validation",
+        "epoch",
+        "checkpoint",
+        "end",
+    ]
+    assert heard.calls == ["start", "step", "validation", "epoch", "checkpoint", "end"]
+    assert heard.events[1].values["loss"] == 1.5
+    assert heard.events[1].values is recorder.history[0]
+    assert heard.events[-1].values == {"metrics": {"test_loss": 0.5}, "seconds": 2.0}
+    assert run.timing_of_workers == [{"input": 0.1, "compute": 0.2, "exchange": 0.3, "wait": 0.4}] * 2
+
+
+@pytest.mark.parametrize("asked", ["validation", "epoch"])
+def test_stop_on_an_asked_event_is_the_answer_to_it(asked: str) -> None:
+    with Recorder(workers=1, callbacks=[Heard(stop_on=asked)]) as recorder:
+        recorder.event(START)
+        assert recorder.answer(ask(asked, metrics={}, best=False)) == {"stop": "callback"}
+
+
+def test_stop_on_a_step_is_seen_by_polling_and_written_once(tmp_path: Path) -> None:
+    with Recorder(workers=1, directory=tmp_path, callbacks=[Heard(stop_on="step")]) as recorder:
+        recorder.event(START)
+        assert recorder.stopping() == ""
+        recorder.event(step(0))
+        assert [recorder.stopping(), recorder.stopping()] == ["callback", "callback"]
+    assert [line["values"] for line in lines(tmp_path) if line["type"] == "stop"] == [{"reason": "callback"}]
+
+
+def test_the_first_reason_to_stop_stays_and_is_given_to_who_asks() -> None:
+    with Recorder(workers=1) as recorder:
+        recorder.event(START)
+        recorder.stop("preempted")
+        recorder.stop("callback")
+        assert recorder.stopping() == "preempted"
+        assert recorder.answer(ask("epoch", rows=1)) == {"stop": "preempted"}
+
+
+def test_a_reason_that_only_the_workers_know_is_written_at_the_end(tmp_path: Path) -> None:
+    with Recorder(workers=1, directory=tmp_path) as recorder:
+        recorder.event(START)
+        finish(recorder, run_of(recorder, stopped="max_seconds"))
+    assert [line["type"] for line in lines(tmp_path)] == ["start", "stop", "end"]
+
+
+def test_a_callbacks_error_ends_the_run_and_all_callbacks_hear_of_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """CASE 21: nothing is swallowed."""
+
+    class Broken(Callback):
+        def on_step(self, event: Event) -> None:
+            raise RuntimeError("mine")
+
+        def on_end(self, event: Event) -> None:
+            raise RuntimeError("and mine again")
+
+    heard = Heard()
+    recorder = Recorder(workers=1, directory=tmp_path, callbacks=[Broken(), heard])
+    with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match="^mine$"):
+        record(recorder, START, step(0))
+    assert "and mine again" in caplog.text  # it does not take the place of what ended the run
+    assert heard.calls == ["start", "failed"]
+    assert lines(tmp_path)[-1]["values"] == {"error": "RuntimeError", "message": "mine"}
+
+
+def test_a_callback_that_says_anything_else_than_stop_is_told_so() -> None:
+    class Chatty(Callback):
+        def on_step(self, event: Event) -> Any:
+            return True
+
+    with pytest.raises(BadInput, match="Chatty returned True"):
+        record(Recorder(workers=1, callbacks=[Chatty()]), START, step(0))
+
+
+def test_what_is_no_callback_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"derived from manyhands\.Callback"):
+        Recorder(workers=1, callbacks=[print])  # type: ignore[list-item]
+
+
+def test_a_run_that_never_began_leaves_nothing_and_calls_nobody(tmp_path: Path) -> None:
+    heard = Heard()
+    recorder = Recorder(workers=1, directory=tmp_path, callbacks=[heard])
+    recorder.warn("of a checkpoint")
+    with pytest.raises(ValueError, match="early"), recorder:
+        raise ValueError("early")
+    assert not recorder.records
+    assert heard.calls == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_end_is_told_once_also_when_a_callback_fails_at_it() -> None:
+    class Broken(Callback):
+        def on_end(self, event: Event) -> None:
+            raise RuntimeError("at the end")
+
+    heard = Heard()
+    recorder = Recorder(workers=1, callbacks=[Broken(), heard])
+    recorder.event(START)
+    with pytest.raises(RuntimeError, match="at the end"):
+        end_within(recorder)
+    assert heard.calls == ["start", "end"]
+
+
+def test_warnings_are_logged_once_written_and_summed_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    heard = Heard()
+    with caplog.at_level(logging.WARNING), Recorder(workers=1, directory=tmp_path, callbacks=[heard]) as recorder:
+        recorder.warn("before the run")
+        recorder.event(START)
+        for _ in range(2):
+            recorder.event(Event(type="warning", rank=0, values={"message": "from a worker"}))
+        run = run_of(recorder)
+        finish(recorder, run)
+    assert [record.message for record in caplog.records] == ["before the run", "from a worker"]
+    assert [line["type"] for line in lines(tmp_path)] == ["warning", "start", "warning", "warning", "end"]
+    assert heard.calls == ["warning", "start", "warning", "warning", "end"]
+    assert run.info["warnings"] == ["before the run", "from a worker"]
+
+
+def test_a_warning_of_a_kind_is_given_once_in_the_words_of_who_gave_it_first(tmp_path: Path) -> None:
+    with Recorder(workers=2, directory=tmp_path) as recorder:
+        recorder.event(START)
+        for rank in (1, 0):
+            recorder.event(Event(type="warning", rank=rank, values={"message": f"from {rank}", "kind": "staleness"}))
+        recorder.event(Event(type="warning", rank=0, values={"message": "of another kind", "kind": "other"}))
+    assert recorder.warnings == ["from 1", "of another kind"]
+    assert [line["type"] for line in lines(tmp_path)] == ["start", "warning", "warning"]
+
+
+def test_the_run_is_told_its_staleness_of_earlier_launches_too(tmp_path: Path) -> None:
+    with Recorder(workers=1, directory=tmp_path) as first:
+        record(first, START, step(0, staleness=[2, 2]), step(0, tick=1, staleness=[7]))
+    second = Recorder(workers=1, directory=tmp_path)
+    second.preload(1)
+    with second:
+        second.event(Event(type="start", rank=0, tick=1))
+        second.event(step(0, tick=1, staleness=[0]))
+        run = run_of(second)
+        finish(second, run)
+    assert run.staleness == {0: 1, 2: 2}
+    assert run.staleness_of_workers == [{0: 1, 2: 2}]
+    ended = lines(tmp_path)[-1]["values"]
+    assert (ended["staleness"], ended["staleness_of_workers"]) == ({"0": 1, "2": 2}, [{"0": 1, "2": 2}])
+
+
+def test_a_leased_epoch_that_was_interrupted_is_taken_over_slice_by_slice(tmp_path: Path) -> None:
+    """What the second launch did again after its checkpoint, and lost, does not count in the third."""
+    slices = [(0, 0), (1, 0), (1, 1), (0, 1)]  # (index, part), in the order in which they were made
+    events = [step(0, tick=i, lease=[i, part, n], parts=2, staleness=[n]) for n, (i, part) in enumerate(slices)]
+    left = (0, [[2, 2], [0, 1]])  # of part 1 the first is still to do
+    with Recorder(workers=1, directory=tmp_path) as first:
+        record(first, START, *events[:3])
+    for _ in range(2):
+        launch = Recorder(workers=1, directory=tmp_path)
+        launch.preload(2, left)
+        assert [row["tick"] for row in launch.history] == [1]
+        with launch:
+            record(launch, Event(type="start", rank=0, tick=2, values={"left": left}), events[3])
+    assert [(row["tick"], row["rows"]) for row in launch.history] == [(1, 8), (0, 8)]
+
+
+def test_times_are_in_the_drivers_seconds() -> None:
+    clock = Clock()
+    with Recorder(workers=2, clock=clock) as recorder:
+        clock.now += 5.0
+        recorder.event(step(0, time_s=77.0))  # as fast as can be: worker 0's clock is 72 ahead
+        clock.now += 1.0
+        recorder.event(step(0, tick=1, time_s=77.5))  # half a second on the way
+        recorder.event(step(1, time_s=300.0))
+        recorder.event(step(1, tick=1, time_s=300.0))
+    assert [row["seconds"] for row in recorder.history] == [6.0, 6.0]
+    with Recorder(workers=1, clock=clock) as recorder:
+        clock.now += 5.0
+        recorder.event(step(0, time_s=77.0))
+        clock.now += 1.0
+        recorder.event(step(0, tick=1, time_s=77.5))
+    assert [row["seconds"] for row in recorder.history] == [5.0, 5.5]
+
+
+def test_a_resumed_launch_has_the_whole_history_and_its_clock_goes_on(tmp_path: Path) -> None:
+    clock = Clock()
+    with Recorder(workers=1, directory=tmp_path, clock=clock) as first:
+        first.event(START)
+        for tick in range(3):
+            clock.now += 1.0
+            first.event(step(0, tick, time_s=clock.now))
+    second = Recorder(workers=1, directory=tmp_path, clock=clock)
+    second.preload(2)
+    with second:
+        second.event(Event(type="start", rank=0, tick=2, time_s=clock.now))
+        clock.now += 1.0
+        second.event(step(0, 2, time_s=clock.now, loss=9.0))
+    assert [(row["tick"], row["loss"], row["seconds"]) for row in second.history] == [
+        (0, 1.0, 1.0),
+        (1, 1.0, 2.0),
+        (2, 9.0, 3.0),
+    ]
+    assert second.timing()["compute"] == pytest.approx(0.6)
+
+
+def test_ticks_of_workers_that_were_stopped_apart_still_count() -> None:
+    heard = Heard()
+    with Recorder(workers=2, callbacks=[heard]) as recorder:
+        recorder.event(START)
+        recorder.event(step(0))
+        finish(recorder, run_of(recorder))
+    assert heard.calls == ["start", "step", "end"]
+    assert recorder.history[0]["rows"] == 4
+
+
+def test_callbacks_get_the_runs_step_also_where_workers_go_at_their_own_pace(tmp_path: Path) -> None:
+    """Each worker counts its own optimizer steps; batches are complete in any order, in any launch."""
+    slices = [
+        (0, 5, 0),
+        (1, 9, 1),
+        (0, 6, 1),
+        (1, 0, 0),
+        (0, 0, 1),
+        (1, 5, 1),
+        (0, 9, 0),
+        (1, 6, 0),
+    ]  # rank, tick, part
+    made = [
+        replace(step(rank, tick, lease=[tick, part, n], parts=2), step=40 - 10 * rank + n)
+        for n, (rank, tick, part) in enumerate(slices)
+    ]
+    heard = Heard()
+    with Recorder(workers=2, directory=tmp_path, callbacks=[heard]) as first:
+        record(first, START, *made[:6])
+    assert [event.step for event in heard.events if event.type == "step"] == [1, 2]
+    again = Heard()
+    second = Recorder(workers=2, directory=tmp_path, callbacks=[again])
+    second.preload(10, (0, [[8, 10], [0, 0]]))
+    with second:
+        record(second, Event(type="start", rank=0, tick=10), *made[6:])
+    assert [event.step for event in again.events] == [0, 3, 4]
+    assert [row["step"] for row in second.history] == [1, 2, 3, 4]
+
+
+def test_a_launch_that_finds_no_events_goes_on_at_its_checkpoints_step(tmp_path: Path) -> None:
+    recorder = Recorder(workers=1, directory=tmp_path)
+    recorder.preload(7)
+    record(recorder, Event(type="start", rank=0, tick=7), step(0, 7))
+    assert [row["step"] for row in recorder.history] == [8]
+
+
+def test_a_full_disk_is_an_error_that_the_user_sees(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").symlink_to("/dev/full")
+    with pytest.raises(ManyhandsError, match="No space left"), Recorder(workers=1, directory=tmp_path) as recorder:
+        recorder.event(START)
+
+
+def test_simulated_time_is_the_workers_own(tmp_path: Path) -> None:
+    clock = Clock()
+    heard = Heard()
+    recorder = Recorder(workers=1, callbacks=[heard], clock=clock, simulated=True)
+    with recorder:
+        clock.now += 500
+        recorder.answer(Event(type="start", rank=0, time_s=0.25, values={"total_steps": 2}))
+        recorder.event(Event(type="notice", rank=0, time_s=7.5))
+        clock.now += 500
+        recorder.warn("careful")
+    assert [event.time_s for event in heard.events] == [0.25, 7.5, 7.5]

@@ -1,0 +1,144 @@
+"""How a run reads."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manyhands.evidence.advise import Advice
+from manyhands.recording import summary
+
+ADVICE = Advice(kind="fine", text="fine: go on.", numbers={})
+
+
+def facts(**changes: Any) -> dict[str, Any]:
+    info = {
+        "task": "digits",
+        "strategy": "allreduce",
+        "engine": "local",
+        "workers": 2,
+        "threads": 1,
+        "device": "cpu",
+        "batch_size": 64,
+        "batch_size_per_worker": 32.0,
+        "rate": 0.003,
+        "effective_rate": 0.003,
+        "total_steps": 1234,
+        "parameters": 38282,
+    }
+    values = {
+        "metrics": {"test_loss": 0.0521, "test_accuracy": 0.98667},
+        "rows": {"total": 12970, "workers": [6485, 6485], "unused": 0},
+        "timing": {"input": 0.1, "compute": 6.0, "exchange": 1.0, "wait": 0.9},
+        "ledger": {"mean_": {"bytes": 61_200_000, "messages": 410}, "barrier": {"bytes": 0, "messages": 3}},
+        "staleness": {},
+        "staleness_of_workers": [],
+        "seconds": 12.34,
+        "steps": 205,
+        "rounds": 205,
+        "generations": 1,
+        "directory": Path("runs/digits-1"),
+        "info": info | changes.pop("info", {}),
+    }
+    return values | changes
+
+
+def test_the_whole_block() -> None:
+    assert summary.text(facts(), ADVICE).splitlines() == [
+        "digits: allreduce on 2 workers (engine local, cpu, 1 thread each)",
+        "  result     test_loss 0.0521   test_accuracy 0.9867",
+        "  speed      12.3 s in all   1,621 rows/s in the loop   205 steps   205 rounds   12,970 rows",
+        "  batch      64 rows, 32 a worker   rate 0.003   effective rate 0.003",
+        "  planned    total steps 1,234   parameters 38,282",
+        "  time       input         0.10 s   1.2 %  ▎",
+        "             compute       6.00 s  75.0 %  ██████████████████",
+        "             exchange      1.00 s  12.5 %  ███",
+        "             wait          0.90 s  11.2 %  ██▊",
+        "  exchanged  61.2 MB by all workers in 413 messages: mean 61.2 MB",
+        "  directory  runs/digits-1",
+        "Advice: fine: go on.",
+    ]
+
+
+def test_at_the_workers_own_pace_steps_and_rounds_are_worker_0s() -> None:
+    for workers, whose in ((4, " of worker 0"), (1, "")):
+        text = summary.text(facts(info={"own_pace": True, "workers": workers}, steps=65), ADVICE)
+        assert f" 65 steps{whose} 205 rounds{whose} 12,970 rows " in " ".join(text.split())
+
+
+def test_what_is_unusual_is_said() -> None:
+    info = {"stopped": "max_seconds", "warnings": ["checkpoint 3 is damaged"], "total_steps": None}
+    text = summary.text(facts(info=info, rows={"total": 9, "workers": [9], "unused": 1}, generations=2), ADVICE)
+    assert "  unused     1 row whose gradient was dropped or skipped" in text
+    assert "  stopped    before the end: max_seconds" in text
+    assert "  warning    checkpoint 3 is damaged" in text
+    assert "  members    changed 1 time" in text
+    assert "total steps not known (a stream)" in text
+
+
+def test_staleness_is_a_histogram_and_workers_are_named_where_they_differ() -> None:
+    alike = facts(staleness={0: 4, 1: 92, 3: 4}, staleness_of_workers=[{0: 2, 1: 46, 3: 2}] * 2)
+    lines = [line for line in summary.text(alike, ADVICE).splitlines() if "staleness" in line or "worker:" in line]
+    assert lines == ["  staleness  0 ▁█·▁ 3   median 1   largest 3   of 100 pushes"]
+    measured = summary.text(facts(staleness={0: 10, 3: 90}, staleness_of_workers=[], info={"gain": 0.25}), ADVICE)
+    assert "\n             rate x curvature of a push 0.25; 3 versions late bears up to 0.445\n" in measured
+    uneven = facts(staleness={0: 1, 5: 1}, staleness_of_workers=[{0: 1}, {}, {5: 1}])
+    assert "\n             medians by worker: 0: 0   2: 5\n" in summary.text(uneven, ADVICE)
+    many = facts(staleness={0: 10, 7: 1}, staleness_of_workers=[{0: 1}] * 9 + [{7: 1}])
+    assert "medians of the workers from 0 (worker 0) to 7 (worker 9)" in summary.text(many, ADVICE)
+
+
+def test_a_wide_histogram_keeps_to_the_width_of_a_bar() -> None:
+    assert summary.blocks({0: 4, 1: 2, 2: 1}) == "█▄▂"
+    wide = summary.blocks({0: 1, 1: 1, 999: 8})
+    assert len(wide) == summary.BAR
+    assert (wide[0], wide[1], wide[-1]) == ("▂", "·", "█")
+
+
+def test_lines_keep_to_100_columns_and_a_long_path_stays_whole() -> None:
+    path = Path("/".join(["folder"] * 30))
+    metrics = {f"validation_metric_{i}": 0.123456 for i in range(10)}
+    text = summary.text(facts(directory=path, metrics=metrics, info={"warnings": ["word " * 60]}), ADVICE)
+    assert str(path) in text
+    assert all(len(line) <= summary.WIDTH for line in text.splitlines() if str(path) not in line)
+
+
+def test_a_run_without_a_step_has_no_split_of_time() -> None:
+    nothing = facts(
+        timing=dict.fromkeys(("input", "compute", "exchange", "wait"), 0.0),
+        ledger={},
+        metrics={},
+        directory=None,
+        info={"workers": 1},
+    )
+    text = summary.text(nothing, ADVICE)
+    assert "%" not in text
+    assert "1 worker (engine local, cpu, 1 thread)" in text
+
+
+@pytest.mark.parametrize(("share", "drawn"), [(0.0, ""), (1 / 192, "▏"), (0.5, "█" * 12), (1.0, "█" * 24)])
+def test_bars(share: float, drawn: str) -> None:
+    assert summary.bar(share) == drawn
+
+
+def test_html_escapes_what_it_shows() -> None:
+    page = summary.html(facts(info={"task": "<b>mine</b>", "warnings": ["a < b"]}), ADVICE)
+    assert "&lt;b&gt;mine" in page
+    assert "a &lt; b" in page
+    assert page.count("<tr>") == page.count("</tr>") == 11
+
+
+def test_a_simulated_run_says_so() -> None:
+    info = {"engine": "sim", "simulated": {"network": "latency=1ms", "seed": "0"}, "computed_s": 4.5}
+    lines = summary.text(facts(info=info), ADVICE).splitlines()
+    assert lines[0] == "digits: allreduce on 2 simulated workers (engine sim, cpu, 1 thread each)"
+    assert "  simulated  all seconds are virtual, of a cluster that is not there; computed in 4.5 s" in lines
+    assert "             network latency=1ms   seed 0" in lines
+
+
+def test_more_threads_than_cores_are_said_of_the_machine_that_has_them() -> None:
+    crowded = {"host": "alpha, beta", "workers": 2, "threads": 8, "cores": 4}
+    text = summary.text(facts(info={"machines": [crowded]}), ADVICE)
+    assert "2 workers with 8 threads on 4 cores of alpha, beta" in text
+    for fine in ({"machines": [crowded | {"threads": 4}]}, {"machines": [crowded], "device": "cuda:0"}, {}):
+        assert "wait for each other" not in summary.text(facts(info=fine), ADVICE)

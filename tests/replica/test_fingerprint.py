@@ -1,0 +1,246 @@
+"""What is alike and what is not, without a run; runs that differ are in test_fingerprint_integration.py."""
+
+from __future__ import annotations
+
+import random
+import types
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import plain
+from manyhands.data.sources import open_source
+from manyhands.errors import BadInput, ManyhandsError
+from manyhands.events import Event
+from manyhands.replica import fingerprint
+from manyhands.replica.fingerprint import Facts
+from manyhands.testing.threads import together
+from manyhands.worker import Alone, Worker
+
+
+def code(text: str) -> str:
+    return fingerprint.digest_of_code(compile(text, "my.py", "exec"))
+
+
+TASK = """
+RATE = {rate}
+DATA = "{path}"
+def optimizer(model):
+    return SGD(model.parameters(), lr=RATE)
+"""
+
+
+def test_code_is_what_it_computes_not_how_it_is_written() -> None:
+    one = code(TASK.format(rate=0.1, path="/alpha/rows.pt"))
+    assert one == code("# another header\n\n" + TASK.format(rate="0.10", path="/beta/rows.pt"))
+    assert one == code(TASK.format(rate=0.1, path="/alpha/rows.pt").replace("\n", "\r\n"))
+    assert one != code(TASK.format(rate=0.2, path="/alpha/rows.pt"))
+    assert one != code(TASK.format(rate=0.1, path="rows.pt"))
+    assert one != code(TASK.format(rate=0.1, path="/alpha/rows.pt").replace("lr=RATE", "lr=RATE, momentum=.9"))
+    sets = [f"x = 1 in {{{', '.join(map(repr, order))}}}" for order in (["a", "b", "c"], ["c", "b", "a"])]
+    assert code(sets[0]) == code(sets[1])  # whose order changes from process to process
+
+
+def test_modules_of_the_user_and_the_libraries_they_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "helper_of_a_test.py").write_text("import torch\nimport pyarrow\nrate = 0.1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import helper_of_a_test  # type: ignore[import-not-found]
+
+    facts = fingerprint.of_code(plain.cross_entropy, plain.mlp())
+    assert {"code of helper_of_a_test", "version of torch", "version of pyarrow", "version of python"} <= set(facts)
+    assert not any(name.startswith(("code of torch", "code of manyhands", "code of json")) for name in facts)
+    before = facts["code of helper_of_a_test"]
+    (tmp_path / "helper_of_a_test.py").write_text("import torch\nimport pyarrow\nrate = 0.2\n")
+    assert fingerprint.of_code()["code of helper_of_a_test"] != before
+    (tmp_path / "helper_of_a_test.py").unlink()
+    assert "code of helper_of_a_test" not in fingerprint.of_code()
+    del helper_of_a_test
+
+
+def test_optimizers_and_schedules_say_their_hyperparameters() -> None:
+    model = plain.mlp()
+    groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2].parameters(), "lr": torch.tensor(0.5)}]
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.01, betas=(0.9, 0.99))
+    facts = fingerprint.of_optimizer(
+        optimizer,
+        torch.optim.lr_scheduler.SequentialLR(
+            optimizer,
+            [
+                torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+                torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.25),
+            ],
+            milestones=[5],
+        ),
+    )
+    assert facts["the optimizer"] == "AdamW"
+    assert facts["the optimizer's weight_decay"] == 0.01
+    assert facts["the optimizer's betas"] == [0.9, 0.99]
+    assert len(facts["the optimizer's lr"]) == 2
+    assert (facts["the schedule"], facts["the schedule's part 1"]) == ("SequentialLR", "StepLR")
+    assert facts["the schedule's part 1's gamma"] == 0.25
+    assert "the schedule's part 0's lr_lambdas" not in facts  # functions have addresses
+
+
+@dataclass(frozen=True)
+class Options:
+    """A strategy of a user's own: its repr has an address, and a set's order, which changes from process to process."""
+
+    period: int
+    words: set[str] = field(default_factory=set)
+    made: object = field(default_factory=object)
+
+
+def test_objects_are_their_plain_fields() -> None:
+    assert fingerprint.of_settings(strategy=Options(3, {"a", "b"})) == {"strategy": "Options(period=3)"}
+    assert fingerprint.of_settings(strategy=object()) == {"strategy": "object"}
+    assert fingerprint.of_settings(batch_size=3) == {"batch size": 3}
+
+
+class Noisy(Dataset[Any]):
+    """Rows that draw: from the process's generators, or from one of its own that no seed reaches."""
+
+    def __init__(self, own: bool) -> None:
+        self.own = np.random.default_rng() if own else None
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, i: int) -> Any:
+        extra = self.own.random() if self.own is not None else random.random() + np.random.random()
+        return {
+            "x": torch.rand(3) + i,
+            "y": float(extra),
+            "path": f"/data/{random.random()}/{i}.png",
+            "name": f"row {i}",
+        }
+
+
+def rows(data: Any, **options: Any) -> Facts:
+    return fingerprint.of_rows(open_source(data, **options), "train_data", seed=3)
+
+
+@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: DataLoader(data, batch_size=4, shuffle=True)])
+def test_a_sample_of_rows_is_the_same_under_one_seed_and_leaves_the_generators_alone(wrap: Any) -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = rows(wrap(Noisy(own=False)))
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    assert rows(wrap(Noisy(own=False))) == first
+    assert len(first["a sample of train_data"]) == 4
+
+
+def test_rows_that_differ_from_themselves_tell_nothing_and_streams_are_each_workers_own() -> None:
+    assert rows(Noisy(own=True)) == {"the number of rows of train_data": 10}
+
+    class Own(IterableDataset[int]):
+        def __iter__(self) -> Any:
+            return iter(range(5))
+
+    assert rows(Own()) == {}
+    assert rows(lambda: iter([1, 2])) == {}
+
+
+def test_a_sampler_of_the_users_own_names_rows_as_it_likes() -> None:
+    class Words(torch.utils.data.Sampler[Any]):
+        def __iter__(self) -> Any:
+            return iter(["a", "b"])
+
+        def __len__(self) -> int:
+            return 2
+
+    loader = DataLoader({"a": torch.ones(2), "b": torch.zeros(2)}, batch_size=2, sampler=Words())  # type: ignore[arg-type]
+    assert rows(loader) == {"the number of rows of train_data": 2}
+
+
+def on_threads(size: int, program: Any) -> list[Any]:
+    return together(size, lambda worker: program(worker.group))
+
+
+def workers(*facts: Facts) -> list[str]:
+    """What `differences` says on each of so many workers, which all say the same."""
+    return on_threads(len(facts), lambda group: fingerprint.differences(worker_of(group), lambda: facts[group.rank]))
+
+
+def worker_of(group: Any, **fields: Any) -> Worker:
+    return Worker(rank=group.rank, size=group.size, host=f"host{group.rank}", group=group, **fields)
+
+
+def test_all_workers_name_the_first_that_differs_and_what_differs() -> None:
+    same = {"the optimizer's lr": 0.1, "code of my": "ab"}
+    said = workers(same, same, {"the optimizer's lr": 0.2, "code of my": "ab", "version of other": "1"})
+    assert said[0] == said[1] == said[2]
+    assert said[0].startswith("worker 2 on host2 does not run what worker 0 runs")
+    assert "the optimizer's lr is 0.2 there and 0.1 on worker 0 (host0)" in said[0]
+    assert "code of my" not in said[0]
+    assert workers(same, {**same, "version of one": "2"}, same) == ["", "", ""]
+
+
+def test_decoders_of_other_machines_round_otherwise_other_rows_do_not() -> None:
+    x = torch.rand(8, 3, 5)
+    y = torch.arange(8)
+    here, near = rows((x, y)), rows((x + 1e-5 * torch.randn(8, 3, 5), y))
+    assert workers(here, near) == ["", ""]
+    for other in ((x + 0.1, y), (x, y.flip(0)), (torch.rand(8, 3, 5), y), (x[:, :2], y), (x[:7], y[:7])):
+        assert "train_data" in workers(here, rows(other))[1]
+
+
+class Hearing(Alone):
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+
+
+def drifted(shift: float, **facts: Any) -> list[Any]:
+    """What two workers raise, or warn of, whose parameters are so far apart."""
+
+    def program(group: Any) -> Any:
+        line = Hearing()
+        worker = worker_of(group, coordinator=line)
+        parameters = torch.linspace(1, 2, 50) * (1 + shift * group.rank)
+        try:
+            fingerprint.compare_replicas(worker, parameters, {"rate": facts.get("rates", [0.1, 0.1])[group.rank]}, 7)
+        except ManyhandsError as error:
+            return str(error)
+        return [event.values["message"] for event in line.events]
+
+    return on_threads(2, program)
+
+
+def test_replicas_that_drift_apart_are_an_error_and_rounding_is_a_warning() -> None:
+    assert drifted(0.0) == [[], []]
+    first, second = drifted(1e-6)
+    assert "by rounding" in first[0]
+    assert second == []
+    first, second = drifted(1e-2, rates=[0.1, 0.2])
+    assert first == second
+    assert "worker 1 on host1" in first
+    assert "at step 7" in first
+    assert "rate is 0.2 there and 0.1 on worker 0" in first
+    assert isinstance(drifted(1e-6, rates=[0.1, 0.2])[1], str)  # rounding does not explain another rate
+
+
+def test_nothing_is_looked_at_by_one_worker_or_in_one_process() -> None:
+    fingerprint.compare(Worker(), lambda: pytest.fail("it looks"))
+    shared = types.SimpleNamespace(size=2, shares_process=True)
+    fingerprint.compare(shared, lambda: pytest.fail("it looks"))  # type: ignore[arg-type]
+
+
+def test_all_workers_raise() -> None:
+    def program(group: Any) -> str:
+        with pytest.raises(BadInput) as raised:
+            fingerprint.compare(worker_of(group), lambda: fingerprint.of_model(nn.Linear(2, 2 + group.rank)))
+        return str(raised.value)
+
+    first, second = on_threads(2, program)
+    assert first == second
+    assert "Linear of 9 parameters there and Linear of 6 parameters on worker 0" in first

@@ -1,0 +1,129 @@
+"""Other code, settings or data on a joined host, and replicas that drift apart: each ends the run and is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from driver_script import Script
+from joined_run import ADDRESS
+
+import manyhands as mh
+import plain
+from manyhands.engines.local.engine import Local
+from manyhands.errors import BadInput, ManyhandsError
+
+COMMAND = """
+    import os, sys
+    os.chdir(sys.argv.pop(1))
+    from manyhands.cli.commands import main
+    main()
+"""
+MY = """
+import torch
+import manyhands as mh
+
+LOGS = "/var/log/{name}"  # {name}'s own
+
+def optimizer(model):
+    return torch.optim.SGD(model.parameters(), lr={rate})
+
+def model():
+    return torch.nn.Linear(5, 3)
+
+def loss(model, batch):
+    return torch.nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+task = mh.Task(model=model, loss=loss, optimizer=optimizer, train_data="rows.npz", epochs=1, batch_size=8)
+"""
+
+CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "alike, but for paths, comments, and who draws": ({}, []),
+    "another copy of my.py": ({"rate": "0.2"}, ["code of my is"]),
+    "other rows": ({"seed": 2}, ["a sample of train_data"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_differs_on_a_joined_host_is_named_before_training(
+    case: str, script: Callable[..., Script], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed, words = CASES[case]
+    monkeypatch.setenv("MANYHANDS_CREDENTIALS", str(tmp_path / "run.pem"))
+    _host(tmp_path / "alpha")
+    _host(tmp_path / "beta", **changed)
+    options = "-n 2 --here 1 --threads-per-worker 1 --log quiet --run-dir mine --engine hosts"
+    driver = script(COMMAND, "alpha", "train", "my.py:task", *options.split())
+    assert driver.process.stderr is not None
+    while not (found := ADDRESS.search(line := driver.process.stderr.readline())):
+        assert line
+    joiner = script(COMMAND, "beta", "join", found[1], "--workers", found[2])
+    code, _, err = driver.end()
+    there = joiner.end()
+    assert code == (2 if words else 0), err
+    for text in (err, there[2]) if words else ():
+        assert "worker 1 on" in text
+        assert all(word in text for word in words), text
+    assert not list((tmp_path / "alpha/mine").glob("checkpoints/*")) or not words
+
+
+def _host(folder: Path, rate: str = "0.1", seed: int = 1) -> None:
+    folder.mkdir()
+    (folder / "my.py").write_text(MY.format(name=folder.name, rate=rate))
+    x, y = plain.rows(24, torch.float32, seed)
+    np.savez(folder / "rows.npz", x=x.numpy(), y=y.numpy())
+
+
+class Drifting:
+    """On worker 1 its n-th call changes a parameter behind everybody's back."""
+
+    def __init__(self, call: int) -> None:
+        self.call, self.calls = call, 0
+
+    def __call__(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == self.call and mh.worker().rank == 1:
+            with torch.no_grad():
+                next(model.parameters()).add_(0.5)
+        return plain.cross_entropy(model, batch)
+
+
+def train(local: Local, **options: Any) -> mh.Run:
+    fields = {"model": plain.mlp, "optimizer": plain.OPTIMIZERS["sgd"], "train_data": plain.rows(48), "batch_size": 4}
+    return mh.train(engine=local, workers=2, threads_per_worker=1, **{**fields, **options})
+
+
+def test_replicas_that_drift_apart_end_the_run_before_the_next_checkpoint(local: Local, tmp_path: Path) -> None:
+    with pytest.raises(ManyhandsError, match="drifted apart at step 8: the parameters of worker 1 on"):
+        train(local, loss=Drifting(6), run_dir=tmp_path / "run", checkpoint_every=4)
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000004"]
+
+
+def test_they_are_compared_every_so_many_steps_if_asked(local: Local) -> None:
+    with pytest.raises(ManyhandsError, match="drifted apart at step 3"):
+        train(local, loss=Drifting(2), check_replicas_every=3)
+    assert train(local, loss=Drifting(2), max_steps=4).steps == 4  # nobody asked, and there is no checkpoint
+
+
+def test_where_replicas_may_differ_they_are_compared_when_they_are_equal_again(local: Local, tmp_path: Path) -> None:
+    """Local SGD averages every 4 steps: what drifted in a window is averaged too."""
+    options = {"strategy": "local-sgd:period=4", "check_replicas_every": 3, "run_dir": tmp_path / "run"}
+    assert train(local, loss=Drifting(2), checkpoint_every=2, **options).steps == 12
+
+
+def own_rate(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1 * (1 + mh.worker().rank))
+
+
+def test_a_rate_that_depends_on_the_rank(local: Local) -> None:
+    """An error where all replicas are to stay equal, a warning where each steps alone for a while; an ensemble's members are free."""
+    fields = {"optimizer": own_rate, "loss": plain.cross_entropy, "max_steps": 2}
+    with pytest.raises(BadInput, match=r"the optimizer's lr is 0\.2 there and 0\.1 on worker 0"):
+        train(local, **fields)
+    (warning,) = train(local, strategy="local-sgd", **fields).info["warnings"]
+    assert "lr is 0.2 there" in warning
+    assert train(local, strategy="ensemble", **fields).info["warnings"] == []

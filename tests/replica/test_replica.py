@@ -1,0 +1,352 @@
+"""The replica against a plain PyTorch loop, alone and together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import plain
+from manyhands.comm.solo import SoloGroup
+from manyhands.data.sharding import slice_of
+from manyhands.errors import BadInput, ManyhandsError, Unsupported
+from manyhands.replica.replica import Replica
+from manyhands.strategies import strategy_of
+from manyhands.testing.threads import together
+from manyhands.worker import Worker
+
+
+def train_alone(replica: Replica, strategy_spec: str, batches: Any) -> None:
+    strategy, worker = strategy_of(strategy_spec), Worker()
+    state = strategy.start(replica, worker)
+    for tick, batch in enumerate(batches):
+        replica.begin_tick()
+        replica.tick = tick
+        replica.backward(batch)
+        strategy.exchange(replica, worker, state)
+    strategy.finish(replica, worker, state)
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [
+        v
+        for p in optimizer.param_groups[0]["params"]
+        for v in optimizer.state.get(p, {}).values()
+        if isinstance(v, torch.Tensor)
+    ]
+
+
+@pytest.mark.parametrize(
+    "strategy", ["solo", "allreduce", "allreduce:overlap=true", "local-sgd:period=3", "local-sgd:period=end"]
+)
+@pytest.mark.parametrize("optimizer", plain.OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_one_worker_is_a_plain_loop_bit_for_bit(strategy: str, optimizer: str, dtype: torch.dtype) -> None:
+    """CASE 1: tied and frozen weights, parameters unused on some steps, optimizer state included."""
+    data = plain.rows(50, dtype)
+    make = lambda: plain.Branches().to(dtype)  # noqa: E731
+    expected, expected_optimizer = plain.plain_loop(make, plain.OPTIMIZERS[optimizer], data, batch_size=8, epochs=3)
+    torch.manual_seed(0)
+    replica = Replica(make(), plain.OPTIMIZERS[optimizer], group=SoloGroup(), loss=plain.cross_entropy)
+    train_alone(replica, strategy, plain.batches(data, 8, 0, 3))
+    assert torch.equal(plain.flat(replica.model), plain.flat(expected))
+    theirs, ours = optimizer_tensors(expected_optimizer), optimizer_tensors(replica.optimizer)
+    assert len(theirs) == len(ours)
+    assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
+
+
+def test_a_parameter_unused_on_a_step_does_not_move() -> None:
+    """CASE 1: AdamW with a stale zero gradient would move it; its `.grad` must be None."""
+    replica = Replica(plain.Branches(), plain.OPTIMIZERS["adamw"], group=SoloGroup(), loss=plain.cross_entropy)
+    x, y = plain.rows(8, torch.float32)
+    used, unused = x.clone(), x.clone()
+    used[0, 0], unused[0, 0] = 1.0, -1.0
+    train_alone(replica, "solo", [(used, y)])
+    before = replica.model.sometimes.weight.detach().clone()
+    train_alone(replica, "solo", [(unused, y)])
+    assert replica.model.sometimes.weight.grad is None
+    assert torch.equal(before, replica.model.sometimes.weight)
+
+
+def run_together(
+    size: int,
+    batch_size: int,
+    n: int,
+    optimizer: str,
+    strategy_spec: str = "allreduce",
+    loss: Callable[..., Any] = plain.cross_entropy,
+    make: Callable[[], nn.Module] = plain.mlp,
+    epochs: int = 3,
+) -> list[torch.Tensor]:
+    data = plain.rows(n)
+    models = []
+    for _ in range(size):
+        torch.manual_seed(0)
+        models.append(make())
+
+    def program(worker: Worker) -> torch.Tensor:
+        strategy = strategy_of(strategy_spec)
+        replica = Replica(models[worker.rank], plain.OPTIMIZERS[optimizer], group=worker.group, loss=loss)
+        state = strategy.start(replica, worker)
+        for tick, (x, y) in enumerate(plain.batches(data, batch_size, 0, epochs)):
+            start, stop = slice_of(len(x), worker.rank, size)
+            replica.begin_tick()
+            replica.tick = tick
+            replica.idle = start == stop
+            replica.backward((x[start:stop], y[start:stop]) if stop > start else None)
+            strategy.exchange(replica, worker, state)
+        strategy.finish(replica, worker, state)
+        return replica.layout.unpadded(strategy.consensus(replica, worker, state))
+
+    return together(size, program)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "allreduce:overlap=true"])
+@pytest.mark.parametrize("optimizer", plain.OPTIMIZERS)
+@pytest.mark.parametrize(("n", "batch_size"), [(64, 32), (39, 12), (35, 32)])
+def test_four_workers_equal_one(n: int, batch_size: int, optimizer: str, strategy: str) -> None:
+    """CASE 2: also 39 rows on 4 workers, and a last batch of 3 rows, where one worker has none."""
+    expected, _ = plain.plain_loop(
+        plain.mlp, plain.OPTIMIZERS[optimizer], plain.rows(n), batch_size=batch_size, epochs=3
+    )
+    parts = run_together(4, batch_size, n, optimizer, strategy)
+    assert all(torch.equal(part, parts[0]) for part in parts)
+    assert (parts[0] - plain.flat(expected)).abs().max() < 1e-10
+
+
+def test_four_workers_equal_one_with_a_class_weighted_loss() -> None:
+    """CASE 2: the mean is weighted by what the loss counts, not by rows."""
+    options: dict[str, Any] = {"batch_size": 12, "epochs": 3, "loss": plain.class_weighted}
+    expected, _ = plain.plain_loop(plain.mlp, plain.OPTIMIZERS["sgd"], plain.rows(39), **options)
+    parts = run_together(4, 12, 39, "sgd", loss=plain.class_weighted)
+    assert (parts[0] - plain.flat(expected)).abs().max() < 1e-12
+    by_rows = run_together(4, 12, 39, "sgd", loss=lambda m, b: plain.class_weighted(m, b)[0])
+    assert (by_rows[0] - plain.flat(expected)).abs().max() > 1e-6
+
+
+def test_unused_parameters_together_are_as_alone() -> None:
+    """CASE 1 and 2: a branch used on some workers only; what any worker touched moves everywhere, as in one process."""
+    make = lambda: plain.Branches().double()  # noqa: E731
+    parts = run_together(3, 12, 24, "adamw", make=make)
+    assert all(torch.equal(part, parts[0]) for part in parts)
+
+
+@pytest.mark.parametrize(("optimizer", "same"), [("sgd", True), ("adamw", False)])
+def test_averaging_after_one_step_is_a_large_batch_step_for_sgd_only(optimizer: str, same: bool) -> None:
+    """CASE 3; uneven slices (10 rows on 4 workers), so the average must be weighted."""
+    expected, _ = plain.plain_loop(plain.mlp, plain.OPTIMIZERS[optimizer], plain.rows(10), batch_size=10, epochs=1)
+    parts = run_together(4, 10, 10, optimizer, "local-sgd:period=1", epochs=1)
+    assert bool((parts[0] - plain.flat(expected)).abs().max() < 1e-14) is same
+
+
+@pytest.mark.parametrize("state", ["averaged", "kept", "reset"])
+def test_local_sgd_ends_equal_on_all_ranks_and_weighs_rows(state: str) -> None:
+    parts = run_together(3, 12, 39, "momentum", f"local-sgd:period=2,optimizer_state={state}")
+    assert all(torch.equal(part, parts[0]) for part in parts)
+
+
+def test_local_sgd_options_for_the_optimizer_state_differ() -> None:
+    """CASE 20: no option is silently another."""
+    ends = [
+        run_together(3, 12, 39, "momentum", f"local-sgd:period=2,optimizer_state={s}")[0]
+        for s in ("averaged", "kept", "reset")
+    ]
+    assert not torch.equal(ends[0], ends[1])
+    assert not torch.equal(ends[1], ends[2])
+
+
+def test_warmup_of_local_sgd_is_all_reduce() -> None:
+    assert torch.equal(run_together(3, 12, 39, "adamw", "local-sgd:warmup=100")[0], run_together(3, 12, 39, "adamw")[0])
+
+
+def test_local_sgd_on_a_shared_hessian_follows_large_batch_sgd() -> None:
+    """CASE 4: quadratics with one A and different b; the workers' mean is large-batch SGD at any period."""
+    a = torch.diag(torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64))
+    b = torch.randn(3, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+    def program(worker: Worker) -> torch.Tensor:
+        model = nn.Linear(3, 1, bias=False).double()
+        nn.init.ones_(model.weight)
+
+        def loss(m: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            w = m.weight[0]
+            return w @ a @ w / 2 - batch[0] @ w
+
+        strategy = strategy_of("local-sgd:period=5")
+        replica = Replica(model, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), group=worker.group, loss=loss)
+        state = strategy.start(replica, worker)
+        for tick in range(20):
+            replica.begin_tick()
+            replica.tick = tick
+            replica.backward(b[worker.rank : worker.rank + 1])
+            strategy.exchange(replica, worker, state)
+        return model.weight.detach()[0].clone()
+
+    w = torch.ones(3, dtype=torch.float64)
+    for _ in range(20):
+        w = w - 0.1 * (a @ w - b.mean(0))
+    assert (together(3, program)[0] - w).abs().max() < 4e-16 * 10
+
+
+def test_replicas_start_from_rank_0s_parameters() -> None:
+    """CASE 25"""
+
+    def program(worker: Worker) -> torch.Tensor:
+        model = plain.mlp()
+        nn.init.constant_(model[0].weight, float(worker.rank + 1))
+        replica = Replica(model, plain.OPTIMIZERS["sgd"], group=worker.group)
+        strategy_of("allreduce").start(replica, worker)
+        return model[0].weight.detach().clone()
+
+    assert all((weight == 1.0).all() for weight in together(3, program))
+
+
+def test_micro_batches_make_the_gradient_of_the_whole_batch() -> None:
+    for loss in (plain.cross_entropy, plain.class_weighted):
+        gradients = []
+        for micro in (None, 4, 1):
+            torch.manual_seed(0)
+            replica = Replica(
+                plain.mlp(), plain.OPTIMIZERS["sgd"], group=SoloGroup(), loss=loss, micro_batch_size=micro
+            )
+            value = replica.backward(plain.rows(10))
+            gradients.append((replica.gradients.clone(), value, replica.weight))
+        for gradient, value, weight in gradients[1:]:
+            assert (gradient - gradients[0][0]).abs().max() < 1e-14
+            assert value == pytest.approx(gradients[0][1], abs=1e-14)
+            assert weight == pytest.approx(gradients[0][2])
+
+
+def test_ready_slices_cover_the_gradient_in_one_order_and_are_final(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manyhands.replica.replica.BUCKET_BYTES", 200)
+    for micro in (None, 3):
+        torch.manual_seed(0)
+        replica = Replica(
+            plain.mlp(), plain.OPTIMIZERS["sgd"], group=SoloGroup(), loss=plain.cross_entropy, micro_batch_size=micro
+        )
+        seen: list[tuple[int, torch.Tensor]] = []
+        replica.on_ready(lambda part, seen=seen: seen.append((part.storage_offset(), part.clone())))  # type: ignore[misc]
+        replica.backward(plain.rows(10))
+        assert len(seen) > 1
+        assert torch.equal(torch.cat([part for _, part in sorted(seen, key=lambda s: s[0])]), replica.gradients)
+        order = [offset for offset, _ in seen]
+        seen.clear()
+        replica.begin_tick()
+        replica.backward(None)
+        assert order == [offset for offset, _ in seen]
+        assert not replica.gradients.any()
+
+
+def test_an_empty_tick_does_not_call_the_model_and_weighs_nothing() -> None:
+    """CASE 27"""
+    replica = Replica(plain.mlp(), plain.OPTIMIZERS["sgd"], group=SoloGroup(), loss=lambda m, b: pytest.fail("called"))
+    before = replica.parameters.clone()
+    assert replica.backward(None) == 0.0
+    assert replica.weight == 0.0
+    assert not replica.apply()
+    assert torch.equal(before, replica.parameters)
+
+
+def test_a_loss_that_counts_nothing_changes_nothing() -> None:
+    """CASE 27: every token masked; the mean of nothing is NaN and must not enter."""
+    replica = Replica(
+        plain.mlp(),
+        plain.OPTIMIZERS["sgd"],
+        group=SoloGroup(),
+        loss=lambda m, b: (plain.cross_entropy(m, b) * float("nan"), 0.0),
+    )
+    before = replica.parameters.clone()
+    train_alone(replica, "allreduce", [plain.rows(4)])
+    assert torch.equal(before, replica.parameters)
+
+
+def test_a_gradient_that_is_not_finite_raises_or_is_skipped() -> None:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return plain.cross_entropy(model, batch) * float("inf")
+
+    replica = Replica(plain.mlp(), plain.OPTIMIZERS["sgd"], group=SoloGroup(), loss=loss)
+    with pytest.raises(ManyhandsError, match=r"not finite in .*0\.weight"):
+        train_alone(replica, "solo", [plain.rows(4)])
+    replica = Replica(plain.mlp(), plain.OPTIMIZERS["sgd"], group=SoloGroup(), loss=loss, nonfinite="skip")
+    before = replica.parameters.clone()
+    train_alone(replica, "solo", [plain.rows(4)])
+    assert torch.equal(before, replica.parameters)
+    assert replica.step == 0
+
+
+def test_a_finite_gradient_whose_sum_overflows_is_finite() -> None:
+    replica = Replica(
+        nn.Linear(4, 1, bias=False),
+        plain.OPTIMIZERS["sgd"],
+        group=SoloGroup(),
+        loss=lambda m, b: (m.weight * 3e38).sum(),
+    )
+    train_alone(replica, "solo", [torch.zeros(2, 4)])
+    assert replica.step == 1
+
+
+def test_mixed_dtypes_are_named() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    with pytest.raises(BadInput, match=r"several dtypes.*float32: 0\.weight.*float64: 1\.weight"):
+        Replica(model, plain.OPTIMIZERS["sgd"], group=SoloGroup())
+
+
+def test_models_that_cannot_be_trained_are_refused() -> None:
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(BadInput, match="no trainable parameters"):
+        Replica(frozen, plain.OPTIMIZERS["sgd"], group=SoloGroup())
+    with pytest.raises(BadInput, match="lazy"):
+        Replica(nn.LazyLinear(2), plain.OPTIMIZERS["sgd"], group=SoloGroup())
+
+
+def test_losses_that_are_no_mean_are_refused() -> None:
+    for loss, problem in (
+        (lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"), r"one number.*shape \(4,\)"),
+        (lambda m, b: 3.0, "one number.*float"),
+        (lambda m, b: plain.cross_entropy(m, b).detach(), "does not depend"),
+    ):
+        replica = Replica(plain.mlp(), plain.OPTIMIZERS["sgd"], group=SoloGroup(), loss=loss)
+        with pytest.raises(BadInput, match=problem):
+            replica.backward(plain.rows(4))
+
+
+def test_a_sparse_gradient_is_refused_by_name() -> None:
+    model = nn.Embedding(5, 2, sparse=True)
+    replica = Replica(model, plain.OPTIMIZERS["sgd"], group=SoloGroup(), loss=lambda m, b: m(b).sum())
+    with pytest.raises(Unsupported, match="weight has a sparse gradient"):
+        replica.backward(torch.tensor([1, 2]))
+
+
+def test_moved_parameters_are_named() -> None:
+    replica = Replica(plain.mlp(), plain.OPTIMIZERS["sgd"], group=SoloGroup())
+    replica.check()
+    replica.model.load_state_dict({k: v.clone() for k, v in replica.model.state_dict().items()}, assign=True)
+    with pytest.raises(Unsupported, match=r"0\.weight"):
+        replica.check()
+
+
+def test_channels_last_weights_stay_channels_last() -> None:
+    model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    replica = Replica(model, plain.OPTIMIZERS["sgd"], group=SoloGroup())
+    assert model.weight.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(replica.layout.unpadded(replica.parameters), plain.flat(model))
+
+
+def test_bf16_mixed_trains_float32_weights() -> None:
+    seen = []
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        outputs = model(batch[0])
+        seen.append(outputs.dtype)
+        return F.cross_entropy(outputs.float(), batch[1])
+
+    replica = Replica(
+        plain.mlp(torch.float32), plain.OPTIMIZERS["sgd"], group=SoloGroup(), loss=loss, precision="bf16-mixed"
+    )
+    train_alone(replica, "solo", [plain.rows(4, torch.float32)])
+    assert seen == [torch.bfloat16]
+    assert replica.parameters.dtype == torch.float32

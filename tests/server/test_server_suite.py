@@ -1,0 +1,108 @@
+"""The exam of servers fails servers that break a promise."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from manyhands.errors import ManyhandsError
+from manyhands.server import in_process, store
+from manyhands.server.in_process import InProcessServers
+from manyhands.testing import rules_suite, server_suite
+from manyhands.testing.server_suite import SERVER_EXAM
+
+
+def test_every_check_that_is_written_is_in_the_exam():
+    written = {name for module in (server_suite, rules_suite) for name in vars(module) if name.startswith("check_")}
+    assert {f"check_{name}" for name in SERVER_EXAM} == written
+
+
+@contextmanager
+def servers(spec, workers, shards):
+    yield InProcessServers(spec, workers, shards, timeout_s=1).clients
+
+
+def break_(monkeypatch, owner, name, broken):
+    original = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *arguments, **options: broken(original, *arguments, **options))
+
+
+def last_offer_wins(original, self, center):
+    self._center = None
+    return original(self, center)
+
+
+def applies_twice(original, self, worker, sequence, update, weight, bits):
+    return original(self, worker, sequence, update * 2, weight, bits)
+
+
+def counts_weight_zero(original, self, worker, sequence, update, weight, bits):
+    return original(self, worker, sequence, update, weight or 1.0, bits)
+
+
+def keeps_the_callers_tensor(original, self, push):
+    return push
+
+
+def arrival_order(original, self):
+    for rank, push in enumerate(self._held):
+        push.worker = rank
+    return original(self)
+
+
+def forgets_bits(original, self):
+    return [(worker, 0) for worker, _ in original(self)]
+
+
+def lets_everybody_go(original, self, worker, slowest):
+    return True
+
+
+def own_pushes_are_stale(original, self, pushes):
+    original(self, pushes)
+    for seat in self._seats:
+        seat.own = 0
+
+
+def counts_the_center_as_a_pull(original, self, into):
+    original(self, into)
+    self._stores[0].pull(self._worker)
+
+
+def captures_only_the_center(original, self):
+    vectors, numbers = original(self)
+    return {"center": vectors["center"], "sum": torch.zeros_like(vectors["center"])}, numbers
+
+
+def counts_shards_as_one(original, self, operation, vector):
+    self.ledger.add(operation, vector.numel() * vector.element_size(), 1)
+
+
+def does_nothing(original, self, *arguments):
+    return None
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken", "check"),
+    [
+        (store.Store, "initialize", last_offer_wins, "first_offer_wins"),
+        (in_process._Client, "_await_center", does_nothing, "pull_waits_for_the_first_center"),
+        (store.Store, "push", applies_twice, "exactly_once"),
+        (store.Store, "push", counts_weight_zero, "weight_zero"),
+        (store.Store, "push", counts_weight_zero, "round_without_weight"),
+        (store.Store, "_kept", keeps_the_callers_tensor, "update_may_be_reused"),
+        (store.Store, "_merge_round", arrival_order, "in_step"),
+        (store.Gate, "opened", forgets_bits, "in_step"),
+        (store.Gate, "_may_go", lets_everybody_go, "gate"),
+        (store.Store, "_merge", own_pushes_are_stale, "versions_and_staleness"),
+        (in_process._Client, "center", counts_the_center_as_a_pull, "center_is_not_seen"),
+        (in_process._Client, "park", does_nothing, "last_pushes_of_a_segment"),
+        (store.Store, "capture", captures_only_the_center, "capture"),
+        (in_process._Client, "_count", counts_shards_as_one, "traffic"),
+        (in_process._Client, "_check_length", does_nothing, "refusals"),
+    ],
+)
+def test_a_broken_server_fails(monkeypatch, owner, name, broken, check):
+    break_(monkeypatch, owner, name, broken)
+    with pytest.raises((ManyhandsError, RuntimeError)):
+        SERVER_EXAM[check](servers)

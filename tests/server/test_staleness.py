@@ -1,0 +1,286 @@
+"""Staleness: what a quadratic can bear, what a worker's steps say of it, and a warning that does not cry wolf."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from manyhands.server.staleness import Curvature, Watch, bearable, limit, quantile, watch
+
+
+@pytest.mark.parametrize(("staleness", "expected"), list(enumerate([2, 1, 0.618034, 0.445042, 0.347296])))
+def test_the_limits_of_case_10(staleness: int, expected: float) -> None:
+    """CASE 10: in closed form, and by iterating 1 % below and above."""
+    assert limit(staleness) == pytest.approx(expected, abs=5e-7)
+    assert _delayed(0.99 * limit(staleness), staleness) < 1e-3
+    assert _delayed(1.01 * limit(staleness), staleness) > 1e3
+
+
+def _delayed(gain: float, staleness: int) -> float:
+    """The largest of the last |x| after 6,000 steps of x_{t+1} = x_t - gain·x_{t-staleness} from 1."""
+    past = [1.0] * (staleness + 1)
+    for _ in range(6000):
+        past = [*past[1:], past[-1] - gain * past[0]]
+    return max(map(abs, past))
+
+
+def test_what_a_gain_can_bear() -> None:
+    assert [bearable(gain) for gain in (2.0, 1.99, 1.0, 0.99, 0.5, 0.4)] == [-1, 0, 0, 1, 2, 3]
+    for staleness in range(50):
+        assert bearable(limit(staleness) * 0.999) == staleness
+
+
+def test_quantiles() -> None:
+    assert [quantile({0: 5, 3: 4, 9: 1}, q) for q in (0.5, 0.51, 0.9, 0.91)] == [0, 3, 3, 9]
+    assert quantile({}, 0.5) == 0
+
+
+# -- on quadratics ---------------------------------------------------------------------------------------------------------
+
+
+def train(
+    look: Callable[[Tensor, Tensor, Tensor], None],
+    curvatures: Tensor,
+    gain: float,
+    *,
+    workers: int = 1,
+    noise: float = 0.0,
+    steps: int = 320,
+    seed: int = 0,
+    weight: float = 1.0,
+) -> None:
+    """Workers in turn (staleness: workers - 1) on x'diag(curvatures)x/2, with rate x largest curvature = gain.
+
+    look(before, gradient, after): worker 0's step. `weight`: of an update in the center.
+    """
+    random = torch.Generator().manual_seed(seed)
+    center = torch.randn(curvatures.shape, generator=random, dtype=torch.float64)
+    pulled, rate = [center.clone() for _ in range(workers)], gain / float(curvatures.max())
+    for _ in range(steps):
+        for worker in range(workers):
+            x = pulled[worker]
+            gradient = curvatures * x + noise * torch.randn(x.shape, generator=random, dtype=torch.float64)
+            if worker == 0:
+                look(x, gradient, x - rate * gradient)
+            center = center - weight * rate * gradient
+            pulled[worker] = center
+        if float(center.abs().max()) > 1e12:
+            return
+    assert center.isfinite().all()
+
+
+def estimate(curvatures: Tensor, gain: float, **options: float) -> Curvature:
+    curvature, rate = Curvature(), gain / float(curvatures.max())
+
+    def look(before: Tensor, gradient: Tensor, after: Tensor) -> None:
+        curvature.before(before, gradient)
+        curvature.after(after, rate)
+
+    train(look, curvatures, gain, **options)  # type: ignore[arg-type]
+    return curvature
+
+
+SPREAD = torch.logspace(-3, 0, 100, dtype=torch.float64)
+ALIKE = torch.full((20,), 3.0, dtype=torch.float64)
+CASE_7 = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.9])
+def test_where_all_directions_are_alike_the_estimate_is_exact(workers: int, share: float) -> None:
+    gain = share * limit(workers - 1)
+    assert estimate(ALIKE, gain, workers=workers, steps=90).estimate() == pytest.approx(gain, rel=1e-6)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("curvatures", [CASE_7, SPREAD])
+def test_at_the_limit_it_is_the_largest_curvature(curvatures: Tensor, workers: int) -> None:
+    """CASE 10: the steepest direction prevails, with and without noise, and the estimate is within 10 %."""
+    for noise in (0.0, 0.1):
+        gain = 1.05 * limit(workers - 1)
+        found = estimate(curvatures, gain, workers=workers, noise=noise).estimate()
+        assert found == pytest.approx(gain, rel=0.1)
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("noise", [0.0, 0.1, 10.0])
+@pytest.mark.parametrize("curvatures", [CASE_7, SPREAD, ALIKE])
+def test_it_is_surely_never_more_than_the_largest_but_for_a_little_in_pure_noise(
+    curvatures: Tensor, noise: float, workers: int
+) -> None:
+    for share in (0.05, 0.5, 0.9):
+        gain = share * limit(workers - 1)
+        for seed in range(3):
+            surely = estimate(curvatures, gain, workers=workers, noise=noise, seed=seed).surely()
+            assert surely is None or surely <= max(1.001 * gain, 0.4 * limit(workers - 1))  # None: it stands still
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_with_noise_it_is_the_steepest_direction_though_steps_go_anywhere(workers: int) -> None:
+    """Gradients scatter as curvature does, as in a network: found within 30 % at half the limit, where nothing grows."""
+    gain, random = 0.5 * limit(workers - 1), torch.Generator().manual_seed(1)
+    curvature, center = Curvature(), torch.zeros(100, dtype=torch.float64)
+    pulled, found = [center] * workers, []
+    for _ in range(1200):
+        for worker in range(workers):
+            x = pulled[worker]
+            g = SPREAD * x + SPREAD.sqrt() * torch.randn(100, generator=random, dtype=torch.float64)
+            if worker == 0:
+                curvature.before(x, g)
+                if curvature.after(x - gain * g, gain) and (estimated := curvature.estimate()) is not None:
+                    found.append(estimated)
+            center = center - gain * g
+            pulled[worker] = center
+    assert torch.tensor(found).median() == pytest.approx(gain, rel=0.3)
+
+
+def test_pure_noise_has_no_curvature() -> None:
+    curvature, random, x = Curvature(), torch.Generator().manual_seed(0), torch.zeros(50)
+    for _ in range(2000):
+        g = torch.randn(50, generator=random)
+        curvature.before(x, g)
+        x = x - g
+        curvature.after(x)
+        surely = curvature.surely()
+        assert surely is None or surely < limit(3)
+
+
+def test_the_estimate_follows_the_rate() -> None:
+    """Also within a window: what a schedule changes is no curvature."""
+    curvature, x = Curvature(), torch.ones(8, dtype=torch.float64)
+    for tick in range(300):
+        rate = 0.02 / (1 + 0.1 * tick)
+        curvature.before(x, 3.0 * x)
+        x = x - rate * 3.0 * x
+        curvature.after(x, rate)
+    assert curvature.estimate() == pytest.approx(rate * 3, rel=1e-6)
+
+
+def test_with_momentum_a_step_counts_for_what_its_gradient_moves_at_once() -> None:
+    curvature, random = Curvature(), torch.Generator().manual_seed(0)
+    x, velocity = torch.ones(20, dtype=torch.float64), torch.zeros(20, dtype=torch.float64)
+    for _ in range(300):
+        g = 3.0 * x + torch.randn(20, generator=random, dtype=torch.float64)
+        curvature.before(x, g)
+        velocity = 0.5 * velocity + g
+        x = x - 0.1 * velocity
+        curvature.after(x, 0.1)
+    found = curvature.estimate()
+    assert found is not None
+    assert 0.2 < found < 0.45  # 0.3, give or take the noise
+
+
+def test_a_step_that_was_not_made_is_no_point_of_the_line() -> None:
+    curvature, x = Curvature(), torch.ones(3, dtype=torch.float64)
+    for tick in range(120):
+        g, applied = 2.0 * x, tick % 5 != 2
+        curvature.before(x, g)
+        x = x - 0.05 * g if applied else x
+        curvature.after(x, 0.05, applied)
+    assert curvature.estimate() == pytest.approx(0.1, rel=1e-6)
+
+
+def test_nothing_is_said_before_there_are_windows_nor_of_gradients_that_tell_nothing() -> None:
+    for gradient in (torch.zeros(3), torch.ones(3), torch.full((3,), float("nan"))):
+        curvature, x = Curvature(), torch.ones(3)
+        assert curvature.estimate() is None
+        for _ in range(200):
+            curvature.before(x, gradient)
+            curvature.after(x)
+        assert curvature.estimate() is None
+        assert curvature.surely() is None
+
+
+# -- the warning -----------------------------------------------------------------------------------------------------------
+
+
+def warnings_of(
+    eye: Watch, curvatures: Tensor, gain: float, workers: int, window: int = 1, **options: float
+) -> list[str]:
+    """What `eye` says of worker 0, whose every push is workers - 1 versions late."""
+    said, ticks = [], 0
+
+    def look(before: Tensor, gradient: Tensor, after: Tensor) -> None:
+        nonlocal ticks
+        ticks += 1
+        eye.before(before, gradient)
+        eye.after(after, rate=gain / float(curvatures.max()))
+        pushed = ticks % window == 0
+        message = eye.hear({"pushes": [[ticks]], "staleness": [workers - 1]} if pushed else {"pulls": [[ticks]]})
+        if message:
+            said.append(message)
+
+    train(look, curvatures, gain, workers=workers, **options)  # type: ignore[arg-type]
+    return said
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4, 5])
+def test_case_10_is_told_5_percent_above_the_limit_and_not_5_percent_below(workers: int) -> None:
+    """CASE 10: once, with the numbers; on a quadratic where the steepest direction is one of a hundred."""
+    for noise in (0.0, 0.1):
+        above = warnings_of(
+            Watch(rank=0, workers=workers), SPREAD, 1.05 * limit(workers - 1), workers, noise=noise, steps=600
+        )
+        assert len(above) == 1
+        assert f"up to {workers - 1} versions late" in above[0]
+        assert f"stays below {limit(workers - 1):.3g}; it is" in above[0]
+        assert (
+            warnings_of(
+                Watch(rank=0, workers=workers), SPREAD, 0.95 * limit(workers - 1), workers, noise=noise, steps=600
+            )
+            == []
+        )
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1, 10.0])
+def test_it_does_not_cry_wolf(noise: float) -> None:
+    for curvatures in (CASE_7, SPREAD, ALIKE):
+        for seed in range(3):
+            eye = Watch(rank=0, workers=4)
+            assert warnings_of(eye, curvatures, 0.5 * limit(3), 4, noise=noise, seed=seed) == []
+
+
+def test_the_warning_says_what_to_do() -> None:
+    (said,) = warnings_of(Watch(rank=2, workers=4), ALIKE, 0.8, 4)
+    assert said == (
+        "the rate is too high for so much staleness: 9 of 10 pushes of worker 2 are up to 3 versions late, which converges while "
+        "rate x largest curvature of a push stays below 0.445; it is 0.8, as its gradients show. Lower the rate from 0.267 to 0.15 or less, "
+        "take at most 2 workers, set bound=0 (no staleness), let strategy dynsgd weigh late updates less."
+    )
+
+
+def test_a_push_of_a_window_moves_the_center_further_and_a_share_of_it_less() -> None:
+    """Window of 5 steps of gain .1: 1 - .9^5 = .41 of the way in a push; agn's share of it, a fifth: .082."""
+    eye = Watch(rank=0, workers=6)
+    (said,) = warnings_of(eye, ALIKE, 0.1, 6, window=5, steps=400)
+    assert "stays below 0.285; it is 0.41" in said
+    assert "from 0.0333 to 0.022 or less" in said  # 1 - (1 - .285)^(1/5) = .065 of .1
+    assert warnings_of(Watch(rank=0, workers=6, share=1 / 5), ALIKE, 0.1, 6, window=5, steps=400) == []
+    assert warnings_of(Watch(rank=0, workers=6, fades=True), ALIKE, 0.1, 6, window=5, steps=400) == []
+
+
+def test_updates_that_are_never_late_are_none_of_its_business() -> None:
+    eye = Watch(rank=0, workers=2)
+    for tick in range(200):
+        x = torch.ones(3, dtype=torch.float64) * (-2.0) ** tick
+        eye.before(x, 3.0 * x)
+        eye.after(-2.0 * x, rate=1.0)
+        assert eye.hear({"pushes": [[tick]], "staleness": [0]}) == ""
+
+
+def test_what_it_found_is_news_once() -> None:
+    eye = Watch(rank=0, workers=3)
+    assert warnings_of(eye, ALIKE, 0.1, 3, steps=60) == []
+    assert eye.news() == {"gain": 0.1}
+    assert eye.news() == {}
+
+
+def test_who_is_watched() -> None:
+    assert watch("add", None, 4.0, rank=1, workers=4) is not None
+    assert watch("staleness", 2, 1.0, rank=1, workers=4) is not None
+    assert watch("add", 0, 4.0, rank=1, workers=4) is None
+    assert watch("elastic", None, 1.0, rank=1, workers=4) is None
+    assert watch("add", None, 1.0, rank=0, workers=1) is None

@@ -1,0 +1,53 @@
+"""What each worker is told, and what is its own where several share a process."""
+
+import torch
+from torch import nn
+
+from manyhands.strategies.allreduce import AllReduce
+from manyhands.task import Task
+from manyhands.training.plan import Plan
+
+
+def plan(model: object) -> Plan:
+    task = Task(
+        model=model,  # type: ignore[arg-type]
+        loss=lambda model, batch: model(batch).mean(),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        train_data=torch.ones(4, 1),
+        loader_processes=2,
+    )
+    return Plan(task=task, strategy=AllReduce())
+
+
+def test_workers_of_one_process_have_models_and_keeps_of_their_own() -> None:
+    shared = plan(nn.Linear(1, 1))
+    own, other = shared.own(), shared.own()
+    assert isinstance(own.task.model, nn.Module)
+    assert isinstance(other.task.model, nn.Module)
+    with torch.no_grad():
+        own.task.model.weight.fill_(7.0)
+    assert other.task.model.weight.item() != 7.0
+    assert shared.task.model.weight.item() != 7.0  # type: ignore[union-attr]
+    assert own.keep is not other.keep
+
+
+def test_a_function_may_give_the_same_model_each_time_and_no_processes_load_rows() -> None:
+    given = nn.Linear(1, 1)
+    own = plan(lambda: given).own()
+    made = own.task.model()
+    assert made is not given
+    assert torch.equal(made.weight, given.weight)
+    assert own.task.loader_processes == 0
+
+
+def test_a_loss_that_is_a_module_is_the_workers_own() -> None:
+    class Loss(nn.Module):
+        def forward(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = model(batch).mean()
+            return loss
+
+    shared = plan(nn.Linear(1, 1))
+    shared = Plan(task=shared.task.with_fields(loss=Loss(), evaluate=Loss()), strategy=AllReduce())
+    own = shared.own()
+    assert own.task.loss is not shared.task.loss
+    assert own.task.evaluate is not shared.task.evaluate

@@ -1,0 +1,394 @@
+"""A run directory, on a disk and elsewhere: opened, refused, resumed, damaged, and written by drivers that are killed."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from typing_extensions import override
+
+import manyhands as mh
+import plain
+from manyhands.checkpoint import checkpoints
+from manyhands.checkpoint.paths import RemotePath
+from manyhands.events import Event
+
+URL = "mortal://bucket/run"
+
+
+class Killed(BaseException):
+    """No handler of errors takes it, as none takes a kill."""
+
+
+class Mortal(MemoryFileSystem):
+    """Its process is killed at a counted write: half the data is there, and nothing is written any more."""
+
+    protocol = "mortal"
+    store: dict[str, Any] = {}  # noqa: RUF012 - as its parent has them
+    pseudo_dirs = [""]  # noqa: RUF012
+    left = 0  # writes until then
+    done = 0
+
+    @classmethod
+    def reset(cls) -> None:
+        cls.store.clear()
+        cls.pseudo_dirs[:] = [""]
+
+    @classmethod
+    def live(cls, writes: int) -> None:
+        cls.left, cls.done = writes, 0
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return MemoryFileSystem._strip_protocol(path.removeprefix("mortal://"))
+
+    def _write(self) -> None:
+        Mortal.left, Mortal.done = self.left - 1, self.done + 1
+        if self.left < 0:
+            raise Killed
+
+    def put(self, path: str, data: bytes) -> None:
+        path = self._strip_protocol(path)
+        self._open(path, "wb", data=data[: len(data) // 2])
+        self._write()
+        self._open(path, "wb", data=data)
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+        self.put(path, value)
+
+    def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        return super().open(path, mode, **options) if mode == "rb" else Growing(self, path)
+
+    def cp_file(self, path1: str, path2: str, **options: Any) -> None:
+        self._write()
+        super().cp_file(path1, path2, **options)
+
+    def rm_file(self, path: str) -> None:
+        self._write()
+        super().rm_file(path)
+
+
+class Growing(io.BytesIO):
+    def __init__(self, system: Mortal, path: str) -> None:
+        super().__init__()
+        self.system, self.path = system, path
+
+    def __exit__(self, *_: object) -> None:
+        self.system.put(self.path, self.getvalue())
+
+
+fsspec.register_implementation("mortal", Mortal, clobber=True)
+
+
+@pytest.fixture(autouse=True)
+def _empty() -> Iterator[None]:
+    Mortal.reset()
+    Mortal.live(10**9)
+    yield
+    Mortal.reset()
+
+
+def train(**options: Any) -> mh.Run:
+    given = plain.task(train_data=plain.rows(36), batch_size=12, epochs=3)
+    return mh.train(given, engine="local", workers=1, threads_per_worker=1, **options)
+
+
+def losses(run: mh.Run) -> dict[int, float]:
+    return {row["tick"]: row["loss"] for row in run.history}
+
+
+def assert_same(resumed: mh.Run, whole: mh.Run, alive: int) -> None:
+    """With the history of all ticks that its checkpoint counts: their events are there before its manifest is."""
+    assert torch.equal(resumed.parameters, whole.parameters), alive
+    assert resumed.rows == whole.rows, alive
+    assert losses(resumed) == losses(whole), alive
+
+
+def test_a_url_holds_everything_and_resumes_as_the_same_run() -> None:
+    run = train(run_dir=URL)
+    folder = RemotePath(URL)
+    assert sorted(folder.sizes()) == [
+        "asked.json",
+        "checkpoints",
+        "events.jsonl",
+        "launch.json",
+        "model.safetensors",
+        "result.json",
+    ]
+    assert sorted((folder / "checkpoints").sizes()) == ["step-00000006", "step-00000009"]
+    assert run.directory == folder
+    assert f"directory  {URL}" in run.summary()
+    again = train(run_dir=URL, resume=True)
+    assert torch.equal(again.parameters, run.parameters)
+    assert (again.steps, again.metrics, again.history) == (run.steps, run.metrics, run.history)
+
+
+def test_a_url_with_something_in_it_is_refused_before_anything_starts(nothing_starts: None) -> None:
+    RemotePath(URL).mkdir()
+    (RemotePath(URL) / "mine").write_bytes(b"")
+    with pytest.raises(mh.BadInput, match=rf"run directory {URL} exists: resume it"):
+        mh.train(plain.task(), run_dir=URL, workers=2)
+    with pytest.raises(mh.BadInput, match=rf"run directory {URL}/mine is a file"):
+        mh.train(plain.task(), run_dir=f"{URL}/mine", workers=2)
+
+
+def test_an_empty_one_starts_with_resume_and_more_epochs_go_on() -> None:
+    whole = train()
+    train(run_dir=URL, resume=True, epochs=2)
+    longer = train(run_dir=URL, resume=True)
+    assert torch.equal(longer.parameters, whole.parameters)
+    assert losses(longer) == losses(whole)
+
+
+def test_killed_at_any_write_it_is_resumed_as_if_never_interrupted() -> None:
+    whole = train(run_dir=URL)
+    writes = Mortal.done
+    assert writes > 30
+    for alive in range(writes):
+        Mortal.reset()
+        Mortal.live(alive)
+        with pytest.raises(Killed):
+            train(run_dir=URL)
+        Mortal.live(10**9)
+        resumed = train(run_dir=URL, resume=True)
+        assert_same(resumed, whole, alive)
+        assert resumed.info["warnings"] == [], alive
+        there = set((RemotePath(URL) / "checkpoints").sizes())
+        assert there - {"step-00000003"} == {"step-00000006", "step-00000009"}, (
+            alive
+        )  # the killed one's goes with the next
+
+
+def test_killed_while_it_goes_on_the_finished_run_or_a_longer_one_is_there() -> None:
+    """Its files are replaced one by one."""
+    whole = train()
+    train(run_dir=URL, epochs=2)
+    before = dict(Mortal.store)
+    Mortal.live(10**9)
+    train(run_dir=URL, resume=True)
+    for alive in range(Mortal.done):
+        Mortal.store.clear()
+        Mortal.store.update(before)
+        Mortal.live(alive)
+        with pytest.raises(Killed):
+            train(run_dir=URL, resume=True)
+        Mortal.live(10**9)
+        resumed = train(run_dir=URL, resume=True)
+        assert_same(resumed, whole, alive)
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning() -> None:
+    whole = train()
+    train(run_dir=URL)
+    folder = RemotePath(URL)
+    (folder / "result.json").remove()
+    (folder / "checkpoints/step-00000009/rank-00000.safetensors").write_bytes(b"")
+    resumed = train(run_dir=URL, resume=True)
+    assert torch.equal(resumed.parameters, whole.parameters)
+    assert "step-00000009 is damaged and left out" in resumed.info["warnings"][0]
+    found = checkpoints.newest(folder / "checkpoints", pytest.fail)
+    assert found is not None
+    assert found.tick == 9
+
+
+# -- on a disk: two drivers, and damage ------------------------------------------------------------------------------
+
+
+class Meanwhile(mh.Callback):
+    """Does something once, at a step or when the run begins."""
+
+    def __init__(self, action: Callable[[], object], at: int = 1) -> None:
+        self.action, self.at = action, at
+
+    @override
+    def on_step(self, event: Event) -> None:
+        if event.step == self.at:
+            self.action()
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_second_driver_is_refused_and_the_first_one_goes_on(tmp_path: Path, resume: bool) -> None:
+    def second() -> None:
+        with pytest.raises(mh.BadInput, match=rf"a driver is at work .*launch 1, process {os.getpid()}"):
+            train(run_dir=tmp_path / "run", resume=resume)
+
+    run = train(run_dir=tmp_path / "run", callbacks=[Meanwhile(second)])
+    assert torch.equal(run.parameters, train().parameters)
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    assert [one["values"]["launch"] for one in events if one["type"] == "start"] == [1]
+    for path in (tmp_path / "run/checkpoints").iterdir():
+        assert json.loads((path / "manifest.json").read_text())["launch"] == 1
+
+
+def test_without_locks_the_earlier_driver_ends_and_the_later_ones_run_is_whole(tmp_path: Path) -> None:
+    """At a URL nobody can lock: the number in launch.json decides, and its host and process are named."""
+    later: list[mh.Run] = []
+    callbacks = [Meanwhile(lambda: later.append(train(run_dir=URL, resume=True)), at=5)]
+    with pytest.raises(mh.ManyhandsError, match=rf"another driver works in .*launch 2, process {os.getpid()}"):
+        train(run_dir=URL, callbacks=callbacks)
+    assert torch.equal(later[0].parameters, train().parameters)
+    assert torch.equal(train(run_dir=URL, resume=True).parameters, later[0].parameters)
+    found = checkpoints.newest(RemotePath(URL) / "checkpoints", pytest.fail)
+    assert found is not None
+    assert checkpoints.last_launch(RemotePath(URL) / "checkpoints") == 2
+
+
+def test_what_a_checkpoint_counts_is_on_the_disk_before_its_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks, finish = list[tuple[int, list[int]]](), checkpoints._finish
+
+    def look(partial: Path, final: Path, *rest: Any) -> None:
+        lines = (tmp_path / "run/events.jsonl").read_text().splitlines()
+        ticks.append((int(final.name[5:]), [one["tick"] for one in map(json.loads, lines) if one["type"] == "step"]))
+        finish(partial, final, *rest)
+
+    monkeypatch.setattr(checkpoints, "_finish", look)
+    train(run_dir=tmp_path / "run", checkpoint_every=2)
+    assert len(ticks) == 5
+    for tick, written in ticks:
+        assert written == list(range(tick))
+
+
+def test_events_that_a_checkpoint_counts_and_that_are_gone_are_told(tmp_path: Path) -> None:
+    train(run_dir=tmp_path / "run", epochs=2)
+    events = tmp_path / "run/events.jsonl"
+    lines = events.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if b'"tick":3,"step":4' not in line]
+    assert len(kept) < len(lines)
+    events.write_bytes(b"".join(kept))
+    resumed = train(run_dir=tmp_path / "run", resume=True)
+    (warning,) = resumed.info["warnings"]
+    assert "before step 6 they have 60 rows of data, and the checkpoint 72" in warning
+    assert torch.equal(resumed.parameters, train().parameters)
+    assert [row["step"] for row in resumed.history][-3:] == [7, 8, 9]
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _link(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def _changed(text: str) -> Callable[[Path], object]:
+    return lambda path: path.write_text(text)
+
+
+def _without(path: Path) -> None:
+    """One line, or one field of the JSON, less."""
+    lines = path.read_text(errors="replace").splitlines(keepends=True)
+    if len(lines) == 1:
+        said = json.loads(lines[0])
+        said.pop(sorted(said)[0])
+        path.write_text(json.dumps(said))
+    else:
+        path.write_text("".join(lines[:2] + lines[3:]))
+
+
+def _huge(path: Path) -> None:
+    path.write_bytes(re.sub(rb":\s?(\d+)", b":1" + b"0" * 300, path.read_bytes(), count=40))
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "garbled": lambda path: path.write_bytes(
+        bytes(byte ^ (0x55 * (i % 97 == 0)) for i, byte in enumerate(path.read_bytes()))
+    ),
+    "list": _changed("[[1, 2], 3]\n"),
+    "deep": _changed("[" * 100_000 + "\n"),
+    "types": lambda path: path.write_bytes(re.sub(rb":\s?(\d+)", rb':"\1"', path.read_bytes())),
+    "less": _without,
+    "huge": _huge,
+    "gone": Path.unlink,
+    "pipe": _pipe,
+    "folder": _folder,
+    "link": _link,
+}
+FILES = (
+    "asked.json",
+    "events.jsonl",
+    "launch.json",
+    "model.safetensors",
+    "result.json",
+    "checkpoints/step-00000009/manifest.json",
+    "checkpoints/step-00000009/rank-00000.json",
+    "checkpoints/step-00000009/rank-00000.safetensors",
+)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    train(run_dir=folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_whatever_is_damaged_the_run_goes_on_with_a_warning_or_one_error_says_what(
+    name: str, finished: Path, tmp_path: Path
+) -> None:
+    whole = {epochs: train(epochs=epochs) for epochs in (3, 4)}
+    epochs = 4 if "check" in name else 3  # a finished run that is asked for no more reads no checkpoint
+    for kind, damage in DAMAGE.items():
+        folder = tmp_path / kind
+        shutil.copytree(finished, folder)
+        before = (folder / name).read_bytes()
+        damage(folder / name)
+        if (folder / name).is_file() and (folder / name).read_bytes() == before:
+            continue
+        refused = _error_of(lambda folder=folder: mh.replay(folder, task=plain.task()))
+        assert str(folder) in refused or "synchronous" in refused, kind
+        runs = list[mh.Run]()
+        refused = _error_of(
+            lambda folder=folder, runs=runs: runs.append(train(run_dir=folder, resume=True, epochs=epochs))
+        )
+        assert not refused or (str(folder) in refused and kind in ("pipe", "folder", "link")), (kind, refused)
+        for run in runs:
+            assert torch.equal(run.parameters, whole[epochs].parameters), kind
+            assert run.info["warnings"] or name in ("asked.json", "launch.json") or kind in ("gone", "less"), kind
+
+
+def _error_of(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except mh.BadInput as error:
+        return str(error)
+    return ""
+
+
+def test_what_others_left_does_not_stop_checkpoints(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    train(run_dir=folder, epochs=1)
+    checkpoints = folder / "checkpoints"
+    (checkpoints / "mine.partial").write_text("a file")
+    (checkpoints / "yours.partial").mkdir()
+    (checkpoints / "step-00000006").write_text("a file with a checkpoint's name")
+    (checkpoints / "step-00000007").symlink_to("/nowhere")
+    (checkpoints / f"step-00000004.{'0' * 16}.partial").mkdir()
+    (folder / "result.json.partial").mkdir()
+    (folder / f"result.json.{'0' * 16}.partial").write_text("of a launch that was killed")
+    run = train(run_dir=folder, resume=True)
+    assert torch.equal(run.parameters, train().parameters)
+    assert {path.name for path in checkpoints.iterdir()} - {"step-00000007"} == {
+        *("mine.partial", "yours.partial", "step-00000006", "step-00000009")
+    }
+    assert not list(folder.glob("result.json.0*"))

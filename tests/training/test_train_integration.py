@@ -1,0 +1,315 @@
+"""train() on several real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import manyhands as mh
+import plain
+from manyhands.callbacks.base import Callback
+from manyhands.engines.local.engine import Local
+from manyhands.events import Event
+
+
+def cosine(optimizer: torch.optim.Optimizer, total: int) -> Any:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)
+
+
+def task(**fields: Any) -> mh.Task:
+    return plain.task(**{"epochs": 3, "schedule": cosine, **fields})
+
+
+def train(given: mh.Task, local: Local, workers: int = 4, **options: Any) -> mh.Run:
+    return mh.train(given, engine=local, workers=workers, threads_per_worker=1, **options)
+
+
+def apart(a: mh.Run, b: mh.Run) -> float:
+    return float((a.parameters - b.parameters).abs().max())
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
+def test_four_workers_equal_one(optimizer: str, local: Local) -> None:
+    """CASE 2: through train() with a cosine schedule and 39 rows in batches of 12; validation and test metrics too."""
+    given = task(
+        optimizer=plain.OPTIMIZERS[optimizer],
+        validation_data=plain.rows(17, seed=2),
+        test_data=plain.rows(5, seed=3),
+        clip_norm=0.5,
+    )
+    one, four = train(given, local, 1), train(given, local)
+    assert apart(one, four) < 1e-10
+    assert four.metrics == pytest.approx(one.metrics, abs=1e-10)
+    assert [row["loss"] for row in four.history] == pytest.approx([row["loss"] for row in one.history], abs=1e-10)
+    assert (four.steps, four.rows["total"], sum(four.rows["workers"])) == (12, 117, 117)
+    assert four.ledger
+
+
+@pytest.mark.parametrize(
+    "strategy", ["allreduce", "allreduce:overlap=true", "local-sgd:period=3", "local-sgd:period=end", "ensemble"]
+)
+def test_the_same_seed_gives_the_same_bits(strategy: str, local: Local) -> None:
+    given = task(model=Dropping, train_data=plain.rows(36), validation_data=plain.rows(17, seed=2))
+    a, b = (train(given, local, 3, strategy=strategy) for _ in range(2))
+    assert torch.equal(a.parameters, b.parameters)
+    assert a.metrics == b.metrics
+    assert a.rows["total"] == 108
+
+
+class Dropping(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
+        self.double()
+
+
+def test_dropout_draws_apart_on_each_rank(local: Local) -> None:
+    draws = mh.launch(draw, workers=2, engine=local)
+    assert draws[0] != draws[1]
+
+
+def draw() -> float:
+    from manyhands import rng
+
+    rng.seed_all(0, mh.worker().rank)
+    return float(torch.rand(()))
+
+
+def test_an_ensemble_has_n_models_and_averages_their_outputs(local: Local) -> None:
+    run = train(task(test_data=plain.rows(17, seed=2)), local, 3, strategy="ensemble")
+    assert len(run.models) == 3
+    x, y = plain.rows(17, seed=2)
+    outputs = [model(x) for model in run.models]
+    assert torch.allclose(run.model(x), torch.stack(outputs).mean(0))
+    assert not torch.allclose(outputs[0], outputs[1])
+    assert run.metrics["test_loss"] == pytest.approx(nn.functional.cross_entropy(run.model(x), y).item(), abs=1e-12)
+
+
+def test_streams_of_unequal_length_end_together(local: Local) -> None:
+    """CASE 18: shards of 0, 1, fewer than a batch and many rows; every row once, no hang."""
+    for strategy in ("allreduce", "local-sgd:period=4", "ensemble"):
+        run = train(
+            task(train_data=Sharded([0, 1, 5, 70]), schedule=None, epochs=2, batch_size=8), local, strategy=strategy
+        )
+        assert run.rows["total"] == 2 * 76, strategy
+        assert sorted(run.rows["workers"]) == [0, 2, 10, 140]
+
+
+def test_ten_shards_on_two_workers(local: Local) -> None:
+    """CASE 18: one of 5,120 rows, eight of 6,144, one of 5,728; five shards a worker, of unequal sums."""
+    lengths = [5120, *[6144] * 8, 5728]
+    for strategy in ("allreduce", "local-sgd:period=8"):
+        given = task(train_data=Counting(lengths), schedule=None, epochs=1, batch_size=512)
+        run = train(given, local, 2, strategy=strategy)
+        assert run.rows == {"total": 60_000, "workers": [sum(lengths[::2]), sum(lengths[1::2])], "unused": 0}
+
+
+class Counting(torch.utils.data.IterableDataset):
+    """Shards of rows, each the same row: only how many there are matters."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths, self.num_shards = lengths, len(lengths)
+
+    def shard(self, num_shards: int, index: int) -> Counting:
+        return Counting(self.lengths[index::num_shards])
+
+    def __iter__(self) -> Any:
+        row = (torch.ones(5, dtype=torch.float64), torch.tensor(1))
+        return (row for length in self.lengths for _ in range(length))
+
+
+class Sharded(torch.utils.data.IterableDataset):
+    def __init__(self, lengths: list[int], mine: int | None = None) -> None:
+        self.lengths, self.mine, self.num_shards = lengths, mine, len(lengths)
+
+    def shard(self, num_shards: int, index: int) -> Sharded:
+        return Sharded(self.lengths, index)
+
+    def __iter__(self) -> Any:
+        x, y = plain.rows(self.lengths[self.mine], seed=self.mine) if self.lengths[self.mine] else ([], [])
+        return iter(list(zip(x, y, strict=True)))
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "local-sgd:period=3", "local-sgd:period=end"])
+def test_interrupted_and_resumed_is_uninterrupted(strategy: str, local: Local, tmp_path: Path) -> None:
+    """CASE 19: on two workers, with dropout and batch-norm."""
+    given = task(model=Dropping, train_data=plain.rows(36), epochs=5, validation_data=plain.rows(5))
+    options: dict[str, Any] = {"strategy": strategy, "workers": 2, "keep": "best:validation_loss"}
+    whole = train(given, local, **options)
+    part = train(given, local, run_dir=tmp_path / "run", callbacks=[StopAfter(2)], **options)
+    assert part.info["stopped"] == "callback"
+    assert part.steps < whole.steps
+    (tmp_path / "run" / "result.json").unlink()
+    resumed = train(given, local, run_dir=tmp_path / "run", resume=True, **options)
+    assert torch.equal(resumed.parameters, whole.parameters)
+    assert resumed.metrics == whole.metrics
+    assert resumed.rows == whole.rows
+
+
+class StopAfter(Callback):
+    def __init__(self, epochs: int) -> None:
+        self.left = epochs
+
+    def on_epoch(self, event: Event) -> str | None:
+        self.left -= 1
+        return "stop" if self.left == 0 else None
+
+
+def test_another_number_of_workers_goes_on_from_the_same_parameters(local: Local, tmp_path: Path) -> None:
+    whole = train(task(epochs=4, schedule=None), local, 1)
+    train(task(epochs=2, schedule=None), local, 2, run_dir=tmp_path / "run")
+    resumed = train(task(epochs=4, schedule=None), local, 3, run_dir=tmp_path / "run", resume=True)
+    assert apart(whole, resumed) < 1e-10
+    assert resumed.rows["total"] == whole.rows["total"]
+
+
+def test_a_stop_is_obeyed_at_the_same_step_by_all(local: Local) -> None:
+    """A worker that stopped alone would leave the others waiting in their next exchange."""
+    for strategy in ("allreduce", "local-sgd:period=4", "local-sgd:period=16", "local-sgd:period=end", "ensemble"):
+        run = train(task(epochs=10**5, schedule=None), local, 2, strategy=strategy, max_seconds=0.3, timeout_s=20)
+        assert run.info["stopped"] == "max_seconds"
+        assert run.seconds < 5
+
+
+def test_an_ensembles_best_is_each_members_own(local: Local, tmp_path: Path) -> None:
+    data = plain.rows(36)
+    given = task(model=Dropping, train_data=data, validation_data=(data[0], (data[1] + 1) % 3), epochs=6, schedule=None)
+    options: dict[str, Any] = {"strategy": "ensemble", "keep": "best:validation_loss", "workers": 2}
+    run = train(given, local, **options)
+    loss = nn.functional.cross_entropy(run.model(data[0]), (data[1] + 1) % 3).item()
+    assert run.metrics["validation_loss"] == pytest.approx(loss, abs=1e-12)
+    train(given.with_fields(epochs=3), local, run_dir=tmp_path / "run", **options)
+    resumed = train(given, local, run_dir=tmp_path / "run", resume=True, **options)
+    assert torch.equal(resumed.parameters, run.parameters)
+    assert resumed.metrics == run.metrics
+
+
+def test_a_workers_exception_is_what_the_user_sees(local: Local) -> None:
+    """CASE 21"""
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        if mh.worker().rank == 1:
+            raise RuntimeError("the seventh row is odd")
+        return plain.cross_entropy(model, batch)
+
+    with pytest.raises(
+        mh.WorkerFailed, match="(?s)worker 1 .* in phase compute at step 0.*the seventh row is odd"
+    ) as caught:
+        train(task(loss=loss), local, 2)
+    assert "in loss" in caught.value.detail
+
+
+def test_bad_input_found_on_workers_is_bad_input(local: Local) -> None:
+    with pytest.raises(mh.BadInput, match="the loss must be one number"):
+        train(task(loss=lambda model, batch: model(batch[0])), local, 2)
+
+
+def test_nan_of_one_worker_is_seen_by_all_alike(local: Local) -> None:
+    x, y = plain.rows(39)
+    x[3] = float("nan")
+    given = task(train_data=(x, y), shuffle=False, epochs=1)
+    with pytest.raises(mh.ManyhandsError, match="gradient of step 0 is not finite"):
+        train(given, local, 3)
+    run = train(given, local, 3, nonfinite="skip")
+    assert (run.steps, run.rows["unused"]) == (3, 12)
+
+
+def test_a_dead_worker_ends_the_run(local: Local) -> None:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        if mh.worker().rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain.cross_entropy(model, batch)
+
+    start = time.monotonic()
+    with pytest.raises(mh.WorkerFailed, match="worker 1 .*SIGKILL.*in phase compute at step 0"):
+        train(task(loss=loss), local, 2)
+    assert time.monotonic() - start < 5
+
+
+def test_loader_workers_and_a_dataloaders_own_batch_size(local: Local) -> None:
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(*plain.rows(39)), batch_size=12, shuffle=True, num_workers=1
+    )
+    given = task(train_data=loader, batch_size=None)
+    one, three = train(given, local, 1), train(given, local, 3)
+    assert apart(one, three) < 1e-10
+    assert one.info["batch_size"] == 12
+
+
+PREEMPTED = """
+import sys, manyhands as mh, plain
+from test_train_integration import task
+run = mh.train(task(epochs=10**6, schedule=None), workers=2, run_dir=sys.argv[1], checkpoint_every=1000000, resume=True)
+"""
+
+
+def test_sigterm_checkpoints_and_can_be_resumed(tmp_path: Path, local: Local) -> None:
+    """Exit code 75 is the command's; the library raises Preempted."""
+    folder = tmp_path / "run"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", PREEMPTED, str(folder)], env=environment, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while not ((folder / "events.jsonl").exists() and '"type":"step"' in (folder / "events.jsonl").read_text()):
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=30)
+    assert "Preempted" in error
+    assert "resume" in error
+    saved = sorted((folder / "checkpoints").iterdir())[-1]
+    tick = json.loads((saved / "manifest.json").read_text())["tick"]
+    resumed = train(task(epochs=10**6, schedule=None, max_steps=tick + 5), local, 2, run_dir=folder, resume=True)
+    whole = train(task(epochs=10**6, schedule=None, max_steps=tick + 5), local, 2)
+    assert torch.equal(resumed.parameters, whole.parameters)
+
+
+KILLED = """
+import os, signal, sys
+import manyhands as mh, plain
+from manyhands import checkpoint
+from test_train_integration import task
+
+class KillingTheDriver:
+    # A loss that has worker 0 kill the driver when the second checkpoint has its name.
+    def __init__(self):
+        self.driver, self.patched = os.getpid(), False
+
+    def __call__(self, model, batch):
+        if not self.patched and mh.worker().rank == 0:
+            finish, self.patched = checkpoint._finish, True
+            def killing(partial, final, *rest):
+                finish(partial, final, *rest)
+                if final.name == "step-00000004":
+                    os.kill(self.driver, signal.SIGKILL)
+            checkpoint._finish = killing
+        return plain.cross_entropy(model, batch)
+
+mh.train(task(schedule=None, loss=KillingTheDriver()), workers=2, run_dir=sys.argv[1], checkpoint_every=2)
+"""
+
+
+def test_a_killed_driver_leaves_no_hole_in_the_events(tmp_path: Path, local: Local) -> None:
+    """Its lock is gone with it, too."""
+    folder = tmp_path / "run"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", KILLED, str(folder)], env=environment, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    resumed = train(task(schedule=None), local, 2, run_dir=folder, resume=True)
+    whole = train(task(schedule=None), local, 2)
+    assert torch.equal(resumed.parameters, whole.parameters)
+    assert [(row["tick"], row["loss"]) for row in resumed.history] == [
+        (row["tick"], row["loss"]) for row in whole.history
+    ]
+    assert resumed.info["warnings"] == []
