@@ -10,7 +10,7 @@ from slow_links_workers import Job, Model, task
 
 import manyhands as mh
 from manyhands.engines.sim.engine import Sim
-from manyhands.engines.sim.network import Network
+from manyhands.engines.sim.network import SimNetworkSpec
 from manyhands.engines.sim.profile import Profile
 from manyhands.errors import BadInput
 from manyhands.recording.history import PARTS
@@ -29,7 +29,7 @@ def predictions(model: Model, jobs: list[Job], workers: int, bits_per_s: float) 
     return [{"name": job.name, **_predicted(model, job, workers, profile, network)} for job in jobs]
 
 
-def _predicted(model: Model, job: Job, workers: int, profile: Profile, network: Network) -> dict[str, Any]:
+def _predicted(model: Model, job: Job, workers: int, profile: Profile, network: SimNetworkSpec) -> dict[str, Any]:
     begun, engine = time.monotonic(), Sim(network=network, compute=profile.compute)
     try:
         run = mh.train(

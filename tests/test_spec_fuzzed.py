@@ -15,11 +15,11 @@ from manyhands.engines import engine_of
 from manyhands.engines.hosts.network import ports_of
 from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.faults import Faults
-from manyhands.engines.sim.network import Network
+from manyhands.engines.sim.network import SimNetworkSpec
 from manyhands.errors import BadInput
 from manyhands.evidence.compare.metric import target_of
 from manyhands.strategies import spec_of, strategy_of
-from manyhands.training.best_model import Keep
+from manyhands.training.best_model import BestModel
 from manyhands.transport.address import format_address, parse_address
 
 NINES = "9" * 4400  # more digits than `int` reads
@@ -89,9 +89,12 @@ FORMATS: dict[str, tuple[Callable[[str], Any], Callable[[Damage], str]]] = {
             damage, "row", "step", "jitter", "lease", "3", "8-15", "0-999999999", "²", NINES, "topk"
         ),
     ),
-    "network": (same(Network), lambda damage: written(damage, *(field.name for field in fields(Network)))),
+    "network": (
+        same(SimNetworkSpec),
+        lambda damage: written(damage, *(field.name for field in fields(SimNetworkSpec))),
+    ),
     "target": (target_of, lambda damage: damage.of_text(["test_accuracy=", "test_loss<=", *VALUES])),
-    "keep": (Keep.parse, lambda damage: damage.of_text(["best:", "max:", "loss", "last", *VALUES])),
+    "keep": (BestModel.parse, lambda damage: damage.of_text(["best:", "max:", "loss", "last", *VALUES])),
     "ports": (ports_of, lambda damage: damage.of_text(["7000", "-", "7100", *VALUES])),
     "roles": (
         lambda text: cast_of(text, None, None, None, "local"),

@@ -14,11 +14,11 @@ import manyhands as mh
 import plain
 from manyhands.replica.replica import Replica
 from manyhands.worker import Worker
-from manyhands.worker_callback import Companion, Companions
+from manyhands.worker_callback import WorkerCallback, WorkerCallbackFactory
 
 
 @dataclass
-class Said(Companions):
+class Said(WorkerCallbackFactory):
     """Notes of all workers, which share a process here; `stop`: (method, epoch or tick) at which worker 0 ends the run."""
 
     stop: tuple[str, int] = ("", 0)
@@ -31,14 +31,14 @@ class Said(Companions):
         if not one_model:
             raise mh.Unsupported("many models")
 
-    def join(self, worker: Worker, replica: Replica) -> Companion | None:
+    def join(self, worker: Worker, replica: Replica) -> WorkerCallback | None:
         return Noted(self, worker, replica)
 
     def hear(self, said: Any) -> None:
         self.heard.append(said)
 
 
-class Noted(Companion):
+class Noted(WorkerCallback):
     def __init__(self, said: Said, worker: Worker, replica: Replica) -> None:
         self.said, self.worker, self.replica, self.ticks = said, worker, replica, 0
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from manyhands.errors import BadInput, UnknownName, is_whole
-from manyhands.worker_callback import Companions
+from manyhands.worker_callback import WorkerCallbackFactory
 
 PRECISIONS = ("float32", "bf16-mixed")
 Measure = Tensor | tuple[Tensor, Any]  # a mean over the batch, or (mean, weight)
@@ -78,7 +78,7 @@ class Task:
     """False: rows in their own order, every epoch."""
     collate: Callable[[list[Any]], Any] | None = None
     """[row, …] -> batch. Default: torch's default_collate."""
-    companion: Companions | None = None
+    companion: WorkerCallbackFactory | None = None
     """Code of its own beside the loop on the workers (`mh.keras.task` gives its callbacks so); `callbacks` of train() run on the driver."""
     name: str = "task"
     """How the summary calls it."""

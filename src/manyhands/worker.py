@@ -17,7 +17,7 @@ from manyhands.events import Event
 from manyhands.server.base import Server
 
 
-class Coordinator(ABC):
+class DriverClient(ABC):
     """A worker's line to the driver. Only the worker's main thread calls it; only `ask` and `lease` wait."""
 
     @abstractmethod
@@ -56,7 +56,7 @@ class Coordinator(ABC):
         """The reason why the driver wants the run to stop ("preempted", "callback", …), or "" """
 
 
-class Alone(Coordinator):
+class Alone(DriverClient):
     """No driver: for tests, and for scripts outside a run."""
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Worker:
     group: Group = field(default_factory=SoloGroup)
     server: Server | None = None
     clock: Callable[[], float] = time.perf_counter
-    coordinator: Coordinator = field(default_factory=Alone)
+    driver: DriverClient = field(default_factory=Alone)
     threads: int = 1
     local_rank: int = 0
     address: str = "127.0.0.1"  # of this host, at which all other workers reach what listens here
@@ -105,11 +105,11 @@ class Worker:
 
     def emit(self, type: str, *, tick: int = 0, step: int = 0, **values: Any) -> None:
         """Send an event of this worker to the driver."""
-        self.coordinator.emit(self._event(type, tick, step, values))
+        self.driver.emit(self._event(type, tick, step, values))
 
     def ask(self, type: str, *, tick: int = 0, step: int = 0, **values: Any) -> dict[str, Any]:
         """Send an event of this worker to the driver and wait for its answer."""
-        return self.coordinator.ask(self._event(type, tick, step, values))
+        return self.driver.ask(self._event(type, tick, step, values))
 
     def _event(self, type: str, tick: int, step: int, values: dict[str, Any]) -> Event:
         return Event(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from manyhands.worker import Worker
 
 
-class Companion(ABC):
+class WorkerCallback(ABC):
     """What goes along with one worker. All workers call each method together, in this order; `ticked` each for itself."""
 
     @abstractmethod
@@ -41,11 +41,11 @@ class Companion(ABC):
     def end(self) -> Any:
         """The model holds the answer, in evaluation mode; what worker 0 leaves in it is the answer. Not called when preempted.
 
-        Returns what JSON holds; `Companions.hear` gets worker 0's.
+        Returns what JSON holds; `WorkerCallbackFactory.hear` gets worker 0's.
         """
 
 
-class Companions(ABC):
+class WorkerCallbackFactory(ABC):
     """A task's: makes each worker its companion. Goes to the workers as the task's functions do."""
 
     @abstractmethod
@@ -53,7 +53,7 @@ class Companions(ABC):
         """On the driver, before anything starts. one_model: whether the strategy has one answer. Raises Unsupported."""
 
     @abstractmethod
-    def join(self, worker: Worker, replica: Replica) -> Companion | None:
+    def join(self, worker: Worker, replica: Replica) -> WorkerCallback | None:
         """On every worker, when replicas agree, before a checkpoint is read. None: nobody goes along."""
 
     @abstractmethod

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from manyhands.comm.background import Background
-from manyhands.comm.group import Total
+from manyhands.comm.group import MeanResult
 from manyhands.errors import ManyhandsError
 
 
@@ -15,7 +15,7 @@ def test_what_is_started_is_done_in_order_and_beside_the_caller():
     def work(number):
         gate.wait(10)
         seen.append((number, threading.current_thread().name))
-        return Total(float(number), 0)
+        return MeanResult(float(number), 0)
 
     handles = [background.start(lambda number=number: work(number)) for number in range(3)]
     assert background.busy
@@ -29,7 +29,7 @@ def test_what_is_started_is_done_in_order_and_beside_the_caller():
 
 def test_draining_waits_for_what_is_under_way():
     background, gate = Background("test"), threading.Event()
-    handle = background.start(lambda: Total(0.0, int(gate.wait(10))))
+    handle = background.start(lambda: MeanResult(0.0, int(gate.wait(10))))
     threading.Timer(0.05, gate.set).start()
     background.drain()
     assert handle.over
@@ -43,19 +43,19 @@ def test_an_error_is_its_handles_and_the_thread_goes_on():
     def fails():
         raise ManyhandsError("no")
 
-    failed, good = background.start(fails), background.start(lambda: Total(1.0, 2))
+    failed, good = background.start(fails), background.start(lambda: MeanResult(1.0, 2))
     background.drain()
     for _ in range(2):
         with pytest.raises(ManyhandsError, match="no"):
             failed.wait()
-    assert good.wait() == good.wait() == Total(1.0, 2)
+    assert good.wait() == good.wait() == MeanResult(1.0, 2)
     assert background.close(10)
 
 
 def test_closing_one_that_never_began_and_one_that_hangs():
     assert Background("test").close(0)
     background, gate = Background("test"), threading.Event()
-    background.start(lambda: Total(0.0, int(gate.wait(10))))
+    background.start(lambda: MeanResult(0.0, int(gate.wait(10))))
     assert not background.close(0.01)
     gate.set()
     assert background.close(10)

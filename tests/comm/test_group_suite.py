@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from manyhands.comm.group import Done, Total
+from manyhands.comm.group import Done, MeanResult
 from manyhands.comm.solo import SoloGroup
 from manyhands.testing.group_suite import GROUP_EXAM, ExamFailed
 
@@ -17,7 +17,7 @@ class _Scales(SoloGroup):
 class _ForgetsBits(SoloGroup):
     def start_mean_(self, tensor, weight=1.0, bits=0, lost=None):
         super().start_mean_(tensor, weight, bits, lost)
-        return Done(Total(weight, bits & (1 << 64) - 1))
+        return Done(MeanResult(weight, bits & (1 << 64) - 1))
 
 
 class _Aliases(SoloGroup):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from manyhands.comm.group import Total
+from manyhands.comm.group import MeanResult
 from manyhands.comm.solo import SoloGroup
 from manyhands.testing.group_suite import GROUP_EXAM
 
@@ -15,7 +15,7 @@ def test_exam(check):
 
 def test_total_weight_zero_is_legal():
     tensor = torch.tensor([float("nan"), 1.0])
-    assert SoloGroup().mean_(tensor, 0.0, 3) == Total(0.0, 3)
+    assert SoloGroup().mean_(tensor, 0.0, 3) == MeanResult(0.0, 3)
     assert tensor[0].isnan()
     assert tensor[1] == 1
 

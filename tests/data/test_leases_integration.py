@@ -9,7 +9,7 @@ import pytest
 from typing_extensions import override
 
 from manyhands.data.leases import End, Lease, Segment
-from manyhands.engines.base import Launch, Observer
+from manyhands.engines.base import LaunchSpec, Observer
 from manyhands.engines.local.engine import Local
 from manyhands.events import Event
 from manyhands.worker import Worker
@@ -45,7 +45,7 @@ class Stopping(Observer):
 def leased(worker: Worker, of: Segment) -> tuple[list[Lease], End]:
     """All that this worker gets of a segment."""
     leases = []
-    while isinstance(answer := worker.coordinator.lease(of), Lease):
+    while isinstance(answer := worker.driver.lease(of), Lease):
         leases.append(answer)
         worker.emit("step", step=len(leases))
     return leases, answer
@@ -57,7 +57,7 @@ def test_every_slice_is_leased_exactly_once_in_each_epoch(local: Local, workers:
 
     def program(worker: Worker) -> list[tuple[list[Lease], End]]:
         if worker.rank == 0 and worker.size > 1:
-            worker.coordinator.lease(segment())
+            worker.driver.lease(segment())
             worker.group.barrier()
         else:
             worker.group.barrier()
@@ -67,7 +67,7 @@ def test_every_slice_is_leased_exactly_once_in_each_epoch(local: Local, workers:
             worker.group.barrier()
         return epochs
 
-    values = local.launch(program, Launch(workers=workers))
+    values = local.launch(program, LaunchSpec(workers=workers))
     for epoch in range(2):
         slices = [(lease.index, lease.part) for value in values for lease in value[epoch][0]]
         first = [(0, 0)] if epoch == 0 and workers > 1 else []
@@ -79,15 +79,15 @@ def test_every_slice_is_leased_exactly_once_in_each_epoch(local: Local, workers:
 def test_a_stop_in_the_middle_ends_everybodys_leases(local: Local, workers: int) -> None:
     def program(worker: Worker) -> tuple[int, End]:
         leases = []
-        while isinstance(answer := worker.coordinator.lease(segment(until=100_000)), Lease):
+        while isinstance(answer := worker.driver.lease(segment(until=100_000)), Lease):
             leases.append(answer)
             if len(leases) == 5:
                 worker.ask("step")  # the driver has heard of it
             time.sleep(0.002)  # a run of one worker asks ten times a second whether to stop
-        assert worker.coordinator.lease(segment(until=100_000)) == answer
+        assert worker.driver.lease(segment(until=100_000)) == answer
         return len(leases), answer
 
-    values = local.launch(program, Launch(workers=workers, observer=Stopping(after=workers)))
+    values = local.launch(program, LaunchSpec(workers=workers, observer=Stopping(after=workers)))
     assert {end.reason for _, end in values} == {"callback"}
     left = values[0][1].left
     assert sum(back - front for front, back in left) == 100_000 * PARTS - sum(count for count, _ in values)
@@ -98,7 +98,7 @@ def test_worker_0_trains_alone_first(local: Local) -> None:
         worker.group.barrier()  # the others ask, and wait, while worker 0 trains
         return leased(worker, segment(until=400, alone=1000))[0]
 
-    values = local.launch(program, Launch(workers=3))
+    values = local.launch(program, LaunchSpec(workers=3))
     slices = [(lease.index, lease.part) for leases in values for lease in leases]
     assert sorted(slices) == [(index, part) for index in range(400) for part in range(PARTS)]
     assert [lease.handed for lease in values[0][:1000]] == list(range(1000))
@@ -109,11 +109,11 @@ def test_whoever_waits_for_worker_0_hears_of_a_stop(local: Local) -> None:
         if worker.rank == 0:
             worker.group.barrier()
             worker.ask("step")
-            while not worker.coordinator.should_stop():
+            while not worker.driver.should_stop():
                 time.sleep(0.01)
         else:
             worker.group.barrier()
-        return worker.coordinator.lease(segment(alone=1000))
+        return worker.driver.lease(segment(alone=1000))
 
-    values = local.launch(program, Launch(workers=2, observer=Stopping(after=1)))
+    values = local.launch(program, LaunchSpec(workers=2, observer=Stopping(after=1)))
     assert [value.reason for value in values if isinstance(value, End)] == ["callback"] * 2

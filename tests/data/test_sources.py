@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from manyhands.data.feed import Feed
 from manyhands.data.readers.arrays import Columns
-from manyhands.data.readers.datasets import Rows
+from manyhands.data.readers.datasets import DatasetRows
 from manyhands.data.readers.streams import Stream
 from manyhands.data.source import Loading
 from manyhands.data.sources import Once, is_function, open_source
@@ -73,17 +73,17 @@ class OldStyle:
         ((X, X), Columns, 5),
         ({"x": X.numpy(), "y": [1, 2, 3, 4, 5]}, Columns, 5),
         (TensorDataset(X, X), Columns, 5),
-        (Squares(), Rows, 5),
-        ([(X, 0), (X, 1)], Rows, 2),
-        (range(9), Rows, 9),
+        (Squares(), DatasetRows, 5),
+        ([(X, 0), (X, 1)], DatasetRows, 2),
+        (range(9), DatasetRows, 9),
         (OldStyle(), Stream, None),
         ((i for i in range(3)), Stream, None),
         (lambda: (X, X), Columns, 5),
         (lambda: iter([1]), Stream, None),
-        (Squares, Rows, 5),
+        (Squares, DatasetRows, 5),
         (Numbers(), Stream, None),
         (Table(X), Columns, 5),
-        (Records([1, 2]), Rows, 2),
+        (Records([1, 2]), DatasetRows, 2),
     ],
 )
 def test_what_data_becomes(data, kind, rows):

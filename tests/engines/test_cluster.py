@@ -13,7 +13,7 @@ import pytest
 from manyhands.engines import cluster as module
 from manyhands.engines.base import Engine
 from manyhands.engines.cluster import NAMES, Cluster, Member, met, variables
-from manyhands.engines.nested import Inside
+from manyhands.engines.nested import Nested
 from manyhands.engines.roles import ROLES, Roles
 from manyhands.engines.sim.engine import Sim
 from manyhands.engines.torchrun.engine import Torchrun
@@ -171,7 +171,7 @@ def test_the_environment_is_the_callers_again(monkeypatch: pytest.MonkeyPatch) -
         assert [name for name in NAMES if name in os.environ] == ["TF_CONFIG"]
 
 
-@pytest.mark.parametrize("engine", [Sim(), Torchrun(), Inside(worker=Worker())])
+@pytest.mark.parametrize("engine", [Sim(), Torchrun(), Nested(worker=Worker())])
 def test_engines_that_start_no_process(engine: Engine) -> None:
     with pytest.raises(Unsupported, match=f"engine {engine.name} starts no processes.*local, hosts, spark"):
         engine.run(print, workers=1)

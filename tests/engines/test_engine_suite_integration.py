@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from manyhands.engines.base import Engine, Launch, Observer
+from manyhands.engines.base import Engine, LaunchSpec, Observer
 from manyhands.engines.local.engine import Local
 from manyhands.errors import ManyhandsError, Unsupported, WorkerFailed
 from manyhands.testing import engine_suite
@@ -37,17 +37,17 @@ class _Broken(Engine):
     name: ClassVar[str] = "broken"
     whole: ClassVar[Local] = Local()
 
-    def launch(self, program: Callable[[Worker], Any], plan: Launch) -> list[Any]:
+    def launch(self, program: Callable[[Worker], Any], plan: LaunchSpec) -> list[Any]:
         return self.whole.launch(program, plan)
 
 
 class _Backwards(_Broken):
-    def launch(self, program: Callable[[Worker], Any], plan: Launch) -> list[Any]:
+    def launch(self, program: Callable[[Worker], Any], plan: LaunchSpec) -> list[Any]:
         return [program(Worker(rank=rank, size=plan.workers)) for rank in reversed(range(plan.workers))]
 
 
 class _WithoutThreads(_Broken):
-    def launch(self, program: Callable[[Worker], Any], plan: Launch) -> list[Any]:
+    def launch(self, program: Callable[[Worker], Any], plan: LaunchSpec) -> list[Any]:
         worker = Worker(threads=3)
         set_current(worker)
         try:
@@ -57,14 +57,14 @@ class _WithoutThreads(_Broken):
 
 
 class _StaysCurrent(_Broken):
-    def launch(self, program: Callable[[Worker], Any], plan: Launch) -> list[Any]:
+    def launch(self, program: Callable[[Worker], Any], plan: LaunchSpec) -> list[Any]:
         values = super().launch(program, plan)
         set_current(Worker())
         return values
 
 
 class _WrongGroup(_Broken):
-    def launch(self, program: Callable[[Worker], Any], plan: Launch) -> list[Any]:
+    def launch(self, program: Callable[[Worker], Any], plan: LaunchSpec) -> list[Any]:
         def forgets(worker: Worker) -> Any:
             worker.group.broadcast_ = lambda tensor, source: tensor.zero_()  # type: ignore[method-assign]
             return program(worker)
@@ -73,7 +73,7 @@ class _WrongGroup(_Broken):
 
 
 class _Swallows(_Broken):
-    def launch(self, program: Callable[[Worker], Any], plan: Launch) -> list[Any]:
+    def launch(self, program: Callable[[Worker], Any], plan: LaunchSpec) -> list[Any]:
         try:
             return super().launch(program, plan)
         except ManyhandsError:
@@ -81,7 +81,7 @@ class _Swallows(_Broken):
 
 
 class _Anonymous(_Broken):
-    def launch(self, program: Callable[[Worker], Any], plan: Launch) -> list[Any]:
+    def launch(self, program: Callable[[Worker], Any], plan: LaunchSpec) -> list[Any]:
         try:
             return super().launch(program, plan)
         except WorkerFailed as error:
@@ -90,7 +90,7 @@ class _Anonymous(_Broken):
 
 
 class _Deaf(_Broken):
-    def launch(self, program: Callable[[Worker], Any], plan: Launch) -> list[Any]:
+    def launch(self, program: Callable[[Worker], Any], plan: LaunchSpec) -> list[Any]:
         class Late(Observer):
             heard: ClassVar[list[Any]] = []
 
@@ -100,23 +100,23 @@ class _Deaf(_Broken):
             def answer(self, event: Any) -> dict[str, Any]:
                 return plan.observer.answer(event)
 
-        values = super().launch(program, Launch(workers=plan.workers, threads_per_worker=1, observer=Late()))
+        values = super().launch(program, LaunchSpec(workers=plan.workers, threads_per_worker=1, observer=Late()))
         for event in Late.heard:
             plan.observer.event(event)
         return values
 
 
 class _NeverStops(_Broken):
-    def launch(self, program: Callable[[Worker], Any], plan: Launch) -> list[Any]:
+    def launch(self, program: Callable[[Worker], Any], plan: LaunchSpec) -> list[Any]:
         class Content(Observer):
             def event(self, event: Any) -> None:
                 plan.observer.event(event)
 
-        return super().launch(program, Launch(workers=plan.workers, threads_per_worker=1, observer=Content()))
+        return super().launch(program, LaunchSpec(workers=plan.workers, threads_per_worker=1, observer=Content()))
 
 
 class _OtherThread(_Broken):
-    def launch(self, program: Callable[[Worker], Any], plan: Launch) -> list[Any]:
+    def launch(self, program: Callable[[Worker], Any], plan: LaunchSpec) -> list[Any]:
         values: list[Any] = []
         thread = threading.Thread(target=lambda: values.extend(Local().launch(program, plan)))
         thread.start()
@@ -127,7 +127,7 @@ class _OtherThread(_Broken):
 class _Leaky(_Broken):
     left: ClassVar[list[Any]] = []
 
-    def launch(self, program: Callable[[Worker], Any], plan: Launch) -> list[Any]:
+    def launch(self, program: Callable[[Worker], Any], plan: LaunchSpec) -> list[Any]:
         self.left.append(self.leak())
         return super().launch(program, plan)
 

@@ -10,15 +10,15 @@ from typing_extensions import override
 
 from manyhands.comm.group import Group
 from manyhands.data.leases import End, Lease, Segment
-from manyhands.engines.base import Launch, Observer
+from manyhands.engines.base import LaunchSpec, Observer
 from manyhands.engines.driver.run_monitor import USER
 from manyhands.engines.in_process import InProcess
-from manyhands.engines.nested import Gathering, Inside
+from manyhands.engines.nested import Gathering, Nested
 from manyhands.errors import BadInput, Unsupported
 from manyhands.events import Event
 from manyhands.server.base import ServerSpec
 from manyhands.testing.threads import together
-from manyhands.worker import Alone, Coordinator, Worker
+from manyhands.worker import Alone, DriverClient, Worker
 
 
 class Listening(Observer):
@@ -36,7 +36,7 @@ class Listening(Observer):
         return self.reason
 
 
-class Outer(Coordinator):
+class Outer(DriverClient):
     """The launcher's line."""
 
     def __init__(self, reason: str = "") -> None:
@@ -69,7 +69,7 @@ class Outer(Coordinator):
 
 
 def inside(worker: Worker, program: Any, **plan: Any) -> list[Any]:
-    return Inside(worker=worker).launch(program, Launch(**{"workers": worker.size, **plan}))
+    return Nested(worker=worker).launch(program, LaunchSpec(**{"workers": worker.size, **plan}))
 
 
 def test_each_rank_gets_its_own_value_in_its_place() -> None:
@@ -88,11 +88,11 @@ def test_events_of_all_ranks_reach_the_first_at_collect() -> None:
             for step in (1, 2):
                 inner.emit("step", step=step)
                 heard.append(list(observer.events))
-                inner.coordinator.collect(inner.group)
+                inner.driver.collect(inner.group)
                 heard.append(list(observer.events))
             return heard
 
-        worker.coordinator = Outer()
+        worker.driver = Outer()
         return inside(worker, run, observer=observer)[worker.rank]  # type: ignore[no-any-return]
 
     first, second = together(2, program)
@@ -144,7 +144,7 @@ def test_what_the_observer_raises_is_known_as_its_own() -> None:
 def test_the_launcher_hears_of_progress_and_of_the_end() -> None:
     """After the run it is the user's own code again, which may take as long as it likes."""
     outer = Outer()
-    inside(Worker(coordinator=outer), lambda inner: inner.coordinator.progress("compute", 7))
+    inside(Worker(driver=outer), lambda inner: inner.driver.progress("compute", 7))
     assert outer.places == [("compute", 7), (USER, 7)]
 
 
@@ -155,11 +155,11 @@ def test_after_an_error_the_launcher_knows_where_unless_the_script_may_go_on(
     outer = Outer()
 
     def program(inner: Worker) -> None:
-        inner.coordinator.progress("compute", 7)
+        inner.driver.progress("compute", 7)
         raise error
 
     with pytest.raises(type(error)) as raised:
-        inside(Worker(coordinator=outer), program)
+        inside(Worker(driver=outer), program)
     assert raised.value is error
     assert outer.places[-1] == left
 

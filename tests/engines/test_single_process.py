@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from manyhands.engines import single_process
-from manyhands.engines.base import Launch
+from manyhands.engines.base import LaunchSpec
 from manyhands.engines.local.engine import Local
 from manyhands.errors import BadInput, PeerLost, WorkerFailed
 from manyhands.worker import Worker, current
@@ -22,13 +22,13 @@ def test_one_worker_runs_right_here() -> None:
         assert (worker.rank, worker.size, worker.group.size) == (0, 1, 1)
         return os.getpid(), threading.get_ident(), lock
 
-    assert Local().launch(program, Launch(workers=1)) == [(os.getpid(), threading.get_ident(), lock)]
+    assert Local().launch(program, LaunchSpec(workers=1)) == [(os.getpid(), threading.get_ident(), lock)]
     assert current() is None
 
 
 def test_threads_hold_for_the_run() -> None:
     before = torch.get_num_threads()
-    plan = Launch(workers=1, threads_per_worker=before + 1)
+    plan = LaunchSpec(workers=1, threads_per_worker=before + 1)
     assert Local().launch(lambda worker: torch.get_num_threads(), plan) == [before + 1]
     assert torch.get_num_threads() == before
 
@@ -39,7 +39,7 @@ def test_the_callers_number_of_threads_stays(count: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
-        got = Local().launch(lambda worker: (torch.get_num_threads(), worker.threads), Launch(workers=1))
+        got = Local().launch(lambda worker: (torch.get_num_threads(), worker.threads), LaunchSpec(workers=1))
         assert got == [(count, count)]
         assert torch.get_num_threads() == count
     finally:
@@ -55,11 +55,11 @@ def test_one_rank_of_a_host_keeps_its_threads_and_several_share_the_cores(monkey
 
 def test_an_exception_is_worker_failed_with_its_cause() -> None:
     def program(worker: Worker) -> None:
-        worker.coordinator.progress("compute", 9)
+        worker.driver.progress("compute", 9)
         raise KeyError("weights")
 
     with pytest.raises(WorkerFailed, match="failed in phase compute at step 9: KeyError: 'weights'") as caught:
-        Local().launch(program, Launch(workers=1))
+        Local().launch(program, LaunchSpec(workers=1))
     assert isinstance(caught.value.__cause__, KeyError)
     assert (caught.value.rank, caught.value.error) == (0, "KeyError")
     assert current() is None
@@ -71,10 +71,10 @@ def test_other_ends_pass(error: BaseException) -> None:
         raise error
 
     with pytest.raises(type(error)) as caught:
-        Local().launch(program, Launch(workers=1))
+        Local().launch(program, LaunchSpec(workers=1))
     assert caught.value is error
 
 
 def test_sys_exit_passes() -> None:
     with pytest.raises(SystemExit):
-        Local().launch(lambda worker: sys.exit(3), Launch(workers=1))
+        Local().launch(lambda worker: sys.exit(3), LaunchSpec(workers=1))

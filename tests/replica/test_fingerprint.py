@@ -205,7 +205,7 @@ def drifted(shift: float, **facts: Any) -> list[Any]:
 
     def program(group: Any) -> Any:
         line = Hearing()
-        worker = worker_of(group, coordinator=line)
+        worker = worker_of(group, driver=line)
         parameters = torch.linspace(1, 2, 50) * (1 + shift * group.rank)
         try:
             fingerprint.compare_replicas(worker, parameters, {"rate": facts.get("rates", [0.1, 0.1])[group.rank]}, 7)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from manyhands.errors import ManyhandsError
-from manyhands.server.published import Published, Window, make_outbox, map_outbox
+from manyhands.server.published import BufferReader, VersionedBuffer, make_outbox, map_outbox
 from manyhands.transport.frame import FrameError
 
 N = 5000
@@ -17,7 +17,7 @@ N = 5000
 
 @pytest.fixture
 def published():
-    made = Published(N, torch.float32, readers=2)
+    made = VersionedBuffer(N, torch.float32, readers=2)
     yield made
     made.close()
 
@@ -50,7 +50,7 @@ def test_every_reader_may_hold_another_version_and_there_is_still_room(published
 
 
 def test_a_window_shows_what_is_written_and_cannot_change_it(published):
-    window = Window(published.fd, published.slots, published.stride, N, torch.float32)
+    window = BufferReader(published.fd, published.slots, published.stride, N, torch.float32)
     published.buffers[1].fill_(3.0)
     assert window.slot(1).eq(3.0).all()
     published.buffers[1].fill_(4.0)
@@ -82,10 +82,10 @@ def test_an_outbox_is_written_and_read_by_both(published):
 
 def test_a_worker_refuses_memory_that_is_not_what_was_announced(published):
     with pytest.raises(FrameError, match="expected .* bytes of memory"):
-        Window(published.fd, published.slots + 1, published.stride, N, torch.float32)
+        BufferReader(published.fd, published.slots + 1, published.stride, N, torch.float32)
     for slots, stride in [(published.slots, 4096), (0, published.stride), (-2, -published.stride), (1 << 62, 1)]:
         with pytest.raises(FrameError, match="expected slots of"):
-            Window(published.fd, slots, stride, N, torch.float32)
+            BufferReader(published.fd, slots, stride, N, torch.float32)
     unsealed = os.memfd_create("unsealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(unsealed, 1 << 20)
     with pytest.raises(FrameError, match="sealed"):
@@ -93,7 +93,7 @@ def test_a_worker_refuses_memory_that_is_not_what_was_announced(published):
     os.close(unsealed)
     with open("/proc/self/status") as other, pytest.raises(FrameError, match="another descriptor"):
         map_outbox(other.fileno(), N, torch.float32)
-    window = Window(published.fd, published.slots, published.stride, N, torch.float32)
+    window = BufferReader(published.fd, published.slots, published.stride, N, torch.float32)
     for slot in (-1, published.slots):
         with pytest.raises(FrameError, match="expected a slot"):
             window.slot(slot)
@@ -102,12 +102,12 @@ def test_a_worker_refuses_memory_that_is_not_what_was_announced(published):
 @pytest.mark.parametrize(("n", "readers"), [(1 << 62, 1), (1 << 37, 1000)])
 def test_a_center_that_no_process_can_map_is_refused(n, readers):
     with pytest.raises(ManyhandsError, match="more shards"):
-        Published(n, torch.float32, readers)
+        VersionedBuffer(n, torch.float32, readers)
 
 
 def test_an_empty_shard_has_memory_too():
-    published = Published(0, torch.float32, readers=1)
-    window = Window(published.fd, published.slots, published.stride, 0, torch.float32)
+    published = VersionedBuffer(0, torch.float32, readers=1)
+    window = BufferReader(published.fd, published.slots, published.stride, 0, torch.float32)
     assert window.slot(published.pin(0, published.free(published.buffers[0]))).numel() == 0
     published.close()
 
@@ -115,8 +115,8 @@ def test_an_empty_shard_has_memory_too():
 def test_nothing_is_left_open():
     gc.collect()
     before = open_fds()
-    published = Published(N, torch.float32, readers=2)
-    window = Window(published.fd, published.slots, published.stride, N, torch.float32)
+    published = VersionedBuffer(N, torch.float32, readers=2)
+    window = BufferReader(published.fd, published.slots, published.stride, N, torch.float32)
     published.close()
     published.close()
     del published, window

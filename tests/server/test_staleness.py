@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from manyhands.server.staleness import Curvature, Watch, bearable, limit, quantile, watch
+from manyhands.server.staleness import Curvature, StalenessMonitor, bearable, limit, quantile, watch
 
 
 @pytest.mark.parametrize(("staleness", "expected"), list(enumerate([2, 1, 0.618034, 0.445042, 0.347296])))
@@ -198,7 +198,7 @@ def test_nothing_is_said_before_there_are_windows_nor_of_gradients_that_tell_not
 
 
 def warnings_of(
-    eye: Watch, curvatures: Tensor, gain: float, workers: int, window: int = 1, **options: float
+    eye: StalenessMonitor, curvatures: Tensor, gain: float, workers: int, window: int = 1, **options: float
 ) -> list[str]:
     """What `eye` says of worker 0, whose every push is workers - 1 versions late."""
     said, ticks = [], 0
@@ -222,14 +222,24 @@ def test_case_10_is_told_5_percent_above_the_limit_and_not_5_percent_below(worke
     """CASE 10: once, with the numbers; on a quadratic where the steepest direction is one of a hundred."""
     for noise in (0.0, 0.1):
         above = warnings_of(
-            Watch(rank=0, workers=workers), SPREAD, 1.05 * limit(workers - 1), workers, noise=noise, steps=600
+            StalenessMonitor(rank=0, workers=workers),
+            SPREAD,
+            1.05 * limit(workers - 1),
+            workers,
+            noise=noise,
+            steps=600,
         )
         assert len(above) == 1
         assert f"up to {workers - 1} versions late" in above[0]
         assert f"stays below {limit(workers - 1):.3g}; it is" in above[0]
         assert (
             warnings_of(
-                Watch(rank=0, workers=workers), SPREAD, 0.95 * limit(workers - 1), workers, noise=noise, steps=600
+                StalenessMonitor(rank=0, workers=workers),
+                SPREAD,
+                0.95 * limit(workers - 1),
+                workers,
+                noise=noise,
+                steps=600,
             )
             == []
         )
@@ -239,12 +249,12 @@ def test_case_10_is_told_5_percent_above_the_limit_and_not_5_percent_below(worke
 def test_it_does_not_cry_wolf(noise: float) -> None:
     for curvatures in (CASE_7, SPREAD, ALIKE):
         for seed in range(3):
-            eye = Watch(rank=0, workers=4)
+            eye = StalenessMonitor(rank=0, workers=4)
             assert warnings_of(eye, curvatures, 0.5 * limit(3), 4, noise=noise, seed=seed) == []
 
 
 def test_the_warning_says_what_to_do() -> None:
-    (said,) = warnings_of(Watch(rank=2, workers=4), ALIKE, 0.8, 4)
+    (said,) = warnings_of(StalenessMonitor(rank=2, workers=4), ALIKE, 0.8, 4)
     assert said == (
         "the rate is too high for so much staleness: 9 of 10 pushes of worker 2 are up to 3 versions late, which converges while "
         "rate x largest curvature of a push stays below 0.445; it is 0.8, as its gradients show. Lower the rate from 0.267 to 0.15 or less, "
@@ -254,16 +264,16 @@ def test_the_warning_says_what_to_do() -> None:
 
 def test_a_push_of_a_window_moves_the_center_further_and_a_share_of_it_less() -> None:
     """Window of 5 steps of gain .1: 1 - .9^5 = .41 of the way in a push; agn's share of it, a fifth: .082."""
-    eye = Watch(rank=0, workers=6)
+    eye = StalenessMonitor(rank=0, workers=6)
     (said,) = warnings_of(eye, ALIKE, 0.1, 6, window=5, steps=400)
     assert "stays below 0.285; it is 0.41" in said
     assert "from 0.0333 to 0.022 or less" in said  # 1 - (1 - .285)^(1/5) = .065 of .1
-    assert warnings_of(Watch(rank=0, workers=6, share=1 / 5), ALIKE, 0.1, 6, window=5, steps=400) == []
-    assert warnings_of(Watch(rank=0, workers=6, fades=True), ALIKE, 0.1, 6, window=5, steps=400) == []
+    assert warnings_of(StalenessMonitor(rank=0, workers=6, share=1 / 5), ALIKE, 0.1, 6, window=5, steps=400) == []
+    assert warnings_of(StalenessMonitor(rank=0, workers=6, fades=True), ALIKE, 0.1, 6, window=5, steps=400) == []
 
 
 def test_updates_that_are_never_late_are_none_of_its_business() -> None:
-    eye = Watch(rank=0, workers=2)
+    eye = StalenessMonitor(rank=0, workers=2)
     for tick in range(200):
         x = torch.ones(3, dtype=torch.float64) * (-2.0) ** tick
         eye.before(x, 3.0 * x)
@@ -272,7 +282,7 @@ def test_updates_that_are_never_late_are_none_of_its_business() -> None:
 
 
 def test_what_it_found_is_news_once() -> None:
-    eye = Watch(rank=0, workers=3)
+    eye = StalenessMonitor(rank=0, workers=3)
     assert warnings_of(eye, ALIKE, 0.1, 3, steps=60) == []
     assert eye.news() == {"gain": 0.1}
     assert eye.news() == {}

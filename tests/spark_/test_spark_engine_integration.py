@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 import manyhands as mh
-from manyhands.engines.base import Launch
+from manyhands.engines.base import LaunchSpec
 from manyhands.engines.spark.engine import Spark
 from manyhands.errors import BadInput, ManyhandsError, WorkerFailed
 from manyhands.testing.engine_suite import ENGINE_EXAM
 from manyhands.worker import Worker
 
-PLAN = Launch(workers=2, timeout_s=60, threads_per_worker=1)
+PLAN = LaunchSpec(workers=2, timeout_s=60, threads_per_worker=1)
 
 
 @pytest.mark.usefixtures("spark")
@@ -31,7 +31,7 @@ def test_spark_passes(check: str) -> None:
 
 @pytest.mark.usefixtures("spark")
 def test_threads_are_the_cores_of_a_spark_task() -> None:
-    assert Spark().launch(lambda worker: worker.threads, Launch(workers=2, timeout_s=60)) == [1, 1]
+    assert Spark().launch(lambda worker: worker.threads, LaunchSpec(workers=2, timeout_s=60)) == [1, 1]
 
 
 @pytest.mark.usefixtures("spark")
@@ -66,7 +66,7 @@ def test_a_cluster_that_is_busy_is_not_waited_for_for_ever() -> None:
 def test_a_driver_that_executors_cannot_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = Spark._opened
 
-    def elsewhere(self: Spark, addresses: tuple[str, str], plan: Launch) -> tuple[Any, Any]:
+    def elsewhere(self: Spark, addresses: tuple[str, str], plan: LaunchSpec) -> tuple[Any, Any]:
         listener, stage = opened(self, addresses, plan)
         return listener, replace(stage, address="127.0.0.1:1", reach_s=0.2)
 
@@ -141,7 +141,7 @@ def test_a_killed_executor_is_named_and_the_next_run_works(spark: Any, tmp_path:
     thread = threading.Thread(target=kill)
     thread.start()
     with pytest.raises(WorkerFailed, match="is lost|was lost|ended") as caught:
-        Spark().launch(partial(_waits, tmp_path), Launch(workers=4, timeout_s=60, threads_per_worker=1))
+        Spark().launch(partial(_waits, tmp_path), LaunchSpec(workers=4, timeout_s=60, threads_per_worker=1))
     thread.join()
     assert killed
     assert caught.value.host

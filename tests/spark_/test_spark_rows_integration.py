@@ -19,7 +19,7 @@ import manyhands as mh
 from manyhands.data.feed import Feed
 from manyhands.data.frames import Frame
 from manyhands.data.sources import open_source
-from manyhands.engines.base import Launch
+from manyhands.engines.base import LaunchSpec
 from manyhands.engines.spark.engine import Spark
 from manyhands.errors import BadInput
 from manyhands.spark.framing import split
@@ -43,7 +43,7 @@ def read(frames: tuple[Frame, ...], batch_size: int, worker: Worker) -> list[lis
 
 def labels(engine: Spark, frames: tuple[Frame, ...], workers: int, batch_size: int = 64) -> list[list[Counter[int]]]:
     """[frame][epoch] how often all workers together got each label."""
-    values = engine.launch(partial(read, frames, batch_size), Launch(workers=workers, frames=frames, timeout_s=60))
+    values = engine.launch(partial(read, frames, batch_size), LaunchSpec(workers=workers, frames=frames, timeout_s=60))
     return [
         [sum((Counter(worker[i][epoch]) for worker in values), Counter()) for epoch in range(2)]
         for i in range(len(frames))
@@ -168,7 +168,7 @@ def test_several_frames_of_one_run(spark: Any) -> None:
 
 def test_an_epoch_shuffles_across_partitions(spark: Any) -> None:
     frame = framed(numbered(spark, [50, 50]))
-    values = Spark().launch(partial(read, (frame,), 10), Launch(workers=2, frames=(frame,), timeout_s=60))
+    values = Spark().launch(partial(read, (frame,), 10), LaunchSpec(workers=2, frames=(frame,), timeout_s=60))
     rows = torch.arange(100)
     for rank, worker in enumerate(values):
         first, second = worker[0]

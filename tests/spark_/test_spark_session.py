@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from manyhands.engines.base import Launch
+from manyhands.engines.base import LaunchSpec
 from manyhands.engines.spark import job, session
 from manyhands.engines.spark.engine import Spark
 from manyhands.engines.spark.job import why
@@ -100,7 +100,7 @@ def test_a_client_of_spark_connect_listens_where_it_reaches_its_server(monkeypat
 def test_the_driver_listens_where_it_is_bound_and_is_called_by_its_name() -> None:
     there = Session(spark__driver__host="edge.example", spark__driver__bindAddress="0.0.0.0")
     assert session.addresses(there) == ("0.0.0.0", "edge.example")  # type: ignore[arg-type]
-    listener, stage = Spark()._opened(("0.0.0.0", "edge.example"), Launch(workers=2))
+    listener, stage = Spark()._opened(("0.0.0.0", "edge.example"), LaunchSpec(workers=2))
     listener.close()
     assert stage.address.startswith("edge.example:")
     assert session.addresses(Session(spark__driver__host="10.0.0.5")) == ("10.0.0.5", "10.0.0.5")  # type: ignore[arg-type]

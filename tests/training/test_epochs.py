@@ -18,7 +18,7 @@ from manyhands.server.in_process import InProcessServers
 from manyhands.strategies import strategy_of
 from manyhands.testing.threads import Meeting, ThreadGroup
 from manyhands.training.loop import work
-from manyhands.training.plan import Outcome, Plan
+from manyhands.training.plan import Outcome, WorkerPlan
 from manyhands.worker import Alone, Worker
 
 
@@ -86,9 +86,9 @@ def train(
             size=workers,
             group=ThreadGroup(meeting, rank),
             server=servers.clients[rank] if servers else None,
-            coordinator=Line(desk, rank, hindrance),
+            driver=Line(desk, rank, hindrance),
         )
-        return work(Plan(task=plain.task(**{"model": model, **options}), strategy=made, **plan_options), worker)
+        return work(WorkerPlan(task=plain.task(**{"model": model, **options}), strategy=made, **plan_options), worker)
 
     with ThreadPoolExecutor(workers) as pool:
         outcomes = [future.result() for future in [pool.submit(program, rank) for rank in range(workers)]]

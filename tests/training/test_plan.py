@@ -5,10 +5,10 @@ from torch import nn
 
 from manyhands.strategies.allreduce import AllReduce
 from manyhands.task import Task
-from manyhands.training.plan import Plan
+from manyhands.training.plan import WorkerPlan
 
 
-def plan(model: object) -> Plan:
+def plan(model: object) -> WorkerPlan:
     task = Task(
         model=model,  # type: ignore[arg-type]
         loss=lambda model, batch: model(batch).mean(),
@@ -16,7 +16,7 @@ def plan(model: object) -> Plan:
         train_data=torch.ones(4, 1),
         loader_processes=2,
     )
-    return Plan(task=task, strategy=AllReduce())
+    return WorkerPlan(task=task, strategy=AllReduce())
 
 
 def test_workers_of_one_process_have_models_and_keeps_of_their_own() -> None:
@@ -47,7 +47,7 @@ def test_a_loss_that_is_a_module_is_the_workers_own() -> None:
             return loss
 
     shared = plan(nn.Linear(1, 1))
-    shared = Plan(task=shared.task.with_fields(loss=Loss(), evaluate=Loss()), strategy=AllReduce())
+    shared = WorkerPlan(task=shared.task.with_fields(loss=Loss(), evaluate=Loss()), strategy=AllReduce())
     own = shared.own()
     assert own.task.loss is not shared.task.loss
     assert own.task.evaluate is not shared.task.evaluate

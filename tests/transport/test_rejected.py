@@ -3,11 +3,11 @@
 import logging
 
 from manyhands.transport import rejected
-from manyhands.transport.rejected import Strangers
+from manyhands.transport.rejected import RejectedPeers
 
 
 def test_once_for_each_address(caplog):
-    named = Strangers()
+    named = RejectedPeers()
     for address in ["10.0.0.1", "10.0.0.2", "10.0.0.1"]:
         named.name(address, "garbage")
     assert [record.args[0] for record in caplog.records] == ["10.0.0.1", "10.0.0.2"]
@@ -16,7 +16,7 @@ def test_once_for_each_address(caplog):
 
 def test_a_flood_of_addresses_ends_with_a_word(caplog, monkeypatch):
     monkeypatch.setattr(rejected, "MOST_NAMED", 3)
-    named = Strangers()
+    named = RejectedPeers()
     for number in range(10):
         named.name(f"fe80::{number}", "garbage" * 1000)
     assert len(caplog.records) == 3

@@ -17,7 +17,7 @@ from manyhands.checkpoint.checkpoints import Checkpoint
 from manyhands.errors import BadInput, Unsupported
 from manyhands.replica.optimizer_state import counts_on_device
 from manyhands.replica.replica import Replica
-from manyhands.server.base import Server, Snapshot
+from manyhands.server.base import Server, ServerState
 from manyhands.strategies.base import State
 
 Tensors = dict[str, Tensor]
@@ -130,7 +130,7 @@ def restore_server(checkpoint: Checkpoint, server: Server, replica: Replica) -> 
     for vector in values["vectors"]:
         vectors[vector] = torch.zeros(replica.layout.padded, dtype=replica.layout.dtype)
         _fill(replica.named(vectors[vector]), f"server/{vector}", saved)
-    server.restore(Snapshot(vectors, values["numbers"]))
+    server.restore(ServerState(vectors, values["numbers"]))
 
 
 def _put(tensors: dict[str, Tensor], prefix: str, named: dict[str, Tensor]) -> None:

@@ -10,19 +10,19 @@ from collections.abc import Callable
 
 from typing_extensions import override
 
-from manyhands.comm.group import Handle, Total
+from manyhands.comm.group import MeanResult, Work
 from manyhands.errors import ManyhandsError
 
 _LOOK_S = 1.0  # so often a waiting caller looks whether the thread still lives
 
 
-class Started(Handle):
+class Started(Work):
     """A mean in the thread's hands."""
 
-    def __init__(self, work: Callable[[], Total], thread: threading.Thread) -> None:
+    def __init__(self, work: Callable[[], MeanResult], thread: threading.Thread) -> None:
         self._work, self._thread = work, thread
         self._over = threading.Event()
-        self._total: Total | None = None
+        self._total: MeanResult | None = None
         self._error: Exception | None = None
 
     @property
@@ -30,7 +30,7 @@ class Started(Handle):
         return self._over.is_set()
 
     @override
-    def wait(self) -> Total:
+    def wait(self) -> MeanResult:
         self.wait_over()
         if self._error is not None:
             raise copy.copy(self._error)
@@ -71,7 +71,7 @@ class Background:
             self._under_way.popleft()
         return bool(self._under_way)
 
-    def start(self, work: Callable[[], Total]) -> Started:
+    def start(self, work: Callable[[], MeanResult]) -> Started:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()

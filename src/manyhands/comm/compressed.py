@@ -13,7 +13,7 @@ from torch import Tensor
 
 from manyhands.comm.checks import check_mean
 from manyhands.comm.codecs.base import NO_HINTS, Codec, Hints, LinearCodec, computed, decoded, encoded
-from manyhands.comm.group import Group, Total
+from manyhands.comm.group import Group, MeanResult
 from manyhands.errors import ManyhandsError, is_whole
 
 
@@ -25,7 +25,7 @@ def compressed_mean_(
     bits: int = 0,
     hints: Hints = NO_HINTS,
     own: Tensor | None = None,
-) -> Total:
+) -> MeanResult:
     """`Group.mean_`, of what the codec leaves of each rank's `vector` [n]. A collective.
 
     The same bits on every rank; a rank of weight 0 gets the others' mean, and what it held does not count; total weight 0
@@ -40,7 +40,7 @@ def compressed_mean_(
     if group.size == 1:
         if own is not None:
             own.copy_(vector)
-        return Total(float(weight), bits)
+        return MeanResult(float(weight), bits)
     mean_ = codec.mean_ if isinstance(codec, LinearCodec) else partial(_gathered, codec)
     return mean_(group, vector, float(weight), bits, hints, own)
 
@@ -58,13 +58,13 @@ def _check(word: Any, rank: int, lengths: range) -> None:
 
 def _gathered(
     codec: Codec, group: Group, vector: Tensor, weight: float, bits: int, hints: Hints, own: Tensor | None
-) -> Total:
+) -> MeanResult:
     payload = codec.encode(vector if weight else torch.zeros_like(vector), hints)
     encoded(group, codec, len(vector), len(payload))
     words = group.all_gather_json([weight, f"{bits:x}", len(payload)])
     for rank, word in enumerate(words):
         _check(word, rank, codec.lengths(len(vector), vector.dtype))
-    total = Total(sum(word[0] for word in words), reduce(or_, (int(word[1], 16) for word in words)))
+    total = MeanResult(sum(word[0] for word in words), reduce(or_, (int(word[1], 16) for word in words)))
     if own is not None:
         if weight:
             own.copy_(codec.decode(payload, len(vector), vector.dtype))

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from manyhands.comm.checks import check_mean, check_rank, check_sum, slice_of
 from manyhands.comm.flat import flattened, restore
-from manyhands.comm.group import Done, Group, Handle, Total
+from manyhands.comm.group import Done, Group, MeanResult, Work
 from manyhands.comm.ledger import Ledger
 from manyhands.comm.reducing import added_up_as, shares_of
 from manyhands.comm.signature import describe, signature
@@ -88,7 +88,7 @@ class DeviceGroup(Group):
         return torch.zeros(n, dtype=dtype, device=self._device)
 
     @override
-    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Handle:
+    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Work:
         """As the contract says; returns once all ranks have come, while their GPUs add up."""
         if not self._covers(tensor):
             return self._through().start_mean_(tensor, weight, bits, lost)
@@ -97,7 +97,7 @@ class DeviceGroup(Group):
         weights, everybodys_bits = [word[0] for word in words], 0
         for word in words:
             everybodys_bits |= int(word[1], 16)
-        total = Total(sum(weights), everybodys_bits)
+        total = MeanResult(sum(weights), everybodys_bits)
         if lost is not None:
             lost.zero_()
         if self.size == 1 or not total.weight or not tensor.numel():
@@ -243,17 +243,17 @@ def _summed_as(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point else torch.int64
 
 
-class _Mean(Handle):
+class _Mean(Work):
     """A mean that the GPUs are at."""
 
     def __init__(
-        self, group: DeviceGroup, tensor: Tensor, wide: Tensor, lost: Tensor | None, total: Total, work: Any
+        self, group: DeviceGroup, tensor: Tensor, wide: Tensor, lost: Tensor | None, total: MeanResult, work: Any
     ) -> None:
         self._group, self._tensor, self._wide, self._lost, self._total = group, tensor, wide, lost, total
         self._work = work
 
     @override
-    def wait(self) -> Total:
+    def wait(self) -> MeanResult:
         if self._work is not None:
             self._group.wait(self._work)
             self._work = None

@@ -20,28 +20,28 @@ from manyhands.errors import Unsupported
 
 
 @dataclass(frozen=True, slots=True)
-class Total:
+class MeanResult:
     """What came back beside a mean: the float64 sum of all weights, and the OR of all bits."""
 
     weight: float
     bits: int
 
 
-class Handle(ABC):
+class Work(ABC):
     """A mean that was started; the tensor must not be touched before `wait()` returned. Handles are waited for in the order they were started."""
 
     @abstractmethod
-    def wait(self) -> Total: ...
+    def wait(self) -> MeanResult: ...
 
 
-class Done(Handle):
+class Done(Work):
     """Of a mean that was over as it began."""
 
-    def __init__(self, total: Total) -> None:
+    def __init__(self, total: MeanResult) -> None:
         self._total = total
 
     @override
-    def wait(self) -> Total:
+    def wait(self) -> MeanResult:
         return self._total
 
 
@@ -62,10 +62,10 @@ class Group(ABC):
         """
 
     @abstractmethod
-    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Handle:
-        """Begin `mean_`; communication may overlap with what the caller does until `Handle.wait()`."""
+    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Work:
+        """Begin `mean_`; communication may overlap with what the caller does until `Work.wait()`."""
 
-    def mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Total:
+    def mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> MeanResult:
         """Replace `tensor` [n] on every rank by the weighted mean over ranks: sum of tensor·(weight/total).
 
         The result has the same bits on every rank. Total weight 0 leaves every rank's tensor as it was. A rank of

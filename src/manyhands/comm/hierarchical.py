@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from manyhands.comm.background import Background
 from manyhands.comm.checks import check_mean, check_peer, check_rank, check_sum, check_swap, json_bytes, slice_of
-from manyhands.comm.group import Group, Handle, Total
+from manyhands.comm.group import Group, MeanResult, Work
 from manyhands.comm.ledger import Ledger
 from manyhands.comm.ring.group import RingGroup
 from manyhands.errors import BadInput, ManyhandsError, PeerLost, Unsupported
@@ -87,13 +87,13 @@ class HierarchicalGroup(Group):
         return self.local.allocate(n, dtype)
 
     @override
-    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Handle:
+    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Work:
         check_mean(tensor, weight, bits, lost)
         self._check()
         return self._background.start(lambda: self._mean(tensor, float(weight), bits, lost))
 
     @override
-    def mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Total:
+    def mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> MeanResult:
         """As the contract says; in the caller's thread."""
         check_mean(tensor, weight, bits, lost)
         self._begin()
@@ -212,11 +212,11 @@ class HierarchicalGroup(Group):
 
     # -- how ---------------------------------------------------------------------------------------------------------
 
-    def _mean(self, tensor: Tensor, weight: float, bits: int, lost: Tensor | None) -> Total:
+    def _mean(self, tensor: Tensor, weight: float, bits: int, lost: Tensor | None) -> MeanResult:
         self._check()
         before = self._sent()
         host = self._here(lambda: self.local.mean_(tensor, weight, bits, lost), count_waiting=True)
-        total, failed = Total(0.0, 0), None
+        total, failed = MeanResult(0.0, 0), None
         lost_across = None if lost is None or self.across is None else torch.zeros_like(lost)
         if self.across is not None:
             try:
@@ -232,7 +232,7 @@ class HierarchicalGroup(Group):
             if lost_across is not None:
                 lost.add_(lost_across)
         self._count("mean_", self._up_and_down() * _bytes(tensor), before)
-        return Total(spread.weight, spread.bits >> 1)
+        return MeanResult(spread.weight, spread.bits >> 1)
 
     def _sum(self, tensor: Tensor, operation: str) -> None:
         before = self._sent()

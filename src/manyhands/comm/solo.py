@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from manyhands.comm.checks import check_mean, check_sum, json_bytes
-from manyhands.comm.group import Done, Group, Handle, Total
+from manyhands.comm.group import Done, Group, MeanResult, Work
 from manyhands.comm.ledger import Ledger
 from manyhands.errors import BadInput
 
@@ -26,11 +26,11 @@ class SoloGroup(Group):
         return torch.zeros(n, dtype=dtype)
 
     @override
-    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Handle:
+    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Work:
         check_mean(tensor, weight, bits, lost)
         if lost is not None:
             lost.zero_()
-        return Done(Total(float(weight), bits))
+        return Done(MeanResult(float(weight), bits))
 
     @override
     def all_reduce_(self, tensor: Tensor) -> None:

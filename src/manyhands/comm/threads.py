@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.comm.group import Done, Group, Handle, Total
+from manyhands.comm.group import Done, Group, MeanResult, Work
 from manyhands.comm.ledger import Ledger
 
 DEADLINE_S = 20.0
@@ -52,9 +52,9 @@ class ThreadGroup(Group):
         return torch.zeros(n, dtype=dtype)
 
     @override
-    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Handle:
+    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Work:
         parts = self.meeting.swap(self.rank, (tensor.clone(), weight, bits), "start_mean_")
-        total = Total(float(sum(w for _, w, _ in parts)), reduce(or_, (b for _, _, b in parts)))
+        total = MeanResult(float(sum(w for _, w, _ in parts)), reduce(or_, (b for _, _, b in parts)))
         if lost is not None:
             lost.zero_()
         if total.weight and self.size > 1:

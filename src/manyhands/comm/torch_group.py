@@ -27,7 +27,7 @@ from manyhands.comm.checks import (
     slice_of,
 )
 from manyhands.comm.flat import flattened, restore
-from manyhands.comm.group import Group, Handle, Total
+from manyhands.comm.group import Group, MeanResult, Work
 from manyhands.comm.ledger import Ledger
 from manyhands.errors import BadInput, ManyhandsError, PeerLost
 
@@ -90,7 +90,7 @@ class TorchGroup(Group):
         return torch.zeros(n, dtype=dtype, device=self._device)
 
     @override
-    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Handle:
+    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Work:
         check_mean(tensor, weight, bits, lost)
         return _Mean(self, tensor, float(weight), bits_bytes(bits), lost)
 
@@ -232,19 +232,19 @@ class TorchGroup(Group):
         self.ledger.add(operation, nbytes, messages=2 * (self.size - 1))
 
 
-class _Mean(Handle):
+class _Mean(Work):
     """A mean under way: weight·tensor is being summed, and the control words gathered, at the same time."""
 
     def __init__(self, group: TorchGroup, tensor: Tensor, weight: float, blob: bytes, lost: Tensor | None) -> None:
         self._group, self._tensor, self._blob = group, tensor, blob
         self._lost = None if lost is None else lost.zero_()
-        self._total: Total | None = Total(weight, int.from_bytes(blob, "little")) if group.size == 1 else None
+        self._total: MeanResult | None = MeanResult(weight, int.from_bytes(blob, "little")) if group.size == 1 else None
         if self._total is None:
             with group.watching("mean_"):
                 self._start(weight)
 
     @override
-    def wait(self) -> Total:
+    def wait(self) -> MeanResult:
         if self._total is None:
             self._total = self._finish()
         return self._total
@@ -268,7 +268,7 @@ class _Mean(Handle):
         flat = flat.to(dtype)
         return flat if weight == 1 else flat.mul_(weight)
 
-    def _finish(self) -> Total:
+    def _finish(self) -> MeanResult:
         group, start = self._group, time.perf_counter()
         with group.watching("mean_"):
             group.wait(self._gathered)
@@ -285,7 +285,7 @@ class _Mean(Handle):
             group.count_ring("mean_", self._shares)
         return total
 
-    def _read_words(self) -> Total:
+    def _read_words(self) -> MeanResult:
         rows = [row.numpy().tobytes() for row in self._words]
         weights, lengths = zip(*(_CONTROL.unpack_from(row) for row in rows), strict=True)
         blobs = [row[_CONTROL.size : _CONTROL.size + length] for row, length in zip(rows, lengths, strict=True)]
@@ -295,7 +295,7 @@ class _Mean(Handle):
         for weight, blob in zip(weights, blobs, strict=True):
             total += weight
             bits |= int.from_bytes(blob, "little")
-        return Total(total, bits)
+        return MeanResult(total, bits)
 
 
 def _summed_as(dtype: torch.dtype) -> torch.dtype:

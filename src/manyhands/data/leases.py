@@ -156,7 +156,7 @@ def _length(queue: list[int]) -> int:
 
 
 def to_json(answer: Lease | End) -> dict[str, Any]:
-    """A JSON object, for the line between a worker and the coordinator."""
+    """A JSON object, for the line between a worker and the driver."""
     return dict(vars(answer))
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from manyhands.data.batch import describe
 from manyhands.data.frames import Frame
 from manyhands.data.readers.arrays import Columns
-from manyhands.data.readers.datasets import Collate, Rows
+from manyhands.data.readers.datasets import Collate, DatasetRows
 from manyhands.data.readers.files import KINDS, open_file
 from manyhands.data.readers.loaders import open_loader
 from manyhands.data.readers.streams import Stream
@@ -53,7 +53,7 @@ def open_source(data: Any, *, collate: Collate | None = None, loader_processes: 
     if is_function(data):
         return _open_function(data, collate, loader_processes)
     if _has_rows(data):
-        return Rows(data, collate, loader_processes, f"the {type(data).__name__}")
+        return DatasetRows(data, collate, loader_processes, f"the {type(data).__name__}")
     if isinstance(data, Iterable) and not isinstance(data, bytes | set | frozenset):
         return Stream(lambda: data, collate, loader_processes)
     raise BadInput(f"cannot read data from {describe(data)}: expected {ACCEPTED}")
@@ -87,7 +87,9 @@ def _open_torch(data: Any, collate: Collate | None, processes: int) -> Source | 
 def _open_library(data: Any, collate: Collate | None, processes: int) -> Source | None:
     """Types of libraries that are loaded already, else `data` could not be one of theirs."""
     if _is_a(data, "datasets", "Dataset"):
-        return Rows(data, collate, processes) if processes and collate is not None else HuggingFace(data, collate)
+        return (
+            DatasetRows(data, collate, processes) if processes and collate is not None else HuggingFace(data, collate)
+        )
     if _is_a(data, "datasets", "DatasetDict") or _is_a(data, "datasets", "IterableDatasetDict"):
         raise BadInput(
             f"a {type(data).__name__} holds several splits ({', '.join(data)}): give one of them, train_data=dataset['train']"

@@ -77,9 +77,9 @@ def under_torchrun() -> bool:
 def default_workers(engine: Engine) -> int:
     """As many as there are where a launcher has decided it; else one per visible GPU, at least 1. Touches no GPU."""
     if engine.name == "inside":
-        from manyhands.engines.nested import Inside
+        from manyhands.engines.nested import Nested
 
-        assert isinstance(engine, Inside)
+        assert isinstance(engine, Nested)
         return engine.worker.size
     if engine.name == "torchrun":
         return launchers.number_of(launchers.SIZE, "1")
@@ -91,15 +91,15 @@ def default_workers(engine: Engine) -> int:
 def _inside() -> Engine | None:
     if "manyhands.worker" not in sys.modules:  # nobody can have made this process a worker then
         return None
-    from manyhands.engines.nested import Inside
+    from manyhands.engines.nested import Nested
     from manyhands.worker import current
 
     worker = current()
-    return None if worker is None else Inside(worker=worker)
+    return None if worker is None else Nested(worker=worker)
 
 
 def own_rank(engine: Engine) -> int:
     """This process's rank under an engine whose workers all make the same call."""
-    from manyhands.engines.nested import Inside
+    from manyhands.engines.nested import Nested
 
-    return engine.worker.rank if isinstance(engine, Inside) else launchers.number_of(launchers.RANK, "0")
+    return engine.worker.rank if isinstance(engine, Nested) else launchers.number_of(launchers.RANK, "0")

@@ -46,7 +46,7 @@ class Observer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
+class LaunchSpec:
     """What an engine needs to know of a run."""
 
     workers: int  # how many
@@ -103,11 +103,11 @@ def check_threads(threads: int | None) -> None:
         )
 
 
-def check_counts(plan: Launch) -> None:
+def check_counts(spec: LaunchSpec) -> None:
     """BadInput for a run without workers, or with a server without shards."""
-    check_count("workers", plan.workers)
-    if plan.server is not None:
-        check_count("servers", plan.servers)
+    check_count("workers", spec.workers)
+    if spec.server is not None:
+        check_count("servers", spec.servers)
 
 
 def check_brings(engine: Engine) -> None:
@@ -139,11 +139,11 @@ class Engine(ABC):
         """What a run's `info` is to say of this engine beside its name, as JSON."""
         return {}
 
-    def check(self, plan: Launch) -> None:  # noqa: B027
+    def check(self, spec: LaunchSpec) -> None:  # noqa: B027
         """Raise BadInput or Unsupported for what cannot be, before anything is written or started; `launch` would refuse it too."""
 
     @abstractmethod
-    def launch(self, program: Callable[[Worker], T], plan: Launch) -> list[T]:
+    def launch(self, program: Callable[[Worker], T], spec: LaunchSpec) -> list[T]:
         """Run `program` on every worker; its values in rank order.
 
         The first error of any worker is raised here: `BadInput`, `Preempted` and manyhands' other own errors as they
@@ -183,5 +183,5 @@ class Engine(ABC):
 
         count = default_workers(self) if workers is None else workers
         cast = Roles(workers=count, others=dict(roles or {}), until=until)
-        plan = Launch(workers=count, threads_per_worker=threads_per_worker, timeout_s=timeout_s, observer=Telling())
-        return run(self, Member(function, args, cast, tensorboard, rows), plan)
+        spec = LaunchSpec(workers=count, threads_per_worker=threads_per_worker, timeout_s=timeout_s, observer=Telling())
+        return run(self, Member(function, args, cast, tensorboard, rows), spec)

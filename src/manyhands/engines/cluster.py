@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from manyhands.engines.base import Engine, Launch, Observer, check_brings
+from manyhands.engines.base import Engine, LaunchSpec, Observer, check_brings
 from manyhands.engines.driver.run_monitor import USER
 from manyhands.engines.roles import CHIEF, EVALUATOR, TRAINING, WORKER, Roles
 from manyhands.errors import BadInput, Unsupported
@@ -128,7 +128,7 @@ def variables(cluster: Cluster, local_rank: int, local_size: int) -> dict[str, s
     }
 
 
-def run(engine: Engine, member: Member, plan: Launch) -> dict[str, list[Any]]:
+def run(engine: Engine, member: Member, plan: LaunchSpec) -> dict[str, list[Any]]:
     """{role: values by index}. What `plan` says of workers and roles gives way to the member's; see `Engine.run`."""
     if engine.in_place or engine.simulated:
         raise Unsupported(
@@ -169,7 +169,7 @@ class Member:
 
     def __call__(self, worker: Worker) -> Any:
         cluster, found = met(worker, self.roles)
-        worker.coordinator.progress(USER, 0)
+        worker.driver.progress(USER, 0)
         with _environment(found), self._shown(worker, cluster):
             return self.function(replace(cluster, data=self.rows), *self.args)
 

@@ -13,12 +13,12 @@ from manyhands.comm.group import Group
 from manyhands.data.leases import End, Lease, Leases, Segment
 from manyhands.engines.base import Observer
 from manyhands.events import Event
-from manyhands.worker import Coordinator
+from manyhands.worker import DriverClient
 
 _POLL_S = 0.1
 
 
-class InProcess(Coordinator):
+class InProcess(DriverClient):
     """Calls the observer directly. Nobody watches for a hang: a debugger may hold this worker as long as it likes.
 
     poll_s: so long it is not asked again whether to stop; 0 where a stop shall be obeyed at the very next tick.

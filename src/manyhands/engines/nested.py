@@ -13,17 +13,17 @@ from typing_extensions import override
 from manyhands.comm.group import Group
 from manyhands.comm.ledger import Ledger
 from manyhands.data.leases import End, Lease, Segment
-from manyhands.engines.base import Engine, Launch
+from manyhands.engines.base import Engine, LaunchSpec
 from manyhands.engines.driver.run_monitor import USER
 from manyhands.engines.in_process import InProcess
 from manyhands.errors import BadInput, Unsupported
 from manyhands.events import Event
-from manyhands.worker import Coordinator, Worker
+from manyhands.worker import DriverClient, Worker
 
 T = TypeVar("T")
 
 
-class Gathering(Coordinator):
+class Gathering(DriverClient):
     """A line to the observer in rank 0's process: other ranks' events wait for `collect`, which is a collective.
 
     `here` is the line to this process's observer. On other ranks than 0 it hears this rank's events alone, as they happen
@@ -31,7 +31,7 @@ class Gathering(Coordinator):
     progress and may ask it to stop too.
     """
 
-    def __init__(self, rank: int, here: InProcess, outer: Coordinator) -> None:
+    def __init__(self, rank: int, here: InProcess, outer: DriverClient) -> None:
         self._rank, self._here, self._outer = rank, here, outer
         self._waiting: list[Event] = []
 
@@ -74,7 +74,7 @@ class Gathering(Coordinator):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inside(Engine):
+class Nested(Engine):
     """Runs the program on this worker, together with its peers, who make the same call.
 
     `launch` returns a list with this rank's value in its place and None for the others. Errors pass as they are: the
@@ -86,10 +86,10 @@ class Inside(Engine):
     worker: Worker
 
     @override
-    def launch(self, program: Callable[[Worker], T], plan: Launch) -> list[T]:
-        self._check(plan)
-        outer, here = self.worker.coordinator, InProcess(plan.observer, poll_s=0)
-        worker = replace(self.worker, coordinator=Gathering(self.worker.rank, here, outer))
+    def launch(self, program: Callable[[Worker], T], spec: LaunchSpec) -> list[T]:
+        self._check(spec)
+        outer, here = self.worker.driver, InProcess(spec.observer, poll_s=0)
+        worker = replace(self.worker, driver=Gathering(self.worker.rank, here, outer))
         values: list[Any] = [None] * worker.size
         try:
             with _ledger_of_its_own(worker.group):
@@ -102,28 +102,28 @@ class Inside(Engine):
         outer.progress(USER, here.step)
         return cast(list[T], values)
 
-    def _check(self, plan: Launch) -> None:
+    def _check(self, spec: LaunchSpec) -> None:
         """Raise BadInput for what the launcher has decided, and asks otherwise."""
         size = self.worker.size
         if self.worker.shares_process:
             raise Unsupported(
                 "train() was called by a worker that takes turns with others in one process: call train(engine=...) itself, outside of launch"
             )
-        if plan.workers != size:
+        if spec.workers != size:
             raise BadInput(
-                f"workers={plan.workers} inside a run of {size}: leave workers out, the launcher has decided how many there are; "
+                f"workers={spec.workers} inside a run of {size}: leave workers out, the launcher has decided how many there are; "
                 'to train in this process alone, give engine="local", workers=1'
             )
-        if plan.device != "auto":
+        if spec.device != "auto":
             raise BadInput(
-                f"device={plan.device!r} inside a run: leave device out, this worker has {self.worker.device} already"
+                f"device={spec.device!r} inside a run: leave device out, this worker has {self.worker.device} already"
             )
-        if plan.threads_per_worker is not None:
+        if spec.threads_per_worker is not None:
             raise BadInput(
-                f"threads_per_worker={plan.threads_per_worker} inside a run: leave it out and say it to the launcher "
+                f"threads_per_worker={spec.threads_per_worker} inside a run: leave it out and say it to the launcher "
                 "(manyhands run --threads-per-worker, launch(threads_per_worker=...))"
             )
-        if plan.server is not None:
+        if spec.server is not None:
             raise Unsupported(
                 "a parameter server needs an engine that starts it (local, hosts): call train() outside manyhands run and torchrun"
             )

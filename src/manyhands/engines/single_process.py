@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from manyhands.comm.solo import SoloGroup
-from manyhands.engines.base import Launch
+from manyhands.engines.base import LaunchSpec
 from manyhands.engines.cores import threads_per_worker
 from manyhands.engines.in_process import InProcess
 from manyhands.errors import BadInput, ManyhandsError, WorkerFailed
@@ -20,29 +20,29 @@ from manyhands.worker import Worker, current, set_current
 T = TypeVar("T")
 
 
-def run_here(program: Callable[[Worker], T], plan: Launch) -> T:
+def run_here(program: Callable[[Worker], T], spec: LaunchSpec) -> T:
     """The program's value. Errors as `Engine.launch` says; the original one is the cause."""
-    line = InProcess(plan.observer)
+    line = InProcess(spec.observer)
     worker = Worker(
         host=socket.gethostname(),
-        device=pick_device(plan.device, 0),
+        device=pick_device(spec.device, 0),
         group=SoloGroup(),
-        coordinator=line,
-        threads=threads_in_callers_process(1, plan.threads_per_worker),
+        driver=line,
+        threads=threads_in_callers_process(1, spec.threads_per_worker),
     )
-    with as_current(worker), _served(worker, plan):
+    with as_current(worker), _served(worker, spec):
         return run_as(worker, program, line)
 
 
 @contextmanager
-def _served(worker: Worker, plan: Launch) -> Iterator[None]:
-    """Within, the worker has the server that the plan wants, in this very process."""
-    if plan.server is None:
+def _served(worker: Worker, spec: LaunchSpec) -> Iterator[None]:
+    """Within, the worker has the server that the spec wants, in this very process."""
+    if spec.server is None:
         yield
         return
     from manyhands.server.in_process import InProcessServers
 
-    servers = InProcessServers(plan.server, workers=1, shards=plan.shards, timeout_s=plan.timeout_s)
+    servers = InProcessServers(spec.server, workers=1, shards=spec.shards, timeout_s=spec.timeout_s)
     (worker.server,) = servers.clients
     try:
         yield

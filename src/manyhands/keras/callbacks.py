@@ -23,7 +23,7 @@ from manyhands.replica import evaluation
 from manyhands.replica.replica import Replica
 from manyhands.task import Summed
 from manyhands.worker import Worker
-from manyhands.worker_callback import Companion, Companions
+from manyhands.worker_callback import WorkerCallback, WorkerCallbackFactory
 
 _OTHERWISE = {
     "BackupAndRestore": "give train() a run_dir, and resume=True to go on",
@@ -33,7 +33,7 @@ _APART = 1 << 20  # draws between the seeds of two workers, of which a layer mak
 
 
 @dataclass(frozen=True)
-class KerasCallbacks(Companions):
+class KerasCallbacks(WorkerCallbackFactory):
     """A Keras task's: callbacks, if any, and every worker's own dropout."""
 
     callbacks: tuple[Any, ...]
@@ -56,7 +56,7 @@ class KerasCallbacks(Companions):
             )
 
     @override
-    def join(self, worker: Worker, replica: Replica) -> Companion | None:
+    def join(self, worker: Worker, replica: Replica) -> WorkerCallback | None:
         module = replica.model
         assert isinstance(module, KerasModule)
         for seed in module.seeds():
@@ -70,7 +70,7 @@ class KerasCallbacks(Companions):
             vars(callback).update(remembered)
 
 
-class Beside(Companion):
+class Beside(WorkerCallback):
     """One worker's part: all count, worker 0 calls back, all obey."""
 
     def __init__(self, callbacks: tuple[Any, ...], worker: Worker, replica: Replica, module: KerasModule) -> None:

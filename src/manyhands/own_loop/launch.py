@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from manyhands.engines import default_workers, engine_of
-from manyhands.engines.base import Engine, Launch, check_count
+from manyhands.engines.base import Engine, LaunchSpec, check_count
 from manyhands.engines.cluster import Cluster, Member, Telling, run
 from manyhands.engines.driver.run_monitor import USER
 from manyhands.engines.roles import Roles
@@ -60,13 +60,13 @@ def launch(
     Raises `BadInput` as a worker raised it, or `WorkerFailed` with the worker's traceback.
     """
     place = engine_of(engine)
-    plan = _plan(place, workers, threads_per_worker, timeout_s)
+    spec = _plan(place, workers, threads_per_worker, timeout_s)
     if not place.simulated:
-        return place.launch(_Call(function, args, strategy, timeout_s), plan)
+        return place.launch(_Call(function, args, strategy, timeout_s), spec)
     from manyhands.own_loop.rank_zero import only_first_speaks
 
-    with _choose(strategy), only_first_speaks(plan.workers):  # for all workers at once: they take turns in this process
-        return place.launch(_Call(function, args, None, timeout_s), plan)
+    with _choose(strategy), only_first_speaks(spec.workers):  # for all workers at once: they take turns in this process
+        return place.launch(_Call(function, args, None, timeout_s), spec)
 
 
 def run_script(
@@ -97,17 +97,17 @@ def run_script(
             "manyhands.launch(function, engine=...), or train a Task"
         )
     count = workers if roles is None else len(roles.members)
-    plan = _plan(place, count, threads_per_worker, timeout_s)
+    spec = _plan(place, count, threads_per_worker, timeout_s)
     observer = _Preemption()
     try:
-        with sigterm_to(observer.stop) if plan.workers > 1 else nullcontext():
+        with sigterm_to(observer.stop) if spec.workers > 1 else nullcontext():
             if roles is None:
-                place.launch(_Script(str(path), tuple(args), strategy, timeout_s), replace(plan, observer=observer))
+                place.launch(_Script(str(path), tuple(args), strategy, timeout_s), replace(spec, observer=observer))
             else:
                 run(
                     place,
                     Member(_run_as_main, (str(path), tuple(args)), roles, tensorboard),
-                    replace(plan, observer=observer),
+                    replace(spec, observer=observer),
                 )
     except SystemExit as end:  # one worker, in this process
         return end.code if isinstance(end.code, int) else 0
@@ -131,10 +131,10 @@ class _Preemption(Telling):
         return self._reason
 
 
-def _plan(engine: Engine, workers: int | None, threads_per_worker: int | None, timeout_s: float) -> Launch:
+def _plan(engine: Engine, workers: int | None, threads_per_worker: int | None, timeout_s: float) -> LaunchSpec:
     count = default_workers(engine) if workers is None else workers
     check_count("workers", count)
-    return Launch(workers=count, threads_per_worker=threads_per_worker, timeout_s=timeout_s)
+    return LaunchSpec(workers=count, threads_per_worker=threads_per_worker, timeout_s=timeout_s)
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class _Call:
         from manyhands.own_loop.rank_zero import quiet_other_ranks
         from manyhands.own_loop.unprepared import warning_if_unprepared
 
-        worker.coordinator.progress(USER, 0)
+        worker.driver.progress(USER, 0)
         if worker.shares_process:
             return self.function(*self.args)
         quiet_other_ranks(worker, self.timeout_s)
@@ -171,7 +171,7 @@ class _Script:
         from manyhands.own_loop.rank_zero import quiet_other_ranks
         from manyhands.own_loop.unprepared import warning_if_unprepared
 
-        worker.coordinator.progress(USER, 0)
+        worker.driver.progress(USER, 0)
         quiet_other_ranks(worker, self.timeout_s)
         with _choose(self.strategy), warning_if_unprepared(worker):
             _as_main(self.path, self.args, own_process=worker.size > 1)

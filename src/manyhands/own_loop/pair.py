@@ -167,11 +167,11 @@ class Pair:
         """Tell the driver, and the group for its errors, where this worker is."""
         step = self.replica.step
         self.worker.group.step = step
-        self.worker.coordinator.progress("exchange", step)
+        self.worker.driver.progress("exchange", step)
         try:
             yield
         finally:
-            self.worker.coordinator.progress(USER, step)
+            self.worker.driver.progress(USER, step)
 
     # -- between epochs ----------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from manyhands.engines.base import Launch
+from manyhands.engines.base import LaunchSpec
 from manyhands.engines.single_process import pick_device
 from manyhands.own_loop.launch import launched_strategy
 from manyhands.own_loop.loader import PreparedLoader
@@ -137,10 +137,10 @@ def _under_torchrun() -> bool:
 
 def _join_torchrun() -> Worker:
     """Take the place that torchrun gave this process, until the process ends."""
-    from manyhands.engines.torchrun.engine import Place, joined
+    from manyhands.engines.torchrun.engine import LauncherPlace, joined
 
     stack = ExitStack()
-    worker = stack.enter_context(joined(Launch(workers=Place.from_environment().size, timeout_s=TIMEOUT_S)))
+    worker = stack.enter_context(joined(LaunchSpec(workers=LauncherPlace.from_environment().size, timeout_s=TIMEOUT_S)))
     atexit.register(stack.close)
     quiet_other_ranks(worker, TIMEOUT_S)
     return worker

@@ -141,7 +141,7 @@ class Session:
         """Backward number `task` gave a gradient to a parameter of `pair`; at its end the pair hears of it."""
         if task not in self._pending:
             self._pending[task] = set()
-            self.worker.coordinator.after_backward(lambda: self._after_backward(task))
+            self.worker.driver.after_backward(lambda: self._after_backward(task))
         self._pending[task].add(pair)
 
     def _after_backward(self, task: int) -> None:
@@ -158,7 +158,7 @@ class Session:
     def _take_time(self, step: int) -> None:
         """Of simulated workers, computing a gradient takes virtual time here."""
         rows = next(reversed(self._rows.values()), None)
-        line = self.worker.coordinator
+        line = self.worker.driver
         line.progress("compute", step)
         line.computed(0 if self._stand_ins else 1 if rows is None else round(rows))
         line.progress(USER, step)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manyhands.comm.group import Group, Total
+from manyhands.comm.group import Group, MeanResult
 from manyhands.data.batch import rows_of, slice_rows
 from manyhands.errors import BadInput, ManyhandsError, Unsupported
 from manyhands.replica.layout import Layout
@@ -59,7 +59,7 @@ class Replica:
         self.layout.attach(self.parameters)
         self._grads = self.layout.views(self.gradients)  # what `.grad` is after a gather
         self._filled = 0  # bits: slices of `gradients` that are not zero
-        self._mean: Total | None = (
+        self._mean: MeanResult | None = (
             None  # what came with the mean that `gradients` holds; None: they are this worker's own
         )
         self._clock, self._take_step = clock, take_step
@@ -237,12 +237,12 @@ class Replica:
         """What this worker says beside its vector: control bits, then one a touched parameter."""
         return (MORE if self.more else 0) | (STOP if self.stop else 0) | self.touched << CONTROL_BITS
 
-    def listen(self, total: Total) -> Total:
+    def listen(self, total: MeanResult) -> MeanResult:
         """Take note of the control bits that came back from an exchange."""
         self.heard |= total.bits & _CONTROL
         return total
 
-    def mean_gradients(self, group: Group) -> Total:
+    def mean_gradients(self, group: Group) -> MeanResult:
         """Weighted mean of `gradients` over the group, in place; sets `weight` to the total, `touched` to the OR.
 
         Gradients that are the mean already, as `prepare` has them right after backward, are left as they are.
@@ -252,7 +252,7 @@ class Replica:
             return self.averaged(group.mean_(self.gradients, self.weight, self.bits()))
         return self._mean
 
-    def averaged(self, total: Total) -> Total:
+    def averaged(self, total: MeanResult) -> MeanResult:
         """Take note that `gradients` holds the group's mean now."""
         self.listen(total)
         self._mean = total
@@ -266,11 +266,11 @@ class Replica:
                 p.grad = self._grads[i]
         return total
 
-    def mean_(self, group: Group, vector: Tensor, weight: float, bits: int = 0) -> Total:
+    def mean_(self, group: Group, vector: Tensor, weight: float, bits: int = 0) -> MeanResult:
         """Weighted mean of any [D'] vector, with this worker's control bits; `bits` go above them."""
         self.rounds += group.size > 1
         total = self.listen(group.mean_(vector, weight, self.bits() & _CONTROL | bits << CONTROL_BITS))
-        return Total(total.weight, total.bits >> CONTROL_BITS)
+        return MeanResult(total.weight, total.bits >> CONTROL_BITS)
 
     def vote(self, worker: Worker) -> bool:
         """For ticks without an exchange: swap the control bits alone, about once a second. Whether it did in this tick.

@@ -59,7 +59,7 @@ class Pushed:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class ServerState:
     """All that a server must remember: full vectors [D'] by name ("center", and the rule's own), and numbers (JSON)."""
 
     vectors: dict[str, Tensor]
@@ -112,11 +112,11 @@ class Server(ABC):
         """As `pull`, between two ticks of training: staleness, gate and journal do not see it."""
 
     @abstractmethod
-    def capture(self) -> Snapshot:
+    def capture(self) -> ServerState:
         """For a checkpoint; one worker asks, while nobody trains."""
 
     @abstractmethod
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: ServerState) -> None:
         """Go on from `capture`'s; one worker does it, while nobody trains. Any number of shards."""
 
     @abstractmethod

@@ -14,7 +14,7 @@ from typing_extensions import override
 from manyhands.comm.checks import bits_bytes, check_mean, slice_of
 from manyhands.comm.ledger import Ledger
 from manyhands.errors import BadInput, ManyhandsError
-from manyhands.server.base import Encoded, Pushed, Server, ServerSpec, Snapshot
+from manyhands.server.base import Encoded, Pushed, Server, ServerSpec, ServerState
 from manyhands.server.line import Line
 from manyhands.server.protocol import SMALL_BYTES, Kind, about, bits_of
 from manyhands.server.said import Said
@@ -106,7 +106,7 @@ class ServedServer(Server):
         self._tell("park", Kind.PARK)
 
     @override
-    def capture(self) -> Snapshot:
+    def capture(self) -> ServerState:
         if self._like is None:
             raise BadInput(
                 "server.capture comes after a vector: initialize, pull or center tells this worker its length"
@@ -121,7 +121,7 @@ class ServedServer(Server):
         return joined(captured)
 
     @override
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: ServerState) -> None:
         self.initialize(snapshot.vectors["center"])  # so that the shards know their length; loses where there is one
         with self._turn():
             for line, (vectors, numbers) in zip(self._lines, cut(snapshot, len(self._lines)), strict=True):

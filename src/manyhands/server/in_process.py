@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from manyhands.comm.ledger import Ledger
 from manyhands.errors import PeerLost
-from manyhands.server.base import Encoded, Pushed, Server, ServerSpec, Snapshot
+from manyhands.server.base import Encoded, Pushed, Server, ServerSpec, ServerState
 from manyhands.server.said import Said
 from manyhands.server.sharding import (
     check_encoded,
@@ -132,12 +132,12 @@ class _Client(Server):
         self._count("center", into)
 
     @override
-    def capture(self) -> Snapshot:
+    def capture(self) -> ServerState:
         with self._servers.changed:
             return joined([store.capture() for store in self._stores])
 
     @override
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: ServerState) -> None:
         with self._servers.changed:
             for store, (vectors, numbers) in self._with(cut(snapshot, len(self._stores))):
                 store.restore(vectors, numbers)

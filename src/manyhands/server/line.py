@@ -16,7 +16,7 @@ from torch import Tensor
 from manyhands.comm.checks import MEAN_DTYPES
 from manyhands.errors import BadInput, ManyhandsError, PeerLost, is_whole
 from manyhands.server.protocol import Kind, Place, about, snapshot_of
-from manyhands.server.published import Window, map_outbox
+from manyhands.server.published import BufferReader, map_outbox
 from manyhands.server.store import Refused
 from manyhands.transport.channel import Channel, ChannelClosed, ChannelTimeout
 from manyhands.transport.frame import Frame, FrameError, from_json
@@ -52,7 +52,7 @@ class Line:
         self._shard, self._hosts, self._memory_from = shard, hosts, memory_from
         self._peer = channel.peer if "shard" in channel.peer else f"server shard {shard}, {channel.peer}"
         self._asked = ("begin", 0, 0.0)  # operation, step, when
-        self._window: Window | None = None
+        self._window: BufferReader | None = None
         self._outbox: Tensor | None = None  # [n]
         self._stage: Tensor | None = None  # [n] for vectors that no socket takes
         self._reaches = memory_from >= 0 and _is_unix(channel)
@@ -104,7 +104,7 @@ class Line:
         with self._watched():
             fds = self.channel.receive_fds(2)
             try:
-                self._window = Window(fds[0], frame.a, frame.b, vector.numel(), vector.dtype)
+                self._window = BufferReader(fds[0], frame.a, frame.b, vector.numel(), vector.dtype)
                 self._outbox = map_outbox(fds[1], vector.numel(), vector.dtype)
             finally:
                 for fd in fds:

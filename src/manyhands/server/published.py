@@ -25,7 +25,7 @@ _F_SEAL_FUTURE_WRITE = 0x0010  # Linux 5.1: who maps it from now on only reads; 
 _MAP_NORESERVE = 0x4000
 
 
-class Published:
+class VersionedBuffer:
     """The server's side: slots of [n] for versions of the center. Calls stand behind the server's lock."""
 
     def __init__(self, n: int, dtype: torch.dtype, readers: int) -> None:
@@ -67,8 +67,8 @@ class Published:
             self.fd = -1
 
 
-class Window:
-    """A worker's side of `Published`: reads slots."""
+class BufferReader:
+    """A worker's side of `VersionedBuffer`: reads slots."""
 
     def __init__(self, fd: int, slots: int, stride: int, n: int, dtype: torch.dtype) -> None:
         """`fd` stays the caller's. FrameError where the memory is not what was announced."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from manyhands.comm.checks import MEAN_DTYPES
 from manyhands.errors import BadInput
 from manyhands.server.base import ServerSpec
-from manyhands.server.published import Published
+from manyhands.server.published import VersionedBuffer
 from manyhands.server.rules.updates import make_rule
 from manyhands.server.store import Applied, Dropped, Duplicate, Held, Refused, Reply, Store
 
@@ -36,7 +36,7 @@ class Shard:
         self.store, self.workers = Store(make_rule(spec), workers, spec.bound), workers
         self.spec = spec
         self.calls = {"pulls": 0, "pushes": 0, "dropped": 0}
-        self.published: Published | None = None
+        self.published: VersionedBuffer | None = None
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
         self._mail: dict[int, Reply] = {}  # by worker, who has one call at a time
@@ -44,7 +44,7 @@ class Shard:
         self._moved = time.monotonic()  # when a worker last did something that another may wait for
 
     @property
-    def memory(self) -> Published:
+    def memory(self) -> VersionedBuffer:
         """Where the center lies; Refused before there is one."""
         if self.published is None:
             raise Refused("there is no center yet: a worker offers the first, then the others pull")
@@ -92,7 +92,7 @@ class Shard:
 
     # -- the first center ----------------------------------------------------------------------------------------------
 
-    def offer(self, n: int, dtype: torch.dtype, alive: Callable[[], None]) -> Published | None:
+    def offer(self, n: int, dtype: torch.dtype, alive: Callable[[], None]) -> VersionedBuffer | None:
         """Memory for the offered center, then `take` follows; None: there is a center already. Raises Late."""
         if dtype not in MEAN_DTYPES:
             raise BadInput(f"a center of float32, float64, bfloat16 or float16 was expected; got {dtype}")
@@ -102,13 +102,13 @@ class Shard:
                 if self._offering:
                     continue
                 if self.published is None:
-                    offered = Published(n, dtype, self.workers)
+                    offered = VersionedBuffer(n, dtype, self.workers)
                     self._offering = True
                     return offered
             self.check(n, dtype, "a center")
             return None
 
-    def take(self, offered: Published, *, came: bool) -> None:
+    def take(self, offered: VersionedBuffer, *, came: bool) -> None:
         """The offered center has come into the first buffer, or never will."""
         with self._changed:
             self._offering = False

@@ -11,7 +11,7 @@ from torch import Tensor
 from manyhands.comm.checks import slice_of
 from manyhands.comm.codecs import Codec, codec_of
 from manyhands.errors import BadInput, ManyhandsError
-from manyhands.server.base import Encoded, Pushed, ServerSpec, Snapshot
+from manyhands.server.base import Encoded, Pushed, ServerSpec, ServerState
 from manyhands.server.rules.updates import make_rule
 from manyhands.server.store import Applied, Dropped, Held, Store
 
@@ -80,7 +80,7 @@ def pushed_of(replies: Sequence[Applied | Held | Dropped]) -> Pushed:
     return Pushed(isinstance(first, Applied), torch.cat(answers) if answers else None, first.weight, first.bits, behind)
 
 
-def joined(captured: Sequence[tuple[dict[str, Tensor], dict[str, Any]]]) -> Snapshot:
+def joined(captured: Sequence[tuple[dict[str, Tensor], dict[str, Any]]]) -> ServerState:
     """One snapshot, in memory of its own, from what each shard's `capture` gave.
 
     The numbers are the first shard's, and the newest version: a worker that died between two shards leaves them apart.
@@ -92,10 +92,10 @@ def joined(captured: Sequence[tuple[dict[str, Tensor], dict[str, Any]]]) -> Snap
         )
     vectors = {name: torch.cat([vectors[name] for vectors, _ in captured]) for name in captured[0][0]}
     numbers = {**captured[0][1], "version": max(numbers["version"] for _, numbers in captured)}
-    return Snapshot(vectors=vectors, numbers=numbers)
+    return ServerState(vectors=vectors, numbers=numbers)
 
 
-def cut(snapshot: Snapshot, shards: int) -> list[tuple[dict[str, Tensor], dict[str, Any]]]:
+def cut(snapshot: ServerState, shards: int) -> list[tuple[dict[str, Tensor], dict[str, Any]]]:
     """What each shard's `restore` takes; the vectors are views."""
     pieces = {name: parts_of(vector, shards) for name, vector in snapshot.vectors.items()}
     return [({name: parts[shard] for name, parts in pieces.items()}, snapshot.numbers) for shard in range(shards)]

@@ -176,7 +176,7 @@ def _dot(a: Tensor, b: Tensor) -> float:
     return float(torch.dot(a, b))
 
 
-class Watch:
+class StalenessMonitor:
     """One worker's eye on whether the rate can bear its updates' staleness; says so once."""
 
     def __init__(self, *, rank: int, workers: int, share: float = 1.0, fades: bool = False) -> None:
@@ -257,11 +257,11 @@ class Watch:
         return 1 - (1 - of_way) ** (1 / self._window()) if of_way < 1 else 1.0
 
 
-def watch(rule: str, bound: int | None, rate_factor: float, rank: int, workers: int) -> Watch | None:
+def watch(rule: str, bound: int | None, rate_factor: float, rank: int, workers: int) -> StalenessMonitor | None:
     """For a strategy's server: the worker's watch, or None where the limit says nothing of the rule, or nothing can be stale.
 
     rate_factor: the strategy's, how far one global batch moves the center in steps of the rate.
     """
     if rule not in RULES or bound == 0 or workers == 1:
         return None
-    return Watch(rank=rank, workers=workers, share=rate_factor / workers, fades=rule == "staleness")
+    return StalenessMonitor(rank=rank, workers=workers, share=rate_factor / workers, fades=rule == "staleness")

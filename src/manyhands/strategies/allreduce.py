@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.comm.group import Handle, Total
+from manyhands.comm.group import MeanResult, Work
 from manyhands.errors import BadInput
 from manyhands.strategies import compressing
 from manyhands.strategies.base import Needs, Strategy
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class AllReduceState(compressing.CompressedState):
     """The slices of this tick's gradient that are under way, and what compression left out."""
 
-    handles: list[Handle] = field(default_factory=list)
+    handles: list[Work] = field(default_factory=list)
 
     @override
     def merge(self, others: list[AllReduceState], rank: int, size: int) -> AllReduceState:
@@ -99,4 +99,4 @@ def _wait(replica: Replica, worker: Worker, state: AllReduceState) -> None:
     for total in totals:
         bits |= total.bits
     replica.rounds += worker.size > 1
-    replica.averaged(Total(totals[0].weight, bits))
+    replica.averaged(MeanResult(totals[0].weight, bits))

@@ -21,7 +21,7 @@ from manyhands.comm.codecs import Codec, Hints, Matrix, codec_of
 from manyhands.comm.codecs.powersgd import PowerSGD
 from manyhands.comm.codecs.threshold import Threshold
 from manyhands.comm.compressed import compressed_mean_
-from manyhands.comm.group import Total
+from manyhands.comm.group import MeanResult
 from manyhands.errors import BadInput, Unsupported
 from manyhands.replica.layout import Layout
 from manyhands.replica.replica import CONTROL_BITS
@@ -146,7 +146,7 @@ def mean_(
     update: Tensor,
     weight: float,
     bits: int,
-) -> Total:
+) -> MeanResult:
     """`Group.mean_` of everybody's update [D'], compressed. With one worker nothing is sent, and nothing compressed."""
     codec = codec_of(options.compress)
     if codec is None or worker.size == 1:

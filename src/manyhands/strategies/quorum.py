@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.comm.group import Total
+from manyhands.comm.group import MeanResult
 from manyhands.errors import BadInput
 from manyhands.server.base import ServerSpec
 from manyhands.strategies import compressing, serving
@@ -103,7 +103,7 @@ class Quorum(Strategy):
         replica.rounds += 1
         if pushed.answer is not None:
             replica.gradients.copy_(pushed.answer)
-        replica.averaged(Total(pushed.weight, pushed.bits))
+        replica.averaged(MeanResult(pushed.weight, pushed.bits))
         replica.apply()
         # A step of weight 0 has waited for all: only then nobody, late ones included, has rows.
         return replica.anybody_has_rows or (self.backups > 0 and pushed.weight > 0)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.comm.group import Done, Handle
+from manyhands.comm.group import Done, Work
 from manyhands.errors import BadInput
 from manyhands.replica.layout import ALIGNMENT_BYTES, Layout
 from manyhands.replica.replica import MORE, STOP, Replica
@@ -61,9 +61,7 @@ class GroupState(CompressedState):
     ticks: int = 0  # since all fragments were synced together
     fragments: list[Fragment] = field(default_factory=list)
     memory: list[Tensor] = field(default_factory=list)  # one [D'] that the group works on
-    handles: dict[int, Handle] = field(
-        default_factory=dict
-    )  # by fragment; of a resumed run, which has none, `on_way` is
+    handles: dict[int, Work] = field(default_factory=dict)  # by fragment; of a resumed run, which has none, `on_way` is
 
     @override
     def merge(self, others: list[GroupState], rank: int, size: int) -> GroupState:
@@ -180,7 +178,7 @@ def _start_mean(schedule: Schedule, replica: Replica, worker: Worker, state: Gro
     state.handles[fragment] = _mean(schedule, replica, worker, state, fragment)
 
 
-def _mean(schedule: Schedule, replica: Replica, worker: Worker, state: GroupState, fragment: int) -> Handle:
+def _mean(schedule: Schedule, replica: Replica, worker: Worker, state: GroupState, fragment: int) -> Work:
     """Start the weighted mean over the group of what `memory` holds of a fragment, with this worker's control bits."""
     gradient = state.memory[0][slice(*state.fragments[fragment])]
     weight, bits = float(state.on_way_counted[fragment]), replica.bits() & (MORE | STOP)

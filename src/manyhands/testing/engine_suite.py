@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from typing_extensions import override
 
-from manyhands.engines.base import Engine, Launch, Observer
+from manyhands.engines.base import Engine, LaunchSpec, Observer
 from manyhands.errors import BadInput, UnknownName, Unsupported, WorkerFailed
 from manyhands.events import Event
 from manyhands.testing.group_suite import GROUP_EXAM, ExamFailed, checks_of, expect
@@ -46,7 +46,7 @@ def _launch(engine: Engine, workers: int, program: Callable[[Worker], T], ear: O
         problem = "every worker would have to take the exam: test an engine in place with a script"
         raise Unsupported(f"engine {engine.name}: {problem}")
     options: dict[str, Any] = {"timeout_s": DEADLINE_S, "threads_per_worker": 1, "device": "cpu"}
-    return engine.launch(program, Launch(workers=workers, observer=ear or Observer(), **options))
+    return engine.launch(program, LaunchSpec(workers=workers, observer=ear or Observer(), **options))
 
 
 def check_values(engine: Engine, workers: int = WORKERS) -> None:
@@ -117,7 +117,7 @@ def check_bad_input(engine: Engine, workers: int = WORKERS) -> None:
 
 
 def _fails(worker: Worker) -> None:
-    worker.coordinator.progress("compute", 7)
+    worker.driver.progress("compute", 7)
     if worker.rank == worker.size - 1:
         raise KeyError("weights of the exam")
     worker.group.barrier()
@@ -193,13 +193,13 @@ def check_stopping(engine: Engine, workers: int = WORKERS) -> None:
     ear = _Ear(stop_after=workers)
 
     def program(worker: Worker) -> tuple[str, str]:
-        before = worker.coordinator.should_stop()
+        before = worker.driver.should_stop()
         worker.group.barrier()  # nobody's event is sent before all have looked
         worker.emit("step")
         deadline = time.monotonic() + DEADLINE_S / 3
-        while not (reason := worker.coordinator.should_stop()) and time.monotonic() < deadline:
+        while not (reason := worker.driver.should_stop()) and time.monotonic() < deadline:
             time.sleep(0.005)
-            worker.coordinator.computed(1)  # where time is simulated, the others have their turn
+            worker.driver.computed(1)  # where time is simulated, the others have their turn
         return before, reason
 
     came = _launch(engine, workers, program, ear)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from manyhands.comm.checks import slice_of
-from manyhands.comm.group import Group, Handle, Total
+from manyhands.comm.group import Group, MeanResult, Work
 from manyhands.comm.reducing import naive_mean
 from manyhands.errors import BadInput, ManyhandsError
 
@@ -198,7 +198,7 @@ def check_total_zero(group: Group) -> None:
     for tensor in (allocated(group, mine), mine.clone(), mine.clone().float(), mine.clone().bfloat16()):
         before = tensor.clone()
         total = group.mean_(tensor, 0.0, 1 << group.rank)
-        expect(total == Total(0.0, (1 << group.size) - 1), f"total weight 0 gave {total}")
+        expect(total == MeanResult(0.0, (1 << group.size) - 1), f"total weight 0 gave {total}")
         expect(torch.equal(tensor.view(torch.uint8), before.view(torch.uint8)), "total weight 0 changed a tensor")
 
 
@@ -217,7 +217,8 @@ def check_one_rank_multiplies_nothing(group: Group) -> None:
         tensor = vector(0, 100, torch.float32)
         total = group.mean_(tensor, 0.1, 5)
         expect(
-            torch.equal(tensor, vector(0, 100, torch.float32)) and total == Total(0.1, 5), "one rank changed its tensor"
+            torch.equal(tensor, vector(0, 100, torch.float32)) and total == MeanResult(0.1, 5),
+            "one rank changed its tensor",
         )
 
 
@@ -260,9 +261,7 @@ def check_handles(group: Group) -> None:
     """Many means under way at once, waited for in order, with other operations before and between."""
     for count, n in ((3, 50_000), (40, 1000), (150, 16)):
         tensors = [allocated(group, vector(group.rank, n, seed=i)) for i in range(count)]
-        handles: list[Handle] = [
-            group.start_mean_(tensor, 1.0 + group.rank, 1 << i) for i, tensor in enumerate(tensors)
-        ]
+        handles: list[Work] = [group.start_mean_(tensor, 1.0 + group.rank, 1 << i) for i, tensor in enumerate(tensors)]
         totals = [handle.wait() for handle in handles]
         weights = [1.0 + rank for rank in range(group.size)]
         for i, (tensor, total) in enumerate(zip(tensors, totals, strict=True)):

@@ -14,7 +14,7 @@ from manyhands.replica.replica import Replica
 
 
 @dataclass
-class Keep:
+class BestModel:
     """`last`, or `best:METRIC`: the highest accuracy, auc, f1, …, the lowest loss, error, …; `best:max:METRIC`, `best:min:METRIC` say it outright."""
 
     metric: str = ""  # "": keep the last
@@ -25,7 +25,7 @@ class Keep:
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def parse(cls, text: str) -> Keep:
+    def parse(cls, text: str) -> BestModel:
         """Raises BadInput for anything but the forms above, and where METRIC does not say which way is better."""
         if text == "last":
             return cls()

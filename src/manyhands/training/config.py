@@ -19,12 +19,12 @@ from manyhands.replica.layout import Layout
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task, check_fields
 from manyhands.tasks.finding import task_of
-from manyhands.training.best_model import Keep
+from manyhands.training.best_model import BestModel
 from manyhands.training.plan import global_batch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class TrainConfig:
     """What the caller asked for, resolved to objects."""
 
     task: Task
@@ -147,8 +147,8 @@ def checks_of(steps: int | None, strategy: Strategy) -> int | None:
     return steps
 
 
-def keep_of(text: str, task: Task) -> Keep:
-    keep = Keep.parse(text)
+def keep_of(text: str, task: Task) -> BestModel:
+    keep = BestModel.parse(text)
     if keep.metric and task.validation_data is None:
         raise BadInput(f"keep={text!r} needs validation_data to judge by: give the task some, or keep the last")
     return keep

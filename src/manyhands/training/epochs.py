@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 EMPTY = Slice(batch=None, rows=0, global_rows=None, index=-1)
 
 
-def pace_of(loop: Loop) -> Together | Apart:
+def epochs_of(loop: Loop) -> LockstepEpochs | AsyncEpochs:
     """As the strategy has it."""
     leasing = loop.plan.strategy.leasing()
-    return Together(loop) if leasing is None else Apart(loop, leasing)
+    return LockstepEpochs(loop) if leasing is None else AsyncEpochs(loop, leasing)
 
 
-class Together:
+class LockstepEpochs:
     """The same ticks on all workers, some of them empty; a stop is heard by all in the same exchange."""
 
     def __init__(self, loop: Loop) -> None:
@@ -69,7 +69,7 @@ class Together:
 
     def _next(self, slices: Iterator[Slice]) -> tuple[Slice, float] | None:
         worker = self._loop.worker
-        worker.coordinator.progress("input", self._loop.replica.step)
+        worker.driver.progress("input", self._loop.replica.step)
         start = worker.clock()
         part = next(slices, None)
         seconds = worker.clock() - start
@@ -79,7 +79,7 @@ class Together:
         return None if part is None else (part, seconds)
 
 
-class Apart:
+class AsyncEpochs:
     """Every worker at its own pace. An epoch is cut into segments; at the end of each all meet.
 
     A segment ends where a validation or checkpoint is due, where `max_steps` are done, or with the epoch. On a stream,
@@ -92,7 +92,7 @@ class Apart:
         self._entered = False
         self._digests: list[str] = []  # of the first batches of a stream, which this worker read for itself
         self._said = False  # that this worker wants all to stop
-        self._answer: Lease | End | None = None  # the newest, of the coordinator
+        self._answer: Lease | End | None = None  # the newest, of the driver
         if self._ticks is None and leasing.alone:
             raise BadInput(
                 f"warmup={leasing.alone} counts slices that are leased, and a stream has none: leave warmup out, or give data with a length"
@@ -166,13 +166,13 @@ class Apart:
     # -- a segment ---------------------------------------------------------------------------------------------------
 
     def _take(self, segment: Segment) -> Lease | End:
-        """The coordinator's answer; whoever wants to stop (its time is up) tells the driver, which ends the segment for all."""
+        """The driver's answer; whoever wants to stop (its time is up) tells the driver, which ends the segment for all."""
         loop = self._loop
-        if loop.wants_stop() and not loop.worker.coordinator.should_stop() and not self._said:
+        if loop.wants_stop() and not loop.worker.driver.should_stop() and not self._said:
             self._said = True
             loop.worker.emit("stop", step=loop.replica.step, reason=loop.own_reason)
-        loop.worker.coordinator.progress("wait" if segment.alone else "input", loop.replica.step)
-        self._answer = loop.worker.coordinator.lease(segment)
+        loop.worker.driver.progress("wait" if segment.alone else "input", loop.replica.step)
+        self._answer = loop.worker.driver.lease(segment)
         if isinstance(self._answer, Lease):
             self._enter()
         return self._answer
@@ -180,7 +180,7 @@ class Apart:
     def _turn_all(self, slices: Iterator[Slice], segment: Segment) -> None:
         loop, place = self._loop, self._loop.place
         while not self._stream_is_over():
-            loop.worker.coordinator.progress("input", loop.replica.step)
+            loop.worker.driver.progress("input", loop.replica.step)
             start = loop.worker.clock()
             part = next(slices, None)
             loop.input_s = loop.worker.clock() - start
@@ -212,7 +212,7 @@ class Apart:
     def _meet(self, segment: Segment) -> None:
         """Wait for all; from here to the next segment nobody trains."""
         loop, place = self._loop, self._loop.place
-        loop.worker.coordinator.progress("wait", loop.replica.step)
+        loop.worker.driver.progress("wait", loop.replica.step)
         if loop.worker.server is not None:
             loop.worker.server.park()
         end = self._answer if isinstance(self._answer, End) else End(reason=loop.own_reason, left=[])

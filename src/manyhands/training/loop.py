@@ -18,18 +18,18 @@ from manyhands.errors import BadInput, Unsupported
 from manyhands.recording.run import environment
 from manyhands.replica import fingerprint
 from manyhands.replica.replica import MORE, STOP, Replica
-from manyhands.server.staleness import Watch, watch
+from manyhands.server.staleness import StalenessMonitor, watch
 from manyhands.signals import PREEMPTED
-from manyhands.training.epochs import pace_of
-from manyhands.training.plan import Outcome, Place, Plan, build_model, global_batch
+from manyhands.training.epochs import epochs_of
+from manyhands.training.plan import Outcome, TrainingPosition, WorkerPlan, build_model, global_batch
 from manyhands.training.saving import Saver
-from manyhands.training.validation import Judge
+from manyhands.training.validation import Validator
 from manyhands.worker import Worker
 
 COLLECT_EVERY = 1000  # ticks, after which rank 0 hears of the others where every rank is its own driver
 
 
-def work(plan: Plan, worker: Worker) -> Outcome | None:
+def work(plan: WorkerPlan, worker: Worker) -> Outcome | None:
     """Train on this worker; a collective of all workers of the run.
 
     None on ranks that nobody asks (all but the first, unless every rank is a driver of its own), and where rank 0 found
@@ -41,7 +41,7 @@ def work(plan: Plan, worker: Worker) -> Outcome | None:
         )
     if worker.shares_process:
         plan = plan.own()
-    worker.coordinator.progress("start", 0)
+    worker.driver.progress("start", 0)
     if plan.everywhere and any(worker.group.all_gather_json(plan.finished)):
         return None
     loop = Loop(plan, worker)
@@ -53,7 +53,7 @@ def work(plan: Plan, worker: Worker) -> Outcome | None:
         loop.replica.layout.detach()
 
 
-def told(plan: Plan, worker: Worker) -> dict[str, Any] | None:
+def told(plan: WorkerPlan, worker: Worker) -> dict[str, Any] | None:
     """The fields of what `work` returns: an object of a class does not travel from another host."""
     outcome = work(plan, worker)
     return None if outcome is None else vars(outcome)
@@ -62,7 +62,7 @@ def told(plan: Plan, worker: Worker) -> dict[str, Any] | None:
 class Loop:
     """The state of one worker's training."""
 
-    def __init__(self, plan: Plan, worker: Worker) -> None:
+    def __init__(self, plan: WorkerPlan, worker: Worker) -> None:
         self.plan, self.worker, self.task = plan, worker, plan.task
         many = not plan.strategy.needs.one_model
         rng.seed_all(plan.task.seed, worker.rank if many else 0)
@@ -76,11 +76,11 @@ class Loop:
         self.state = plan.strategy.start(self.replica, worker)
         self.companion = None if plan.task.companion is None else plan.task.companion.join(worker, self.replica)
         self._called_off = False  # by this worker's companion
-        self.place = Place()
+        self.place = TrainingPosition()
         self._check_due = False  # replicas are compared as soon as they are promised to be equal
         self.reason = ""
         self.began = worker.clock()
-        self.judge = Judge(
+        self.judge = Validator(
             plan,
             worker,
             self.replica,
@@ -88,7 +88,7 @@ class Loop:
             test=self._feed_of(plan.task.test_data),
         )
         self.saver = Saver(plan, worker, self.replica, self.train_feed, self.total_ticks())
-        self.pace = pace_of(self)
+        self.pace = epochs_of(self)
         self.spec = plan.strategy.server() if worker.server is not None else None
         self.watch = self._watch()
         if plan.resume_from is not None:
@@ -136,7 +136,7 @@ class Loop:
             clock=self.worker.clock,
         )
 
-    def _watch(self) -> Watch | None:
+    def _watch(self) -> StalenessMonitor | None:
         strategy, worker, spec = self.plan.strategy, self.worker, self.spec
         if spec is None:
             return None
@@ -192,18 +192,18 @@ class Loop:
         replica.idle = part.rows == 0 and bool(part.global_rows)
         replica.stop = self.wants_stop()
         worker.group.step = replica.step
-        worker.coordinator.progress("compute", replica.step)
+        worker.driver.progress("compute", replica.step)
         apply_s, wait_s, rounds = replica.apply_seconds, self._waited_s(), replica.rounds
         start = clock()
         self.plan.strategy.before_backward(replica, worker, self.state)
         begun = clock()
         loss = replica.backward(part.batch)
-        worker.coordinator.computed(0 if replica.skip else part.rows)
+        worker.driver.computed(0 if replica.skip else part.rows)
         weight, rate = replica.weight, self._rate()
         if self.watch is not None:
             self.watch.before(replica.parameters, replica.gradients)
         middle = clock()
-        worker.coordinator.progress("exchange", replica.step)
+        worker.driver.progress("exchange", replica.step)
         self.anybody = self.plan.strategy.exchange(replica, worker, self.state)
         if self.watch is not None:
             self.watch.after(replica.parameters, rate, replica.applied)
@@ -338,7 +338,7 @@ class Loop:
     def wants_stop(self) -> bool:
         """Whether this worker knows a reason to stop."""
         limit = self.plan.max_seconds
-        self._own_reason = self.worker.coordinator.should_stop()
+        self._own_reason = self.worker.driver.should_stop()
         if not self._own_reason and limit is not None and self.worker.clock() - self.began >= limit:
             self._own_reason = "max_seconds"
         if not self._own_reason and self._called_off:
@@ -373,7 +373,7 @@ class Loop:
                 self.flush()
                 action()
         if self.place.tick % COLLECT_EVERY == 0:
-            self.worker.coordinator.collect(self.worker.group)
+            self.worker.driver.collect(self.worker.group)
 
     def save(self) -> None:
         """A checkpoint, where they are wanted, of replicas that are equal where that is promised."""
@@ -385,7 +385,7 @@ class Loop:
         """Judge, and tell; a stop that is answered after the last tick says nothing any more."""
         metrics, best = self.judge.validate(self.place, self.state)
         if metrics:
-            self.worker.coordinator.collect(self.worker.group)
+            self.worker.driver.collect(self.worker.group)
             answer = self._ask("validation", metrics=metrics, best=best)
             if not last:
                 self._obey(answer)
@@ -400,7 +400,7 @@ class Loop:
             self.reason = self.reason or ("callback" if ends else "")
         if self.plan.checkpoint_every == "epoch" or self.place.epoch == self.task.epochs or self.finished():
             self.save()
-        self.worker.coordinator.collect(self.worker.group)
+        self.worker.driver.collect(self.worker.group)
         self._obey(self._ask("epoch", rows=self.place.rows))
 
     def _ask(self, type: str, **values: Any) -> str:
@@ -460,7 +460,7 @@ class Loop:
         agreed = self.plan.strategy.agreed(self.replica, self.state)
         if agreed is not None:
             self._check_due = False
-            self.worker.coordinator.progress("checkpoint", self.replica.step)
+            self.worker.driver.progress("checkpoint", self.replica.step)
             fingerprint.compare_replicas(self.worker, agreed, self._rate_facts(), self.place.tick)
 
     # -- beginning and end -------------------------------------------------------------------------------------------
@@ -501,10 +501,10 @@ class Loop:
     def outcome(self) -> Outcome:
         """The consensus, or the best that was kept, its metrics, and all workers' counts."""
         worker, replica = self.worker, self.replica
-        worker.coordinator.progress("end", replica.step)
+        worker.driver.progress("end", replica.step)
         over = self.reason != PREEMPTED
         states, metrics, said = self.judge.answer(self.state, test=over, companion=self.companion if over else None)
-        worker.coordinator.collect(worker.group)
+        worker.driver.collect(worker.group)
         ledger = worker.group.ledger.as_dict() | ({} if worker.server is None else worker.server.ledger.as_dict())
         own = {"rows": self.place.rows, "unused": self.place.unused, "ledger": ledger}
         if not worker.shares_process:

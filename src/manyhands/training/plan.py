@@ -14,11 +14,11 @@ from manyhands.checkpoint.paths import AnyPath
 from manyhands.errors import BadInput
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task
-from manyhands.training.best_model import Keep
+from manyhands.training.best_model import BestModel
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class WorkerPlan:
     """What each worker of a training run is told."""
 
     task: Task
@@ -26,7 +26,7 @@ class Plan:
     validate_every: str | int = "epoch"
     checkpoint_every: str | int = "epoch"
     check_replicas_every: int | None = None
-    keep: Keep = field(default_factory=Keep)
+    keep: BestModel = field(default_factory=BestModel)
     nonfinite: str = "raise"
     max_seconds: float | None = None
     checkpoints: AnyPath | None = None  # the folder; None: write none
@@ -35,7 +35,7 @@ class Plan:
     everywhere: bool = False  # every rank is a driver of its own (torchrun, a script's train()) and gets the answer
     finished: bool = False  # rank 0 found a finished run: nobody trains
 
-    def own(self) -> Plan:
+    def own(self) -> WorkerPlan:
         """The same for one of several workers of a process: modules are its own where the task holds any, and no processes
         load its rows."""
         task = self.task.with_fields(loader_processes=0) if self.task.loader_processes else self.task
@@ -70,7 +70,7 @@ class Outcome:
 
 
 @dataclass
-class Place:
+class TrainingPosition:
     """Where the loop stands; JSON in a checkpoint."""
 
     epoch: int = 0

@@ -29,7 +29,7 @@ from manyhands.recording.run import Run
 from manyhands.replica import evaluation
 from manyhands.replica.layout import Layout
 from manyhands.task import Task
-from manyhands.training.config import Asked
+from manyhands.training.config import TrainConfig
 from manyhands.training.plan import State, build_model
 
 CHECKPOINTS, FINAL, RESULT, ASKED = "checkpoints", "model.safetensors", "result.json", "asked.json"
@@ -56,7 +56,7 @@ class Opened:
             self.lock.close()
 
 
-def open_directory(asked: Asked, resume: bool) -> Opened:
+def open_directory(asked: TrainConfig, resume: bool) -> Opened:
     """The run directory, locked; nothing on other ranks.
 
     Raises BadInput instead of a refusal where nobody else has to hear why, and ManyhandsError where a file system elsewhere
@@ -223,7 +223,7 @@ def _plain(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if isinstance(value, int | float | str | bool | None)}
 
 
-def finished_run(asked: Asked, saved: dict[str, Any] | None = None) -> Run:
+def finished_run(asked: TrainConfig, saved: dict[str, Any] | None = None) -> Run:
     """The Run that lies finished in the run directory; `saved` is its result.json, if that was read already."""
     assert asked.directory is not None
     if saved is None:

@@ -14,7 +14,7 @@ from manyhands.errors import BadInput
 from manyhands.replica.replica import Replica
 from manyhands.strategies import spec_of
 from manyhands.strategies.base import State
-from manyhands.training.plan import Place, Plan
+from manyhands.training.plan import TrainingPosition, WorkerPlan
 from manyhands.worker import Worker
 
 
@@ -22,7 +22,7 @@ from manyhands.worker import Worker
 class Saver:
     """Writes this worker's part of each checkpoint, and reads it again."""
 
-    plan: Plan
+    plan: WorkerPlan
     worker: Worker
     replica: Replica
     feed: Feed  # of the training data
@@ -33,12 +33,12 @@ class Saver:
     def __post_init__(self) -> None:
         self._declared = run_state.declared(self.replica)
 
-    def save(self, place: Place, state: State) -> None:
+    def save(self, place: TrainingPosition, state: State) -> None:
         """A collective; nothing where no checkpoints are wanted."""
         if self.plan.checkpoints is None:
             return
         self.saved = place.tick
-        self.worker.coordinator.progress("checkpoint", self.replica.step)
+        self.worker.driver.progress("checkpoint", self.replica.step)
         start = self.worker.clock()
         facts = {"total": self.total_ticks, "threads": torch.get_num_threads(), "fingerprint": self._fingerprint()}
         facts["options"] = self._options()
@@ -67,7 +67,7 @@ class Saver:
     def _sync_events(self) -> None:
         """A collective: all events that the checkpoint counts are on the disk before its manifest is, whoever dies next."""
         worker = self.worker
-        worker.coordinator.collect(worker.group)
+        worker.driver.collect(worker.group)
         if worker.rank:
             worker.ask("sync")
         worker.group.barrier()
@@ -81,12 +81,12 @@ class Saver:
         """Whether this rank's checkpoint holds what is best: rank 0's is everybody's, an ensemble's member is its own."""
         return self.worker.rank == 0 or not self.plan.strategy.needs.one_model
 
-    def resume(self, saved: Checkpoint, state: State) -> tuple[State, Place]:
+    def resume(self, saved: Checkpoint, state: State) -> tuple[State, TrainingPosition]:
         """Put replica, server and keep back where the checkpoint stood; the strategy's state, and where the loop stands."""
         with checkpoints.within_reach(saved, self.worker.group) as there:
             return self._resume(there, state)
 
-    def _resume(self, saved: Checkpoint, state: State) -> tuple[State, Place]:
+    def _resume(self, saved: Checkpoint, state: State) -> tuple[State, TrainingPosition]:
         self._check(saved)
         rank, size = self.worker.rank, self.worker.size
         state, values = run_state.restore(
@@ -103,7 +103,7 @@ class Saver:
                 f"the checkpoint's run was another one: {differing}. What is given now is used from step {saved.tick} on. "
                 "To go on as before, give what it was"
             )
-        place = Place(**values)
+        place = TrainingPosition(**values)
         if rank == 0 and self.plan.checkpoints is not None:
             checkpoints.discard_newer(
                 self.plan.checkpoints, saved.tick, self.warnings.append

@@ -20,7 +20,7 @@ from manyhands.checkpoint.paths import AnyPath, path_of
 from manyhands.comm.group import Group
 from manyhands.data.frames import Frame
 from manyhands.data.sources import Once, is_function
-from manyhands.engines.base import Engine, Launch
+from manyhands.engines.base import Engine, LaunchSpec
 from manyhands.engines.cores import shared
 from manyhands.errors import BadInput, CallbackFailed, Preempted
 from manyhands.own_loop.rank_zero import quiet_other_ranks
@@ -31,9 +31,9 @@ from manyhands.strategies import spec_of, strategy_of
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task
 from manyhands.training import run_directory
-from manyhands.training.config import Asked, check_place, checks_of, every, keep_of, task_from
+from manyhands.training.config import TrainConfig, check_place, checks_of, every, keep_of, task_from
 from manyhands.training.loop import told, work
-from manyhands.training.plan import Outcome, Plan
+from manyhands.training.plan import Outcome, WorkerPlan
 from manyhands.training.run_directory import CHECKPOINTS, Opened, answer, finished_run, models_of, open_directory
 from manyhands.worker import Worker
 
@@ -86,7 +86,7 @@ def train(
     when a worker raises, dies or hangs; Preempted after SIGTERM; CallbackFailed, which holds the Run, where a callback raises in
     `on_end`.
     """
-    asked = Asked(
+    asked = TrainConfig(
         task=task_from(task, task_fields),
         strategy=strategy_of(strategy),
         engine=engines.engine_of(engine),
@@ -95,7 +95,7 @@ def train(
     )
     asked.check(servers=servers, nonfinite=nonfinite, max_seconds=max_seconds, timeout_s=timeout_s, resume=resume)
     check_place(device, threads_per_worker)
-    plan = Plan(
+    plan = WorkerPlan(
         task=asked.task,
         strategy=asked.strategy,
         validate_every=every("validate_every", validate_every),
@@ -106,7 +106,7 @@ def train(
         max_seconds=max_seconds,
         checkpoints=asked.directory / CHECKPOINTS if asked.directory else None,
     )
-    launch = Launch(
+    launch = LaunchSpec(
         workers=asked.count,
         server=asked.strategy.server(),
         servers=servers,
@@ -138,7 +138,7 @@ def _frames(task: Task) -> tuple[Frame, ...]:
     return tuple(dict.fromkeys(data for data in given if isinstance(data, Frame)))
 
 
-def _said(asked: Asked, plan: Plan) -> dict[str, Any]:
+def _said(asked: TrainConfig, plan: WorkerPlan) -> dict[str, Any]:
     return {
         "engine": asked.engine.name,
         "workers": asked.count,
@@ -161,10 +161,10 @@ class _Training:
 
     def __init__(
         self,
-        asked: Asked,
-        plan: Plan,
+        asked: TrainConfig,
+        plan: WorkerPlan,
         callbacks: tuple[Callback, ...],
-        launch: Launch,
+        launch: LaunchSpec,
         resume: bool,
         opened: Opened,
     ) -> None:

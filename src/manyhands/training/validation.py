@@ -16,16 +16,16 @@ from manyhands.errors import Unsupported
 from manyhands.replica import evaluation, fingerprint
 from manyhands.replica.replica import Replica
 from manyhands.strategies.base import State as StrategyState
-from manyhands.training.plan import Place, Plan, State
+from manyhands.training.plan import State, TrainingPosition, WorkerPlan
 from manyhands.worker import Worker
-from manyhands.worker_callback import Companion
+from manyhands.worker_callback import WorkerCallback
 
 
 @dataclass
-class Judge:
+class Validator:
     """Metrics of the consensus; everything here is a collective."""
 
-    plan: Plan
+    plan: WorkerPlan
     worker: Worker
     replica: Replica
     validation: Feed | None
@@ -40,7 +40,7 @@ class Judge:
             facts |= {} if feed is None else fingerprint.of_rows(feed.source, name, seed)
         return facts
 
-    def validate(self, place: Place, state: StrategyState) -> tuple[dict[str, float], bool]:
+    def validate(self, place: TrainingPosition, state: StrategyState) -> tuple[dict[str, float], bool]:
         """Validation metrics of the consensus as it is now, offered to `keep`; ({}, False) without validation data."""
         if self.validation is None:
             return {}, False
@@ -64,7 +64,7 @@ class Judge:
                 )
 
     def answer(
-        self, state: StrategyState, test: bool, companion: Companion | None = None
+        self, state: StrategyState, test: bool, companion: WorkerCallback | None = None
     ) -> tuple[list[State], dict[str, float], Any]:
         """The consensus, or the best that was kept, where it is wanted, its metrics, and what worker 0's companion says."""
         keep = self.plan.keep
@@ -83,7 +83,7 @@ class Judge:
         return self._states(consensus, buffers), metrics, said
 
     def _ended(
-        self, companion: Companion, parameters: Tensor, buffers: dict[str, Tensor]
+        self, companion: WorkerCallback, parameters: Tensor, buffers: dict[str, Tensor]
     ) -> tuple[Any, bool, Tensor, dict[str, Tensor]]:
         """(what worker 0's companion says, whether it changed the answer, the answer's parameters [D'] and buffers)"""
         group = self.worker.group
@@ -109,7 +109,7 @@ class Judge:
         worker = self.worker
 
         def progress(batch: int) -> None:
-            worker.coordinator.progress("validation", batch)
+            worker.driver.progress("validation", batch)
 
         with evaluation.holding(self.replica, parameters, buffers) as model:
             judged = model if self.plan.strategy.needs.one_model else evaluation.ensemble_of(self.replica, worker.group)

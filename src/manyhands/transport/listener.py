@@ -33,7 +33,7 @@ from manyhands.transport.hello import (
     speak_to,
     wrapped,
 )
-from manyhands.transport.rejected import Strangers
+from manyhands.transport.rejected import RejectedPeers
 
 HELLO_S = 10.0  # a peer has so long from its connection to the end of its hello, however it spreads its bytes
 _FAREWELL_S = 2.0  # and one that was refused so long to hear why
@@ -41,7 +41,7 @@ _MOST_VISITORS = 128  # connections that have not said who they are
 _PAUSE_S = 0.05
 
 
-class _Visitor:
+class PendingConnection:
     """A connection that has not said who it is, or is being refused."""
 
     def __init__(self, sock: socket.socket, host: str, steps: Steps[Guest]) -> None:
@@ -93,8 +93,8 @@ class Listener:
         self.generation, self._timeout_s = generation, timeout_s
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._sock, selectors.EVENT_READ, None)
-        self._visitors: dict[_Visitor, None] = {}  # oldest first
-        self._strangers, self._lock, self._closed = Strangers(), threading.RLock(), False
+        self._visitors: dict[PendingConnection, None] = {}  # oldest first
+        self._strangers, self._lock, self._closed = RejectedPeers(), threading.RLock(), False
         self._check: Check = _nobody  # of the newest `accept`: a visitor may be half-way when the last one returns
 
     def accept(self, check: Check, timeout_s: float) -> tuple[Channel, dict[str, Any]]:
@@ -161,7 +161,7 @@ class Listener:
             self._strangers.name(place[0], str(error))
             sock.close()
             return
-        visitor = _Visitor(
+        visitor = PendingConnection(
             sock, place[0], listen_to(sock, self._proof, self.generation, lambda hello: self._check(hello))
         )
         self._visitors[visitor] = None
@@ -174,7 +174,7 @@ class Listener:
             oldest = next(visitor for visitor in self._visitors if visitor.host == host)
             self._turn_away(oldest, f"more than {_MOST_VISITORS} connections that did not say who they are")
 
-    def _go_on(self, visitor: _Visitor) -> tuple[Channel, dict[str, Any]] | None:
+    def _go_on(self, visitor: PendingConnection) -> tuple[Channel, dict[str, Any]] | None:
         try:
             wanted = next(visitor.steps)
         except StopIteration as end:
@@ -189,7 +189,7 @@ class Listener:
                 self._selector.modify(visitor.sock, events, visitor)
         return None
 
-    def _welcome(self, visitor: _Visitor, guest: Guest | None) -> tuple[Channel, dict[str, Any]] | None:
+    def _welcome(self, visitor: PendingConnection, guest: Guest | None) -> tuple[Channel, dict[str, Any]] | None:
         if guest is None:  # it has heard why it was refused
             self._drop(visitor)
             return None
@@ -198,7 +198,7 @@ class Listener:
         channel = Channel(visitor.sock, peer=guest.name, timeout_s=self._timeout_s, generation=guest.generation)
         return channel, guest.hello
 
-    def _say_no(self, visitor: _Visitor, why: str) -> None:
+    def _say_no(self, visitor: PendingConnection, why: str) -> None:
         if visitor.refused:
             self._drop(visitor)
             return
@@ -207,7 +207,7 @@ class Listener:
         visitor.deadline = time.monotonic() + _FAREWELL_S
         self._go_on(visitor)
 
-    def _turn_away(self, visitor: _Visitor, why: str) -> None:
+    def _turn_away(self, visitor: PendingConnection, why: str) -> None:
         if not visitor.refused:
             self._strangers.name(visitor.host, why)
         self._drop(visitor)
@@ -217,7 +217,7 @@ class Listener:
         for visitor in [visitor for visitor in self._visitors if visitor.deadline < now]:
             self._turn_away(visitor, f"it did not say who it is within {HELLO_S:g} s")
 
-    def _drop(self, visitor: _Visitor) -> None:
+    def _drop(self, visitor: PendingConnection) -> None:
         del self._visitors[visitor]
         self._selector.unregister(visitor.sock)
         visitor.sock.close()

@@ -10,7 +10,7 @@ LOG = logging.getLogger("manyhands")
 MOST_NAMED = 1000  # one IPv6 network alone has 2^64 addresses
 
 
-class Strangers:
+class RejectedPeers:
     """Names each address once; only one thread uses it."""
 
     def __init__(self) -> None:

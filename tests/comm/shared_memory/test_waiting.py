@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from manyhands.comm.shared_memory import waiting as waiting_module
-from manyhands.comm.shared_memory.counters import ARRIVED, CLOSED, STATE, Board, Header
-from manyhands.comm.shared_memory.liveness import Lifelines
+from manyhands.comm.shared_memory.counters import ARRIVED, CLOSED, STATE, Header, SharedCounters
+from manyhands.comm.shared_memory.liveness import LivenessPipes
 from manyhands.comm.shared_memory.memory import Arena, SharedMemory
 from manyhands.comm.shared_memory.waiting import Waiting
 from manyhands.errors import PeerLost
@@ -18,7 +18,7 @@ from manyhands.errors import PeerLost
 def boards():
     fds = SharedMemory.create(3)
     arenas = [Arena(rank, fds) for rank in range(3)]
-    made = [Board(arena, 3) for arena in arenas]
+    made = [SharedCounters(arena, 3) for arena in arenas]
     yield made
     for board, arena in zip(made, arenas, strict=True):
         board.close()
@@ -36,7 +36,7 @@ def pipes():
 
 
 def _waiting(board, pipes=(), timeout_s=30.0, **options):
-    return Waiting(board, Lifelines(board.rank, pipes), ["a", "b", "c"], timeout_s, **options)
+    return Waiting(board, LivenessPipes(board.rank, pipes), ["a", "b", "c"], timeout_s, **options)
 
 
 def test_a_counter_that_is_there_costs_nothing(boards):
@@ -96,7 +96,7 @@ def test_a_hung_up_lifeline_is_a_lost_peer_whoever_is_waited_for(boards, pipes):
 
 def test_a_forked_child_does_not_hold_the_lifeline():
     read, write = os.pipe()
-    lifelines = Lifelines(0, [(os.dup(read), write)])
+    lifelines = LivenessPipes(0, [(os.dup(read), write)])
     stay, leave = os.pipe()
     pid = os.fork()
     if pid == 0:

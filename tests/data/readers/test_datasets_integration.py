@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from manyhands.data.feed import Feed
-from manyhands.data.readers.datasets import Rows
+from manyhands.data.readers.datasets import DatasetRows
 
 
 class Drawing(Dataset):
@@ -43,10 +43,10 @@ def same(a, b):
 
 def test_what_rows_draw_depends_on_no_process_count_and_resumes_exactly():
     """CASE 19: the draws of a slice belong to (seed, epoch, tick, rank)."""
-    one = table(Feed(Rows(Drawing(), processes=1), batch_size=5, seed=3))
-    assert same(one, table(Feed(Rows(Drawing(), processes=2), batch_size=5, seed=3)))
-    assert same(one[2:], table(Feed(Rows(Drawing(), processes=2), batch_size=5, seed=3), first_tick=2))
-    assert not same(one, table(Feed(Rows(Drawing(), processes=1), batch_size=5, seed=4)))
+    one = table(Feed(DatasetRows(Drawing(), processes=1), batch_size=5, seed=3))
+    assert same(one, table(Feed(DatasetRows(Drawing(), processes=2), batch_size=5, seed=3)))
+    assert same(one[2:], table(Feed(DatasetRows(Drawing(), processes=2), batch_size=5, seed=3), first_tick=2))
+    assert not same(one, table(Feed(DatasetRows(Drawing(), processes=1), batch_size=5, seed=4)))
     draws = torch.cat([batch[1] for batch in one])
     assert len(set(draws.tolist())) == 21  # no two slices draw the same
     assert multiprocessing.active_children() == []
@@ -54,13 +54,13 @@ def test_what_rows_draw_depends_on_no_process_count_and_resumes_exactly():
 
 def test_the_process_that_asks_draws_nothing():
     before = torch.get_rng_state()
-    table(Feed(Rows(Drawing(), processes=1), batch_size=10))
+    table(Feed(DatasetRows(Drawing(), processes=1), batch_size=10))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_ranks_without_rows_get_empty_slices():
     """CASE 18: a last batch of one row on four workers."""
-    feeds = [Feed(Rows(Drawing(), processes=1), rank=rank, size=4, batch_size=5) for rank in range(4)]
+    feeds = [Feed(DatasetRows(Drawing(), processes=1), rank=rank, size=4, batch_size=5) for rank in range(4)]
     parts = [list(feed.epoch(0)) for feed in feeds]
     assert [[part.rows for part in own] for own in parts] == [
         [1, 1, 1, 1, 0],
@@ -73,7 +73,7 @@ def test_ranks_without_rows_get_empty_slices():
 
 
 def test_closing_early_ends_the_processes_at_once():
-    parts = Feed(Rows(Drawing(), processes=2), batch_size=2).epoch(0)
+    parts = Feed(DatasetRows(Drawing(), processes=2), batch_size=2).epoch(0)
     next(parts)
     assert len(multiprocessing.active_children()) == 2
     parts.close()
@@ -82,5 +82,5 @@ def test_closing_early_ends_the_processes_at_once():
 
 def test_an_error_in_a_process_comes_out_with_its_own_traceback():
     with pytest.raises(KeyError, match="row 7 is broken"):
-        table(Feed(Rows(Drawing(fail_at=7), processes=1), batch_size=5, shuffle=False))
+        table(Feed(DatasetRows(Drawing(fail_at=7), processes=1), batch_size=5, shuffle=False))
     assert multiprocessing.active_children() == []

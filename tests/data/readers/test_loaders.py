@@ -16,7 +16,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from manyhands.data.feed import Feed
-from manyhands.data.readers.datasets import Rows
+from manyhands.data.readers.datasets import DatasetRows
 from manyhands.data.readers.loaders import open_loader
 from manyhands.errors import BadInput
 
@@ -211,5 +211,5 @@ def test_a_loader_without_automatic_batches_gives_its_own():
 
 
 def test_rows_and_loader_agree_where_nothing_is_shuffled():
-    rows = [part.batch[0].tolist() for part in Feed(Rows(DATA), batch_size=6, shuffle=False).epoch(0)]
+    rows = [part.batch[0].tolist() for part in Feed(DatasetRows(DATA), batch_size=6, shuffle=False).epoch(0)]
     assert rows == indices(DataLoader(DATA, batch_size=6))[0]

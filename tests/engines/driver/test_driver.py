@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
-from manyhands.engines.base import Launch, Observer
+from manyhands.engines.base import LaunchSpec, Observer
 from manyhands.engines.driver.driver import Driver
-from manyhands.engines.driver.host_processes import Crew, seats_of
+from manyhands.engines.driver.host_processes import HostProcesses, seats_of
 from manyhands.errors import BadInput, ManyhandsError, WorkerFailed
 from manyhands.events import Event
 from manyhands.recording.recorder import Recorder
 from manyhands.server.base import ServerSpec
 
 
-class Scripted(Crew):
+class Scripted(HostProcesses):
     """A crew that says what the test tells it to, and keeps what it is told."""
 
     def __init__(self, host: str, seats: list[int]) -> None:
@@ -95,10 +95,12 @@ class Run:
     def __init__(self, servers: int = 1) -> None:
         self.now = 0.0
         self.observer = Writing()
-        plan = Launch(workers=3, server=ServerSpec(rule="add"), servers=servers, observer=self.observer, timeout_s=10.0)
+        spec = LaunchSpec(
+            workers=3, server=ServerSpec(rule="add"), servers=servers, observer=self.observer, timeout_s=10.0
+        )
         self.alpha = Scripted("alpha", [0, 1])
         self.beta = Scripted("beta", [2, *(-1 - shard for shard in range(servers))])
-        self.driver = Driver([self.alpha, self.beta], plan, clock=lambda: self.now)
+        self.driver = Driver([self.alpha, self.beta], spec, clock=lambda: self.now)
         for seat in seats_of(3, servers):
             self.say(seat, "started")
 
@@ -338,7 +340,7 @@ def test_an_error_of_no_family_of_ours_calls_nothing(family: str) -> None:
 
 def test_an_event_that_makes_no_sense_names_its_worker_and_host() -> None:
     run = Run()
-    run.driver.plan = replace(run.driver.plan, observer=Recorder(workers=3))
+    run.driver.spec = replace(run.driver.spec, observer=Recorder(workers=3))
     event = {"type": "step", "rank": 2, "step": 4, "values": {"epoch": 0}}
     run.say(2, "beat", phase="compute", step=4, idle_s=0.0, events=[event])
     with pytest.raises(WorkerFailed, match="worker 2 on beta sent an event.* 'step': it has no"):

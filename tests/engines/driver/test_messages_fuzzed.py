@@ -11,14 +11,14 @@ import torch
 from test_driver import Scripted
 
 from fuzzing import Damage, bounded, json_bytes, survive
-from manyhands.engines.base import Launch
+from manyhands.engines.base import LaunchSpec
 from manyhands.engines.driver.driver import Driver
 from manyhands.engines.hosts import join, roster
 from manyhands.engines.hosts.join import Agent, Join
-from manyhands.engines.hosts.join_listener import Door, Guests
-from manyhands.engines.hosts.message_channel import Letter, Post
+from manyhands.engines.hosts.join_listener import JoinedHosts, JoinListener
+from manyhands.engines.hosts.message_channel import HostMessage, MessageChannel
 from manyhands.engines.hosts.plain_values import decode, encode
-from manyhands.engines.hosts.processes import RemoteCrew
+from manyhands.engines.hosts.processes import RemoteProcesses
 from manyhands.engines.hosts.roster import Offer, Roster
 from manyhands.engines.hosts.secret import Secret
 from manyhands.errors import ManyhandsError, WorkerFailed
@@ -97,14 +97,14 @@ def test_letters(inputs: int) -> None:
 
     def take(data: bytes) -> None:
         here, there = socket.socketpair()
-        post = Post(Channel(here, peer="the other", timeout_s=5.0))
+        post = MessageChannel(Channel(here, peer="the other", timeout_s=5.0))
         try:
             with there:
                 there.sendall(data)
-            came: list[Letter] = []
+            came: list[HostMessage] = []
             while not post.lost:
                 came += post.wait(5.0)
-            assert all(isinstance(one, Letter) and isinstance(one.body["type"], str) for one in came)
+            assert all(isinstance(one, HostMessage) and isinstance(one.body["type"], str) for one in came)
         finally:
             post.close()
 
@@ -132,13 +132,13 @@ class Silent:
     local_address = ""
 
     def __init__(self) -> None:
-        self.letters: list[Letter] = []
+        self.letters: list[HostMessage] = []
 
-    def receive(self) -> list[Letter]:
+    def receive(self) -> list[HostMessage]:
         letters, self.letters = self.letters, []
         return letters
 
-    def wait(self, timeout_s: float) -> list[Letter]:
+    def wait(self, timeout_s: float) -> list[HostMessage]:
         return self.receive()
 
     def send(self, body: dict[str, Any], tensors: list[Any]) -> None: ...
@@ -153,9 +153,9 @@ def test_what_a_joined_host_says(inputs: int) -> None:
 
     def take(body: dict[str, Any]) -> None:
         post = Silent()
-        crew = RemoteCrew(post, "beta")  # type: ignore[arg-type]
+        crew = RemoteProcesses(post, "beta")  # type: ignore[arg-type]
         crew.take_seats([2, 3], "beta", {})
-        post.letters = [Letter(body, list(TENSORS))]
+        post.letters = [HostMessage(body, list(TENSORS))]
         for seat, said in crew.receive():
             assert seat in (2, 3)
             assert isinstance(said["type"], str)
@@ -176,7 +176,7 @@ def test_who_may_join(inputs: int) -> None:
     """A hello that is not one of a host of this version is refused with a reason, and seats stay free for the next."""
     damage, hello = Damage(4), roster.hello(1)
     hello = json.loads(json.dumps(hello))
-    door = Door(None, Roster(3, [Offer("alpha", 1)]), Guests(), lambda text: None)  # type: ignore[arg-type]
+    door = JoinListener(None, Roster(3, [Offer("alpha", 1)]), JoinedHosts(), lambda text: None)  # type: ignore[arg-type]
 
     def take(said: Any) -> None:
         if isinstance(said, dict):  # from_json lets no other pass
@@ -195,21 +195,23 @@ def test_what_the_driver_makes_of_it(inputs: int) -> None:
     """Events, leases, meetings, values, failures of workers 2 and 3 on another host: none ends the driver with an error of its own."""
     damage = Damage(5)
 
-    def letters() -> list[Letter]:
+    def letters() -> list[HostMessage]:
         bodies = [damage.choice(BODIES) for _ in range(damage.randint(1, 5))]
         at = damage.randrange(len(bodies))
         if damage.random() < 0.5:  # what goes furthest: to the history
             bodies[at] = {**BODIES[1], "events": [damage.of_json(damage.choice(EVENTS))]}
         else:
             bodies[at] = damage.of_json(bodies[at])
-        return [Letter({"type": "seat", "seat": damage.choice((2, 3)), "body": body}, list(TENSORS)) for body in bodies]
+        return [
+            HostMessage({"type": "seat", "seat": damage.choice((2, 3)), "body": body}, list(TENSORS)) for body in bodies
+        ]
 
-    def take(said: list[Letter]) -> None:
+    def take(said: list[HostMessage]) -> None:
         post = Silent()
-        crew = RemoteCrew(post, "beta")  # type: ignore[arg-type]
+        crew = RemoteProcesses(post, "beta")  # type: ignore[arg-type]
         crew.take_seats([2, 3], "beta", {})
         recorder = Recorder(workers=4)
-        driver = Driver([Scripted("alpha", [0, 1]), crew], Launch(workers=4, observer=recorder), clock=lambda: 0.0)
+        driver = Driver([Scripted("alpha", [0, 1]), crew], LaunchSpec(workers=4, observer=recorder), clock=lambda: 0.0)
         for letter in said:
             post.letters = [letter]
             driver._hear(crew)
@@ -218,7 +220,7 @@ def test_what_the_driver_makes_of_it(inputs: int) -> None:
         assert all(row["tick"] >= 0 for row in recorder.history)
 
     for body in BODIES[:-2]:
-        take([Letter({"type": "seat", "seat": 2, "body": body}, list(TENSORS))])
+        take([HostMessage({"type": "seat", "seat": 2, "body": body}, list(TENSORS))])
     with bounded(256):
         taken, refused = survive(take, (letters() for _ in range(inputs // 10)), ManyhandsError)
     assert taken
@@ -277,7 +279,7 @@ class Obeying:
 def test_what_a_driver_says(inputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that joined obeys what a driver of its version says, and ends with the driver's name at anything else."""
     damage = Damage(6)
-    monkeypatch.setattr(join, "LocalCrew", Obeying)
+    monkeypatch.setattr(join, "LocalProcesses", Obeying)
 
     def orders() -> list[dict[str, Any]]:
         bodies = [ORDERS[0], *(damage.choice(ORDERS[1:]) for _ in range(damage.randint(0, 3)))]
@@ -290,7 +292,7 @@ def test_what_a_driver_says(inputs: int, monkeypatch: pytest.MonkeyPatch) -> Non
         agent = Agent(offer, Secret(token=b"t" * 32), None, lambda text: None)  # type: ignore[arg-type]
         agent._post, agent._program = Silent(), 0  # type: ignore[assignment]
         for body in bodies:
-            agent._obey(Letter(body, []))
+            agent._obey(HostMessage(body, []))
 
     take(ORDERS)
     taken, refused = survive(take, (orders() for _ in range(inputs)), ManyhandsError)

@@ -2,14 +2,22 @@ from __future__ import annotations
 
 import pytest
 
-from manyhands.engines.driver.run_monitor import START_S, Coordinator, Failed, Failure, Finished, Hung, how_it_ended
+from manyhands.engines.driver.run_monitor import (
+    START_S,
+    Failed,
+    Failure,
+    Hung,
+    ProcessFinished,
+    RunMonitor,
+    how_it_ended,
+)
 
 
-def started(size: int = 2, timeout_s: float = 10.0) -> Coordinator:
-    coordinator = Coordinator(size, timeout_s, now=0.0)
+def started(size: int = 2, timeout_s: float = 10.0) -> RunMonitor:
+    monitor = RunMonitor(size, timeout_s, now=0.0)
     for rank in range(size):
-        coordinator.started(rank, now=0.0)
-    return coordinator
+        monitor.started(rank, now=0.0)
+    return monitor
 
 
 def failure(rank: int, secondary: bool = False) -> Failure:
@@ -17,154 +25,154 @@ def failure(rank: int, secondary: bool = False) -> Failure:
 
 
 def test_finished_once_all_returned() -> None:
-    coordinator = started()
-    coordinator.returned(0, 1.0)
-    assert coordinator.verdict(1.0) is None
-    coordinator.returned(1, 1.0)
-    assert coordinator.verdict(1.0) == Finished()
+    monitor = started()
+    monitor.returned(0, 1.0)
+    assert monitor.verdict(1.0) is None
+    monitor.returned(1, 1.0)
+    assert monitor.verdict(1.0) == ProcessFinished()
 
 
 def test_exit_after_the_value_is_no_failure() -> None:
-    coordinator = started(1)
-    coordinator.returned(0, 1.0)
-    coordinator.exited(0, 0, "here", 1.0)
-    assert coordinator.verdict(1.0) == Finished()
+    monitor = started(1)
+    monitor.returned(0, 1.0)
+    monitor.exited(0, 0, "here", 1.0)
+    assert monitor.verdict(1.0) == ProcessFinished()
 
 
 def test_death_names_rank_host_phase_and_step() -> None:
     """CASE 21."""
-    coordinator = started()
-    coordinator.beat(1, "compute", 12, 0.0, now=5.0)
-    coordinator.exited(1, -11, "alpha", 5.1)
-    verdict = coordinator.verdict(5.1)
+    monitor = started()
+    monitor.beat(1, "compute", 12, 0.0, now=5.0)
+    monitor.exited(1, -11, "alpha", 5.1)
+    verdict = monitor.verdict(5.1)
     assert isinstance(verdict, Failed)
     assert verdict.failure.message == "worker 1 on alpha was killed by signal 11 (SIGSEGV) in phase compute at step 12"
 
 
 def test_first_error_wins() -> None:
-    coordinator = started(3)
-    coordinator.raised(failure(2), 1.0)
-    coordinator.raised(failure(0), 1.0)
-    assert coordinator.verdict(1.0) == Failed(failure(2))
+    monitor = started(3)
+    monitor.raised(failure(2), 1.0)
+    monitor.raised(failure(0), 1.0)
+    assert monitor.verdict(1.0) == Failed(failure(2))
 
 
 def test_lost_peer_waits_for_the_root_cause() -> None:
-    coordinator = started(3)
-    coordinator.raised(failure(0, secondary=True), 1.0)
-    assert coordinator.verdict(1.4) is None
-    coordinator.raised(failure(2), 1.45)
-    assert coordinator.verdict(1.45) == Failed(failure(2))
+    monitor = started(3)
+    monitor.raised(failure(0, secondary=True), 1.0)
+    assert monitor.verdict(1.4) is None
+    monitor.raised(failure(2), 1.45)
+    assert monitor.verdict(1.45) == Failed(failure(2))
 
 
 def test_lost_peer_is_told_when_no_cause_comes() -> None:
-    coordinator = started(3)
-    coordinator.raised(failure(0, secondary=True), 1.0)
-    coordinator.raised(failure(1, secondary=True), 1.1)
-    assert coordinator.verdict(1.5) == Failed(failure(0, secondary=True))
+    monitor = started(3)
+    monitor.raised(failure(0, secondary=True), 1.0)
+    monitor.raised(failure(1, secondary=True), 1.1)
+    assert monitor.verdict(1.5) == Failed(failure(0, secondary=True))
 
 
 def test_hang_blames_the_stalest_that_does_not_wait() -> None:
-    coordinator = started(3)
-    coordinator.beat(0, "exchange", 7, 0.0, now=1.0)
-    coordinator.beat(1, "compute", 7, 0.0, now=2.0)
-    coordinator.beat(2, "compute", 8, 0.0, now=11.5)
-    assert coordinator.verdict(10.9) is None
+    monitor = started(3)
+    monitor.beat(0, "exchange", 7, 0.0, now=1.0)
+    monitor.beat(1, "compute", 7, 0.0, now=2.0)
+    monitor.beat(2, "compute", 8, 0.0, now=11.5)
+    assert monitor.verdict(10.9) is None
     for rank, idle_s in ((0, 10.5), (1, 9.5)):
-        coordinator.beat(rank, coordinator.seats[rank].phase, 7, idle_s, now=11.5)
-    assert coordinator.verdict(12.0) == Hung(1, 10.0)
+        monitor.beat(rank, monitor.seats[rank].phase, 7, idle_s, now=11.5)
+    assert monitor.verdict(12.0) == Hung(1, 10.0)
 
 
 def test_idle_seconds_of_a_heartbeat_count() -> None:
-    coordinator = started(1)
-    coordinator.beat(0, "compute", 1, idle_s=9.0, now=20.0)
-    assert coordinator.verdict(20.9) is None
-    assert coordinator.verdict(21.0) == Hung(0, 10.0)
+    monitor = started(1)
+    monitor.beat(0, "compute", 1, idle_s=9.0, now=20.0)
+    assert monitor.verdict(20.9) is None
+    assert monitor.verdict(21.0) == Hung(0, 10.0)
 
 
 def test_all_waiting_is_a_hang_too() -> None:
-    coordinator = started()
-    coordinator.beat(0, "exchange", 7, 0.0, now=1.0)
-    coordinator.beat(1, "wait", 7, 0.0, now=2.0)
+    monitor = started()
+    monitor.beat(0, "exchange", 7, 0.0, now=1.0)
+    monitor.beat(1, "wait", 7, 0.0, now=2.0)
     for rank, idle_s in ((0, 10.5), (1, 9.5)):
-        coordinator.beat(rank, coordinator.seats[rank].phase, 7, idle_s, now=11.5)
-    assert coordinator.verdict(12.0) == Hung(0, 11.0)
+        monitor.beat(rank, monitor.seats[rank].phase, 7, idle_s, now=11.5)
+    assert monitor.verdict(12.0) == Hung(0, 11.0)
 
 
 @pytest.mark.parametrize("phase", ["start", "validation", "checkpoint", "exchange", "user"])
 def test_who_sends_no_heartbeat_is_blamed_before_those_that_wait_for_it(phase: str) -> None:
     """All are in the same phase: in those where workers meet, the phase alone does not tell who waits."""
-    coordinator = started(3)
+    monitor = started(3)
     for rank in range(3):
-        coordinator.beat(rank, phase, 4, 0.0, now=1.0)
-    coordinator.beat(1, phase, 4, 1.0, now=2.0)  # its last; the others have stood still for longer
+        monitor.beat(rank, phase, 4, 0.0, now=1.0)
+    monitor.beat(1, phase, 4, 1.0, now=2.0)  # its last; the others have stood still for longer
     for rank in (0, 2):
-        coordinator.beat(rank, "exchange" if phase == "user" else phase, 4, 10.5, now=11.5)
-    assert coordinator.verdict(11.5) == Hung(1, 10.5, silent_s=9.5)
+        monitor.beat(rank, "exchange" if phase == "user" else phase, 4, 10.5, now=11.5)
+    assert monitor.verdict(11.5) == Hung(1, 10.5, silent_s=9.5)
 
 
 def test_of_several_silent_ones_the_status_pages_tell_who_waits() -> None:
     """Their last heartbeats were sent from `compute`; the pages, which stopped processes leave behind, are newer."""
-    coordinator = started(3)
+    monitor = started(3)
     for rank, idle_s in ((0, 0.3), (1, 0.2), (2, 0.1)):
-        coordinator.beat(rank, "compute", 7, idle_s, now=1.0)
-    assert coordinator.verdict(11.0) == Hung(0, 10.3, silent_s=10.0)
+        monitor.beat(rank, "compute", 7, idle_s, now=1.0)
+    assert monitor.verdict(11.0) == Hung(0, 10.3, silent_s=10.0)
     for rank, phase in enumerate(["exchange", "validation", "exchange"]):
-        coordinator.found(rank, phase, 8)
-    assert coordinator.verdict(11.0) == Hung(1, 10.2, silent_s=10.0)
-    assert (coordinator.seats[1].phase, coordinator.seats[1].step) == ("validation", 8)
+        monitor.found(rank, phase, 8)
+    assert monitor.verdict(11.0) == Hung(1, 10.2, silent_s=10.0)
+    assert (monitor.seats[1].phase, monitor.seats[1].step) == ("validation", 8)
 
 
 def test_compiling_is_progress_while_heartbeats_come() -> None:
-    coordinator = started()
-    coordinator.beat(0, "exchange", 0, 0.0, now=1.0)
+    monitor = started()
+    monitor.beat(0, "exchange", 0, 0.0, now=1.0)
     for now in range(2, 40):
-        coordinator.beat(1, "compile", 0, float(now), now=float(now))
-        assert coordinator.verdict(float(now)) is None
-    assert coordinator.verdict(49.0) == Hung(1, 49.0, silent_s=10.0)
+        monitor.beat(1, "compile", 0, float(now), now=float(now))
+        assert monitor.verdict(float(now)) is None
+    assert monitor.verdict(49.0) == Hung(1, 49.0, silent_s=10.0)
 
 
 def test_user_code_may_take_long_unless_somebody_waits_for_it() -> None:
-    coordinator = started()
+    monitor = started()
     for rank in (0, 1):
-        coordinator.beat(rank, "user", 0, 0.0, now=1.0)
-    assert coordinator.verdict(1000.0) is None
-    coordinator.beat(0, "exchange", 0, 0.0, now=1000.0)
-    assert coordinator.verdict(1009.0) is None
-    coordinator.beat(0, "exchange", 0, 9.5, now=1009.5)
-    coordinator.beat(1, "user", 0, 1008.5, now=1009.5)
-    assert coordinator.verdict(1010.0) == Hung(1, 1009.0)
+        monitor.beat(rank, "user", 0, 0.0, now=1.0)
+    assert monitor.verdict(1000.0) is None
+    monitor.beat(0, "exchange", 0, 0.0, now=1000.0)
+    assert monitor.verdict(1009.0) is None
+    monitor.beat(0, "exchange", 0, 9.5, now=1009.5)
+    monitor.beat(1, "user", 0, 1008.5, now=1009.5)
+    assert monitor.verdict(1010.0) == Hung(1, 1009.0)
 
 
 def test_stale_work_is_blamed_before_older_user_code() -> None:
-    coordinator = started(3)
-    coordinator.beat(0, "user", 0, 0.0, now=1.0)
-    coordinator.beat(1, "compute", 4, 0.0, now=2.0)
-    coordinator.beat(2, "exchange", 4, 0.0, now=1.5)
+    monitor = started(3)
+    monitor.beat(0, "user", 0, 0.0, now=1.0)
+    monitor.beat(1, "compute", 4, 0.0, now=2.0)
+    monitor.beat(2, "exchange", 4, 0.0, now=1.5)
     for rank, idle_s in ((0, 10.5), (1, 9.5), (2, 10.0)):
-        coordinator.beat(rank, coordinator.seats[rank].phase, 4, idle_s, now=11.5)
-    assert coordinator.verdict(12.0) == Hung(1, 10.0)
+        monitor.beat(rank, monitor.seats[rank].phase, 4, idle_s, now=11.5)
+    assert monitor.verdict(12.0) == Hung(1, 10.0)
 
 
 def test_deadline_begins_when_the_process_is_there() -> None:
-    coordinator = Coordinator(1, timeout_s=1.0, now=0.0)
-    assert coordinator.verdict(START_S - 1) is None
-    assert coordinator.verdict(START_S) == Hung(0, START_S)
-    coordinator.started(0, START_S)
-    assert coordinator.verdict(START_S + 0.9) is None
+    monitor = RunMonitor(1, timeout_s=1.0, now=0.0)
+    assert monitor.verdict(START_S - 1) is None
+    assert monitor.verdict(START_S) == Hung(0, START_S)
+    monitor.started(0, START_S)
+    assert monitor.verdict(START_S + 0.9) is None
 
 
 def test_the_drivers_own_work_is_excused() -> None:
-    coordinator = started(1)
-    coordinator.excuse(30.0)
-    assert coordinator.verdict(39.9) is None
-    assert coordinator.verdict(40.0) == Hung(0, 10.0, silent_s=10.0)
+    monitor = started(1)
+    monitor.excuse(30.0)
+    assert monitor.verdict(39.9) is None
+    assert monitor.verdict(40.0) == Hung(0, 10.0, silent_s=10.0)
 
 
 def test_table_has_a_row_a_worker() -> None:
-    coordinator = started()
-    coordinator.beat(0, "compute", 41, 0.0, now=2.0)
-    coordinator.returned(1, 1.0)
-    rows = [[cell.strip() for cell in row.split("|")] for row in coordinator.table(14.5).splitlines()]
+    monitor = started()
+    monitor.beat(0, "compute", 41, 0.0, now=2.0)
+    monitor.returned(1, 1.0)
+    rows = [[cell.strip() for cell in row.split("|")] for row in monitor.table(14.5).splitlines()]
     assert rows == [
         ["rank", "last step", "phase", "seconds since progress", "since a heartbeat"],
         ["0", "41", "compute", "12.5", "12.5"],
@@ -172,90 +180,90 @@ def test_table_has_a_row_a_worker() -> None:
     ]
 
 
-def served(servers: int = 1) -> Coordinator:
+def served(servers: int = 1) -> RunMonitor:
     """Two workers and so many shards, all started."""
-    coordinator = Coordinator(2, 10.0, now=0.0, servers=servers)
-    for seat in coordinator.seats:
-        coordinator.started(seat, now=0.0)
-    return coordinator
+    monitor = RunMonitor(2, 10.0, now=0.0, servers=servers)
+    for seat in monitor.seats:
+        monitor.started(seat, now=0.0)
+    return monitor
 
 
 def test_a_dead_shard_is_named_with_its_host() -> None:
     """CASE 21"""
-    coordinator = served(servers=2)
-    coordinator.exited(-2, -9, "alpha", 1.0, ("wait", 0), "its stack")
-    verdict = coordinator.verdict(1.0)
+    monitor = served(servers=2)
+    monitor.exited(-2, -9, "alpha", 1.0, ("wait", 0), "its stack")
+    verdict = monitor.verdict(1.0)
     assert isinstance(verdict, Failed)
     assert verdict.failure.message.startswith("server shard 1 on alpha was killed by signal 9 (SIGKILL")
     assert (verdict.failure.rank, verdict.failure.detail) == (-2, "its stack")
 
 
 def test_a_shards_death_is_the_cause_of_lost_peers() -> None:
-    coordinator = served()
-    coordinator.raised(failure(0, secondary=True), 1.0)
-    coordinator.raised(failure(1, secondary=True), 1.1)
-    coordinator.exited(-1, 0, "alpha", 1.2)
-    verdict = coordinator.verdict(1.2)
+    monitor = served()
+    monitor.raised(failure(0, secondary=True), 1.0)
+    monitor.raised(failure(1, secondary=True), 1.1)
+    monitor.exited(-1, 0, "alpha", 1.2)
+    verdict = monitor.verdict(1.2)
     assert isinstance(verdict, Failed)
     assert verdict.failure.rank == -1
 
 
 def test_an_idle_shard_hangs_nobody() -> None:
-    coordinator = served()
+    monitor = served()
     for now in (5.0, 50.0):
-        coordinator.beat(-1, "wait", 0, idle_s=now, now=now)
+        monitor.beat(-1, "wait", 0, idle_s=now, now=now)
         for rank in (0, 1):
-            coordinator.beat(rank, "compute", int(now), 0.0, now=now)
-    assert coordinator.verdict(50.0) is None
+            monitor.beat(rank, "compute", int(now), 0.0, now=now)
+    assert monitor.verdict(50.0) is None
 
 
 def test_an_idle_shard_is_not_blamed_for_a_hang_of_all_workers() -> None:
-    coordinator = served()
+    monitor = served()
     for rank in (0, 1):
-        coordinator.beat(rank, "exchange", 3, 0.0, now=1.0 + rank)
-    coordinator.beat(-1, "wait", 0, idle_s=12.0, now=11.5)
-    assert coordinator.verdict(11.5) == Hung(0, 10.5, silent_s=10.5)
+        monitor.beat(rank, "exchange", 3, 0.0, now=1.0 + rank)
+    monitor.beat(-1, "wait", 0, idle_s=12.0, now=11.5)
+    assert monitor.verdict(11.5) == Hung(0, 10.5, silent_s=10.5)
 
 
 def test_a_shard_that_is_not_heard_is_a_hang() -> None:
     """It was stopped, say: the workers wait for it, and it is the one that does not answer."""
-    coordinator = served()
-    coordinator.beat(-1, "wait", 0, idle_s=0.0, now=1.0)
+    monitor = served()
+    monitor.beat(-1, "wait", 0, idle_s=0.0, now=1.0)
     for rank in (0, 1):
-        coordinator.beat(rank, "exchange", 3, 0.0, now=2.0)
+        monitor.beat(rank, "exchange", 3, 0.0, now=2.0)
     for rank in (0, 1):
-        coordinator.beat(rank, "exchange", 3, 8.9, now=10.9)
-    assert coordinator.verdict(11.0) == Hung(-1, 10.0, silent_s=10.0)
+        monitor.beat(rank, "exchange", 3, 8.9, now=10.9)
+    assert monitor.verdict(11.0) == Hung(-1, 10.0, silent_s=10.0)
 
 
 def test_the_run_is_finished_when_all_workers_are_and_shards_had_their_time() -> None:
-    coordinator = served()
+    monitor = served()
     for rank in (0, 1):
-        coordinator.returned(rank, 3.0)
-    assert coordinator.verdict(3.9) is None
-    assert coordinator.verdict(4.0) == Finished()
-    coordinator.returned(-1, 3.1)
-    assert coordinator.verdict(3.1) == Finished()
+        monitor.returned(rank, 3.0)
+    assert monitor.verdict(3.9) is None
+    assert monitor.verdict(4.0) == ProcessFinished()
+    monitor.returned(-1, 3.1)
+    assert monitor.verdict(3.1) == ProcessFinished()
 
 
 def test_shards_that_left_first_finish_nothing() -> None:
-    coordinator = served()
-    coordinator.returned(-1, 1.0)
-    coordinator.exited(-1, 0, "alpha", 1.0)
-    coordinator.returned(0, 1.0)
-    assert coordinator.verdict(9.0) is None
+    monitor = served()
+    monitor.returned(-1, 1.0)
+    monitor.exited(-1, 0, "alpha", 1.0)
+    monitor.returned(0, 1.0)
+    assert monitor.verdict(9.0) is None
 
 
 def test_what_befalls_one_that_has_returned_is_no_failure() -> None:
-    coordinator = started()
-    coordinator.returned(1, 1.0)
-    coordinator.raised(failure(1), 2.0)
-    assert coordinator.verdict(2.0) is None
+    monitor = started()
+    monitor.returned(1, 1.0)
+    monitor.raised(failure(1), 2.0)
+    assert monitor.verdict(2.0) is None
 
 
 def test_shards_are_rows_of_the_table() -> None:
-    coordinator = served()
-    assert [row.split("|")[0].strip() for row in coordinator.table(1.0).splitlines()] == [
+    monitor = served()
+    assert [row.split("|")[0].strip() for row in monitor.table(1.0).splitlines()] == [
         "rank",
         "0",
         "1",
@@ -271,53 +279,53 @@ def test_how_it_ended(status: int, words: str) -> None:
     assert words in how_it_ended(status)
 
 
-def led(workers: int = 3) -> Coordinator:
+def led(workers: int = 3) -> RunMonitor:
     """Ranks 0 and 1 must return, the last need not."""
     names = "chief 0", "worker 0", "ps 0"
-    coordinator = Coordinator(workers, 10.0, now=0.0, awaited={0, 1}, names=names.__getitem__)
+    monitor = RunMonitor(workers, 10.0, now=0.0, awaited={0, 1}, names=names.__getitem__)
     for rank in range(workers):
-        coordinator.started(rank, now=0.0)
-    return coordinator
+        monitor.started(rank, now=0.0)
+    return monitor
 
 
 def test_who_need_not_return_has_a_second_after_those_who_must() -> None:
-    coordinator = led()
-    coordinator.returned(0, 1.0)
-    assert coordinator.verdict(5.0) is None
-    coordinator.returned(1, 5.0)
-    assert coordinator.verdict(5.9) is None
-    assert coordinator.verdict(6.0) == Finished()
-    coordinator.returned(2, 5.5)
-    assert coordinator.verdict(5.5) == Finished()
+    monitor = led()
+    monitor.returned(0, 1.0)
+    assert monitor.verdict(5.0) is None
+    monitor.returned(1, 5.0)
+    assert monitor.verdict(5.9) is None
+    assert monitor.verdict(6.0) == ProcessFinished()
+    monitor.returned(2, 5.5)
+    assert monitor.verdict(5.5) == ProcessFinished()
 
 
 def test_the_return_of_who_need_not_ends_nothing() -> None:
-    coordinator = led()
-    coordinator.returned(2, 1.0)
-    assert coordinator.verdict(5.0) is None
+    monitor = led()
+    monitor.returned(2, 1.0)
+    assert monitor.verdict(5.0) is None
 
 
 def test_what_befalls_who_need_not_return_after_the_others_is_no_failure() -> None:
     """Before they are known to have returned, too: hosts' messages overtake each other."""
-    coordinator = led()
-    coordinator.returned(0, 1.0)
-    coordinator.raised(failure(2), 1.1)
-    assert coordinator.verdict(1.5) is None
-    coordinator.returned(1, 1.55)
-    assert coordinator.verdict(1.55) == Finished()
+    monitor = led()
+    monitor.returned(0, 1.0)
+    monitor.raised(failure(2), 1.1)
+    assert monitor.verdict(1.5) is None
+    monitor.returned(1, 1.55)
+    assert monitor.verdict(1.55) == ProcessFinished()
 
 
 def test_a_death_of_who_need_not_return_is_the_cause_of_what_follows() -> None:
-    coordinator = led()
-    coordinator.exited(2, -9, "alpha", 1.0)
-    coordinator.raised(failure(0), 1.2)
-    assert coordinator.verdict(1.4) is None
-    verdict = coordinator.verdict(1.5)
+    monitor = led()
+    monitor.exited(2, -9, "alpha", 1.0)
+    monitor.raised(failure(0), 1.2)
+    assert monitor.verdict(1.4) is None
+    verdict = monitor.verdict(1.5)
     assert isinstance(verdict, Failed)
     assert verdict.failure.message.startswith("ps 0 on alpha was killed by signal 9")
 
 
 def test_a_failure_of_who_must_return_is_told_at_once() -> None:
-    coordinator = led()
-    coordinator.raised(failure(1), 1.0)
-    assert coordinator.verdict(1.0) == Failed(failure(1))
+    monitor = led()
+    monitor.raised(failure(1), 1.0)
+    assert monitor.verdict(1.0) == Failed(failure(1))

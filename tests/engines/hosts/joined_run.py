@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from manyhands.engines.base import Launch
+from manyhands.engines.base import LaunchSpec
 from manyhands.engines.hosts.engine import Hosts
 from manyhands.engines.hosts.join import Join, join
 
@@ -50,7 +50,7 @@ class Run:
         self._address = ""
         engine.voice.say = self._hear
 
-    def launch(self, program: Callable[[Any], Any], plan: Launch) -> list[Any]:
+    def launch(self, program: Callable[[Any], Any], plan: LaunchSpec) -> list[Any]:
         """The values. All joiners are done when this returns or raises."""
         return self.during(lambda: self.engine.launch(program, plan))
 

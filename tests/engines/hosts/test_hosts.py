@@ -10,7 +10,7 @@ import pytest
 
 from manyhands import spec
 from manyhands.engines import engine_of
-from manyhands.engines.base import Launch, Observer
+from manyhands.engines.base import LaunchSpec, Observer
 from manyhands.engines.hosts.engine import Hosts
 from manyhands.errors import BadInput, ManyhandsError, Preempted
 from manyhands.signals import PREEMPTED
@@ -55,16 +55,16 @@ def test_what_cannot_be_is_refused_at_construction(fields: dict[str, Any], words
 
 def test_no_workers_at_all() -> None:
     with pytest.raises(BadInput, match="workers must be a whole number of at least 1, not 0"):
-        Hosts().launch(lambda worker: None, Launch(workers=0))
+        Hosts().launch(lambda worker: None, LaunchSpec(workers=0))
 
 
 def test_more_here_than_there_are() -> None:
     with pytest.raises(BadInput, match="here=3 of 2 workers"):
-        Hosts(here=3).launch(lambda worker: None, Launch(workers=2))
+        Hosts(here=3).launch(lambda worker: None, LaunchSpec(workers=2))
 
 
 def test_one_worker_runs_in_this_process() -> None:
-    assert Hosts().launch(lambda worker: worker.size, Launch(workers=1)) == [1]
+    assert Hosts().launch(lambda worker: worker.size, LaunchSpec(workers=1)) == [1]
 
 
 class Stopped(Observer):
@@ -94,7 +94,7 @@ def test_whoever_does_not_come_is_missed(credentials: Path) -> None:
     with pytest.raises(
         ManyhandsError, match=r"after 0 s 1 of 3 workers are here: .* 1; 2 did not come: start `manyhands join`"
     ):
-        engine.launch(lambda worker: None, Launch(workers=3))
+        engine.launch(lambda worker: None, LaunchSpec(workers=3))
     assert f"MANYHANDS_CREDENTIALS={credentials} manyhands join 127.0.0.1:" in said[0]
     assert "--workers 2\n" in said[0]
     assert credentials.stat().st_mode & 0o777 == 0o600  # the user named it: it stays
@@ -106,7 +106,7 @@ def test_the_command_can_be_pasted_whatever_the_paths_are(tmp_path: Path, monkey
     for listen in ("127.0.0.1", "0.0.0.0"):
         engine, said = hosts(here=1, wait_s=0.1, listen=listen)
         with pytest.raises(ManyhandsError, match="did not come"):
-            engine.launch(lambda worker: None, Launch(workers=2))
+            engine.launch(lambda worker: None, LaunchSpec(workers=2))
         *_, command = [line for line in said[0].splitlines() if "manyhands join" in line]
         name = str(path) if listen == "127.0.0.1" else path.name
         assert shlex.split(command)[:3] == [f"MANYHANDS_CREDENTIALS={name}", "manyhands", "join"]
@@ -119,7 +119,7 @@ def test_the_command_can_be_pasted_whatever_the_paths_are(tmp_path: Path, monkey
 def test_the_wait_can_be_stopped(credentials: Path, reason: str, error: type[Exception]) -> None:
     engine, _ = hosts(here=1, wait_s=60)
     with pytest.raises(error, match=f"asked to stop .{reason}. while waiting for the other hosts"):
-        engine.launch(lambda worker: None, Launch(workers=2, observer=Stopped(reason)))
+        engine.launch(lambda worker: None, LaunchSpec(workers=2, observer=Stopped(reason)))
 
 
 def test_credentials_of_the_run_alone_are_gone_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_credentials_of_the_run_alone_are_gone_afterwards(tmp_path: Path, monkey
     engine, _ = hosts(here=1, wait_s=0.2)
     engine.voice.say = lambda text: seen.append([path.name for path in tmp_path.rglob("*.pem")])
     with pytest.raises(ManyhandsError, match="did not come"):
-        engine.launch(lambda worker: None, Launch(workers=2))
+        engine.launch(lambda worker: None, LaunchSpec(workers=2))
     assert len(seen[0]) == 1
     assert list(tmp_path.iterdir()) == []
 
@@ -144,7 +144,7 @@ def test_without_tls_only_loopback_unless_said_twice(credentials: Path) -> None:
         assert not Hosts(listen=address, tls=False).tls
     engine, said = hosts(listen="0.0.0.0", tls=False, plain_network=True, wait_s=0.1)
     with pytest.raises(ManyhandsError, match="did not come"):
-        engine.launch(lambda worker: None, Launch(workers=2))
+        engine.launch(lambda worker: None, LaunchSpec(workers=2))
     assert "WITHOUT TLS" in said[0]
     assert "put a program of their own in the place of the driver's" in said[0]
     assert "--no-tls --plain-network" in said[0]
@@ -155,4 +155,4 @@ def test_credentials_that_others_may_read_are_refused(credentials: Path) -> None
     credentials.chmod(0o644)
     for tls in (True, False):
         with pytest.raises(BadInput, match="has mode 0644"):
-            hosts(tls=tls)[0].launch(lambda worker: None, Launch(workers=2))
+            hosts(tls=tls)[0].launch(lambda worker: None, LaunchSpec(workers=2))

@@ -13,7 +13,7 @@ import torch
 from driver_script import Script, wait_until
 from joined_run import Joiner, Run, joined_by
 
-from manyhands.engines.base import Engine, Launch, Observer
+from manyhands.engines.base import Engine, LaunchSpec, Observer
 from manyhands.engines.hosts import roster
 from manyhands.engines.hosts.engine import Hosts
 from manyhands.engines.hosts.secret import Secret
@@ -61,7 +61,7 @@ def agree(worker: Any) -> dict[str, Any]:
 
 
 def test_two_workers_here_and_two_that_join() -> None:
-    values = Run(Hosts(here=2), joined_by(2)).launch(agree, Launch(workers=4, timeout_s=30))
+    values = Run(Hosts(here=2), joined_by(2)).launch(agree, LaunchSpec(workers=4, timeout_s=30))
     assert [value["rank"] for value in values] == [(0, 0, 4), (1, 1, 4), (2, 0, 4), (3, 1, 4)]
     for value in values:
         assert torch.allclose(value["mean"], torch.full((2,), 3.0, dtype=torch.float64))
@@ -85,7 +85,7 @@ def test_one_worker_a_host_and_strangers_at_the_door(tmp_path: Path) -> None:
         return joined_by(1, 1)(address)
 
     run = Run(Hosts(here=1), begin)
-    values = run.launch(agree, Launch(workers=3, timeout_s=30))
+    values = run.launch(agree, LaunchSpec(workers=3, timeout_s=30))
     assert [value["rank"] for value in values] == [(0, 0, 3), (1, 0, 3), (2, 0, 3)]
     assert all(value["all"] == [0, 1, 2] for value in values)
     assert "need the same credentials" in reasons[0]
@@ -113,7 +113,7 @@ def serve(worker: Any) -> list[float]:
 
 
 def test_workers_of_both_hosts_reach_every_shard_of_the_server() -> None:
-    plan = Launch(workers=3, timeout_s=30, server=ServerSpec(rule="add"), servers=2)
+    plan = LaunchSpec(workers=3, timeout_s=30, server=ServerSpec(rule="add"), servers=2)
     assert Run(Hosts(here=1), joined_by(2)).launch(serve, plan) == [[6.0, 6.0]] * 3
 
 
@@ -122,7 +122,7 @@ class Joined(Engine):
 
     name = "hosts"
 
-    def launch(self, program: Callable[[Any], Any], plan: Launch) -> list[Any]:
+    def launch(self, program: Callable[[Any], Any], plan: LaunchSpec) -> list[Any]:
         return Run(Hosts(here=1), joined_by(plan.workers - 1)).launch(program, plan)
 
 
@@ -151,7 +151,7 @@ def talk(worker: Any) -> Any:
 def test_without_tls_the_run_says_so_and_events_and_questions_pass() -> None:
     listening = Listening()
     run = Run(Hosts(here=1, tls=False), joined_by(1, tls=False))
-    assert run.launch(talk, Launch(workers=2, timeout_s=30, observer=listening)) == [0, 1]
+    assert run.launch(talk, LaunchSpec(workers=2, timeout_s=30, observer=listening)) == [0, 1]
     assert sorted(event.values["n"] for event in listening.events if event.type == "note") == [0, 1]
     (warning,) = [event.values["message"] for event in listening.events if event.type == "warning"]
     assert "WITHOUT TLS" in warning
@@ -193,7 +193,7 @@ def test_no_key_outlives_a_driver_that_is_killed_while_it_waits(
 def test_an_error_there_is_raised_here() -> None:
     run = Run(Hosts(here=1), joined_by(1))
     with pytest.raises(WorkerFailed, match=r"worker 1 on .*KeyError: 'lost'") as failed:
-        run.launch(fail_on_1, Launch(workers=2, timeout_s=30))
+        run.launch(fail_on_1, LaunchSpec(workers=2, timeout_s=30))
     assert (failed.value.rank, failed.value.error) == (1, "KeyError")
     assert "fail_on_1" in failed.value.detail
     assert "failed: worker 1 on" in str(run.joined[0].error)
@@ -205,4 +205,4 @@ class Odd:
 
 def test_a_value_that_does_not_travel() -> None:
     with pytest.raises(BadInput, match="the value that worker 1 returned is a Odd, which does not travel"):
-        Run(Hosts(here=1), joined_by(1)).launch(lambda worker: Odd(), Launch(workers=2, timeout_s=30))
+        Run(Hosts(here=1), joined_by(1)).launch(lambda worker: Odd(), LaunchSpec(workers=2, timeout_s=30))

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.engines.hosts.message_channel import Letter, Post
-from manyhands.engines.hosts.processes import RemoteCrew
-from manyhands.engines.local.serialization import ship, unship
+from manyhands.engines.hosts.message_channel import HostMessage, MessageChannel
+from manyhands.engines.hosts.processes import RemoteProcesses
+from manyhands.engines.local.serialization import deserialize, serialize
 from manyhands.errors import WorkerFailed
 from manyhands.transport.channel import Channel
 
@@ -25,10 +25,10 @@ class Line:
 
     def __init__(self) -> None:
         here, there = (Channel(sock, peer="the other", timeout_s=5.0) for sock in socket.socketpair())
-        self.crew, self.agent = RemoteCrew(Post(here), "beta"), Post(there)
+        self.crew, self.agent = RemoteProcesses(MessageChannel(here), "beta"), MessageChannel(there)
         self.crew.take_seats([2, 3], "beta", {"hosts": [[0, 1], [2, 3]], "names": ["alpha", "beta"]})
 
-    def letter(self) -> Letter:
+    def letter(self) -> HostMessage:
         (letter,) = self.agent.wait(5.0)
         return letter
 
@@ -56,7 +56,7 @@ def line() -> Iterator[Line]:
 def test_the_program_arrives_and_the_drivers_own_places_do_not(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MANYHANDS_STRATEGY", "local-sgd")
     monkeypatch.setenv("MANYHANDS_CREDENTIALS", "/secret")
-    program = ship({"data": torch.arange(50_000)}, "the program")
+    program = serialize({"data": torch.arange(50_000)}, "the program")
     shared = {"size": 4, "path": ["/here"], "folder": "/here", "environment": {"HOME": "/root"}, "threads": None}
     line.crew.start(shared, program)
     letter = line.letter()
@@ -65,7 +65,7 @@ def test_the_program_arrives_and_the_drivers_own_places_do_not(line: Line, monke
     assert "MANYHANDS_CREDENTIALS" not in letter.body["variables"]
     copy = os.memfd_create("copy")
     os.write(copy, letter.tensors[0].numpy().tobytes())
-    assert torch.equal(unship(copy, mapped=True)["data"], torch.arange(50_000))
+    assert torch.equal(deserialize(copy, mapped=True)["data"], torch.arange(50_000))
     os.close(copy)
     os.close(program)
 

@@ -14,7 +14,7 @@ import torch
 
 from manyhands.engines.hosts import join as join_module
 from manyhands.engines.hosts.join import Agent, Join, join
-from manyhands.engines.hosts.message_channel import Letter, Post
+from manyhands.engines.hosts.message_channel import HostMessage, MessageChannel
 from manyhands.engines.hosts.secret import Secret
 from manyhands.errors import BadInput, ManyhandsError, Preempted
 from manyhands.transport.channel import Channel
@@ -70,15 +70,15 @@ class Driver:
 
     def __init__(self) -> None:
         here, there = (Channel(sock, peer="the driver", timeout_s=5.0) for sock in socket.socketpair())
-        self.post = Post(here)
+        self.post = MessageChannel(here)
         self.said: list[str] = []
         offer = Join(address="127.0.0.1:1", workers=2, listen="10.0.0.2", threads=3)
         self.agent = Agent(offer, SECRET, None, self.said.append)  # type: ignore[arg-type]
         self.error: BaseException | None = None
-        self.thread = threading.Thread(target=self._serve, args=(Post(there, self.agent.memory_for),))
+        self.thread = threading.Thread(target=self._serve, args=(MessageChannel(there, self.agent.memory_for),))
         self.thread.start()
 
-    def _serve(self, post: Post) -> None:
+    def _serve(self, post: MessageChannel) -> None:
         try:
             self.agent.serve(post)
         except ManyhandsError as error:
@@ -100,7 +100,7 @@ class Driver:
         assert isinstance(crew, NotesCrew)
         return crew
 
-    def letter(self) -> Letter:
+    def letter(self) -> HostMessage:
         (letter,) = self.post.wait(5.0)
         return letter
 
@@ -114,7 +114,7 @@ class Driver:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
-    monkeypatch.setattr(join_module, "LocalCrew", NotesCrew)
+    monkeypatch.setattr(join_module, "LocalProcesses", NotesCrew)
     made = Driver()
     yield made
     made.post.close()

@@ -10,34 +10,34 @@ import pytest
 import torch
 from torch import Tensor
 
-from manyhands.engines.hosts.message_channel import Letter, Post
+from manyhands.engines.hosts.message_channel import HostMessage, MessageChannel
 from manyhands.errors import BadInput
 from manyhands.transport.channel import Channel
 from manyhands.transport.frame import Frame
 
-Ends = tuple[Post, Post]
+Ends = tuple[MessageChannel, MessageChannel]
 
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
     here, there = (Channel(sock, peer="the other", timeout_s=5.0) for sock in socket.socketpair())
-    posts = Post(here), Post(there)
+    posts = MessageChannel(here), MessageChannel(there)
     yield posts
     for post in posts:
         post.close()
 
 
 @pytest.fixture
-def raw() -> Iterator[tuple[Post, Channel]]:
+def raw() -> Iterator[tuple[MessageChannel, Channel]]:
     """A post whose other end says what it likes."""
     here, there = (Channel(sock, peer="the other", timeout_s=5.0) for sock in socket.socketpair())
-    post = Post(here)
+    post = MessageChannel(here)
     yield post, there
     post.close()
     there.close()
 
 
-def one(post: Post) -> Letter:
+def one(post: MessageChannel) -> HostMessage:
     (letter,) = post.wait(5.0)
     return letter
 
@@ -83,7 +83,7 @@ def test_tensors_go_where_the_receiver_wants_them() -> None:
         return room
 
     here, there = (Channel(sock, peer="the other", timeout_s=5.0) for sock in socket.socketpair())
-    sender, receiver = Post(here), Post(there, memory)
+    sender, receiver = MessageChannel(here), MessageChannel(there, memory)
     sender.send({"type": "launch"}, [torch.full((1,), 1, dtype=torch.int64)])
     one(receiver)
     assert room.tolist() == [1, 0, 0, 0, 0, 0, 0, 0]
@@ -118,14 +118,14 @@ def test_the_end_is_heard_behind_what_came(ends: Ends) -> None:
     ],
     ids=lambda frame: f"{frame.kind} {frame.blob.decode(errors='replace')}",
 )
-def test_what_makes_no_sense_ends_the_connection(raw: tuple[Post, Channel], frame: Frame) -> None:
+def test_what_makes_no_sense_ends_the_connection(raw: tuple[MessageChannel, Channel], frame: Frame) -> None:
     post, other = raw
     other.send(frame)
     assert post.wait(5.0) == []
     assert "makes no sense" in post.lost
 
 
-def test_a_tensor_of_another_size_than_announced(raw: tuple[Post, Channel]) -> None:
+def test_a_tensor_of_another_size_than_announced(raw: tuple[MessageChannel, Channel]) -> None:
     post, other = raw
     other.send(Frame(kind=1, blob=b'{"type": "a", "tensors": [["float32", [1000000]]]}'))
     other.send(Frame(kind=3), torch.zeros(3, dtype=torch.uint8))
@@ -139,7 +139,7 @@ def test_whatever_goes_wrong_while_a_letter_is_taken_in_both_ends_hear_of_it(err
         raise error
 
     here, there = (Channel(sock, peer="the other", timeout_s=5.0) for sock in socket.socketpair())
-    sender, receiver = Post(here), Post(there, memory)
+    sender, receiver = MessageChannel(here), MessageChannel(there, memory)
     sender.send({"type": "launch"}, [torch.ones(1)])
     assert receiver.wait(5.0) == sender.wait(5.0) == []
     assert receiver.lost == f"what came makes no sense, or does not fit ({str(error) or 'MemoryError'})"
@@ -148,14 +148,14 @@ def test_whatever_goes_wrong_while_a_letter_is_taken_in_both_ends_hear_of_it(err
     receiver.close()
 
 
-def test_json_too_deep_to_be_read(raw: tuple[Post, Channel]) -> None:
+def test_json_too_deep_to_be_read(raw: tuple[MessageChannel, Channel]) -> None:
     post, other = raw
     other.send(Frame(kind=1, blob=b"[" * 500_000))
     assert post.wait(5.0) == []
     assert "makes no sense, or does not fit" in post.lost
 
 
-def test_an_empty_tensor_of_no_possible_shape(raw: tuple[Post, Channel]) -> None:
+def test_an_empty_tensor_of_no_possible_shape(raw: tuple[MessageChannel, Channel]) -> None:
     post, other = raw
     other.send(Frame(kind=1, blob=b'{"type": "a", "tensors": [["uint8", [0, %d]]]}' % (1 << 70)))
     other.send(Frame(kind=3), torch.empty(0, dtype=torch.uint8))
@@ -178,7 +178,7 @@ def test_the_local_address_of_a_connection_over_tcp() -> None:
         client = socket.socket(socket.AF_INET6)
         client.connect((f"::ffff:{server.getsockname()[0]}", server.getsockname()[1]))
         accepted, _ = server.accept()
-    posts = [Post(Channel(sock, peer="the other", timeout_s=5.0)) for sock in (client, accepted)]
+    posts = [MessageChannel(Channel(sock, peer="the other", timeout_s=5.0)) for sock in (client, accepted)]
     assert [post.local_address for post in posts] == ["127.0.0.1"] * 2
     for post in posts:
         post.close()
@@ -187,7 +187,7 @@ def test_the_local_address_of_a_connection_over_tcp() -> None:
 def test_nothing_is_left() -> None:
     before = len(os.listdir("/proc/self/fd"))
     here, there = (Channel(sock, peer="the other", timeout_s=5.0) for sock in socket.socketpair())
-    posts = Post(here), Post(there)
+    posts = MessageChannel(here), MessageChannel(there)
     for post in posts:
         post.close()
         post.close()

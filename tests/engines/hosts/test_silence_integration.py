@@ -76,7 +76,7 @@ DRIVER = """
             print(event.type, event.rank, flush=True)
 
     def program(worker):
-        worker.coordinator.progress("exchange", 3)
+        worker.driver.progress("exchange", 3)
         worker.emit("here")
         while True:
             worker.group.barrier()

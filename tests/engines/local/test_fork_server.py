@@ -5,13 +5,13 @@ import socket
 
 import pytest
 
-from manyhands.engines.local.fork_server import Run
+from manyhands.engines.local.fork_server import ForkServerRun
 
 
 @pytest.fixture
-def run() -> Run:
+def run() -> ForkServerRun:
     """Two workers and two shards of one host, and a third worker elsewhere."""
-    run = Run({"size": 3, "seats": [0, 1, -1, -2]}, [os.open(os.devnull, os.O_RDONLY) for _ in range(3)])
+    run = ForkServerRun({"size": 3, "seats": [0, 1, -1, -2]}, [os.open(os.devnull, os.O_RDONLY) for _ in range(3)])
     run.connect()
     return run
 
@@ -24,13 +24,13 @@ def is_open(fd: int) -> bool:
     return True
 
 
-def all_of(run: Run) -> list[int]:
+def all_of(run: ForkServerRun) -> list[int]:
     pairs = [*run.lifelines, *run.channels.values()]
     return [*run.fds, *run.memory, *(end for pair in pairs for end in pair)]
 
 
 @pytest.mark.parametrize(("seat", "others"), [(0, [0, 1]), (1, [0, 1]), (-1, [0, 1]), (-2, [0, 1])])
-def test_a_process_keeps_its_own_channels_alone(run: Run, seat: int, others: list[int]) -> None:
+def test_a_process_keeps_its_own_channels_alone(run: ForkServerRun, seat: int, others: list[int]) -> None:
     ends = {
         rank_and_shard: dict(zip(("worker", "shard"), pair, strict=True))
         for rank_and_shard, pair in run.channels.items()
@@ -46,7 +46,7 @@ def test_a_process_keeps_its_own_channels_alone(run: Run, seat: int, others: lis
     run.close()
 
 
-def test_a_channel_joins_a_worker_and_a_shard_and_ends_with_either(run: Run) -> None:
+def test_a_channel_joins_a_worker_and_a_shard_and_ends_with_either(run: ForkServerRun) -> None:
     worker, shard = run.channels[1, 0]
     for key, pair in run.channels.items():
         for fd in pair if key != (1, 0) else ():
@@ -60,7 +60,7 @@ def test_a_channel_joins_a_worker_and_a_shard_and_ends_with_either(run: Run) -> 
     run.close()
 
 
-def test_a_shard_has_neither_the_program_nor_what_the_workers_share(run: Run) -> None:
+def test_a_shard_has_neither_the_program_nor_what_the_workers_share(run: ForkServerRun) -> None:
     """With a worker's lifeline in another process, its death would not be seen."""
     program, *streams = run.fds
     shared = [program, *run.memory, *(end for pipe in run.lifelines for end in pipe)]
@@ -72,7 +72,7 @@ def test_a_shard_has_neither_the_program_nor_what_the_workers_share(run: Run) ->
     run.close()
 
 
-def test_a_worker_keeps_what_the_workers_share(run: Run) -> None:
+def test_a_worker_keeps_what_the_workers_share(run: ForkServerRun) -> None:
     shared = [*run.fds, *run.memory, *(end for pipe in run.lifelines for end in pipe)]
     for fd in run.keep(0).values():
         os.close(fd)
@@ -80,7 +80,7 @@ def test_a_worker_keeps_what_the_workers_share(run: Run) -> None:
     run.close()
 
 
-def test_nothing_is_left_after_close(run: Run) -> None:
+def test_nothing_is_left_after_close(run: ForkServerRun) -> None:
     fds = all_of(run)
     assert len(fds) == 3 + 2 + 2 * 2 + 2 * 4
     run.close()
@@ -88,6 +88,6 @@ def test_nothing_is_left_after_close(run: Run) -> None:
 
 
 def test_a_worker_that_is_alone_on_its_host_shares_nothing() -> None:
-    run = Run({"size": 3, "seats": [2]}, [])
+    run = ForkServerRun({"size": 3, "seats": [2]}, [])
     run.connect()
     assert all_of(run) == []

@@ -31,7 +31,7 @@ WAITING = """
 
     def program(worker):
         multiprocessing.get_context("fork").Process(target=load, args=("session" in sys.argv,)).start()
-        worker.coordinator.progress("compute", 5)
+        worker.driver.progress("compute", 5)
         worker.ask("there", pid=os.getpid(), parent=os.getppid())
         if "hold" in sys.argv:  # the interpreter's lock: no thread of this process can act
             ctypes.PyDLL(None).sleep(60)
@@ -214,9 +214,9 @@ def test_torch_compile_counts_as_progress(script: Callable[..., Script]) -> None
             def slow(graph, inputs):
                 time.sleep(3.0)
                 return graph.forward
-            worker.coordinator.progress("user", 0)
+            worker.driver.progress("user", 0)
             torch.compile(lambda x: x - 1, backend="eager")(torch.ones(1))  # imports what the compiler needs
-            worker.coordinator.progress("compute", 1)
+            worker.driver.progress("compute", 1)
             return float(torch.compile(lambda x: x + 1, backend=slow)(torch.ones(1)))
         print(Local().launch(program, Launch(workers=2, timeout_s=1.5)))
     """)

@@ -8,7 +8,7 @@ import pytest
 from manyhands.comm.solo import SoloGroup
 from manyhands.data.leases import End, Lease, Segment
 from manyhands.engines.local.heartbeat import DriverLine
-from manyhands.engines.local.messages import Wire
+from manyhands.engines.local.messages import ControlSocket
 from manyhands.errors import ManyhandsError
 from manyhands.events import Event
 
@@ -17,9 +17,9 @@ class Pair:
     """A worker's line whose driver is the test; heartbeats come only when the test lets them."""
 
     def __init__(self) -> None:
-        self.driver, there = Wire.pair()
-        self.answering, asking = Wire.pair()
-        self.line = DriverLine(Wire(there), Wire(asking), timeout_s=5.0)
+        self.driver, there = ControlSocket.pair()
+        self.answering, asking = ControlSocket.pair()
+        self.line = DriverLine(ControlSocket(there), ControlSocket(asking), timeout_s=5.0)
         self.wire = self.line._wire
 
     def sent(self) -> list[dict[str, Any]]:

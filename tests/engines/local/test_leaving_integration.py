@@ -11,7 +11,7 @@ import torch
 from driver_script import wait_until
 from joined_run import Run, joined_by
 
-from manyhands.engines.base import Launch
+from manyhands.engines.base import LaunchSpec
 from manyhands.engines.hosts.engine import Hosts
 from manyhands.engines.local.engine import Local
 from manyhands.errors import WorkerFailed
@@ -50,18 +50,18 @@ def credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_in_shared_memory(local: Local) -> None:
-    assert local.launch(one_leaves, Launch(workers=3, timeout_s=30)) == [0.0, 1.0, 5.0]
+    assert local.launch(one_leaves, LaunchSpec(workers=3, timeout_s=30)) == [0.0, 1.0, 5.0]
 
 
 @pytest.mark.usefixtures("credentials")
 @pytest.mark.parametrize("joining", [(1, 1), (2,)], ids=["a ring", "a ring and shared memory"])
 def test_on_several_hosts(joining: tuple[int, ...]) -> None:
     run = Run(Hosts(here=1), joined_by(*joining))
-    assert run.launch(one_leaves, Launch(workers=3, timeout_s=30)) == [0.0, 1.0, 5.0]
+    assert run.launch(one_leaves, LaunchSpec(workers=3, timeout_s=30)) == [0.0, 1.0, 5.0]
 
 
 @pytest.mark.usefixtures("credentials")
 def test_an_error_is_told_and_not_that_its_worker_left() -> None:
     with pytest.raises(WorkerFailed, match="KeyError: 'lost'") as failed:
-        Run(Hosts(here=1), joined_by(1, 1)).launch(one_fails, Launch(workers=3, timeout_s=30))
+        Run(Hosts(here=1), joined_by(1, 1)).launch(one_fails, LaunchSpec(workers=3, timeout_s=30))
     assert failed.value.rank == 1

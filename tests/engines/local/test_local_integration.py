@@ -14,18 +14,18 @@ import pytest
 import torch
 from driver_script import wait_until
 
-from manyhands.engines.base import Launch, Observer
+from manyhands.engines.base import LaunchSpec, Observer
 from manyhands.engines.local.engine import Local
 from manyhands.errors import BadInput, ManyhandsError, PeerLost, Preempted, UnknownName, Unsupported, WorkerFailed
 from manyhands.events import Event
 from manyhands.worker import Worker, current
 
 
-def two(**options: Any) -> Launch:
-    return Launch(**{"workers": 2, "timeout_s": 30.0, **options})
+def two(**options: Any) -> LaunchSpec:
+    return LaunchSpec(**{"workers": 2, "timeout_s": 30.0, **options})
 
 
-def fails(local: Local, program: Callable[[Worker], Any], plan: Launch | None = None) -> WorkerFailed:
+def fails(local: Local, program: Callable[[Worker], Any], plan: LaunchSpec | None = None) -> WorkerFailed:
     with pytest.raises(WorkerFailed) as caught:
         local.launch(program, plan or two())
     return caught.value
@@ -146,8 +146,8 @@ def test_workers_hear_that_they_should_stop(local: Local) -> None:
     recorder.reason = "preempted"
 
     def program(worker: Worker) -> str:
-        wait_until(worker.coordinator.should_stop)
-        return worker.coordinator.should_stop()
+        wait_until(worker.driver.should_stop)
+        return worker.driver.should_stop()
 
     assert local.launch(program, two(observer=recorder)) == ["preempted"] * 2
 
@@ -176,7 +176,7 @@ def test_an_exception_carries_its_traceback_rank_phase_and_step(local: Local) ->
     """CASE 21."""
 
     def program(worker: Worker) -> None:
-        worker.coordinator.progress("compute", 12)
+        worker.driver.progress("compute", 12)
         if worker.rank == 1:
             raise Odd(3, threading.Lock())
         worker.group.barrier()
@@ -264,7 +264,7 @@ def test_a_hang_shows_the_table_and_every_stack(local: Local) -> None:
     recorder = Recorder()
 
     def program(worker: Worker) -> None:
-        worker.coordinator.progress("exchange" if worker.rank == 0 else "compute", 7)
+        worker.driver.progress("exchange" if worker.rank == 0 else "compute", 7)
         worker.ask("there")
         if worker.rank == 1:
             ctypes.PyDLL(None).sleep(60)
@@ -287,11 +287,11 @@ def test_a_hang_shows_the_table_and_every_stack(local: Local) -> None:
 
 def test_a_stopped_process_is_a_hang(local: Local) -> None:
     def program(worker: Worker) -> None:
-        worker.coordinator.progress("compute", 1)
+        worker.driver.progress("compute", 1)
         worker.ask("there")
         if worker.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
-        worker.coordinator.progress("exchange", 1)
+        worker.driver.progress("exchange", 1)
         forever()
 
     error = fails(local, program, two(timeout_s=2.5))
@@ -381,7 +381,7 @@ def test_many_workers_at_a_low_limit_of_descriptors(script: Any) -> None:
 @pytest.mark.parametrize(("workers", "message"), [(0, "at least 1, not 0"), (-3, "at least 1, not -3")])
 def test_too_few_workers(workers: int, message: str) -> None:
     with pytest.raises(BadInput, match=message):
-        Local().launch(lambda worker: None, Launch(workers=workers))
+        Local().launch(lambda worker: None, LaunchSpec(workers=workers))
 
 
 def test_one_worker_is_here_or_apart_and_computes_the_same(local: Local) -> None:
@@ -390,7 +390,7 @@ def test_one_worker_is_here_or_apart_and_computes_the_same(local: Local) -> None
         total = worker.group.mean_(value, weight=3.0)
         return os.getpid(), worker.size, value.tolist(), total.weight, torch.get_num_threads()
 
-    plan = Launch(workers=1, timeout_s=30.0, threads_per_worker=1)
+    plan = LaunchSpec(workers=1, timeout_s=30.0, threads_per_worker=1)
     ((here, *seen),) = local.launch(program, plan)
     with Local(apart=True) as apart:
         ((there, *seen_there),) = apart.launch(program, plan)

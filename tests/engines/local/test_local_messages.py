@@ -4,12 +4,12 @@ import os
 
 import pytest
 
-from manyhands.engines.local.messages import Closed, Wire
+from manyhands.engines.local.messages import Closed, ControlSocket
 
 
-def pair() -> tuple[Wire, Wire]:
-    here, there = Wire.pair()
-    return here, Wire(there)
+def pair() -> tuple[ControlSocket, ControlSocket]:
+    here, there = ControlSocket.pair()
+    return here, ControlSocket(there)
 
 
 def test_messages_arrive_in_order_whatever_their_size() -> None:

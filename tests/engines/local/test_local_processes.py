@@ -10,9 +10,9 @@ from typing import Any, cast
 import pytest
 
 from manyhands.engines.local.fork_client import Spawner
-from manyhands.engines.local.messages import Message, Wire
-from manyhands.engines.local.processes import LocalCrew, tidy
-from manyhands.engines.local.serialization import ship
+from manyhands.engines.local.messages import ControlMessage, ControlSocket
+from manyhands.engines.local.processes import LocalProcesses, tidy
+from manyhands.engines.local.serialization import serialize
 from manyhands.errors import ManyhandsError, WorkerFailed
 
 
@@ -20,10 +20,10 @@ class Forked:
     """A spawner whose fork server is the test: the other ends of all lines lie in `there`."""
 
     def __init__(self) -> None:
-        self.wire, server = Wire.pair()
-        self.server = Wire(server)
-        self.there: dict[int, Wire] = {}
-        self.asking: dict[int, Wire] = {}
+        self.wire, server = ControlSocket.pair()
+        self.server = ControlSocket(server)
+        self.there: dict[int, ControlSocket] = {}
+        self.asking: dict[int, ControlSocket] = {}
         self.shared: dict[str, Any] = {}
         self.signals: list[tuple[list[int], int]] = []
 
@@ -31,10 +31,10 @@ class Forked:
         self.shared = shared
 
     def fork(self, seat: int, line: int, questions: int, stacks: int, status: int) -> None:
-        self.there[seat] = Wire(socket.socket(fileno=os.dup(line)))
-        self.asking[seat] = Wire(socket.socket(fileno=os.dup(questions)))
+        self.there[seat] = ControlSocket(socket.socket(fileno=os.dup(line)))
+        self.asking[seat] = ControlSocket(socket.socket(fileno=os.dup(questions)))
 
-    def receive(self) -> list[Message]:
+    def receive(self) -> list[ControlMessage]:
         return self.wire.receive()
 
     def signal(self, seats: list[int], number: int) -> None:
@@ -54,14 +54,14 @@ def forked() -> Forked:
 
 
 @pytest.fixture
-def crew(forked: Forked) -> Iterator[LocalCrew]:
-    crew = LocalCrew(cast(Spawner, forked), [0, 1, -1], timeout_s=5.0, host="alpha")
+def crew(forked: Forked) -> Iterator[LocalProcesses]:
+    crew = LocalProcesses(cast(Spawner, forked), [0, 1, -1], timeout_s=5.0, host="alpha")
     crew.start({"threads": 3}, -1)
     yield crew
     crew.end(0.0)
 
 
-def test_last_words_come_before_the_news_of_the_end(forked: Forked, crew: LocalCrew) -> None:
+def test_last_words_come_before_the_news_of_the_end(forked: Forked, crew: LocalProcesses) -> None:
     """CASE 21: the exit alone would say that it died without a reason. They may come after its line was looked at."""
     forked.server.send({"type": "exited", "seat": 1, "status": 1})
     forked.there[1].send({"type": "error", "message": "weights"})
@@ -75,28 +75,28 @@ def test_last_words_come_before_the_news_of_the_end(forked: Forked, crew: LocalC
     assert crew.receive() == []
 
 
-def test_questions_come_after_what_was_said_before_them(forked: Forked, crew: LocalCrew) -> None:
+def test_questions_come_after_what_was_said_before_them(forked: Forked, crew: LocalProcesses) -> None:
     forked.there[0].send({"type": "beat"})
     forked.asking[0].send({"type": "ask"})
     assert crew.receive() == [(0, {"type": "beat"}), (0, {"type": "ask"})]
 
 
-def test_answers_and_stops_go_where_they_are_read(forked: Forked, crew: LocalCrew) -> None:
+def test_answers_and_stops_go_where_they_are_read(forked: Forked, crew: LocalProcesses) -> None:
     crew.tell(1, {"type": "stop", "reason": "callback"})
     crew.tell(1, {"type": "leased", "value": None})
     assert [message.body for message in forked.there[1].receive()] == [{"type": "stop", "reason": "callback"}]
     assert [message.body for message in forked.asking[1].receive()] == [{"type": "leased", "value": None}]
 
 
-def test_a_value_comes_as_itself(forked: Forked, crew: LocalCrew) -> None:
-    fd = ship({"loss": [1.0, 2.0]}, "the value")
+def test_a_value_comes_as_itself(forked: Forked, crew: LocalProcesses) -> None:
+    fd = serialize({"loss": [1.0, 2.0]}, "the value")
     forked.there[0].send({"type": "value"}, (fd,))
     os.close(fd)
     assert crew.receive() == [(0, {"type": "value", "value": {"loss": [1.0, 2.0]}})]
 
 
-def test_a_value_that_cannot_be_rebuilt(forked: Forked, crew: LocalCrew) -> None:
-    fd = ship(Fragile(), "the value")
+def test_a_value_that_cannot_be_rebuilt(forked: Forked, crew: LocalProcesses) -> None:
+    fd = serialize(Fragile(), "the value")
     forked.there[0].send({"type": "value"}, (fd,))
     os.close(fd)
     with pytest.raises(ManyhandsError, match=r"worker 0 returned cannot be rebuilt here \(ZeroDivisionError"):
@@ -108,7 +108,7 @@ class Fragile:
         return divmod, (1, 0)
 
 
-def test_one_descriptor_tells_of_all(forked: Forked, crew: LocalCrew) -> None:
+def test_one_descriptor_tells_of_all(forked: Forked, crew: LocalProcesses) -> None:
     (ready,) = crew.filenos()
     assert not select.select([ready], [], [], 0)[0]
     forked.there[-1].send({"type": "beat"})
@@ -119,24 +119,24 @@ def test_one_descriptor_tells_of_all(forked: Forked, crew: LocalCrew) -> None:
     assert not select.select([ready], [], [], 0)[0]
 
 
-def test_whoever_is_gone_is_told_nothing(forked: Forked, crew: LocalCrew) -> None:
+def test_whoever_is_gone_is_told_nothing(forked: Forked, crew: LocalProcesses) -> None:
     forked.there[0].close()
     crew.tell(0, {"type": "stop", "reason": "callback"})
     crew.tell(1, {"type": "stop", "reason": "callback"})
     assert [message.body for message in forked.there[1].receive()] == [{"type": "stop", "reason": "callback"}]
 
 
-def test_signals_are_for_workers_and_stacks_for_all(forked: Forked, crew: LocalCrew) -> None:
+def test_signals_are_for_workers_and_stacks_for_all(forked: Forked, crew: LocalProcesses) -> None:
     crew.signal(signal.SIGTERM)
     assert crew.stacks() == {0: "", 1: "", -1: ""}
     assert forked.signals == [([0, 1], signal.SIGTERM), ([0, 1, -1], signal.SIGUSR1)]
 
 
-def test_all_know_their_seats_and_their_threads(forked: Forked, crew: LocalCrew) -> None:
+def test_all_know_their_seats_and_their_threads(forked: Forked, crew: LocalProcesses) -> None:
     assert forked.shared == {"threads": 3, "seats": [0, 1, -1]}
 
 
-def test_a_dead_fork_server_is_named(forked: Forked, crew: LocalCrew) -> None:
+def test_a_dead_fork_server_is_named(forked: Forked, crew: LocalProcesses) -> None:
     forked.server.close()
     with pytest.raises(WorkerFailed, match=r"fork server on alpha, .* was killed by signal 9 \(SIGKILL\)"):
         crew.receive()

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.engines.local.serialization import ship, unship
+from manyhands.engines.local.serialization import deserialize, serialize
 from manyhands.errors import BadInput
 
 
 def through(value: Any, mapped: bool = False) -> Any:
-    fd = ship(value, "the program")
+    fd = serialize(value, "the program")
     try:
-        return unship(fd, mapped)
+        return deserialize(fd, mapped)
     finally:
         os.close(fd)
 
@@ -65,14 +65,14 @@ def test_arrays_can_be_written_to_and_leave_the_original(mapped: bool) -> None:
 
 def test_big_buffers_are_mapped_not_copied() -> None:
     size = 64 << 20
-    fd = ship((torch.ones(size // 2, dtype=torch.uint8), np.ones(size // 2, dtype=np.uint8)), "the program")
+    fd = serialize((torch.ones(size // 2, dtype=torch.uint8), np.ones(size // 2, dtype=np.uint8)), "the program")
     before = _private_bytes()
-    tensor, array = unship(fd, mapped=True)
+    tensor, array = deserialize(fd, mapped=True)
     assert _private_bytes() - before < size // 8
     assert tensor[-1] == 1
     assert array[-1] == 1
     tensor += 1  # its own pages from now on
-    assert unship(fd, mapped=True)[0][0] == 1
+    assert deserialize(fd, mapped=True)[0][0] == 1
     os.close(fd)
 
 
@@ -109,12 +109,12 @@ def test_the_part_that_cannot_be_sent_is_named() -> None:
     with pytest.raises(
         BadInput, match=r"the program holds func\.holder\.config\['writers'\]\[1\], a lock, which cannot be sent"
     ):
-        ship(functools.partial(program), "the program")
+        serialize(functools.partial(program), "the program")
 
 
 def test_a_value_that_cannot_be_sent_is_named() -> None:
     with pytest.raises(BadInput, match="the value is a lock, which cannot be sent"):
-        ship(threading.Lock(), "the value")
+        serialize(threading.Lock(), "the value")
 
 
 class OfTemporaries:

@@ -15,7 +15,7 @@ import torch
 from driver_script import Script, wait_until
 from typing_extensions import override
 
-from manyhands.engines.base import Launch, Observer
+from manyhands.engines.base import LaunchSpec, Observer
 from manyhands.engines.local.engine import Local
 from manyhands.errors import BadInput, UnknownName, WorkerFailed
 from manyhands.events import Event
@@ -23,9 +23,9 @@ from manyhands.server.base import ServerSpec
 from manyhands.worker import Worker
 
 
-def served(workers: int = 2, servers: int = 1, bound: int | None = None, **options: Any) -> Launch:
+def served(workers: int = 2, servers: int = 1, bound: int | None = None, **options: Any) -> LaunchSpec:
     spec = ServerSpec(rule=options.pop("rule", "add"), bound=bound)
-    return Launch(**{"workers": workers, "server": spec, "servers": servers, "timeout_s": 30.0, **options})
+    return LaunchSpec(**{"workers": workers, "server": spec, "servers": servers, "timeout_s": 30.0, **options})
 
 
 def counts(worker: Worker, n: int = 1000, ticks: int = 10) -> list[float]:
@@ -93,21 +93,21 @@ def test_one_worker_has_its_server_in_the_same_process(local: Local) -> None:
 
 def test_a_rule_that_cannot_be_split_has_one_shard(local: Local) -> None:
     spec = ServerSpec(rule="quorum", bound=0, options={"backups": 1}, one_shard=True)
-    plan = Launch(workers=2, server=spec, servers=3)
+    plan = LaunchSpec(workers=2, server=spec, servers=3)
     assert plan.shards == 1
 
 
 def test_runs_with_and_without_a_server_on_one_warm_fork_server(local: Local) -> None:
     descriptors = None
     for _ in range(2):
-        assert local.launch(lambda worker: worker.server, Launch(workers=2)) == [None, None]
+        assert local.launch(lambda worker: worker.server, LaunchSpec(workers=2)) == [None, None]
         assert local.launch(counts, served(servers=2)) == [[20.0, 20.0]] * 2
         with pytest.raises(WorkerFailed, match="ZeroDivisionError"):
             local.launch(lambda worker: 1 / 0, served())
         came = sorted(os.listdir("/proc/self/fd"))
         descriptors = descriptors or came
         assert came == descriptors
-    assert local.launch(lambda worker: len(shards(worker)), Launch(workers=2)) == [0, 0]
+    assert local.launch(lambda worker: len(shards(worker)), LaunchSpec(workers=2)) == [0, 0]
 
 
 def test_the_fork_server_keeps_no_descriptor_of_a_run(local: Local) -> None:
@@ -163,7 +163,7 @@ def test_a_stopped_shard_is_a_hang_and_is_named(local: Local) -> None:
     def program(worker: Worker) -> None:
         counts(worker)
         (shard,) = shards(worker)
-        worker.coordinator.progress("exchange", 5)
+        worker.driver.progress("exchange", 5)
         if worker.rank == 0:
             os.kill(shard, signal.SIGSTOP)
         counts(worker, ticks=1_000_000)
@@ -184,7 +184,7 @@ def test_a_killed_worker_fails_the_run_and_its_shards_are_gone(local: Local) -> 
 
     with pytest.raises(WorkerFailed, match="worker 1 on .* was killed by signal 9"):
         local.launch(program, served(bound=1, servers=2))
-    assert local.launch(lambda worker: len(shards(worker)), Launch(workers=2)) == [0, 0]
+    assert local.launch(lambda worker: len(shards(worker)), LaunchSpec(workers=2)) == [0, 0]
 
 
 def test_no_servers_at_all_is_bad_input(local: Local) -> None:

@@ -12,7 +12,7 @@ import pytest
 from manyhands.engines.hosts.network import Network
 from manyhands.engines.hosts.secret import Secret
 from manyhands.engines.local import worker_process
-from manyhands.engines.local.child import Place
+from manyhands.engines.local.child import ProcessPlace
 from manyhands.errors import ManyhandsError
 
 
@@ -30,8 +30,8 @@ class Log:
             "prepare_process": lambda stacks, threads: None,
             "_reseed": lambda: None,
             "_worker": lambda place, line: worker,
-            "unship": lambda fd, mapped: program,
-            "ship": lambda value, what: -1,
+            "deserialize": lambda fd, mapped: program,
+            "serialize": lambda value, what: -1,
         }.items():
             monkeypatch.setattr(worker_process, name, value)
         monkeypatch.setattr(worker_process.atexit, "_run_exitfuncs", lambda: self.log.append("exit functions"))
@@ -89,7 +89,7 @@ def test_the_server_names_every_workers_own_host(monkeypatch: pytest.MonkeyPatch
         timeout_s=9.0,
         network=network if far else None,
     )
-    checked: Place = place
+    checked: ProcessPlace = place
     worker_process._server(checked, "alpha", None)  # type: ignore[arg-type]
     assert given[1] == (["alpha", "beta", "beta"] if far else ["alpha"] * 3)
     given[0].close()

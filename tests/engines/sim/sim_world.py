@@ -14,8 +14,8 @@ from typing import Any
 from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.costs import Costs
 from manyhands.engines.sim.faults import Faults
-from manyhands.engines.sim.group import SimGroup, SimMeeting
-from manyhands.engines.sim.network import Network, Wires
+from manyhands.engines.sim.group import SimGroup, SimRendezvous
+from manyhands.engines.sim.network import NetworkState, SimNetworkSpec
 from manyhands.engines.sim.server import SimServers
 from manyhands.engines.sim.timeline import Timeline
 from manyhands.server.base import Server, ServerSpec
@@ -23,9 +23,9 @@ from manyhands.server.base import Server, ServerSpec
 BETWEEN_CALLS_S = 1e-3
 
 
-def meeting_of(timeline: Timeline, size: int, network: str = "", timeout_s: float = 300.0) -> SimMeeting:
-    wires = Wires(Network.parse(network), size, 0)
-    return SimMeeting(timeline, Costs(wires, size), wires, size, timeout_s)
+def meeting_of(timeline: Timeline, size: int, network: str = "", timeout_s: float = 300.0) -> SimRendezvous:
+    wires = NetworkState(SimNetworkSpec.parse(network), size, 0)
+    return SimRendezvous(timeline, Costs(wires, size), wires, size, timeout_s)
 
 
 def servers_of(
@@ -40,7 +40,7 @@ def servers_of(
     timeout_s: float = math.inf,
 ) -> SimServers:
     said = Faults.parse(faults)
-    wires = Wires(Network.parse(network), workers, 1 if spec.one_shard else shards)
+    wires = NetworkState(SimNetworkSpec.parse(network), workers, 1 if spec.one_shard else shards)
     return SimServers(
         spec, workers, shards, timeline, wires, said.messages(seed), Compute.parse(compute), said, timeout_s
     )

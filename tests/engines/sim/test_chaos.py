@@ -19,8 +19,8 @@ from sim_chaos import (
 )
 
 from manyhands.engines.sim import group
-from manyhands.engines.sim.group import SimMeeting
-from manyhands.engines.sim.shard import Shard
+from manyhands.engines.sim.group import SimRendezvous
+from manyhands.engines.sim.shard import SimShard
 from manyhands.server.gate import Gate
 from manyhands.server.store import Store
 
@@ -106,10 +106,10 @@ def loses_a_letter(original, meeting, letter, source, target, step):
         (Gate, "_may_go", off_by_one, check_server, SERVER_SCHEDULES),
         (Store, "leave", waits_for_the_lost, check_server, SERVER_SCHEDULES),
         (Store, "_merge_round", forgets_what_is_held, check_server, SERVER_SCHEDULES),
-        (Shard, "_handle", handles_late_copies, check_server, SERVER_SCHEDULES),
-        (Shard, "_be_back", forgets_its_store, check_server, SERVER_SCHEDULES),
-        (SimMeeting, "lose", tells_nobody, check_group, GROUP_SCHEDULES),
-        (SimMeeting, "post", loses_a_letter, check_group, GROUP_SCHEDULES),
+        (SimShard, "_handle", handles_late_copies, check_server, SERVER_SCHEDULES),
+        (SimShard, "_be_back", forgets_its_store, check_server, SERVER_SCHEDULES),
+        (SimRendezvous, "lose", tells_nobody, check_group, GROUP_SCHEDULES),
+        (SimRendezvous, "post", loses_a_letter, check_group, GROUP_SCHEDULES),
         (group, "_reduce", misses_one, check_group, GROUP_SCHEDULES),
     ],
 )

@@ -12,7 +12,7 @@ from sim_world import run
 from manyhands.data.leases import End, Lease, Segment
 from manyhands.engines.base import Observer
 from manyhands.engines.sim.compute import Compute
-from manyhands.engines.sim.driver_client import Desk, SimLine, backward_in_turn
+from manyhands.engines.sim.driver_client import LeaseServer, SimLine, backward_in_turn
 from manyhands.engines.sim.timeline import Timeline
 from manyhands.errors import PeerLost
 from manyhands.worker import Worker, set_current
@@ -33,7 +33,7 @@ class World:
     def __init__(self, compute: str = "row=1", workers: int = 2) -> None:
         self.timeline, self.observer = Timeline(), Asked()
         said = Compute.parse(compute)
-        self.desk = Desk(self.timeline, self.observer, said.lease)
+        self.desk = LeaseServer(self.timeline, self.observer, said.lease)
         self.lines = [SimLine(self.desk, rank, said.pace(rank, 0)) for rank in range(workers)]
 
     def run(self, program: Callable[[SimLine, int], Any]) -> list[Any]:
@@ -188,7 +188,7 @@ def test_a_backward_inside_of_another_ends_nothing() -> None:
         hooked(line, said).backward()
         said.append("inner is over")
 
-    set_current(Worker(coordinator=line))
+    set_current(Worker(driver=line))
     try:
         with backward_in_turn():
             y = torch.ones(1, requires_grad=True) * 3
@@ -206,7 +206,7 @@ def test_a_backward_that_raises_leaves_nothing_to_the_next() -> None:
     def fails(gradient: torch.Tensor) -> None:
         raise ArithmeticError("no such gradient")
 
-    set_current(Worker(coordinator=line))
+    set_current(Worker(driver=line))
     try:
         with backward_in_turn():
             x = torch.ones(1, requires_grad=True)
@@ -235,7 +235,7 @@ def test_what_comes_after_a_backward_comes_when_autograd_is_done() -> None:
 
     line = world.lines[0]
     plain = torch.autograd.backward
-    set_current(Worker(coordinator=line))
+    set_current(Worker(driver=line))
     try:
         with backward_in_turn():
             backward()
@@ -245,9 +245,9 @@ def test_what_comes_after_a_backward_comes_when_autograd_is_done() -> None:
     finally:
         set_current(None)
     assert torch.autograd.backward is plain
-    Worker().coordinator  # noqa: B018 - the default line has autograd itself call back
+    Worker().driver  # noqa: B018 - the default line has autograd itself call back
     inside: list[int] = []
     z = x * 2
-    z.register_hook(lambda gradient: Worker().coordinator.after_backward(lambda: inside.append(1)))
+    z.register_hook(lambda gradient: Worker().driver.after_backward(lambda: inside.append(1)))
     z.sum().backward()
     assert inside == [1]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.checkpoint import checkpoints
-from manyhands.engines.base import Launch
+from manyhands.engines.base import LaunchSpec
 from manyhands.engines.sim.engine import Sim
 from manyhands.engines.sim.timeline import Timeline
 from manyhands.errors import WorkerFailed
@@ -32,7 +32,7 @@ def train(strategy: str, workers: int, spec: str = "", **fields: Any) -> mh.Run:
 def launch(
     program: Callable[[Worker], Any], workers: int, server: ServerSpec | None = None, **options: str
 ) -> list[Any]:
-    return Sim(**options).launch(program, Launch(workers=workers, server=server, threads_per_worker=1))
+    return Sim(**options).launch(program, LaunchSpec(workers=workers, server=server, threads_per_worker=1))
 
 
 class Point(nn.Module):
@@ -200,7 +200,7 @@ def test_a_bound_is_kept_and_used(bound: int) -> None:
             assert center[worker.rank] == tick, "own updates are visible"
             assert tick - bound <= center.min()
             assert center.max() <= tick + bound + 1
-            worker.coordinator.computed(1)
+            worker.driver.computed(1)
             server.push(own)
             done[worker.rank] = tick + 1
             gaps.append(max(done) - min(done))

@@ -2,11 +2,11 @@ import pytest
 
 from manyhands.engines.sim import costs as costs_module
 from manyhands.engines.sim.costs import Cost, Costs
-from manyhands.engines.sim.network import Network, Wires
+from manyhands.engines.sim.network import NetworkState, SimNetworkSpec
 
 
 def costs(text, size):
-    return Costs(Wires(Network.parse(text), size, 0), size)
+    return Costs(NetworkState(SimNetworkSpec.parse(text), size, 0), size)
 
 
 def every(costs, n=1000):

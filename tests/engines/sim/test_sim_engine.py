@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import manyhands as mh
 from manyhands.callbacks.base import Callback
 from manyhands.cli import commands
-from manyhands.engines.base import Launch, Observer
+from manyhands.engines.base import LaunchSpec, Observer
 from manyhands.engines.sim import engine as sim_engine
 from manyhands.engines.sim.engine import Sim
 from manyhands.errors import BadInput, PeerLost, Unsupported, WorkerFailed
@@ -43,7 +43,7 @@ def launch(
     program: Callable[[Worker], Any], workers: int = 3, observer: Observer | None = None, **options: Any
 ) -> list[Any]:
     timeout_s = options.pop("timeout_s", 300.0)
-    plan = Launch(workers=workers, threads_per_worker=1, observer=observer or Observer(), timeout_s=timeout_s)
+    plan = LaunchSpec(workers=workers, threads_per_worker=1, observer=observer or Observer(), timeout_s=timeout_s)
     return Sim(**options).launch(program, plan)
 
 
@@ -114,7 +114,7 @@ def test_an_error_in_a_gradient_says_where() -> None:
 
 def test_bad_counts_are_refused() -> None:
     with pytest.raises(BadInput, match="workers must be a whole number of at least 1, not 0"):
-        Sim().launch(lambda worker: None, Launch(workers=0))
+        Sim().launch(lambda worker: None, LaunchSpec(workers=0))
     with pytest.raises(BadInput, match="fewer than one row for each of 40 workers"):
         train(workers=40)
 
@@ -157,7 +157,7 @@ def test_a_worker_that_dies_at_its_step_computes_no_more() -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         worker = current()
         assert worker is not None
-        computed.append((worker.rank, worker.coordinator.step))  # type: ignore[attr-defined]
+        computed.append((worker.rank, worker.driver.step))  # type: ignore[attr-defined]
         return cross_entropy(model, batch)
 
     with pytest.raises(WorkerFailed, match="at step 3, and declared lost at 13 s"):
@@ -210,16 +210,16 @@ def test_a_shard_does_not_die_twice() -> None:
             self.heard.append(event.values["message"])
 
     ear = Ear()
-    plan = Launch(workers=1, server=ServerSpec(rule="add"), observer=ear)
-    Sim(compute="row=1", faults="kill=shard0@1s,pause=shard0@2s+1").launch(lambda w: w.coordinator.computed(5), plan)
+    plan = LaunchSpec(workers=1, server=ServerSpec(rule="add"), observer=ear)
+    Sim(compute="row=1", faults="kill=shard0@1s,pause=shard0@2s+1").launch(lambda w: w.driver.computed(5), plan)
     assert [message.partition(" did not")[0] for message in ear.heard] == ["faults: pause=shard0@2s+1"]
 
 
 def counted(worker: Worker) -> tuple[int, int, float]:
     """A program of five steps of a second each."""
     for step in range(5):
-        worker.coordinator.progress("compute", step)
-        worker.coordinator.computed(1)
+        worker.driver.progress("compute", step)
+        worker.driver.computed(1)
     return worker.rank, worker.generation, worker.clock()
 
 
@@ -242,7 +242,7 @@ def test_a_worker_may_be_back_at_once() -> None:
     def program(worker: Worker) -> tuple[int, float]:
         number = torch.zeros(1)
         if worker.rank == 0:
-            worker.coordinator.computed(5)
+            worker.driver.computed(5)
             worker.group.send(torch.ones(1), 1)
         else:
             worker.group.receive_(number, 0)
@@ -328,7 +328,7 @@ def test_replicas_are_gone_when_the_run_is_over(monkeypatch: pytest.MonkeyPatch)
 
 def test_who_waits_too_long_hears_for_whom() -> None:
     def program(worker: Worker) -> None:
-        worker.coordinator.computed(1 + 99 * worker.rank)
+        worker.driver.computed(1 + 99 * worker.rank)
         worker.group.barrier()
 
     with pytest.raises(PeerLost, match="worker 1 .*did not come for 10 s"):
@@ -615,7 +615,7 @@ def test_the_strategy_of_a_launch_ends_with_it(monkeypatch: pytest.MonkeyPatch) 
     for strategy in ("local-sgd:period=3", mh.LocalSGD(period=3)):
 
         def program() -> Any:
-            mh.worker().coordinator.computed(3 - mh.worker().rank)
+            mh.worker().driver.computed(3 - mh.worker().rank)
             return launched_strategy()
 
         assert mh.launch(program, workers=3, engine="sim", strategy=strategy) == [strategy] * 3
@@ -672,11 +672,11 @@ def test_the_command(tmp_path: Path) -> None:
 
 def test_the_command_takes_a_profile(tmp_path: Path) -> None:
     from manyhands.engines.sim.compute import Compute
-    from manyhands.engines.sim.network import Network
+    from manyhands.engines.sim.network import SimNetworkSpec
     from manyhands.engines.sim.profile import Profile
 
     measured = Profile(
-        networks={"local": Network.parse("latency=2ms")},
+        networks={"local": SimNetworkSpec.parse("latency=2ms")},
         compute=Compute.parse("row=0,step=1"),
         task="digits",
         workers=2,

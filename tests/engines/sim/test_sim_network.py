@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from manyhands.engines.sim.network import ALL, PRESETS, Link, Network, Wires
+from manyhands.engines.sim.network import ALL, PRESETS, NetworkState, SimLink, SimNetworkSpec
 from manyhands.errors import BadInput, UnknownName
 
 EVERYTHING = (
@@ -13,22 +13,22 @@ EVERYTHING = (
 
 
 def wires(text, workers=4, shards=0):
-    return Wires(Network.parse(text), workers, shards)
+    return NetworkState(SimNetworkSpec.parse(text), workers, shards)
 
 
 # -- how it is written ---------------------------------------------------------------------------------------------------
 
 
 def test_everything_at_once():
-    assert Network.parse(EVERYTHING) == Network(
+    assert SimNetworkSpec.parse(EVERYTHING) == SimNetworkSpec(
         latency=1e-4,
         bandwidth=1e9,
         duplex="shared",
         workers_per_host=4,
         local_latency=2e-6,
         local_bandwidth=8e10,
-        hosts={3: Link(latency=1e-3, bandwidth=1e8), -1: Link(latency=5e-6, bandwidth=1e10)},
-        links={(0, 3): Link(latency=0.1, bandwidth=1e6), (-1, 2): Link(latency=1.0)},
+        hosts={3: SimLink(latency=1e-3, bandwidth=1e8), -1: SimLink(latency=5e-6, bandwidth=1e10)},
+        links={(0, 3): SimLink(latency=0.1, bandwidth=1e6), (-1, 2): SimLink(latency=1.0)},
         collective="ring",
     )
 
@@ -37,33 +37,33 @@ def test_everything_at_once():
     "text", ["", "free", *PRESETS, EVERYTHING, "workers_per_host=all", "wan,servers=spread,host0=latency:1"]
 )
 def test_str_is_what_parse_reads(text):
-    network = Network.parse(text)
-    assert Network.parse(str(network)) == network
-    assert hash(Network.parse(str(network))) == hash(network)
+    network = SimNetworkSpec.parse(text)
+    assert SimNetworkSpec.parse(str(network)) == network
+    assert hash(SimNetworkSpec.parse(str(network))) == hash(network)
 
 
 def test_free_is_the_default():
-    assert Network.parse("") == Network.parse("free") == Network()
-    assert str(Network()) == "free"
+    assert SimNetworkSpec.parse("") == SimNetworkSpec.parse("free") == SimNetworkSpec()
+    assert str(SimNetworkSpec()) == "free"
 
 
 def test_a_preset_and_what_differs():
-    lan = Network.parse("lan,duplex=shared")
+    lan = SimNetworkSpec.parse("lan,duplex=shared")
     assert (lan.latency, lan.bandwidth, lan.duplex) == (1e-4, 1e9, "shared")
-    assert Network.parse("workers-per-host=2,lan").workers_per_host == 2
+    assert SimNetworkSpec.parse("workers-per-host=2,lan").workers_per_host == 2
 
 
 def test_text_changes_only_what_it_names():
-    before = Network.parse("lan,workers_per_host=4,host3=bandwidth:1e8,link0-3=latency:1")
+    before = SimNetworkSpec.parse("lan,workers_per_host=4,host3=bandwidth:1e8,link0-3=latency:1")
     after = before.with_text("latency=1s,host3=latency:2s,link0-3=bandwidth:5,host1=latency:0")
     assert (after.latency, after.bandwidth, after.workers_per_host) == (1.0, 1e9, 4)
-    assert after.hosts == {3: Link(latency=2.0, bandwidth=1e8), 1: Link(latency=0.0)}
-    assert after.links == {(0, 3): Link(latency=1.0, bandwidth=5.0)}
-    assert before.hosts == {3: Link(bandwidth=1e8)}
+    assert after.hosts == {3: SimLink(latency=2.0, bandwidth=1e8), 1: SimLink(latency=0.0)}
+    assert after.links == {(0, 3): SimLink(latency=1.0, bandwidth=5.0)}
+    assert before.hosts == {3: SimLink(bandwidth=1e8)}
 
 
 def test_the_lower_host_comes_first():
-    assert Network.parse("link3-0=latency:1,linkhost4-host2=latency:2").links.keys() == {(0, 3), (2, 4)}
+    assert SimNetworkSpec.parse("link3-0=latency:1,linkhost4-host2=latency:2").links.keys() == {(0, 3), (2, 4)}
 
 
 @pytest.mark.parametrize(
@@ -86,12 +86,12 @@ def test_the_lower_host_comes_first():
 )
 def test_what_is_refused(text, message):
     with pytest.raises(BadInput, match=message):
-        Network.parse(text)
+        SimNetworkSpec.parse(text)
 
 
 def test_an_unknown_option_is_an_unknown_name():
     with pytest.raises(UnknownName):
-        Network.parse("speed=1")
+        SimNetworkSpec.parse("speed=1")
 
 
 @pytest.mark.parametrize(
@@ -102,12 +102,12 @@ def test_an_unknown_option_is_an_unknown_name():
         {"bandwidth": 0.0},
         {"bandwidth": math.nan},
         {"duplex": "half"},
-        {"links": {(1, 0): Link()}},
+        {"links": {(1, 0): SimLink()}},
     ],
 )
 def test_numbers_that_make_no_sense_are_refused_from_python_too(options):
     with pytest.raises(BadInput, match="network: "):
-        Network(**options)
+        SimNetworkSpec(**options)
 
 
 # -- who is where --------------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def test_shards_spread_over_the_workers_hosts():
 
 
 def test_all_on_one_host():
-    net = Wires(Network(workers_per_host=ALL), 1000, 0)
+    net = NetworkState(SimNetworkSpec(workers_per_host=ALL), 1000, 0)
     assert (net.hosts, net.host_of(999)) == (1, 0)
 
 

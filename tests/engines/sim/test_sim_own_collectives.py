@@ -11,15 +11,15 @@ import torch
 from manyhands.comm.hierarchical import HierarchicalGroup
 from manyhands.comm.ring.algorithms import DIRECT_BYTES, SWAP_BYTES
 from manyhands.comm.ring.group import RingGroup
-from manyhands.comm.shared_memory.group import SharedMemory as Memory
+from manyhands.comm.shared_memory.group import SharedMemoryCost as Memory
 from manyhands.comm.shared_memory.group import SharedMemoryGroup
-from manyhands.engines.sim.network import Network, Wires
-from manyhands.engines.sim.own_collectives import Hierarchical, SharedMemory, Sockets
+from manyhands.engines.sim.network import NetworkState, SimNetworkSpec
+from manyhands.engines.sim.own_collectives import HierarchicalCost, SharedMemoryCost, SocketsCost
 from manyhands.transport.channel import Channel
 
 
 def of(family, size, text="lan"):
-    return family(Wires(Network.parse(text), size, 0), range(size))
+    return family(NetworkState(SimNetworkSpec.parse(text), size, 0), range(size))
 
 
 # -- sockets -----------------------------------------------------------------------------------------------------------------
@@ -27,25 +27,25 @@ def of(family, size, text="lan"):
 
 def test_two_workers_swap():
     """1 MB each way at once: 8 ms and 0.1 ms; with a shared card 16 ms."""
-    cost = of(Sockets, 2).mean(250_000, 4)
+    cost = of(SocketsCost, 2).mean(250_000, 4)
     assert (cost.seconds, cost.bytes, cost.messages) == (pytest.approx(8.1e-3), [1_000_000] * 2, [1] * 2)
-    assert of(Sockets, 2, "lan,duplex=shared").mean(250_000, 4).seconds == pytest.approx(16.1e-3)
+    assert of(SocketsCost, 2, "lan,duplex=shared").mean(250_000, 4).seconds == pytest.approx(16.1e-3)
 
 
 def test_small_tensors_go_directly():
     """400,000 bytes on four: a card carries 3 pieces of 100,000 bytes, 2.4 ms, there and back, with 0.1 ms each."""
-    cost = of(Sockets, 4).mean(100_000, 4)
+    cost = of(SocketsCost, 4).mean(100_000, 4)
     assert (cost.seconds, cost.bytes, cost.messages) == (pytest.approx(5e-3), [600_000] * 4, [2] * 4)
 
 
 def test_seven_on_five():
     """CASE 8: 224 bytes over all ranks."""
-    assert sum(of(Sockets, 5).mean(7, 4).bytes) == 224
+    assert sum(of(SocketsCost, 5).mean(7, 4).bytes) == 224
 
 
 def test_a_million_on_four():
     """CASE 8: 6,000,000 bytes in 6 messages each."""
-    cost = of(Sockets, 4).mean(1_000_000, 4)
+    cost = of(SocketsCost, 4).mean(1_000_000, 4)
     assert (cost.bytes, cost.messages) == ([6_000_000] * 4, [6] * 4)
 
 
@@ -61,14 +61,14 @@ def test_a_million_on_four():
     ],
 )
 def test_which_way(size, nbytes, item, messages):
-    assert of(Sockets, size).mean(nbytes // item, item).messages == [messages] * size
+    assert of(SocketsCost, size).mean(nbytes // item, item).messages == [messages] * size
 
 
 def test_broadcast_is_direct_up_to_a_mebibyte():
     """1000 bytes to three others leave one card: 24 us and 0.1 ms."""
-    cost = of(Sockets, 4).broadcast(250, 4, 2)
+    cost = of(SocketsCost, 4).broadcast(250, 4, 2)
     assert (cost.seconds, cost.bytes, cost.messages) == (pytest.approx(124e-6), [0, 0, 3000, 0], [0, 0, 1, 0])
-    assert of(Sockets, 4).broadcast(DIRECT_BYTES, 4, 2).messages == [1, 0, 1, 1]
+    assert of(SocketsCost, 4).broadcast(DIRECT_BYTES, 4, 2).messages == [1, 0, 1, 1]
 
 
 # -- shared memory -------------------------------------------------------------------------------------------------------------
@@ -76,13 +76,13 @@ def test_broadcast_is_direct_up_to_a_mebibyte():
 
 def test_shared_memory_is_latency_and_bytes():
     """2560 float32 on four: a slice of 640 is read from 3 and written to 3, 15,360 bytes, 1.536 us at 80 Gbit/s; and twice 2 us."""
-    cost = of(SharedMemory, 4, "lan,workers_per_host=all").mean(2560, 4)
+    cost = of(SharedMemoryCost, 4, "lan,workers_per_host=all").mean(2560, 4)
     assert (cost.seconds, cost.bytes, cost.messages) == (pytest.approx(5.536e-6), [15_360] * 4, [2] * 4)
 
 
 def test_other_operations_in_shared_memory():
     """1000 bytes from each of three others, 0.3 us; a third of 999 elements from two others; 1000 bytes read by all at once."""
-    four, three = (of(SharedMemory, size, "lan,workers_per_host=all") for size in (4, 3))
+    four, three = (of(SharedMemoryCost, size, "lan,workers_per_host=all") for size in (4, 3))
     assert four.all_gather(250, 4).seconds == pytest.approx(4.3e-6)
     assert three.reduce_scatter(999, 4).seconds == pytest.approx(4e-6 + 8 * 2 * 333 * 4 / 8e10)
     assert four.broadcast(250, 4, 1).seconds == pytest.approx(4.1e-6)
@@ -97,7 +97,7 @@ def test_a_hierarchy_is_the_sum_of_its_phases():
     """1000 float32 on two hosts of two. A mean on each host: slices of 512, 4096 bytes moved, 4 us + 0.4096 us. Between the
     first ranks 4000 bytes are swapped: 132 us. The result spreads: 4000 bytes, 4 us + 0.4 us.
     """
-    cost = of(Hierarchical, 4, "lan,workers_per_host=2").mean(1000, 4)
+    cost = of(HierarchicalCost, 4, "lan,workers_per_host=2").mean(1000, 4)
     assert cost.seconds == pytest.approx(4.4096e-6 + 132e-6 + 4.4e-6)
     assert cost.bytes == [8000, 4000, 8000, 4000]
     assert cost.messages == [2, 1, 2, 1]
@@ -105,12 +105,12 @@ def test_a_hierarchy_is_the_sum_of_its_phases():
 
 def test_between_hosts_a_hierarchy_sends_what_a_ring_of_hosts_sends():
     """2,000,000 float32 on 2 hosts of 4, 8 MB: the ring of two sends 8 MB from each first rank, which also sends 3 · 8 MB on its host."""
-    assert of(Hierarchical, 8, "lan,workers_per_host=4").mean(2_000_000, 4).bytes[::4] == [32_000_000] * 2
+    assert of(HierarchicalCost, 8, "lan,workers_per_host=4").mean(2_000_000, 4).bytes[::4] == [32_000_000] * 2
 
 
 def test_workers_of_one_host_share_its_card_where_they_do_not_go_by_hosts():
     """Direct on two hosts of two, 1000 elements: each of two workers sends 250 elements to each of two others, 4000 bytes a card."""
-    assert of(Sockets, 4, "lan,workers_per_host=2").mean(1000, 4).seconds == pytest.approx(2 * (32e-6 + 100e-6))
+    assert of(SocketsCost, 4, "lan,workers_per_host=2").mean(1000, 4).seconds == pytest.approx(2 * (32e-6 + 100e-6))
 
 
 def test_operations_of_a_hierarchy_take_their_phases():
@@ -120,7 +120,7 @@ def test_operations_of_a_hierarchy_take_their_phases():
     Broadcast: 1000 bytes on the host, between, on the other host.
     Control: 2 us + 50 % of 1000 bytes; 8 us / 2 + 100 us between; 2 us + 0.1 us.
     """
-    group = of(Hierarchical, 4, "lan,workers_per_host=2")
+    group = of(HierarchicalCost, 4, "lan,workers_per_host=2")
     assert group.all_gather(250, 4).seconds == pytest.approx(4.1e-6 + 2 * 116e-6 + 4.2e-6)
     assert group.broadcast(250, 4, 1).seconds == pytest.approx(4.1e-6 + 108e-6 + 4.1e-6)
     assert group.control(1000) == pytest.approx(2.05e-6 + 104e-6 + 2.1e-6)
@@ -191,7 +191,7 @@ def predicted(algorithm):
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_the_ledger_of_sockets(size):
     sockets = mesh(size)
-    assert in_threads(size, lambda rank: counted(ring_group(sockets, rank))) == predicted(of(Sockets, size))
+    assert in_threads(size, lambda rank: counted(ring_group(sockets, rank))) == predicted(of(SocketsCost, size))
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -204,7 +204,7 @@ def test_the_ledger_of_shared_memory(size):
     finally:
         for fd in memory:
             os.close(fd)
-    assert seen == predicted(of(SharedMemory, size, "workers_per_host=all"))
+    assert seen == predicted(of(SharedMemoryCost, size, "workers_per_host=all"))
 
 
 def test_the_ledger_of_hosts_of_two_and_one():
@@ -223,4 +223,4 @@ def test_the_ledger_of_hosts_of_two_and_one():
     finally:
         for fd in (fd for memory in memories for fd in memory):
             os.close(fd)
-    assert seen == predicted(of(Hierarchical, 3, "workers_per_host=2"))
+    assert seen == predicted(of(HierarchicalCost, 3, "workers_per_host=2"))

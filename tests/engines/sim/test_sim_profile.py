@@ -3,24 +3,24 @@ import math
 
 import pytest
 
-from manyhands.engines.base import Launch
+from manyhands.engines.base import LaunchSpec
 from manyhands.engines.sim.coding import Coding
 from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.engine import Sim
-from manyhands.engines.sim.network import Network
+from manyhands.engines.sim.network import SimNetworkSpec
 from manyhands.engines.sim.profile import Profile
 from manyhands.errors import BadInput
 
 PROFILE = Profile(
     networks={
-        "local": Network(
+        "local": SimNetworkSpec(
             latency=1 / 3 * 1e-4,
             bandwidth=7.1e9,
             workers_per_host=1 << 40,
             local_latency=1e-6 / 7,
             local_bandwidth=math.inf,
         ),
-        "sockets": Network.parse("lan,host0=bandwidth:1e8"),
+        "sockets": SimNetworkSpec.parse("lan,host0=bandwidth:1e8"),
     },
     compute=Compute(
         row=0.1 / 3,
@@ -58,10 +58,10 @@ def test_what_was_saved_is_loaded_exactly(path):
 
 
 def test_the_least_is_enough(tmp_path):
-    profile = Profile(networks={"local": Network()}, compute=Compute(), task="digits", workers=1)
+    profile = Profile(networks={"local": SimNetworkSpec()}, compute=Compute(), task="digits", workers=1)
     profile.save(tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json") == profile
-    assert profile.network == Network()
+    assert profile.network == SimNetworkSpec()
 
 
 def test_a_profile_that_says_nothing_of_codecs_is_loaded(path):
@@ -74,7 +74,7 @@ def test_an_engine_reads_it_once_and_goes_by_what_it_read(path):
     engine = Sim(profile=path)
     path.unlink()
     for _ in range(2):
-        assert engine.launch(lambda worker: worker.size, Launch(workers=2)) == [2, 2]
+        assert engine.launch(lambda worker: worker.size, LaunchSpec(workers=2)) == [2, 2]
     assert engine.parts[:2] == (PROFILE.network, PROFILE.compute)
     assert engine.on_one_host(2)
 
@@ -82,10 +82,10 @@ def test_an_engine_reads_it_once_and_goes_by_what_it_read(path):
 def test_a_person_can_read_it(path):
     said = json.loads(path.read_text())
     assert (said["kind"], said["schema"]) == ("manyhands profile", 1)
-    assert said["networks"]["sockets"] == str(Network.parse("lan,host0=bandwidth:1e8"))
+    assert said["networks"]["sockets"] == str(SimNetworkSpec.parse("lan,host0=bandwidth:1e8"))
 
 
-@pytest.mark.parametrize("networks", [{}, {"sockets": Network()}])
+@pytest.mark.parametrize("networks", [{}, {"sockets": SimNetworkSpec()}])
 def test_the_local_network_is_always_there(networks):
     with pytest.raises(BadInput, match="a profile has a network 'local'"):
         Profile(networks=networks, compute=Compute(), task="digits", workers=1)
@@ -94,7 +94,11 @@ def test_the_local_network_is_always_there(networks):
 def test_an_error_that_is_no_number():
     with pytest.raises(BadInput, match="a profile's prediction error of allreduce is a finite number; got nan"):
         Profile(
-            networks={"local": Network()}, compute=Compute(), task="digits", workers=1, errors={"allreduce": math.nan}
+            networks={"local": SimNetworkSpec()},
+            compute=Compute(),
+            task="digits",
+            workers=1,
+            errors={"allreduce": math.nan},
         )
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from sim_world import outside, servers_of
 
-from manyhands.engines.sim.timeline import Stuck, Timeline
+from manyhands.engines.sim.timeline import Deadlock, Timeline
 from manyhands.errors import ManyhandsError, PeerLost
 from manyhands.server.base import ServerSpec
 from manyhands.server.line import ShardLost
@@ -332,7 +332,7 @@ def test_a_deadlock_is_seen_also_where_messages_get_lost():
     def forgets(client, world):
         ready(client, 1)
 
-    with pytest.raises(Stuck, match="0 waits for its answer of server.tick"):
+    with pytest.raises(Deadlock, match="0 waits for its answer of server.tick"):
         world.run(waits, forgets)
 
 

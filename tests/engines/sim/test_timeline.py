@@ -4,7 +4,7 @@ import pytest
 import torch
 from sim_world import raise_errors, run
 
-from manyhands.engines.sim.timeline import Killed, Program, Stuck, Timeline
+from manyhands.engines.sim.timeline import Deadlock, Killed, SimProgram, Timeline
 
 
 def test_time_passes_where_programs_sleep():
@@ -87,7 +87,7 @@ def test_what_is_cancelled_does_not_happen_and_takes_no_time():
 def test_stuck_names_who_waits_for_what():
     timeline = Timeline()
     programs = [lambda: timeline.wait(timeline.cell(), "a letter"), lambda: timeline.sleep(2.0)]
-    with pytest.raises(Stuck, match="at 2 s nothing is due, and 1 programs wait: 0 waits for a letter"):
+    with pytest.raises(Deadlock, match="at 2 s nothing is due, and 1 programs wait: 0 waits for a letter"):
         run(timeline, programs)
 
 
@@ -206,7 +206,7 @@ def test_an_interrupt_of_the_cleanup_still_restores_the_process(monkeypatch):
         raise KeyboardInterrupt
 
     timeline.start(0, program)
-    monkeypatch.setattr(Program, "throw", interrupted)
+    monkeypatch.setattr(SimProgram, "throw", interrupted)
     timeline.at(0.5, lambda: interrupted(None))
     with pytest.raises(KeyboardInterrupt):
         timeline.run()

@@ -7,9 +7,9 @@ import pytest
 
 from manyhands import signals
 from manyhands.engines import default_workers, engine_of, own_rank
-from manyhands.engines.base import Launch
+from manyhands.engines.base import LaunchSpec
 from manyhands.engines.torchrun import engine
-from manyhands.engines.torchrun.engine import Place, Torchrun
+from manyhands.engines.torchrun.engine import LauncherPlace, Torchrun
 from manyhands.errors import BadInput, Unsupported
 from manyhands.server.base import ServerSpec
 
@@ -30,21 +30,21 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_place_comes_from_the_environment() -> None:
-    assert Place.from_environment() == Place(rank=3, size=4, local_rank=1, local_size=2)
+    assert LauncherPlace.from_environment() == LauncherPlace(rank=3, size=4, local_rank=1, local_size=2)
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
 def test_a_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.delenv(name)
     with pytest.raises(BadInput, match=f"needs the variable {name}: start with torchrun"):
-        Place.from_environment()
+        LauncherPlace.from_environment()
 
 
 @pytest.mark.parametrize(("name", "value"), [("RANK", "x"), ("RANK", "4"), ("WORLD_SIZE", "-1"), ("RANK", "²")])
 def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(BadInput, match=name):
-        Place.from_environment()
+        LauncherPlace.from_environment()
 
 
 def test_a_wrong_variable_is_bad_input_also_before_the_workers_meet(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def test_a_wrong_variable_is_bad_input_also_before_the_workers_meet(monkeypatch:
 
 def test_another_number_of_workers_is_refused() -> None:
     with pytest.raises(BadInput, match="workers=2 under torchrun with WORLD_SIZE=4"):
-        Torchrun().launch(lambda worker: None, Launch(workers=2))
+        Torchrun().launch(lambda worker: None, LaunchSpec(workers=2))
 
 
 def test_sigterm_ends_a_rank_that_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_sigterm_ends_a_rank_that_waits_for_the_others(monkeypatch: pytest.Monke
     try:
         signals.end_by_sigterm()
         with pytest.raises(RuntimeError) as raised:
-            Torchrun().launch(lambda worker: None, Launch(workers=4, device="cpu"))
+            Torchrun().launch(lambda worker: None, LaunchSpec(workers=4, device="cpu"))
     finally:
         signal.signal(signal.SIGTERM, before)
     assert raised.value.args == (signal.SIG_DFL,)
@@ -80,7 +80,7 @@ def test_sigterm_ends_a_rank_that_waits_for_the_others(monkeypatch: pytest.Monke
 
 def test_no_server() -> None:
     with pytest.raises(Unsupported, match="starts no parameter server"):
-        Torchrun().launch(lambda worker: None, Launch(workers=4, server=ServerSpec(rule="add")))
+        Torchrun().launch(lambda worker: None, LaunchSpec(workers=4, server=ServerSpec(rule="add")))
 
 
 def test_auto_is_torchrun_under_torchrun() -> None:

@@ -26,7 +26,7 @@ PROGRAM = """
         tensor = torch.full((5,), float(worker.rank))
         total = worker.group.mean_(tensor, weight=2.0)
         worker.emit("step", step=10 + worker.rank)
-        worker.coordinator.collect(worker.group)
+        worker.driver.collect(worker.group)
         return [type(worker.group).__name__, worker.rank, worker.size, tensor.tolist(), total.weight, worker.threads]
 
     if len(sys.argv) > 1:

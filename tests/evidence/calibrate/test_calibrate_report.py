@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from manyhands.engines.sim.compute import Compute
-from manyhands.engines.sim.network import Network
+from manyhands.engines.sim.network import SimNetworkSpec
 from manyhands.engines.sim.profile import Profile
 from manyhands.evidence.calibrate.calibrate import Calibration, Prediction
 from manyhands.evidence.calibrate.coding import Coded
@@ -16,7 +16,7 @@ from manyhands.evidence.calibrate.report import text
 
 FOUND = Calibration(
     profile=Profile(
-        networks={"local": Network(workers_per_host=2)},
+        networks={"local": SimNetworkSpec(workers_per_host=2)},
         compute=Compute(lease=9e-5, request=2e-5),
         task="chars",
         workers=2,

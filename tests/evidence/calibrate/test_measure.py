@@ -3,15 +3,15 @@
 import pytest
 
 from manyhands.engines.sim.costs import Costs
-from manyhands.engines.sim.network import ALL, Network, Wires
+from manyhands.engines.sim.network import ALL, NetworkState, SimNetworkSpec
 from manyhands.evidence.calibrate.measure import LEAST_LARGEST, Call, bandwidth_of, fit_group, sizes_of, together
 
 ITEM = 4
 
 
-def calls_on(network: Network, workers: int, elements: int) -> list[Call]:
+def calls_on(network: SimNetworkSpec, workers: int, elements: int) -> list[Call]:
     """What a machine would measure that is exactly as the model has it."""
-    costs = Costs(Wires(network, workers, 0), workers)
+    costs = Costs(NetworkState(network, workers, 0), workers)
     asked = [Call("barrier", 0, 0, 0.0), *(Call("mean", n, ITEM, 0.0) for n in sizes_of(elements, ITEM))]
     asked.append(Call("all_gather", 1024, ITEM, 0.0))
     return [Call(call.name, call.elements, call.item, call.cost(costs).seconds) for call in asked]
@@ -21,9 +21,9 @@ def calls_on(network: Network, workers: int, elements: int) -> list[Call]:
 @pytest.mark.parametrize("one_host", [True, False], ids=["shared memory", "sockets"])
 def test_a_network_is_found_again_from_its_own_costs(workers: int, one_host: bool) -> None:
     if one_host:
-        network = Network(workers_per_host=ALL, local_latency=3e-6, local_bandwidth=5e10)
+        network = SimNetworkSpec(workers_per_host=ALL, local_latency=3e-6, local_bandwidth=5e10)
     else:
-        network = Network(latency=8e-5, bandwidth=6e9)
+        network = SimNetworkSpec(latency=8e-5, bandwidth=6e9)
     found = fit_group(calls_on(network, workers, 900_000), workers, 900_000, one_host=one_host)
     assert found.first == pytest.approx(3e-6 if one_host else 8e-5)
     assert bandwidth_of(found) == pytest.approx(5e10 if one_host else 6e9)
@@ -31,7 +31,7 @@ def test_a_network_is_found_again_from_its_own_costs(workers: int, one_host: boo
 
 
 def test_the_models_own_size_is_fitted_best() -> None:
-    network = Network(workers_per_host=ALL, local_latency=3e-6, local_bandwidth=5e10)
+    network = SimNetworkSpec(workers_per_host=ALL, local_latency=3e-6, local_bandwidth=5e10)
     calls = calls_on(network, 2, 900_000)
     slow = [
         Call(call.name, call.elements, call.item, call.seconds * (2 if call.elements == 900_000 else 1))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands import events
-from manyhands.comm.group import Total
+from manyhands.comm.group import MeanResult
 from manyhands.engines.sim import group as sim_group
 from manyhands.errors import BadInput, UnknownName, Unsupported, WorkerFailed
 from manyhands.evidence.check.check import check
@@ -37,7 +37,7 @@ def test_a_wrong_weighting_is_unexplained(monkeypatch: pytest.MonkeyPatch) -> No
 def test_an_exchange_that_is_off_by_a_little_once_is_unexplained(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Replica.averaged
 
-    def off(self: Replica, total: Total) -> Total:
+    def off(self: Replica, total: MeanResult) -> MeanResult:
         if self.tick == 1 and self._group.size > 1:
             self.gradients.mul_(1 + 1e-8)
         return plain(self, total)

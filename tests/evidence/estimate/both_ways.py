@@ -9,10 +9,10 @@ from torch import nn
 
 import manyhands as mh
 from manyhands.data.sources import open_source
-from manyhands.engines.base import Launch, Observer
+from manyhands.engines.base import LaunchSpec, Observer
 from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.engine import Sim
-from manyhands.engines.sim.network import Network
+from manyhands.engines.sim.network import SimNetworkSpec
 from manyhands.events import Event
 from manyhands.evidence.estimate.lengths import Lengths
 from manyhands.evidence.estimate.scaled import PATIENCE_S, simulate
@@ -20,7 +20,7 @@ from manyhands.evidence.estimate.shape import reading_of, shape_of
 from manyhands.evidence.estimate.stand_in import NEVER, stand_in, steady
 from manyhands.strategies import strategy_of
 from manyhands.training.loop import work
-from manyhands.training.plan import Plan
+from manyhands.training.plan import WorkerPlan
 
 CODECS = "bf16=2ns/1ns,topk=15ns/1ns,onebit=3ns/1ns,int8=4ns/1ns,qsgd=20ns/4ns,powersgd=5ns/3ns/2ns/1ns"
 COMPUTE = f"row=1e-3,step=1ms,jitter=lognormal:0.1,1=1.5x,lease=1e-4,request=3e-5,merge=1e-9,{CODECS}"
@@ -70,8 +70,8 @@ def in_full(
 ) -> Said:
     heard, strategy = Heard(), strategy_of(spec)
     bare = given.with_fields(validation_data=None, test_data=None, epochs=NEVER, max_steps=steps)
-    plan = Plan(task=bare, strategy=strategy, validate_every=NEVER, checkpoint_every=NEVER)
-    launch = Launch(
+    plan = WorkerPlan(task=bare, strategy=strategy, validate_every=NEVER, checkpoint_every=NEVER)
+    launch = LaunchSpec(
         workers=workers, server=strategy.server(), servers=servers, observer=heard, device="cpu", timeout_s=PATIENCE_S
     )
     Sim(network=network, compute=compute).launch(partial(work, plan), launch)
@@ -93,6 +93,6 @@ def by_stand_in(
     lengths = Lengths(shape, strategy, workers=workers, servers=servers, rows=reading.batch_size / workers)
     small = stand_in(given, shape, reading, lengths.own).with_fields(max_steps=steps)
     assert lengths.own * 10 < shape.padded
-    plan = Plan(task=small, strategy=steady(strategy), validate_every=NEVER, checkpoint_every=NEVER)
-    simulate(plan, workers, servers, Network.parse(network), Compute.parse(compute), lengths, heard)
+    plan = WorkerPlan(task=small, strategy=steady(strategy), validate_every=NEVER, checkpoint_every=NEVER)
+    simulate(plan, workers, servers, SimNetworkSpec.parse(network), Compute.parse(compute), lengths, heard)
     return heard.said()

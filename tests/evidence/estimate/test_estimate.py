@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 
 import manyhands as mh
 from manyhands.engines.sim.compute import Compute
-from manyhands.engines.sim.network import Network
+from manyhands.engines.sim.network import SimNetworkSpec
 from manyhands.engines.sim.profile import Profile
 from manyhands.errors import BadInput, UnknownName
 from manyhands.evidence.estimate.bars import Bars
@@ -29,7 +29,7 @@ ROW, STEP = 1e-2, 5e-2
 
 def profile(**more: object) -> Profile:
     values = {
-        "networks": {"local": Network(workers_per_host=1)},
+        "networks": {"local": SimNetworkSpec(workers_per_host=1)},
         "compute": Compute(row=ROW, step=STEP),
         "task": "wide",
         "workers": 2,
@@ -254,7 +254,10 @@ def test_notes_say_what_a_number_does_not_rest_on() -> None:
     described = estimate(task(), profile=profile(), workers=[4], strategies=["allreduce"], network="lan")
     assert described.notes == ()
     inside = estimate(
-        task(), profile=profile(networks={"local": Network(workers_per_host=4)}), workers=[4], strategies=["allreduce"]
+        task(),
+        profile=profile(networks={"local": SimNetworkSpec(workers_per_host=4)}),
+        workers=[4],
+        strategies=["allreduce"],
     )
     assert inside.notes == ()
 
@@ -294,7 +297,7 @@ def test_the_defaults_over_several_numbers_of_workers_and_what_is_said_meanwhile
     assert said[1] == "1 of 12: allreduce on 2 workers"
     assert len(said) == 13
     assert (found.parameters, found.rows, found.task) == (64 * 40 + 40 + 400 + 10, 240, "wide")
-    assert found.network == Network.parse("lan")
+    assert found.network == SimNetworkSpec.parse("lan")
 
 
 def test_json_has_every_number_and_is_plain() -> None:

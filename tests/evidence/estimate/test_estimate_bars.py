@@ -7,7 +7,7 @@ import math
 import pytest
 
 from manyhands.engines.sim.compute import Compute
-from manyhands.engines.sim.network import Network
+from manyhands.engines.sim.network import SimNetworkSpec
 from manyhands.engines.sim.profile import Profile
 from manyhands.errors import BadInput
 from manyhands.evidence.estimate.bars import FLOOR, Bars, bars_of
@@ -15,7 +15,7 @@ from manyhands.evidence.estimate.bars import FLOOR, Bars, bars_of
 
 def profile(errors: dict[str, float], workers: int = 2, batch_sizes: tuple[int, ...] = (8, 16, 24)) -> Profile:
     return Profile(
-        networks={"local": Network()},
+        networks={"local": SimNetworkSpec()},
         compute=Compute(),
         task="digits",
         workers=workers,

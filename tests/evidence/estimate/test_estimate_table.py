@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from manyhands.engines.sim.compute import Compute
-from manyhands.engines.sim.network import Network
+from manyhands.engines.sim.network import SimNetworkSpec
 from manyhands.engines.sim.profile import Profile
 from manyhands.evidence.estimate.bars import Bars
 from manyhands.evidence.estimate.estimate import Estimate, Estimates, Span
 from manyhands.evidence.estimate.table import text
 
 PROFILE = Profile(
-    networks={"local": Network(workers_per_host=2)},
+    networks={"local": SimNetworkSpec(workers_per_host=2)},
     compute=Compute(row=1e-4),
     task="chars",
     workers=2,
@@ -47,7 +47,7 @@ FOUND = Estimates(
     parameters=838_528,
     rows=11_227,
     profile=PROFILE,
-    network=Network.parse("lan"),
+    network=SimNetworkSpec.parse("lan"),
     compute=Compute(row=1e-4),
     servers=1,
     solo_rows_per_s=5333.0,
@@ -63,7 +63,7 @@ def lines(found: Estimates) -> list[str]:
 def test_it_says_what_was_estimated_and_every_number_of_a_row() -> None:
     said = lines(FOUND)
     assert said[0] == "chars: 838,528 parameters, 11,227 rows an epoch; one worker of the profile makes 5,333 rows/s"
-    assert said[1] == f"network {Network.parse('lan')}; compute row=0.0001"
+    assert said[1] == f"network {SimNetworkSpec.parse('lan')}; compute row=0.0001"
     assert said[3] == "8 workers, 2,048 rows a step"
     row = next(line for line in said if line.startswith("allreduce"))
     assert row.split("  ")[0] == "allreduce"

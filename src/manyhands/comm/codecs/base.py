@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from manyhands.comm.group import Group, Total
+from manyhands.comm.group import Group, MeanResult
 from manyhands.errors import BadInput
 
 
@@ -84,7 +84,7 @@ class LinearCodec(Codec):
     @abstractmethod
     def mean_(
         self, group: Group, vector: Tensor, weight: float, bits: int, hints: Hints = NO_HINTS, own: Tensor | None = None
-    ) -> Total:
+    ) -> MeanResult:
         """As `compressed_mean_` says, which calls it on groups of several, `own` included. It calls `encoded` and `decoded`."""
 
 

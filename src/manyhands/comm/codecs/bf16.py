@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from manyhands.comm.codecs.base import NO_HINTS, Hints, LinearCodec, bytes_of, computed, decoded, encoded, numbers_of
-from manyhands.comm.group import Group, Total
+from manyhands.comm.group import Group, MeanResult
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class BF16(LinearCodec):
     @override
     def mean_(
         self, group: Group, vector: Tensor, weight: float, bits: int, hints: Hints = NO_HINTS, own: Tensor | None = None
-    ) -> Total:
+    ) -> MeanResult:
         rounded = vector.to(torch.bfloat16, copy=True)
         lost = None if own is None else torch.zeros_like(computed(vector))
         if own is not None:

@@ -23,7 +23,7 @@ from manyhands.comm.codecs.base import (
     encoded,
     numbers_of,
 )
-from manyhands.comm.group import Group, Total
+from manyhands.comm.group import Group, MeanResult
 from manyhands.errors import BadInput
 
 _HEAD = 4  # bytes of a number of the payload's table
@@ -105,7 +105,7 @@ class PowerSGD(LinearCodec):
     @override
     def mean_(
         self, group: Group, vector: Tensor, weight: float, bits: int, hints: Hints = NO_HINTS, own: Tensor | None = None
-    ) -> Total:
+    ) -> MeanResult:
         matrices, gaps = self._smaller(hints), list(_gaps(self._smaller(hints), len(vector)))
         views = [computed(_view(vector, matrix)) for matrix in matrices]
         ps = [values @ matrix.guess.to(values) for values, matrix in zip(views, matrices, strict=True)]
@@ -205,7 +205,7 @@ def _keep(matrix: Matrix, q: Tensor) -> None:
 
 def _mean_of(
     group: Group, factors: list[Tensor], rest: list[Tensor], like: Tensor, weight: float, bits: int
-) -> tuple[list[Tensor], list[Tensor], Total]:
+) -> tuple[list[Tensor], list[Tensor], MeanResult]:
     """The mean of all these in one exchange, in the dtype of `like`."""
     flat = torch.cat([piece.reshape(-1).to(like.dtype) for piece in [*factors, *rest]] or [like[:0]])
     total = group.mean_(flat, weight, bits)

@@ -29,7 +29,7 @@ from manyhands.comm.checks import (
     slice_of,
 )
 from manyhands.comm.flat import flattened, restore
-from manyhands.comm.group import Group, Handle, Total
+from manyhands.comm.group import Group, MeanResult, Work
 from manyhands.comm.ledger import Ledger
 from manyhands.comm.reducing import shares_of
 from manyhands.comm.ring.algorithms import DIRECT_BYTES, Exchange, Shares, add_up, exchange_of
@@ -112,14 +112,14 @@ class RingGroup(Group):
         return torch.zeros(n, dtype=dtype)
 
     @override
-    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Handle:
+    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Work:
         check_mean(tensor, weight, bits, lost)
         self._links.check()
         blob = bits_bytes(bits)
         return self._background.start(lambda: self._mean(tensor, float(weight), blob, lost))
 
     @override
-    def mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Total:
+    def mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> MeanResult:
         """As the contract says; in the caller's thread, since a hand-over costs more than a small mean."""
         check_mean(tensor, weight, bits, lost)
         self._background.drain()
@@ -265,7 +265,7 @@ class RingGroup(Group):
         self._links.fill(source, bytes_of(flat))
         restore(flat, tensor)
 
-    def _mean(self, tensor: Tensor, weight: float, blob: bytes, lost: Tensor | None) -> Total:
+    def _mean(self, tensor: Tensor, weight: float, blob: bytes, lost: Tensor | None) -> MeanResult:
         transfer = self._transfer(tensor)
         exchange = exchange_of(transfer)
         if lost is not None:
@@ -281,7 +281,7 @@ class RingGroup(Group):
         elif self.size > 1 and transfer.n:
             exchange.skip()
             transfer.count(self.ledger, "mean_", exchange.messages)
-        return Total(total, bits)
+        return MeanResult(total, bits)
 
     def _finish(self, operation: str, exchange: Exchange, shares: Shares) -> None:
         if self.size > 1 and exchange.transfer.n:

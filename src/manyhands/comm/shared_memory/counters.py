@@ -39,7 +39,7 @@ class Header(NamedTuple):
     blob: int  # bytes that travel beside the tensor
 
 
-class Board:
+class SharedCounters:
     """All ranks' regions, as one of them sees them. `words[rank][index]` is a counter."""
 
     def __init__(self, arena: Arena, size: int) -> None:

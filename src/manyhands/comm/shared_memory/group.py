@@ -27,11 +27,11 @@ from manyhands.comm.checks import (
     slice_of,
 )
 from manyhands.comm.flat import flattened, restore
-from manyhands.comm.group import Group, Handle, Total
+from manyhands.comm.group import Group, MeanResult, Work
 from manyhands.comm.ledger import Ledger
 from manyhands.comm.reducing import reduce_everywhere, shares_of, sum_of
-from manyhands.comm.shared_memory.counters import Board, Header
-from manyhands.comm.shared_memory.liveness import Lifelines
+from manyhands.comm.shared_memory.counters import Header, SharedCounters
+from manyhands.comm.shared_memory.liveness import LivenessPipes
 from manyhands.comm.shared_memory.mailbox import Mailbox
 from manyhands.comm.shared_memory.memory import Arena, SharedMemory
 from manyhands.comm.shared_memory.rounds import Operation, Places, Rounds
@@ -49,7 +49,7 @@ class SharedMemoryGroup(Group):
     """Workers of one host. Only one thread of a process may use it.
 
     memory: what `SharedMemory.create(size)` gave; mapped and closed here.
-    lifelines: a pipe per rank as (read end, write end), see `Lifelines`; the group's own from now on.
+    lifelines: a pipe per rank as (read end, write end), see `LivenessPipes`; the group's own from now on.
         Without any, a peer's death is noticed only by its silence.
     hosts: names by rank, for messages.
     timeout_s: a peer for which others wait and which shows no progress for so long counts as lost.
@@ -82,8 +82,8 @@ class SharedMemoryGroup(Group):
         self._arena = Arena(rank, memory)
         for fd in memory:
             os.close(fd)
-        self._board = Board(self._arena, size)
-        self._lifelines = Lifelines(rank, lifelines)
+        self._board = SharedCounters(self._arena, size)
+        self._lifelines = LivenessPipes(rank, lifelines)
         names = list(hosts) or ["localhost"] * size
         self._waiting = Waiting(self._board, self._lifelines, names, timeout_s, busy)
         self._mailbox = Mailbox(self._arena, self._board, self._waiting)
@@ -97,7 +97,7 @@ class SharedMemoryGroup(Group):
         return self._arena.allocate(n, dtype)
 
     @override
-    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Handle:
+    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Work:
         check_mean(tensor, weight, bits, lost)
         number = signature("mean_", tensor.dtype)
 
@@ -245,7 +245,7 @@ class SharedMemoryGroup(Group):
         if any(header.blob for header in headers):
             for blob in self._rounds.blobs(operation, headers):
                 bits |= int.from_bytes(blob, "little")
-        operation.total = Total(total, bits)
+        operation.total = MeanResult(total, bits)
         if lost is not None:
             lost.zero_()
         if total and self.size > 1:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Sequence
 
 
-class Lifelines:
+class LivenessPipes:
     """One pipe a rank: all peers hold its read end, the rank alone its write end; when it dies, the read ends hang up.
 
     pipes: (read end, write end) by rank, -1 for an end that this process does not have. They belong to this object
@@ -42,7 +42,7 @@ def _close(fd: int) -> None:
         os.close(fd)
 
 
-def _leave_to_parent(lifelines: Lifelines) -> None:
+def _leave_to_parent(lifelines: LivenessPipes) -> None:
     """A process that the worker forks (to load data, say) must not keep it alive in the eyes of its peers."""
     reference = weakref.ref(lifelines)
 

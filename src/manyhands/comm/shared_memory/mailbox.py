@@ -7,7 +7,7 @@ import struct
 import torch
 from torch import Tensor
 
-from manyhands.comm.shared_memory.counters import Board
+from manyhands.comm.shared_memory.counters import SharedCounters
 from manyhands.comm.shared_memory.memory import Arena
 from manyhands.comm.shared_memory.waiting import Waiting, fence
 from manyhands.comm.signature import describe, itemsize
@@ -22,7 +22,7 @@ _SLOT = _CHUNK + 4096  # a header, then the chunk on a page of its own
 class Mailbox:
     """Sends and receives flat byte tensors; a message of up to 1 MB leaves without waiting for its receiver."""
 
-    def __init__(self, arena: Arena, board: Board, waiting: Waiting) -> None:
+    def __init__(self, arena: Arena, board: SharedCounters, waiting: Waiting) -> None:
         self._arena, self._board, self._waiting = arena, board, waiting
         self._start = arena.reserve(board.size * _RING * _SLOT)
         self._sent, self._taken = [0] * board.size, [0] * board.size

@@ -18,9 +18,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from manyhands.comm.flat import flattened, restore
-from manyhands.comm.group import Group, Handle, Total
+from manyhands.comm.group import Group, MeanResult, Work
 from manyhands.comm.reducing import CHUNK
-from manyhands.comm.shared_memory.counters import ARRIVED, DONE, INLINE, OUTSTANDING, READY, Board, Header
+from manyhands.comm.shared_memory.counters import ARRIVED, DONE, INLINE, OUTSTANDING, READY, Header, SharedCounters
 from manyhands.comm.shared_memory.memory import Arena
 from manyhands.comm.shared_memory.waiting import Waiting, fence
 from manyhands.comm.signature import OPERATIONS, describe
@@ -32,12 +32,12 @@ _PLANS = 256  # places whose pieces are remembered
 Places = Sequence[int]
 """By rank: where the same element lies in each rank's memory, as a byte offset."""
 
-Work = Callable[[Places, int, int], None]
+PieceWork = Callable[[Places, int, int], None]
 """(places, start, stop): move this rank's part of the elements [start, stop); `places` is where `start` lies."""
 
 
 @dataclass(slots=True, eq=False)
-class Operation(Handle):
+class Operation(Work):
     """A collective under way. `run` moves its data, once all ranks have arrived; it gets their headers."""
 
     rounds: Rounds
@@ -49,7 +49,7 @@ class Operation(Handle):
     n: int = 0
     offset: int = -1
     sequence: int = 0
-    total: Total = field(default_factory=lambda: Total(0.0, 0))
+    total: MeanResult = field(default_factory=lambda: MeanResult(0.0, 0))
     finished: bool = False
 
     @property
@@ -57,7 +57,7 @@ class Operation(Handle):
         return OPERATIONS[self.signature & 0xFF]
 
     @override
-    def wait(self) -> Total:
+    def wait(self) -> MeanResult:
         self.rounds.finish(self)
         return self.total
 
@@ -65,7 +65,7 @@ class Operation(Handle):
 class Rounds:
     """One rank's part in the collectives of `group`, in the order in which they were begun."""
 
-    def __init__(self, group: Group, arena: Arena, board: Board, waiting: Waiting) -> None:
+    def __init__(self, group: Group, arena: Arena, board: SharedCounters, waiting: Waiting) -> None:
         self._group, self._arena, self._board, self._waiting = group, arena, board, waiting
         self._scratch = arena.reserve(_SCRATCH)
         self._peers = [rank for rank in range(group.size) if rank != group.rank]
@@ -105,7 +105,7 @@ class Rounds:
     # -- for `run` ---------------------------------------------------------------------------------------------------
 
     def go_through(
-        self, operation: Operation, headers: list[Header], work: Work, lay_out: bool = True, put_back: bool = False
+        self, operation: Operation, headers: list[Header], work: PieceWork, lay_out: bool = True, put_back: bool = False
     ) -> None:
         """Call `work` for all of the operation's elements, and return when all ranks have done their part.
 

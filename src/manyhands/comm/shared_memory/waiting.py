@@ -15,8 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from manyhands.comm.shared_memory.counters import CLOSED, OPEN, STATE, Board
-from manyhands.comm.shared_memory.liveness import Lifelines
+from manyhands.comm.shared_memory.counters import CLOSED, OPEN, STATE, SharedCounters
+from manyhands.comm.shared_memory.liveness import LivenessPipes
 from manyhands.errors import ManyhandsError, PeerLost
 
 _SPINS = 60  # reads of a counter, some 3 µs; on a core that the two share, all of it is lost
@@ -53,8 +53,8 @@ class Waiting:
 
     def __init__(
         self,
-        board: Board,
-        lifelines: Lifelines,
+        board: SharedCounters,
+        lifelines: LivenessPipes,
         hosts: Sequence[str],
         timeout_s: float,
         busy: Callable[[int], bool] = never_busy,

@@ -99,7 +99,7 @@ class RowSource(Planned):
         return Loading(self.reader.processes, BY_OPTION)
 
 
-class Rows(RowSource, Indexed):
+class DatasetRows(RowSource, Indexed):
     """A torch Dataset, a list of rows, or anything else with `__len__` and `__getitem__`."""
 
     def __init__(

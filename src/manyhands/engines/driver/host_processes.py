@@ -38,7 +38,7 @@ def seats_of(workers: int, servers: int) -> list[int]:
     return [*range(workers), *map(shard_of, range(servers))]
 
 
-class Crew(ABC):
+class HostProcesses(ABC):
     """Start, hear, tell, end. `receive` and `start` raise WorkerFailed when what carries the messages is gone itself."""
 
     host: str

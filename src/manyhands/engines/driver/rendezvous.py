@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-class Meetings:
+class Rendezvous:
     """Who came to which meeting, and with what. A name may be used again once its meeting is over."""
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ LAST_WORDS_S = 1.0
 
 
 @dataclass
-class Seat:
+class ProcessStatus:
     """What is known of one worker, or of a shard of the server (see crew.py)."""
 
     number: int
@@ -63,7 +63,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Finished:
+class ProcessFinished:
     """Every worker that must has returned, and all others and the shards with them, or they had their time."""
 
 
@@ -81,7 +81,7 @@ class Hung:
     silent_s: float = 0.0
 
 
-class Coordinator:
+class RunMonitor:
     """Membership, last heartbeats and deadlines of one run. Times are seconds of one clock of the caller's choice.
 
     awaited: the ranks whose return ends the run; None: all. names: how messages call a seat.
@@ -99,7 +99,7 @@ class Coordinator:
         self._awaited = frozenset(range(workers) if awaited is None else awaited)
         self._returned: set[int] = set()
         self._name_of = names
-        self.seats = {seat: Seat(seat, now, now) for seat in seats_of(workers, servers)}
+        self.seats = {seat: ProcessStatus(seat, now, now) for seat in seats_of(workers, servers)}
         self.timeout_s = timeout_s
         self.generation = 0
         self._returned_at = now  # the last worker that did
@@ -152,7 +152,7 @@ class Coordinator:
             seat.progress_at += seconds
             seat.heard_at += seconds
 
-    def verdict(self, now: float) -> Finished | Failed | Hung | None:
+    def verdict(self, now: float) -> ProcessFinished | Failed | Hung | None:
         """What to do now; None: go on."""
         over = self._awaited <= self._returned
         if over:  # what befalls a worker that nobody waits for is no news any more
@@ -161,7 +161,7 @@ class Coordinator:
             return self._failed(now)
         if over:
             told = all(seat.done for seat in self.seats.values()) or now - self._returned_at >= LAST_WORDS_S
-            return Finished() if told else None
+            return ProcessFinished() if told else None
         return self._hung(now)
 
     def _failed(self, now: float) -> Failed | None:
@@ -187,7 +187,7 @@ class Coordinator:
             return None
         return self._suspect(running, stale, now)
 
-    def _suspect(self, running: list[Seat], stale: list[Seat], now: float) -> Hung:
+    def _suspect(self, running: list[ProcessStatus], stale: list[ProcessStatus], now: float) -> Hung:
         """Whom to blame: first who sends no heartbeat, since all others may be waiting for it, whatever their phase says."""
         silent = [seat for seat in running if self.is_silent(seat.unheard_s(now)) and seat.started]
         suspects = next(filter(None, (_at_work(silent), silent, _at_work(stale), _at_work(running), stale)))
@@ -198,14 +198,14 @@ class Coordinator:
         """Whether so many seconds without a sign of life are a silence."""
         return seconds >= min(SILENT_S, self.timeout_s / 4)
 
-    def _stale(self, seat: Seat, now: float) -> bool:
+    def _stale(self, seat: ProcessStatus, now: float) -> bool:
         timeout_s = self.timeout_s if seat.started else max(self.timeout_s, START_S)
         return seat.phase != USER and seat.idle_s(now) >= timeout_s
 
-    def _moving(self, seat: Seat, now: float) -> bool:
+    def _moving(self, seat: ProcessStatus, now: float) -> bool:
         return seat.phase not in (*WAITING, USER) and not self._stale(seat, now)
 
-    def _compiling(self, seat: Seat, now: float) -> bool:
+    def _compiling(self, seat: ProcessStatus, now: float) -> bool:
         return seat.phase == COMPILING and now - seat.heard_at < self.timeout_s
 
     def table(self, now: float) -> str:
@@ -219,7 +219,7 @@ class Coordinator:
         return "\n".join(" | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 
-def _at_work(seats: list[Seat]) -> list[Seat]:
+def _at_work(seats: list[ProcessStatus]) -> list[ProcessStatus]:
     """Those of them that do not wait for others, as far as their phase tells."""
     return [seat for seat in seats if seat.phase not in WAITING]
 

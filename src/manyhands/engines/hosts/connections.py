@@ -18,7 +18,7 @@ from manyhands.comm.shared_memory.group import SharedMemoryGroup
 from manyhands.comm.solo import SoloGroup
 from manyhands.engines.driver.host_processes import name_of, shard_of
 from manyhands.engines.hosts.network import Network
-from manyhands.engines.local.child import Place, last_resort_s
+from manyhands.engines.local.child import ProcessPlace, last_resort_s
 from manyhands.engines.local.heartbeat import DriverLine
 from manyhands.server.protocol import hello
 from manyhands.transport.channel import Channel
@@ -27,7 +27,7 @@ from manyhands.transport.listener import Listener, connect
 _MOST_CONNECT_S = 60.0
 
 
-def group_of(place: Place, line: DriverLine) -> Group:
+def group_of(place: ProcessPlace, line: DriverLine) -> Group:
     """The group of all workers, for this one."""
     network, everyone = _network(place), list(range(place.size))
     if len(network.hosts) == place.size:
@@ -45,7 +45,7 @@ def group_of(place: Place, line: DriverLine) -> Group:
     )
 
 
-def _inside(place: Place, network: Network) -> Group:
+def _inside(place: ProcessPlace, network: Network) -> Group:
     """The group of this host's workers."""
     here = place.workers_here
     if len(here) == 1:
@@ -60,7 +60,7 @@ def _inside(place: Place, network: Network) -> Group:
     )
 
 
-def _ring(place: Place, network: Network, line: DriverLine, members: list[int], purpose: str) -> RingGroup:
+def _ring(place: ProcessPlace, network: Network, line: DriverLine, members: list[int], purpose: str) -> RingGroup:
     """A group of the members, of which this worker is one. Its port is closed when all are connected."""
     rank, hosts = members.index(place.seat), [network.host_names[member] for member in members]
     # Each connects to the lower ranks: the higher ones give up first, their error says whose port is shut.
@@ -80,7 +80,7 @@ def _ring(place: Place, network: Network, line: DriverLine, members: list[int], 
     return RingGroup(rank, len(members), channels, hosts=hosts, names=members, timeout_s=last_resort_s(place))
 
 
-def shard_listener(place: Place, line: DriverLine) -> Listener | None:
+def shard_listener(place: ProcessPlace, line: DriverLine) -> Listener | None:
     """Where this shard's workers on other hosts come to; they know it when this returns. None: all are here."""
     remote = _remote(place)
     if not remote:
@@ -90,7 +90,7 @@ def shard_listener(place: Place, line: DriverLine) -> Listener | None:
     return listener
 
 
-def shard_channel(place: Place, line: DriverLine, shard: int) -> Channel:
+def shard_channel(place: ProcessPlace, line: DriverLine, shard: int) -> Channel:
     """This worker's connection to a shard on another host."""
     network, seat = _network(place), shard_of(shard)
     (host, port), *_ = line.meet(name_of(seat), [seat, *_remote(place)], None)
@@ -101,21 +101,21 @@ def shard_channel(place: Place, line: DriverLine, shard: int) -> Channel:
     return Channel(sock, peer=peer, timeout_s=last_resort_s(place))
 
 
-def host_names(place: Place) -> list[str]:
+def host_names(place: ProcessPlace) -> list[str]:
     """Where each worker is, by rank."""
     return _network(place).host_names
 
 
-def _connect_s(place: Place) -> float:
+def _connect_s(place: ProcessPlace) -> float:
     """How long to try to connect. The driver's deadline is longer: else it would say that the work is slow, and not whose port is shut."""
     return min(_MOST_CONNECT_S, place.timeout_s / 2)
 
 
-def _network(place: Place) -> Network:
+def _network(place: ProcessPlace) -> Network:
     assert place.network is not None
     return Network.from_json(place.network)
 
 
-def _remote(place: Place) -> list[int]:
+def _remote(place: ProcessPlace) -> list[int]:
     """Ranks of workers on other hosts than the driver's, which has all shards."""
     return [] if place.network is None else [rank for ranks in _network(place).hosts[1:] for rank in ranks]

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from typing_extensions import override
 
-from manyhands.engines.base import Engine, Launch, check_counts, check_seconds
+from manyhands.engines.base import Engine, LaunchSpec, check_counts, check_seconds
 from manyhands.errors import BadInput, ManyhandsError, Unsupported, is_whole
 
 if TYPE_CHECKING:
-    from manyhands.engines.hosts.join_listener import Guests
+    from manyhands.engines.hosts.join_listener import JoinedHosts
     from manyhands.engines.hosts.network import Network
     from manyhands.engines.hosts.roster import Roster
     from manyhands.engines.hosts.secret import Secret
@@ -98,60 +98,60 @@ class Hosts(Engine):
         return workers == 1
 
     @override
-    def launch(self, program: Callable[[Worker], T], plan: Launch) -> list[T]:
-        here = self._check(plan)
-        if plan.workers == 1:
+    def launch(self, program: Callable[[Worker], T], spec: LaunchSpec) -> list[T]:
+        here = self._check(spec)
+        if spec.workers == 1:
             from manyhands.engines.single_process import run_here
 
-            return [run_here(program, plan)]
-        return self._launch(program, plan, here)
+            return [run_here(program, spec)]
+        return self._launch(program, spec, here)
 
-    def _check(self, plan: Launch) -> int:
+    def _check(self, spec: LaunchSpec) -> int:
         """How many workers are here."""
-        check_counts(plan)
-        here = math.ceil(plan.workers / 2) if self.here is None else self.here
-        if here > plan.workers:
-            raise BadInput(f"here={here} of {plan.workers} workers: give at most as many as there are in all")
+        check_counts(spec)
+        here = math.ceil(spec.workers / 2) if self.here is None else self.here
+        if here > spec.workers:
+            raise BadInput(f"here={here} of {spec.workers} workers: give at most as many as there are in all")
         if sys.platform != "linux":
             raise Unsupported(f"engine hosts needs Linux, this is {sys.platform}: on Windows use WSL2")
         return here
 
-    def _launch(self, program: Any, plan: Launch, here: int) -> list[Any]:
+    def _launch(self, program: Any, spec: LaunchSpec, here: int) -> list[Any]:
         from manyhands.engines.descriptors import room_for_descriptors
         from manyhands.engines.driver.driver import Driver
         from manyhands.engines.driver.host_processes import seats_of, shard_of
-        from manyhands.engines.hosts.join_listener import Guests, Listening
+        from manyhands.engines.hosts.join_listener import JoinedHosts, Listening
         from manyhands.engines.local.fork_client import Spawner
-        from manyhands.engines.local.processes import LocalCrew
+        from manyhands.engines.local.processes import LocalProcesses
 
         with ExitStack() as stack:
-            stack.enter_context(room_for_descriptors(4 * plan.workers + 16))
+            stack.enter_context(room_for_descriptors(4 * spec.workers + 16))
             folder = Path(tempfile.gettempdir()) / f"manyhands-{secrets.token_hex(8)}"
             spawner = Spawner(leftover=folder)  # it loads torch while the others come
             stack.callback(spawner.close)
-            guests = stack.enter_context(Guests())
-            meeting = self._gathered(plan, here, guests, folder)
-            shards = [seat for seat in seats_of(plan.workers, plan.shards) if shard_of(seat) >= 0]
-            own = LocalCrew(
-                spawner, [*meeting.hosts[0], *shards], plan.timeout_s, host=meeting.names[0], network=meeting.to_json()
+            guests = stack.enter_context(JoinedHosts())
+            meeting = self._gathered(spec, here, guests, folder)
+            shards = [seat for seat in seats_of(spec.workers, spec.shards) if shard_of(seat) >= 0]
+            own = LocalProcesses(
+                spawner, [*meeting.hosts[0], *shards], spec.timeout_s, host=meeting.names[0], network=meeting.to_json()
             )
-            observer = Listening(plan.observer, guests.crews, "" if self.tls else self._without_tls())
+            observer = Listening(spec.observer, guests.crews, "" if self.tls else self._without_tls())
             guests.stopped = observer.stopping  # a host that was asked to end stops the others, too
-            return Driver([own, *guests.crews], replace(plan, observer=observer)).run(program)
+            return Driver([own, *guests.crews], replace(spec, observer=observer)).run(program)
 
-    def _gathered(self, plan: Launch, here: int, guests: Guests, folder: Path) -> Network:
+    def _gathered(self, spec: LaunchSpec, here: int, guests: JoinedHosts, folder: Path) -> Network:
         """This host's Network, once all workers are there; the crews of the others are in `guests`."""
-        from manyhands.engines.hosts.join_listener import Door, check_stop
+        from manyhands.engines.hosts.join_listener import JoinListener, check_stop
         from manyhands.engines.hosts.message_channel import SILENCE_S
         from manyhands.engines.hosts.network import Network, ports_of
         from manyhands.engines.hosts.roster import Offer, Roster
         from manyhands.transport.listener import Listener
 
-        roster = Roster(plan.workers, [Offer(socket.gethostname(), here)])
+        roster = Roster(spec.workers, [Offer(socket.gethostname(), here)])
         deadline = time.monotonic() + self.wait_s
 
         def check() -> None:
-            check_stop(plan.observer, "the other hosts")
+            check_stop(spec.observer, "the other hosts")
             if time.monotonic() >= deadline:
                 raise ManyhandsError(
                     f"after {self.wait_s:.0f} s {roster.text()}; {roster.missing} did not come: start `manyhands join` "
@@ -169,7 +169,7 @@ class Hosts(Engine):
             with contextlib.closing(listener):
                 if roster.missing:
                     self.voice.say(f"{roster.text()}. {self._how_to_join(listener, roster, path)}")
-                Door(listener, roster, guests, self.voice.say).wait(check)
+                JoinListener(listener, roster, guests, self.voice.say).wait(check)
                 address = listener.address[0]
         names = roster.names()
         if address in _ANYWHERE and guests.crews:

@@ -25,12 +25,12 @@ from manyhands.engines.base import check_count, check_seconds
 from manyhands.engines.descriptors import room_for_descriptors
 from manyhands.engines.driver.message_checks import order
 from manyhands.engines.hosts import roster
-from manyhands.engines.hosts.message_channel import SILENCE_S, Letter, Post
+from manyhands.engines.hosts.message_channel import SILENCE_S, HostMessage, MessageChannel
 from manyhands.engines.hosts.network import PLAIN_RISK, Network, check_way, ports_of
 from manyhands.engines.hosts.plain_values import encode
 from manyhands.engines.hosts.secret import Secret, named_file
 from manyhands.engines.local.fork_client import Spawner, import_path
-from manyhands.engines.local.processes import LocalCrew
+from manyhands.engines.local.processes import LocalProcesses
 from manyhands.errors import BadInput, ManyhandsError, Preempted
 from manyhands.signals import sigterm_to
 from manyhands.transport.address import parse_address
@@ -88,7 +88,7 @@ def join(
         spawner = spawner or Spawner()  # it loads torch while we look for the driver
         try:
             agent = Agent(offer, secret, spawner, say)
-            agent.serve(Post(_connected(offer, secret), agent.memory_for))
+            agent.serve(MessageChannel(_connected(offer, secret), agent.memory_for))
         finally:
             spawner.close()
 
@@ -144,7 +144,7 @@ class Agent:
     spawner: Spawner
     say: Callable[[str], None]
     _program: int = -1
-    _crew: LocalCrew | None = None
+    _crew: LocalProcesses | None = None
     _running: bool = False
     _preempted: str = ""
     _told: bool = False
@@ -159,7 +159,7 @@ class Agent:
         os.ftruncate(self._program, nbytes)
         return torch.frombuffer(mmap.mmap(self._program, nbytes), dtype=torch.uint8)
 
-    def serve(self, post: Post) -> None:
+    def serve(self, post: MessageChannel) -> None:
         """Until the run is over. The post is closed at the end, and no process of the run is left."""
         self._post = post
         if not self.offer.tls:
@@ -209,7 +209,7 @@ class Agent:
                 else f"the driver at {self.offer.address} left before the run began ({self._post.lost})"
             )
 
-    def _obey(self, letter: Letter) -> None:
+    def _obey(self, letter: HostMessage) -> None:
         """ManyhandsError for what no driver of this version sends: this host's workers end then."""
         try:
             body = order(letter.body)
@@ -227,7 +227,7 @@ class Agent:
                 f"the driver at {self.offer.address} sent {error}: does it run the same version of manyhands?"
             ) from error
 
-    def _order(self, crew: LocalCrew, body: dict[str, Any]) -> None:
+    def _order(self, crew: LocalProcesses, body: dict[str, Any]) -> None:
         match body["type"]:
             case "tell":
                 if body["seat"] not in crew.seats:
@@ -249,7 +249,7 @@ class Agent:
             f"the run begins: of {shared['size']} workers, {', '.join(map(str, ranks))} {'is' if len(ranks) == 1 else 'are'} here"
         )
         network = self._network(shared["network"]).to_json()
-        self._crew = LocalCrew(self.spawner, seats, shared["timeout_s"], host=body["host"], network=network)
+        self._crew = LocalProcesses(self.spawner, seats, shared["timeout_s"], host=body["host"], network=network)
         self._running = True
         own = {
             "threads": shared["threads"] or self.offer.threads,

@@ -10,8 +10,8 @@ from typing import Any
 from typing_extensions import override
 
 from manyhands.engines.base import Observer
-from manyhands.engines.hosts.message_channel import Post
-from manyhands.engines.hosts.processes import RemoteCrew
+from manyhands.engines.hosts.message_channel import MessageChannel
+from manyhands.engines.hosts.processes import RemoteProcesses
 from manyhands.engines.hosts.roster import Offer, Roster
 from manyhands.errors import ManyhandsError, Preempted
 from manyhands.events import Event
@@ -24,17 +24,17 @@ _POLL_S = 0.1
 
 
 @dataclass
-class Guests:
+class JoinedHosts:
     """The hosts that joined, in the order of their coming. At the end of the `with` each is told how the run ended.
 
     log: where a lost host's own words are to be found, for the error. stopped: why the run was asked to stop, or "".
     """
 
     log: str = "see what `manyhands join` said there"
-    crews: list[RemoteCrew] = field(default_factory=list)
+    crews: list[RemoteProcesses] = field(default_factory=list)
     stopped: Callable[[], str] = str
 
-    def __enter__(self) -> Guests:
+    def __enter__(self) -> JoinedHosts:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -45,12 +45,12 @@ class Guests:
 
 
 @dataclass
-class Door:
+class JoinListener:
     """Lets hosts in until all workers are there."""
 
     listener: Listener
     roster: Roster
-    guests: Guests
+    guests: JoinedHosts
     say: Callable[[str], None]
 
     def wait(self, check: Callable[[], None]) -> None:
@@ -70,7 +70,7 @@ class Door:
             return
         host = self.roster.name_of(said)
         self.roster.offers.append(Offer(host, said["workers"], said["order"]))
-        self.guests.crews.append(RemoteCrew(Post(channel), host, self.guests.log))
+        self.guests.crews.append(RemoteProcesses(MessageChannel(channel), host, self.guests.log))
         self.say(self.roster.text())
 
     def _name(self, said: dict[str, Any]) -> str:
@@ -100,7 +100,7 @@ class Listening(Observer):
     """The caller's observer, and a joined host that was asked to end (SIGTERM) stops the run as if this one had been."""
 
     observer: Observer
-    crews: Sequence[RemoteCrew]
+    crews: Sequence[RemoteProcesses]
     warning: str = ""  # goes behind the run's first event
 
     @override

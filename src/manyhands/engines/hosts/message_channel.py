@@ -56,14 +56,14 @@ def travels(tensor: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Letter:
+class HostMessage:
     """What came: an object, and the tensors that it refers to by their place."""
 
     body: dict[str, Any]
     tensors: list[Tensor] = field(default_factory=list)
 
 
-class Post:
+class MessageChannel:
     """One end. The channel is its own from now on; any thread may send, one receives.
 
     memory: where a tensor that comes is put; None: memory of its own.
@@ -76,7 +76,7 @@ class Post:
         self.lost = ""
         self.local_address = _local_address(channel)
         self._memory = memory or _own_memory
-        self._came: deque[Letter | str] = deque()  # a text: the reason of the end
+        self._came: deque[HostMessage | str] = deque()  # a text: the reason of the end
         self._heard_at = time.monotonic()  # when the last letter came, one that says "alive" too
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._sending = threading.Lock()
@@ -120,20 +120,20 @@ class Post:
             for data in flat:
                 self.channel.send(Frame(kind=_TENSOR, elements=data.numel()), data)
 
-    def receive(self) -> list[Letter]:
+    def receive(self) -> list[HostMessage]:
         """What came, without waiting; see `lost`."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
-        letters: list[Letter] = []
+        letters: list[HostMessage] = []
         while self._came:
             one = self._came.popleft()
-            if isinstance(one, Letter):
+            if isinstance(one, HostMessage):
                 letters.append(one)
             else:
                 self.lost = self.lost or one
         return letters
 
-    def wait(self, timeout_s: float) -> list[Letter]:
+    def wait(self, timeout_s: float) -> list[HostMessage]:
         """What came within so many seconds, as soon as anything did; see `lost`."""
         deadline = time.monotonic() + timeout_s
         poll = select.poll()
@@ -177,11 +177,11 @@ class Post:
             while not self._closing.wait(ALIVE_S):
                 self.send({"type": "alive"})
 
-    def _ring(self, one: Letter | str) -> None:
+    def _ring(self, one: HostMessage | str) -> None:
         self._came.append(one)
         os.eventfd_write(self._bell, 1)
 
-    def _next(self) -> Letter:
+    def _next(self) -> HostMessage:
         frame = self.channel.receive()
         text = frame.blob
         if frame.kind == _LONG and frame.dtype == torch.uint8 and frame.elements <= MAX_LETTER_BYTES:
@@ -193,7 +193,7 @@ class Post:
         body = json.loads(text)
         if not isinstance(body, dict) or not isinstance(body.get("type"), str):
             raise FrameError("expected an object with a type")
-        return Letter(body, self._tensors(body))
+        return HostMessage(body, self._tensors(body))
 
     def _tensors(self, body: dict[str, Any]) -> list[Tensor]:
         listed = body.pop("tensors", [])

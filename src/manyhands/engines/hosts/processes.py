@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.engines.driver.host_processes import Crew, name_of
+from manyhands.engines.driver.host_processes import HostProcesses, name_of
 from manyhands.engines.driver.message_checks import checked
-from manyhands.engines.hosts.message_channel import ALIVE_S, Letter, Post
+from manyhands.engines.hosts.message_channel import ALIVE_S, HostMessage, MessageChannel
 from manyhands.engines.hosts.plain_values import decode
 from manyhands.errors import ManyhandsError, WorkerFailed, is_whole
 from manyhands.transport.channel import ChannelClosed, ChannelTimeout
@@ -38,10 +38,10 @@ _LOOK_S = 0.5
 _END_S = 20.0
 
 
-class RemoteCrew(Crew):
+class RemoteProcesses(HostProcesses):
     """See Crew. `preempted`: the joined host was asked to end (SIGTERM there). log: where its own words are, for the error."""
 
-    def __init__(self, post: Post, host: str, log: str = "see what `manyhands join` said there") -> None:
+    def __init__(self, post: MessageChannel, host: str, log: str = "see what `manyhands join` said there") -> None:
         self.host, self._log = host, log
         self.seats: list[int] = []  # when all hosts are there
         self.preempted = False
@@ -77,7 +77,7 @@ class RemoteCrew(Crew):
         came, self._came = self._came, []
         return came
 
-    def _take(self, letter: Letter) -> None:
+    def _take(self, letter: HostMessage) -> None:
         """WorkerFailed, naming the host, for what makes no sense: it must not end the driver with an error of its own."""
         body, kind = letter.body, letter.body["type"]
         if kind == "seat" and body.get("seat") in self.seats:

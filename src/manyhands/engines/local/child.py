@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from manyhands.engines.local.heartbeat import DriverLine
-from manyhands.engines.local.messages import Wire
+from manyhands.engines.local.messages import ControlSocket
 from manyhands.engines.local.status_page import Status
 from manyhands.errors import ManyhandsError, PeerLost
 from manyhands.signals import note_sigterm
@@ -27,7 +27,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ProcessPlace:
     """Everything that a process of a run inherits. The descriptors are its own from now on."""
 
     seat: int  # a worker's rank, or -1 - s for server shard s
@@ -68,22 +68,26 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def last_resort_s(place: Place) -> float:
+def last_resort_s(place: ProcessPlace) -> float:
     """How long peers wait for each other: the driver judges before. Its error shows every stack, and it knows who compiles."""
     return 20 * place.timeout_s + 600
 
 
-def open_line(place: Place) -> DriverLine:
+def open_line(place: ProcessPlace) -> DriverLine:
     """The line to the driver, with its heartbeats."""
     line = DriverLine(
-        Wire(place.line), Wire(place.questions), 2 * place.timeout_s, Status(place.status), seat=place.seat
+        ControlSocket(place.line),
+        ControlSocket(place.questions),
+        2 * place.timeout_s,
+        Status(place.status),
+        seat=place.seat,
     )
     os.close(place.status)
     line.start()
     return line
 
 
-def become_the_callers(place: Place) -> None:
+def become_the_callers(place: ProcessPlace) -> None:
     for number, fd in enumerate(place.streams, start=1):
         os.dup2(fd, number)
         os.close(fd)

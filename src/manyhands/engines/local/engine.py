@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from typing_extensions import override
 
-from manyhands.engines.base import Engine, Launch, check_counts
+from manyhands.engines.base import Engine, LaunchSpec, check_counts
 from manyhands.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -88,30 +88,30 @@ class Local(Engine):
         self.close()
 
     @override
-    def launch(self, program: Callable[[Worker], T], plan: Launch) -> list[T]:
-        _check(plan)
-        if plan.workers == 1 and not self.apart:
+    def launch(self, program: Callable[[Worker], T], spec: LaunchSpec) -> list[T]:
+        _check(spec)
+        if spec.workers == 1 and not self.apart:
             from manyhands.engines.single_process import run_here
 
             if not self._slot.keep:
                 self.close()  # a server that was started early is not needed
-            return [run_here(program, plan)]
-        return self._launch(program, plan)
+            return [run_here(program, spec)]
+        return self._launch(program, spec)
 
-    def _launch(self, program: Callable[[Worker], T], plan: Launch) -> list[Any]:
+    def _launch(self, program: Callable[[Worker], T], spec: LaunchSpec) -> list[Any]:
         from manyhands.engines.driver.driver import Driver
         from manyhands.engines.driver.host_processes import seats_of
-        from manyhands.engines.local.processes import LocalCrew
+        from manyhands.engines.local.processes import LocalProcesses
 
         spawner = self._slot.take()
         try:
-            crew = LocalCrew(spawner, seats_of(plan.workers, plan.shards), plan.timeout_s)
-            return Driver([crew], plan).run(program)
+            crew = LocalProcesses(spawner, seats_of(spec.workers, spec.shards), spec.timeout_s)
+            return Driver([crew], spec).run(program)
         finally:
             self._slot.give_back(spawner)
 
 
-def _check(plan: Launch) -> None:
-    check_counts(plan)
-    if plan.workers > 1 and sys.platform != "linux":
+def _check(spec: LaunchSpec) -> None:
+    check_counts(spec)
+    if spec.workers > 1 and sys.platform != "linux":
         raise Unsupported(f"several workers need Linux, this is {sys.platform}: on Windows use WSL2, or give workers=1")

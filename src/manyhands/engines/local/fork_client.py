@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from manyhands.engines.local.messages import Closed, Message, Wire
+from manyhands.engines.local.messages import Closed, ControlMessage, ControlSocket
 from manyhands.errors import BadInput
 
 _END_S = 10.0  # a killed process is gone in milliseconds, unless the machine itself is stuck
@@ -45,7 +45,7 @@ class Spawner:
             raise BadInput(
                 "cannot tell which Python this is (sys.executable is empty): start from a Python interpreter"
             )
-        self.wire, there = Wire.pair()
+        self.wire, there = ControlSocket.pair()
         self._scratch = _folder()
         self._pids: dict[int, int] = {}  # seat -> pid of processes not known to be gone
         self._process = _start(there.detach(), [str(folder) for folder in (self._scratch, leftover) if folder])
@@ -64,7 +64,7 @@ class Spawner:
         """Have a seat forked, with copies of these descriptors."""
         self.wire.send({"type": "fork", "seat": seat}, [line, questions, stacks, status])
 
-    def receive(self) -> list[Message]:
+    def receive(self) -> list[ControlMessage]:
         """News of the run's processes; raises `Closed` when the server died."""
         messages = self.wire.receive()
         for body, _ in messages:

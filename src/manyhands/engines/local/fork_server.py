@@ -30,12 +30,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from manyhands.engines.descriptors import raise_limit_of_descriptors
 from manyhands.engines.driver.host_processes import shard_of
 from manyhands.engines.local.fork_client import remove
-from manyhands.engines.local.messages import Closed, Message, Wire
+from manyhands.engines.local.messages import Closed, ControlMessage, ControlSocket
 from manyhands.engines.local.orphans import adopt_orphans, kill_children
 from manyhands.signals import note_sigterm
 
 if TYPE_CHECKING:
-    from manyhands.engines.local.child import Place
+    from manyhands.engines.local.child import ProcessPlace
 
 _PRELOAD = (
     "torch",
@@ -58,7 +58,7 @@ def main(fd: int, leftovers: Sequence[str] = ()) -> None:
     ):  # the driver's to answer: it ends the workers, or lets them save first
         signal.signal(number, signal.SIG_IGN)
     adopt_orphans()
-    server = ForkServer(Wire(socket.socket(fileno=fd)), leftovers)
+    server = ForkServer(ControlSocket(socket.socket(fileno=fd)), leftovers)
     server.end_with_driver()
     raise_limit_of_descriptors()
     for name in _PRELOAD:
@@ -76,7 +76,7 @@ def _fill_standard_descriptors() -> None:
 
 
 @dataclass
-class Run:
+class ForkServerRun:
     """What the processes of one run share."""
 
     body: dict[str, Any]
@@ -137,11 +137,11 @@ class Run:
 class ForkServer:
     """See the module's docstring. One run at a time."""
 
-    def __init__(self, wire: Wire, leftovers: Sequence[str] = ()) -> None:
+    def __init__(self, wire: ControlSocket, leftovers: Sequence[str] = ()) -> None:
         self._wire = wire
         self._leftovers = leftovers  # of a driver that may be killed: the run's private key, say
         self._seats: dict[int, int] = {}  # pid -> seat of processes not yet reaped
-        self._run: Run | None = None
+        self._run: ForkServerRun | None = None
         self._wakeup, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._inherited = (self._wakeup, wakeup)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # any handler: the wakeup descriptor tells us
@@ -192,11 +192,11 @@ class ForkServer:
                 message.body["type"]
             ](message)
 
-    def _launch(self, message: Message) -> None:
-        self._run = Run({name: value for name, value in message.body.items() if name != "type"}, message.fds)
+    def _launch(self, message: ControlMessage) -> None:
+        self._run = ForkServerRun({name: value for name, value in message.body.items() if name != "type"}, message.fds)
         self._run.connect()
 
-    def _fork(self, message: Message) -> None:
+    def _fork(self, message: ControlMessage) -> None:
         assert self._run is not None
         parent, seat = os.getpid(), message.body["seat"]
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # it waits until the child has a handler for it
@@ -235,13 +235,13 @@ class ForkServer:
         finally:
             os._exit(code)
 
-    def _signal(self, message: Message) -> None:
+    def _signal(self, message: ControlMessage) -> None:
         for pid, seat in self._seats.items():
             if seat in message.body["seats"]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, message.body["number"])
 
-    def _end(self, message: Message) -> None:
+    def _end(self, message: ControlMessage) -> None:
         """Give the processes a moment to exit, then kill their groups and what they left; answer when all are gone."""
         deadline = time.monotonic() + message.body["grace_s"]
         while self._seats and (left := deadline - time.monotonic()) > 0:
@@ -280,21 +280,21 @@ class ForkServer:
                     self._wire.send({"type": "exited", "seat": seat, "status": os.waitstatus_to_exitcode(status)})
 
 
-def _run(place: Place) -> int:
+def _run(place: ProcessPlace) -> int:
     """The exit code of a worker or of a shard."""
     from manyhands.engines.local import shard_process, worker_process
 
     return worker_process.run(place) if place.seat >= 0 else shard_process.run(place)
 
 
-def _place(run: Run, seat: int, fds: list[int]) -> Place:
+def _place(run: ForkServerRun, seat: int, fds: list[int]) -> ProcessPlace:
     """What a seat inherits, with the four descriptors that are its alone."""
-    from manyhands.engines.local.child import Place
+    from manyhands.engines.local.child import ProcessPlace
 
     channels = run.keep(seat)
     program, *streams = run.fds if seat >= 0 else [-1, *run.fds]
     line, questions, stacks, status = fds
-    return Place(
+    return ProcessPlace(
         seat=seat,
         program=program,
         streams=streams,

@@ -18,18 +18,18 @@ from manyhands.comm.group import Group
 from manyhands.data import leases
 from manyhands.data.leases import End, Lease, Segment
 from manyhands.engines.driver.run_monitor import COMPILING
-from manyhands.engines.local.messages import Closed, Wire
+from manyhands.engines.local.messages import Closed, ControlSocket
 from manyhands.engines.local.status_page import Status
 from manyhands.errors import ManyhandsError
 from manyhands.events import Event
-from manyhands.worker import Coordinator
+from manyhands.worker import DriverClient
 
 BEAT_S = 0.25
 ANSWER_S = 600.0
 """The driver may be busy (a callback that writes, say) for so long; if it dies, that is seen at once."""
 
 
-class DriverLine(Coordinator):
+class DriverLine(DriverClient):
     """Heartbeats and events go over `wire`, questions and their answers over `questions`; phase and step into `status` besides.
 
     The thread that asks reads its answer itself, which is why questions have a wire of their own: a lease is asked for
@@ -38,7 +38,12 @@ class DriverLine(Coordinator):
     """
 
     def __init__(
-        self, wire: Wire, questions: Wire, timeout_s: float, status: Status | None = None, seat: int = 0
+        self,
+        wire: ControlSocket,
+        questions: ControlSocket,
+        timeout_s: float,
+        status: Status | None = None,
+        seat: int = 0,
     ) -> None:
         self.seat = seat
         self._wire, self._questions, self._status = wire, questions, status

@@ -23,7 +23,7 @@ _ROOM = socket.CMSG_SPACE(16 * 4)  # more descriptors than any of our messages h
 _CHUNK = 1 << 18
 
 
-class Message(NamedTuple):
+class ControlMessage(NamedTuple):
     """What came in one frame. Whoever takes it owns the descriptors and closes them."""
 
     body: dict[str, Any]
@@ -34,7 +34,7 @@ class Closed(ConnectionError):
     """The other end is gone; everything it had sent before was received."""
 
 
-class Wire:
+class ControlSocket:
     """One end of a socket pair. `send` may be called by one thread while another receives."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -43,7 +43,7 @@ class Wire:
         self._fds: deque[int] = deque()
 
     @classmethod
-    def pair(cls) -> tuple[Wire, socket.socket]:
+    def pair(cls) -> tuple[ControlSocket, socket.socket]:
         """(this process's end, the end to hand to another process)."""
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         return cls(here), there
@@ -63,7 +63,7 @@ class Wire:
         if sent < len(frame):  # the reader may close as soon as it has all, and even an empty send fails then
             self.sock.sendall(memoryview(frame)[sent:])
 
-    def receive(self, wait: bool = True) -> list[Message]:
+    def receive(self, wait: bool = True) -> list[ControlMessage]:
         """The messages that are complete after one read (none, maybe, or nothing came); `Closed` once the other end is gone."""
         if not wait and not self.readable(0):
             return []
@@ -86,7 +86,7 @@ class Wire:
                 fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
         return data, list(fds)
 
-    def _complete(self) -> list[Message]:
+    def _complete(self) -> list[ControlMessage]:
         messages = []
         while len(self._bytes) >= _LENGTH.size:
             end = _LENGTH.size + _LENGTH.unpack_from(self._bytes)[0]
@@ -94,7 +94,7 @@ class Wire:
                 break
             body = json.loads(self._bytes[_LENGTH.size : end])
             del self._bytes[:end]
-            messages.append(Message(body, [self._fds.popleft() for _ in range(body.pop("fds", 0))]))
+            messages.append(ControlMessage(body, [self._fds.popleft() for _ in range(body.pop("fds", 0))]))
         return messages
 
     def readable(self, timeout_s: float) -> bool:

@@ -15,11 +15,11 @@ from typing import Any
 from typing_extensions import override
 
 from manyhands.engines.cores import threads_per_worker
-from manyhands.engines.driver.host_processes import Crew
+from manyhands.engines.driver.host_processes import HostProcesses
 from manyhands.engines.local import status_page
 from manyhands.engines.local.fork_client import Spawner
-from manyhands.engines.local.messages import Closed, Message, Wire
-from manyhands.engines.local.serialization import unship
+from manyhands.engines.local.messages import Closed, ControlMessage, ControlSocket
+from manyhands.engines.local.serialization import deserialize
 from manyhands.engines.local.status_page import Status
 from manyhands.errors import ManyhandsError, WorkerFailed
 
@@ -27,11 +27,11 @@ _STACKS_S = 1.0
 
 
 @dataclass
-class Line:
+class ProcessLine:
     """This end of one seat: its wires (see DriverLine), its page of phase and step, and the file that its stacks go to."""
 
-    wire: Wire
-    questions: Wire
+    wire: ControlSocket
+    questions: ControlSocket
     stacks: int
     status: Status
 
@@ -47,7 +47,7 @@ class Line:
         return tidy(os.pread(self.stacks, 1 << 20, 0).decode(errors="replace"))
 
 
-class LocalCrew(Crew):
+class LocalProcesses(HostProcesses):
     """See Crew. The fork server is the caller's, and ready for another crew after `end`.
 
     timeout_s bounds every send; network: how this host's processes reach those of others, where there are any.
@@ -66,7 +66,7 @@ class LocalCrew(Crew):
         self.seats = list(seats)
         self._spawner = spawner
         self._timeout_s = timeout_s
-        self._lines: dict[int, Line] = {}
+        self._lines: dict[int, ProcessLine] = {}
         self._ready: select.epoll | None = None  # every descriptor of this crew's, as one
 
     @override
@@ -90,13 +90,13 @@ class LocalCrew(Crew):
             raise self._server_died() from None
 
     def _fork(self, seat: int) -> None:
-        wire, there = Wire.pair()
-        questions, askers = Wire.pair()
+        wire, there = ControlSocket.pair()
+        questions, askers = ControlSocket.pair()
         page = status_page.create()
         try:
             with there, askers:
                 stacks = os.memfd_create("manyhands-stacks", os.MFD_CLOEXEC)
-                self._lines[seat] = Line(wire, questions, stacks, Status(page))
+                self._lines[seat] = ProcessLine(wire, questions, stacks, Status(page))
                 for line in (wire, questions):
                     line.sock.settimeout(self._timeout_s)
                     self._listen().register(line, select.EPOLLIN)
@@ -130,9 +130,9 @@ class LocalCrew(Crew):
         said = self._all_of(line.wire)
         came += [(seat, self._opened(seat, message)) for message in [*said, *asked]]
 
-    def _all_of(self, wire: Wire) -> list[Message]:
+    def _all_of(self, wire: ControlSocket) -> list[ControlMessage]:
         """What has come on a wire; once its other end is gone it is closed."""
-        messages: list[Message] = []
+        messages: list[ControlMessage] = []
         try:
             while wire.fileno() >= 0 and (more := wire.receive(wait=False)):
                 messages += more
@@ -141,7 +141,7 @@ class LocalCrew(Crew):
             wire.close()
         return messages
 
-    def _opened(self, seat: int, message: Message) -> dict[str, Any]:
+    def _opened(self, seat: int, message: ControlMessage) -> dict[str, Any]:
         if not message.fds:
             return message.body
         return {**message.body, "value": self.open_value(seat, message.fds[0])}
@@ -149,7 +149,7 @@ class LocalCrew(Crew):
     def open_value(self, seat: int, fd: int) -> Any:
         """What a worker returned, from the descriptor that it sent, which is closed here."""
         try:
-            return unship(fd, mapped=False)  # copied: it outlives the run, and no descriptor may
+            return deserialize(fd, mapped=False)  # copied: it outlives the run, and no descriptor may
         except Exception as error:  # what a user's __setstate__ raises
             raise ManyhandsError(
                 f"the value that worker {seat} returned cannot be rebuilt here ({type(error).__name__}: {error}): return numbers, arrays or tensors"

@@ -1,6 +1,6 @@
 """A Python object, functions included, as one anonymous file: pickle protocol 5 with its big buffers beside the stream.
 
-`ship` writes it, `unship` reads it in another process of the same host. The memory of tensors and arrays travels out of
+`serialize` writes it, `deserialize` reads it in another process of the same host. The memory of tensors and arrays travels out of
 band: a worker maps it privately, copy on write, so that N workers share one copy of the training data in memory, and
 whoever writes to a tensor gets pages of its own. Tensors on one storage stay on one storage.
 
@@ -32,7 +32,7 @@ _MAPPED_FROM = (
 _COUNT = struct.Struct("<Q")
 
 
-def ship(value: Any, what: str) -> int:
+def serialize(value: Any, what: str) -> int:
     """A descriptor of an anonymous file that holds `value`; the caller closes it.
 
     `what` names it in the error: `BadInput` where a part cannot be pickled, with the path to that part.
@@ -40,14 +40,14 @@ def ship(value: Any, what: str) -> int:
     stream = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
     try:
-        Shipper(stream, buffers).dump(value)
+        Pickler(stream, buffers).dump(value)
     except Exception as error:  # user classes raise what they like from __reduce__
         raise BadInput(_unpicklable(value, what, error)) from error
     return _write([memoryview(stream.getbuffer()), *(buffer.raw() for buffer in buffers)])
 
 
-def unship(fd: int, mapped: bool) -> Any:
-    """What `ship` wrote. `mapped`: big buffers are private mappings of the file, else copies; `fd` stays open.
+def deserialize(fd: int, mapped: bool) -> Any:
+    """What `serialize` wrote. `mapped`: big buffers are private mappings of the file, else copies; `fd` stays open.
 
     Raises whatever importing and rebuilding the object raises.
     """
@@ -59,7 +59,7 @@ def unship(fd: int, mapped: bool) -> Any:
     return pickle.loads(stream, buffers=buffers)  # noqa: S301 - from our own process over an inherited socket, see above
 
 
-class Shipper(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
     """cloudpickle, with the storages of CPU tensors out of band (numpy's arrays do that by themselves).
 
     A storage is one Python object however many tensors view it, so the pickler's own memo keeps them together.
@@ -168,7 +168,7 @@ def _culprit(value: Any, path: str, depth: int = 8) -> tuple[str, Any]:
 
 def _picklable(value: Any) -> bool:
     try:
-        Shipper(io.BytesIO(), []).dump(value)
+        Pickler(io.BytesIO(), []).dump(value)
     except Exception:  # noqa: BLE001 - the question is whether it raises, whatever it is
         return False
     return True

@@ -6,7 +6,7 @@ import socket
 
 from manyhands.engines.driver.host_processes import name_of, shard_of
 from manyhands.engines.local.child import (
-    Place,
+    ProcessPlace,
     become_the_callers,
     flush,
     last_resort_s,
@@ -21,7 +21,7 @@ from manyhands.transport.channel import Channel
 from manyhands.transport.listener import Listener
 
 
-def run(place: Place) -> int:
+def run(place: ProcessPlace) -> int:
     """Serve until every worker has said goodbye, or is gone; the exit code. An error went to the driver."""
     line = open_line(place)
     try:
@@ -47,7 +47,7 @@ def run(place: Place) -> int:
     return 0
 
 
-def _listener(place: Place, line: DriverLine) -> Listener | None:
+def _listener(place: ProcessPlace, line: DriverLine) -> Listener | None:
     """For workers on other hosts."""
     if place.network is None:
         return None
@@ -56,7 +56,7 @@ def _listener(place: Place, line: DriverLine) -> Listener | None:
     return shard_listener(place, line)
 
 
-def _channels(place: Place) -> dict[int, Channel]:
+def _channels(place: ProcessPlace) -> dict[int, Channel]:
     """By rank: the workers' ends of these are inherited by nobody but them."""
     host = socket.gethostname()
     return {

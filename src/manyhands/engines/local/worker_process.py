@@ -16,7 +16,7 @@ from manyhands.comm.shared_memory.group import SharedMemoryGroup
 from manyhands.comm.solo import SoloGroup
 from manyhands.engines.driver.host_processes import name_of, shard_of
 from manyhands.engines.local.child import (
-    Place,
+    ProcessPlace,
     become_the_callers,
     flush,
     last_resort_s,
@@ -25,7 +25,7 @@ from manyhands.engines.local.child import (
     report,
 )
 from manyhands.engines.local.heartbeat import DriverLine
-from manyhands.engines.local.serialization import ship, unship
+from manyhands.engines.local.serialization import deserialize, serialize
 from manyhands.engines.single_process import pick_device
 from manyhands.server.base import Server, ServerSpec
 from manyhands.server.client import ServedServer
@@ -33,7 +33,7 @@ from manyhands.transport.channel import Channel
 from manyhands.worker import Worker, set_current
 
 
-def run(place: Place) -> int:
+def run(place: ProcessPlace) -> int:
     """Run the program; the exit code. Its value, or its error, went to the driver."""
     line = open_line(place)
     worker: Worker | None = None
@@ -42,7 +42,7 @@ def run(place: Place) -> int:
         prepare_process(place.stacks, place.threads)
         _reseed()
         worker = _worker(place, line)
-        program = unship(place.program, mapped=True)
+        program = deserialize(place.program, mapped=True)
         os.close(place.program)
         message, fds = _value(program, worker)
         if worker.server is not None:
@@ -68,7 +68,7 @@ def _reseed() -> None:
         numpy.random.seed()
 
 
-def _worker(place: Place, line: DriverLine) -> Worker:
+def _worker(place: ProcessPlace, line: DriverLine) -> Worker:
     host, local_rank = socket.gethostname(), place.workers_here.index(place.seat)
     device = pick_device(place.device, local_rank)
     if device.type == "cuda":
@@ -80,7 +80,7 @@ def _worker(place: Place, line: DriverLine) -> Worker:
         device=device,
         group=_group(place, host, line, device),
         server=_server(place, host, line),
-        coordinator=line,
+        driver=line,
         threads=place.threads,
         local_rank=local_rank,
         **_reached(place),
@@ -89,7 +89,7 @@ def _worker(place: Place, line: DriverLine) -> Worker:
     return worker
 
 
-def _reached(place: Place) -> dict[str, Any]:
+def _reached(place: ProcessPlace) -> dict[str, Any]:
     """Where workers of other hosts reach what listens here, as the Worker says it; without other hosts its defaults hold."""
     if place.network is None:
         return {}
@@ -97,7 +97,7 @@ def _reached(place: Place) -> dict[str, Any]:
     return {"address": place.network["listen"], "ports": None if ports is None else tuple(ports)}
 
 
-def _group(place: Place, host: str, line: DriverLine, device: torch.device) -> Group:
+def _group(place: ProcessPlace, host: str, line: DriverLine, device: torch.device) -> Group:
     if place.size == 1:
         return SoloGroup()
     if place.network is not None:
@@ -116,7 +116,7 @@ def _group(place: Place, host: str, line: DriverLine, device: torch.device) -> G
     return group
 
 
-def _server(place: Place, host: str, line: DriverLine) -> Server | None:
+def _server(place: ProcessPlace, host: str, line: DriverLine) -> Server | None:
     if place.server is None:
         return None
     timeout_s, hosts, channels = last_resort_s(place), [host] * place.size, []
@@ -143,4 +143,4 @@ def _value(program: Any, worker: Worker) -> tuple[dict[str, Any], tuple[int, ...
         if error.code not in (None, 0):
             raise
         value = None
-    return {"type": "value"}, (ship(value, f"the value that worker {worker.rank} returned"),)
+    return {"type": "value"}, (serialize(value, f"the value that worker {worker.rank} returned"),)

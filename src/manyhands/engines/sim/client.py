@@ -14,9 +14,9 @@ from typing_extensions import override
 from manyhands.comm.checks import check_mean
 from manyhands.comm.codecs import Codec
 from manyhands.comm.ledger import Ledger
-from manyhands.engines.sim.shard import HELD, Act, Call, Read, Request
+from manyhands.engines.sim.shard import HELD, Act, Read, Request, ShardCall
 from manyhands.errors import BadInput, PeerLost
-from manyhands.server.base import Encoded, Pushed, Server, Snapshot
+from manyhands.server.base import Encoded, Pushed, Server, ServerState
 from manyhands.server.said import Said
 from manyhands.server.sharding import (
     check_encoded,
@@ -110,7 +110,7 @@ class SimServer(Server):
         self._read("center", into, lambda store: store.version)
 
     @override
-    def capture(self) -> Snapshot:
+    def capture(self) -> ServerState:
         def act(store: Store) -> Any:
             vectors, numbers = store.capture()
             return {name: vector.clone() for name, vector in vectors.items()}, numbers
@@ -118,7 +118,7 @@ class SimServer(Server):
         return joined(self._ask_all("capture", [act] * self.shards))
 
     @override
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: ServerState) -> None:
         pieces = cut(snapshot, self.shards)
         sizes = [sum(vector.nbytes for vector in vectors.values()) for vectors, _ in pieces]
         acts: list[Act] = [partial(_restore, vectors, numbers) for vectors, numbers in pieces]
@@ -183,7 +183,7 @@ class SimServer(Server):
         if request_s := self._servers.compute.request:
             self._servers.timeline.sleep(request_s)
         cell = self._servers.timeline.cell()
-        call = Call(self._worker, (self._generation, self._calls), operation, self._ticks, requests, cell)
+        call = ShardCall(self._worker, (self._generation, self._calls), operation, self._ticks, requests, cell)
         self._servers.exchange(call)
         self.waited_s += max(request.held_s for request in requests)
         for request in requests:

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from manyhands.comm.checks import slice_of
 from manyhands.comm.ring.transfer import CHUNK_BYTES
-from manyhands.engines.sim.network import Wires
+from manyhands.engines.sim.network import NetworkState
 
 Edge = tuple[int, int, int]
 """(source, target, bytes): positions in an algorithm's list of ranks."""
@@ -40,7 +40,7 @@ class Algorithm(ABC):
     elements: of each rank's tensor, of `item` bytes each; source: a position in `ranks`.
     """
 
-    def __init__(self, wires: Wires, ranks: Sequence[int]) -> None:
+    def __init__(self, wires: NetworkState, ranks: Sequence[int]) -> None:
         self.wires, self.ranks, self.size = wires, list(ranks), len(ranks)
         self.places = [wires.host_of(rank) for rank in ranks]
         self.everybody = _Everybody(wires, self.places)
@@ -110,7 +110,7 @@ class Algorithm(ABC):
 class _Everybody:
     """Everyone sends the same to everyone, at once: at most `seconds`, since it takes the worst of each."""
 
-    def __init__(self, wires: Wires, places: Sequence[int]) -> None:
+    def __init__(self, wires: NetworkState, places: Sequence[int]) -> None:
         crowd, size = Counter(places), len(places)
         network = wires.network
         crowded = max(crowd.values()) - 1
@@ -135,7 +135,7 @@ class _Everybody:
         return max(latency + nbytes * byte for latency, byte in (self._here, self._between))
 
 
-def _usual_latency(wires: Wires, hosts: Counter[int]) -> float:
+def _usual_latency(wires: NetworkState, hosts: Counter[int]) -> float:
     """The greatest between two hosts whose way has none of its own."""
     overridden = Counter(
         host
@@ -147,7 +147,7 @@ def _usual_latency(wires: Wires, hosts: Counter[int]) -> float:
     return max(usual, default=0.0)
 
 
-class Ring(Algorithm):
+class RingCost(Algorithm):
     """Everything goes round a ring of ranks. Bandwidth optimal: Patarasuk and Yuan, Bandwidth Optimal All-reduce
     Algorithms for Clusters of Workstations (2009).
     """
@@ -191,12 +191,12 @@ class Ring(Algorithm):
         return self.step([(rank, (rank + 1) % self.size, nbytes) for rank in range(self.size)])
 
 
-class Tree(Algorithm):
+class TreeCost(Algorithm):
     """In ceil(log2 N) steps: binomial trees, and Bruck's all-gather. Thakur, Rabenseifner, Gropp, Optimization of
     Collective Communication Operations in MPICH (2005).
     """
 
-    def __init__(self, wires: Wires, ranks: Sequence[int]) -> None:
+    def __init__(self, wires: NetworkState, ranks: Sequence[int]) -> None:
         super().__init__(wires, ranks)
         self.depth = (self.size - 1).bit_length()
 

@@ -108,9 +108,9 @@ class Compute:
         """What a codec takes on a worker, by rank, or on a server shard, -1 - s, which has no factor."""
         return self.codecs.get(codec.name, FREE).times(self.factors.get(node, 1.0))
 
-    def pace(self, rank: int, seed: int) -> Pace:
+    def pace(self, rank: int, seed: int) -> ComputeSpeed:
         """One worker's."""
-        return Pace(self, rank, seed)
+        return ComputeSpeed(self, rank, seed)
 
 
 def _ranks(found: re.Match[str]) -> range:
@@ -122,7 +122,7 @@ def _ranks(found: re.Match[str]) -> range:
     return range(first, last + 1)
 
 
-class Pace:
+class ComputeSpeed:
     """One worker's seconds, drawn from its own generator: they do not depend on what others do."""
 
     __slots__ = ("_draw", "_generator", "_row", "_step")

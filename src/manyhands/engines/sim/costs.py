@@ -10,9 +10,9 @@ cheapest      for each call the quickest one of ring, tree and hierarchical
 
 from __future__ import annotations
 
-from manyhands.engines.sim.collectives import Algorithm, Cost, Ring, Tree
-from manyhands.engines.sim.network import Collective, Wires
-from manyhands.engines.sim.own_collectives import Hierarchical, SharedMemory, Sockets
+from manyhands.engines.sim.collectives import Algorithm, Cost, RingCost, TreeCost
+from manyhands.engines.sim.network import Collective, NetworkState
+from manyhands.engines.sim.own_collectives import HierarchicalCost, SharedMemoryCost, SocketsCost
 
 __all__ = ["Cost", "Costs"]
 
@@ -26,7 +26,7 @@ class Costs:
     server, nor those for collectives. One worker costs nothing.
     """
 
-    def __init__(self, wires: Wires, size: int) -> None:
+    def __init__(self, wires: NetworkState, size: int) -> None:
         self.size = size
         self._algorithms = _algorithms(wires, size, wires.network.collective) if size > 1 else []
         self._nothing = [0] * size
@@ -74,26 +74,26 @@ class Costs:
         return found
 
 
-def _algorithms(wires: Wires, size: int, collective: Collective) -> list[Algorithm]:
+def _algorithms(wires: NetworkState, size: int, collective: Collective) -> list[Algorithm]:
     """Of which each call takes the cheapest."""
     ranks = range(size)
     match collective:
         case "ring":
-            return [Ring(wires, ranks)]
+            return [RingCost(wires, ranks)]
         case "tree":
-            return [Tree(wires, ranks)]
+            return [TreeCost(wires, ranks)]
         case "cheapest":
-            return [_own(wires, size), Ring(wires, ranks), Tree(wires, ranks)]
+            return [_own(wires, size), RingCost(wires, ranks), TreeCost(wires, ranks)]
         case "auto" | "hierarchical":
             return [_own(wires, size)]
 
 
-def _own(wires: Wires, size: int) -> Algorithm:
+def _own(wires: NetworkState, size: int) -> Algorithm:
     """As this project's own groups."""
     hosts, ranks = wires.host_of(size - 1) + 1, range(size)
     if hosts == 1:
-        return SharedMemory(wires, ranks)
-    return Sockets(wires, ranks) if hosts == size else Hierarchical(wires, ranks)
+        return SharedMemoryCost(wires, ranks)
+    return SocketsCost(wires, ranks) if hosts == size else HierarchicalCost(wires, ranks)
 
 
 def _of(algorithm: Algorithm, name: str, elements: int, item: int, source: int) -> Cost:

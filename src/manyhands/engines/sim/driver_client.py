@@ -13,13 +13,13 @@ from typing_extensions import override
 from manyhands.data.leases import End, Lease, Leases, Segment
 from manyhands.engines.base import Observer
 from manyhands.engines.in_process import InProcess
-from manyhands.engines.sim.compute import Pace
-from manyhands.engines.sim.timeline import Cell, Timeline
+from manyhands.engines.sim.compute import ComputeSpeed
+from manyhands.engines.sim.timeline import Future, Timeline
 from manyhands.errors import PeerLost
 from manyhands.worker import current
 
 
-class Desk:
+class LeaseServer:
     """The driver's side of all lines: one hands out the leases, in virtual time."""
 
     def __init__(self, timeline: Timeline, observer: Observer, lease_s: float, timeout_s: float = 300.0) -> None:
@@ -28,7 +28,7 @@ class Desk:
         self.leases = Leases()
         self.at_step: dict[tuple[int, int], list[Callable[[], None]]] = {}
         """(rank, step): what happens, inside that worker's own turn, when it begins to compute that step."""
-        self._waiting: dict[int, Cell[Lease | End]] = {}
+        self._waiting: dict[int, Future[Lease | End]] = {}
         self._moved_at = 0.0  # when somebody last got one
 
     def lease(self, rank: int, segment: Segment, stop: str, step: int) -> Lease | End:
@@ -52,7 +52,7 @@ class Desk:
 
     def _wait(self, rank: int, step: int) -> Lease | End:
         """While worker 0 trains alone."""
-        cell: Cell[Lease | End] = self.timeline.cell()
+        cell: Future[Lease | End] = self.timeline.cell()
         self._waiting[rank] = cell
         begun = self.timeline.now
 
@@ -76,7 +76,7 @@ class Desk:
 class SimLine(InProcess):
     """One worker's."""
 
-    def __init__(self, desk: Desk, rank: int, pace: Pace) -> None:
+    def __init__(self, desk: LeaseServer, rank: int, pace: ComputeSpeed) -> None:
         super().__init__(
             desk.observer, clock=lambda: desk.timeline.now, poll_s=0
         )  # a stop is heard at the very next tick
@@ -129,8 +129,8 @@ def backward_in_turn() -> Iterator[None]:
 
     def backward(*arguments: Any, **options: Any) -> None:
         worker = current()
-        if worker is not None and isinstance(worker.coordinator, SimLine):
-            worker.coordinator.backward(partial(plain, *arguments, **options))
+        if worker is not None and isinstance(worker.driver, SimLine):
+            worker.driver.backward(partial(plain, *arguments, **options))
         else:
             plain(*arguments, **options)
 

@@ -14,16 +14,16 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from typing_extensions import override
 
-from manyhands.engines.base import Engine, Launch, check_counts
+from manyhands.engines.base import Engine, LaunchSpec, check_counts
 from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.costs import Costs
-from manyhands.engines.sim.driver_client import Desk, SimLine, backward_in_turn
+from manyhands.engines.sim.driver_client import LeaseServer, SimLine, backward_in_turn
 from manyhands.engines.sim.faults import Fault, Faults
-from manyhands.engines.sim.group import SimGroup, SimMeeting
-from manyhands.engines.sim.network import Network, Wires
+from manyhands.engines.sim.group import SimGroup, SimRendezvous
+from manyhands.engines.sim.network import NetworkState, SimNetworkSpec
 from manyhands.engines.sim.profile import Profile
 from manyhands.engines.sim.server import SimServers
-from manyhands.engines.sim.timeline import Killed, Program, Timeline
+from manyhands.engines.sim.timeline import Killed, SimProgram, Timeline
 from manyhands.engines.single_process import run_as
 from manyhands.errors import PeerLost, Unsupported, WorkerFailed
 from manyhands.events import Event
@@ -44,7 +44,7 @@ class Sim(Engine):
     same seed gives the same bits, whatever else the machine does. What each cost is, docs/simulate.md says.
     """
 
-    network: str | Network = ""
+    network: str | SimNetworkSpec = ""
     """What messages cost: latency=1e-3,bandwidth=1e9,workers_per_host=4 …; free without it."""
     compute: str | Compute = ""
     """What gradients cost: row=1e-4,step=1e-3,jitter=lognormal:0.2,3=5x (worker 3 is 5 times slower); and codecs: topk=15ns/1ns."""
@@ -63,14 +63,14 @@ class Sim(Engine):
         _ = self.parts  # what cannot be read is refused now
 
     @cached_property
-    def parts(self) -> tuple[Network, Compute, Faults]:
+    def parts(self) -> tuple[SimNetworkSpec, Compute, Faults]:
         """What the options say, put together, and the profile as it was when this engine was made."""
-        network, compute = Network(), Compute()
+        network, compute = SimNetworkSpec(), Compute()
         if self.profile is not None:
             profile = Profile.load(self.profile)
             network, compute = profile.network, profile.compute
-        if isinstance(self.network, Network) or self.network:
-            network = self.network if isinstance(self.network, Network) else network.with_text(self.network)
+        if isinstance(self.network, SimNetworkSpec) or self.network:
+            network = self.network if isinstance(self.network, SimNetworkSpec) else network.with_text(self.network)
         if isinstance(self.compute, Compute) or self.compute:
             compute = self.compute if isinstance(self.compute, Compute) else compute.with_text(self.compute)
         faults = self.faults if isinstance(self.faults, Faults) else Faults.parse(self.faults)
@@ -86,27 +86,27 @@ class Sim(Engine):
         return {"simulated": {name: str(value) for name, value in given.items() if value not in ("", None)}}
 
     @override
-    def check(self, plan: Launch) -> None:
-        check_counts(plan)
-        if plan.device not in ("auto", "cpu"):
+    def check(self, spec: LaunchSpec) -> None:
+        check_counts(spec)
+        if spec.device not in ("auto", "cpu"):
             raise Unsupported(
-                f"engine sim computes on the CPU, where the same seed gives the same bits; device {plan.device} was asked for: "
+                f"engine sim computes on the CPU, where the same seed gives the same bits; device {spec.device} was asked for: "
                 "leave it out, and say with compute= how long a gradient takes"
             )
         network, compute, faults = self.parts
-        compute.check(plan.workers)
-        Wires(network, plan.workers, plan.shards)
-        faults.check(plan.workers, plan.shards, rejoins=plan.rejoins)
+        compute.check(spec.workers)
+        NetworkState(network, spec.workers, spec.shards)
+        faults.check(spec.workers, spec.shards, rejoins=spec.rejoins)
 
     @override
-    def launch(self, program: Callable[[Worker], T], plan: Launch) -> list[T]:
-        self.check(plan)
+    def launch(self, program: Callable[[Worker], T], spec: LaunchSpec) -> list[T]:
+        self.check(spec)
         threads = torch.get_num_threads()
         begun = time.monotonic()
-        torch.set_num_threads(plan.threads_per_worker or 1)
+        torch.set_num_threads(spec.threads_per_worker or 1)
         try:
             with backward_in_turn():
-                return Simulation(self, plan).run(program)
+                return Simulation(self, spec).run(program)
         finally:
             torch.set_num_threads(threads)
             if time.monotonic() - begun > COLLECT_AFTER_S:
@@ -116,40 +116,40 @@ class Sim(Engine):
 class Simulation:
     """One launch."""
 
-    def __init__(self, engine: Sim, plan: Launch) -> None:
+    def __init__(self, engine: Sim, spec: LaunchSpec) -> None:
         network, self.compute, self.faults = engine.parts
-        self.plan, self.seed = plan, engine.seed
+        self.spec, self.seed = spec, engine.seed
         self.timeline = Timeline(engine.seed)
         self.timeline.on_end = self._ended
-        self.wires = Wires(network, plan.workers, plan.shards)
-        self.meeting = SimMeeting(
-            self.timeline, Costs(self.wires, plan.workers), self.wires, plan.workers, plan.timeout_s
+        self.wires = NetworkState(network, spec.workers, spec.shards)
+        self.meeting = SimRendezvous(
+            self.timeline, Costs(self.wires, spec.workers), self.wires, spec.workers, spec.timeout_s
         )
         self.servers = self._servers()
-        self.desk = Desk(self.timeline, plan.observer, self.compute.lease, plan.timeout_s)
+        self.desk = LeaseServer(self.timeline, spec.observer, self.compute.lease, spec.timeout_s)
         self.workers: dict[int, Worker] = {}  # by rank, as the next two
         self.lines: dict[int, SimLine] = {}
-        self.programs: dict[int, Program] = {}
+        self.programs: dict[int, SimProgram] = {}
         self.planned = list(self.faults.planned)  # what did not happen yet
 
     def _servers(self) -> SimServers | None:
-        if self.plan.server is None:
+        if self.spec.server is None:
             return None
         return SimServers(
-            self.plan.server,
-            self.plan.workers,
-            self.plan.shards,
+            self.spec.server,
+            self.spec.workers,
+            self.spec.shards,
             self.timeline,
             self.wires,
             self.faults.messages(self.seed),
             self.compute,
             self.faults,
-            self.plan.timeout_s,
+            self.spec.timeout_s,
         )
 
     def run(self, program: Callable[[Worker], T]) -> list[T]:
         """Its values in rank order; errors as `Engine.launch` says."""
-        for rank in range(self.plan.workers):
+        for rank in range(self.spec.workers):
             self._start(program, rank)
         for fault in self.faults.planned:
             self._plan_fault(program, fault)
@@ -158,7 +158,7 @@ class Simulation:
         if killed is not None:
             raise self._lost(killed)
         self._warn_of_what_did_not_happen()
-        return [self.programs[rank].value for rank in range(self.plan.workers)]
+        return [self.programs[rank].value for rank in range(self.spec.workers)]
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
@@ -166,14 +166,14 @@ class Simulation:
         line = SimLine(self.desk, rank, self.compute.pace(rank, self.seed))
         worker = Worker(
             rank=rank,
-            size=self.plan.workers,
+            size=self.spec.workers,
             host=f"host{self.wires.host_of(rank)}",
             device=torch.device("cpu"),
             generation=generation,
             group=SimGroup(self.meeting, rank, self.compute),
             server=None if self.servers is None else self.servers.clients[rank],
             clock=lambda: self.timeline.now,
-            coordinator=line,
+            driver=line,
             threads=torch.get_num_threads(),
             shares_process=True,
         )
@@ -195,7 +195,7 @@ class Simulation:
         worker.group.close()  # goodbye: who waits for this worker hears that it does not come
         return value
 
-    def _ended(self, program: Program) -> None:
+    def _ended(self, program: SimProgram) -> None:
         if program.error is not None:
             self._raise(program.error)
         if program.killed and self.programs[program.name] is program:  # and no other has taken its place
@@ -240,7 +240,7 @@ class Simulation:
     def _warn_of_what_did_not_happen(self) -> None:
         for fault in self.planned:
             message = f"faults: {fault} did not happen: the run was over before, or whom it was to befall"
-            self.plan.observer.event(
+            self.spec.observer.event(
                 Event(type="warning", time_s=self.timeline.now, rank=0, values={"message": message})
             )
 
@@ -286,7 +286,7 @@ class Simulation:
                 self._restart(program, victim, fault.seconds)
                 raise Killed
 
-    def _restart(self, program: Callable[[Worker], T], victim: Program, seconds: float) -> None:
+    def _restart(self, program: Callable[[Worker], T], victim: SimProgram, seconds: float) -> None:
         """A new process will run the program from its beginning, in the next generation; the victim's is to end now."""
         generation = self.workers[victim.name].generation + 1
         self._start(program, victim.name, generation, self.timeline.now + seconds)

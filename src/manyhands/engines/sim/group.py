@@ -14,16 +14,16 @@ from manyhands.comm.checks import check_mean, check_peer, check_rank, check_sum,
 from manyhands.comm.codecs import Codec
 from manyhands.comm.codecs.base import TimedGroup
 from manyhands.comm.flat import flattened, restore
-from manyhands.comm.group import Handle, Total
+from manyhands.comm.group import MeanResult, Work
 from manyhands.comm.ledger import Ledger
 from manyhands.comm.reducing import CHUNK, reduce_everywhere, shares_of, sum_of
 from manyhands.comm.signature import signature
 from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.costs import Cost
-from manyhands.engines.sim.rendezvous import Call, Letter, Round, Run, SimMeeting
+from manyhands.engines.sim.rendezvous import CollectiveCall, PendingMessage, Round, Run, SimRendezvous
 from manyhands.errors import ManyhandsError
 
-__all__ = ["SimGroup", "SimMeeting"]
+__all__ = ["SimGroup", "SimRendezvous"]
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 _FREE = Cost(0.0, [], [])
@@ -46,7 +46,7 @@ class SimGroup(TimedGroup):
     that were under way hold what they held, or the result.
     """
 
-    def __init__(self, meeting: SimMeeting, rank: int, compute: Compute | None = None) -> None:
+    def __init__(self, meeting: SimRendezvous, rank: int, compute: Compute | None = None) -> None:
         check_rank(rank, meeting.size, "rank")
         self.rank, self.size, self.ledger = rank, meeting.size, Ledger()
         self._meeting, self._compute = meeting, compute or Compute()
@@ -57,7 +57,7 @@ class SimGroup(TimedGroup):
         return torch.zeros(n, dtype=dtype)
 
     @override
-    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Handle:
+    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Work:
         check_mean(tensor, weight, bits, lost)
         call = self._call("mean_", signature("mean_", tensor.dtype), tensor)
         call.weight, call.bits = float(weight), bits
@@ -93,7 +93,7 @@ class SimGroup(TimedGroup):
     @override
     def send(self, tensor: Tensor, target: int) -> None:
         check_peer(target, self.rank, self.size, "target")
-        letter = Letter(signature("send", tensor.dtype), flattened(tensor).clone())
+        letter = PendingMessage(signature("send", tensor.dtype), flattened(tensor).clone())
         self._meeting.post(letter, self.rank, target, self.step)
         self.ledger.add("send", tensor.nbytes)
 
@@ -148,15 +148,15 @@ class SimGroup(TimedGroup):
 
     # -- how a call takes its course ---------------------------------------------------------------------------------
 
-    def _call(self, name: str, number: int, tensor: Tensor = _NOTHING) -> Call:
-        return Call(self.rank, name, number, tensor, self.step, self.ledger)
+    def _call(self, name: str, number: int, tensor: Tensor = _NOTHING) -> CollectiveCall:
+        return CollectiveCall(self.rank, name, number, tensor, self.step, self.ledger)
 
-    def _arrive(self, call: Call, run: Run) -> Round:
+    def _arrive(self, call: CollectiveCall, run: Run) -> Round:
         if self._closed:
             raise ManyhandsError("this group was closed; make a new one")
         return self._meeting.arrive(call, run)
 
-    def _complete(self, call: Call, run: Run) -> Any:
+    def _complete(self, call: CollectiveCall, run: Run) -> Any:
         round_ = self._arrive(call, run)
         self.end(round_, call.name, call.step)
         return round_.result
@@ -167,42 +167,42 @@ class SimGroup(TimedGroup):
 
     # -- what collectives do, with all ranks' calls ------------------------------------------------------------------
 
-    def _mean(self, calls: Sequence[Call]) -> tuple[Cost, Total]:
+    def _mean(self, calls: Sequence[CollectiveCall]) -> tuple[Cost, MeanResult]:
         weights, total, bits = [call.weight for call in calls], 0.0, 0
         for call in calls:
             total += call.weight
             bits |= call.bits
         if not total or not calls[0].n:
-            return self._words(), Total(total, bits)
+            return self._words(), MeanResult(total, bits)
         if self.size > 1:
             _reduce(calls, shares_of(weights, total))
-        return self._meeting.costs.mean(calls[0].n, calls[0].tensor.itemsize), Total(total, bits)
+        return self._meeting.costs.mean(calls[0].n, calls[0].tensor.itemsize), MeanResult(total, bits)
 
-    def _sum(self, calls: Sequence[Call]) -> tuple[Cost, None]:
+    def _sum(self, calls: Sequence[CollectiveCall]) -> tuple[Cost, None]:
         if not calls[0].n:
             return self._words(), None
         _reduce(calls, None)
         return self._meeting.costs.mean(calls[0].n, calls[0].tensor.itemsize), None
 
-    def _gather(self, calls: Sequence[Call]) -> tuple[Cost, Tensor]:
+    def _gather(self, calls: Sequence[CollectiveCall]) -> tuple[Cost, Tensor]:
         rows = torch.stack([flattened(call.tensor) for call in calls])
         return self._meeting.costs.all_gather(calls[0].n, calls[0].tensor.itemsize), rows
 
-    def _scatter(self, calls: Sequence[Call]) -> tuple[Cost, Tensor]:
+    def _scatter(self, calls: Sequence[CollectiveCall]) -> tuple[Cost, Tensor]:
         total = sum_of([flattened(call.tensor) for call in calls])
         return self._meeting.costs.reduce_scatter(calls[0].n, calls[0].tensor.itemsize), total
 
-    def _broadcast(self, calls: Sequence[Call], source: int) -> tuple[Cost, None]:
+    def _broadcast(self, calls: Sequence[CollectiveCall], source: int) -> tuple[Cost, None]:
         given = flattened(calls[source].tensor)
         for call in calls:
             if call.rank != source:
                 call.tensor.detach().copy_(given.view(call.tensor.shape))
         return self._meeting.costs.broadcast(calls[0].n, given.itemsize, source), None
 
-    def _barrier(self, calls: Sequence[Call]) -> tuple[Cost, None]:
+    def _barrier(self, calls: Sequence[CollectiveCall]) -> tuple[Cost, None]:
         return self._words(), None
 
-    def _texts(self, calls: Sequence[Call]) -> tuple[Cost, str]:
+    def _texts(self, calls: Sequence[CollectiveCall]) -> tuple[Cost, str]:
         cost = self._meeting.costs.json([len(call.text) for call in calls])
         return cost, f"[{','.join(call.text for call in calls)}]"
 
@@ -210,20 +210,20 @@ class SimGroup(TimedGroup):
         return self._meeting.costs.barrier()
 
 
-class _Started(Handle):
+class _Started(Work):
     """A mean that was started."""
 
     def __init__(self, group: SimGroup, round_: Round, step: int) -> None:
         self._group, self._round, self._step = group, round_, step
 
     @override
-    def wait(self) -> Total:
+    def wait(self) -> MeanResult:
         self._group.end(self._round, "mean_", self._step)
-        total: Total = self._round.result
+        total: MeanResult = self._round.result
         return total
 
 
-def _reduce(calls: Sequence[Call], shares: Sequence[float | None] | None) -> None:
+def _reduce(calls: Sequence[CollectiveCall], shares: Sequence[float | None] | None) -> None:
     """Replace all ranks' tensors by the sum of tensor·share, in rank order; piece by piece, so that they stay in the cache."""
     flats = [flattened(call.tensor) for call in calls]
     n, length, lost = calls[0].n, CHUNK // calls[0].tensor.itemsize, calls[0].lost

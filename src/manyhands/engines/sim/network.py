@@ -29,7 +29,7 @@ _OVERRIDES = ("host3=latency:1ms/bandwidth:100Mbit", "shard0=…", "link0-3=…"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class SimLink:
     """What differs on the way between two hosts, or at one host's card. None: as in the rest of the network."""
 
     latency: float | None = None  # seconds
@@ -47,7 +47,7 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Network:
+class SimNetworkSpec:
     """A network; frozen, so that it is an engine's option. Its default is free: every message arrives at once.
 
     Worker rank r is on host r // workers_per_host. Server shard s has a host of its own, whose number is -1 - s, or is
@@ -64,8 +64,8 @@ class Network:
     servers: Servers = "own"  # own: each shard has a host; spread: shard s is on worker host s % hosts
     local_latency: float = 0.0  # seconds between two nodes of one host
     local_bandwidth: float = math.inf  # bit/s of each of them, whatever the others do
-    hosts: Mapping[int, Link] = field(default_factory=dict, hash=False)  # cards that differ
-    links: Mapping[tuple[int, int], Link] = field(default_factory=dict, hash=False)
+    hosts: Mapping[int, SimLink] = field(default_factory=dict, hash=False)  # cards that differ
+    links: Mapping[tuple[int, int], SimLink] = field(default_factory=dict, hash=False)
     """Ways between two hosts (lower, higher) that differ: each direction has this bandwidth to itself."""
     collective: Collective = "auto"  # see costs.py
 
@@ -148,13 +148,13 @@ class Way(NamedTuple):
     slowest: float
 
 
-class Wires:
+class NetworkState:
     """The network of one simulation, with the cards' queues. Nodes: worker rank r is r, server shard s is -1 - s.
 
     Raises BadInput for a network with overrides of hosts that this simulation does not have.
     """
 
-    def __init__(self, network: Network, workers: int, shards: int) -> None:
+    def __init__(self, network: SimNetworkSpec, workers: int, shards: int) -> None:
         self.network, self.workers, self.shards = network, workers, shards
         self.hosts = -(-workers // network.workers_per_host)
         """Of workers: they have the numbers 0 … hosts - 1."""
@@ -172,12 +172,12 @@ class Wires:
 
     def latency_of(self, host: int) -> float:
         """Seconds of messages from or to a host, where the way and the other host do not say otherwise."""
-        own = self.network.hosts.get(host, Link()).latency
+        own = self.network.hosts.get(host, SimLink()).latency
         return self.network.latency if own is None else own
 
     def card_of(self, host: int) -> float:
         """bit/s of a host's card."""
-        own = self.network.hosts.get(host, Link()).bandwidth
+        own = self.network.hosts.get(host, SimLink()).bandwidth
         return self.network.bandwidth if own is None else own
 
     def way(self, here: int, there: int) -> Way:
@@ -210,7 +210,7 @@ class Wires:
         network = self.network
         if here == there:
             return Way(network.local_latency, math.inf, network.local_bandwidth, math.inf, network.local_bandwidth)
-        own = network.links.get((min(here, there), max(here, there)), Link())
+        own = network.links.get((min(here, there), max(here, there)), SimLink())
         latency = max(self.latency_of(here), self.latency_of(there)) if own.latency is None else own.latency
         bandwidths = self.card_of(here), own.bandwidth or math.inf, self.card_of(there)
         return Way(latency, *bandwidths, min(bandwidths))
@@ -237,12 +237,12 @@ def _read_option(name: str, text: str) -> Any:
         return ALL if text == "all" else convert(f"network: {name}", text, int)
     if name in _CHOICES:
         return convert(f"network: {name}", text, _CHOICES[name])
-    valid = [entry.name for entry in fields(Network) if entry.name not in ("hosts", "links")]
+    valid = [entry.name for entry in fields(SimNetworkSpec) if entry.name not in ("hosts", "links")]
     raise unknown(name, "network", [*valid, *_OVERRIDES])
 
 
-def _read_link(name: str, text: str, before: Link | None) -> Link:
-    link = before or Link()
+def _read_link(name: str, text: str, before: SimLink | None) -> SimLink:
+    link = before or SimLink()
     for part in re.split(r"/(?!s\b)", text):
         what, colon, value = part.partition(":")
         if what == "latency" and colon:

@@ -8,13 +8,13 @@ from itertools import pairwise
 from typing_extensions import override
 
 from manyhands.comm.ring.algorithms import DIRECT_BYTES, SWAP_BYTES
-from manyhands.engines.sim.collectives import Algorithm, Cost, Ring
-from manyhands.engines.sim.network import Wires
+from manyhands.engines.sim.collectives import Algorithm, Cost, RingCost
+from manyhands.engines.sim.network import NetworkState
 
 _ALIGNED = 64  # elements: as shared memory cuts slices
 
 
-class Sockets(Ring):
+class SocketsCost(RingCost):
     """As `RingGroup` does it: all are linked with all, small tensors travel directly, large ones round the ring."""
 
     @override
@@ -54,7 +54,7 @@ class Sockets(Ring):
         return Cost(seconds, [count * (self.size - 1) * nbytes for count in sends], sends)
 
 
-class SharedMemory(Algorithm):
+class SharedMemoryCost(Algorithm):
     """As `SharedMemoryGroup` does it: all arrive, each rank moves its part in memory that all map, all are done."""
 
     @override
@@ -100,19 +100,19 @@ class SharedMemory(Algorithm):
         return 2 * network.local_latency + 8 * nbytes / network.local_bandwidth
 
 
-class Hierarchical(Algorithm):
+class HierarchicalCost(Algorithm):
     """As `HierarchicalGroup` does it: in shared memory on each host, and between the hosts' first ranks, by sockets."""
 
-    def __init__(self, wires: Wires, ranks: Sequence[int]) -> None:
+    def __init__(self, wires: NetworkState, ranks: Sequence[int]) -> None:
         super().__init__(wires, ranks)
         members: dict[int, list[int]] = {}
         for position, host in enumerate(self.places):
             members.setdefault(host, []).append(position)
         self._members = list(members.values())
         self._local = [
-            SharedMemory(wires, [ranks[p] for p in host]) if len(host) > 1 else None for host in self._members
+            SharedMemoryCost(wires, [ranks[p] for p in host]) if len(host) > 1 else None for host in self._members
         ]
-        self._across = Sockets(wires, [ranks[host[0]] for host in self._members])
+        self._across = SocketsCost(wires, [ranks[host[0]] for host in self._members])
 
     @override
     def mean(self, elements: int, item: int) -> Cost:

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from manyhands.checkpoint.checkpoints import write_whole
 from manyhands.engines.sim.compute import Compute
-from manyhands.engines.sim.network import Network
+from manyhands.engines.sim.network import SimNetworkSpec
 from manyhands.engines.sim.quantities import expect_number
 from manyhands.errors import BadInput
 
@@ -29,7 +29,7 @@ class Profile:
     this machine, which no network between two machines beats. Others are for reading, and for `network=`.
     """
 
-    networks: Mapping[str, Network] = field(hash=False)
+    networks: Mapping[str, SimNetworkSpec] = field(hash=False)
     compute: Compute  # seconds a row and a tick, jitter, lease, and the server's merge
     task: str  # its name or spec
     workers: int  # at the same time, when it was measured
@@ -48,7 +48,7 @@ class Profile:
             expect_number(error, f"a profile's prediction error of {strategy}")
 
     @property
-    def network(self) -> Network:
+    def network(self) -> SimNetworkSpec:
         """That of workers on the machine: `local`."""
         return self.networks[_LOCAL]
 
@@ -124,7 +124,7 @@ def _values(said: Mapping[str, Any]) -> dict[str, Any]:
             raise BadInput(f"{name} is of another type: {json.dumps(value)[:80]}")
     return {
         **said,
-        "networks": {name: Network.parse(text) for name, text in said["networks"].items()},
+        "networks": {name: SimNetworkSpec.parse(text) for name, text in said["networks"].items()},
         "compute": Compute.parse(said["compute"]),
         "batch_sizes": tuple(said["batch_sizes"]),
     }

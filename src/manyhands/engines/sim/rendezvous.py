@@ -13,8 +13,8 @@ from torch import Tensor
 from manyhands.comm.ledger import Ledger
 from manyhands.comm.signature import describe, itemsize
 from manyhands.engines.sim.costs import Cost, Costs
-from manyhands.engines.sim.network import Wires
-from manyhands.engines.sim.timeline import Cell, Killed, Timeline
+from manyhands.engines.sim.network import NetworkState
+from manyhands.engines.sim.timeline import Future, Killed, Timeline
 from manyhands.errors import ManyhandsError, PeerLost
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -24,7 +24,7 @@ Failure = Callable[[str, int, float], ManyhandsError]
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class CollectiveCall:
     """One rank's part in a collective."""
 
     rank: int
@@ -47,7 +47,7 @@ class Call:
         return words.replace("broadcast_", self.name) if self.name == "share" else words
 
 
-Run = Callable[[Sequence[Call]], tuple[Cost, Any]]
+Run = Callable[[Sequence[CollectiveCall]], tuple[Cost, Any]]
 """All ranks' calls, in rank order -> what the collective costs, and its result; the ranks' tensors are worked on in place."""
 
 
@@ -56,14 +56,14 @@ class Round:
 
     __slots__ = ("arrived_at", "calls", "cells", "done_at", "first", "missing", "result")
 
-    def __init__(self, size: int, first: Call) -> None:
-        self.first: Call | None = first
-        self.calls: list[Call | None] = [None] * size
+    def __init__(self, size: int, first: CollectiveCall) -> None:
+        self.first: CollectiveCall | None = first
+        self.calls: list[CollectiveCall | None] = [None] * size
         self.missing = size
         self.arrived_at: float | None = None  # when the last one came
         self.done_at = 0.0
         self.result: Any = None
-        self.cells: list[Cell[None]] = []  # of the ranks that wait for it
+        self.cells: list[Future[None]] = []  # of the ranks that wait for it
 
     def wake(self) -> None:
         """It is over."""
@@ -73,7 +73,7 @@ class Round:
 
 
 @dataclass(slots=True, eq=False)
-class Letter:
+class PendingMessage:
     """A tensor on its way from one rank to another, or the place where one is waited for."""
 
     number: int = 0
@@ -86,12 +86,12 @@ class Letter:
 class Wait:
     """A rank that waits: for a collective's last arrival and its end, or for another rank's letter."""
 
-    cell: Cell[None]
+    cell: Future[None]
     name: str
     step: int
     since: float
     source: int  # -1: a collective's
-    until: Round | Letter
+    until: Round | PendingMessage
 
     @property
     def is_for_somebody(self) -> bool:
@@ -100,25 +100,25 @@ class Wait:
 
     def lacks(self) -> list[int]:
         """The ranks that have not come."""
-        if isinstance(self.until, Letter):
+        if isinstance(self.until, PendingMessage):
             return [self.source]
         return [rank for rank, call in enumerate(self.until.calls) if call is None]
 
 
-class SimMeeting:
+class SimRendezvous:
     """What the ranks of one simulated group share.
 
     A collective begins when the last rank has come and the group's previous one is over; it takes what `costs` says. The
     i-th calls of all ranks meet. timeout_s: who waits for a rank for so long gets PeerLost, and the group is unusable.
     """
 
-    def __init__(self, timeline: Timeline, costs: Costs, wires: Wires, size: int, timeout_s: float) -> None:
+    def __init__(self, timeline: Timeline, costs: Costs, wires: NetworkState, size: int, timeout_s: float) -> None:
         self.timeline, self.costs, self.wires, self.size = timeline, costs, wires, size
         self.timeout_s = timeout_s
         self._rounds: dict[int, Round] = {}  # those that somebody has not come to
         self._calls = [0] * size  # how many each rank has made
         self._free_at = 0.0  # when the last collective is over
-        self._mail: dict[tuple[int, int], deque[Letter]] = {}
+        self._mail: dict[tuple[int, int], deque[PendingMessage]] = {}
         self._waits: dict[int, Wait] = {}  # by rank
         self._closed: set[int] = set()
         self._failure: Failure | None = None
@@ -133,7 +133,7 @@ class SimMeeting:
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
-    def arrive(self, call: Call, run: Run) -> Round:
+    def arrive(self, call: CollectiveCall, run: Run) -> Round:
         """A rank comes to its next collective, and does not wait."""
         self.check(call.name, call.step)
         index = self._calls[call.rank]
@@ -181,11 +181,11 @@ class SimMeeting:
         if round_.cells:
             self.timeline.at(round_.done_at, round_.wake)
 
-    def _broken(self, call: Call, error: Exception) -> Failure:
+    def _broken(self, call: CollectiveCall, error: Exception) -> Failure:
         message = f"{call} of all workers failed at step {call.step}: {type(error).__name__}: {error}"
         return lambda name, step, seconds: ManyhandsError(message)
 
-    def _check_same(self, round_: Round, call: Call) -> None:
+    def _check_same(self, round_: Round, call: CollectiveCall) -> None:
         first = round_.first
         assert first is not None  # until all have come
         if (first.name, first.number, first.n) == (call.name, call.number, call.n):
@@ -196,14 +196,14 @@ class SimMeeting:
         )
         raise self._fail(lambda name, step, seconds: ManyhandsError(message))(call.name, call.step, 0.0)
 
-    def _check_closed(self, round_: Round, call: Call) -> None:
+    def _check_closed(self, round_: Round, call: CollectiveCall) -> None:
         gone = [rank for rank in self._closed if round_.calls[rank] is None]
         if gone:
             raise self._fail(self._lost(min(gone), "left the group"))(call.name, call.step, 0.0)
 
     # -- letters -----------------------------------------------------------------------------------------------------
 
-    def post(self, letter: Letter, source: int, target: int, step: int) -> None:
+    def post(self, letter: PendingMessage, source: int, target: int, step: int) -> None:
         """Give a letter to the network."""
         self.check("send", step)
         now = self.timeline.now
@@ -215,7 +215,7 @@ class SimMeeting:
             self.timeline.at(letter.arrives_at, lambda: wait.cell.set(None))
         self._mail.setdefault((source, target), deque()).append(letter)
 
-    def take(self, source: int, target: int, step: int) -> tuple[Letter, float]:
+    def take(self, source: int, target: int, step: int) -> tuple[PendingMessage, float]:
         """The next letter from a rank, when it is here; and the seconds until it was sent."""
         self.check("receive_", step)
         now = self.timeline.now
@@ -223,7 +223,7 @@ class SimMeeting:
         if not box and source in self._closed:
             raise self._fail(self._lost(source, "left the group"))("receive_", step, 0.0)
         if not box or box[0].arrives_at > now:
-            wait = Wait(self.timeline.cell(), "receive_", step, now, source, box[0] if box else Letter())
+            wait = Wait(self.timeline.cell(), "receive_", step, now, source, box[0] if box else PendingMessage())
             if box:
                 self.timeline.at(box[0].arrives_at, lambda: wait.cell.set(None))
             self._wait(target, wait)
@@ -231,7 +231,9 @@ class SimMeeting:
         assert letter.sent_at is not None
         return letter, max(0.0, letter.sent_at - now)
 
-    def refuse(self, letter: Letter, number: int, n: int, source: int, target: int, step: int) -> ManyhandsError:
+    def refuse(
+        self, letter: PendingMessage, number: int, n: int, source: int, target: int, step: int
+    ) -> ManyhandsError:
         """The error of a rank that expected another letter; the group is unusable."""
         message = (
             f"worker {target} expected {describe(number, n)} from worker {source} at step {step}; "

@@ -8,8 +8,8 @@ from functools import partial
 from manyhands.engines.sim.client import SimServer
 from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.faults import Faults, Messages
-from manyhands.engines.sim.network import Wires
-from manyhands.engines.sim.shard import Call, Post, Request, Shard
+from manyhands.engines.sim.network import NetworkState
+from manyhands.engines.sim.shard import Request, ShardCall, ShardQueue, SimShard
 from manyhands.engines.sim.timeline import Killed, Timeline
 from manyhands.errors import ManyhandsError, PeerLost
 from manyhands.server.base import Server, ServerSpec
@@ -43,7 +43,7 @@ class SimServers:
         workers: int,
         shards: int,
         timeline: Timeline,
-        wires: Wires,
+        wires: NetworkState,
         messages: Messages | None,
         compute: Compute,
         faults: Faults,
@@ -52,15 +52,15 @@ class SimServers:
         self.spec, self.timeline, self.wires, self.timeout_s = spec, timeline, wires, timeout_s
         self.compute = compute
         self.stores = make_stores(spec, workers, shards)
-        post = Post(timeline, wires, messages)
+        post = ShardQueue(timeline, wires, messages)
         self.shards = [
-            Shard(number, store, workers, post, compute.merge, self._plan_retry)
+            SimShard(number, store, workers, post, compute.merge, self._plan_retry)
             for number, store in enumerate(self.stores)
         ]
         self.clients: list[Server] = [SimServer(self, worker, 0) for worker in range(workers)]
         self.giver: int | None = None  # the worker whose center is the first
         self._retry_s = None if messages is None else faults.retry_s
-        self._open: dict[int, Call] = {}  # by worker
+        self._open: dict[int, ShardCall] = {}  # by worker
         self._generations = [0] * workers
         self._lost: set[int] = set()
         self._watched = False  # whether a look at the open calls is planned
@@ -108,7 +108,7 @@ class SimServers:
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
-    def exchange(self, call: Call) -> None:
+    def exchange(self, call: ShardCall) -> None:
         """Send a call's requests and wait for all answers, in virtual time."""
         if self.timeline.is_dead:  # the dead say nothing
             raise Killed
@@ -204,6 +204,6 @@ class SimServers:
     def _refused(self, worker: int) -> Refused:
         return Refused(f"worker {worker} was declared lost: it takes no part, unless its process is started again")
 
-    def _shard_lost(self, shard: int, call: Call, why: str) -> ShardLost:
+    def _shard_lost(self, shard: int, call: ShardCall, why: str) -> ShardLost:
         seconds = self.timeline.now - call.since
         return ShardLost(shard, f"server shard {shard}", f"server.{call.operation}", call.step, seconds, why)

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from manyhands.engines.sim.faults import Messages
-from manyhands.engines.sim.network import Wires
-from manyhands.engines.sim.timeline import Cell, Due, Timeline
+from manyhands.engines.sim.network import NetworkState
+from manyhands.engines.sim.timeline import Due, Future, Timeline
 from manyhands.errors import ManyhandsError, PeerLost
 from manyhands.server.store import Applied, Dropped, Store
 
@@ -64,7 +64,7 @@ class Request:
         """sends: bytes to the shard. work: bytes that it goes through. decode_s: seconds before that. again: the store itself knows copies."""
         self.shard, self.act, self.sends, self.work, self.decode_s = shard, act, sends, work, decode_s
         self.needs_center, self.again = needs_center, again
-        self.call: Call
+        self.call: ShardCall
         self.answer: Any = None
         self.is_answered = False
         self.handled_at: float | None = None
@@ -75,13 +75,19 @@ class Request:
         )
 
 
-class Call:
+class ShardCall:
     """A worker's call of its server, until all shards have answered."""
 
     __slots__ = ("cell", "key", "missing", "operation", "requests", "since", "step", "worker")
 
     def __init__(
-        self, worker: int, key: tuple[int, float], operation: str, step: int, requests: list[Request], cell: Cell[None]
+        self,
+        worker: int,
+        key: tuple[int, float],
+        operation: str,
+        step: int,
+        requests: list[Request],
+        cell: Future[None],
     ) -> None:
         """key: (generation, how many calls before this one): shards tell old from new by it."""
         self.worker, self.key, self.operation, self.step = worker, key, operation, step
@@ -92,21 +98,21 @@ class Call:
             request.call = self
 
 
-class Post:
+class ShardQueue:
     """Carries messages between workers and shards; with faults, some come late, twice, or never."""
 
-    def __init__(self, timeline: Timeline, wires: Wires, messages: Messages | None) -> None:
+    def __init__(self, timeline: Timeline, wires: NetworkState, messages: Messages | None) -> None:
         self.timeline, self._wires, self._messages = timeline, wires, messages
 
     def send(self, source: int, target: int, bytes: int, deliver: Callable[[], None]) -> float:
-        """When it is to arrive. Nodes as in `Wires`; `deliver` is called for each copy that does."""
+        """When it is to arrive. Nodes as in `NetworkState`; `deliver` is called for each copy that does."""
         arrives = self._wires.send(source, target, bytes, self.timeline.now)
         for late in [0.0] if self._messages is None else self._messages.copies():
             self.timeline.at(arrives + late, deliver)
         return arrives
 
 
-class Shard:
+class SimShard:
     """Handles requests one at a time, in the order in which they arrive, or have been decoded where they bring a payload.
 
     Each worker's payloads are decoded on their own, at the same time as those of others: as by the thread of a connection.
@@ -120,7 +126,7 @@ class Shard:
         number: int,
         store: Store,
         workers: int,
-        post: Post,
+        post: ShardQueue,
         merge_s: float,
         on_answer: Callable[[Request, float], None],
     ) -> None:

@@ -20,7 +20,7 @@ from manyhands.errors import ManyhandsError
 T = TypeVar("T")
 
 
-class Stuck(ManyhandsError):
+class Deadlock(ManyhandsError):
     """Every program waits, and nothing is due that could wake one of them."""
 
 
@@ -28,7 +28,7 @@ class Killed(BaseException):
     """Raised inside a program that is killed: it ends there, and is not an error of the program's."""
 
 
-class Cell(Generic[T]):
+class Future(Generic[T]):
     """A value to come. One program may wait for it; whoever has the value sets it, once."""
 
     __slots__ = ("_program", "error", "is_set", "timeline", "value")
@@ -38,7 +38,7 @@ class Cell(Generic[T]):
         self.is_set = False
         self.value: T | None = None
         self.error: BaseException | None = None
-        self._program: Program | None = None  # that waits for it
+        self._program: SimProgram | None = None  # that waits for it
 
     def set(self, value: T) -> None:
         """The value is here: who waits goes on, at this time. Later ones are ignored."""
@@ -70,7 +70,7 @@ class Due:
         self.action = None
 
 
-class Program:
+class SimProgram:
     """One that takes turns; made by `Timeline.start`."""
 
     def __init__(self, timeline: Timeline, name: int, function: Callable[[], Any]) -> None:
@@ -144,20 +144,20 @@ class Timeline:
 
     def __init__(self, seed: int = 0) -> None:
         self.now = 0.0  # seconds
-        self.programs: list[Program] = []
+        self.programs: list[SimProgram] = []
         self.left = 0  # programs that have not ended
-        self.on_end: Callable[[Program], None] = lambda program: None
+        self.on_end: Callable[[SimProgram], None] = lambda program: None
         """Called when a program has ended, by itself, by an error or killed; an error that this raises ends the timeline."""
         self._heap: list[tuple[float, float, int, Due]] = []
         self._ties = random.Random(seed)
         self._count = 0
-        self._resident: Program | None = None  # whose state is the process's
-        self._current: Program | None = None  # whose turn it is
+        self._resident: SimProgram | None = None  # whose state is the process's
+        self._current: SimProgram | None = None  # whose turn it is
         self._outside = capture()
 
-    def start(self, name: int, function: Callable[[], Any], at: float = 0.0) -> Program:
+    def start(self, name: int, function: Callable[[], Any], at: float = 0.0) -> SimProgram:
         """A program that begins at a time; `name` is its rank."""
-        program = Program(self, name, function)
+        program = SimProgram(self, name, function)
         self.programs.append(program)
         self.left += 1
         self.at(at, program.resume)
@@ -187,7 +187,7 @@ class Timeline:
     def _run(self) -> None:
         while self.left:
             if not self.advance():
-                raise Stuck(self._who_waits())
+                raise Deadlock(self._who_waits())
 
     def advance(self) -> bool:
         """Let happen what is due next; whether anything was. What was cancelled takes no time."""
@@ -208,7 +208,7 @@ class Timeline:
     # -- for programs ------------------------------------------------------------------------------------------------
 
     @property
-    def running(self) -> Program:
+    def running(self) -> SimProgram:
         """Whose turn it is; only a program may ask."""
         current = self._current
         assert current is not None, "no program is running"
@@ -234,11 +234,11 @@ class Timeline:
             self.sleep(left)
             left = program.paused_s - paused - (self.now - due)
 
-    def cell(self) -> Cell[Any]:
+    def cell(self) -> Future[Any]:
         """A new cell."""
-        return Cell(self)
+        return Future(self)
 
-    def wait(self, cell: Cell[T], what: str = "something") -> T:
+    def wait(self, cell: Future[T], what: str = "something") -> T:
         """The cell's value, as soon as it is set; raises its error. `what` names it in messages."""
         cell._program = program = self.running
         while not cell.is_set:
@@ -248,7 +248,7 @@ class Timeline:
             raise cell.error
         return cell.value  # type: ignore[return-value]
 
-    def _wait(self, program: Program, what: str) -> None:
+    def _wait(self, program: SimProgram, what: str) -> None:
         if program.killed:
             raise Killed
         program.waits_for = what
@@ -258,7 +258,7 @@ class Timeline:
 
     # -- turns -------------------------------------------------------------------------------------------------------
 
-    def give_turn(self, program: Program, error: BaseException | None = None) -> None:
+    def give_turn(self, program: SimProgram, error: BaseException | None = None) -> None:
         """Let a program run until it waits; the process's state is the program's own meanwhile."""
         if self._resident is not program:
             if self._resident is not None and not self._resident.ended:

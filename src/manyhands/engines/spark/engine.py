@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from typing_extensions import override
 
-from manyhands.engines.base import Engine, Launch, check_counts, check_seconds
+from manyhands.engines.base import Engine, LaunchSpec, check_counts, check_seconds
 from manyhands.errors import BadInput, ManyhandsError, Unsupported
 
 if TYPE_CHECKING:
-    from manyhands.engines.hosts.join_listener import Guests
+    from manyhands.engines.hosts.join_listener import JoinedHosts
     from manyhands.engines.hosts.secret import Secret
     from manyhands.engines.spark.job import Job
     from manyhands.engines.spark.stage import Stage
@@ -67,31 +67,31 @@ class Spark(Engine):
         return workers == 1
 
     @override
-    def launch(self, program: Callable[[Worker], T], plan: Launch) -> list[T]:
-        check_counts(plan)
+    def launch(self, program: Callable[[Worker], T], spec: LaunchSpec) -> list[T]:
+        check_counts(spec)
         if sys.platform != "linux":
             raise Unsupported(f"engine spark needs Linux, this is {sys.platform}")
         from manyhands.engines.descriptors import room_for_descriptors
         from manyhands.engines.driver.driver import Driver
-        from manyhands.engines.hosts.join_listener import Guests, Listening
+        from manyhands.engines.hosts.join_listener import JoinedHosts, Listening
         from manyhands.engines.spark import session
         from manyhands.engines.spark.job import Job, check_executors
 
         with ExitStack() as stack:
             spark = stack.enter_context(session.session(self.master))
-            session.check(spark, plan.workers)
-            stack.enter_context(room_for_descriptors(2 * plan.workers + 16))
-            if any(not frame.files for frame in plan.frames):
-                check_executors(spark, plan.workers)
-            listener, stage = self._opened(session.addresses(spark), plan)
+            session.check(spark, spec.workers)
+            stack.enter_context(room_for_descriptors(2 * spec.workers + 16))
+            if any(not frame.files for frame in spec.frames):
+                check_executors(spark, spec.workers)
+            listener, stage = self._opened(session.addresses(spark), spec)
             with contextlib.closing(listener):
-                job = stack.enter_context(Job(spark, stage, plan.workers))
-                guests = stack.enter_context(Guests("see the executor's log in Spark's own pages"))
-                self._gather(plan, listener, job, guests)
-            observer = Listening(plan.observer, guests.crews)
-            return Driver(guests.crews, replace(plan, observer=observer)).run(program)
+                job = stack.enter_context(Job(spark, stage, spec.workers))
+                guests = stack.enter_context(JoinedHosts("see the executor's log in Spark's own pages"))
+                self._gather(spec, listener, job, guests)
+            observer = Listening(spec.observer, guests.crews)
+            return Driver(guests.crews, replace(spec, observer=observer)).run(program)
 
-    def _opened(self, addresses: tuple[str, str], plan: Launch) -> tuple[Listener, Stage]:
+    def _opened(self, addresses: tuple[str, str], spec: LaunchSpec) -> tuple[Listener, Stage]:
         """Where the executors come to, and what they are told. addresses: of this host to listen at, and by which executors call it."""
         from manyhands.engines.hosts.message_channel import SILENCE_S
         from manyhands.engines.hosts.roster import versions
@@ -109,20 +109,20 @@ class Spark(Engine):
             plain_network=plain,
             memory_bytes=self.memory_mb * 1_000_000,
             versions=versions(),
-            frames=tuple(plan.frames),
-            readers=plan.workers if plan.roles is None else plan.roles.trainers,
+            frames=tuple(spec.frames),
+            readers=spec.workers if spec.roles is None else spec.roles.trainers,
         )
 
-    def _gather(self, plan: Launch, listener: Listener, job: Job, guests: Guests) -> None:
+    def _gather(self, spec: LaunchSpec, listener: Listener, job: Job, guests: JoinedHosts) -> None:
         """Until all workers are there; then their hosts have seats, in the order of their Spark tasks."""
         from manyhands.engines.driver.host_processes import seats_of, shard_of
-        from manyhands.engines.hosts.join_listener import Door, check_stop
+        from manyhands.engines.hosts.join_listener import JoinListener, check_stop
         from manyhands.engines.hosts.roster import Roster
 
-        roster, deadline = Roster(plan.workers), time.monotonic() + self.wait_s
+        roster, deadline = Roster(spec.workers), time.monotonic() + self.wait_s
 
         def check() -> None:
-            check_stop(plan.observer, "the executors")
+            check_stop(spec.observer, "the executors")
             job.check()
             if time.monotonic() >= deadline:
                 raise ManyhandsError(
@@ -130,10 +130,10 @@ class Spark(Engine):
                     "pages show the job manyhands); give a longer wait_s"
                 )
 
-        Door(listener, roster, guests, LOG.info).wait(check)
+        JoinListener(listener, roster, guests, LOG.info).wait(check)
         both = sorted(zip(roster.offers, guests.crews, strict=True), key=lambda pair: pair[0].order)
         roster.offers[:], guests.crews[:] = [offer for offer, _ in both], [crew for _, crew in both]
-        shards = [seat for seat in seats_of(plan.workers, plan.shards) if shard_of(seat) >= 0]
+        shards = [seat for seat in seats_of(spec.workers, spec.shards) if shard_of(seat) >= 0]
         hosts, names = roster.seats(), roster.names()
         for i, crew in enumerate(guests.crews):
             crew.take_seats(hosts[i] + (shards if i == 0 else []), names[i], {"hosts": hosts, "names": names})

@@ -19,7 +19,7 @@ from typing_extensions import override
 from manyhands.comm.device_group import has_own_gpu
 from manyhands.comm.group import Group
 from manyhands.comm.torch_group import TorchGroup
-from manyhands.engines.base import Engine, Launch
+from manyhands.engines.base import Engine, LaunchSpec
 from manyhands.engines.in_process import InProcess
 from manyhands.engines.nested import Gathering
 from manyhands.engines.single_process import as_current, pick_device, run_as, threads_in_callers_process
@@ -27,13 +27,13 @@ from manyhands.engines.torchrun import launchers
 from manyhands.engines.torchrun.shared_memory import adopt, host_identity
 from manyhands.errors import BadInput, Unsupported
 from manyhands.signals import leave_sigterm_to_the_system
-from manyhands.worker import Alone, Coordinator, Worker
+from manyhands.worker import Alone, DriverClient, Worker
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class LauncherPlace:
     """What the launcher's variables say of this process."""
 
     rank: int
@@ -42,7 +42,7 @@ class Place:
     local_size: int
 
     @classmethod
-    def from_environment(cls) -> Place:
+    def from_environment(cls) -> LauncherPlace:
         """Raises BadInput where a variable is missing or no whole number."""
         place = cls(
             rank=launchers.number_of(launchers.RANK),
@@ -75,42 +75,42 @@ class Torchrun(Engine):
     in_place: ClassVar[bool] = True
 
     @override
-    def launch(self, program: Callable[[Worker], T], plan: Launch) -> list[T]:
-        if plan.server is not None:
+    def launch(self, program: Callable[[Worker], T], spec: LaunchSpec) -> list[T]:
+        if spec.server is not None:
             raise Unsupported(
                 "engine torchrun starts no parameter server: use an engine that does (local, hosts), or a strategy that needs none"
             )
-        here = InProcess(plan.observer, poll_s=0)
-        rank = Place.from_environment().rank
-        with joined(plan, Gathering(rank, here, Alone())) as worker:
+        here = InProcess(spec.observer, poll_s=0)
+        rank = LauncherPlace.from_environment().rank
+        with joined(spec, Gathering(rank, here, Alone())) as worker:
             values: list[Any] = [None] * worker.size
             values[rank] = run_as(worker, program, here)
         return cast(list[T], values)
 
 
 @contextmanager
-def joined(plan: Launch, coordinator: Coordinator | None = None) -> Iterator[Worker]:
+def joined(spec: LaunchSpec, driver: DriverClient | None = None) -> Iterator[Worker]:
     """Within, this process is its rank's Worker (`manyhands.worker.current()`); collective to enter.
 
     A torch.distributed process group that exists already is used and left; one made here is destroyed at the end.
     """
-    place = Place.from_environment()
-    if plan.workers != place.size:
+    place = LauncherPlace.from_environment()
+    if spec.workers != place.size:
         raise BadInput(
-            f"workers={plan.workers} under torchrun with WORLD_SIZE={place.size}: leave workers out, the launcher decides"
+            f"workers={spec.workers} under torchrun with WORLD_SIZE={place.size}: leave workers out, the launcher decides"
         )
     leave_sigterm_to_the_system()  # torchrun sends it where a peer has failed, while this process waits for all of them
-    device = pick_device(plan.device, place.local_rank)
-    with _process_group(place, plan.device, device, plan.timeout_s):
-        group = _group(place, device, plan.timeout_s)
+    device = pick_device(spec.device, place.local_rank)
+    with _process_group(place, spec.device, device, spec.timeout_s):
+        group = _group(place, device, spec.timeout_s)
         worker = Worker(
             rank=place.rank,
             size=place.size,
             host=socket.gethostname(),
             device=device,
             group=group,
-            coordinator=coordinator or Alone(),
-            threads=threads_in_callers_process(place.local_size, plan.threads_per_worker),
+            driver=driver or Alone(),
+            threads=threads_in_callers_process(place.local_size, spec.threads_per_worker),
             local_rank=place.local_rank,
         )
         try:
@@ -121,7 +121,7 @@ def joined(plan: Launch, coordinator: Coordinator | None = None) -> Iterator[Wor
 
 
 @contextmanager
-def _process_group(place: Place, wanted: str, device: torch.device, timeout_s: float) -> Iterator[None]:
+def _process_group(place: LauncherPlace, wanted: str, device: torch.device, timeout_s: float) -> Iterator[None]:
     if torch.distributed.is_initialized():
         yield
         return
@@ -143,7 +143,7 @@ _meeting_point: Store | None = None
 _meetings = 0
 
 
-def _store(place: Place, timeout: timedelta) -> Store:
+def _store(place: LauncherPlace, timeout: timedelta) -> Store:
     """The launcher's store, with keys of its own for each process group that is made here.
 
     Without them a rank that is early finds its peers' addresses of the group before, and connects to nobody. Ranks
@@ -157,7 +157,7 @@ def _store(place: Place, timeout: timedelta) -> Store:
     return PrefixStore(f"manyhands-{_meetings}", _meeting_point)
 
 
-def _group(place: Place, device: torch.device, timeout_s: float) -> Group:
+def _group(place: LauncherPlace, device: torch.device, timeout_s: float) -> Group:
     """Shared memory where all ranks are on one host and their tensors on the CPU, else torch's own collectives."""
     group = TorchGroup(timeout_s=timeout_s, device=device)
     if device.type != "cpu" or place.size == 1:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from manyhands.comm.group import Group
 from manyhands.comm.shared_memory.group import SharedMemory, SharedMemoryGroup
-from manyhands.engines.local.messages import Closed, Message, Wire
+from manyhands.engines.local.messages import Closed, ControlMessage, ControlSocket
 from manyhands.errors import ManyhandsError
 
 _SOCKET = "line"
@@ -94,7 +94,7 @@ def _entered(folder: str) -> Iterator[str]:
         os.close(fd)
 
 
-def _accept(listener: socket.socket, deadline: float) -> Wire:
+def _accept(listener: socket.socket, deadline: float) -> ControlSocket:
     listener.settimeout(_left(deadline))
     try:
         sock, _ = listener.accept()
@@ -106,10 +106,10 @@ def _accept(listener: socket.socket, deadline: float) -> Wire:
         raise ManyhandsError(
             f"a process of user {uid} came to swap shared memory; only this user's, {os.getuid()}, may"
         )
-    return Wire(sock)
+    return ControlSocket(sock)
 
 
-def _hand_out(wire: Wire, memory: Sequence[int], pipes: Sequence[tuple[int, int]], deadline: float) -> None:
+def _hand_out(wire: ControlSocket, memory: Sequence[int], pipes: Sequence[tuple[int, int]], deadline: float) -> None:
     peer = _receive(wire, deadline)[0].body["rank"]
     try:
         for rank, (read, write) in enumerate(pipes):
@@ -119,22 +119,22 @@ def _hand_out(wire: Wire, memory: Sequence[int], pipes: Sequence[tuple[int, int]
 
 
 def _take(rank: int, size: int, folder: str, deadline: float) -> tuple[list[int], list[tuple[int, int]]]:
-    with _entered(folder) as short, closing(Wire(socket.socket(socket.AF_UNIX))) as wire:
+    with _entered(folder) as short, closing(ControlSocket(socket.socket(socket.AF_UNIX))) as wire:
         wire.sock.settimeout(_left(deadline))
         try:
             wire.sock.connect(short)
             wire.send({"rank": rank})
         except (FileNotFoundError, BrokenPipeError, ConnectionRefusedError, ConnectionResetError):
             raise _left_early() from None
-        messages: list[Message] = []
+        messages: list[ControlMessage] = []
         while len(messages) < size:
             messages += _receive(wire, deadline)
     ends = [message.fds for message in messages]
     return [fds[0] for fds in ends], [(fds[1], fds[2] if len(fds) > 2 else -1) for fds in ends]
 
 
-def _receive(wire: Wire, deadline: float) -> list[Message]:
-    messages: list[Message] = []
+def _receive(wire: ControlSocket, deadline: float) -> list[ControlMessage]:
+    messages: list[ControlMessage] = []
     while not messages:
         wire.sock.settimeout(_left(deadline))
         try:

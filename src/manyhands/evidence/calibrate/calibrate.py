@@ -20,7 +20,7 @@ from manyhands.engines.cores import usable_cores
 from manyhands.engines.local.engine import Local
 from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.engine import Sim
-from manyhands.engines.sim.network import Network
+from manyhands.engines.sim.network import SimNetworkSpec
 from manyhands.engines.sim.profile import Profile
 from manyhands.errors import BadInput, Unsupported, is_whole
 from manyhands.evidence.calibrate import measure
@@ -43,7 +43,7 @@ from manyhands.strategies.base import Strategy
 from manyhands.strategies.dynsgd import DynSGD
 from manyhands.strategies.ensemble import Ensemble
 from manyhands.task import Task
-from manyhands.training.config import Asked, check_place, task_from
+from manyhands.training.config import TrainConfig, check_place, task_from
 
 STRATEGIES = ("allreduce", "local-sgd:period=8", "dynsgd")
 SERVED = DynSGD()
@@ -160,7 +160,7 @@ def _check(task: Task, strategies: list[Strategy], engine: Local, workers: int, 
     if not is_whole(steps, _LEAST_STEPS):
         raise BadInput(f"steps must be a whole number of at least {_LEAST_STEPS}, not {steps!r}")
     for strategy in [Ensemble(), *strategies]:
-        asked = Asked(task=task, strategy=strategy, engine=engine, workers=workers, directory=None)
+        asked = TrainConfig(task=task, strategy=strategy, engine=engine, workers=workers, directory=None)
         asked.check(servers=1, nonfinite="raise", max_seconds=None, timeout_s=timeout_s, resume=False)
 
 
@@ -259,7 +259,7 @@ class _Calibrating:
         sizes: list[int],
     ) -> Profile:
         own_s = 2 * memory.first + 8 * server.bytes * memory.second  # that the network takes of a pull, or of a push
-        network = Network(
+        network = SimNetworkSpec(
             workers_per_host=self.place.workers,
             servers="spread",
             local_latency=memory.first,

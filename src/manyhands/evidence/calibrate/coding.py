@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from manyhands.comm.codecs import Codec, codec_of
 from manyhands.comm.codecs.base import TimedGroup
-from manyhands.comm.group import Handle
+from manyhands.comm.group import Work
 from manyhands.comm.solo import SoloGroup
 from manyhands.engines.sim.coding import Coding
 from manyhands.evidence.calibrate.fit import two_terms
@@ -160,7 +160,7 @@ class _Alike(SoloGroup, TimedGroup):
         self._since = self._now()
 
     @override
-    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Handle:
+    def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Work:
         with self._stopped():
             return super().start_mean_(tensor, weight * self.size, bits, lost)
 

@@ -19,7 +19,7 @@ from manyhands.comm.ring.group import RingGroup
 from manyhands.data.leases import Segment
 from manyhands.engines.driver.run_monitor import USER
 from manyhands.engines.sim.costs import Cost, Costs
-from manyhands.engines.sim.network import ALL, Network, Wires
+from manyhands.engines.sim.network import ALL, NetworkState, SimNetworkSpec
 from manyhands.errors import BadInput
 from manyhands.evidence.calibrate.fit import Terms, two_terms
 from manyhands.evidence.calibrate.observe import Place
@@ -98,17 +98,19 @@ def fit_group(calls: Sequence[Call], workers: int, own: int, *, one_host: bool) 
 
     own: the model's elements; a mean of so many counts as much as all other calls together.
     """
-    units = [Costs(Wires(network, workers, 0), workers) for network in _units(one_host)]
+    units = [Costs(NetworkState(network, workers, 0), workers) for network in _units(one_host)]
     xs = [(call.cost(units[0]).seconds, call.cost(units[1]).seconds) for call in calls]
     weights = [float(len(calls)) if (call.name, call.elements) == ("mean", own) else 1.0 for call in calls]
     return two_terms(xs, [call.seconds for call in calls], weights)
 
 
-def _units(one_host: bool) -> tuple[Network, Network]:
+def _units(one_host: bool) -> tuple[SimNetworkSpec, SimNetworkSpec]:
     """Networks in which only latency costs, a second each; and only bytes, a second a bit."""
     if one_host:
-        return Network(workers_per_host=ALL, local_latency=1.0), Network(workers_per_host=ALL, local_bandwidth=1.0)
-    return Network(latency=1.0), Network(bandwidth=1.0)
+        return SimNetworkSpec(workers_per_host=ALL, local_latency=1.0), SimNetworkSpec(
+            workers_per_host=ALL, local_bandwidth=1.0
+        )
+    return SimNetworkSpec(latency=1.0), SimNetworkSpec(bandwidth=1.0)
 
 
 def bandwidth_of(terms: Terms) -> float:
@@ -136,7 +138,7 @@ class _GroupProgram:
     token: bytes | None
 
     def __call__(self, worker: Worker) -> tuple[list[Stamped], list[Stamped]]:
-        worker.coordinator.progress(USER, 0)
+        worker.driver.progress(USER, 0)
         elements, dtype = vector_of(self.task)
         with closing(self._ring(worker)) as ring:
             return _measured(worker.group, elements, dtype), _measured(ring, elements, dtype)
@@ -203,7 +205,7 @@ class _ServerProgram:
     task: Task
 
     def __call__(self, worker: Worker) -> Served | None:
-        worker.coordinator.progress(USER, 0)
+        worker.driver.progress(USER, 0)
         server = worker.server
         assert server is not None
         elements, dtype = vector_of(self.task)
@@ -231,7 +233,7 @@ class _ServerProgram:
 
     def _lease(self, worker: Worker) -> float:
         segment = Segment(epoch=0, first=0, until=_REPEATS, parts=worker.size, size=worker.size)
-        return statistics.median([_seconds(lambda: worker.coordinator.lease(segment)) for _ in range(_REPEATS)][_WARM:])
+        return statistics.median([_seconds(lambda: worker.driver.lease(segment)) for _ in range(_REPEATS)][_WARM:])
 
 
 def _seconds(operation: Callable[[], Any]) -> float:

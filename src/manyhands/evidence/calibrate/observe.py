@@ -13,7 +13,7 @@ from typing import Any
 from typing_extensions import override
 
 from manyhands import rng
-from manyhands.engines.base import Engine, Launch, Observer
+from manyhands.engines.base import Engine, LaunchSpec, Observer
 from manyhands.errors import BadInput
 from manyhands.events import Event
 from manyhands.evidence.calibrate.fit import spread, step_seconds
@@ -21,7 +21,7 @@ from manyhands.strategies import spec_of
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task
 from manyhands.training.loop import work
-from manyhands.training.plan import Plan
+from manyhands.training.plan import WorkerPlan
 
 WARM = 4  # first ticks of a run that nobody counts: memory is taken, caches fill
 LEAST_BLOCK = 8  # ticks whose mean is one sample of a step's time
@@ -38,9 +38,9 @@ class Place:
     device: str = "auto"
     timeout_s: float = 300.0
 
-    def launch(self, **more: Any) -> Launch:
+    def launch(self, **more: Any) -> LaunchSpec:
         """With these workers."""
-        return Launch(
+        return LaunchSpec(
             workers=self.workers,
             threads_per_worker=self.threads,
             device=self.device,
@@ -72,7 +72,7 @@ def observe(place: Place, task: Task, strategy: Strategy, steps: int, said: str 
 def train_before(observer: Observer, place: Place, task: Task, strategy: Strategy, steps: int) -> None:
     """Train at most so many steps, without validation or checkpoints."""
     bare = task.with_fields(validation_data=None, test_data=None, epochs=_NEVER, max_steps=steps)
-    plan = Plan(task=bare, strategy=strategy, validate_every=_NEVER, checkpoint_every=_NEVER)
+    plan = WorkerPlan(task=bare, strategy=strategy, validate_every=_NEVER, checkpoint_every=_NEVER)
     with rng.kept():
         place.engine.launch(partial(work, plan), place.launch(server=strategy.server(), observer=observer))
 

@@ -37,7 +37,7 @@ from manyhands.evidence.check.trial_config import SUMMED
 from manyhands.evidence.check.trials import Bench
 from manyhands.strategies.allreduce import AllReduce
 from manyhands.task import Task
-from manyhands.training.config import Asked, task_from
+from manyhands.training.config import TrainConfig, task_from
 from manyhands.training.plan import build_model
 
 __all__ = ["Checked", "check"]
@@ -123,7 +123,7 @@ def _engine_of(engine: Engine | str) -> Local | Sim:
 def _refuse(bench: Bench) -> None:
     """Raise BadInput for what `train` refuses."""
     task = bench.copies.fresh()
-    asked = Asked(task=task, strategy=AllReduce(), engine=bench.engine, workers=bench.workers, directory=None)
+    asked = TrainConfig(task=task, strategy=AllReduce(), engine=bench.engine, workers=bench.workers, directory=None)
     asked.check(servers=1, nonfinite="raise", max_seconds=None, timeout_s=bench.timeout_s, resume=False)
 
 

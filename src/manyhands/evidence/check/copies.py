@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from manyhands import rng
 from manyhands.data.sources import is_function
-from manyhands.engines.local.serialization import ship, unship
+from manyhands.engines.local.serialization import deserialize, serialize
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.evidence.check import source_locations
 from manyhands.evidence.check.findings import BREAKS, Finding
@@ -39,7 +39,7 @@ class Copies:
     """`fresh()` gives one; by the way that a task takes to real workers, else by `copy.deepcopy`."""
 
     def __init__(self, task: Task, fd: int | None) -> None:
-        """fd: what `ship` gave, or None for a task that cannot be sent."""
+        """fd: what `serialize` gave, or None for a task that cannot be sent."""
         self._task, self._fd = task, fd
 
     @property
@@ -59,7 +59,7 @@ class Copies:
     def fresh(self) -> Task:
         """A task of one's own. Memory of tensors and arrays is shared until it is written to. Raises BadInput where none can be made."""
         if self._fd is not None:
-            task: Task = unship(self._fd, mapped=True)
+            task: Task = deserialize(self._fd, mapped=True)
             return task
         try:
             return copy.deepcopy(self._task)
@@ -73,7 +73,7 @@ class Copies:
 def copies_of(task: Task) -> Iterator[tuple[Copies, list[Finding]]]:
     """(copies, what of the task cannot be sent to another process)"""
     try:
-        fd = ship(task, "the task")
+        fd = serialize(task, "the task")
     except BadInput:
         yield Copies(task, None), unsendable(task)
         return
@@ -122,7 +122,7 @@ def unsendable(task: Task) -> list[Finding]:
     for field in fields(task):
         value = getattr(task, field.name)
         try:
-            os.close(ship(value, field.name))
+            os.close(serialize(value, field.name))
         except BadInput as error:
             found.append(
                 Finding(

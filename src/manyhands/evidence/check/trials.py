@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from manyhands.engines.base import Engine, Launch
+from manyhands.engines.base import Engine, LaunchSpec
 from manyhands.engines.cores import usable_cores
 from manyhands.engines.local.engine import Local
 from manyhands.engines.sim.engine import Sim
@@ -21,7 +21,7 @@ from manyhands.evidence.check.recording import Trace, Watched
 from manyhands.evidence.check.trial_config import SLICES, WORKERS, Setting, arranged
 from manyhands.task import Task
 from manyhands.training.loop import work
-from manyhands.training.plan import Plan
+from manyhands.training.plan import WorkerPlan
 from manyhands.worker import Worker
 
 SMALL = 1e-4
@@ -42,7 +42,7 @@ class Program:
             trace.handed_out = handed_out(task, worker.rank, worker.size)
         strategy = Watched(setting=self.setting, seed=task.seed, trace=trace)
         with eager():
-            work(Plan(task=task, strategy=strategy, nonfinite="skip"), worker)
+            work(WorkerPlan(task=task, strategy=strategy, nonfinite="skip"), worker)
         return trace
 
 
@@ -79,7 +79,7 @@ class Bench:
         here = engine.simulated or workers == 1
         own = self.copies.fresh if here else partial(_given, self.sent.fresh())
         threads = max(1, usable_cores() // 2) if here else None  # one at a time, beside whatever else runs here
-        launch = Launch(workers=workers, device="cpu", timeout_s=self.timeout_s, threads_per_worker=threads)
+        launch = LaunchSpec(workers=workers, device="cpu", timeout_s=self.timeout_s, threads_per_worker=threads)
         return engine.launch(Program(own, setting), launch)
 
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from manyhands.engines.base import Engine, Launch
+from manyhands.engines.base import Engine, LaunchSpec
 from manyhands.errors import BadInput
 from manyhands.evidence.compare.comparison import Variant
 from manyhands.evidence.compare.trials import Entry, Setting
 from manyhands.strategies import spec_of, strategy_of
 from manyhands.strategies.base import Strategy
 from manyhands.strategies.solo import Solo
-from manyhands.training.config import Asked
+from manyhands.training.config import TrainConfig
 
 DEFAULT = ("solo", "allreduce", "local-sgd:period=8", "gossip", "downpour", "dynsgd", "hogwild")
 """One of each kind: the mean of every gradient, means of parameters now and then, neighbours, a server, one that weighs staleness, shared memory."""
@@ -86,9 +86,9 @@ def refusals(entries: Iterable[Entry], setting: Setting, engine: Engine) -> dict
 def _check(entry: Entry, setting: Setting, engine: Engine) -> None:
     """What `train` checks before anything starts."""
     workers = entry.variant.workers
-    asked = Asked(task=setting.task, strategy=entry.strategy, engine=engine, workers=workers, directory=None)
+    asked = TrainConfig(task=setting.task, strategy=entry.strategy, engine=engine, workers=workers, directory=None)
     asked.check(servers=setting.servers, nonfinite="raise", max_seconds=None, timeout_s=setting.timeout_s, resume=False)
-    launch = Launch(
+    launch = LaunchSpec(
         workers=workers,
         server=entry.strategy.server(),
         servers=setting.servers,

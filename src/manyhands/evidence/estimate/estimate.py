@@ -12,7 +12,7 @@ from manyhands.data.sources import open_source
 from manyhands.engines.base import check_count
 from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.engine import Sim
-from manyhands.engines.sim.network import Network
+from manyhands.engines.sim.network import SimNetworkSpec
 from manyhands.engines.sim.profile import Profile
 from manyhands.errors import BadInput, Unsupported, is_whole
 from manyhands.evidence.calibrate.observe import LEAST_BLOCK
@@ -25,8 +25,8 @@ from manyhands.evidence.estimate.steady import ENOUGH, Measured, Steady
 from manyhands.strategies import spec_of, strategy_of
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task
-from manyhands.training.config import Asked, task_from
-from manyhands.training.plan import Plan
+from manyhands.training.config import TrainConfig, task_from
+from manyhands.training.plan import WorkerPlan
 
 FORMAT = 1
 WORKERS = (8, 64, 512)
@@ -101,7 +101,7 @@ class Estimates:
     rows: int | None
     """Of an epoch; None: a stream."""
     profile: Profile
-    network: Network
+    network: SimNetworkSpec
     compute: Compute
     servers: int
     solo_rows_per_s: float
@@ -141,7 +141,7 @@ def estimate(
     workers: Iterable[int] = WORKERS,
     strategies: Iterable[Strategy | str] = DEFAULT,
     steps: int | None = None,
-    network: Network | str | None = None,
+    network: SimNetworkSpec | str | None = None,
     compute: Compute | str | None = None,
     servers: int = 1,
     say: Callable[[str], None] = lambda line: None,
@@ -174,8 +174,8 @@ def estimate(
     return estimating.all_of(list(chosen.values()), counts)
 
 
-def _network(profile: Profile, given: Network | str | None) -> Network:
-    return given if isinstance(given, Network) else profile.network.with_text(given or "")
+def _network(profile: Profile, given: SimNetworkSpec | str | None) -> SimNetworkSpec:
+    return given if isinstance(given, SimNetworkSpec) else profile.network.with_text(given or "")
 
 
 def _compute(profile: Profile, given: Compute | str | None) -> Compute:
@@ -189,7 +189,7 @@ class _Estimating:
         self,
         task: Task,
         profile: Profile,
-        network: Network,
+        network: SimNetworkSpec,
         compute: Compute,
         steps: int | None,
         servers: int,
@@ -250,10 +250,10 @@ class _Estimating:
         lengths = Lengths(self.shape, strategy, workers=workers, servers=self.servers, rows=rows)
         task, usual = stand_in(self.task, self.shape, reading, lengths.own), steady(strategy)
         engine = Sim(network=self.network, compute=self.compute)
-        asked = Asked(task=task, strategy=usual, engine=engine, workers=workers, directory=None)
+        asked = TrainConfig(task=task, strategy=usual, engine=engine, workers=workers, directory=None)
         asked.check(servers=self.servers, nonfinite="raise", max_seconds=None, timeout_s=PATIENCE_S, resume=False)
         observer = Steady(workers, reading.ticks, self.steps)
-        plan = Plan(task=task, strategy=usual, validate_every=NEVER, checkpoint_every=NEVER)
+        plan = WorkerPlan(task=task, strategy=usual, validate_every=NEVER, checkpoint_every=NEVER)
         simulate(plan, workers, self.servers, self.network, self.compute, lengths, observer)
         measured = observer.measured()
         if measured is None:

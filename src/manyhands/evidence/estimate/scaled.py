@@ -14,16 +14,16 @@ import torch
 from typing_extensions import override
 
 from manyhands.comm.ledger import Ledger
-from manyhands.engines.base import MOST_SECONDS, Launch, Observer
+from manyhands.engines.base import MOST_SECONDS, LaunchSpec, Observer
 from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.costs import Cost, Costs
 from manyhands.engines.sim.driver_client import backward_in_turn
 from manyhands.engines.sim.engine import Sim, Simulation
-from manyhands.engines.sim.group import SimMeeting
-from manyhands.engines.sim.network import Network, Wires
+from manyhands.engines.sim.group import SimRendezvous
+from manyhands.engines.sim.network import NetworkState, SimNetworkSpec
 from manyhands.evidence.estimate.lengths import Lengths, Piece
 from manyhands.training.loop import Loop
-from manyhands.training.plan import Plan
+from manyhands.training.plan import WorkerPlan
 from manyhands.worker import Worker
 
 PATIENCE_S = float(MOST_SECONDS)
@@ -32,14 +32,20 @@ _COLLECTIVES = ("mean_", "all_reduce_", "all_gather", "reduce_scatter", "broadca
 
 
 def simulate(
-    plan: Plan, workers: int, servers: int, network: Network, compute: Compute, lengths: Lengths, observer: Observer
+    plan: WorkerPlan,
+    workers: int,
+    servers: int,
+    network: SimNetworkSpec,
+    compute: Compute,
+    lengths: Lengths,
+    observer: Observer,
 ) -> None:
     """Train the plan's stand-in on so many workers; its `step` events have the real one's virtual time and bytes.
 
     Until the observer stops it, or the plan's steps are over. Raises what `Sim.launch` does.
     """
     engine = Sim(network=network, compute=lengths.compute(compute))
-    launch = Launch(
+    launch = LaunchSpec(
         workers=workers,
         server=plan.strategy.server(),
         servers=servers,
@@ -78,19 +84,19 @@ def _quiet() -> Iterator[None]:
 class ScaledSimulation(Simulation):
     """One launch."""
 
-    def __init__(self, engine: Sim, plan: Launch, lengths: Lengths) -> None:
+    def __init__(self, engine: Sim, plan: LaunchSpec, lengths: Lengths) -> None:
         super().__init__(engine, plan)
         workers = plan.workers
         self.wires = ScaledWires(self.wires.network, workers, plan.shards, lengths)
         costs = ScaledCosts(self.wires, workers, lengths)
-        self.meeting = SimMeeting(self.timeline, costs, self.wires, workers, plan.timeout_s)
+        self.meeting = SimRendezvous(self.timeline, costs, self.wires, workers, plan.timeout_s)
         self.servers = self._servers()
 
 
 class ScaledCosts(Costs):
     """Of the collectives that the stand-in's stand for."""
 
-    def __init__(self, wires: Wires, size: int, lengths: Lengths) -> None:
+    def __init__(self, wires: NetworkState, size: int, lengths: Lengths) -> None:
         super().__init__(wires, size)
         self._lengths = lengths
 
@@ -130,10 +136,10 @@ def _one_after_the_other(costs: list[Cost]) -> Cost:
     )
 
 
-class ScaledWires(Wires):
+class ScaledWires(NetworkState):
     """Messages occupy cards and links for as long as those that they stand for."""
 
-    def __init__(self, network: Network, workers: int, shards: int, lengths: Lengths) -> None:
+    def __init__(self, network: SimNetworkSpec, workers: int, shards: int, lengths: Lengths) -> None:
         super().__init__(network, workers, shards)
         self._lengths = lengths
 

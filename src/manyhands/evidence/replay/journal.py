@@ -62,7 +62,7 @@ class Journal:
 
 
 class Told(Alone):
-    """The coordinator of a worker that is told what it did."""
+    """The driver client of a worker that is told what it did."""
 
     def __init__(self, journal: Journal, rank: int) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ from manyhands.strategies.base import Strategy
 from manyhands.task import Task
 from manyhands.training.config import every, keep_of, task_from
 from manyhands.training.loop import work
-from manyhands.training.plan import Outcome, Plan
+from manyhands.training.plan import Outcome, WorkerPlan
 from manyhands.training.run_directory import ASKED, FINAL, RESULT, read_result
 from manyhands.units import printable
 from manyhands.worker import Worker
@@ -91,7 +91,7 @@ def replay(
         raise Unsupported(
             f"the run in {folder} read a stream and was stopped ({info['stopped']}): where each worker stood is not recorded"
         )
-    plan = Plan(
+    plan = WorkerPlan(
         task=task_from(_named(asked, folder, "task", tasks.CATALOGUE) if task is None else task, asked["fields"]),
         strategy=rule,
         validate_every=every("validate_every", asked["validate_every"]),
@@ -113,7 +113,7 @@ def replay(
 
 
 class _Replay:
-    def __init__(self, plan: Plan, stores: Stores, threads: int, progress: Progress | None) -> None:
+    def __init__(self, plan: WorkerPlan, stores: Stores, threads: int, progress: Progress | None) -> None:
         self._plan, self._stores, self._threads = plan, stores, threads
         self._progress, self._done = progress, 0
 
@@ -136,7 +136,7 @@ class _Replay:
                 size=meeting.size,
                 group=ThreadGroup(meeting, rank),
                 server=ReplayServer(self._stores, rank),
-                coordinator=_Counting(self._stores.journal, rank, self._count),
+                driver=_Counting(self._stores.journal, rank, self._count),
                 threads=self._threads,
                 shares_process=True,
             )

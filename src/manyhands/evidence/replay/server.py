@@ -13,7 +13,7 @@ from typing_extensions import override
 from manyhands.comm.ledger import Ledger
 from manyhands.evidence.replay.journal import Journal
 from manyhands.evidence.replay.turns import Turns
-from manyhands.server.base import Encoded, Pushed, Server, ServerSpec, Snapshot
+from manyhands.server.base import Encoded, Pushed, Server, ServerSpec, ServerState
 from manyhands.server.rules.updates import Quorum
 from manyhands.server.sharding import codec_for, lengths_of, parts_of
 from manyhands.server.store import Applied, Dropped, Go, Held, Reply, Store, Wait
@@ -144,11 +144,11 @@ class ReplayServer(Server):
             part.copy_(self._all.call(shard, Store.read))
 
     @override
-    def capture(self) -> Snapshot:
+    def capture(self) -> ServerState:
         raise NotImplementedError("a replay writes no checkpoints")
 
     @override
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: ServerState) -> None:
         raise NotImplementedError("a replay begins at the beginning")
 
     @override
