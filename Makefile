@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint bench results clean
+.PHONY: demo test test-all lint bench results clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "manyhands needs Python 3.11 or newer, this is " + sys.version + "; say which: make PYTHON=python3.12 demo"'
@@ -25,8 +25,11 @@ demo: .venv/installed  ## train the digits task alone and on two workers, then c
 	@echo '$$ manyhands compare digits --epochs 5 --points 10'
 	@$(BIN)/manyhands compare digits --epochs 5 --points 10
 
-test: lint  ## everything: format, lint, types, layers, tests
+test: lint  ## format, lint, types, layers, and all tests but the slow ones
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+test-all: test  ## the slow tests, too
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow
 
 lint: .venv/installed-dev  ## format, lint, types, layers
 	$(BIN)/ruff format --check src tests benchmarks examples
