@@ -26,10 +26,10 @@ demo: .venv/installed  ## train the digits task alone and on two workers, then c
 	@$(BIN)/manyhands compare digits --epochs 5 --points 10
 
 test: lint  ## format, lint, types, layers, and all tests but the slow ones
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
 test-all: test  ## the slow tests, too
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m slow
 
 lint: .venv/installed-dev  ## format, lint, types, layers
 	$(BIN)/ruff format --check src tests benchmarks examples

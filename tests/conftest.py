@@ -15,9 +15,22 @@ if (
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+GROUPS = {
+    "spark_": "spark",
+    "keras_": "keras",
+}  # a folder's tests share a Spark session, or Keras, which imports for seconds
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="also what takes minutes: long commands of the docs")
     parser.addoption("--fuzz", type=int, default=10_000, help="inputs that each fuzzed format gets")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A group's tests run in one process of pytest-xdist (--dist loadgroup), and first, since a group is not split."""
+    for item in items:
+        for group in filter(None, map(GROUPS.get, item.path.parts)):
+            item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,8 @@
 A mark above a fence says how its block is run: without one, by test_readme.py, in `make test`.
 
 - `<!-- not run: why -->`: nowhere.
-- `<!-- run with spark, tensorflow -->`: by test_readme_frameworks_integration.py, where these are installed and pytest is given --slow.
-- `<!-- run with --slow: why -->`: by test_readme.py, where pytest is given --slow.
+- `<!-- run with spark, tensorflow -->`: by test_readme_frameworks_integration.py, where these are installed, in `make test-all`.
+- `<!-- run in make test-all: why -->`: by test_readme.py, among the slow tests.
 - `<!-- run on two hosts -->`: by test_hosts_network_integration.py, where network namespaces are allowed.
 """
 
@@ -21,9 +21,9 @@ PAGES = [
     *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-HERE, NOWHERE, SLOW, TWO_HOSTS = "", "not run", "run with --slow", "run on two hosts"
+HERE, NOWHERE, SLOW, TWO_HOSTS = "", "not run", "run in make test-all", "run on two hosts"
 FRAMEWORKS = "run with "
-_MARK = re.compile(r"<!-- (not run|run with [^:]+|run on two hosts)(?:: (.+))? -->")
+_MARK = re.compile(r"<!-- (not run|run with [^:]+|run in make test-all|run on two hosts)(?:: (.+))? -->")
 
 TASK = """
 import torch

@@ -164,7 +164,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 # Scripts and notebooks
 
 
-@pytest.mark.parametrize("how", ["file", "stdin"])
+@pytest.mark.parametrize("how", ["file", pytest.param("stdin", marks=pytest.mark.slow)])
 def test_a_script_without_a_guard(how: str, place: Place) -> None:
     path = place.write("script.py", SCRIPT)
     if how == "file":
@@ -184,6 +184,7 @@ run
 """
 
 
+@pytest.mark.slow
 def test_a_notebook_trains_twice_and_keeps_no_process(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """CASE 28: the functions are lambdas of the cell; its output ends with the run, shown as its summary."""
     nbformat = pytest.importorskip("nbformat")
@@ -239,6 +240,7 @@ BIG = """
 """
 
 
+@pytest.mark.slow
 def test_shared_memory_of_64_mb(place: Place) -> None:
     """As in a container: parameters and gradients of two workers are 320 MB."""
     small = "mount -t tmpfs -o size=64m tmpfs /dev/shm"
@@ -246,6 +248,7 @@ def test_shared_memory_of_64_mb(place: Place) -> None:
     assert done == (0, "64 []\n2 20000000 []\n", "")
 
 
+@pytest.mark.slow
 def test_nothing_is_written_where_nothing_can_be(place: Place) -> None:
     """run_dir=None needs no folder. Torch will not start without one for temporary files, which stays empty but for torch's own."""
     path = place.write("script.py", SCRIPT)
@@ -318,6 +321,7 @@ def ticks(folder: Path) -> list[tuple[int, int]]:
     return sorted((event["tick"], event["rank"]) for event in events(folder, "step"))
 
 
+@pytest.mark.slow
 def test_a_users_file_in_a_folder_of_many_odd_characters_and_resumed(place: Place) -> None:
     folder = place.work / "läufe und 実行" / ("a long name " * 12).strip() / ("viele Hände " * 8).strip()
     assert len(str(folder)) > 200
@@ -333,6 +337,7 @@ def test_a_users_file_in_a_folder_of_many_odd_characters_and_resumed(place: Plac
     assert json.loads((folder / "result.json").read_text())["steps"] == 12
 
 
+@pytest.mark.slow
 def test_two_commands_at_once_do_not_meet(place: Place) -> None:
     """CASE 23: started in the same second in the same folder, each has its own directory, events and result."""
     place.write("my_module.py", TASK)

@@ -68,7 +68,13 @@ def test_python_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("warm")
-@pytest.mark.parametrize("page", pages_with("bash"), ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.slow] * (page.stem in ("README", "check")), id=page.name)
+        for page in pages_with("bash")
+    ],
+)
 def test_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of train.py, README's own script, have a test of their own."""
     monkeypatch.chdir(tmp_path)
@@ -78,14 +84,11 @@ def test_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             follow(words, tmp_path / str(i))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm")
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("page", pages_with("bash", SLOW), ids=lambda page: page.name)
-def test_slow_commands_run(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
-) -> None:
-    if not pytestconfig.getoption("--slow"):
-        pytest.skip("some minutes: give --slow")
+def test_slow_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_scripts(tmp_path)
     for i, words in enumerate(commands(page, SLOW)):
@@ -125,6 +128,7 @@ def test_the_diff_changes_nothing_alone(tmp_path: Path, capsys: pytest.CaptureFi
     assert printed[0].count("epoch") == 3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm")
 def test_commands_of_the_script_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -1,4 +1,4 @@
-"""The blocks of the docs that are another library's programs, with the real library: where it is installed, and pytest is given --slow.
+"""The blocks of the docs that are another library's programs, with the real library: where it is installed; slow.
 
 What the blocks take for granted (a session, DataFrames, a model) is given to them here. A TensorFlow for these tests, beside the
 environment of the others: `python -m venv /tmp/tf && /tmp/tf/bin/pip install tensorflow-cpu jax -e '.[spark,tensorboard]' pytest pytest-timeout`.
@@ -42,12 +42,6 @@ def follow(part: Snippet, namespace: dict[str, Any]) -> None:
     exec(compile(padded, str(part.page), "exec", dont_inherit=True), namespace)
 
 
-@pytest.fixture
-def slow(pytestconfig: pytest.Config) -> None:
-    if not pytestconfig.getoption("--slow"):
-        pytest.skip("some minutes: give --slow")
-
-
 def need(library: str) -> None:
     if find_spec(library) is None:
         pytest.skip(f"needs {library}")
@@ -87,7 +81,7 @@ def test_every_marked_block_is_run_here() -> None:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.usefixtures("slow")
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["tensorflow", "jax"])
 def test_another_frameworks_cluster(library: str, local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
     need(library)
@@ -97,7 +91,7 @@ def test_another_frameworks_cluster(library: str, local: Local, monkeypatch: pyt
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.usefixtures("slow")
+@pytest.mark.slow
 def test_tensorflow_fed_from_spark(session: Callable[[int], Any]) -> None:
     need("tensorflow")
     spark = session(4)
@@ -107,7 +101,7 @@ def test_tensorflow_fed_from_spark(session: Callable[[int], Any]) -> None:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.usefixtures("slow")
+@pytest.mark.slow
 def test_on_spark(session: Callable[[int], Any]) -> None:
     from pyspark.ml.linalg import Vectors
 
@@ -120,7 +114,7 @@ def test_on_spark(session: Callable[[int], Any]) -> None:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.usefixtures("slow")
+@pytest.mark.slow
 def test_programs_of_older_systems(session: Callable[[int], Any]) -> None:
     """Whose names the blocks use: the compiled Keras model, a PyTorch class, a function of a program, and one of TensorFlowOnSpark's kind."""
     import keras
