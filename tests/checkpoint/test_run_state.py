@@ -212,7 +212,7 @@ def go_on(kept: Checkpoint, state: State, size: int = 1) -> tuple[Replica, Any]:
     [([1.0, 1.0, 2.0], 2.25), ([0.0, 0.0, 0.0], 2.0), ([0.0, 4.0, 0.0], 2.0), ([3.0, 0.0, 1.0], 1.5)],
 )
 def test_an_open_window_is_closed_by_the_weighted_mean(weights: list[float], mean: float, tmp_path: Path) -> None:
-    states: list[State] = [LocalSGDState(ticks=2, weight=weight, touched=1) for weight in weights]
+    states: list[State] = [LocalSGDState(ticks=2, weight=weight, grad_mask=1) for weight in weights]
     replica, state = go_on(written(tmp_path, states, [1.0, 2.0, 3.0]), LocalSGDState())
     assert torch.allclose(plain.flat(replica.model), torch.full((), mean, dtype=torch.float64), atol=1e-15)
     assert state == LocalSGDState()

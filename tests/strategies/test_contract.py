@@ -45,7 +45,7 @@ class DiLoCo(Strategy):
         self.period, self.rate, self.momentum = period, rate, momentum
 
     def start(self, replica: Replica, worker: Worker) -> Outer:
-        replica.agree(worker.group)
+        replica.broadcast_from_rank0(worker.group)
         return Outer(center=replica.parameters.clone(), momentum=replica.zeros())
 
     def exchange(self, replica: Replica, worker: Worker, state: Outer) -> bool:

@@ -187,7 +187,7 @@ def test_options_that_cannot_be_are_refused(options: dict, problem: str) -> None
 
 def test_what_it_wants() -> None:
     assert strategy_of("downpour").server().bound is None
-    assert strategy_of("downpour:warmup=7").leasing() == Leasing(alone=7)
+    assert strategy_of("downpour:warmup=7").leasing() == Leasing(rank0_warmup_ticks=7)
     assert strategy_of("downpour:bound=0").leasing() is None
     assert strategy_of("downpour:rule=adamw").server().options == {"optimizer": "AdamW", "rate": 1e-3, "momentum": 0.0}
     assert [strategy_of(f"downpour:rule={r}").server().options["rate"] for r in ("adagrad", "sgd")] == [0.01, 1.0]

@@ -121,7 +121,7 @@ def test_options_that_cannot_be_are_refused(options: dict, problem: str) -> None
 
 
 def test_what_it_wants() -> None:
-    assert strategy_of("easgd:warmup=3").leasing() == Leasing(alone=3)
+    assert strategy_of("easgd:warmup=3").leasing() == Leasing(rank0_warmup_ticks=3)
     assert strategy_of("easgd:bound=0").leasing() is None
     group = strategy_of("easgd:via=group")
     assert (group.server(), group.leasing()) == (None, None)

@@ -185,12 +185,12 @@ def test_where_the_number_of_ticks_is_known_no_round_asks_all(stream: bool, aske
         group, questions = hand.worker.group, []
         mean_ = group.mean_
         group.mean_ = lambda tensor, *rest: (questions.append(tensor.numel()), mean_(tensor, *rest))[1]  # type: ignore[method-assign]
-        hand.replica.vote = lambda worker: False  # type: ignore[method-assign]
+        hand.replica.sync_control_bits_if_due = lambda worker: False  # type: ignore[method-assign]
         for _ in range(2):
             for tick in range(4):
                 hand.replica.more = stream and tick < 3
                 hand.tick()
-            assert bool(hand.replica.heard & MORE) is False
+            assert bool(hand.replica.control_bits & MORE) is False
             hand.finish()
         return len(questions)
 
@@ -231,7 +231,7 @@ def test_what_it_wants() -> None:
     wanted = pairs.server()
     assert wanted is not None
     assert (wanted.rule, wanted.bound, wanted.options) == ("pairs", 2, {"seed": 3})
-    assert pairs.leasing() == Leasing(alone=0)
+    assert pairs.leasing() == Leasing(rank0_warmup_ticks=0)
     assert Gossip(graph="pairs", bound=0).leasing() is None
     assert (Gossip().server(), Gossip().leasing()) == (None, None)
     with pytest.raises(UnknownName, match="what others call ad-psgd is 'gossip:graph=pairs' here"):

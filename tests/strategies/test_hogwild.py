@@ -59,7 +59,7 @@ def test_a_group_without_common_memory_refuses() -> None:
 
 
 def test_what_it_wants() -> None:
-    assert strategy_of("hogwild:warmup=5").leasing() == Leasing(alone=5)
+    assert strategy_of("hogwild:warmup=5").leasing() == Leasing(rank0_warmup_ticks=5)
     assert Hogwild().needs.one_host
     assert (Hogwild().server(), Hogwild().rate_factor(3)) == (None, 3)
     with pytest.raises(BadInput, match="warmup must be a whole number of at least 0"):

@@ -55,7 +55,7 @@ def test_a_window_of_another_number_of_workers_begins_anew() -> None:
 
 def test_pace() -> None:
     assert serving.leasing_of(0, 0) is None
-    assert serving.leasing_of(None, 3) == serving.leasing_of(2, 3) == Leasing(alone=3)
+    assert serving.leasing_of(None, 3) == serving.leasing_of(2, 3) == Leasing(rank0_warmup_ticks=3)
     serving.check_pace("x", None, 3)
     for bound in (True, 1.0, -1):
         with pytest.raises(BadInput, match="strategy x: bound must be a whole number of 0 or more, or none"):

@@ -103,7 +103,7 @@ def test_every_strategy_of_the_catalogue_has_a_row() -> None:
 
 class _OwnStart(AllReduce):
     def start(self, replica: Replica, worker: Worker) -> Any:
-        replica.agree = lambda group: None  # type: ignore[method-assign]
+        replica.broadcast_from_rank0 = lambda group: None  # type: ignore[method-assign]
         return super().start(replica, worker)
 
 
@@ -121,14 +121,14 @@ class _EndsAlone(AllReduce):
 
 class _NeverVotes(LocalSGD):
     def exchange(self, replica: Replica, worker: Worker, state: Any) -> bool:
-        replica.vote = lambda worker: False  # type: ignore[method-assign]
+        replica.sync_control_bits_if_due = lambda worker: False  # type: ignore[method-assign]
         return super().exchange(replica, worker, state)
 
 
 class _StopsAlone(AllReduce):
     def exchange(self, replica: Replica, worker: Worker, state: Any) -> bool:
         answer = super().exchange(replica, worker, state)
-        replica.heard = replica.bits()
+        replica.control_bits = replica.bits()
         return answer
 
 

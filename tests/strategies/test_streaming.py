@@ -164,7 +164,7 @@ class Listening:
             return Told()
 
         seat.worker.group.start_mean_ = listen  # type: ignore[method-assign]
-        seat.replica.vote = lambda worker: True  # type: ignore[method-assign]
+        seat.replica.sync_control_bits_if_due = lambda worker: True  # type: ignore[method-assign]
 
 
 def test_at_once_only_a_fragment_is_sent_and_waited_for_in_order_later() -> None:

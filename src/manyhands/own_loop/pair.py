@@ -119,7 +119,7 @@ class Pair:
                 "backward(create_graph=True) leaves gradients with a graph of their own, which a mean over workers cannot keep: take them with "
                 "torch.autograd.grad(loss, parameters, create_graph=True), and call backward() on what depends on them"
             )
-        replica.touched = 0
+        replica.grad_mask = 0
         replica.collect()
         replica.weight = weight
         self._first_steps.collected(replica.gradients)
@@ -133,7 +133,7 @@ class Pair:
         self._check_step(closure)
         replica = self.replica
         if not (self._averages and self._backwards):  # gradients set by hand have had no exchange yet
-            replica.touched = 0
+            replica.grad_mask = 0
             replica.collect()
             self._first_steps.collected(replica.gradients)
         replica.weight = self._weight if self._backwards else self.session.weight
@@ -141,7 +141,7 @@ class Pair:
             self._first_steps.stepped(replica.step)
             self.strategy.exchange(replica, self.worker, self.state)
         replica.tick += 1
-        replica.forget()
+        replica.reset_flags()
         self._weight, self._backwards, self._open = 0.0, 0, True
         self.silence.restore_buffers()
         self.session.after_step(self)
@@ -187,4 +187,4 @@ class Pair:
             if self.strategy.needs.one_model and self.together:
                 replica.set_parameters(self.strategy.consensus(replica, self.worker, self.state))
                 evaluation.load(replica.model, {}, evaluation.mean_buffers(replica.model, group))
-        replica.forget()
+        replica.reset_flags()

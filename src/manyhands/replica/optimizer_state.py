@@ -27,19 +27,19 @@ class OptimizerState:
         self._scalars: list[str] = []
         self._known = 0  # bits: parameters that have state on every rank
 
-    def average(self, group: Group, weight: float, touched: int) -> None:
+    def average(self, group: Group, weight: float, grad_mask: int) -> None:
         """Replace every vector by the weighted mean over ranks. A parameter's numbers (`step`, NAdam's `mu_product`) all
         become those of the rank that has stepped it most, the lowest of several; without a `step`, each the largest.
 
         One rank alone is left as it is.
-        touched: bits, the same on all ranks: the parameters that any rank has stepped since the last call.
+        grad_mask: bits, the same on all ranks: the parameters that any rank has stepped since the last call.
         Raises Unsupported, on all ranks, by name, for state that is neither like its parameter nor a number.
         """
         if group.size == 1:
             return
-        if touched | self._known != self._known:
+        if grad_mask | self._known != self._known:
             self._agree(group)
-            self._known |= touched
+            self._known |= grad_mask
         self._adopt()
         for vector in self.vectors.values():
             group.mean_(vector, weight)

@@ -20,7 +20,7 @@ from manyhands.worker import Worker
 MORE, STOP, NONFINITE = 1, 2, 4  # the control bits; bit CONTROL_BITS + i says that parameter i got a gradient
 CONTROL_BITS = 3
 _CONTROL = (1 << CONTROL_BITS) - 1
-VOTE_EVERY_S, VOTE_AT_MOST = 1.0, 256  # a stop is heard within about so many seconds, and within so many ticks
+SYNC_EVERY_S, SYNC_AT_MOST_TICKS = 1.0, 256  # a stop is heard within about so many seconds, and within so many ticks
 BUCKET_BYTES = 4 << 20  # of one slice given to `on_ready`: large enough to amortise a message, small enough to overlap
 
 
@@ -68,7 +68,7 @@ class Replica:
         self.schedule = schedule(self.optimizer) if schedule is not None else None
         self.optimizer_state = OptimizerState(self.optimizer, self.layout, self.zeros)
         self.weight = 0.0  # behind `gradients`: own, then the total after a mean
-        self.touched = 0  # bits: the parameters that got a gradient, first here, after a mean anywhere
+        self.grad_mask = 0  # bits: the parameters that got a gradient, first here, after a mean anywhere
         self.tick = self.step = 0  # loop turns, optimizer steps
         self.more = True  # rows are left here this epoch
         self.stop = False  # this worker wants all to stop
@@ -80,11 +80,11 @@ class Replica:
         )
         self.dropped = False  # this worker's own gradient did not enter in this tick, whatever was applied
         self.applied = False  # `apply` did something in this tick
-        self.heard = 0  # control bits of the last exchange in this tick, OR of all ranks
+        self.control_bits = 0  # control bits of the last exchange in this tick, OR of all ranks
         self.rounds = 0  # exchanges so far
         self.apply_seconds = 0.0
-        self._unvoted, self._vote_after = 0, 1  # ticks since the last vote, and when the next is due
-        self._voted_s = 0.0  # when the last one was, on the worker's clock
+        self._unsynced_ticks, self._sync_after_ticks = 0, 1  # ticks since the last vote, and when the next is due
+        self._synced_s = 0.0  # when the last one was, on the worker's clock
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class Replica:
         """{parameter name: its view of `vector` [D']}"""
         return self.layout.named(vector)
 
-    def adopt(self, vector: Tensor) -> None:
+    def alias_parameters(self, vector: Tensor) -> None:
         """Have the parameters be `vector` [D'], which already holds their values: another worker's, in memory of both."""
         for p, view in zip(self.layout.parameters, self.layout.views(vector), strict=True):
             p.data = view
@@ -115,15 +115,15 @@ class Replica:
 
     def begin_tick(self) -> None:
         """Forget what belongs to the tick before."""
-        self.forget()
+        self.reset_flags()
         for p in self.layout.parameters:
             p.grad = None
 
-    def forget(self) -> None:
+    def reset_flags(self) -> None:
         """`begin_tick` for a loop that keeps or zeroes gradients itself."""
-        self.applied, self.heard, self.idle = False, 0, False
+        self.applied, self.control_bits, self.idle = False, 0, False
         self.skip = self.dropped = False
-        self.weight, self.touched = 0.0, 0
+        self.weight, self.grad_mask = 0.0, 0
 
     def backward(self, batch: Any | None) -> float:
         """Gradient of the mean loss over this worker's rows into `gradients`; returns that loss.
@@ -200,7 +200,7 @@ class Replica:
                     stale.append(view)
                     self._filled &= ~bit
                 continue
-            self.touched |= bit
+            self.grad_mask |= bit
             self._filled |= bit
             if grad is not view:
                 if grad.is_sparse:
@@ -234,33 +234,33 @@ class Replica:
     # -- agreement ---------------------------------------------------------------------------------------------------
 
     def bits(self) -> int:
-        """What this worker says beside its vector: control bits, then one a touched parameter."""
-        return (MORE if self.more else 0) | (STOP if self.stop else 0) | self.touched << CONTROL_BITS
+        """What this worker says beside its vector: control bits, then one per parameter with a gradient."""
+        return (MORE if self.more else 0) | (STOP if self.stop else 0) | self.grad_mask << CONTROL_BITS
 
-    def listen(self, total: MeanResult) -> MeanResult:
+    def record_control_bits(self, total: MeanResult) -> MeanResult:
         """Take note of the control bits that came back from an exchange."""
-        self.heard |= total.bits & _CONTROL
+        self.control_bits |= total.bits & _CONTROL
         return total
 
     def mean_gradients(self, group: Group) -> MeanResult:
-        """Weighted mean of `gradients` over the group, in place; sets `weight` to the total, `touched` to the OR.
+        """Weighted mean of `gradients` over the group, in place; sets `weight` to the total, `grad_mask` to the OR.
 
         Gradients that are the mean already, as `prepare` has them right after backward, are left as they are.
         """
         if self._mean is None:
             self.rounds += group.size > 1
-            return self.averaged(group.mean_(self.gradients, self.weight, self.bits()))
+            return self.record_mean(group.mean_(self.gradients, self.weight, self.bits()))
         return self._mean
 
-    def averaged(self, total: MeanResult) -> MeanResult:
+    def record_mean(self, total: MeanResult) -> MeanResult:
         """Take note that `gradients` holds the group's mean now."""
-        self.listen(total)
+        self.record_control_bits(total)
         self._mean = total
         self.weight, self.idle = total.weight, False
-        self.touched = total.bits >> CONTROL_BITS
-        self._filled |= self.touched
+        self.grad_mask = total.bits >> CONTROL_BITS
+        self._filled |= self.grad_mask
         for i, p in enumerate(self.layout.parameters):
-            if not self.touched >> i & 1:
+            if not self.grad_mask >> i & 1:
                 p.grad = None  # an own gradient that is not in this mean
             elif p.grad is None:
                 p.grad = self._grads[i]
@@ -269,22 +269,22 @@ class Replica:
     def mean_(self, group: Group, vector: Tensor, weight: float, bits: int = 0) -> MeanResult:
         """Weighted mean of any [D'] vector, with this worker's control bits; `bits` go above them."""
         self.rounds += group.size > 1
-        total = self.listen(group.mean_(vector, weight, self.bits() & _CONTROL | bits << CONTROL_BITS))
+        total = self.record_control_bits(group.mean_(vector, weight, self.bits() & _CONTROL | bits << CONTROL_BITS))
         return MeanResult(total.weight, total.bits >> CONTROL_BITS)
 
-    def vote(self, worker: Worker) -> bool:
+    def sync_control_bits_if_due(self, worker: Worker) -> bool:
         """For ticks without an exchange: swap the control bits alone, about once a second. Whether it did in this tick.
 
         How many ticks a second holds is measured at each vote and agreed on, so that all ranks vote at the same ticks.
         """
-        self._unvoted += 1
-        if self._unvoted < self._vote_after:
+        self._unsynced_ticks += 1
+        if self._unsynced_ticks < self._sync_after_ticks:
             return False
         now = worker.clock()
-        pace = torch.tensor([(now - self._voted_s) / self._unvoted], dtype=torch.float64)  # seconds a tick
-        self.listen(worker.group.mean_(pace, 1.0, self.bits() & _CONTROL))
-        self._vote_after = max(1, min(VOTE_AT_MOST, int(VOTE_EVERY_S / max(float(pace), 1e-9))))
-        self._unvoted, self._voted_s = 0, worker.clock()
+        pace = torch.tensor([(now - self._synced_s) / self._unsynced_ticks], dtype=torch.float64)  # seconds a tick
+        self.record_control_bits(worker.group.mean_(pace, 1.0, self.bits() & _CONTROL))
+        self._sync_after_ticks = max(1, min(SYNC_AT_MOST_TICKS, int(SYNC_EVERY_S / max(float(pace), 1e-9))))
+        self._unsynced_ticks, self._synced_s = 0, worker.clock()
         return True
 
     @property
@@ -298,11 +298,11 @@ class Replica:
         return self.applied and not self.dropped
 
     @property
-    def anybody_has_rows(self) -> bool:
+    def any_rank_has_rows(self) -> bool:
         """As heard in this tick's exchange."""
-        return bool(self.heard & MORE)
+        return bool(self.control_bits & MORE)
 
-    def agree(self, group: Group) -> None:
+    def broadcast_from_rank0(self, group: Group) -> None:
         """Take rank 0's parameters and buffers."""
         if group.size > 1:
             group.broadcast_(self.parameters, 0)

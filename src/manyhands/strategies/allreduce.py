@@ -72,7 +72,7 @@ class AllReduce(Strategy):
     @override
     def start(self, replica: Replica, worker: Worker) -> AllReduceState:
         compressing.refuse_own_loop(self.name, replica, self)
-        replica.agree(worker.group)
+        replica.broadcast_from_rank0(worker.group)
         state = AllReduceState(**compressing.remembered(self, replica, worker))
         if self.overlap:
 
@@ -89,7 +89,7 @@ class AllReduce(Strategy):
         else:
             compressing.mean_gradients(self, replica, worker, state)
         replica.apply()
-        return replica.anybody_has_rows
+        return replica.any_rank_has_rows
 
 
 def _wait(replica: Replica, worker: Worker, state: AllReduceState) -> None:
@@ -99,4 +99,4 @@ def _wait(replica: Replica, worker: Worker, state: AllReduceState) -> None:
     for total in totals:
         bits |= total.bits
     replica.rounds += worker.size > 1
-    replica.averaged(MeanResult(totals[0].weight, bits))
+    replica.record_mean(MeanResult(totals[0].weight, bits))

@@ -36,7 +36,7 @@ class Needs:
 class Leasing:
     """Every worker goes at its own pace: rows are leased slice by slice, and workers meet at the ends of epochs only."""
 
-    alone: int = 0  # worker 0 trains alone for the run's first so many ticks, then the others start
+    rank0_warmup_ticks: int = 0  # worker 0 trains alone for the first so many ticks of the run, then the others start
 
 
 @dataclass(kw_only=True)

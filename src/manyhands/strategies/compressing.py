@@ -125,17 +125,17 @@ def mean_gradients(options: Compressing, replica: Replica, worker: Worker, state
         return
     layout, weight = replica.layout, replica.weight
     whole = _with_residual(state, replica.gradients)
-    vector = _without(layout, whole.clone(), replica.touched)
+    vector = _without(layout, whole.clone(), replica.grad_mask)
     own = None if state.residual is None else torch.empty_like(vector)
     hints = Hints(_draws(state, worker.rank), _matrices_in(codec, state, layout, 0, layout.padded))
     total = compressed_mean_(worker.group, codec, vector, weight, replica.bits(), hints, own)
     state.sent += weight > 0
     replica.rounds += 1
     if total.weight:
-        touched = total.bits >> CONTROL_BITS
-        replica.gradients.copy_(_without(layout, vector, touched))
-        _remember(codec, state, whole, own, layout, touched, weight)
-    replica.averaged(total)
+        grad_mask = total.bits >> CONTROL_BITS
+        replica.gradients.copy_(_without(layout, vector, grad_mask))
+        _remember(codec, state, whole, own, layout, grad_mask, weight)
+    replica.record_mean(total)
 
 
 def mean_(
@@ -207,13 +207,13 @@ def push_gradients(options: Compressing, replica: Replica, worker: Worker, state
         return serving.server_of(worker).push(replica.gradients, replica.weight, bits)
     layout, weight = replica.layout, replica.weight
     whole = _with_residual(state, replica.gradients)
-    vector = _without(layout, whole.clone(), replica.touched)
+    vector = _without(layout, whole.clone(), replica.grad_mask)
     pushed, own = _push(codec, replica, worker, state, vector, weight, bits)
-    touched = pushed.bits >> CONTROL_BITS
+    grad_mask = pushed.bits >> CONTROL_BITS
     if pushed.answer is not None:
-        _without(layout, pushed.answer, touched)
+        _without(layout, pushed.answer, grad_mask)
     if weight and pushed.applied:
-        _remember(codec, state, whole, own, layout, touched)
+        _remember(codec, state, whole, own, layout, grad_mask)
     return pushed
 
 
@@ -254,13 +254,13 @@ def _remember(
     whole: Tensor,
     own: Tensor | None,
     layout: Layout,
-    touched: int,
+    grad_mask: int,
     weight: float = 1.0,
 ) -> None:
-    """What was not sent of the touched parameters waits, without weight all that did; what is not finite leaves no trace."""
+    """What was not sent of the parameters of `grad_mask` waits, without weight all that did; what is not finite leaves no trace."""
     if state.residual is None or own is None:
         return
-    left = (whole if weight else state.residual) - _without(layout, own, touched)
+    left = (whole if weight else state.residual) - _without(layout, own, grad_mask)
     if not _finite(left):
         return
     state.residual.copy_(left)
@@ -272,11 +272,11 @@ def _finite(vector: Tensor) -> bool:
     return bool(vector.sum().isfinite()) or bool(vector.isfinite().all())
 
 
-def _without(layout: Layout, vector: Tensor, touched: int) -> Tensor:
-    """`vector` [D'], 0 in the padding and where no bit says that a parameter was touched."""
+def _without(layout: Layout, vector: Tensor, grad_mask: int) -> Tensor:
+    """`vector` [D'], 0 in the padding and where no bit says that a parameter got a gradient."""
     ends = [*layout.offsets[1:], layout.padded]
     for i, (start, size, end) in enumerate(zip(layout.offsets, layout.sizes, ends, strict=True)):
-        begin = start + size if touched >> i & 1 else start
+        begin = start + size if grad_mask >> i & 1 else start
         if begin < end:
             vector[begin:end].zero_()
     return vector
@@ -298,7 +298,7 @@ def clear_padding(options: Compressing, replica: Replica, vector: Tensor) -> Non
 
 
 def _draws(state: CompressedState, rank: int) -> torch.Generator:
-    """A generator of this sending's own: what the process draws is not touched, and a resumed run draws the same."""
+    """A generator of this sending's own: what the process draws is not changed, and a resumed run draws the same."""
     mixed = np.random.SeedSequence((state.seed % 2**64, rank, state.sent)).generate_state(1, np.uint64)[0]
     return torch.Generator().manual_seed(int(mixed >> 1))
 

@@ -86,7 +86,7 @@ class Elastic(Strategy):
         if self.via == "server":
             serving.begin(replica, worker)
             return ElasticState(center=torch.empty(0, dtype=replica.parameters.dtype))
-        replica.agree(worker.group)
+        replica.broadcast_from_rank0(worker.group)
         return ElasticState(center=replica.parameters.clone(), memory=[replica.zeros()])
 
     def enter(self, replica: Replica, worker: Worker, state: ElasticState) -> None:
@@ -105,8 +105,8 @@ class Elastic(Strategy):
         """What `exchange` answers."""
         if self.via == "server":
             return True
-        heard = state.ticks == 0 or replica.vote(worker)  # ticks is 0 right after an exchange
-        return replica.anybody_has_rows if heard else True
+        heard = state.ticks == 0 or replica.sync_control_bits_if_due(worker)  # ticks is 0 right after an exchange
+        return replica.any_rank_has_rows if heard else True
 
     @override
     def finish(self, replica: Replica, worker: Worker, state: ElasticState) -> None:

@@ -56,4 +56,4 @@ class Ensemble(Strategy):
     @override
     def exchange(self, replica: Replica, worker: Worker, state: EnsembleState) -> bool:
         replica.apply()
-        return replica.anybody_has_rows if replica.vote(worker) else True
+        return replica.any_rank_has_rows if replica.sync_control_bits_if_due(worker) else True

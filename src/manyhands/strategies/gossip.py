@@ -135,7 +135,7 @@ class Gossip(Strategy):
     def start(self, replica: Replica, worker: Worker) -> GossipState | PairsState:
         if self.graph == "pairs":
             return pairs.begin(replica, worker)
-        replica.agree(worker.group)
+        replica.broadcast_from_rank0(worker.group)
         return GossipState(memory=[torch.empty_like(replica.parameters) for _ in range(2)])
 
     @override
@@ -150,7 +150,7 @@ class Gossip(Strategy):
         heard = state.ticks >= self.period and self._round(replica, worker, state)
         if self.weights == "doubly-stochastic":
             replica.apply()
-        return replica.anybody_has_rows if heard or replica.vote(worker) else True
+        return replica.any_rank_has_rows if heard or replica.sync_control_bits_if_due(worker) else True
 
     @override
     def finish(self, replica: Replica, worker: Worker, state: GossipState | PairsState) -> None:
@@ -179,7 +179,7 @@ class Gossip(Strategy):
         state.ticks, state.weight = 0, 0.0
         if asked:
             total = replica.mean_(worker.group, torch.empty(0), weight)
-            state.ask = replica.anybody_has_rows  # only a stream has rows of which the number is not known
+            state.ask = replica.any_rank_has_rows  # only a stream has rows of which the number is not known
         else:
             replica.rounds += worker.size > 1
         if not asked or total.weight:

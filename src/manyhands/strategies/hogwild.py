@@ -51,7 +51,7 @@ class Hogwild(Strategy):
 
     @override
     def leasing(self) -> Leasing:
-        return Leasing(alone=self.warmup)
+        return Leasing(rank0_warmup_ticks=self.warmup)
 
     @override
     def rate_factor(self, workers: int) -> float:
@@ -59,8 +59,8 @@ class Hogwild(Strategy):
 
     @override
     def start(self, replica: Replica, worker: Worker) -> State:
-        replica.agree(worker.group)
-        replica.adopt(worker.group.share(replica.parameters, 0))
+        replica.broadcast_from_rank0(worker.group)
+        replica.alias_parameters(worker.group.share(replica.parameters, 0))
         worker.group.barrier()
         return State()
 

@@ -22,7 +22,7 @@ class LocalSGDState(State):
 
     ticks: int = 0
     weight: float = 0.0
-    touched: int = 0  # bits: parameters stepped in this window
+    grad_mask: int = 0  # bits: parameters stepped in this window
 
     @override
     def merge(self, others: list[LocalSGDState], rank: int, size: int) -> LocalSGDState:
@@ -74,7 +74,7 @@ class LocalSGD(Strategy):
 
     @override
     def start(self, replica: Replica, worker: Worker) -> LocalSGDState:
-        replica.agree(worker.group)
+        replica.broadcast_from_rank0(worker.group)
         return LocalSGDState()
 
     @override
@@ -82,17 +82,17 @@ class LocalSGD(Strategy):
         if replica.tick < self.warmup:
             replica.mean_gradients(worker.group)
             replica.apply()
-            return replica.anybody_has_rows
+            return replica.any_rank_has_rows
         weight = replica.weight
         if replica.apply():
             state.weight += weight
-            state.touched |= replica.touched
+            state.grad_mask |= replica.grad_mask
         state.ticks += 1
         if state.ticks == self.period:
             self._average(replica, worker, state)
-        elif not replica.vote(worker):
+        elif not replica.sync_control_bits_if_due(worker):
             return True
-        return replica.anybody_has_rows
+        return replica.any_rank_has_rows
 
     @override
     def finish(self, replica: Replica, worker: Worker, state: LocalSGDState) -> None:
@@ -112,10 +112,10 @@ class LocalSGD(Strategy):
         return mean
 
     def _average(self, replica: Replica, worker: Worker, state: LocalSGDState) -> None:
-        total = replica.mean_(worker.group, replica.parameters, state.weight, state.touched)
+        total = replica.mean_(worker.group, replica.parameters, state.weight, state.grad_mask)
         if total.weight:
             if self.optimizer_state == "averaged":
                 replica.optimizer_state.average(worker.group, state.weight, total.bits)
             elif self.optimizer_state == "reset" and worker.size > 1:
                 replica.optimizer_state.reset()
-        state.ticks, state.weight, state.touched = 0, 0.0, 0
+        state.ticks, state.weight, state.grad_mask = 0, 0.0, 0

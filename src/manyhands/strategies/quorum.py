@@ -103,10 +103,10 @@ class Quorum(Strategy):
         replica.rounds += 1
         if pushed.answer is not None:
             replica.gradients.copy_(pushed.answer)
-        replica.averaged(MeanResult(pushed.weight, pushed.bits))
+        replica.record_mean(MeanResult(pushed.weight, pushed.bits))
         replica.apply()
         # A step of weight 0 has waited for all: only then nobody, late ones included, has rows.
-        return replica.anybody_has_rows or (self.backups > 0 and pushed.weight > 0)
+        return replica.any_rank_has_rows or (self.backups > 0 and pushed.weight > 0)
 
     @override
     def agreed(self, replica: Replica, state: QuorumState) -> Tensor | None:

@@ -43,7 +43,7 @@ def check_pace(strategy: str, bound: int | None, warmup: int) -> None:
 
 def leasing_of(bound: int | None, warmup: int) -> Leasing | None:
     """In step at bound 0, else every worker at its own pace."""
-    return None if bound == 0 else Leasing(alone=warmup)
+    return None if bound == 0 else Leasing(rank0_warmup_ticks=warmup)
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ def server_of(worker: Worker) -> Server:
 def begin(replica: Replica, worker: Worker) -> None:
     """All start from rank 0's parameters, which are the first center too. A collective."""
     server = server_of(worker)
-    replica.agree(worker.group)
+    replica.broadcast_from_rank0(worker.group)
     if worker.rank == 0:
         server.initialize(replica.parameters)
     worker.group.barrier()

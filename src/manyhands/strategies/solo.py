@@ -37,6 +37,6 @@ class Solo(Strategy):
 
     @override
     def exchange(self, replica: Replica, worker: Worker, state: State) -> bool:
-        replica.heard |= replica.bits()
+        replica.control_bits |= replica.bits()
         replica.apply()
         return replica.more

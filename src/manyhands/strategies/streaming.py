@@ -88,7 +88,7 @@ class GroupState(CompressedState):
 
 def begin(schedule: Schedule, replica: Replica, worker: Worker) -> GroupState:
     """All start from rank 0's parameters. A collective; the same on all ranks."""
-    replica.agree(worker.group)
+    replica.broadcast_from_rank0(worker.group)
     fragments = cut(replica.layout, schedule.fragments)
     return GroupState(
         center=replica.parameters.clone(),
@@ -136,8 +136,8 @@ def turn(schedule: Schedule, replica: Replica, worker: Worker, state: GroupState
     if schedule.overlap and starting is not None:
         _start_mean(schedule, replica, worker, state, starting)
     if not heard and not schedule.under_way(state.ticks):
-        heard = replica.vote(worker)
-    return replica.anybody_has_rows if heard else True
+        heard = replica.sync_control_bits_if_due(worker)
+    return replica.any_rank_has_rows if heard else True
 
 
 def close(schedule: Schedule, replica: Replica, worker: Worker, state: GroupState) -> None:
@@ -196,7 +196,7 @@ def _use_mean(
     if fragment not in state.handles:  # it was under way at the checkpoint
         gradient.copy_(state.on_way[here])
         state.handles[fragment] = _mean(schedule, replica, worker, state, fragment)
-    total = replica.listen(state.handles.pop(fragment).wait())
+    total = replica.record_control_bits(state.handles.pop(fragment).wait())
     replica.rounds += worker.size > 1
     state.on_way_counted[fragment] = 0.0
     if not total.weight:

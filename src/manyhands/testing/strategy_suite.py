@@ -224,7 +224,7 @@ def check_stop(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
         last = seat.worker.rank == seat.worker.size - 1
         for tick in range(5 + EXTRA_TICKS):
             seat.turn(global_batch(tick), stop=last and tick >= 5)
-            if seat.replica.heard & STOP:
+            if seat.replica.control_bits & STOP:
                 heard.setdefault(seat.worker.rank, tick)
         return heard.get(seat.worker.rank)
 

@@ -65,7 +65,7 @@ class Seat:
         heard = self.worker.server.tick(self.replica.bits() & (MORE | STOP))
         if spec.bound != 0:
             return answer
-        self.replica.heard |= heard
+        self.replica.control_bits |= heard
         return bool(heard & MORE)
 
     def train(self, ticks: int) -> None:

@@ -93,9 +93,9 @@ class AsyncEpochs:
         self._digests: list[str] = []  # of the first batches of a stream, which this worker read for itself
         self._said = False  # that this worker wants all to stop
         self._answer: Lease | End | None = None  # the newest, of the driver
-        if self._ticks is None and leasing.alone:
+        if self._ticks is None and leasing.rank0_warmup_ticks:
             raise BadInput(
-                f"warmup={leasing.alone} counts slices that are leased, and a stream has none: leave warmup out, or give data with a length"
+                f"warmup={leasing.rank0_warmup_ticks} counts slices that are leased, and a stream has none: leave warmup out, or give data with a length"
             )
         for name in ("validate_every", "checkpoint_every"):
             every = getattr(loop.plan, name)
@@ -128,7 +128,9 @@ class AsyncEpochs:
     def _begin(self) -> int:
         """All take part before anybody's first tick; but where worker 0 trains alone, for so many ticks, the others come later."""
         loop = self._loop
-        alone: int = max(0, self._leasing.alone - loop.worker.group.all_gather_json(loop.place.own_ticks)[0])
+        alone: int = max(
+            0, self._leasing.rank0_warmup_ticks - loop.worker.group.all_gather_json(loop.place.own_ticks)[0]
+        )
         self._entered = False
         if not alone or loop.worker.rank == 0:
             self._enter()

@@ -242,7 +242,7 @@ class Loop:
             return
         heard = server.tick(replica.bits() & (MORE | STOP))
         if spec.bound == 0:
-            replica.heard |= heard
+            replica.control_bits |= heard
             self.anybody = bool(heard & MORE)
 
     def _count(self, part: Slice) -> None:
@@ -352,7 +352,7 @@ class Loop:
 
     def stopped(self) -> bool:
         """Whether this tick's exchange told all workers to stop; they all hear it at the same tick."""
-        if self.replica.heard & STOP:
+        if self.replica.control_bits & STOP:
             self.agree_to_stop(self._own_reason)
         return bool(self.reason)
 

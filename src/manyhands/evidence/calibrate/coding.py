@@ -124,18 +124,18 @@ class _Coding(Strategy):
         if replica.weight:
             self._mean(SETTINGS[setting % len(SETTINGS)], replica, worker, state, counts=tick >= _WARM)
         replica.apply()
-        return replica.anybody_has_rows if replica.vote(worker) else True
+        return replica.any_rank_has_rows if replica.sync_control_bits_if_due(worker) else True
 
     def _mean(self, setting: str, replica: Replica, worker: Worker, state: _Now, *, counts: bool) -> None:
         options = AllReduce(compress=setting)
         if setting != state.setting:
             state.setting = setting
             state.sent = CompressedState(**compressing.remembered(options, replica, worker))
-        own, heard = replica.gradients.clone(), replica.heard
+        own, heard = replica.gradients.clone(), replica.control_bits
         group = _Alike(worker)
         compressing.mean_gradients(options, replica, replace(worker, group=group), state.sent)
         group.stop()
-        replica.heard = heard  # the others', by whom all workers stop at the same tick
+        replica.control_bits = heard  # the others', by whom all workers stop at the same tick
         replica.gradients.copy_(own)
         if counts:
             worker.emit(

@@ -97,7 +97,7 @@ class Recorder:
             for group, said in zip(replica.optimizer.param_groups, self.setting.rates[len(trace.rates)], strict=True):
                 group.update(said)
         trace.rates.append(_rates(replica.optimizer))
-        trace.touched |= replica.touched
+        trace.touched |= replica.grad_mask
         if self.worker.rank == 0:
             trace.gradients.append(replica.gradients.cpu().clone())
         applied = self._apply()
