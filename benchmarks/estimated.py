@@ -23,10 +23,10 @@ import machine
 from manyhands.data.sources import open_source
 from manyhands.engines.local.engine import Local
 from manyhands.evidence.calibrate.calibrate import STRATEGIES, calibrated
-from manyhands.evidence.calibrate.observe import WARM, Place, train_before
+from manyhands.evidence.calibrate.observe import WARM, ObservedOn, train_before
 from manyhands.evidence.calibrate.report import text
 from manyhands.evidence.estimate.estimate import Estimate, estimate
-from manyhands.evidence.estimate.shape import reading_of
+from manyhands.evidence.estimate.shape import reading_plan
 from manyhands.evidence.estimate.steady import Steady
 from manyhands.strategies import CATALOGUE, spec_of, strategy_of
 from manyhands.task import Task
@@ -50,7 +50,7 @@ def main() -> None:
     with Local() as engine:
         found = calibrated(task, workers=args.workers, engine=engine)
         print(text(found, args.task, Path("-")), flush=True)
-        measured = measure(Place(engine=engine, workers=args.workers), task, chosen, args.repeats, args.steps)
+        measured = measure(ObservedOn(engine=engine, workers=args.workers), task, chosen, args.repeats, args.steps)
     predicted = estimate(task, profile=found.profile, workers=[args.workers], strategies=chosen)
     rows = [row(one, measured[one.strategy]) for one in predicted.estimates]
     print(f"\n{table(rows)}\n")
@@ -62,9 +62,9 @@ def main() -> None:
         args.json.write_text(json.dumps({"machine": facts, "task": args.task, "rows": rows}, indent=2))
 
 
-def measure(place: Place, task: Task, strategies: list[str], repeats: int, least: int) -> dict[str, list[float]]:
+def measure(place: ObservedOn, task: Task, strategies: list[str], repeats: int, least: int) -> dict[str, list[float]]:
     """{strategy: seconds a step of each run}"""
-    ticks = reading_of(task, open_source(task.train_data), place.workers).ticks
+    ticks = reading_plan(task, open_source(task.train_data), place.workers).ticks
     steps = least if ticks is None or ticks > least else -(-least // ticks) * ticks
     found: dict[str, list[float]] = {strategy: [] for strategy in strategies}
     order = random.Random(0)

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from manyhands.callbacks import Progress
-from manyhands.callbacks.progress import Pace, clock_text, metrics_text
+from manyhands.callbacks.progress import StepRate, clock_text, metrics_text
 from manyhands.errors import UnknownName
 from manyhands.events import Event
 
@@ -105,7 +105,7 @@ def test_a_notebook_gets_one_output_that_is_rewritten(monkeypatch: pytest.Monkey
 
 
 def test_the_pace_is_that_of_the_last_five_seconds() -> None:
-    pace = Pace(total_steps=1000)
+    pace = StepRate(total_steps=1000)
     pace.step(step(0, 0.0))
     assert (pace.rows_per_s(), pace.left_s()) == (None, None)  # it does not know when the run began
     for tick in range(1, 11):
@@ -116,7 +116,7 @@ def test_the_pace_is_that_of_the_last_five_seconds() -> None:
 
 def test_a_step_longer_than_the_window_has_a_pace_too() -> None:
     """The last two steps, however long ago the one before was; at first, the time since the start."""
-    pace = Pace(total_steps=10, began_s=4.0)
+    pace = StepRate(total_steps=10, began_s=4.0)
     pace.step(step(0, 64.0))
     assert (pace.rows_per_s(), pace.left_s()) == (pytest.approx(32 / 60), pytest.approx(9 * 60.0))
     for tick in range(1, 4):
@@ -134,7 +134,7 @@ def test_long_steps_show_their_pace_on_a_terminal() -> None:
 
 
 def test_a_stream_has_no_end_to_show_and_an_empty_tick_keeps_the_loss() -> None:
-    pace = Pace()
+    pace = StepRate()
     pace.step(step(0, 0.0, loss=0.25))
     pace.step(step(1, 1.0, loss=None))
     assert pace.text() == "epoch 1   step 2   loss 0.25   32 rows/s"

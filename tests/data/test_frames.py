@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from manyhands.data.feed import Feed
-from manyhands.data.frames import ORDER, VARIABLE, Frame, HostRows, SharedRows, open_pool
+from manyhands.data.frames import ORDER, VARIABLE, DistributedFrame, HostRows, SharedRows, open_pool
 from manyhands.data.leases import Segment
 from manyhands.data.sources import open_source
-from manyhands.data.spool import Column, Spool
+from manyhands.data.spool import Spool, SpoolColumn
 from manyhands.errors import BadInput
 
-COLUMNS = (Column("features", ("x",), "float32"), Column("label", ("x",), "int64"))
+COLUMNS = (SpoolColumn("features", ("x",), "float32"), SpoolColumn("label", ("x",), "int64"))
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_any_row_of_any_partition(spools: list[Spool]) -> None:
 
 def test_rows_are_numbered_by_their_place_in_the_table(spools: list[Spool]) -> None:
     """Whatever way they came in, and to whom."""
-    frame = Frame("k", COLUMNS)
+    frame = DistributedFrame("k", COLUMNS)
     parts = []
     for rows in ([4, 0], [9], [7, 1, 3]):
         spool = Spool(frame.kept, 1 << 20)
@@ -67,7 +67,7 @@ def test_rows_are_numbered_by_their_place_in_the_table(spools: list[Spool]) -> N
     source = HostRows(parts, ["features", "label"])
     assert source.take(range(6))[1].tolist() == [0, 1, 3, 4, 7, 9]
     assert source.take([5, 0])[1].tolist() == [9, 0]
-    assert Frame("k", COLUMNS, files=("a.parquet",)).kept == COLUMNS
+    assert DistributedFrame("k", COLUMNS, files=("a.parquet",)).kept == COLUMNS
 
 
 def test_one_host_reads_as_an_array_would(spools: list[Spool]) -> None:
@@ -162,10 +162,10 @@ def pools(spools: list[Spool], rows: list[int], workers: list[int], *parts: rang
 def test_a_frame_travels_without_its_table_and_opens_the_pool(
     spools: list[Spool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    frame = Frame("k", COLUMNS, table=object())
-    there: Frame = pickle.loads(pickle.dumps(frame))
+    frame = DistributedFrame("k", COLUMNS, table=object())
+    there: DistributedFrame = pickle.loads(pickle.dumps(frame))
     assert (there.key, there.columns, there.table) == ("k", COLUMNS, None)
-    read: Frame = pickle.loads(pickle.dumps(Frame("k", COLUMNS, files=("s3://a",))))
+    read: DistributedFrame = pickle.loads(pickle.dumps(DistributedFrame("k", COLUMNS, files=("s3://a",))))
     assert (read.files, read.sources) == (("s3://a",), ["x"])
     file = tmp_path / "pool"
     file.write_text(json.dumps(pools(spools, [4], [2], range(4))))
@@ -178,7 +178,7 @@ def test_a_frame_travels_without_its_table_and_opens_the_pool(
 def test_without_an_engine_that_brings_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     with pytest.raises(BadInput, match="engine spark alone"):
-        open_source(Frame("k", COLUMNS))
+        open_source(DistributedFrame("k", COLUMNS))
 
 
 def test_no_rows_at_all(spools: list[Spool]) -> None:
@@ -187,7 +187,7 @@ def test_no_rows_at_all(spools: list[Spool]) -> None:
 
 
 def test_partitions_of_other_lengths(spools: list[Spool]) -> None:
-    column = (Column("features", ("x",)),)
+    column = (SpoolColumn("features", ("x",)),)
     made = [Spool(column, 1 << 20) for _ in range(2)]
     spools += made
     for i, spool in enumerate(made):

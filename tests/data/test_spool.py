@@ -7,10 +7,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from manyhands.data.spool import Column, Part, Spool, open_part
+from manyhands.data.spool import Spool, SpoolColumn, SpoolPart, open_part
 from manyhands.errors import BadInput
 
-PAIR = (Column("features", ("a", "b"), "float32"), Column("label", ("y",), "int64"))
+PAIR = (SpoolColumn("features", ("a", "b"), "float32"), SpoolColumn("label", ("y",), "int64"))
 
 
 def batch(first: int, rows: int) -> pa.RecordBatch:
@@ -48,7 +48,7 @@ def test_a_part_travels_as_json() -> None:
     spool = Spool(PAIR, 1 << 20)
     spool.add(batch(0, 2))
     (part,) = spool.parts()
-    assert Part.from_json(part.to_json()) == part
+    assert SpoolPart.from_json(part.to_json()) == part
     spool.close()
 
 
@@ -64,28 +64,28 @@ def test_nothing_stays_open() -> None:
 def test_arrays_become_dimensions_and_stand_beside_numbers() -> None:
     lists = pa.array([[1.0, 2.0], [3.0, 4.0]], pa.list_(pa.float64()))
     table = pa.record_batch({"v": lists, "x": pa.array([5, 6])})
-    assert Column("f", ("v",), "float32").of(table).tolist() == [[1, 2], [3, 4]]
-    assert Column("f", ("v", "x")).of(table).tolist() == [[1, 2, 5], [3, 4, 6]]
+    assert SpoolColumn("f", ("v",), "float32").of(table).tolist() == [[1, 2], [3, 4]]
+    assert SpoolColumn("f", ("v", "x")).of(table).tolist() == [[1, 2, 5], [3, 4, 6]]
 
 
 def test_what_is_no_number_is_named() -> None:
     with pytest.raises(BadInput, match="column 'a' holds .*, not numbers: encode it"):
-        Column("f", ("a",)).of(pa.record_batch({"a": ["x", "y"]}))
+        SpoolColumn("f", ("a",)).of(pa.record_batch({"a": ["x", "y"]}))
     with pytest.raises(BadInput, match="column 'a' has 1 missing values"):
-        Column("f", ("a",)).of(pa.record_batch({"a": [1.0, None]}))
+        SpoolColumn("f", ("a",)).of(pa.record_batch({"a": [1.0, None]}))
     with pytest.raises(BadInput, match="column 'a' holds lists of 1 to 2 values"):
-        Column("f", ("a",)).of(pa.record_batch({"a": [[1.0], [1.0, 2.0]]}))
+        SpoolColumn("f", ("a",)).of(pa.record_batch({"a": [[1.0], [1.0, 2.0]]}))
 
 
 def test_fractions_do_not_become_whole_numbers_silently() -> None:
-    label = Column("label", ("y",), "int64")
+    label = SpoolColumn("label", ("y",), "int64")
     assert label.of(pa.record_batch({"y": [1.0, 2.0]})).tolist() == [1, 2]
     with pytest.raises(BadInput, match="label holds fractions, and is to be int64"):
         label.of(pa.record_batch({"y": [1.0, 2.5]}))
 
 
 def test_later_rows_must_be_like_the_first() -> None:
-    spool = Spool((Column("f", ("a",)),), 1 << 20)
+    spool = Spool((SpoolColumn("f", ("a",)),), 1 << 20)
     spool.add(pa.record_batch({"a": [[1.0], [2.0]]}))
     with pytest.raises(BadInput, match=r"f has rows of float64 \[1\] and of float64 \[2\]"):
         spool.add(pa.record_batch({"a": [[1.0, 2.0]]}))

@@ -4,7 +4,7 @@ import pytest
 
 from manyhands.rank_files.deciding import (
     Changes,
-    Source,
+    FileSource,
     caches,
     destination,
     governing,
@@ -19,18 +19,18 @@ NEVER = Changes()
 @pytest.mark.parametrize(
     ("own", "first", "passed", "expected"),
     [
-        (NEVER, Changes(3, 3), False, Source.REAL),  # read only
-        (Changes(1, 0), Changes(1, 1), False, Source.OWN),  # open here
-        (Changes(1, 1), NEVER, False, Source.WAIT),
-        (Changes(1, 1), NEVER, True, Source.OWN),
-        (Changes(2, 2), Changes(2, 1), False, Source.WAIT),  # half written there
-        (Changes(2, 2), Changes(1, 1), False, Source.WAIT),
-        (Changes(2, 2), Changes(2, 2), False, Source.REAL),
-        (Changes(2, 2), Changes(3, 2), False, Source.OWN),  # being written anew
-        (Changes(2, 2), Changes(3, 3), False, Source.OWN),
+        (NEVER, Changes(3, 3), False, FileSource.REAL),  # read only
+        (Changes(1, 0), Changes(1, 1), False, FileSource.OWN),  # open here
+        (Changes(1, 1), NEVER, False, FileSource.WAIT),
+        (Changes(1, 1), NEVER, True, FileSource.OWN),
+        (Changes(2, 2), Changes(2, 1), False, FileSource.WAIT),  # half written there
+        (Changes(2, 2), Changes(1, 1), False, FileSource.WAIT),
+        (Changes(2, 2), Changes(2, 2), False, FileSource.REAL),
+        (Changes(2, 2), Changes(3, 2), False, FileSource.OWN),  # being written anew
+        (Changes(2, 2), Changes(3, 3), False, FileSource.OWN),
     ],
 )
-def test_source(own: Changes, first: Changes, passed: bool, expected: Source) -> None:
+def test_source(own: Changes, first: Changes, passed: bool, expected: FileSource) -> None:
     assert source_of(own, first, passed) is expected
 
 

@@ -12,7 +12,7 @@ import pytest
 from manyhands.comm.solo import SoloGroup
 from manyhands.errors import ManyhandsError
 from manyhands.rank_files import meeting
-from manyhands.rank_files.folder import Folder, Turns
+from manyhands.rank_files.folder import CollectiveCounts, Folder
 from manyhands.rank_files.views import FirstView
 from manyhands.testing.threads import together
 from manyhands.worker import Worker
@@ -76,7 +76,7 @@ class Group(SoloGroup):
 
 def test_a_collective_counts_once_as_it_begins(tmp_path: Path) -> None:
     folder, group = Folder.make(str(tmp_path), 0), Group()
-    turns = Turns(folder)
+    turns = CollectiveCounts(folder)
     view: Any = FirstView(folder, 0, turns)
     for _ in range(2):
         meeting._count(group, view)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from manyhands.rank_files.folder import Folder, Turns
+from manyhands.rank_files.folder import CollectiveCounts, Folder
 from manyhands.rank_files.guard import as_given
 from manyhands.rank_files.patches import Patches, Private
 from manyhands.rank_files.views import FirstView, OtherView, View
@@ -33,9 +33,9 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def view(request: pytest.FixtureRequest, tmp_path: Path, work: Path) -> Iterator[View]:
     folder = Folder.make(str(tmp_path), 0)
     private = Private(folder.root)
-    made: View = FirstView(folder, 0, Turns(folder))
+    made: View = FirstView(folder, 0, CollectiveCounts(folder))
     if request.param == "other":
-        made = OtherView(folder, 1, 2, Turns(folder), 1.0, private)
+        made = OtherView(folder, 1, 2, CollectiveCounts(folder), 1.0, private)
     patches = Patches(lambda: made, private)
     before = now()
     patches.install()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.rank_files.folder import Folder, Turns
+from manyhands.rank_files.folder import CollectiveCounts, Folder
 from manyhands.rank_files.settling import settle
 from manyhands.rank_files.views import FirstView, OtherView, View
 
@@ -22,9 +22,10 @@ class Ranks:
         self.place.mkdir()
         self.folder = Folder.make(str(place), 0)
         self.alive = self.folder.lock("alive", fcntl.LOCK_EX)
-        self.first = FirstView(self.folder, 0, Turns(self.folder))
+        self.first = FirstView(self.folder, 0, CollectiveCounts(self.folder))
         self.others = [
-            OtherView(self.folder, rank, 3, Turns(self.folder), 0.05, lambda path: "private" in path) for rank in (1, 2)
+            OtherView(self.folder, rank, 3, CollectiveCounts(self.folder), 0.05, lambda path: "private" in path)
+            for rank in (1, 2)
         ]
 
     def path(self, name: str) -> str:

@@ -12,7 +12,7 @@ from manyhands.errors import BadInput
 from manyhands.server.base import ServerSpec
 from manyhands.server.client import ServedServer
 from manyhands.server.protocol import SMALL_BYTES
-from manyhands.server.store import Refused
+from manyhands.server.store import InvalidCall
 from manyhands.testing.server_suite import SERVER_EXAM, expect_waits, started
 
 ADD = ServerSpec(rule="add")
@@ -85,7 +85,7 @@ def test_what_the_server_refuses_is_raised_here_and_ever_after():
             second.pull(torch.empty(4))
         with pytest.raises(BadInput, match="got 4 of"):
             second.pull(torch.empty(5))
-        with pytest.raises(Refused, match="it calls `begin` first"):
+        with pytest.raises(InvalidCall, match="it calls `begin` first"):
             first.push(torch.ones(5))
 
 

@@ -7,7 +7,7 @@ import torch
 from served import hosting
 
 from manyhands.server.base import ServerSpec
-from manyhands.server.protocol import Kind, Place, about, bits_of
+from manyhands.server.protocol import Kind, VectorPlace, about, bits_of
 from manyhands.transport.channel import Channel, ChannelClosed
 from manyhands.transport.frame import Frame, from_json, pack
 
@@ -51,7 +51,7 @@ def push(channel):
 def test_a_push_that_comes_twice_is_applied_once_and_answered_twice(channel):
     first, second = push(channel), push(channel)
     assert first[0] == second[0]
-    assert (first[0].a, bits_of(first[0].blob), first[0].sequence) == (1, 5, Place.BEHIND)
+    assert (first[0].a, bits_of(first[0].blob), first[0].sequence) == (1, 5, VectorPlace.BEHIND)
     assert torch.equal(first[1], second[1])
     center = torch.empty(N)
     assert ask(channel, Kind.PEEK, Kind.CENTER, **LIKE).a == 1

@@ -1,11 +1,11 @@
 """What a worker says of its pulls and pushes."""
 
-from manyhands.server.said import Said
+from manyhands.server.said import PushJournal
 from manyhands.server.store import Applied, Dropped, Held
 
 
 def test_lists_since_the_last_time():
-    said = Said()
+    said = PushJournal()
     assert said.take() == {}
     said.pulled([3, 4])
     said.pushed([Applied(5, 1), Applied(7, 2)], 1.0)
@@ -16,7 +16,7 @@ def test_lists_since_the_last_time():
 
 def test_what_changed_nothing_is_none():
     """Dropped, or of weight 0: neither made a version, nor does its staleness count."""
-    said = Said()
+    said = PushJournal()
     said.pushed([Dropped(3)], 1.0)
     said.pushed([Applied(3, 9)], 0.0)
     assert said.take() == {"pushes": [None, None], "behind": [0]}

@@ -7,8 +7,8 @@ import torch
 
 from manyhands.errors import BadInput
 from manyhands.server.base import ServerSpec
-from manyhands.server.shard import Late, Shard
-from manyhands.server.store import Go, Refused, Wait
+from manyhands.server.shard import Shard, WorkersLate
+from manyhands.server.store import Go, InvalidCall, WaitForGate
 from manyhands.testing.server_suite import expect_waits, started
 
 N = 4
@@ -31,7 +31,7 @@ def opened(spec=None, timeout_s=10.0):
 
 def test_who_waits_gets_what_anothers_call_released():
     shard, lives = opened(), []
-    assert isinstance(shard.call(lambda store: store.tick(0, 1)), Wait)
+    assert isinstance(shard.call(lambda store: store.tick(0, 1)), WaitForGate)
     with started(lambda: shard.answer(0, lambda: lives.append(1))) as waiting:
         expect_waits(waiting, "an answer before the other worker's tick")
         assert shard.call(lambda store: store.tick(1, 2)) == Go(3)
@@ -44,7 +44,7 @@ def test_the_deadline_counts_from_what_a_worker_did_last():
     shard = opened(timeout_s=0.2)
     shard.call(lambda store: store.tick(0, 0))
     shard._moved = time.monotonic() + 0.2
-    with pytest.raises(Late) as late:
+    with pytest.raises(WorkersLate) as late:
         shard.answer(0, nothing)
     assert late.value.worker == 1
     assert late.value.seconds >= 0.4
@@ -68,9 +68,9 @@ def test_a_second_offer_waits_for_the_first_and_takes_its_place_if_that_fails():
 
 def test_before_a_center_there_is_nothing_to_read():
     shard = Shard(ServerSpec(rule="add"), 2, 10.0)
-    with pytest.raises(Refused, match="no center yet"):
+    with pytest.raises(InvalidCall, match="no center yet"):
         shard.check(N, torch.float32, "a push")
-    with pytest.raises(Refused):
+    with pytest.raises(InvalidCall):
         shard.pin(0, pull=True)
     shard.close()
 

@@ -9,7 +9,7 @@ from torch import tensor
 from manyhands.errors import BadInput
 from manyhands.server.base import ServerSpec
 from manyhands.server.rules.updates import make_rule
-from manyhands.server.store import Applied, Dropped, Duplicate, Go, Held, Refused, Store, Wait
+from manyhands.server.store import Applied, Dropped, Duplicate, Go, Held, InvalidCall, Store, WaitForGate
 
 
 def store_of(rule="add", workers=2, bound=None, n=1, **options):
@@ -44,7 +44,7 @@ def taken(store):
 def test_the_first_center_wins():
     store = Store(make_rule(ServerSpec(rule="add")), 1)
     assert not store.initialized
-    with pytest.raises(Refused, match="no center yet"):
+    with pytest.raises(InvalidCall, match="no center yet"):
         store.pull(0)
     assert store.initialize(tensor([1.0]))
     assert not store.initialize(tensor([2.0]))
@@ -55,9 +55,9 @@ def test_a_worker_that_takes_no_part_is_refused():
     store = store_of()
     store.park(1)
     for call in (lambda: store.push(1, 1, tensor([1.0]), 1.0, 0), lambda: store.tick(1, 0)):
-        with pytest.raises(Refused, match="begin"):
+        with pytest.raises(InvalidCall, match="begin"):
             call()
-    with pytest.raises(Refused, match="range"):
+    with pytest.raises(InvalidCall, match="range"):
         store.pull(2)
 
 
@@ -69,13 +69,13 @@ def test_generations():
     store.begin(0, 0)
     assert push(0, 1.0).version == 2, "beginning again in the same generation goes on"
     store.begin(0, 3)
-    with pytest.raises(Refused, match="expected 1"):
+    with pytest.raises(InvalidCall, match="expected 1"):
         store.push(0, 3, tensor([1.0], dtype=torch.float64), 1.0, 0)
     assert store.push(0, 1, tensor([1.0], dtype=torch.float64), 1.0, 0) == Applied(3, 0)
-    with pytest.raises(Refused, match="newer generation"):
+    with pytest.raises(InvalidCall, match="newer generation"):
         store.begin(0, 2)
     store.leave(0)
-    with pytest.raises(Refused, match="declared lost"):
+    with pytest.raises(InvalidCall, match="declared lost"):
         store.begin(0, 3)
     store.begin(0, 4)
 
@@ -100,7 +100,7 @@ def test_one_call_at_a_time():
     push = Pushes(store)
     assert isinstance(push(0, 1.0), Held)
     for call in (lambda: push(0, 1.0), lambda: store.tick(0, 0)):
-        with pytest.raises(Refused, match="one call at a time"):
+        with pytest.raises(InvalidCall, match="one call at a time"):
             call()
 
 
@@ -114,7 +114,7 @@ def test_each_push_is_applied_once():
     assert store.push(0, 1, one, 1.0, 0) == Duplicate(first)
     assert store.push(0, 2, one, 1.0, 0) == Applied(2, 0)
     for sequence in (1, 4, 0, -1):
-        with pytest.raises(Refused, match=f"number {sequence}, expected 3"):
+        with pytest.raises(InvalidCall, match=f"number {sequence}, expected 3"):
             store.push(0, sequence, one, 1.0, 0)
     store.park(0)
     assert store.push(0, 2, one, 1.0, 0) == Duplicate(Applied(2, 0)), "also when it is sent again after parking"
@@ -183,7 +183,7 @@ def test_a_dead_worker_blocks_until_it_is_declared_lost():
     store = store_of(workers=3, bound=1)
     for worker in (0, 1):
         assert store.tick(worker, 0) == Go(0)
-        assert store.tick(worker, 4) == Wait()
+        assert store.tick(worker, 4) == WaitForGate()
     assert store.slowest == 2
     store.leave(2)
     assert taken(store) == [(0, Go(4)), (1, Go(4))]
@@ -204,7 +204,7 @@ def test_a_tick_in_step_is_one_version_in_rank_order(order):
             assert push(worker, values[worker]) == Held(tick + 1, 0)
         assert store.version == tick
         for worker in order[:2]:
-            assert store.tick(worker, 1 << worker) == Wait()
+            assert store.tick(worker, 1 << worker) == WaitForGate()
         assert store.tick(order[2], 1 << order[2]) == Go(7)
         assert taken(store) == [(worker, Go(7)) for worker in sorted(order[:2])]
     center = 0.0
@@ -241,9 +241,9 @@ def test_pushes_before_parking_become_one_version_when_all_have_parked():
     push(1, 1e16)
     store.park(1)
     push(0, 1.0)
-    with pytest.raises(Refused, match="held"):
+    with pytest.raises(InvalidCall, match="held"):
         store.capture()
-    with pytest.raises(Refused, match="held"):
+    with pytest.raises(InvalidCall, match="held"):
         store.restore({}, {})
     store.park(0)
     assert (store.center.tolist(), store.version) == ([1.0 + 1e16], 1)
@@ -257,12 +257,12 @@ def test_rules_that_answer_do_so_inside_the_tick():
     assert isinstance(push(0, 4.0), Held)
     store.park(3)
     assert taken(store) == []
-    assert store.tick(1, 0) == Wait()
+    assert store.tick(1, 0) == WaitForGate()
     answers = {worker: reply.answer.tolist() for worker, reply in taken(store)}
     assert answers == {0: [2.0], 2: [1.0]}
     assert store.center.tolist() == [3.0]
     push(0, 3.0)
-    assert store.tick(2, 0) == Wait()
+    assert store.tick(2, 0) == WaitForGate()
     assert [(worker, reply.version) for worker, reply in taken(store)] == [(0, 2)], "a second push in the same tick"
 
 
@@ -299,7 +299,7 @@ def test_a_round_does_not_answer_a_worker_that_came_back():
     assert push(1, 4.0).answer.tolist() == [2.0]
     assert taken(store) == []
     assert store.center.tolist() == [3.0]
-    assert store.tick(0, 0) == Wait()
+    assert store.tick(0, 0) == WaitForGate()
     assert store.tick(1, 0) == Go(0)
     push.sequence[0] = 0
     assert isinstance(push(0, 1.0), Held)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from manyhands.server.base import ServerSpec
 from manyhands.server.rules.updates import make_rule
-from manyhands.server.store import Applied, Duplicate, Go, Held, Store, Wait
+from manyhands.server.store import Applied, Duplicate, Go, Held, Store, WaitForGate
 
 WORKERS = 3
 CALLS = st.lists(
@@ -85,7 +85,7 @@ class Model:
     def tick(self, worker):
         self.finished[worker] += 1
         reply = self.store.tick(worker, 0)
-        if isinstance(reply, Wait):
+        if isinstance(reply, WaitForGate):
             self.waiting.add(worker)
 
     def park(self, worker):

@@ -17,7 +17,7 @@ from torch import nn
 
 import manyhands as mh
 from manyhands.data.feed import Feed
-from manyhands.data.frames import Frame
+from manyhands.data.frames import DistributedFrame
 from manyhands.data.sources import open_source
 from manyhands.engines.base import LaunchSpec
 from manyhands.engines.spark.engine import Spark
@@ -27,7 +27,7 @@ from manyhands.worker import Worker
 from tfrecord_files import examples
 
 
-def read(frames: tuple[Frame, ...], batch_size: int, worker: Worker) -> list[list[list[int]]]:
+def read(frames: tuple[DistributedFrame, ...], batch_size: int, worker: Worker) -> list[list[list[int]]]:
     """[frame][epoch] the labels that this worker gets."""
     found = []
     for frame in frames:
@@ -41,7 +41,9 @@ def read(frames: tuple[Frame, ...], batch_size: int, worker: Worker) -> list[lis
     return found
 
 
-def labels(engine: Spark, frames: tuple[Frame, ...], workers: int, batch_size: int = 64) -> list[list[Counter[int]]]:
+def labels(
+    engine: Spark, frames: tuple[DistributedFrame, ...], workers: int, batch_size: int = 64
+) -> list[list[Counter[int]]]:
     """[frame][epoch] how often all workers together got each label."""
     values = engine.launch(partial(read, frames, batch_size), LaunchSpec(workers=workers, frames=frames, timeout_s=60))
     return [
@@ -50,7 +52,7 @@ def labels(engine: Spark, frames: tuple[Frame, ...], workers: int, batch_size: i
     ]
 
 
-def framed(table: Any) -> Frame:
+def framed(table: Any) -> DistributedFrame:
     return mh.spark.frame(table, features=["x"], label="row")
 
 

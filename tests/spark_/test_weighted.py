@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from manyhands.data.spool import Column
+from manyhands.data.spool import SpoolColumn
 from manyhands.errors import BadInput
-from manyhands.spark.predicting import Judge, _side_by_side, said
+from manyhands.spark.predicting import MetricSums, _side_by_side, said
 from manyhands.spark.weighted import WeightedLoss, WeightedMetrics
 
 
@@ -41,11 +41,11 @@ def test_rows_without_weight_alone() -> None:
 
 def test_what_has_no_weight_is_not_measured_in_the_executors() -> None:
     columns = (
-        Column("features", ("x",), "float32"),
-        Column("label", ("y",), "int64"),
-        Column("weight", ("w",), "float32"),
+        SpoolColumn("features", ("x",), "float32"),
+        SpoolColumn("label", ("y",), "int64"),
+        SpoolColumn("weight", ("w",), "float32"),
     )
-    judge = Judge(nn.Linear(2, 3), WeightedMetrics(F.cross_entropy), columns)
+    judge = MetricSums(nn.Linear(2, 3), WeightedMetrics(F.cross_entropy), columns)
     rows = pa.record_batch({"x": [[1.0, 2.0]] * 2, "y": pa.array([0, 1], pa.int32()), "w": [0.0, 0.0]})
     (told,) = judge(iter([rows]))
     assert json.loads(told.column(0)[0].as_py()) == {"means": {}, "sums": {}}

@@ -13,7 +13,7 @@ from manyhands.server.in_process import InProcessServers
 from manyhands.strategies import strategy_of
 from manyhands.strategies.base import Strategy
 from manyhands.testing.threads import together
-from manyhands.testing.turns import Turns
+from manyhands.testing.turns import ScriptedTurns
 from manyhands.worker import Worker
 
 F64 = torch.float64
@@ -107,7 +107,7 @@ def hands(
 
 def scripted(order: Sequence[int], ticks: int) -> Callable[[Hand], Tensor]:
     """A program of `ticks` ticks, each two turns of `order`: the gradient (which pulls), and the exchange (which pushes)."""
-    turns = Turns(order)
+    turns = ScriptedTurns(order)
 
     def program(hand: Hand) -> Tensor:
         for _ in range(ticks):

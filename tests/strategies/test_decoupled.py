@@ -10,8 +10,8 @@ import pytest
 
 import manyhands as mh
 import plain
-from manyhands.server.rules.outer import Outer
-from manyhands.server.rules.rounds import LAST, Rounds
+from manyhands.server.rules.outer import OuterRule
+from manyhands.server.rules.rounds import LAST, RoundsRule
 from manyhands.server.store import Store
 
 UNEQUAL = "sim:compute='row=1e-3,1=1.4x,2=3x'"
@@ -25,13 +25,13 @@ class Log:
         self.events: list[str] = []
         self.counted = 0.0
         self.by_reading = 0  # rounds that were closed to be read
-        join, step, close = Rounds._join, Outer.merge, Store._close
+        join, step, close = RoundsRule._join, OuterRule.merge, Store._close
 
-        def joined(rule: Rounds, push: Any) -> None:
+        def joined(rule: RoundsRule, push: Any) -> None:
             self.events.append("last" if push.bits & LAST else "push")
             join(rule, push)
 
-        def stepped(rule: Outer, old: Any, new: Any, pushes: Any) -> None:
+        def stepped(rule: OuterRule, old: Any, new: Any, pushes: Any) -> None:
             self.events.append("round")
             self.counted += sum(push.weight for push in pushes)
             step(rule, old, new, pushes)
@@ -40,8 +40,8 @@ class Log:
             self.by_reading += 1
             close(store)
 
-        monkeypatch.setattr(Rounds, "_join", joined)
-        monkeypatch.setattr(Outer, "merge", stepped)
+        monkeypatch.setattr(RoundsRule, "_join", joined)
+        monkeypatch.setattr(OuterRule, "merge", stepped)
         monkeypatch.setattr(Store, "_close", closed)
 
 

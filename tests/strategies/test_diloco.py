@@ -14,8 +14,8 @@ from manyhands.strategies import strategy_of
 from manyhands.strategies.base import Leasing
 from manyhands.strategies.decoupled import ServedState
 from manyhands.strategies.diloco import DiLoCo
-from manyhands.testing.strategy_worker import Seat, seated
-from manyhands.testing.turns import Turns
+from manyhands.testing.strategy_worker import StrategyWorker, seated
+from manyhands.testing.turns import ScriptedTurns
 
 SHIFTS = (-1.0, 0.0, 4.0)
 LOSSES = [quadratic([2.0], [b]) for b in SHIFTS]
@@ -46,7 +46,7 @@ def centers(ticks: int) -> Any:
 def test_with_outer_rate_one_and_no_momentum_it_is_local_sgd() -> None:
     """CASE 5, with an inner optimizer whose state is kept, uneven slices, and a last window that is shorter."""
 
-    def program(seat: Seat) -> list[Tensor]:
+    def program(seat: StrategyWorker) -> list[Tensor]:
         seat.train(7)
         seat.finish()
         return [seat.consensus(), *seat.holds().values()]
@@ -148,7 +148,7 @@ def test_rounds_do_not_wait_for_a_late_worker_whose_push_enters_the_next() -> No
     Workers 0 and 1 are a quorum: c=.15, and again c=.15 + .15=.3. Worker 2's .3 is then two rounds old: it weighs 1/3
     beside the 1 of worker 0, of the same round: c=.3 + (.3/3 + .1) / (1/3 + 1)=.45.
     """
-    turns = Turns([2, 0, 1, 0, 1, 0, 1, 0, 1, 0, 2, 0])
+    turns = ScriptedTurns([2, 0, 1, 0, 1, 0, 1, 0, 1, 0, 2, 0])
     options = "period=1,via=server,quorum=2,grace=0,outer_rate=1.0,outer_momentum=0.0"
 
     def program(hand: Hand) -> list[float]:
@@ -174,7 +174,7 @@ def test_who_is_fast_goes_on_from_where_it_is_while_the_round_is_open() -> None:
 
     (3·.3 + 1·.5) / 4 = .35: three windows weigh three times, and went .3.
     """
-    turns = Turns([1, 0, 0, 0, 0, 0, 0, 1, 0, 1])
+    turns = ScriptedTurns([1, 0, 0, 0, 0, 0, 0, 1, 0, 1])
     spec = "diloco:period=1,via=server,quorum=2,outer_rate=1.0,outer_momentum=0.0"
 
     def program(hand: Hand) -> list[float]:

@@ -11,7 +11,7 @@ from manyhands.errors import BadInput
 from manyhands.strategies import strategy_of
 from manyhands.strategies.base import Leasing
 from manyhands.strategies.downpour import Downpour, DownpourState
-from manyhands.testing.turns import Turns
+from manyhands.testing.turns import ScriptedTurns
 
 CURVATURE = [1.0, 2.0, 5.0]
 
@@ -114,7 +114,7 @@ def test_after_a_push_without_a_pull_the_worker_goes_on_from_where_it_is() -> No
             with baton.take(turns):
                 hand.exchange()
 
-    baton = Turns(order)
+    baton = ScriptedTurns(order)
     hands("downpour:push_every=1,pull_every=3", [slope(1.0)] * 2, program)
     assert seen == pytest.approx([0.0, -0.1, -0.2, -0.4])
 

@@ -13,7 +13,7 @@ from manyhands.strategies import strategy_of
 from manyhands.strategies.base import Leasing
 from manyhands.strategies.easgd import EASGD
 from manyhands.strategies.elastic import ElasticState
-from manyhands.testing.turns import Turns
+from manyhands.testing.turns import ScriptedTurns
 
 
 def warnings_of(spec: str, workers: int) -> list[list[str]]:
@@ -88,7 +88,7 @@ def test_the_default_force_is_a_share_of_all_workers() -> None:
 
 def test_a_worker_that_begins_later_begins_at_the_center_as_it_is_then() -> None:
     """With warmup, worker 0 has trained alone: the others do not draw the center back to where all began."""
-    turns = Turns([0] * 8 + [1] * 2)
+    turns = ScriptedTurns([0] * 8 + [1] * 2)
 
     def program(hand: Hand) -> tuple[float, float]:
         for _ in range(4 if hand.worker.rank == 0 else 1):

@@ -11,13 +11,13 @@ from by_hand import F64, Hand, hands, quadratic, slope
 
 from manyhands.checkpoint import checkpoints, run_state
 from manyhands.checkpoint.checkpoints import Checkpoint
-from manyhands.testing.turns import Turns
+from manyhands.testing.turns import ScriptedTurns
 
 
 def test_two_workers_at_their_own_pace_by_hand() -> None:
     """Each at a slope of -1, η=.1. Worker 1's first gradient and step know nothing of worker 0's; worker 0 finds at its second
     exchange what worker 1 did to its vector meanwhile."""
-    turns = Turns([0, 1, 0, 1, 0, 0])
+    turns = ScriptedTurns([0, 1, 0, 1, 0, 0])
 
     def program(hand: Hand) -> tuple[list[float], float]:
         path = []
@@ -91,7 +91,7 @@ def test_alone_in_pairs_a_worker_keeps_its_own_bits() -> None:
 
 def written(folder: Path, spec: str, slopes: list[float], ticks: list[int]) -> Checkpoint:
     """By workers at `slopes` that made so many ticks each, in rank order."""
-    turns = Turns([rank for rank, count in enumerate(ticks) for _ in range(count)])
+    turns = ScriptedTurns([rank for rank, count in enumerate(ticks) for _ in range(count)])
 
     def program(hand: Hand) -> None:
         rank, server = hand.worker.rank, hand.worker.server

@@ -20,7 +20,7 @@ from manyhands.events import Event
 from manyhands.replica.layout import Layout
 from manyhands.strategies import strategy_of
 from manyhands.strategies.streaming import GroupState, Schedule, cut
-from manyhands.testing.strategy_worker import Seat, seated
+from manyhands.testing.strategy_worker import StrategyWorker, seated
 
 
 def schedule(period: int, fragments: int, overlap: int = 0) -> Schedule:
@@ -92,7 +92,7 @@ def test_fragments_always_cover_everything_once() -> None:
 
 
 def trained(spec: str, ticks: int = 8, size: int = 3) -> list[dict[str, Tensor]]:
-    def program(seat: Seat) -> dict[str, Tensor]:
+    def program(seat: StrategyWorker) -> dict[str, Tensor]:
         seat.train(ticks)
         held = {"the consensus within": seat.consensus()}
         seat.finish()
@@ -146,7 +146,7 @@ def test_the_end_waits_for_what_is_under_way_then_closes_the_windows() -> None:
 class Listening:
     """Writes down (tick, elements) of each mean that is started, and the numbers of those that are waited for."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: StrategyWorker) -> None:
         self.sent: list[tuple[int, int]] = []
         self.waited: list[int] = []
         start = seat.worker.group.start_mean_
@@ -173,7 +173,7 @@ def test_at_once_only_a_fragment_is_sent_and_waited_for_in_order_later() -> None
     At the end, what is under way is waited for, and the fragments that were stepped since are sent once more: the plain form's not.
     """
 
-    def program(seat: Seat) -> tuple[list[tuple[int, int]], list[int]]:
+    def program(seat: StrategyWorker) -> tuple[list[tuple[int, int]], list[int]]:
         listening = Listening(seat)
         seat.train(8)
         within = list(listening.waited)

@@ -9,7 +9,16 @@ from socket_pairs import credentials
 
 from manyhands.errors import BadInput
 from manyhands.transport.frame import Frame, FrameError, pack, to_json
-from manyhands.transport.hello import MAX_HELLO_BYTES, Guest, Proof, Refused, listen_to, refuse, speak_to, wrapped
+from manyhands.transport.hello import (
+    MAX_HELLO_BYTES,
+    Guest,
+    HandshakeRefused,
+    Proof,
+    listen_to,
+    refuse,
+    speak_to,
+    wrapped,
+)
 
 TOKEN = bytes(range(16))
 PROOF = Proof(None, TOKEN)
@@ -30,7 +39,7 @@ def talk(*sides):
                     next(side)
                 except StopIteration as end:
                     ended[side] = end.value
-                except (FrameError, Refused, OSError) as error:
+                except (FrameError, HandshakeRefused, OSError) as error:
                     ended[side] = error
         if len(ended) == len(sides):
             break
@@ -131,7 +140,7 @@ def test_who_is_refused_hears_why(pair, hello, generation, token, reason):
     farewell = refuse(near, str(error))
     next(farewell)  # said; now it listens until the other side has left
     (heard,) = talk(client)
-    assert isinstance(heard, Refused)
+    assert isinstance(heard, HandshakeRefused)
     assert reason in str(heard)
     far.close()
     assert talk(farewell) == [None]

@@ -23,7 +23,7 @@ from manyhands.transport.frame import (
     pack,
     unpack,
 )
-from manyhands.transport.hello import Guest, Refused, listen_to, speak_to
+from manyhands.transport.hello import Guest, HandshakeRefused, listen_to, speak_to
 from manyhands.transport.listener import Listener, connect
 
 HEADERS = [
@@ -93,7 +93,7 @@ def conversation(damage: Damage) -> list[Any]:
             except StopIteration as end:
                 if ended[i] == "waits":
                     ended[i] = end.value
-            except (FrameError, Refused, OSError) as error:
+            except (FrameError, HandshakeRefused, OSError) as error:
                 ended[i] = error
         moved = any([carry(damage, way, back), carry(damage, back, way)])
     for sock in (near, way, back, far):
@@ -120,7 +120,7 @@ def test_hellos(inputs: int) -> None:
     guests = [listener for listener, _ in came if isinstance(listener, Guest)]
     assert inputs / 100 < len(guests) < inputs / 5
     assert all((guest.name, guest.hello) == ("worker 3", {"worker": 3}) for guest in guests)
-    assert all(isinstance(speaker, FrameError | Refused | OSError | str | None) for _, speaker in came)
+    assert all(isinstance(speaker, FrameError | HandshakeRefused | OSError | str | None) for _, speaker in came)
 
 
 def test_the_next_peer_is_served(inputs: int) -> None:

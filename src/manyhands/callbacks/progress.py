@@ -45,7 +45,7 @@ class Progress(Callback):
         self._console = console
         self._clock = clock
         self._display: _Display | None = None
-        self._pace = Pace()
+        self._pace = StepRate()
         self._drawn_s = -math.inf
         self._metrics: dict[str, float] = {}
 
@@ -53,7 +53,7 @@ class Progress(Callback):
     def on_start(self, event: Event) -> None:
         clock = self._clock if event.values.get("virtual_time") else None
         began_s = event.time_s if clock is None else clock()
-        self._pace = Pace(event.values.get("total_steps"), event.values.get("epochs"), began_s, clock)
+        self._pace = StepRate(event.values.get("total_steps"), event.values.get("epochs"), began_s, clock)
         if self._log == "auto":
             self._display = _display_on(self._console or Console(stderr=True))
         self._print_json(event)
@@ -110,7 +110,7 @@ def _to_nowhere(out: IO[str]) -> None:
     os.close(nowhere)
 
 
-class Pace:
+class StepRate:
     """How far a run is, and how fast it went lately."""
 
     def __init__(
@@ -185,7 +185,7 @@ class _Display(ABC):
     """Somewhere to draw."""
 
     @abstractmethod
-    def draw(self, pace: Pace) -> None: ...
+    def draw(self, pace: StepRate) -> None: ...
 
     @abstractmethod
     def say(self, line: str) -> None: ...
@@ -210,7 +210,7 @@ class _Terminal(_Display):
         self._bar.start()
 
     @override
-    def draw(self, pace: Pace) -> None:
+    def draw(self, pace: StepRate) -> None:
         self._bar.update(
             self._task, completed=pace.steps, total=pace.total_steps, description=pace.text(), refresh=True
         )
@@ -234,7 +234,7 @@ class _Notebook(_Display):
         self._handle = display({"text/plain": "starting"}, raw=True, display_id=True)  # type: ignore[no-untyped-call]
 
     @override
-    def draw(self, pace: Pace) -> None:
+    def draw(self, pace: StepRate) -> None:
         self._handle.update({"text/plain": "\n".join([*self._lines, pace.text()])}, raw=True)
 
     @override

@@ -53,7 +53,7 @@ Warn = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Part:
+class CheckpointFile:
     """One file of a checkpoint, as whoever wrote or verified it says."""
 
     bytes: int
@@ -67,7 +67,7 @@ class Checkpoint:
     path: AnyPath
     tick: int
     ranks: int
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: dict[str, CheckpointFile] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
@@ -223,7 +223,7 @@ def _verified(path: AnyPath) -> Checkpoint:
     for name, digest in manifest["sha256"].items():
         with open_regular(path / name) as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
-            parts[name] = Part(file.tell(), found)
+            parts[name] = CheckpointFile(file.tell(), found)
         if found != digest:
             raise ValueError(f"{name} is not what was written")
     return Checkpoint(path, manifest["tick"], manifest["ranks"], parts)
@@ -331,7 +331,7 @@ def _remove(path: AnyPath, warn: Warn) -> None:
         warn(f"cannot remove {path}, which the run needs no more: {problem.strerror}. Remove it by hand")
 
 
-def _write_parts(partial: AnyPath, group: Group, files: dict[str, bytes]) -> dict[str, Part]:
+def _write_parts(partial: AnyPath, group: Group, files: dict[str, bytes]) -> dict[str, CheckpointFile]:
     """Every rank's files, written where the folder is seen; on rank 0 all of them, by name."""
     seen, own = isinstance(partial, RemotePath) or partial.is_dir(), {name: _part_of(files[name]) for name in files}
     for name, data in files.items() if seen else ():
@@ -364,7 +364,7 @@ def _most_bytes(files: dict[str, bytes]) -> int:
     return _MOST_TIMES * max(map(len, files.values())) + _MOST_MORE_BYTES
 
 
-def _announced(rank: int, said: Any, most: int) -> tuple[bool, dict[str, Part]]:
+def _announced(rank: int, said: Any, most: int) -> tuple[bool, dict[str, CheckpointFile]]:
     """(whether this rank sees the folder, its parts by name) of what it says; ManyhandsError where that cannot be."""
     names = _names(rank)
     seen, parts = (said.get("seen"), said.get("parts")) if isinstance(said, dict) else (None, None)
@@ -378,20 +378,20 @@ def _announced(rank: int, said: Any, most: int) -> tuple[bool, dict[str, Part]]:
     )
 
 
-def _checked(said: Any, most: int) -> Part | None:
+def _checked(said: Any, most: int) -> CheckpointFile | None:
     if not isinstance(said, dict) or said.keys() != {"bytes", "sha256"}:
         return None
     size, digest = said["bytes"], said["sha256"]
     if not is_whole(size, 0) or size > most or not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
         return None
-    return Part(size, digest)
+    return CheckpointFile(size, digest)
 
 
-def _part_of(data: bytes) -> Part:
-    return Part(len(data), hashlib.sha256(data).hexdigest())
+def _part_of(data: bytes) -> CheckpointFile:
+    return CheckpointFile(len(data), hashlib.sha256(data).hexdigest())
 
 
-def _check_put(folder: RemotePath, everyone: list[dict[str, Part]]) -> None:
+def _check_put(folder: RemotePath, everyone: list[dict[str, CheckpointFile]]) -> None:
     """ManyhandsError where rank 0 does not find there what another rank put."""
     found = folder.sizes()
     for rank, parts in enumerate(everyone):
@@ -415,7 +415,9 @@ def _holds(saved: Checkpoint) -> bool:
     return isinstance(written, dict) and written.get("sha256") == {n: part.sha256 for n, part in saved.parts.items()}
 
 
-def _bring(group: Group, file: io.BufferedIOBase, name: str, part: Part, source: int, *, to_all: bool = False) -> None:
+def _bring(
+    group: Group, file: io.BufferedIOBase, name: str, part: CheckpointFile, source: int, *, to_all: bool = False
+) -> None:
     """One file from rank `source`, who reads it from `file`, to rank 0 or `to_all`, who write it there.
 
     It comes in pieces, so that no announced length decides how much memory is taken. ManyhandsError where something

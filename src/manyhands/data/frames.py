@@ -1,6 +1,6 @@
 """A distributed DataFrame as training data: the driver names its columns, an engine brings its rows to the workers' hosts.
 
-On the driver a `Frame` holds the DataFrame. To the workers it travels without it, and opens there the pool of rows that the
+On the driver a `DistributedFrame` holds the DataFrame. To the workers it travels without it, and opens there the pool of rows that the
 engine has filled on their host.
 """
 
@@ -20,7 +20,7 @@ from typing_extensions import override
 from manyhands.data.readers.arrays import Columns
 from manyhands.data.sharding import epoch_order, shared, slice_of, ticks
 from manyhands.data.source import Indexed, Reading, Slice, Slices, Source, nonempty
-from manyhands.data.spool import Array, Column, Part, open_part
+from manyhands.data.spool import Array, SpoolColumn, SpoolPart, open_part
 from manyhands.errors import BadInput
 
 WHICH = "manyhands_frame"
@@ -32,7 +32,7 @@ VARIABLE = "MANYHANDS_POOL"
 
 
 @dataclass(frozen=True, eq=False)
-class Frame:
+class DistributedFrame:
     """Columns of a table: rows of (features, label), (features, label, weight), or of features alone.
 
     table: a DataFrame, whose rows are brought; None on a worker. files: URLs (`shared_files.find`) that the hosts read themselves
@@ -40,12 +40,12 @@ class Frame:
     """
 
     key: str
-    columns: tuple[Column, ...]
+    columns: tuple[SpoolColumn, ...]
     table: Any = None
     files: tuple[str, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Frame, (self.key, self.columns, None, self.files)
+        return DistributedFrame, (self.key, self.columns, None, self.files)
 
     @property
     def sources(self) -> list[str]:
@@ -53,9 +53,9 @@ class Frame:
         return list(dict.fromkeys(source for column in self.columns for source in column.sources))
 
     @property
-    def kept(self) -> tuple[Column, ...]:
+    def kept(self) -> tuple[SpoolColumn, ...]:
         """What is to be kept of a row where it is brought: all columns, and its place."""
-        return self.columns if self.files else (*self.columns, Column(ORDER, (ORDER,), "int64"))
+        return self.columns if self.files else (*self.columns, SpoolColumn(ORDER, (ORDER,), "int64"))
 
     def open(self, collate: Callable[[list[Any]], Any] | None = None) -> Source:
         """The rows, on a worker. Raises BadInput where no engine has brought them."""
@@ -82,7 +82,7 @@ def open_pool(
     rows: list[int] = [host[key] for host in pools["rows"]]  # by host
     workers: list[int] = pools["workers"]
     nonempty(sum(rows), what)
-    here = HostRows([Part.from_json(part) for part in pools["parts"][key]], names, collate)
+    here = HostRows([SpoolPart.from_json(part) for part in pools["parts"][key]], names, collate)
     if len(rows) == 1:
         return here
     return SharedRows(here, rows, workers, pools["host"])
@@ -92,7 +92,7 @@ class HostRows(Indexed):
     """Rows in the spools of this host, all of them mapped: any worker here takes any of them."""
 
     def __init__(
-        self, parts: Sequence[Part], names: Sequence[str], collate: Callable[[list[Any]], Any] | None = None
+        self, parts: Sequence[SpoolPart], names: Sequence[str], collate: Callable[[list[Any]], Any] | None = None
     ) -> None:
         _check_alike(parts)
         opened = [open_part(part) for part in parts]
@@ -189,7 +189,7 @@ class SharedRows(Source):
         return self._here.in_background(reading)
 
 
-def _check_alike(parts: Sequence[Part]) -> None:
+def _check_alike(parts: Sequence[SpoolPart]) -> None:
     for part in parts[1:]:
         for name, stored in part.columns.items():
             first = parts[0].columns[name]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from manyhands.data.batch import describe
-from manyhands.data.frames import Frame
+from manyhands.data.frames import DistributedFrame
 from manyhands.data.readers.arrays import Columns
 from manyhands.data.readers.datasets import Collate, DatasetRows
 from manyhands.data.readers.files import KINDS, open_file
@@ -42,7 +42,7 @@ def open_source(data: Any, *, collate: Collate | None = None, loader_processes: 
 
     Raises BadInput for anything else, for arrays of different lengths, and for no rows at all.
     """
-    if isinstance(data, Frame):
+    if isinstance(data, DistributedFrame):
         return data.open(collate)
     for opener in (_open_library, _open_torch, _open_tensors):  # a Hugging Face DatasetDict is a dict, too
         source = opener(data, collate, loader_processes)
@@ -62,7 +62,7 @@ def open_source(data: Any, *, collate: Collate | None = None, loader_processes: 
 def is_function(data: Any) -> bool:
     """Whether `data` is a function that gives data, so that `open_source` calls it; a dataset that can be called is none."""
     return callable(data) and not (
-        isinstance(data, Dataset | DataLoader | Frame) or _has_rows(data) or _has_columns(data)
+        isinstance(data, Dataset | DataLoader | DistributedFrame) or _has_rows(data) or _has_columns(data)
     )
 
 

@@ -24,7 +24,7 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
-class Column:
+class SpoolColumn:
     """What a batch of a frame is to have: one array, made of one or more columns of the table side by side."""
 
     name: str
@@ -60,7 +60,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Part:
+class SpoolPart:
     """Rows that lie together: the same number in the file of every column."""
 
     pid: int
@@ -71,7 +71,7 @@ class Part:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Part:
+    def from_json(cls, values: dict[str, Any]) -> SpoolPart:
         columns = {
             name: Stored(stored["fd"], stored["dtype"], tuple(stored["shape"]))
             for name, stored in values["columns"].items()
@@ -86,13 +86,13 @@ class Spool:
     Its descriptors stay open for as long as the process lives, or until `close`.
     """
 
-    columns: Sequence[Column]
+    columns: Sequence[SpoolColumn]
     memory: int
     folder: str = field(default_factory=tempfile.gettempdir)
     rows: int = 0
     bytes: int = 0
     on_disk: bool = False
-    _parts: list[Part] = field(default_factory=list)
+    _parts: list[SpoolPart] = field(default_factory=list)
 
     def add(self, batch: pa.RecordBatch) -> None:
         """Raises BadInput for rows unlike those before them, and OSError where the disk is full."""
@@ -113,12 +113,12 @@ class Spool:
                     "bring them to one length and type"
                 )
             _append(stored.fd, array)
-        self._parts[-1] = Part(part.pid, part.rows + batch.num_rows, part.columns)
+        self._parts[-1] = SpoolPart(part.pid, part.rows + batch.num_rows, part.columns)
         self.rows, self.bytes = self.rows + batch.num_rows, self.bytes + size
 
-    def _begun(self, arrays: dict[str, Array]) -> Part:
+    def _begun(self, arrays: dict[str, Array]) -> SpoolPart:
         columns = {name: Stored(self._file(), array.dtype.str, array.shape[1:]) for name, array in arrays.items()}
-        return Part(os.getpid(), 0, columns)
+        return SpoolPart(os.getpid(), 0, columns)
 
     def _file(self) -> int:
         if not self.on_disk:
@@ -126,7 +126,7 @@ class Spool:
         with tempfile.TemporaryFile(dir=self.folder, prefix="manyhands-") as file:
             return os.dup(file.fileno())
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[SpoolPart]:
         return list(self._parts)
 
     def close(self) -> None:
@@ -146,7 +146,7 @@ def _row(dtype: str, shape: Sequence[int]) -> str:
     return f"{np.dtype(dtype)} {list(shape)}"
 
 
-def open_part(part: Part) -> dict[str, Array]:
+def open_part(part: SpoolPart) -> dict[str, Array]:
     """{name: array [rows, …]} of a part that a process of this host holds, mapped and not to be written to."""
     return {name: _mapped(part.pid, stored, part.rows) for name, stored in part.columns.items()}
 

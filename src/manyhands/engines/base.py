@@ -12,7 +12,7 @@ from manyhands.errors import BadInput, Unsupported, is_whole
 from manyhands.events import Event
 
 if TYPE_CHECKING:  # all import torch; a command starts the fork server before it does
-    from manyhands.data.frames import Frame
+    from manyhands.data.frames import DistributedFrame
     from manyhands.engines.roles import Roles
     from manyhands.server.base import ServerSpec
     from manyhands.worker import Worker
@@ -56,7 +56,7 @@ class LaunchSpec:
     threads_per_worker: int | None = None  # None: usable cores / workers, at least 1
     device: str = "auto"  # auto: one visible GPU a worker, else cpu
     observer: Observer = field(default_factory=Observer)
-    frames: Sequence[Frame] = ()  # whose rows the engine is to bring to the workers' hosts
+    frames: Sequence[DistributedFrame] = ()  # whose rows the engine is to bring to the workers' hosts
     roles: Roles | None = None  # of the workers, where they are another framework's cluster
     rejoins: bool = True  # whether a worker whose process is started again can take part: not in a training
 

@@ -134,11 +134,11 @@ def run(engine: Engine, member: Member, plan: LaunchSpec) -> dict[str, list[Any]
         raise Unsupported(
             f"engine {engine.name} starts no processes: run another framework's cluster on one that does (local, hosts, spark)"
         )
-    from manyhands.data.frames import Frame
+    from manyhands.data.frames import DistributedFrame
 
     roles = member.roles
     frames: tuple[Any, ...] = ()
-    if isinstance(member.rows, Frame):
+    if isinstance(member.rows, DistributedFrame):
         check_brings(engine)
         frames = (member.rows,)
     values = engine.launch(member, replace(plan, workers=len(roles.members), roles=roles, device="cpu", frames=frames))

@@ -61,7 +61,7 @@ class KerasCallbacks(WorkerCallbackFactory):
         assert isinstance(module, KerasModule)
         for seed in module.seeds():
             seed[1] += worker.rank * _APART
-        return Beside(self.callbacks, worker, replica, module) if self.callbacks else None
+        return KerasWorkerCallback(self.callbacks, worker, replica, module) if self.callbacks else None
 
     @override
     def hear(self, said: Any) -> None:
@@ -70,7 +70,7 @@ class KerasCallbacks(WorkerCallbackFactory):
             vars(callback).update(remembered)
 
 
-class Beside(WorkerCallback):
+class KerasWorkerCallback(WorkerCallback):
     """One worker's part: all count, worker 0 calls back, all obey."""
 
     def __init__(self, callbacks: tuple[Any, ...], worker: Worker, replica: Replica, module: KerasModule) -> None:

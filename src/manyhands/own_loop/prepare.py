@@ -137,10 +137,10 @@ def _under_torchrun() -> bool:
 
 def _join_torchrun() -> Worker:
     """Take the place that torchrun gave this process, until the process ends."""
-    from manyhands.engines.torchrun.engine import LauncherPlace, joined
+    from manyhands.engines.torchrun.engine import LauncherRank, joined
 
     stack = ExitStack()
-    worker = stack.enter_context(joined(LaunchSpec(workers=LauncherPlace.from_environment().size, timeout_s=TIMEOUT_S)))
+    worker = stack.enter_context(joined(LaunchSpec(workers=LauncherRank.from_environment().size, timeout_s=TIMEOUT_S)))
     atexit.register(stack.close)
     quiet_other_ranks(worker, TIMEOUT_S)
     return worker

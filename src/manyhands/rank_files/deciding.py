@@ -19,7 +19,7 @@ class Changes:
     at: int = 0  # the last of them, counted over all paths
 
 
-class Source(Enum):
+class FileSource(Enum):
     """Where a rank other than the first reads a path from."""
 
     REAL = "where the script says"
@@ -27,19 +27,19 @@ class Source(Enum):
     WAIT = "not known before the first rank goes on"
 
 
-def source_of(own: Changes, first: Changes, passed: bool) -> Source:
+def source_of(own: Changes, first: Changes, passed: bool) -> FileSource:
     """Where a rank reads a path that it changed itself: from the first rank's, once that rank has closed as many writes of it.
 
     passed: the first rank has begun a collective that comes after this rank's last write. In the same program it would have
     written the path before, so there is nothing to wait for.
     """
     if not own.begun:
-        return Source.REAL
+        return FileSource.REAL
     if own.begun > own.closed or max(first.begun, first.closed) > own.closed:
-        return Source.OWN  # still being written here, or already being written anew there
+        return FileSource.OWN  # still being written here, or already being written anew there
     if first.closed == own.closed:
-        return Source.REAL
-    return Source.OWN if passed else Source.WAIT
+        return FileSource.REAL
+    return FileSource.OWN if passed else FileSource.WAIT
 
 
 def is_own(own: Changes, first: Changes, passed: bool) -> bool:

@@ -10,7 +10,7 @@ import struct
 import tempfile
 from pathlib import Path
 
-from manyhands.rank_files.journal import Journal
+from manyhands.rank_files.journal import FileJournal
 
 _TURNS = struct.Struct("<q")
 PREFIX = "manyhands-files-"
@@ -25,7 +25,7 @@ class Folder:
 
     def __init__(self, root: str, first: int) -> None:
         self.root, self.first = root, first
-        self._owners = Journal(f"{root}/owners")
+        self._owners = FileJournal(f"{root}/owners")
 
     @classmethod
     def make(cls, where: str, first: int) -> Folder:
@@ -36,8 +36,8 @@ class Folder:
         Path(folder.root, "turns").write_bytes(_TURNS.pack(0))
         return folder
 
-    def journal(self, rank: int) -> Journal:
-        return Journal(f"{self.root}/journal-{rank}")
+    def journal(self, rank: int) -> FileJournal:
+        return FileJournal(f"{self.root}/journal-{rank}")
 
     def copies(self, rank: int) -> str:
         """The root of a rank's tree of copies."""
@@ -74,7 +74,7 @@ class Folder:
         shutil.rmtree(self.root)
 
 
-class Turns:
+class CollectiveCounts:
     """How many collectives the first rank has begun, and this one."""
 
     def __init__(self, folder: Folder) -> None:

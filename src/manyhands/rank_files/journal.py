@@ -11,7 +11,7 @@ from manyhands.rank_files.deciding import Changes
 BEGUN, CLOSED, GONE, UNDONE, ENDED = "begun", "closed", "gone", "undone", "ended"
 
 
-class Journal:
+class FileJournal:
     """`note` appends a line with one write, which other processes' lines never mix with. `read` takes in what is new."""
 
     def __init__(self, path: str) -> None:

@@ -18,7 +18,7 @@ from manyhands.comm.group import Group
 from manyhands.comm.ledger import Ledger
 from manyhands.errors import ManyhandsError
 from manyhands.rank_files import settling
-from manyhands.rank_files.folder import Folder, Turns
+from manyhands.rank_files.folder import CollectiveCounts, Folder
 from manyhands.rank_files.guard import as_given
 from manyhands.rank_files.patches import Patches, Private
 from manyhands.rank_files.views import FirstView, OtherView, View
@@ -58,7 +58,7 @@ def _begin(group: Group, timeout_s: float) -> View:
             locks.append(folder.lock("alive", fcntl.LOCK_EX))
             _start_settling(folder)
         group.barrier()  # all hold their lock before one may be the last
-    private, turns = Private(folder.root), Turns(folder)
+    private, turns = Private(folder.root), CollectiveCounts(folder)
     view: View = (
         FirstView(folder, rank, turns)
         if rank == first
@@ -92,7 +92,7 @@ def _begin(group: Group, timeout_s: float) -> View:
 def kept_apart(size: int, rank_now: Callable[[], int | None]) -> Iterator[None]:
     """Within, as `keep_apart` for ranks that take turns in this process, where nobody waits for another; None: no rank's turn."""
     folder = Folder.make(tempfile.gettempdir(), 0)
-    private, turns = Private(folder.root), Turns(folder)
+    private, turns = Private(folder.root), CollectiveCounts(folder)
     views: dict[int, View] = {0: FirstView(folder, 0, turns)}
 
     def view() -> View | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from manyhands.rank_files.deciding import Changes, destination, governing, is_trackers
 from manyhands.rank_files.folder import Folder
-from manyhands.rank_files.journal import Journal
+from manyhands.rank_files.journal import FileJournal
 
 
 def settle(folder: Folder, *, wait: bool = False) -> bool:
@@ -39,7 +39,7 @@ def settle(folder: Folder, *, wait: bool = False) -> bool:
         os.close(lock)
 
 
-def _settle_rank(folder: Folder, rank: int, first: Journal) -> list[str]:
+def _settle_rank(folder: Folder, rank: int, first: FileJournal) -> list[str]:
     """The copies that could not be put to their place; they stay."""
     own, kept = folder.journal(rank), []
     own.read()
@@ -60,7 +60,7 @@ def _settle_rank(folder: Folder, rank: int, first: Journal) -> list[str]:
     return kept
 
 
-def _is_firsts(path: str, first: Journal) -> bool:
+def _is_firsts(path: str, first: FileJournal) -> bool:
     """Whether the first rank wrote the path, or removed a folder above it."""
     above = governing(path, first.changes)
     return path in first.changes or (above is not None and first.changes[above].gone)

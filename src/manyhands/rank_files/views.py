@@ -18,8 +18,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from manyhands.rank_files.deciding import Source, governing, is_own, is_trackers, source_of
-from manyhands.rank_files.folder import Folder, Turns
+from manyhands.rank_files.deciding import FileSource, governing, is_own, is_trackers, source_of
+from manyhands.rank_files.folder import CollectiveCounts, Folder
 from manyhands.rank_files.guard import pause
 from manyhands.rank_files.journal import BEGUN, CLOSED, ENDED, GONE, UNDONE
 from manyhands.rank_files.settling import place, remove
@@ -30,7 +30,7 @@ _POLL_S = 0.001
 class View(ABC):
     """Of one rank. Every write is `begin`, the write itself at the path that it gave, and `end`, or `undo` where it failed."""
 
-    def __init__(self, folder: Folder, rank: int, turns: Turns) -> None:
+    def __init__(self, folder: Folder, rank: int, turns: CollectiveCounts) -> None:
         self.folder, self.rank, self.turns = folder, rank, turns
         self.journal = folder.journal(rank)
         self.over = False
@@ -168,7 +168,13 @@ class OtherView(View):
     """Another rank's: as an overlay of its own copies over the first rank's files."""
 
     def __init__(
-        self, folder: Folder, rank: int, size: int, turns: Turns, timeout_s: float, is_private: Callable[[str], bool]
+        self,
+        folder: Folder,
+        rank: int,
+        size: int,
+        turns: CollectiveCounts,
+        timeout_s: float,
+        is_private: Callable[[str], bool],
     ) -> None:
         super().__init__(folder, rank, turns)
         self._size, self._timeout_s, self.is_private = size, timeout_s, is_private
@@ -196,7 +202,7 @@ class OtherView(View):
         if changed is None:
             return path
         deadline = time.monotonic() + self._timeout_s
-        while (source := self._source_of(changed)) is Source.WAIT and self._first_lives():
+        while (source := self._source_of(changed)) is FileSource.WAIT and self._first_lives():
             if time.monotonic() > deadline:
                 sys.stderr.write(
                     f"manyhands: worker {self.rank} waited {self._timeout_s:g} s for worker {self.folder.first} to write {changed}, "
@@ -204,12 +210,12 @@ class OtherView(View):
                 )
                 break
             pause(_POLL_S)
-        if source is Source.REAL:
+        if source is FileSource.REAL:
             return path
         self._place_own([changed], self._has_passed(self.journal.of(changed).turn))
         return self._seen(path)
 
-    def _source_of(self, path: str) -> Source:
+    def _source_of(self, path: str) -> FileSource:
         own = self.journal.of(path)
         passed = self._has_passed(own.turn)  # looked up before the journal: what was written before, is in it
         self._first.read()

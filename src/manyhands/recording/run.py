@@ -21,7 +21,7 @@ from manyhands.checkpoint.checkpoints import write_whole
 from manyhands.checkpoint.paths import AnyPath, path_of
 from manyhands.engines.cores import usable_cores
 from manyhands.errors import BadInput
-from manyhands.evidence.advise import Advice, Machine, Measured, advise, of_task
+from manyhands.evidence.advise import Advice, Machine, RunMeasurements, advise, of_task
 from manyhands.recording import event_log, summary
 from manyhands.recording.history import PARTS, History
 from manyhands.strategies import described
@@ -92,7 +92,7 @@ class Run:
         info, workers = self.info, self.info.get("workers", 1)
         seconds: dict[str, Any] = {f"{part}_s": self.timing.get(part, 0.0) for part in PARTS}
         return advise(
-            Measured(
+            RunMeasurements(
                 workers=workers,
                 steps=_ticks(self.history),
                 **seconds,

@@ -17,7 +17,7 @@ from manyhands.errors import BadInput, ManyhandsError
 from manyhands.server.base import Encoded, Pushed, Server, ServerSpec, ServerState
 from manyhands.server.line import Line
 from manyhands.server.protocol import SMALL_BYTES, Kind, about, bits_of
-from manyhands.server.said import Said
+from manyhands.server.said import PushJournal
 from manyhands.server.sharding import check_encoded, codec_for, cut, joined, parts_of
 from manyhands.server.store import Applied, Dropped, Held
 from manyhands.transport.channel import Channel
@@ -47,7 +47,7 @@ class ServedServer(Server):
         self._like: tuple[int, torch.dtype] | None = None  # elements and dtype of the center
         self._sequence = 0
         self._answer: Tensor | None = None  # [D'] where the shards' answers are put together
-        self._said = Said()
+        self._said = PushJournal()
         self._error: ManyhandsError | None = None
 
     @override

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from manyhands.comm.checks import bits_bytes
 from manyhands.errors import BadInput, ManyhandsError
-from manyhands.server.protocol import Kind, Place, bits_of, dtype_of, snapshot_of
+from manyhands.server.protocol import Kind, VectorPlace, bits_of, dtype_of, snapshot_of
 from manyhands.server.published import make_outbox, map_outbox
-from manyhands.server.shard import Late, Shard
+from manyhands.server.shard import Shard, WorkersLate
 from manyhands.server.sharding import codec_for
 from manyhands.server.store import Applied, Dropped, Go, Held
 from manyhands.transport.channel import Channel, ChannelTimeout
@@ -59,7 +59,7 @@ class Connection:
                 name = "BadInput" if isinstance(error, BadInput) else "Refused"
                 self._send(Kind.REFUSED, blob=to_json({"error": name, "message": str(error)}))
                 raise
-            except Late as late:
+            except WorkersLate as late:
                 self._send(Kind.LATE, blob=to_json({"worker": late.worker, "seconds": late.seconds}))
 
     def _next(self) -> Frame:
@@ -165,11 +165,11 @@ class Connection:
 
     def _answer(self, reply: Applied | Dropped) -> None:
         vector = reply.answer
-        place = Place.NOWHERE if vector is None else Place.BEHIND
+        place = VectorPlace.NOWHERE if vector is None else VectorPlace.BEHIND
         if vector is not None and self._shared:
             assert self._inbox is not None
             self._inbox.copy_(vector)
-            vector, place = None, Place.OUTBOX
+            vector, place = None, VectorPlace.OUTBOX
         self._send(
             Kind.APPLIED if isinstance(reply, Applied) else Kind.DROPPED,
             vector,

@@ -13,7 +13,7 @@ from typing_extensions import override
 from manyhands.comm.ledger import Ledger
 from manyhands.errors import PeerLost
 from manyhands.server.base import Encoded, Pushed, Server, ServerSpec, ServerState
-from manyhands.server.said import Said
+from manyhands.server.said import PushJournal
 from manyhands.server.sharding import (
     check_encoded,
     check_length,
@@ -64,7 +64,7 @@ class _Client(Server):
         self._servers, self._stores, self._worker = servers, servers.stores, worker
         self.shards, self._sequence = len(self._stores), 0
         self._ticks = 0  # finished ones, for messages
-        self._said = Said()
+        self._said = PushJournal()
         self._closed = False
 
     @override

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from manyhands.comm.checks import MEAN_DTYPES
 from manyhands.errors import BadInput, ManyhandsError, PeerLost, is_whole
-from manyhands.server.protocol import Kind, Place, about, snapshot_of
+from manyhands.server.protocol import Kind, VectorPlace, about, snapshot_of
 from manyhands.server.published import BufferReader, map_outbox
-from manyhands.server.store import Refused
+from manyhands.server.store import InvalidCall
 from manyhands.transport.channel import Channel, ChannelClosed, ChannelTimeout
 from manyhands.transport.frame import Frame, FrameError, from_json
 from manyhands.units import printable
@@ -129,11 +129,11 @@ class Line:
 
     def read_answer(self, frame: Frame, into: Tensor) -> bool:
         """What an APPLIED or DROPPED brought; False if no vector."""
-        if frame.sequence == Place.BEHIND:
+        if frame.sequence == VectorPlace.BEHIND:
             self.read(frame, into)
-        elif frame.sequence == Place.OUTBOX and self._outbox is not None:
+        elif frame.sequence == VectorPlace.OUTBOX and self._outbox is not None:
             into.copy_(self._outbox)
-        return frame.sequence != Place.NOWHERE
+        return frame.sequence != VectorPlace.NOWHERE
 
     def read(self, frame: Frame, into: Tensor) -> None:
         """The vector that follows the frame."""
@@ -191,7 +191,7 @@ class Line:
 
     def _refusal(self, kind: int, said: dict[str, Any]) -> ManyhandsError:
         if kind == Kind.REFUSED:
-            family = BadInput if said.get("error") == "BadInput" else Refused
+            family = BadInput if said.get("error") == "BadInput" else InvalidCall
             return family(printable(said.get("message"), 2000))
         worker, seconds = said.get("worker"), said.get("seconds")
         if not is_whole(worker, -1) or not isinstance(seconds, int | float):

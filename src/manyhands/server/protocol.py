@@ -24,7 +24,7 @@ payload is what `ServerSpec.compress` makes of an update, as uint8, and always b
 | GOODBYE |                                    | none: the connection ends                                                |
 
 DROPPED has in b how many steps this worker is behind. The answer to a push comes with weight and bits; `sequence` tells
-where its vector is (`Place`). REFUSED (JSON: error, message) answers what cannot be right; LATE (JSON: worker, seconds)
+where its vector is (`VectorPlace`). REFUSED (JSON: error, message) answers what cannot be right; LATE (JSON: worker, seconds)
 what waited for that worker too long, -1 for all.
 """
 
@@ -77,7 +77,7 @@ class Kind(IntEnum):
     LATE = 42
 
 
-class Place(IntEnum):
+class VectorPlace(IntEnum):
     """Where the vector of an answer is."""
 
     NOWHERE = 0

@@ -8,7 +8,7 @@ from typing import Any
 from manyhands.server.store import Applied, Dropped, Held
 
 
-class Said:
+class PushJournal:
     """Collects until `take`; see `Server.said` for what the lists mean."""
 
     def __init__(self) -> None:

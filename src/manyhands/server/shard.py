@@ -15,13 +15,13 @@ from manyhands.errors import BadInput
 from manyhands.server.base import ServerSpec
 from manyhands.server.published import VersionedBuffer
 from manyhands.server.rules.updates import make_rule
-from manyhands.server.store import Applied, Dropped, Duplicate, Held, Refused, Reply, Store
+from manyhands.server.store import Applied, Dropped, Duplicate, Held, InvalidCall, Reply, Store
 
 T = TypeVar("T")
 _LIFE_SIGN_S = 0.5
 
 
-class Late(Exception):
+class WorkersLate(Exception):
     """Nothing that a worker waits for has come for timeout_s. worker: whose turn it was, -1 if everybody's."""
 
     def __init__(self, worker: int, seconds: float) -> None:
@@ -47,7 +47,7 @@ class Shard:
     def memory(self) -> VersionedBuffer:
         """Where the center lies; Refused before there is one."""
         if self.published is None:
-            raise Refused("there is no center yet: a worker offers the first, then the others pull")
+            raise InvalidCall("there is no center yet: a worker offers the first, then the others pull")
         return self.published
 
     def call(self, function: Callable[[Store], T]) -> T:
@@ -88,7 +88,7 @@ class Shard:
                 now = time.monotonic()
                 if now - max(begun, self._moved) > self._timeout_s:
                     slowest = self.store.slowest
-                    raise Late(-1 if slowest is None else slowest, now - begun)
+                    raise WorkersLate(-1 if slowest is None else slowest, now - begun)
 
     # -- the first center ----------------------------------------------------------------------------------------------
 

@@ -27,11 +27,11 @@ from manyhands.comm.checks import check_mean
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.server.gate import Gate
 from manyhands.server.rules.base import Push, Rule
-from manyhands.server.rules.updates import Quorum
+from manyhands.server.rules.updates import QuorumRule
 from manyhands.server.steps import Decided, Steps
 
 
-class Refused(ManyhandsError):
+class InvalidCall(ManyhandsError):
     """A call that cannot be right in this state: nothing was changed. The connection it came over is to be closed."""
 
 
@@ -80,14 +80,14 @@ class Go:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class WaitForGate:
     """The gate is closed: a Go for this worker will be in `released`."""
 
 
 Reply = Applied | Dropped | Go
 
 
-class _Seat:
+class _WorkerState:
     """What the store knows of one worker."""
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class Store:
         """Where the next version is written: the center itself, or memory [n] that nobody reads. The server may set it."""
         self._center: Tensor | None = None
         self._gate = Gate(workers, bound)
-        self._seats = [_Seat() for _ in range(workers)]
+        self._seats = [_WorkerState() for _ in range(workers)]
         self._steps = Steps(workers)
         self._held: list[Push] = []  # bound 0: of the open tick
         self._open_tick = 0  # that they belong to
@@ -128,7 +128,7 @@ class Store:
     def center(self) -> Tensor:
         """[n] the newest version. It is changed in place only where `next_buffer` gives itself back. To look at it: `read`."""
         if self._center is None:
-            raise Refused("there is no center yet: wait until a worker has offered the first")
+            raise InvalidCall("there is no center yet: wait until a worker has offered the first")
         return self._center
 
     @property
@@ -157,14 +157,14 @@ class Store:
         """
         seat = self._seat(worker)
         if generation < seat.generation or (seat.lost and generation == seat.generation):
-            raise Refused(
+            raise InvalidCall(
                 f"worker {worker} begins in generation {generation}, expected one after {seat.generation}"
                 f"{', in which it was declared lost' if seat.lost else ''}: a lost worker comes back in a newer generation"
             )
         if generation > seat.generation:
             self.park(worker)
             restored = seat.stale if seat.generation < 0 else None  # what a snapshot says that it pulled
-            self._seats[worker] = seat = _Seat()
+            self._seats[worker] = seat = _WorkerState()
             seat.generation, seat.pulled, seat.stale = generation, self.version, restored
             self._steps.at[worker] = self.version
             self.rule.look(worker)
@@ -199,7 +199,7 @@ class Store:
             return Duplicate(seat.reply)
         self._taking_part(worker, "pushes")
         if sequence != seat.sequence + 1:
-            raise Refused(
+            raise InvalidCall(
                 f"worker {worker} pushes number {sequence}, expected {seat.sequence + 1}: "
                 "each push is sent in order, and again only until it is answered"
             )
@@ -211,13 +211,13 @@ class Store:
         own = self._own(worker)
         return own if isinstance(own, Applied | Dropped) else reply
 
-    def tick(self, worker: int, bits: int) -> Go | Wait:
+    def tick(self, worker: int, bits: int) -> Go | WaitForGate:
         """A tick of this worker is finished."""
         self._taking_part(worker, "finishes a tick")
         self._gate.tick(worker, bits)
         self._settle()
         own = self._own(worker)
-        return own if isinstance(own, Go) else Wait()
+        return own if isinstance(own, Go) else WaitForGate()
 
     def park(self, worker: int) -> None:
         """Take part no more, until `begin`: frees the gate, and completes a round that waited for this worker. Idempotent."""
@@ -237,7 +237,7 @@ class Store:
         Sequence numbers and clocks belong to a launch, and are left out; so does what workers pulled, where no rule keeps it.
         """
         if self._held or self._steps.pushes:
-            raise Refused("a snapshot is taken while nobody trains, but pushes are held: all workers park first")
+            raise InvalidCall("a snapshot is taken while nobody trains, but pushes are held: all workers park first")
         numbers = {"version": self.version, **self.rule.numbers()}
         kept = {f"pulled {worker}": seat.stale for worker, seat in enumerate(self._seats) if seat.stale is not None}
         return {"center": self.center, **kept, **self.rule.vectors()}, numbers
@@ -245,7 +245,7 @@ class Store:
     def restore(self, vectors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         """Go on from `capture`'s. The center is then there: later offers of a first one lose."""
         if self._held or self._steps.pushes:
-            raise Refused("a snapshot is restored while nobody trains, but pushes are held: all workers park first")
+            raise InvalidCall("a snapshot is restored while nobody trains, but pushes are held: all workers park first")
         if self.initialized:
             vectors = {name: vector.to(self.center.device) for name, vector in vectors.items()}
         center = vectors["center"]
@@ -265,17 +265,17 @@ class Store:
             seat.stale = None if kept is None else kept.clone()
             self._steps.at[worker] = self.version
 
-    def _seat(self, worker: int) -> _Seat:
+    def _seat(self, worker: int) -> _WorkerState:
         if not 0 <= worker < self.workers:
-            raise Refused(f"a worker is a rank in range({self.workers}); got {worker}")
+            raise InvalidCall(f"a worker is a rank in range({self.workers}); got {worker}")
         return self._seats[worker]
 
-    def _taking_part(self, worker: int, what: str) -> _Seat:
+    def _taking_part(self, worker: int, what: str) -> _WorkerState:
         seat = self._seat(worker)
         if worker not in self._gate.active:
-            raise Refused(f"worker {worker} {what}, but takes no part (parked, or lost): it calls `begin` first")
+            raise InvalidCall(f"worker {worker} {what}, but takes no part (parked, or lost): it calls `begin` first")
         if self._gate.is_waiting(worker) or (self.rule.answers and isinstance(seat.reply, Held)):
-            raise Refused(f"worker {worker} {what} before its last call was answered: one call at a time")
+            raise InvalidCall(f"worker {worker} {what} before its last call was answered: one call at a time")
         return seat
 
     def _check(self, update: Tensor, weight: float, bits: int) -> None:
@@ -286,10 +286,10 @@ class Store:
                 f"a push here has {len(center)} elements of {center.dtype}; got {list(update.shape)} of {update.dtype}"
             )
 
-    def _receive(self, seat: _Seat, push: Push) -> Applied | Held | Dropped:
+    def _receive(self, seat: _WorkerState, push: Push) -> Applied | Held | Dropped:
         push.staleness = self.version - seat.pulled - seat.own
         push.pulled = seat.stale
-        if isinstance(self.rule, Quorum):
+        if isinstance(self.rule, QuorumRule):
             return self._receive_step(push)
         if self.bound == 0:
             self._open_tick = self._gate.finished(push.worker)
@@ -318,7 +318,7 @@ class Store:
         active = self._gate.active
         if self._held and all(self._is_done(worker) for worker in active):
             self._merge_round()
-        if isinstance(self.rule, Quorum):
+        if isinstance(self.rule, QuorumRule):
             needed = max(1, self.workers - self.rule.backups)
             if self._steps.is_complete(needed, self.version, active):
                 self._decide()

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from manyhands.callbacks import EarlyStopping
-from manyhands.data.frames import Frame
+from manyhands.data.frames import DistributedFrame
 from manyhands.errors import BadInput
 from manyhands.recording.run import Run
 from manyhands.spark import stored_model
@@ -68,7 +68,7 @@ class _Columns(HasFeaturesCol, HasLabelCol, HasPredictionCol, HasWeightCol):
     def _weight(self) -> str | None:
         return self.getWeightCol() if self.isDefined(self.weightCol) else None
 
-    def framed(self, table: DataFrame) -> Frame:
+    def framed(self, table: DataFrame) -> DistributedFrame:
         """The rows as a task gets them."""
         return frame(
             table,
@@ -198,7 +198,7 @@ class Estimator(SparkEstimator["Model"], _Columns, MLWritable, MLReadable["Estim
         )
         return self._fitted(task, run, training)
 
-    def _fitted(self, task: Task, run: Run, training: Frame) -> Model:
+    def _fitted(self, task: Task, run: Run, training: DistributedFrame) -> Model:
         model = Model(None if isinstance(task.model, nn.Module) else task.model, run.model, task.metrics)
         model.run = run
         self._copyValues(model)
@@ -209,7 +209,7 @@ class Estimator(SparkEstimator["Model"], _Columns, MLWritable, MLReadable["Estim
             model._set(threshold=single_output_threshold(run.model))
         return model
 
-    def _split(self, table: DataFrame) -> tuple[Frame, Frame | None]:
+    def _split(self, table: DataFrame) -> tuple[DistributedFrame, DistributedFrame | None]:
         fraction = self.getOrDefault(self.validation_fraction)
         if self.isDefined(self.validation_indicator_col):
             return split(table, self.framed, indicator=self.getOrDefault(self.validation_indicator_col))
@@ -218,7 +218,7 @@ class Estimator(SparkEstimator["Model"], _Columns, MLWritable, MLReadable["Estim
             return split(table, self.framed, fraction=fraction, seed=seed)
         return self.framed(table), None
 
-    def _asked(self, training: Frame, validation: Frame | None) -> Task:
+    def _asked(self, training: DistributedFrame, validation: DistributedFrame | None) -> Task:
         fields: dict[str, Any] = {"train_data": training, "validation_data": validation, **self._fields}
         fields |= {name: self.getOrDefault(name) for name in self._SCALARS if self.isDefined(self.getParam(name))}
         task = self._declared(fields)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
-from manyhands.data.frames import WHICH, Frame
+from manyhands.data.frames import WHICH, DistributedFrame
 from manyhands.data.readers.shared_files import find, types_of
-from manyhands.data.spool import Column
+from manyhands.data.spool import SpoolColumn
 from manyhands.errors import BadInput
 from manyhands.spark.plans import files_of
 
@@ -35,7 +35,7 @@ def frame(
     weight: str | None = None,
     dtype: str = "float32",
     input: Literal["stream", "files"] | None = None,
-) -> Frame:
+) -> DistributedFrame:
     """Columns of a table, for `train_data` and its like: batches are (features, label), or what of it there is.
 
     table: a DataFrame; or paths, globs and folders of Parquet or TFRecord files that all executors see (URLs that fsspec knows).
@@ -62,8 +62,8 @@ def frame(
         whole = [is_whole(source) for source in sources]
         if sources:
             kind = "int64" if name != "features" and all(whole) else dtype
-            columns.append(Column(name, tuple(sources), kind))
-    made = Frame(key=uuid.uuid4().hex, columns=tuple(columns), files=files)
+            columns.append(SpoolColumn(name, tuple(sources), kind))
+    made = DistributedFrame(key=uuid.uuid4().hex, columns=tuple(columns), files=files)
     return made if files else replace(made, table=_selected(cast("DataFrame", table), made.sources))
 
 
@@ -158,12 +158,12 @@ def plain(df: DataFrame, name: str) -> SparkColumn:
 
 def split(
     df: DataFrame,
-    framed: Callable[[DataFrame], Frame],
+    framed: Callable[[DataFrame], DistributedFrame],
     *,
     indicator: str | None = None,
     fraction: float = 0.0,
     seed: int = 0,
-) -> tuple[Frame, Frame]:
+) -> tuple[DistributedFrame, DistributedFrame]:
     """(training, validation) of one DataFrame that is read once: a row is of one of them, whatever a second reading would give.
 
     indicator: a column of booleans, true for validation; else a `fraction` drawn at random. framed: makes a frame of a DataFrame.

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from manyhands.data.frames import Frame
-from manyhands.data.spool import Column
+from manyhands.data.frames import DistributedFrame
+from manyhands.data.spool import SpoolColumn
 from manyhands.errors import BadInput
 from manyhands.replica.evaluation import Measured, means_of
 from manyhands.task import Evaluate, Metrics, Summed
@@ -101,9 +101,9 @@ def _side_by_side(columns: Sequence[pd.Series[Any]], dtype: str) -> np.ndarray[A
     return np.ascontiguousarray(np.concatenate([a.reshape(len(a), -1) for a in arrays], axis=1), dtype=dtype)
 
 
-def judged(model: nn.Module, metrics: Evaluate, data: Frame) -> dict[str, float]:
+def judged(model: nn.Module, metrics: Evaluate, data: DistributedFrame) -> dict[str, float]:
     """{metric: weighted mean over all rows, or what their sums say}, computed in the executors. BadInput where nothing counts."""
-    judge = Judge(model, metrics, data.columns)
+    judge = MetricSums(model, metrics, data.columns)
     told = [json.loads(row[_TOLD]) for row in data.table.mapInArrow(judge, f"{_TOLD} string").collect()]
     found = means_of([one["means"] for one in told])
     summed = dict.fromkeys(name for one in told for name in one["sums"])
@@ -124,12 +124,12 @@ def judged(model: nn.Module, metrics: Evaluate, data: Frame) -> dict[str, float]
 
 
 @dataclass(frozen=True)
-class Judge:
+class MetricSums:
     """The function of `mapInArrow`: what was measured on a partition's rows, as one row of JSON."""
 
     model: nn.Module
     metrics: Evaluate
-    columns: tuple[Column, ...]
+    columns: tuple[SpoolColumn, ...]
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         import pyarrow as pa

@@ -35,7 +35,7 @@ EVENTS = 50
 GROUP_CHECKS = ("place", "sums", "gather", "broadcast", "barrier", "total_zero")  # the quick ones of GROUP_EXAM
 
 
-class Check(Protocol):
+class EngineCheck(Protocol):
     """One check, taken by an engine with `workers` workers."""
 
     def __call__(self, engine: Engine, workers: int = WORKERS) -> None: ...
@@ -244,5 +244,5 @@ def _parent(entry: Path) -> int | None:
     return None
 
 
-ENGINE_EXAM: dict[str, Check] = checks_of(globals())
+ENGINE_EXAM: dict[str, EngineCheck] = checks_of(globals())
 """All checks by name, in the order in which they are written above."""

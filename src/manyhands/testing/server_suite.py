@@ -37,7 +37,7 @@ from manyhands.testing.clients import (
 )
 from manyhands.testing.group_suite import checks_of, expect, expect_refused, vector
 from manyhands.testing.rules_suite import RULES_EXAM
-from manyhands.testing.turns import Turns
+from manyhands.testing.turns import ScriptedTurns
 
 __all__ = [
     "SERVER_EXAM",
@@ -222,9 +222,9 @@ def check_in_step(open_servers: OpenServers) -> None:
         wanted.append(center)
     for rule in ("add", "staleness"):
         for order in permutations(range(workers)):
-            turns = [Turns(order) for _ in range(ticks)]
+            turns = [ScriptedTurns(order) for _ in range(ticks)]
 
-            def program(rank: int, server: Server, turns: list[Turns] = turns) -> list[int]:
+            def program(rank: int, server: Server, turns: list[ScriptedTurns] = turns) -> list[int]:
                 for tick in range(ticks):
                     mine = pulled(server, wanted[0])
                     expect_equal(mine, wanted[tick], f"worker {rank}'s center in tick {tick}")

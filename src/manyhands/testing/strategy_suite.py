@@ -32,7 +32,7 @@ from manyhands.testing.strategy_worker import (
     EXTRA_TICKS,
     ROWS,
     Held,
-    Seat,
+    StrategyWorker,
     adamw,
     expect_one_tick,
     expect_same_on_all,
@@ -47,7 +47,7 @@ from manyhands.testing.strategy_worker import (
 SIZES = (1, 3)
 
 
-class Check(Protocol):
+class StrategyCheck(Protocol):
     """One check, taken by a strategy with each number of workers in `sizes`."""
 
     def __call__(self, strategy: Strategy, sizes: Sequence[int] = SIZES) -> None: ...
@@ -89,7 +89,7 @@ def check_start(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
 def check_consensus(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
     """After every tick it is finite and the same on all ranks; asking for it moves nothing."""
 
-    def program(seat: Seat) -> list[Tensor]:
+    def program(seat: StrategyWorker) -> list[Tensor]:
         answers = []
         for tick in range(len(ROWS)):
             seat.train(1)
@@ -110,7 +110,7 @@ def check_consensus(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
 def check_agreed(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
     """After each tick what `agreed` gives is the same on all ranks, or None on all of them; asking for it moves nothing."""
 
-    def program(seat: Seat) -> list[Tensor | None]:
+    def program(seat: StrategyWorker) -> list[Tensor | None]:
         answers = []
         for tick in range(len(ROWS)):
             seat.train(1)
@@ -136,7 +136,7 @@ def check_agreed(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
 def check_finish(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
     """After windows of 0, 1, 2, … ticks: a second `finish` changes nothing, nor does the first where there was no tick."""
 
-    def program(seat: Seat) -> None:
+    def program(seat: StrategyWorker) -> None:
         before = seat.holds()
         for ticks in range(5):
             seat.train(ticks)
@@ -157,10 +157,10 @@ def check_round_of_nothing(strategy: Strategy, sizes: Sequence[int] = SIZES) -> 
     In step only. Where a server holds the center, that is what must not change: workers may take it over meanwhile.
     """
 
-    def what_stays(seat: Seat) -> Held:
+    def what_stays(seat: StrategyWorker) -> Held:
         return seat.holds() if seat.worker.server is None else {"the consensus": seat.consensus()}
 
-    def program(seat: Seat, empty: bool) -> tuple[Held, Held]:
+    def program(seat: StrategyWorker, empty: bool) -> tuple[Held, Held]:
         seat.train(9)
         seat.finish()
         before = what_stays(seat)
@@ -187,7 +187,7 @@ def check_round_of_nothing(strategy: Strategy, sizes: Sequence[int] = SIZES) -> 
 def check_worker_without_rows(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
     """Its ticks are empty: nobody hangs, it moves in rounds only, and it takes the others' answer; in step only. (CASES 18, 27)"""
 
-    def program(seat: Seat) -> tuple[Tensor, int]:
+    def program(seat: StrategyWorker) -> tuple[Tensor, int]:
         last = seat.worker.rank == seat.worker.size - 1
         for tick in range(len(ROWS)):
             before, rounds = seat.replica.parameters.clone(), seat.replica.rounds
@@ -204,7 +204,7 @@ def check_worker_without_rows(strategy: Strategy, sizes: Sequence[int] = SIZES) 
 def check_streams(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
     """Streams of 3, 7, 11, … batches: all ranks hear at one tick that nobody has rows, once nobody has; in step only. (CASE 18)"""
 
-    def program(seat: Seat) -> list[bool]:
+    def program(seat: StrategyWorker) -> list[bool]:
         mine, longest = (3 + 4 * rank for rank in (seat.worker.rank, seat.worker.size - 1))
         return [
             seat.turn(global_batch(tick) if tick < mine else None, idle=mine <= tick < longest, more=tick + 1 < mine)
@@ -220,7 +220,7 @@ def check_streams(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
 def check_stop(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
     """A stop that one rank sets is heard by all at one tick, soon, and not before; in step only."""
 
-    def program(seat: Seat) -> int | None:
+    def program(seat: StrategyWorker) -> int | None:
         last = seat.worker.rank == seat.worker.size - 1
         for tick in range(5 + EXTRA_TICKS):
             seat.turn(global_batch(tick), stop=last and tick >= 5)
@@ -248,7 +248,7 @@ def check_resume(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
     One worker's, where each goes at its own pace.
     """
 
-    def written(seat: Seat) -> list[Checkpoint]:
+    def written(seat: StrategyWorker) -> list[Checkpoint]:
         saved = []
         for tick in range(1, len(ROWS)):
             seat.train(1)
@@ -261,7 +261,7 @@ def check_resume(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
             saved.append(Checkpoint(path, tick, seat.worker.size))
         return saved
 
-    def resumed(seat: Seat, saved: Checkpoint) -> Held:
+    def resumed(seat: StrategyWorker, saved: Checkpoint) -> Held:
         rank, size = seat.worker.rank, seat.worker.size
         seat.state, _ = run_state.restore(saved, seat.replica, seat.state, rank, size, None)
         if seat.worker.server is not None and rank == 0:
@@ -285,7 +285,7 @@ def check_pushes(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
     At one's own pace only: at bound 0 a version is everybody's.
     """
 
-    def program(seat: Seat) -> tuple[list[list[int] | None], int]:
+    def program(seat: StrategyWorker) -> tuple[list[list[int] | None], int]:
         server, pushes = seat.worker.server, []
         assert server is not None
         for ticks in (0, 1, 2, len(ROWS)):
@@ -325,7 +325,7 @@ def check_plain_loop(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
     for name, p in model.named_parameters():
         wanted |= {f"the optimizer's {key} of {name}": value for key, value in optimizer.state[p].items()}
 
-    def program(seat: Seat) -> Held:
+    def program(seat: StrategyWorker) -> Held:
         seat.train(len(ROWS))
         seat.finish()
         return seat.holds()
@@ -334,5 +334,5 @@ def check_plain_loop(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
     expect_unchanged(wanted, ends[0], f"{strategy} with one worker beside a plain loop")
 
 
-STRATEGY_EXAM: dict[str, Check] = checks_of(globals())
+STRATEGY_EXAM: dict[str, StrategyCheck] = checks_of(globals())
 """All checks by name, in the order in which they are written above."""

@@ -27,7 +27,7 @@ EXTRA_TICKS = 40  # so many ticks after the last row, or after a stop, all must 
 SECONDS_A_TICK = 0.4  # what the clock says: a strategy that votes once a second does so every other tick
 
 
-class Seat:
+class StrategyWorker:
     """One worker taking the exam: its replica, the strategy's state, and the turns of the loop."""
 
     def __init__(self, strategy: Strategy, worker: Worker) -> None:
@@ -129,12 +129,12 @@ def slice_of_batch(tick: int, worker: Worker) -> Batch | None:
     return (x[start:stop], y[start:stop]) if start < stop else None
 
 
-def seated(strategy: Strategy, size: int, program: Callable[[Seat], T]) -> list[T]:
+def seated(strategy: Strategy, size: int, program: Callable[[StrategyWorker], T]) -> list[T]:
     """What `program` gives on every worker, in rank order; a failure says who failed on how many workers."""
     spec = strategy.server()
     clients = InProcessServers(spec, size, timeout_s=threads.DEADLINE_S).clients if spec is not None else ()
     try:
-        return together(size, lambda worker: program(Seat(strategy, worker)), clients)
+        return together(size, lambda worker: program(StrategyWorker(strategy, worker)), clients)
     except threading.BrokenBarrierError:
         problem = "hung: some ranks called the group where others did not; expected the same calls on all ranks"
         raise ExamFailed(f"{strategy} on {size} workers {problem}") from None
@@ -168,7 +168,7 @@ def expect_one_tick(ticks: list[int | None], earliest: int, what: str) -> None:
     expect(good, f"{what} ticks {ticks} by rank (None: never), {problem}")
 
 
-def whole_run(seat: Seat) -> Held:
+def whole_run(seat: StrategyWorker) -> Held:
     """What is left of the run, and its end: all that must be the same bits when a run is repeated or resumed."""
     seat.train(len(ROWS) - seat.tick)
     held = {"the consensus in the open window": seat.consensus()}

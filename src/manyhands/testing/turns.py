@@ -9,7 +9,7 @@ from contextlib import contextmanager
 DEADLINE_S = 20.0
 
 
-class Turns:
+class ScriptedTurns:
     """A baton. `order` names whose turn it is, one rank a turn; each `with turns.take(rank):` is one turn of that rank.
 
     What happens within a turn happens while nobody else has one. Inside a turn nothing may wait for another worker.

@@ -11,7 +11,7 @@ from torch import nn
 
 from manyhands import engines
 from manyhands.checkpoint.paths import AnyPath
-from manyhands.data.frames import Frame
+from manyhands.data.frames import DistributedFrame
 from manyhands.data.sources import is_function, open_source
 from manyhands.engines.base import Engine, check_brings, check_count, check_seconds, check_threads
 from manyhands.errors import BadInput, UnknownName, Unsupported, is_whole
@@ -96,7 +96,7 @@ class TrainConfig:
             Layout(self.task.model)
         own = None
         for data in (self.task.train_data, self.task.validation_data, self.task.test_data):
-            if isinstance(data, Frame):
+            if isinstance(data, DistributedFrame):
                 check_brings(self.engine)
             elif data is not None and not is_function(data):
                 source = open_source(data, collate=self.task.collate, loader_processes=self.task.loader_processes)

@@ -18,7 +18,7 @@ from manyhands.checkpoint import checkpoints
 from manyhands.checkpoint.launch_lock import Claim
 from manyhands.checkpoint.paths import AnyPath, path_of
 from manyhands.comm.group import Group
-from manyhands.data.frames import Frame
+from manyhands.data.frames import DistributedFrame
 from manyhands.data.sources import Once, is_function
 from manyhands.engines.base import Engine, LaunchSpec
 from manyhands.engines.cores import shared
@@ -132,10 +132,10 @@ def train(
         return _Training(asked, plan, _shown(callbacks), launch, resume, opened).run()
 
 
-def _frames(task: Task) -> tuple[Frame, ...]:
+def _frames(task: Task) -> tuple[DistributedFrame, ...]:
     """The DataFrames among the task's data, each once."""
     given = (task.train_data, task.validation_data, task.test_data)
-    return tuple(dict.fromkeys(data for data in given if isinstance(data, Frame)))
+    return tuple(dict.fromkeys(data for data in given if isinstance(data, DistributedFrame)))
 
 
 def _said(asked: TrainConfig, plan: WorkerPlan) -> dict[str, Any]:

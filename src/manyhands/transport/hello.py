@@ -39,7 +39,7 @@ _NONCE_BYTES = _PROOF_BYTES = 32
 _MOST_DISCARDED = 1 << 20
 
 
-class Refused(Exception):
+class HandshakeRefused(Exception):
     """The other side said no, and why."""
 
 
@@ -187,7 +187,7 @@ def _hear(sock: socket.socket, what: int) -> Steps[Frame]:
         raise FrameError(f"expected a hello of at most {MAX_HELLO_BYTES} bytes; got {frame} with {size} bytes")
     blob = yield from _exactly(sock, size)
     if frame.a == _REFUSAL:
-        raise Refused(printable(from_json(blob).get("reason", "no reason was given"), 500))
+        raise HandshakeRefused(printable(from_json(blob).get("reason", "no reason was given"), 500))
     return Frame(kind=KIND, a=frame.a, generation=frame.generation, blob=blob)
 
 

@@ -25,8 +25,8 @@ from manyhands.transport.hello import (
     MAX_HELLO_BYTES,
     Check,
     Guest,
+    HandshakeRefused,
     Proof,
-    Refused,
     Steps,
     listen_to,
     refuse,
@@ -280,7 +280,7 @@ def _spoken(
             raise ConnectionRefusedError("the connection reached itself: nobody listens there")
         sock = wrapped(sock, context, listening=False)
         _drive(speak_to(sock, proof, generation, hello), sock, deadline)
-    except Refused as error:
+    except HandshakeRefused as error:
         sock.close()
         raise ChannelClosed(f"{where} refused this connection: {error}") from error
     except (FrameError, ssl.SSLError) as error:

@@ -13,7 +13,7 @@ from manyhands.engines.sim.timeline import Deadlock, Timeline
 from manyhands.errors import ManyhandsError, PeerLost
 from manyhands.server.base import ServerSpec
 from manyhands.server.line import ShardLost
-from manyhands.server.store import Refused
+from manyhands.server.store import InvalidCall
 from manyhands.testing.server_suite import SERVER_EXAM
 
 ADD, IN_STEP = ServerSpec(rule="add"), ServerSpec(rule="add", bound=0)
@@ -581,9 +581,9 @@ def test_who_was_declared_lost_and_lives_is_refused():
         ready(client, 1)
         world.sleep(20.0 - world.now)
         world.timeline.at(world.now + 0.5, lambda: world.servers.lose(0))
-        with pytest.raises(Refused, match="declared lost"):
+        with pytest.raises(InvalidCall, match="declared lost"):
             client.pull(torch.zeros(1))
-        with pytest.raises(Refused, match="declared lost"):
+        with pytest.raises(InvalidCall, match="declared lost"):
             client.begin()
         client.close()
 

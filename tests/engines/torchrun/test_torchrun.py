@@ -9,7 +9,7 @@ from manyhands import signals
 from manyhands.engines import default_workers, engine_of, own_rank
 from manyhands.engines.base import LaunchSpec
 from manyhands.engines.torchrun import engine
-from manyhands.engines.torchrun.engine import LauncherPlace, Torchrun
+from manyhands.engines.torchrun.engine import LauncherRank, Torchrun
 from manyhands.errors import BadInput, Unsupported
 from manyhands.server.base import ServerSpec
 
@@ -30,21 +30,21 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_place_comes_from_the_environment() -> None:
-    assert LauncherPlace.from_environment() == LauncherPlace(rank=3, size=4, local_rank=1, local_size=2)
+    assert LauncherRank.from_environment() == LauncherRank(rank=3, size=4, local_rank=1, local_size=2)
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
 def test_a_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.delenv(name)
     with pytest.raises(BadInput, match=f"needs the variable {name}: start with torchrun"):
-        LauncherPlace.from_environment()
+        LauncherRank.from_environment()
 
 
 @pytest.mark.parametrize(("name", "value"), [("RANK", "x"), ("RANK", "4"), ("WORLD_SIZE", "-1"), ("RANK", "²")])
 def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(BadInput, match=name):
-        LauncherPlace.from_environment()
+        LauncherRank.from_environment()
 
 
 def test_a_wrong_variable_is_bad_input_also_before_the_workers_meet(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from manyhands.evidence.advise import Compared, Contestant, Measured, Ratio
+from manyhands.evidence.advise import Compared, Contestant, Ratio, RunMeasurements
 from manyhands.strategies import described
 
 
@@ -18,16 +18,16 @@ def measured(
     steps: int = 10,
     workers: int = 2,
     **more: Any,
-) -> Measured:
+) -> RunMeasurements:
     """Of two workers on two cores that are known to be on one host."""
     seconds = {"input_s": input, "compute_s": compute, "exchange_s": exchange, "wait_s": wait}
     strategy = described(more.get("strategy", "allreduce"))
-    return Measured(**{"workers": workers, "steps": steps, "cores": 2, **strategy, **seconds, **more})
+    return RunMeasurements(**{"workers": workers, "steps": steps, "cores": 2, **strategy, **seconds, **more})
 
 
 def contestant(
     name: str,
-    of: Measured,
+    of: RunMeasurements,
     speed: float | None = 1.0,
     *,
     quality: str = "same",

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from measured_runs import measured
 
-from manyhands.evidence.advise import Advice, Measured, advise, all_advice
+from manyhands.evidence.advise import Advice, RunMeasurements, advise, all_advice
 
 
-def said(run: Measured, kind: str) -> Advice | None:
+def said(run: RunMeasurements, kind: str) -> Advice | None:
     return next((one for one in all_advice(run) if one.kind == kind), None)
 
 

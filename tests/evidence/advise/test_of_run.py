@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from measured_runs import measured
 
-from manyhands.evidence.advise import Machine, Measured, advise, all_advice
+from manyhands.evidence.advise import Machine, RunMeasurements, advise, all_advice
 from manyhands.server.staleness import limit
 from manyhands.strategies import strategy_of
 
 LINE = 200 - len("Advice: ")  # two lines of a summary
 
 
-def kinds(run: Measured) -> list[str]:
+def kinds(run: RunMeasurements) -> list[str]:
     return [advice.kind for advice in all_advice(run)]
 
 
@@ -60,7 +60,7 @@ def kinds(run: Measured) -> list[str]:
         (measured(compute=0.1, workers=1, device="cuda:0"), "solo", "another GPU"),
     ],
 )
-def test_each_rule_at_its_threshold(run: Measured, kind: str, says: str) -> None:
+def test_each_rule_at_its_threshold(run: RunMeasurements, kind: str, says: str) -> None:
     advice = advise(run)
     assert advice.kind == kind
     assert says in advice.text
@@ -234,7 +234,7 @@ SPECS = (
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> Measured:
+def runs(draw: st.DrawFn) -> RunMeasurements:
     strategy = draw(st.sampled_from(SPECS))
     served = strategy.partition(":")[0] in ("downpour", "agn", "easgd") or "via=server" in strategy
     workers = 1 if strategy == "solo" else draw(st.sampled_from([1, 2, 4, 64]))
@@ -277,7 +277,7 @@ APART = [
 
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(runs())
-def test_no_line_contradicts_another_and_all_read_well(run: Measured) -> None:
+def test_no_line_contradicts_another_and_all_read_well(run: RunMeasurements) -> None:
     found = all_advice(run)
     said = [one.kind for one in found]
     assert len(said) == len(set(said)) >= 1

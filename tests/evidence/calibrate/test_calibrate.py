@@ -10,7 +10,7 @@ import manyhands as mh
 from manyhands.cli import evidence
 from manyhands.errors import BadInput, UnknownName, Unsupported
 from manyhands.evidence.calibrate.calibrate import STRATEGIES, calibrated, lease_and_request
-from manyhands.evidence.calibrate.observe import Turn
+from manyhands.evidence.calibrate.observe import TickTime
 
 pytestmark = pytest.mark.usefixtures("nothing_starts")
 
@@ -58,8 +58,8 @@ def test_the_command_tries_the_strategies_that_the_function_does() -> None:
 
 
 def test_what_a_served_tick_takes_longer_is_its_leases_and_its_two_requests() -> None:
-    served, alone = Turn(5.0, 0.75, leased=True), Turn(3.0, 0.25, leased=False)
+    served, alone = TickTime(5.0, 0.75, leased=True), TickTime(3.0, 0.25, leased=False)
     assert lease_and_request(served, alone, 3.5) == (0.5, 0.5)
     assert lease_and_request(served, alone, 4.75) == (0.25, 0.0)
     assert lease_and_request(served, alone, 6.0) == (0.0, 0.0)  # a quicker run than that which was simulated
-    assert lease_and_request(Turn(5.0, 0.75, leased=False), alone, 3.5) == (0.0, 0.75)  # a stream has no leases
+    assert lease_and_request(TickTime(5.0, 0.75, leased=False), alone, 3.5) == (0.0, 0.75)  # a stream has no leases

@@ -9,13 +9,13 @@ from manyhands.engines.sim.coding import Coding
 from manyhands.engines.sim.engine import Sim
 from manyhands.evidence.calibrate import coding
 from manyhands.evidence.calibrate.coding import SETTINGS, Coded, _Alike, _Coding, coded, codings
-from manyhands.evidence.calibrate.observe import Place, observe
+from manyhands.evidence.calibrate.observe import ObservedOn, observe
 from manyhands.strategies.ensemble import Ensemble
 from manyhands.worker import Worker
 from plain import task
 
 N = 1000
-PLACE = Place(engine=Sim(), workers=2)
+PLACE = ObservedOn(engine=Sim(), workers=2)
 
 
 def setting(codec: str, nbytes: int, like: Coding) -> Coded:

@@ -4,17 +4,27 @@ import pytest
 
 from manyhands.engines.sim.costs import Costs
 from manyhands.engines.sim.network import ALL, NetworkState, SimNetworkSpec
-from manyhands.evidence.calibrate.measure import LEAST_LARGEST, Call, bandwidth_of, fit_group, sizes_of, together
+from manyhands.evidence.calibrate.measure import (
+    LEAST_LARGEST,
+    TimedCollective,
+    bandwidth_of,
+    fit_group,
+    sizes_of,
+    together,
+)
 
 ITEM = 4
 
 
-def calls_on(network: SimNetworkSpec, workers: int, elements: int) -> list[Call]:
+def calls_on(network: SimNetworkSpec, workers: int, elements: int) -> list[TimedCollective]:
     """What a machine would measure that is exactly as the model has it."""
     costs = Costs(NetworkState(network, workers, 0), workers)
-    asked = [Call("barrier", 0, 0, 0.0), *(Call("mean", n, ITEM, 0.0) for n in sizes_of(elements, ITEM))]
-    asked.append(Call("all_gather", 1024, ITEM, 0.0))
-    return [Call(call.name, call.elements, call.item, call.cost(costs).seconds) for call in asked]
+    asked = [
+        TimedCollective("barrier", 0, 0, 0.0),
+        *(TimedCollective("mean", n, ITEM, 0.0) for n in sizes_of(elements, ITEM)),
+    ]
+    asked.append(TimedCollective("all_gather", 1024, ITEM, 0.0))
+    return [TimedCollective(call.name, call.elements, call.item, call.cost(costs).seconds) for call in asked]
 
 
 @pytest.mark.parametrize("workers", [2, 3, 8])
@@ -34,7 +44,7 @@ def test_the_models_own_size_is_fitted_best() -> None:
     network = SimNetworkSpec(workers_per_host=ALL, local_latency=3e-6, local_bandwidth=5e10)
     calls = calls_on(network, 2, 900_000)
     slow = [
-        Call(call.name, call.elements, call.item, call.seconds * (2 if call.elements == 900_000 else 1))
+        TimedCollective(call.name, call.elements, call.item, call.seconds * (2 if call.elements == 900_000 else 1))
         for call in calls
     ]
     place = [call.elements for call in calls].index(900_000)
@@ -44,7 +54,7 @@ def test_the_models_own_size_is_fitted_best() -> None:
 
 
 def test_bytes_that_cost_nothing_are_an_infinite_bandwidth() -> None:
-    found = fit_group([Call("barrier", 0, 0, 1e-5)], 2, 10, one_host=True)
+    found = fit_group([TimedCollective("barrier", 0, 0, 1e-5)], 2, 10, one_host=True)
     assert found.first == pytest.approx(1e-5)
     assert bandwidth_of(found) == float("inf")
 
@@ -52,7 +62,7 @@ def test_bytes_that_cost_nothing_are_an_infinite_bandwidth() -> None:
 def test_a_call_lasts_from_the_last_arrival_to_the_last_end() -> None:
     first = [("mean", 8, ITEM, [(0.0, 9.0)] * 4 + [(1.0, 5.0), (1.0, 6.0), (1.0, 5.0)])]
     second = [("mean", 8, ITEM, [(0.0, 9.0)] * 4 + [(3.0, 4.0), (3.0, 4.0), (2.0, 7.0)])]
-    assert together([first, second]) == [Call("mean", 8, ITEM, 3.0)]
+    assert together([first, second]) == [TimedCollective("mean", 8, ITEM, 3.0)]
 
 
 def test_sizes_hold_the_models_own_and_large_ones_for_small_models() -> None:

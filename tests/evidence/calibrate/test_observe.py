@@ -4,7 +4,7 @@ import pytest
 
 from manyhands.errors import BadInput
 from manyhands.events import Event
-from manyhands.evidence.calibrate.observe import WARM, block_of, blocks, merged, own_ticks, steps_for, turn_of
+from manyhands.evidence.calibrate.observe import WARM, block_of, blocks, merged, own_ticks, steps_for, tick_time
 from manyhands.strategies.local_sgd import LocalSGD
 
 
@@ -38,9 +38,9 @@ def test_a_turn_is_the_mean_of_the_ticks_that_most_are_like() -> None:
     """Its rows' seconds say what a lease took, where there are leases."""
     shorter = {WARM + 5: 1}
     events = [step(tick, tick * 3.0, wait_s=1.0, input_s=0.5, rows=shorter.get(tick, 4)) for tick in range(WARM + 8)]
-    found = turn_of(events)
+    found = tick_time(events)
     assert (found.seconds, found.input_s, found.leased) == (pytest.approx(2.0), pytest.approx(0.5), False)
-    assert turn_of([*events, step(WARM + 8, 99.0, input_s=0.5, lease=[0, 0, 0])]).leased
+    assert tick_time([*events, step(WARM + 8, 99.0, input_s=0.5, lease=[0, 0, 0])]).leased
 
 
 def test_merged_keeps_runs_apart() -> None:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from manyhands.evidence.check import sizes
 from manyhands.evidence.check.reading import alike
-from manyhands.evidence.check.trial_config import Setting
+from manyhands.evidence.check.trial_config import TrialConfig
 
 
 @dataclass
@@ -60,7 +60,7 @@ def test_batches_that_do_not_divide_and_a_single_row(
     workers: int, one_row: bool, batch_size: int, rows: int | None
 ) -> None:
     task = planted.task()
-    found = sizes.uneven(task, workers, Setting(steps=4, batch_size=12), lambda: one_row)
+    found = sizes.uneven(task, workers, TrialConfig(steps=4, batch_size=12), lambda: one_row)
     assert found is not None
     assert (found.batch_size, found.rows) == (batch_size, rows)
     assert found.batch_size % workers
@@ -69,4 +69,4 @@ def test_batches_that_do_not_divide_and_a_single_row(
 def test_data_with_batches_of_its_own_is_left_as_it_is() -> None:
     batches = [list(range(i, i + 7)) for i in range(0, 35, 7)]
     own = planted.task(batch_size=None, train_data=DataLoader(planted.Pairs(), batch_sampler=batches))
-    assert sizes.uneven(own, 2, Setting(steps=4, batch_size=None), lambda: True) is None
+    assert sizes.uneven(own, 2, TrialConfig(steps=4, batch_size=None), lambda: True) is None

@@ -7,18 +7,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from manyhands.evidence.check.function_mode import SUM, Lens
+from manyhands.evidence.check.function_mode import SUM, FunctionMode
 from manyhands.evidence.check.interventions import BATCH_NORM, DROPOUT, IN_PLACE, RANDOMNESS
 from manyhands.evidence.check.trial_config import memory_of
 
 
-def kinds(lens: Lens) -> set[str]:
+def kinds(lens: FunctionMode) -> set[str]:
     return {seen.kind for seen in lens.seen}
 
 
 def test_float32_means_float64_within() -> None:
     single, double = torch.ones(3), torch.ones(3, 3, dtype=torch.float64)
-    with Lens(double=True):
+    with FunctionMode(double=True):
         assert (double @ single).dtype == torch.float64
         assert double.float().dtype == torch.float64
         assert double.to(torch.float32).dtype == torch.float64
@@ -33,7 +33,7 @@ def test_float32_means_float64_within() -> None:
 
 def test_what_is_written_to_stays_what_it_is() -> None:
     total = torch.zeros(2)
-    with Lens(double=True):
+    with FunctionMode(double=True):
         total.add_(torch.ones(2, dtype=torch.float64))
         total[0] = 5.0
     assert total.tolist() == [5.0, 1.0]
@@ -41,7 +41,7 @@ def test_what_is_written_to_stays_what_it_is() -> None:
 
 
 def test_the_default_dtype_comes_back_after_an_error() -> None:
-    with pytest.raises(RuntimeError), Lens(double=True):
+    with pytest.raises(RuntimeError), FunctionMode(double=True):
         torch.ones(2) @ torch.ones(3)
     assert torch.get_default_dtype() == torch.float32
 
@@ -65,26 +65,26 @@ def output(layer: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
 @pytest.mark.parametrize("name", LAYERS)
 def test_dropout_is_seen_and_taken_away(name: str) -> None:
     layer, inputs = LAYERS[name]
-    with Lens(look=True) as lens:
+    with FunctionMode(look=True) as lens:
         torch.manual_seed(1)
         one, other = output(layer, inputs), output(layer, inputs)
     assert not torch.equal(one, other)
     assert kinds(lens) == {DROPOUT}
-    with Lens(without=frozenset([DROPOUT])):
+    with FunctionMode(without=frozenset([DROPOUT])):
         assert torch.equal(output(layer, inputs), output(layer, inputs))
     layer.eval()
-    with Lens(look=True) as lens:
+    with FunctionMode(look=True) as lens:
         plain = output(layer, inputs)
     layer.train()
     assert lens.seen == []
-    with Lens(without=frozenset([DROPOUT])):
+    with FunctionMode(without=frozenset([DROPOUT])):
         assert torch.allclose(output(layer, inputs), plain)
 
 
 def test_packed_sequences_have_their_arguments_elsewhere() -> None:
     layer = nn.LSTM(6, 6, 2, dropout=0.5)
     packed = nn.utils.rnn.pack_sequence([torch.ones(3, 6), torch.ones(2, 6)])
-    with Lens(without=frozenset([DROPOUT]), look=True) as lens:
+    with FunctionMode(without=frozenset([DROPOUT]), look=True) as lens:
         one, other = (layer(packed)[0].data for _ in range(2))
     assert torch.equal(one, other)
     assert kinds(lens) == {DROPOUT}
@@ -93,22 +93,22 @@ def test_packed_sequences_have_their_arguments_elsewhere() -> None:
 @pytest.mark.parametrize("layer", [nn.BatchNorm1d(3), nn.BatchNorm1d(3, track_running_stats=False)])
 def test_batch_norm_without_the_batch_treats_rows_apart(layer: nn.Module) -> None:
     x = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
-    with Lens(look=True) as lens:
+    with FunctionMode(look=True) as lens:
         whole = layer(x)[:2]
         assert not torch.allclose(whole, layer(x[:2]))
     assert kinds(lens) == {BATCH_NORM}
     assert lens.seen[0].module is layer
-    with Lens(without=frozenset([BATCH_NORM])):
+    with FunctionMode(without=frozenset([BATCH_NORM])):
         assert torch.allclose(layer(x)[:2], layer(x[:2]))
     layer.eval()
-    with Lens(look=True) as lens:
+    with FunctionMode(look=True) as lens:
         layer(x)
     assert kinds(lens) == ({BATCH_NORM} if layer.running_mean is None else set())
 
 
 def test_low_level_batch_norm_is_known_too() -> None:
     x, mean, var = torch.randn(6, 3), torch.zeros(3), torch.ones(3)
-    with Lens(look=True, without=frozenset([BATCH_NORM])) as lens:
+    with FunctionMode(look=True, without=frozenset([BATCH_NORM])) as lens:
         out = torch.batch_norm(x, None, None, mean, var, True, 0.1, 0.0, False)
     assert kinds(lens) == {BATCH_NORM}
     assert torch.allclose(out, x)
@@ -133,14 +133,14 @@ DRAWS = {
 @pytest.mark.parametrize("name", DRAWS)
 def test_instead_of_a_draw_comes_its_middle(name: str) -> None:
     draw, middle = DRAWS[name]
-    with Lens(look=True, without=frozenset([RANDOMNESS])) as lens:
+    with FunctionMode(look=True, without=frozenset([RANDOMNESS])) as lens:
         drawn = draw(torch.ones(4))
     assert kinds(lens) == {RANDOMNESS}
     assert drawn.unique().tolist() == [middle]
 
 
 def test_draws_of_rows_keep_their_order() -> None:
-    with Lens(without=frozenset([RANDOMNESS])):
+    with FunctionMode(without=frozenset([RANDOMNESS])):
         assert torch.randperm(4).tolist() == [0, 1, 2, 3]
         assert torch.multinomial(torch.tensor([0.2, 0.5, 0.3]), 2).tolist() == [1, 2]
         likely = F.gumbel_softmax(torch.tensor([[0.0, 1.0]]), tau=0.5)
@@ -159,13 +159,13 @@ def test_writes_to_parameters_are_seen_and_left_out() -> None:
         torch._foreach_add_([layer.bias.data], 1.0)
 
     before = [p.detach().clone() for p in layer.parameters()]
-    with Lens(look=True, guarded=memory_of(layer), without=frozenset([IN_PLACE])) as lens:
+    with FunctionMode(look=True, guarded=memory_of(layer), without=frozenset([IN_PLACE])) as lens:
         write()
         layer(torch.ones(1, 2)).sum().backward()  # gradients may be written
         layer.requires_grad_(True)
     assert all(torch.equal(p, q) for p, q in zip(layer.parameters(), before, strict=True))
     assert [seen.function for seen in lens.seen if seen.kind == IN_PLACE].count("mul_") == 1
-    with Lens(look=True, guarded=memory_of(layer)) as lens:
+    with FunctionMode(look=True, guarded=memory_of(layer)) as lens:
         write()
     assert not any(torch.equal(p, q) for p, q in zip(layer.parameters(), before, strict=True))
     assert [seen.function for seen in lens.seen] == [
@@ -180,7 +180,7 @@ def test_writes_to_parameters_are_seen_and_left_out() -> None:
 
 def test_sums_over_everything_are_seen_with_their_line() -> None:
     x, y = torch.ones(4, 3), torch.zeros(4, dtype=torch.int64)
-    with Lens(look=True) as lens:
+    with FunctionMode(look=True) as lens:
         x.sum(1).mean()
         F.cross_entropy(x, y, reduction="sum")
         nn.MSELoss(reduction="sum")(x, x)

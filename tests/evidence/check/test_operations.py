@@ -3,16 +3,16 @@
 import torch
 from torch import Tensor
 
-from manyhands.evidence.check.function_mode import Lens
-from manyhands.evidence.check.operations import Journal, first_change, first_mixing
+from manyhands.evidence.check.function_mode import FunctionMode
+from manyhands.evidence.check.operations import OperationLog, first_change, first_mixing
 
 ROWS = torch.randn(9, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 WEIGHTS = torch.randn(4, 6, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
 
 
-def journal(function: object, rows: Tensor, of: int) -> Journal:
-    found = Journal(of)
-    with Lens(after=found.after):
+def journal(function: object, rows: Tensor, of: int) -> OperationLog:
+    found = OperationLog(of)
+    with FunctionMode(after=found.after):
         function(rows)  # type: ignore[operator]
     return found
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import manyhands as mh
 from manyhands.evidence.check import source_locations
-from manyhands.evidence.check.findings import Place
+from manyhands.evidence.check.findings import SourceLocation
 
 HERE = __file__
 
@@ -53,12 +53,12 @@ both = lambda m: nn.Dropout(), lambda x: nn.BatchNorm1d(2)  # two lambdas
 
 
 def test_layers_in_functions_and_classes() -> None:
-    assert source_locations.of_module(make(), "1", make) == Place(HERE, line_of("first norm"), "1")
-    assert source_locations.of_module(make(), "2.1", functools.partial(make, width=4)) == Place(
+    assert source_locations.of_module(make(), "1", make) == SourceLocation(HERE, line_of("first norm"), "1")
+    assert source_locations.of_module(make(), "2.1", functools.partial(make, width=4)) == SourceLocation(
         HERE, line_of("second norm"), "2.1"
     )
-    assert source_locations.of_module(Held(), "2") == Place(HERE, line_of("second dropout"), "2")
-    assert source_locations.of_module(planted.Normed(), "norm") == Place(
+    assert source_locations.of_module(Held(), "2") == SourceLocation(HERE, line_of("second dropout"), "2")
+    assert source_locations.of_module(planted.Normed(), "norm") == SourceLocation(
         planted.__file__, planted.line_of("batch-norm"), "norm"
     )
     assert source_locations.of_module(nn.Sequential(nn.Linear(1, 1)), "0") is None
@@ -66,14 +66,14 @@ def test_layers_in_functions_and_classes() -> None:
 
 def test_layers_deep_inside_of_torchs_own() -> None:
     outer = Outer()
-    assert source_locations.of_module(outer, "layers.1") == Place(HERE, line_of("listed"), "layers.1")
+    assert source_locations.of_module(outer, "layers.1") == SourceLocation(HERE, line_of("listed"), "layers.1")
     found = source_locations.of_module(outer, "encoder.layers.0.dropout1")
     assert found is not None
     assert found.line in (line_of("encoder layer") - 1, line_of("encoder layer"))
 
 
 def test_of_several_lambdas_in_a_line_the_one_with_these_arguments() -> None:
-    assert source_locations._made_in(both[1], "", "BatchNorm1d", 0) == Place(HERE, line_of("two lambdas"))
+    assert source_locations._made_in(both[1], "", "BatchNorm1d", 0) == SourceLocation(HERE, line_of("two lambdas"))
     assert source_locations._made_in(both[0], "", "BatchNorm1d", 0) is None
 
 
@@ -99,7 +99,7 @@ def test_functions_methods_and_what_wraps_them() -> None:
     assert source_locations.of_function(torch.relu) is None
     assert source_locations.of_function(F.cross_entropy) is None
     assert source_locations.of_function(mh.Task.supervised) is None
-    assert source_locations.of_method(Counting(), "__len__", "__iter__") == Place(
+    assert source_locations.of_method(Counting(), "__len__", "__iter__") == SourceLocation(
         HERE, line_of("iteration"), "Counting.__iter__"
     )
 
@@ -128,16 +128,16 @@ def test_a_file_that_is_no_python_has_no_lines(tmp_path: Path) -> None:
 def test_lines_of_errors_here_and_in_the_text_of_other_processes() -> None:
     with pytest.raises(IndexError) as raised:
         F.cross_entropy(torch.ones(2, 2), torch.tensor([0, 5]))  # raises
-    assert source_locations.of_error(raised.value) == Place(HERE, line_of("raises"))
+    assert source_locations.of_error(raised.value) == SourceLocation(HERE, line_of("raises"))
     outer = RuntimeError("outer")
     outer.__cause__ = raised.value
-    assert source_locations.of_error(outer) == Place(HERE, line_of("raises"))
+    assert source_locations.of_error(outer) == SourceLocation(HERE, line_of("raises"))
     text = f'File "{HERE}", line 3, in f\n  File "{torch.__file__}", line 9, in g\n'
-    assert source_locations.in_text(text) == Place(HERE, 3)
+    assert source_locations.in_text(text) == SourceLocation(HERE, 3)
     assert source_locations.in_text("nothing") is None
 
 
 def test_places_are_shown_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert str(Place(str(tmp_path / "net.py"), 3, "norm")) == "net.py:3 (norm)"
-    assert str(Place("/elsewhere/net.py", 3)) == "/elsewhere/net.py:3"
+    assert str(SourceLocation(str(tmp_path / "net.py"), 3, "norm")) == "net.py:3 (norm)"
+    assert str(SourceLocation("/elsewhere/net.py", 3)) == "/elsewhere/net.py:3"

@@ -9,16 +9,16 @@ from manyhands.evidence.compare.comparison import Point, Trial
 from manyhands.evidence.compare.distance import compared, cosine, distance
 from manyhands.evidence.compare.final_evaluation import CLASSES, Predictions
 from manyhands.evidence.compare.probe import sketch
-from manyhands.evidence.compare.trials import Finished
+from manyhands.evidence.compare.trials import FinishedTrial
 
 START = torch.zeros(2)
 
 
 def finished(
     name: str, parameters: list[float] | None, *rows: int, said: tuple[int, ...] = (1, 2), failure: str = ""
-) -> Finished:
+) -> FinishedTrial:
     weights = torch.tensor(parameters if parameters else [0.0, 0.0])
-    return Finished(
+    return FinishedTrial(
         trial=Trial(
             variant=name,
             repeat=0,
@@ -66,7 +66,7 @@ def test_every_trial_is_set_beside_the_references() -> None:
 
 
 def test_a_trial_that_predicts_nothing_agrees_with_nobody() -> None:
-    mute = Finished(trial=Trial(variant="a on 2", repeat=0, seed=0), parameters=torch.ones(2))
+    mute = FinishedTrial(trial=Trial(variant="a on 2", repeat=0, seed=0), parameters=torch.ones(2))
     own, _ = compared([mute, finished("solo", [1.0, 1.0])], "solo", START)
     assert (own.agreement, own.agreement_of, own.distance) == (None, "", 0.0)
     assert not math.isnan(own.distance or 0.0)

@@ -7,10 +7,10 @@ import pytest
 from synthetic import comparison
 
 from manyhands.evidence.compare.comparison import Comparison, Difference, Trial
-from manyhands.evidence.compare.table import NOTHING, Cell, columns, interval
+from manyhands.evidence.compare.table import NOTHING, TableCell, columns, interval
 
 
-def cell(made: Comparison, group: str, label: str, name: str) -> Cell:
+def cell(made: Comparison, group: str, label: str, name: str) -> TableCell:
     found = next(column for column in columns(made) if (column.group, column.label) == (group, label))
     return found.cell(made.variant(name))
 
@@ -43,8 +43,10 @@ def test_speed_up_is_against_both_solos_and_efficiency_against_one_thread() -> N
     made = comparison()
     for name, rate in (("solo, 1 thread", 100.0), ("solo, 4 threads", 200.0), ("allreduce on 4", 300.0)):
         made = changed(made, name, rows_per_s=rate)
-    assert cell(made, "Speed", "× solo, 1 thread", "allreduce on 4") == Cell(text="3.00×", lines=("75 % efficient",))
-    assert cell(made, "Speed", "× solo, 4 threads", "allreduce on 4") == Cell(text="1.50×")
+    assert cell(made, "Speed", "× solo, 1 thread", "allreduce on 4") == TableCell(
+        text="3.00×", lines=("75 % efficient",)
+    )
+    assert cell(made, "Speed", "× solo, 4 threads", "allreduce on 4") == TableCell(text="1.50×")
     assert cell(made, "Speed", "× solo, 1 thread", "solo, 4 threads").text == "2.00×"
     assert cell(made, "Speed", "× solo, 1 thread", "solo, 1 thread").text == NOTHING
 
@@ -95,7 +97,7 @@ def test_costs_and_rows_without_effect() -> None:
     made = numbers(comparison(), "downpour:push_every=4 on 2", "unused", 10, 30, 20)
     made = changed(made, "downpour:push_every=4 on 2", memory=(100_000_000, 300_000_000), bytes=61_200_000, seconds=2.0)
     name = "downpour:push_every=4 on 2"
-    assert cell(made, "Cost and rate", "unused rows", name) == Cell(text="20", lines=("10–30",))
+    assert cell(made, "Cost and rate", "unused rows", name) == TableCell(text="20", lines=("10–30",))
     assert cell(made, "Cost and rate", "memory", name).text == "300.0 MB"
     assert cell(made, "Cost and rate", "sent", name).text == "61.2 MB"
     assert cell(made, "Cost and rate", "worker-seconds", name).text == "4"

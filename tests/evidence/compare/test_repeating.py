@@ -7,7 +7,7 @@ import torch
 
 import manyhands as mh
 from manyhands.engines.local.engine import Local
-from manyhands.evidence.compare.repeating import Pace, machine, processor, validate_every
+from manyhands.evidence.compare.repeating import TrialPace, machine, processor, validate_every
 
 
 def task(**fields: object) -> mh.Task:
@@ -43,7 +43,7 @@ def test_about_so_many_points_a_trial(
 
 
 def test_the_time_left_is_told_from_the_trials_before() -> None:
-    pace = Pace()
+    pace = TrialPace()
     pace.left = ["solo", "gossip on 2"] * 2
     assert pace.line("solo", "repeat 1 of 2") == "trial 1 of 4: solo, repeat 1 of 2"
     pace.done("solo", 10.0)

@@ -10,7 +10,7 @@ import manyhands as mh
 from manyhands.engines.local.engine import Local
 from manyhands.engines.sim.engine import Sim
 from manyhands.errors import BadInput, UnknownName
-from manyhands.evidence.compare.trials import Setting
+from manyhands.evidence.compare.trials import TrialSetup
 from manyhands.evidence.compare.variants import DEFAULT, Threads, entries_of, orders, refusals, threads_of
 from manyhands.strategies import CATALOGUE
 
@@ -65,7 +65,7 @@ def test_the_default_has_six_others_that_exist_and_no_two_alike() -> None:
     assert {spec.partition(":")[0] for spec in DEFAULT} <= set(CATALOGUE)
 
 
-def setting(**fields: object) -> Setting:
+def setting(**fields: object) -> TrialSetup:
     rows = torch.zeros(8, 2), torch.zeros(8, dtype=torch.int64)
     task = mh.Task.supervised(
         model=lambda: torch.nn.Linear(2, 2),
@@ -73,7 +73,7 @@ def setting(**fields: object) -> Setting:
         train_data=rows,
         batch_size=4,
     )
-    return Setting(task=task, on_test=False, **fields)  # type: ignore[arg-type]
+    return TrialSetup(task=task, on_test=False, **fields)  # type: ignore[arg-type]
 
 
 def test_all_that_cannot_be_is_found_before_anything_starts() -> None:

@@ -16,7 +16,7 @@ from manyhands.engines.sim.network import SimNetworkSpec
 from manyhands.events import Event
 from manyhands.evidence.estimate.lengths import Lengths
 from manyhands.evidence.estimate.scaled import PATIENCE_S, simulate
-from manyhands.evidence.estimate.shape import reading_of, shape_of
+from manyhands.evidence.estimate.shape import reading_plan, shape_of
 from manyhands.evidence.estimate.stand_in import NEVER, stand_in, steady
 from manyhands.strategies import strategy_of
 from manyhands.training.loop import work
@@ -89,7 +89,7 @@ def by_stand_in(
     compute: str = COMPUTE,
 ) -> Said:
     heard, strategy, shape = Heard(), strategy_of(spec), shape_of(given)
-    reading = reading_of(given, open_source(given.train_data), workers)
+    reading = reading_plan(given, open_source(given.train_data), workers)
     lengths = Lengths(shape, strategy, workers=workers, servers=servers, rows=reading.batch_size / workers)
     small = stand_in(given, shape, reading, lengths.own).with_fields(max_steps=steps)
     assert lengths.own * 10 < shape.padded

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import manyhands as mh
 from manyhands.data.sources import open_source
-from manyhands.evidence.estimate.shape import Reading, Shape, reading_of, shape_of
+from manyhands.evidence.estimate.shape import ReadingPlan, Shape, reading_plan, shape_of
 
 
 class Net(nn.Module):
@@ -86,8 +86,8 @@ def test_a_model_that_cannot_be_trained_is_refused() -> None:
 
 def test_epochs_and_steps() -> None:
     given = task(epochs=3)
-    reading = reading_of(given, open_source(given.train_data), 4)
-    assert reading == Reading(batch_size=8, rows=50, ticks=7)
+    reading = reading_plan(given, open_source(given.train_data), 4)
+    assert reading == ReadingPlan(batch_size=8, rows=50, ticks=7)
     assert [reading.rows_of(tick) for tick in (0, 5, 6)] == [8, 8, 2]
     assert reading.steps(given) == 21
     assert reading.steps(given.with_fields(max_steps=5)) == 5
@@ -95,24 +95,24 @@ def test_epochs_and_steps() -> None:
 
 def test_rows_a_worker() -> None:
     given = task(batch_size=None, batch_size_per_worker=5)
-    assert reading_of(given, open_source(given.train_data), 4) == Reading(batch_size=20, rows=50, ticks=3)
+    assert reading_plan(given, open_source(given.train_data), 4) == ReadingPlan(batch_size=20, rows=50, ticks=3)
 
 
 def test_an_order_of_fewer_rows_makes_shorter_epochs() -> None:
     given = task(order=lambda epoch: range(20))
-    assert reading_of(given, open_source(given.train_data), 4) == Reading(batch_size=8, rows=20, ticks=3)
+    assert reading_plan(given, open_source(given.train_data), 4) == ReadingPlan(batch_size=8, rows=20, ticks=3)
 
 
 def test_a_loaders_own_batches() -> None:
     loader = DataLoader(TensorDataset(torch.zeros(50, 6)), batch_size=10, drop_last=True)
     given = task(train_data=loader, batch_size=None)
-    assert reading_of(given, open_source(loader), 4) == Reading(batch_size=10, rows=50, ticks=5)
+    assert reading_plan(given, open_source(loader), 4) == ReadingPlan(batch_size=10, rows=50, ticks=5)
 
 
 def test_batches_that_differ_count_as_equally_large() -> None:
     loader = DataLoader(TensorDataset(torch.zeros(9, 6)), batch_sampler=[[0, 1, 2, 3], [4], [5], [6, 7, 8]])
     given = task(train_data=loader, batch_size=None)
-    assert reading_of(given, open_source(loader), 2) == Reading(batch_size=3, rows=9, ticks=3)
+    assert reading_plan(given, open_source(loader), 2) == ReadingPlan(batch_size=3, rows=9, ticks=3)
 
 
 def test_nobody_knows_where_a_stream_ends() -> None:
@@ -121,8 +121,8 @@ def test_nobody_knows_where_a_stream_ends() -> None:
             return iter(torch.zeros(50, 6))
 
     given = task(train_data=Stream(), epochs=2)
-    reading = reading_of(given, open_source(given.train_data), 2)
-    assert reading == Reading(batch_size=8, rows=None, ticks=None)
+    reading = reading_plan(given, open_source(given.train_data), 2)
+    assert reading == ReadingPlan(batch_size=8, rows=None, ticks=None)
     assert reading.steps(given) is None
     assert reading.steps(given.with_fields(max_steps=40)) == 40
     assert reading.rows_of(10**9) == 8

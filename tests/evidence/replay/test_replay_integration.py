@@ -17,7 +17,7 @@ from manyhands.callbacks.base import Callback
 from manyhands.engines.local.engine import Local
 from manyhands.errors import BadInput, Unsupported
 from manyhands.events import Event
-from manyhands.evidence.replay.turns import Stuck
+from manyhands.evidence.replay.turns import ReplayDeadlock
 
 
 class WithDropout(nn.Sequential):
@@ -161,7 +161,7 @@ def test_what_the_journal_does_not_fit_is_told(local: Local, tmp_path: Path) -> 
     saved = json.loads(result.read_text())
     saved["sha256"]["events.jsonl"] = hashlib.sha256(events.read_bytes()).hexdigest()  # of all of it
     result.write_text(json.dumps(saved))
-    with pytest.raises(Stuck, match="the journal does not fit"):
+    with pytest.raises(ReplayDeadlock, match="the journal does not fit"):
         mh.replay(tmp_path / "run", task=task())
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from manyhands.data.leases import End, Lease, Segment
 from manyhands.events import Event
-from manyhands.evidence.replay.journal import Journal
+from manyhands.evidence.replay.journal import ReplayJournal
 
 
 def step(rank: int, **values: Any) -> Event:
@@ -14,7 +14,7 @@ def step(rank: int, **values: Any) -> Event:
 
 
 def test_leases_are_given_again_to_whom_they_went_segment_by_segment() -> None:
-    journal = Journal(
+    journal = ReplayJournal(
         2,
         [
             step(0, lease=[0, 0, 0]),
@@ -33,7 +33,7 @@ def test_leases_are_given_again_to_whom_they_went_segment_by_segment() -> None:
 
 
 def test_a_stopped_run_ends_with_its_reason_where_nobody_has_more() -> None:
-    journal = Journal(2, [step(0, lease=[0, 0, 0]), step(1, lease=[0, 1, 1])], stopped="max_seconds")
+    journal = ReplayJournal(2, [step(0, lease=[0, 0, 0]), step(1, lease=[0, 1, 1])], stopped="max_seconds")
     segment = Segment(epoch=0, first=0, until=5, parts=2)
     journal.lease(0, segment)
     assert journal.lease(0, segment).reason == ""  # type: ignore[union-attr]
@@ -42,7 +42,7 @@ def test_a_stopped_run_ends_with_its_reason_where_nobody_has_more() -> None:
 
 
 def test_pulls_and_pushes_are_in_each_workers_order() -> None:
-    journal = Journal(
+    journal = ReplayJournal(
         2,
         [
             step(0, pulls=[[0, 0]], pushes=[[1, 1]]),

@@ -7,11 +7,11 @@ import threading
 import pytest
 import torch
 
-from manyhands.evidence.replay.turns import InTurns, Stuck, Turns
+from manyhands.evidence.replay.turns import InTurns, ReplayDeadlock, ThreadTurns
 
 
 def test_one_runs_at_a_time_and_the_lowest_that_can_goes_on() -> None:
-    turns, order, inside = Turns(), [], []
+    turns, order, inside = ThreadTurns(), [], []
     lock = threading.Lock()
 
     def program(rank: int) -> int:
@@ -29,7 +29,7 @@ def test_one_runs_at_a_time_and_the_lowest_that_can_goes_on() -> None:
 
 def test_each_has_a_random_state_of_its_own() -> None:
     def drawn(workers: int) -> list[list[float]]:
-        turns = Turns()
+        turns = ThreadTurns()
         meet = InTurns(workers, turns).swap
 
         def program(rank: int) -> list[float]:
@@ -51,7 +51,7 @@ def test_each_has_a_random_state_of_its_own() -> None:
 
 
 def test_a_meeting_gives_everybodys_values_in_rank_order() -> None:
-    turns = Turns()
+    turns = ThreadTurns()
     meet = InTurns(3, turns).swap
 
     def program(rank: int) -> list[list[int]]:
@@ -62,13 +62,13 @@ def test_a_meeting_gives_everybodys_values_in_rank_order() -> None:
 
 
 def test_who_waits_for_what_never_comes_is_told() -> None:
-    turns = Turns()
-    with pytest.raises(Stuck, match="wait for each other"):
+    turns = ThreadTurns()
+    with pytest.raises(ReplayDeadlock, match="wait for each other"):
         turns.run([lambda: turns.wait_for(lambda: False), lambda: turns.wait_for(lambda: False)])
 
 
 def test_an_error_ends_all_and_is_the_one_raised() -> None:
-    turns = Turns()
+    turns = ThreadTurns()
 
     def fails() -> None:
         raise ValueError("mine")

@@ -10,7 +10,7 @@ import torch
 from manyhands.errors import BadInput
 from manyhands.server.base import ServerSpec
 from manyhands.server.rules.base import Push
-from manyhands.server.rules.pairs import Pairs, partner_of
+from manyhands.server.rules.pairs import PairsRule, partner_of
 from manyhands.server.rules.updates import make_rule
 from manyhands.server.store import Store
 
@@ -130,7 +130,7 @@ def test_with_another_number_of_workers_all_begin_at_the_center():
 
 
 def test_it_leaves_the_version_that_others_read():
-    rule = Pairs()
+    rule = PairsRule()
     rule.expect(range(2))
     old, new = torch.ones(2, dtype=F64), torch.zeros(2, dtype=F64)
     rule.start(old)
@@ -142,4 +142,4 @@ def test_it_leaves_the_version_that_others_read():
 @pytest.mark.parametrize("seed", [-1, 0.5, True])
 def test_options_out_of_range(seed):
     with pytest.raises(BadInput, match="seed is a whole number"):
-        Pairs(seed=seed)
+        PairsRule(seed=seed)

@@ -34,7 +34,7 @@ from manyhands.comm.shared_memory.counters import Header, SharedCounters
 from manyhands.comm.shared_memory.liveness import LivenessPipes
 from manyhands.comm.shared_memory.mailbox import Mailbox
 from manyhands.comm.shared_memory.memory import Arena, SharedMemory
-from manyhands.comm.shared_memory.rounds import Operation, Places, Rounds
+from manyhands.comm.shared_memory.rounds import CollectiveRounds, Operation, Places
 from manyhands.comm.shared_memory.waiting import Waiting, never_busy
 from manyhands.comm.signature import signature
 from manyhands.errors import ManyhandsError, Unsupported
@@ -87,7 +87,7 @@ class SharedMemoryGroup(Group):
         names = list(hosts) or ["localhost"] * size
         self._waiting = Waiting(self._board, self._lifelines, names, timeout_s, busy)
         self._mailbox = Mailbox(self._arena, self._board, self._waiting)
-        self._rounds = Rounds(self, self._arena, self._board, self._waiting)
+        self._rounds = CollectiveRounds(self, self._arena, self._board, self._waiting)
 
     # -- the contract ------------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ PieceWork = Callable[[Places, int, int], None]
 class Operation(Work):
     """A collective under way. `run` moves its data, once all ranks have arrived; it gets their headers."""
 
-    rounds: Rounds
+    rounds: CollectiveRounds
     signature: int
     tensor: Tensor
     run: Callable[[Operation, list[Header]], None]
@@ -62,7 +62,7 @@ class Operation(Work):
         return self.total
 
 
-class Rounds:
+class CollectiveRounds:
     """One rank's part in the collectives of `group`, in the order in which they were begun."""
 
     def __init__(self, group: Group, arena: Arena, board: SharedCounters, waiting: Waiting) -> None:

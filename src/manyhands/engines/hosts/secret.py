@@ -19,7 +19,7 @@ from manyhands.transport.credentials import VARIABLE, Credentials, read_private
 _LEAST_BYTES = 32
 
 
-class Proof(TypedDict):
+class Credential(TypedDict):
     """What `Listener` and `connect` want of it."""
 
     credentials: Credentials | None
@@ -64,7 +64,7 @@ class Secret:
         return cls.load(path, tls=tls)
 
     @property
-    def proof(self) -> Proof:
+    def proof(self) -> Credential:
         return {"credentials": self.credentials, "token": self.token}
 
     def to_json(self) -> dict[str, str]:

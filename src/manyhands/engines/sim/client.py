@@ -17,7 +17,7 @@ from manyhands.comm.ledger import Ledger
 from manyhands.engines.sim.shard import HELD, Act, Read, Request, ShardCall
 from manyhands.errors import BadInput, PeerLost
 from manyhands.server.base import Encoded, Pushed, Server, ServerState
-from manyhands.server.said import Said
+from manyhands.server.said import PushJournal
 from manyhands.server.sharding import (
     check_encoded,
     check_length,
@@ -28,7 +28,7 @@ from manyhands.server.sharding import (
     parts_of,
     pushed_of,
 )
-from manyhands.server.store import Duplicate, Go, Held, Refused, Store
+from manyhands.server.store import Duplicate, Go, Held, InvalidCall, Store
 
 if TYPE_CHECKING:
     from manyhands.engines.sim.server import SimServers
@@ -44,7 +44,7 @@ class SimServer(Server):
         self._calls = 0
         self._sequence = 0
         self._ticks = 0  # finished ones, for messages
-        self._said = Said()
+        self._said = PushJournal()
         self._closed = False
 
     @override
@@ -132,7 +132,7 @@ class SimServer(Server):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            with suppress(PeerLost, Refused):  # there is nobody to say goodbye to
+            with suppress(PeerLost, InvalidCall):  # there is nobody to say goodbye to
                 self.park()
 
     # -- all shards ----------------------------------------------------------------------------------------------------

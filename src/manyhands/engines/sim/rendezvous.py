@@ -83,7 +83,7 @@ class PendingMessage:
 
 
 @dataclass(slots=True, eq=False)
-class Wait:
+class PendingWait:
     """A rank that waits: for a collective's last arrival and its end, or for another rank's letter."""
 
     cell: Future[None]
@@ -119,7 +119,7 @@ class SimRendezvous:
         self._calls = [0] * size  # how many each rank has made
         self._free_at = 0.0  # when the last collective is over
         self._mail: dict[tuple[int, int], deque[PendingMessage]] = {}
-        self._waits: dict[int, Wait] = {}  # by rank
+        self._waits: dict[int, PendingWait] = {}  # by rank
         self._closed: set[int] = set()
         self._failure: Failure | None = None
         self._watched = False
@@ -157,7 +157,7 @@ class SimRendezvous:
         if round_.arrived_at is not None and round_.done_at <= now:
             return 0.0
         self.check(name, step)
-        wait = Wait(self.timeline.cell(), name, step, now, -1, round_)
+        wait = PendingWait(self.timeline.cell(), name, step, now, -1, round_)
         if round_.arrived_at is not None and not round_.cells:
             self.timeline.at(round_.done_at, round_.wake)
         round_.cells.append(wait.cell)
@@ -223,7 +223,7 @@ class SimRendezvous:
         if not box and source in self._closed:
             raise self._fail(self._lost(source, "left the group"))("receive_", step, 0.0)
         if not box or box[0].arrives_at > now:
-            wait = Wait(self.timeline.cell(), "receive_", step, now, source, box[0] if box else PendingMessage())
+            wait = PendingWait(self.timeline.cell(), "receive_", step, now, source, box[0] if box else PendingMessage())
             if box:
                 self.timeline.at(box[0].arrives_at, lambda: wait.cell.set(None))
             self._wait(target, wait)
@@ -270,7 +270,7 @@ class SimRendezvous:
                 wait.cell.fail(failure(wait.name, wait.step, self.timeline.now - wait.since))
         return self._failure
 
-    def _wait(self, rank: int, wait: Wait) -> None:
+    def _wait(self, rank: int, wait: PendingWait) -> None:
         self._waits[rank] = wait
         if wait.is_for_somebody:
             self._watch(self.timeline.now)

@@ -15,7 +15,7 @@ from manyhands.errors import ManyhandsError, PeerLost
 from manyhands.server.base import Server, ServerSpec
 from manyhands.server.line import ShardLost
 from manyhands.server.sharding import make_stores
-from manyhands.server.store import Refused
+from manyhands.server.store import InvalidCall
 
 
 class SimServers:
@@ -201,8 +201,8 @@ class SimServers:
     def _host(self, node: int) -> str:
         return f"host{self.wires.host_of(node)}"
 
-    def _refused(self, worker: int) -> Refused:
-        return Refused(f"worker {worker} was declared lost: it takes no part, unless its process is started again")
+    def _refused(self, worker: int) -> InvalidCall:
+        return InvalidCall(f"worker {worker} was declared lost: it takes no part, unless its process is started again")
 
     def _shard_lost(self, shard: int, call: ShardCall, why: str) -> ShardLost:
         seconds = self.timeline.now - call.since

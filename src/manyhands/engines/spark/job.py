@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
-from manyhands.data.frames import ORDER, WHICH, Frame
+from manyhands.data.frames import ORDER, WHICH, DistributedFrame
 from manyhands.engines.hosts.roster import versions
 from manyhands.engines.spark.session import is_connect
 from manyhands.engines.spark.stage import SAID, SCHEMA, Stage, check_versions, told_versions
@@ -128,7 +128,7 @@ def why(error: BaseException) -> str:
     return chosen[0][:500]
 
 
-def rows_of(spark: SparkSession, frames: Sequence[Frame], workers: int, readers: int) -> DataFrame:
+def rows_of(spark: SparkSession, frames: Sequence[DistributedFrame], workers: int, readers: int) -> DataFrame:
     """All rows of all frames with a table and the place of each, dealt evenly to the first `readers` of one partition a worker;
     without any, partitions with nothing of use."""
     tables = {i: frame.table for i, frame in enumerate(frames) if not frame.files}

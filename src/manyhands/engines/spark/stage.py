@@ -16,7 +16,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from manyhands.data.frames import VARIABLE, WHICH, Frame
+from manyhands.data.frames import VARIABLE, WHICH, DistributedFrame
 from manyhands.data.readers import shared_files
 from manyhands.data.spool import Spool
 from manyhands.engines.hosts.join import Join, JoinError, join
@@ -44,7 +44,7 @@ class Stage:
     plain_network: bool
     memory_bytes: int  # for each Spark task's rows
     versions: dict[str, str]  # the driver's, which the executors must have
-    frames: tuple[Frame, ...]
+    frames: tuple[DistributedFrame, ...]
     readers: int  # so many of the first Spark tasks bring rows: as many as there are workers that read them
     reach_s: float = 20.0  # in which the driver, which listens already, must be reached
 
@@ -83,7 +83,7 @@ class Stage:
                 wait_until_over(told[neighbours.here(partition)[0]]["busy"])
         return {}
 
-    def _spool(self, frame: Frame) -> Spool:
+    def _spool(self, frame: DistributedFrame) -> Spool:
         return Spool(frame.kept, self.memory_bytes // len(self.frames), _folder())
 
     def _counts(self, context: Any, partition: int, tasks: int) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LauncherPlace:
+class LauncherRank:
     """What the launcher's variables say of this process."""
 
     rank: int
@@ -42,7 +42,7 @@ class LauncherPlace:
     local_size: int
 
     @classmethod
-    def from_environment(cls) -> LauncherPlace:
+    def from_environment(cls) -> LauncherRank:
         """Raises BadInput where a variable is missing or no whole number."""
         place = cls(
             rank=launchers.number_of(launchers.RANK),
@@ -81,7 +81,7 @@ class Torchrun(Engine):
                 "engine torchrun starts no parameter server: use an engine that does (local, hosts), or a strategy that needs none"
             )
         here = InProcess(spec.observer, poll_s=0)
-        rank = LauncherPlace.from_environment().rank
+        rank = LauncherRank.from_environment().rank
         with joined(spec, Gathering(rank, here, Alone())) as worker:
             values: list[Any] = [None] * worker.size
             values[rank] = run_as(worker, program, here)
@@ -94,7 +94,7 @@ def joined(spec: LaunchSpec, driver: DriverClient | None = None) -> Iterator[Wor
 
     A torch.distributed process group that exists already is used and left; one made here is destroyed at the end.
     """
-    place = LauncherPlace.from_environment()
+    place = LauncherRank.from_environment()
     if spec.workers != place.size:
         raise BadInput(
             f"workers={spec.workers} under torchrun with WORLD_SIZE={place.size}: leave workers out, the launcher decides"
@@ -121,7 +121,7 @@ def joined(spec: LaunchSpec, driver: DriverClient | None = None) -> Iterator[Wor
 
 
 @contextmanager
-def _process_group(place: LauncherPlace, wanted: str, device: torch.device, timeout_s: float) -> Iterator[None]:
+def _process_group(place: LauncherRank, wanted: str, device: torch.device, timeout_s: float) -> Iterator[None]:
     if torch.distributed.is_initialized():
         yield
         return
@@ -143,7 +143,7 @@ _meeting_point: Store | None = None
 _meetings = 0
 
 
-def _store(place: LauncherPlace, timeout: timedelta) -> Store:
+def _store(place: LauncherRank, timeout: timedelta) -> Store:
     """The launcher's store, with keys of its own for each process group that is made here.
 
     Without them a rank that is early finds its peers' addresses of the group before, and connects to nobody. Ranks
@@ -157,7 +157,7 @@ def _store(place: LauncherPlace, timeout: timedelta) -> Store:
     return PrefixStore(f"manyhands-{_meetings}", _meeting_point)
 
 
-def _group(place: LauncherPlace, device: torch.device, timeout_s: float) -> Group:
+def _group(place: LauncherRank, device: torch.device, timeout_s: float) -> Group:
     """Shared memory where all ranks are on one host and their tensors on the CPU, else torch's own collectives."""
     group = TorchGroup(timeout_s=timeout_s, device=device)
     if device.type != "cpu" or place.size == 1:

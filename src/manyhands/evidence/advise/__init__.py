@@ -6,7 +6,7 @@ About one run: of_run.py, exchanging.py. About several strategies that trained t
 from __future__ import annotations
 
 from manyhands.evidence.advise.compared import VARIES, Compared, Contestant, Decision, Ratio
-from manyhands.evidence.advise.measured import Advice, Machine, Measured, of_task
+from manyhands.evidence.advise.measured import Advice, Machine, RunMeasurements, of_task
 from manyhands.evidence.advise.of_comparison import advise_comparison
 from manyhands.evidence.advise.of_run import advise, all_advice
 
@@ -17,8 +17,8 @@ __all__ = [
     "Contestant",
     "Decision",
     "Machine",
-    "Measured",
     "Ratio",
+    "RunMeasurements",
     "advise",
     "advise_comparison",
     "all_advice",

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from manyhands.evidence.advise.exchanging import WORTH
-from manyhands.evidence.advise.measured import Measured
+from manyhands.evidence.advise.measured import RunMeasurements
 
 VARIES = 1.5  # times: a reference whose repeats differ by half hides differences of that size
 
@@ -34,7 +34,7 @@ class Contestant:
 
     name: str
     """As people are shown it: `local-sgd:period=8 on 4`."""
-    measured: Measured
+    measured: RunMeasurements
     """As of one run: strategy, workers, threads, split of time, bytes, period, rate, staleness."""
     speed: Ratio | None
     """Against the reference, by what Compared.speed_of says; None of the reference itself, and where a repeat of one of the two did not

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from manyhands.evidence.advise.measured import Advice, Measured, ms, percent, times
+from manyhands.evidence.advise.measured import Advice, RunMeasurements, ms, percent, times
 from manyhands.evidence.advise.remedies import (
     CODECS,
     DILOCO_FROM,
     LEAST_BYTES,
-    Codec,
+    CodecCost,
     bearable_period,
     bytes_left,
     compressed_round_s,
@@ -31,7 +31,7 @@ PERIODS = {
 """What strategies call the steps between exchanges."""
 
 
-def exchange_bound(m: Measured) -> Advice | None:
+def exchange_bound(m: RunMeasurements) -> Advice | None:
     """Exchange takes at least 25 %: the smallest period that leaves it 10 % makes 1 / (1 - 0.25·2/3) = 1.2 times the speed.
 
     Up to 30 steps local SGD (Local SGD Converges Fast and Communicates Little, Stich, 2018), with the optimizers' state kept:
@@ -53,7 +53,7 @@ def exchange_bound(m: Measured) -> Advice | None:
     return Advice(kind="exchange-bound", text=text, numbers=numbers, wins=share_won(faster))
 
 
-def _rarer(m: Measured, period: int, faster: float) -> str:
+def _rarer(m: RunMeasurements, period: int, faster: float) -> str:
     if period <= round(m.period):
         return "Rounds are as rare as can be: take fewer workers, or a faster link."
     if m.name in PERIODS:
@@ -65,7 +65,7 @@ def _rarer(m: Measured, period: int, faster: float) -> str:
     return f"{way} is about {times(faster)} as fast; {_price(m, period)}."
 
 
-def _price(m: Measured, period: int) -> str:
+def _price(m: RunMeasurements, period: int) -> str:
     """What so long a period may cost in accuracy."""
     if m.name == "downpour":
         return "windows add up, so lower the rate as well"
@@ -77,7 +77,7 @@ def _price(m: Measured, period: int) -> str:
     )
 
 
-def compress(m: Measured) -> Advice | None:
+def compress(m: RunMeasurements) -> Advice | None:
     """A codec would make it 1.1 times as fast: the bytes it leaves, at the link's measured rate, and what it computes.
 
     Seconds a number: bf16 37 ns, powersgd:2 18 ns, topk:0.01 81 ns (benchmarks/slow_links.py), so that no link above 0.5 GB/s
@@ -103,14 +103,14 @@ def compress(m: Measured) -> Advice | None:
     )
 
 
-def _with(codec: Codec, m: Measured) -> float:
+def _with(codec: CodecCost, m: RunMeasurements) -> float:
     """How many times as fast."""
     left = bytes_left(codec, m.workers, m.shapes, m.server)
     round_s = compressed_round_s(codec, m.exchange_s / m.rounds, m.parameters, left)
     return speedup(m.total_s, m.exchange_s - m.rounds * round_s)
 
 
-def codec_costs(m: Measured) -> Advice | None:
+def codec_costs(m: RunMeasurements) -> Advice | None:
     """A codec between workers of one host, whose exchange without it, at 1 ms a round and 1 GB/s, would make it 1.1 times as fast.
 
     On one host a mean of 100 MB takes 8 to 18 ms (benchmarks/all_reduce.py), a push and pull of it 29 ms (benchmarks/server.py), and
@@ -128,7 +128,7 @@ def codec_costs(m: Measured) -> Advice | None:
     return Advice(kind="codec-costs", text=text, numbers={"speedup": faster}, wins=share_won(faster))
 
 
-def server_costs(m: Measured) -> Advice | None:
+def server_costs(m: RunMeasurements) -> Advice | None:
     """A server between equally fast workers of one host, where all-reduce in each step, as slow as above, would make it 1.1 times as fast.
 
     A server saves waiting; equal workers of all-reduce wait 2 to 3 % of a step (benchmarks/step.py), and 5 % are charged.
@@ -146,7 +146,7 @@ def server_costs(m: Measured) -> Advice | None:
     return Advice(kind="server-costs", text=text, numbers={"speedup": faster}, wins=share_won(faster))
 
 
-def _in_memory_s(m: Measured, server: bool) -> float:
+def _in_memory_s(m: RunMeasurements, server: bool) -> float:
     """Seconds of a round on one host at worst: a push and a pull of 4 bytes a number, or a mean of them."""
     sent = 2.0 if server else 2 * (m.workers - 1) / m.workers
     return ROUND_S + 4 * m.parameters * sent / BYTES_PER_S

@@ -26,7 +26,7 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class RunMeasurements:
     """What a run's own clocks and counters say. Seconds are sums over the run, the mean over workers."""
 
     workers: int

@@ -8,7 +8,7 @@ from dataclasses import replace
 from manyhands.evidence.advise.compared import VARIES, Compared, Contestant
 from manyhands.evidence.advise.exchanging import PERIODS, WORTH
 from manyhands.evidence.advise.explaining import explain
-from manyhands.evidence.advise.measured import Advice, Measured, ms, percent, times
+from manyhands.evidence.advise.measured import Advice, RunMeasurements, ms, percent, times
 from manyhands.evidence.advise.of_run import all_advice
 from manyhands.evidence.advise.remedies import share_won
 
@@ -81,7 +81,7 @@ def _idle(c: Compared) -> str:
     return " on an idle machine" if varies else ""
 
 
-def _why_not(m: Measured, base: Contestant) -> str:
+def _why_not(m: RunMeasurements, base: Contestant) -> str:
     """Its largest loss, as the rules about one run see them (Amdahl, 1967)."""
     if m.too_short:
         return f" Its steps compute {ms(m.compute_per_step_s)} ms, and under 10 ms sharing rarely pays."
@@ -142,7 +142,7 @@ def _compression(c: Compared) -> Iterator[Advice]:
             yield Advice(kind="codec-costs", text=text, numbers={"speedup": 1 / ratio})
 
 
-def _alike(one: Measured, other: Measured) -> bool:
+def _alike(one: RunMeasurements, other: RunMeasurements) -> bool:
     """The same strategy on as many workers, exchanging as often."""
     return (one.name, one.workers, one.threads_per_worker, round(one.period)) == (
         other.name,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from manyhands.evidence.advise import exchanging
-from manyhands.evidence.advise.measured import NEAR_LIMIT, SHORT_STEP_S, Advice, Measured, ms, percent, times
+from manyhands.evidence.advise.measured import NEAR_LIMIT, SHORT_STEP_S, Advice, RunMeasurements, ms, percent, times
 from manyhands.evidence.advise.remedies import share_won, speedup
 from manyhands.server.staleness import limit
 from manyhands.units import count
@@ -17,12 +17,12 @@ UNUSED_SHARE = 0.10
 FEW_ROWS_STEP_S = 0.020
 
 
-def advise(measured: Measured) -> Advice:
+def advise(measured: RunMeasurements) -> Advice:
     """The line that matters most."""
     return all_advice(measured)[0]
 
 
-def all_advice(measured: Measured) -> list[Advice]:
+def all_advice(measured: RunMeasurements) -> list[Advice]:
     """All that applies, what wins most first; of equal ones, in the order of RULES. At least one."""
     if not measured.steps or measured.total_s <= 0:
         return [_unmeasured(measured)]
@@ -30,12 +30,12 @@ def all_advice(measured: Measured) -> list[Advice]:
     return sorted(found, key=lambda advice: -advice.wins) or [_fine(measured)]
 
 
-def _unmeasured(m: Measured) -> Advice:
+def _unmeasured(m: RunMeasurements) -> Advice:
     """Nothing can be said without a step."""
     return Advice(kind="unmeasured", text="no step was made, so nothing was measured.", numbers={"steps": m.steps})
 
 
-def _unstable(m: Measured) -> Advice | None:
+def _unstable(m: RunMeasurements) -> Advice | None:
     """Rate times curvature of a push is at 80 % or more of what its staleness bears: 2·sin(π / (2(2τ + 1))), see staleness.py.
 
     Beyond it a quadratic diverges, and all of the time is lost.
@@ -58,7 +58,7 @@ def _unstable(m: Measured) -> Advice | None:
     return Advice(kind="unstable", text=text, numbers=numbers, wins=1.0)
 
 
-def _input_bound(m: Measured) -> Advice | None:
+def _input_bound(m: RunMeasurements) -> Advice | None:
     """Input takes at least 20 % of the time: without it the run would be at least 1 / (1 - 0.20) = 1.25 times as fast.
 
     Validity of the single processor approach to achieving large scale computing capabilities, Amdahl, 1967.
@@ -75,7 +75,7 @@ def _input_bound(m: Measured) -> Advice | None:
     return Advice(kind="input-bound", text=text, numbers=numbers, wins=share_won(faster))
 
 
-def _sooner(m: Measured) -> str:
+def _sooner(m: RunMeasurements) -> str:
     """How rows would come sooner, by what loads them now: rows in memory need no loader processes, and start none."""
     if m.loader_option and m.loader_processes:
         return f"Load them with {m.loader_option} {2 * m.loader_processes} instead of {m.loader_processes}, or prepare them once as arrays"
@@ -88,7 +88,7 @@ def _sooner(m: Measured) -> str:
     return "They are columns already: leave out those that are not used, or do once what collate does"
 
 
-def _too_short(m: Measured) -> Advice | None:
+def _too_short(m: RunMeasurements) -> Advice | None:
     """Several workers, each computing under 10 ms a step.
 
     What a step costs whatever its rows (calling the model's operators, the optimizer, one exchange) is 1 to 3 ms on
@@ -107,7 +107,7 @@ def _too_short(m: Measured) -> Advice | None:
     return Advice(kind="too-short", text=text, numbers=numbers, wins=max(0.0, 1 - alone_s / m.total_s))
 
 
-def _threads(m: Measured) -> Advice | None:
+def _threads(m: RunMeasurements) -> Advice | None:
     """More threads than cores compute no faster, and wait for each other.
 
     On 2 cores a mean of 4 KB takes 2 workers 0.03 ms and 4 workers 0.11 (benchmarks/all_reduce.py). It wins what
@@ -132,7 +132,7 @@ def _threads(m: Measured) -> Advice | None:
     return Advice(kind="threads", text=text, numbers={"threads": crowded.threads, "cores": crowded.cores}, wins=wins)
 
 
-def _stragglers(m: Measured) -> Advice | None:
+def _stragglers(m: RunMeasurements) -> Advice | None:
     """Workers wait for the slowest at least 15 % of the time: 1 / (1 - 0.15) = 1.18 times as fast if they were even.
 
     Equal workers wait 2 to 3 % of a step (benchmarks/step.py). One that computes 10 % longer than the mean is named; below
@@ -146,7 +146,7 @@ def _stragglers(m: Measured) -> Advice | None:
     return Advice(kind="stragglers", text=text, numbers=numbers, wins=share)
 
 
-def _why_uneven(m: Measured, numbers: dict[str, Any]) -> str:
+def _why_uneven(m: RunMeasurements, numbers: dict[str, Any]) -> str:
     rarer = _wait_less(m)
     if m.even:
         return f"They are equally slow on the whole, so it is jitter: {rarer}."
@@ -157,7 +157,7 @@ def _why_uneven(m: Measured, numbers: dict[str, Any]) -> str:
     return f"Worker {slowest} computes {percent(more)} longer than the mean: free its core, or {rarer}."
 
 
-def _wait_less(m: Measured) -> str:
+def _wait_less(m: RunMeasurements) -> str:
     """By the options that the strategy has: a bound that is not set holds nobody back, so that workers wait only where all meet."""
     if m.near_limit:
         return "take fewer workers"
@@ -171,7 +171,7 @@ def _wait_less(m: Measured) -> str:
     return f"raise {option}" if option else "average less often (local-sgd)"
 
 
-def _few_rows(m: Measured) -> Advice | None:
+def _few_rows(m: RunMeasurements) -> Advice | None:
     """Workers compute 1 to 3 rows a step, in under 20 ms: a row then costs more than one of 32.
 
     benchmarks/rows.py has by how much for an MLP, a CNN and a transformer; of another model that is not known, so the line
@@ -186,7 +186,7 @@ def _few_rows(m: Measured) -> Advice | None:
     return Advice(kind="few-rows", text=text, numbers={"rows_per_step": m.rows_per_step})
 
 
-def _unused_rows(m: Measured) -> Advice | None:
+def _unused_rows(m: RunMeasurements) -> Advice | None:
     """More than 10 % of the rows had no effect: the time that they took is lost.
 
     b backups of N workers cost b/N of the rows: Revisiting Distributed Synchronous SGD, Chen, Pan, Monga, Bengio, Jozefowicz, 2016.
@@ -201,7 +201,7 @@ def _unused_rows(m: Measured) -> Advice | None:
     return Advice(kind="unused-rows", text=text, numbers={"unused": m.unused}, wins=m.unused)
 
 
-def _solo(m: Measured) -> Advice | None:
+def _solo(m: RunMeasurements) -> Advice | None:
     """One worker: two can pay when a step computes 10 ms or more and cores are idle.
 
     Where its threads have all cores already, two workers of half the threads gain little or lose: a transformer's step
@@ -228,14 +228,14 @@ def _solo(m: Measured) -> Advice | None:
     )
 
 
-def _fine(m: Measured) -> Advice:
+def _fine(m: RunMeasurements) -> Advice:
     """No rule found a loss: says which part of the time was computing."""
     efficiency = m.share(m.compute_s)
     text = f"fine: workers compute {percent(efficiency)} of the time ({ms(m.compute_per_step_s)} ms a step)."
     return Advice(kind="fine", text=text, numbers={"efficiency": efficiency})
 
 
-RULES: tuple[Callable[[Measured], Advice | None], ...] = (
+RULES: tuple[Callable[[RunMeasurements], Advice | None], ...] = (
     _unstable,
     _input_bound,
     _too_short,

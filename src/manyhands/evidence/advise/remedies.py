@@ -54,7 +54,7 @@ def bearable_period(steps: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Codec:
+class CodecCost:
     """A way to send fewer bytes: its spec, and what it computes."""
 
     spec: str
@@ -64,13 +64,13 @@ class Codec:
 
 
 CODECS = (
-    Codec(spec="bf16", seconds_per_number=37e-9),
-    Codec(spec="powersgd:2", seconds_per_number=18e-9),
-    Codec(spec="topk:0.01", seconds_per_number=81e-9),
+    CodecCost(spec="bf16", seconds_per_number=37e-9),
+    CodecCost(spec="powersgd:2", seconds_per_number=18e-9),
+    CodecCost(spec="topk:0.01", seconds_per_number=81e-9),
 )
 
 
-def bytes_left(codec: Codec, workers: int, shapes: Sequence[Sequence[int]], server: bool) -> float:
+def bytes_left(codec: CodecCost, workers: int, shapes: Sequence[Sequence[int]], server: bool) -> float:
     """The share of an exchange's bytes that is sent with a codec, numbers being of 4 bytes.
 
     bf16: half. powersgd:2: 2·(rows + columns) numbers of each matrix of these shapes. topk:0.01: a hundredth of the
@@ -103,6 +103,6 @@ def _sent(shape: Sequence[int], rank: int) -> int:
     return min(rank * (rows + columns), rows * columns)
 
 
-def compressed_round_s(codec: Codec, round_s: float, numbers: int, left: float) -> float:
+def compressed_round_s(codec: CodecCost, round_s: float, numbers: int, left: float) -> float:
     """Seconds of a round with a codec: the bytes that are left at the link's measured rate, and what it computes."""
     return round_s * left + numbers * codec.seconds_per_number

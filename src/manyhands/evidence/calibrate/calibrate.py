@@ -27,15 +27,15 @@ from manyhands.evidence.calibrate import measure
 from manyhands.evidence.calibrate.coding import Coded, coded, codings
 from manyhands.evidence.calibrate.fit import Computed, Terms, computed
 from manyhands.evidence.calibrate.observe import (
-    Place,
-    Turn,
+    ObservedOn,
+    TickTime,
     block_of,
     blocks,
     merged,
     observe,
     own_ticks,
     steps_for,
-    turn_of,
+    tick_time,
 )
 from manyhands.recording.run import environment
 from manyhands.strategies import spec_of, strategy_of
@@ -137,7 +137,7 @@ def calibrated(
     local = _local_of(engine)
     _check(own, chosen, local, workers, steps, timeout_s)
     check_place(device, threads_per_worker)
-    place = Place(engine=local, workers=workers, threads=threads_per_worker, device=device, timeout_s=timeout_s)
+    place = ObservedOn(engine=local, workers=workers, threads=threads_per_worker, device=device, timeout_s=timeout_s)
     with local if isinstance(engine, str) else nullcontext():  # one that is given may be warm, and stays so
         return _Calibrating(own, place, chosen, steps, quick, say).run()
 
@@ -170,7 +170,7 @@ class _Calibrating:
     def __init__(
         self,
         task: Task,
-        place: Place,
+        place: ObservedOn,
         strategies: list[Strategy],
         steps: int,
         quick: bool,
@@ -180,8 +180,8 @@ class _Calibrating:
         self.steps, self.repeats = steps_for(steps), QUICK_REPEATS if quick else REPEATS
         self.codec_ticks = _QUICK_CODEC_TICKS if quick else _CODEC_TICKS
         self.ticks: list[dict[int, list[float]]] = []  # of each run that does not exchange: {rows: seconds}
-        self.alone: list[Turn] = []  # of those with the task's own batch
-        self.serving: list[Turn] = []  # of runs of SERVED
+        self.alone: list[TickTime] = []  # of those with the task's own batch
+        self.serving: list[TickTime] = []  # of runs of SERVED
         self.real: dict[str, list[float]] = {
             spec_of(strategy): [] for strategy in strategies
         }  # of each run, seconds a step
@@ -237,11 +237,11 @@ class _Calibrating:
             events = observe(self.place, task, Ensemble(), steps_for(steps))
             self.ticks.append(own_ticks(events))
             if size == sizes[0]:
-                self.alone.append(turn_of(events))
+                self.alone.append(tick_time(events))
         for strategy in self.strategies if SERVED in self.strategies else [SERVED, *self.strategies]:
             events = observe(self.place, self.task, strategy, self.steps)
             if strategy == SERVED:
-                self.serving.append(turn_of(events))
+                self.serving.append(tick_time(events))
             if strategy not in self.strategies:
                 continue
             every = self.every[spec_of(strategy)] = block_of(events, strategy)
@@ -288,14 +288,14 @@ class _Calibrating:
         """With what leases and requests take beside workers that compute: driver and shards then share the workers' cores."""
         served, alone = (min(turns, key=lambda turn: turn.seconds) for turns in (self.serving, self.alone))
         free = replace(profile, compute=replace(profile.compute, lease=0.0))
-        simulated = turn_of(observe(self._simulated(free), self.task, SERVED, self.steps))
+        simulated = tick_time(observe(self._simulated(free), self.task, SERVED, self.steps))
         lease, request = lease_and_request(served, alone, simulated.seconds)
         found = replace(
             profile.compute, lease=max(lease, profile.compute.lease), request=request
         )  # idle, it takes least
         return replace(profile, compute=found)
 
-    def _simulated(self, profile: Profile) -> Place:
+    def _simulated(self, profile: Profile) -> ObservedOn:
         engine = Sim(network=profile.network, compute=profile.compute)
         return replace(self.place, engine=engine, threads=1, device="cpu")
 
@@ -311,7 +311,7 @@ class _Calibrating:
         )
 
 
-def lease_and_request(served: Turn, alone: Turn, simulated_s: float) -> tuple[float, float]:
+def lease_and_request(served: TickTime, alone: TickTime, simulated_s: float) -> tuple[float, float]:
     """Seconds of a lease, and of a request beside messages and merging.
 
     served: a real tick of SERVED. alone: one that exchanges nothing. simulated_s: of SERVED's, where both are free. What its
@@ -322,7 +322,7 @@ def lease_and_request(served: Turn, alone: Turn, simulated_s: float) -> tuple[fl
     return lease, (more - lease) / REQUESTS
 
 
-def _machine(place: Place) -> dict[str, str]:
+def _machine(place: ObservedOn) -> dict[str, str]:
     known = environment()
     return {
         "host": known["host"],

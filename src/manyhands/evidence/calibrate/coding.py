@@ -24,7 +24,7 @@ from manyhands.comm.group import Work
 from manyhands.comm.solo import SoloGroup
 from manyhands.engines.sim.coding import Coding
 from manyhands.evidence.calibrate.fit import two_terms
-from manyhands.evidence.calibrate.observe import Place, observe
+from manyhands.evidence.calibrate.observe import ObservedOn, observe
 from manyhands.replica.replica import Replica
 from manyhands.strategies import compressing
 from manyhands.strategies.allreduce import AllReduce
@@ -61,7 +61,7 @@ class Coded:
     decode_s: float  # of one payload
 
 
-def coded(place: Place, task: Task, ticks: int) -> tuple[Coded, ...]:
+def coded(place: ObservedOn, task: Task, ticks: int) -> tuple[Coded, ...]:
     """Of each of SETTINGS that the task has gradients for, by so many ticks of each worker."""
     found: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     ticks += _WARM

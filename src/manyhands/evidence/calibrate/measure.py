@@ -22,7 +22,7 @@ from manyhands.engines.sim.costs import Cost, Costs
 from manyhands.engines.sim.network import ALL, NetworkState, SimNetworkSpec
 from manyhands.errors import BadInput
 from manyhands.evidence.calibrate.fit import Terms, two_terms
-from manyhands.evidence.calibrate.observe import Place
+from manyhands.evidence.calibrate.observe import ObservedOn
 from manyhands.replica.layout import Layout
 from manyhands.server.base import ServerSpec
 from manyhands.task import Task
@@ -43,7 +43,7 @@ Stamped = tuple[str, int, int, Stamps]  # (name, elements, item, stamps) of one 
 
 
 @dataclass(frozen=True)
-class Call:
+class TimedCollective:
     """One collective, and how long it took from the last arrival until all had its result."""
 
     name: str  # mean | all_gather | barrier
@@ -80,7 +80,7 @@ class Served:
 # -- groups ------------------------------------------------------------------------------------------------------------
 
 
-def groups(place: Place, task: Task) -> tuple[list[Call], list[Call]]:
+def groups(place: ObservedOn, task: Task) -> tuple[list[TimedCollective], list[TimedCollective]]:
     """(of the group in shared memory, of the group over sockets), with the same workers.
 
     Sockets are TCP over loopback, as if each worker had a host of its own; with TLS where `cryptography` is installed.
@@ -93,7 +93,7 @@ def groups(place: Place, task: Task) -> tuple[list[Call], list[Call]]:
     return together(memory), together(sockets)
 
 
-def fit_group(calls: Sequence[Call], workers: int, own: int, *, one_host: bool) -> Terms:
+def fit_group(calls: Sequence[TimedCollective], workers: int, own: int, *, one_host: bool) -> Terms:
     """(latency in seconds, seconds a bit) with which the simulator takes as long as it took here.
 
     own: the model's elements; a mean of so many counts as much as all other calls together.
@@ -118,14 +118,14 @@ def bandwidth_of(terms: Terms) -> float:
     return 1 / terms.second if terms.second else float("inf")
 
 
-def together(ranks: Sequence[Sequence[Stamped]]) -> list[Call]:
+def together(ranks: Sequence[Sequence[Stamped]]) -> list[TimedCollective]:
     """All ranks' stamps as calls: the median over repeats."""
     calls = []
     for same in zip(*ranks, strict=True):
         name, elements, item, _ = same[0]
         repeats = zip(*(stamps for *_, stamps in same), strict=True)
         seconds = [max(left for _, left in one) - max(came for came, _ in one) for one in repeats]
-        calls.append(Call(name, elements, item, max(statistics.median(seconds[_WARM:]), 1e-9)))
+        calls.append(TimedCollective(name, elements, item, max(statistics.median(seconds[_WARM:]), 1e-9)))
     return calls
 
 
@@ -193,7 +193,7 @@ def _stamps(group: Group, prepare: Callable[[], Any], operation: Callable[[], An
 # -- server ------------------------------------------------------------------------------------------------------------
 
 
-def served(place: Place, task: Task) -> Served:
+def served(place: ObservedOn, task: Task) -> Served:
     """Of one shard that holds the whole vector, as engine `local` starts it, asked by worker 0 alone; medians."""
     first, *_ = place.engine.launch(_ServerProgram(task), place.launch(server=ServerSpec(rule="add")))
     assert first is not None

@@ -29,7 +29,7 @@ _NEVER = 1 << 40
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ObservedOn:
     """Where runs are observed; the same for the real ones and the simulated."""
 
     engine: Engine
@@ -50,7 +50,7 @@ class Place:
 
 
 @dataclass
-class _Heard(Observer):
+class _EventKeeper(Observer):
     """Keeps what workers say, on the workers' own clocks: those of one host are one clock."""
 
     said: str  # events of this type
@@ -62,14 +62,14 @@ class _Heard(Observer):
             self.events.append(event)
 
 
-def observe(place: Place, task: Task, strategy: Strategy, steps: int, said: str = "step") -> list[Event]:
+def observe(place: ObservedOn, task: Task, strategy: Strategy, steps: int, said: str = "step") -> list[Event]:
     """Train so many steps (global batches) without validation or checkpoints; the workers' events of type `said`, as they came."""
-    heard = _Heard(said)
+    heard = _EventKeeper(said)
     train_before(heard, place, task, strategy, steps)
     return heard.events
 
 
-def train_before(observer: Observer, place: Place, task: Task, strategy: Strategy, steps: int) -> None:
+def train_before(observer: Observer, place: ObservedOn, task: Task, strategy: Strategy, steps: int) -> None:
     """Train at most so many steps, without validation or checkpoints."""
     bare = task.with_fields(validation_data=None, test_data=None, epochs=_NEVER, max_steps=steps)
     plan = WorkerPlan(task=bare, strategy=strategy, validate_every=_NEVER, checkpoint_every=_NEVER)
@@ -96,7 +96,7 @@ def own_ticks(events: Sequence[Event]) -> dict[int, list[float]]:
 
 
 @dataclass(frozen=True)
-class Turn:
+class TickTime:
     """A worker's tick in one run, on the mean."""
 
     seconds: float  # without waiting for other workers
@@ -104,12 +104,12 @@ class Turn:
     leased: bool
 
 
-def turn_of(events: Sequence[Event]) -> Turn:
+def tick_time(events: Sequence[Event]) -> TickTime:
     """Of the ticks with the number of rows that most have."""
     samples = max(own_ticks(events).values(), key=len)
     inputs = [event.values["input_s"] for event in events[WARM:] if event.values["input_s"] > 0]
     leased = any("lease" in event.values for event in events)
-    return Turn(spread(samples).mean, spread(inputs).mean if inputs else 0.0, leased)
+    return TickTime(spread(samples).mean, spread(inputs).mean if inputs else 0.0, leased)
 
 
 def block_of(events: Sequence[Event], strategy: Strategy) -> int:

@@ -12,17 +12,17 @@ from torch import Tensor
 
 from manyhands import rng
 from manyhands.data.batch import rows_of, slice_rows
-from manyhands.evidence.check.function_mode import Lens, Seen
+from manyhands.evidence.check.function_mode import FunctionMode, Seen
 from manyhands.evidence.check.generators import positions
-from manyhands.evidence.check.interventions import Call
-from manyhands.evidence.check.trial_config import Setting, in_double, memory_of, model_of_setting
+from manyhands.evidence.check.interventions import FunctionCall
+from manyhands.evidence.check.trial_config import TrialConfig, in_double, memory_of, model_of_setting
 from manyhands.task import Measure, Summed, Task
 
 MEAN, SUM, OTHER_WEIGHT, COUPLED = "mean", "sum", "other-weight", "coupled"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class BatchMeasurement:
     """One forward and backward pass in training mode, from the initial parameters."""
 
     loss: float
@@ -37,12 +37,12 @@ class Measured:
     moved: tuple[str, ...]
     """Whose generators were drawn from: torch, numpy, python."""
 
-    def same_as(self, other: Measured) -> bool:
+    def same_as(self, other: BatchMeasurement) -> bool:
         """The same bits of loss and gradient; NaN is NaN."""
         losses = self.loss == other.loss or (self.loss != self.loss and other.loss != other.loss)
         return losses and torch.equal(self.gradient.nan_to_num(), other.gradient.nan_to_num())
 
-    def far_from(self, other: Measured) -> float:
+    def far_from(self, other: BatchMeasurement) -> float:
         """The larger relative difference of loss and gradient."""
         gradient = float((self.gradient - other.gradient).abs().max()) / max(float(self.gradient.abs().max()), 1e-300)
         return max(abs(self.loss - other.loss) / max(abs(self.loss), abs(other.loss), 1e-300), gradient)
@@ -54,7 +54,7 @@ class Subject:
     def __init__(self, task: Task, double: bool) -> None:
         self.task, self.double = task, double
         rng.seed_all(task.seed)
-        self.model = model_of_setting(task.model, Setting(steps=1, batch_size=None, double=double)).cpu()
+        self.model = model_of_setting(task.model, TrialConfig(steps=1, batch_size=None, double=double)).cpu()
         self._parameters = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         self._buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
 
@@ -65,20 +65,20 @@ class Subject:
         without: frozenset[str] = frozenset(),
         seed: int = 0,
         look: bool = False,
-        after: Callable[[Call, Any], None] | None = None,
-    ) -> Measured:
-        """Raises what the user's code raises. `without`, `look`, `after`: as `Lens` takes them."""
+        after: Callable[[FunctionCall, Any], None] | None = None,
+    ) -> BatchMeasurement:
+        """Raises what the user's code raises. `without`, `look`, `after`: as `FunctionMode` takes them."""
         self.restore()
         rng.seed_all(seed)
         before = positions()
-        lens = Lens(double=self.double, without=without, guarded=memory_of(self.model), look=look, after=after)
+        lens = FunctionMode(double=self.double, without=without, guarded=memory_of(self.model), look=look, after=after)
         with lens:
             mean, weight = self._loss(batch)
             moved = tuple(name for name, state in positions().items() if state != before[name])
             mean.reshape(()).backward()
         changed = _changed(self._parameters, dict(self.model.named_parameters()))
         buffers = _changed(self._buffers, dict(self.model.named_buffers()))
-        return Measured(
+        return BatchMeasurement(
             loss=float(mean.detach()),
             weight=weight,
             gradient=self._gradient(),
@@ -93,7 +93,7 @@ class Subject:
         self.restore()
         rng.seed_all(0)
         self.model.eval()
-        with torch.no_grad(), Lens(double=self.double):
+        with torch.no_grad(), FunctionMode(double=self.double):
             measures = self.task.metrics(self.model, in_double(batch) if self.double else batch)
         return {name: _numbers(one, batch) for name, one in measures.items() if not isinstance(one, Summed)}
 
@@ -101,7 +101,7 @@ class Subject:
         """(parameters that `evaluate` changes, what wrote to them)"""
         self.restore()
         self.model.eval()
-        with torch.no_grad(), Lens(double=self.double, look=True, guarded=memory_of(self.model)) as lens:
+        with torch.no_grad(), FunctionMode(double=self.double, look=True, guarded=memory_of(self.model)) as lens:
             self.task.metrics(self.model, in_double(batch) if self.double else batch)
         return _changed(self._parameters, dict(self.model.named_parameters())), tuple(lens.seen)
 
@@ -222,7 +222,7 @@ def _has_weights(whole: float, a: float, b: float, c: float, ab: float, bc: floa
     return abs((a + of_b * b + of_c * c) / (1 + of_b + of_c) - whole) <= 10 * tolerance * max(1.0, of_b, of_c)
 
 
-def gradients_add(measure: Callable[[Any], Measured], batch: Any, tolerance: float, least: int = 1) -> bool:
+def gradients_add(measure: Callable[[Any], BatchMeasurement], batch: Any, tolerance: float, least: int = 1) -> bool:
     """Whether the gradient of the whole is the mean of its parts', by weight; the last part has `least` rows."""
     n = rows_of(batch)
     if n < 2 * least:

@@ -10,7 +10,7 @@ from torch import nn
 from manyhands import rng
 from manyhands.evidence.check import source_locations
 from manyhands.evidence.check.copies import Copies
-from manyhands.evidence.check.findings import BREAKS, NOTE, Finding, Place
+from manyhands.evidence.check.findings import BREAKS, NOTE, Finding, SourceLocation
 from manyhands.evidence.check.generators import positions
 from manyhands.evidence.check.recording import Trace, digests_of, foreign
 from manyhands.task import Task
@@ -62,7 +62,7 @@ def _other(a: dict[str, str], b: dict[str, str]) -> list[str]:
     return [name for name in a if a[name] != b.get(name)]
 
 
-def _model_places(task: Task) -> tuple[Place, ...]:
+def _model_places(task: Task) -> tuple[SourceLocation, ...]:
     """Of the function that makes it, or of the module's class."""
     return source_locations.as_tuple(source_locations.of_function(task.model))
 
@@ -102,7 +102,7 @@ def _draws(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
     return positions() != before
 
 
-def _drawing(where: tuple[Place, ...]) -> Finding:
+def _drawing(where: tuple[SourceLocation, ...]) -> Finding:
     return Finding(
         kind="randomness",
         severity=BREAKS,
@@ -113,7 +113,7 @@ def _drawing(where: tuple[Place, ...]) -> Finding:
     )
 
 
-def _foreign(others: Sequence[torch.Tensor], where: tuple[Place, ...]) -> Finding:
+def _foreign(others: Sequence[torch.Tensor], where: tuple[SourceLocation, ...]) -> Finding:
     return Finding(
         kind="foreign-parameters",
         severity=BREAKS,
@@ -160,7 +160,7 @@ def unused(copies: Copies, trace: Trace) -> list[Finding]:
     ]
 
 
-def _parameter_places(task: Task, name: str) -> tuple[Place, ...]:
+def _parameter_places(task: Task, name: str) -> tuple[SourceLocation, ...]:
     model, owner = build_model(task), name.rpartition(".")[0]
     found = source_locations.of_module(model, owner, task.model) if owner else None
     return source_locations.as_tuple(found) or _model_places(task)

@@ -29,7 +29,7 @@ from manyhands.evidence.check.diagnosis import PROVEN_ELSEWHERE, Ablation, Judge
 from manyhands.evidence.check.examining import Suspect
 from manyhands.evidence.check.findings import NOTE, Checked, Finding
 from manyhands.evidence.check.function_mode import eager
-from manyhands.evidence.check.inspection import Looking
+from manyhands.evidence.check.inspection import Inspection
 from manyhands.evidence.check.interventions import words
 from manyhands.evidence.check.proofs import Proving
 from manyhands.evidence.check.rows import Data
@@ -134,7 +134,7 @@ def _explained(proving: Proving) -> tuple[list[Finding], list[str], list[str]]:
     first = proof.first_beyond(proving.limit)
     step = 1 if first is None else first.step  # workers that failed did so somewhere
     data = Data(bench.copies, setting, bench.workers)
-    looking = Looking(bench.copies, bench.sent, data, proving.double, proving.say)
+    looking = Inspection(bench.copies, bench.sent, data, proving.double, proving.say)
     looking.run(None if failed is None else step, proving.traces)
     suspects = _merged([*proving.suspects, *looking.suspects])
     if failed is None:

@@ -11,7 +11,7 @@ from manyhands.evidence.check.examining import Suspect, suspect
 from manyhands.evidence.check.findings import BREAKS, NOTE, Finding, Step
 from manyhands.evidence.check.interventions import BATCH_NORM, RANDOMNESS, words
 from manyhands.evidence.check.rows import Data
-from manyhands.evidence.check.trial_config import BUFFERS, DATA, FUNCTIONS, REBUILT, SLICES, WORKERS, Setting
+from manyhands.evidence.check.trial_config import BUFFERS, DATA, FUNCTIONS, REBUILT, SLICES, WORKERS, TrialConfig
 from manyhands.evidence.check.trials import Bench, between
 
 GENERIC = (*sorted(FUNCTIONS), BUFFERS, WORKERS, DATA)
@@ -41,7 +41,7 @@ class Ablation:
     """Trials of the failing setting, in simulated workers, without this or that."""
 
     bench: Bench
-    setting: Setting
+    setting: TrialConfig
     data: Data
     model: nn.Module
     limit: float
@@ -65,13 +65,13 @@ class Ablation:
         steps = between(self.bench.alone(setting), [nudged])
         return max((step.largest for step in steps), default=0.0)
 
-    def _try(self, setting: Setting) -> tuple[Step, ...] | None:
+    def _try(self, setting: TrialConfig) -> tuple[Step, ...] | None:
         try:
             return self.bench.difference(setting)
         except ManyhandsError:  # what the user's code raises among them
             return None
 
-    def _setting(self, without: frozenset[str]) -> Setting:
+    def _setting(self, without: frozenset[str]) -> TrialConfig:
         batches = self.data.batches(self.setting.steps) if DATA in without else ()
         return replace(self.setting, without=without, batches=batches, model=self.model if REBUILT in without else None)
 

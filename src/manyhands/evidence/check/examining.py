@@ -12,13 +12,13 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from manyhands.evidence.check import source_locations
-from manyhands.evidence.check.batches import Measured, Subject
+from manyhands.evidence.check.batches import BatchMeasurement, Subject
 from manyhands.evidence.check.building import listed
 from manyhands.evidence.check.copies import Copies
-from manyhands.evidence.check.findings import BREAKS, NOTE, Finding, Place
+from manyhands.evidence.check.findings import BREAKS, NOTE, Finding, SourceLocation
 from manyhands.evidence.check.function_mode import Seen
 from manyhands.evidence.check.interventions import BATCH_NORM, DROPOUT, IN_PLACE, RANDOMNESS
-from manyhands.evidence.check.operations import Journal, Operation, first_change
+from manyhands.evidence.check.operations import OperationLog, OperationRecord, first_change
 from manyhands.evidence.check.rank_access import asked_for_workers
 from manyhands.evidence.check.trial_config import BUFFERS, REBUILT, WORKERS
 
@@ -74,7 +74,7 @@ class Suspect:
         return self.finding.kind
 
 
-def suspect(kind: str, remedy: str, text: str, where: Iterable[Place | None], **numbers: Any) -> Suspect:
+def suspect(kind: str, remedy: str, text: str, where: Iterable[SourceLocation | None], **numbers: Any) -> Suspect:
     """One that breaks equality."""
     found = tuple(dict.fromkeys(place for place in where if place is not None))
     return Suspect(finding=Finding(kind=kind, severity=BREAKS, text=text, places=found, numbers=numbers), remedy=remedy)
@@ -98,7 +98,7 @@ class Examination:
         self.subject = Subject(self.task, self.double)
         self.forgetful = True  # nothing but parameters and buffers carries over from one pass to the next
         self.reproducible = True  # equal copies give the same bits
-        self.first: Measured | None = None  # the plain pass
+        self.first: BatchMeasurement | None = None  # the plain pass
 
     def run(self) -> None:
         """Fill `suspects`, `notes`, `held` and `unjudged`."""
@@ -130,14 +130,16 @@ class Examination:
         assert self.first is not None
         return math.isfinite(self.first.loss) and bool(self.first.gradient.isfinite().all())
 
-    def settled(self, rows: Any, **options: Any) -> Measured:
+    def settled(self, rows: Any, **options: Any) -> BatchMeasurement:
         """A pass without what `SETTLED` names."""
         return self._clean().measure(rows, without=SETTLED, **options)
 
-    def loss_place(self) -> Place | None:
+    def loss_place(self) -> SourceLocation | None:
         return source_locations.of_function(self.task.loss)
 
-    def add(self, kind: str, remedy: str, where: Iterable[Place | None], text: str = "", **numbers: Any) -> None:
+    def add(
+        self, kind: str, remedy: str, where: Iterable[SourceLocation | None], text: str = "", **numbers: Any
+    ) -> None:
         """A suspect; the text's names are the numbers'."""
         self.suspects.append(suspect(kind, remedy, text or _TEXTS[kind].format(**numbers), where, **numbers))
 
@@ -170,7 +172,7 @@ class Examination:
         name, at = operator or (changed.function if changed is not None else "something", at)
         self.add("nondeterministic-operator", "", [at], far=far, name=name)
 
-    def _compare_copies(self, one: Measured) -> None:
+    def _compare_copies(self, one: BatchMeasurement) -> None:
         """A model may hold more than parameters and buffers, and that may be another each time it is built."""
         other = self._another()
         pairs = zip(self.subject.model.parameters(), other.model.parameters(), strict=True)
@@ -179,14 +181,14 @@ class Examination:
         elif all(torch.equal(p, q) for p, q in pairs):
             self.add("not-rebuilt", REBUILT, [source_locations.of_function(self.task.model)])
 
-    def _first_change(self) -> Operation | None:
+    def _first_change(self) -> OperationRecord | None:
         """In two passes after each other."""
-        journals = Journal(1), Journal(1)
+        journals = OperationLog(1), OperationLog(1)
         for journal in journals:
             self.subject.measure(self.batch, without=SETTLED, after=journal.after)
         return first_change(*journals)
 
-    def _not_deterministic(self) -> tuple[str, Place | None] | None:
+    def _not_deterministic(self) -> tuple[str, SourceLocation | None] | None:
         """(operator, where) that torch knows to be not deterministic."""
         with _deterministic_algorithms():
             try:
@@ -199,25 +201,25 @@ class Examination:
 
     # -- what was seen -----------------------------------------------------------------------------------------------
 
-    def _by_function(self, first: Measured, kind: str) -> None:
+    def _by_function(self, first: BatchMeasurement, kind: str) -> None:
         seen = [one for one in first.seen if one.kind == kind]
         if seen:
             found = list(dict.fromkeys(place for one in seen if (place := self._place_of(one)) is not None))
             names = [place.name for place in found if place.name]
             self.add(kind, kind, _by_line(found), named=f"In module {listed(names)} " if names else "")
 
-    def _place_of(self, seen: Seen) -> Place | None:
+    def _place_of(self, seen: Seen) -> SourceLocation | None:
         """Where the layer is made, if one of torch's own called it; else the call."""
         name = self.subject.name_of(seen.module) if seen.module is not None else ""
         if name and type(seen.module).__module__.startswith("torch."):
             at = source_locations.of_module(self.subject.model, name, self.task.model)
             if at is not None:
                 return at
-        return None if seen.place is None else Place(seen.place.file, seen.place.line, name)
+        return None if seen.place is None else SourceLocation(seen.place.file, seen.place.line, name)
 
-    def _randomness(self, first: Measured) -> None:
+    def _randomness(self, first: BatchMeasurement) -> None:
         """Whether the seed matters beyond dropout."""
-        journals, dropout = (Journal(1), Journal(1)), frozenset([DROPOUT])
+        journals, dropout = (OperationLog(1), OperationLog(1)), frozenset([DROPOUT])
         one, other = (
             self._clean().measure(self.batch, without=dropout, seed=seed, after=journal.after)
             for seed, journal in enumerate(journals, start=1)
@@ -230,12 +232,12 @@ class Examination:
         drawn = ", ".join(first.moved) or "a generator of their own"
         self.add(RANDOMNESS, RANDOMNESS, where, far=one.far_from(other), drawn=drawn)
 
-    def _in_place(self, first: Measured) -> None:
+    def _in_place(self, first: BatchMeasurement) -> None:
         if first.changed:
             seen = [one.place for one in first.seen if one.kind == IN_PLACE]
             self.add(IN_PLACE, IN_PLACE, seen or [self.loss_place()], names=listed(first.changed))
 
-    def _buffers(self, first: Measured) -> None:
+    def _buffers(self, first: BatchMeasurement) -> None:
         """Those that batch-norm keeps belong to it."""
         modules = dict(self.subject.model.named_modules())
         owners = {name: modules[name.rpartition(".")[0]] for name in first.buffers}
@@ -244,7 +246,7 @@ class Examination:
             where = [self._forward_of(name.rpartition(".")[0]) for name in names]
             self.add(BUFFERS, BUFFERS, where, names=listed(names))
 
-    def _forward_of(self, name: str) -> Place | None:
+    def _forward_of(self, name: str) -> SourceLocation | None:
         """The line in a module's forward that changes it; if it is none of the user's, where it is made, or the model."""
         own = source_locations.of_change(self.subject.model.get_submodule(name), "forward")
         made = source_locations.of_module(self.subject.model, name, self.task.model) if name else None
@@ -262,12 +264,14 @@ class Examination:
             self.add(WORKERS, WORKERS, lines)
 
 
-def _by_line(found: list[Place]) -> list[Place]:
+def _by_line(found: list[SourceLocation]) -> list[SourceLocation]:
     """One for each line, with the names of all that are there."""
     lines: dict[tuple[str, int], list[str]] = {}
     for place in found:
         lines.setdefault((place.file, place.line), []).append(place.name)
-    return [Place(file, line, listed([name for name in names if name])) for (file, line), names in lines.items()]
+    return [
+        SourceLocation(file, line, listed([name for name in names if name])) for (file, line), names in lines.items()
+    ]
 
 
 @contextmanager
@@ -280,7 +284,7 @@ def _deterministic_algorithms() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def _operator_note(name: str, place: Place | None) -> Finding:
+def _operator_note(name: str, place: SourceLocation | None) -> Finding:
     return Finding(
         kind="nondeterministic-operator",
         severity=NOTE,

@@ -15,7 +15,7 @@ BREAKS, NOTE = "breaks equality", "note"
 
 
 @dataclass(frozen=True)
-class Place:
+class SourceLocation:
     """A line of the user's."""
 
     file: str
@@ -44,7 +44,7 @@ class Finding:
     """`breaks equality` or `note`."""
     text: str
     """What was seen, with its number; what it means; what to do."""
-    places: tuple[Place, ...] = ()
+    places: tuple[SourceLocation, ...] = ()
     """Where it lies, the most telling first; none where that is not known."""
     alone: float | None = None
     """The relative difference that it makes by itself, with everything else taken away that breaks equality too (docs/check.md has the
@@ -87,7 +87,7 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Proof:
+class EqualityProof:
     """The same steps alone and on N workers."""
 
     engine: str
@@ -121,7 +121,7 @@ class Checked:
     workers: int
     findings: tuple[Finding, ...]
     """Those that break equality first, the one that explains most of the difference before the others."""
-    proofs: tuple[Proof, ...]
+    proofs: tuple[EqualityProof, ...]
     """None where the task cannot be sent to workers or trained at all."""
     held: tuple[str, ...]
     """What else was looked at and is as it should be, a few words each."""

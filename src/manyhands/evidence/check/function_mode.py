@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from manyhands.evidence.check import source_locations
-from manyhands.evidence.check.findings import Place
-from manyhands.evidence.check.interventions import Call, effect_of, words, write_of
+from manyhands.evidence.check.findings import SourceLocation
+from manyhands.evidence.check.interventions import FunctionCall, effect_of, words, write_of
 
 SUM = "sum"
 """What `Seen` says of a sum over everything."""
@@ -35,12 +35,12 @@ class Seen:
 
     kind: str
     function: str
-    place: Place | None
+    place: SourceLocation | None
     module: nn.Module | None
     """Whose forward called it."""
 
 
-class Lens(TorchFunctionMode):
+class FunctionMode(TorchFunctionMode):
     """Stands between the user's code and every function of torch that is called from Python.
 
     What an operator does inside is not seen, nor what TorchScript calls.
@@ -53,7 +53,7 @@ class Lens(TorchFunctionMode):
         without: frozenset[str] = frozenset(),
         guarded: frozenset[int] = frozenset(),
         look: bool = False,
-        after: Callable[[Call, Any], None] | None = None,
+        after: Callable[[FunctionCall, Any], None] | None = None,
     ) -> None:
         """double: every floating tensor that a function takes, and every floating type that is asked for, is float64.
         without: what is taken away. batch-norm: running statistics for the batch's; dropout: p = 0; randomness: the
@@ -65,7 +65,7 @@ class Lens(TorchFunctionMode):
         self.seen: list[Seen] = []
         self._dtype = torch.get_default_dtype()
 
-    def __enter__(self) -> Lens:
+    def __enter__(self) -> FunctionMode:
         self._dtype = torch.get_default_dtype()
         if self.double:
             torch.set_default_dtype(torch.float64)
@@ -82,7 +82,7 @@ class Lens(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        call = Call(func, tuple(args), dict(kwargs or {}))
+        call = FunctionCall(func, tuple(args), dict(kwargs or {}))
         if call.function is Tensor.backward:
             return self._backward(call)
         if self.double:
@@ -97,7 +97,7 @@ class Lens(TorchFunctionMode):
             self.after(call, result)
         return result
 
-    def _backward(self, call: Call) -> None:
+    def _backward(self, call: FunctionCall) -> None:
         """What is computed once more on the way back (a checkpoint) is seen, too.
 
         While a function that it was told of runs, a mode is off; the engine takes up those that are on when it is called.
@@ -105,7 +105,9 @@ class Lens(TorchFunctionMode):
         if any(option is not None and option is not False for option in (*call.args[1:], *call.kwargs.values())):
             call.run()  # as no loop of manyhands' calls it
             return
-        inside = Lens(double=self.double, without=self.without, guarded=self.guarded, look=self.look, after=self.after)
+        inside = FunctionMode(
+            double=self.double, without=self.without, guarded=self.guarded, look=self.look, after=self.after
+        )
         inside.seen = self.seen
         ones = torch.ones_like(call.target)
         with inside:
@@ -113,7 +115,7 @@ class Lens(TorchFunctionMode):
                 (call.target,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True
             )
 
-    def _note(self, kind: str, call: Call) -> None:
+    def _note(self, kind: str, call: FunctionCall) -> None:
         self.seen.append(Seen(kind, call.name, source_locations.running(), source_locations.module_running()))
 
 
@@ -127,13 +129,13 @@ def eager() -> Iterator[None]:
         yield
 
 
-def sums_up(call: Call, result: Any) -> bool:
+def sums_up(call: FunctionCall, result: Any) -> bool:
     """Whether it adds everything up to one number."""
     summing = call.name in ("sum", "nansum") or call.kwargs.get("reduction") == "sum"
     return summing and isinstance(result, Tensor) and result.numel() == 1
 
 
-def _doubled(call: Call) -> Call:
+def _doubled(call: FunctionCall) -> FunctionCall:
     """The same in float64; what is written to stays what it is."""
     if call.name in OF_THE_TENSOR:
         return call

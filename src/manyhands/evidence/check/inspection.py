@@ -27,7 +27,7 @@ _REMEDIES = {"not-rebuilt": REBUILT, "foreign-parameters": FOREIGN, RANDOMNESS: 
 
 
 @dataclass
-class Looking:
+class Inspection:
     """Fills `suspects` (what may keep workers apart), `findings` (what stands by itself), `held` and `unjudged`."""
 
     copies: Copies

@@ -31,7 +31,7 @@ _NO_WRITES = words("requires_grad_ share_memory_ detach_ rename_")
 
 
 @dataclass(frozen=True)
-class Call:
+class FunctionCall:
     """A function that is about to be called."""
 
     function: Callable[..., Any]
@@ -56,7 +56,7 @@ class Call:
             return self.kwargs[name]
         return self.args[position] if position < len(self.args) else default
 
-    def having(self, position: int, name: str, value: Any) -> Call:
+    def having(self, position: int, name: str, value: Any) -> FunctionCall:
         """The same with another argument."""
         if name in self.kwargs or position >= len(self.args):
             return replace(self, kwargs={**self.kwargs, name: value})
@@ -71,7 +71,7 @@ class Effect:
     instead: Callable[[], Any]
 
 
-def effect_of(call: Call) -> Effect | None:
+def effect_of(call: FunctionCall) -> Effect | None:
     """None for a call that treats rows apart and draws nothing."""
     for recognize in (_batch_norm, _dropout, _attention, _recurrent, _draw):
         found = recognize(call)
@@ -80,7 +80,7 @@ def effect_of(call: Call) -> Effect | None:
     return None
 
 
-def write_of(call: Call, guarded: frozenset[int]) -> Effect | None:
+def write_of(call: FunctionCall, guarded: frozenset[int]) -> Effect | None:
     """A write to one of the `guarded` storages, given by their addresses."""
     if not guarded or not _writes(call):
         return None
@@ -91,7 +91,7 @@ def write_of(call: Call, guarded: frozenset[int]) -> Effect | None:
     return Effect(IN_PLACE, lambda: None if returns_nothing else call.target)
 
 
-def _writes(call: Call) -> bool:
+def _writes(call: FunctionCall) -> bool:
     """Whether it changes its first argument; of attributes, `data` alone."""
     if call.name == "__set__":
         return getattr(getattr(call.function, "__self__", None), "__name__", "") == "data"
@@ -102,7 +102,7 @@ def _writes(call: Call) -> bool:
 # -- recognized ----------------------------------------------------------------------------------------------------------
 
 
-def _batch_norm(call: Call) -> Effect | None:
+def _batch_norm(call: FunctionCall) -> Effect | None:
     if call.name != "batch_norm" or not call.get(5, "training", False):
         return None
     first = 1 if call.function is F.batch_norm else 3  # torch.batch_norm has weight and bias before the statistics
@@ -117,14 +117,14 @@ def _batch_norm(call: Call) -> Effect | None:
     return Effect(BATCH_NORM, instead)
 
 
-def _dropout(call: Call) -> Effect | None:
+def _dropout(call: FunctionCall) -> Effect | None:
     if call.name not in _DROPOUTS:
         return None
     active = call.get(2, "train" if "train" in call.kwargs else "training", True)
     return Effect(DROPOUT, lambda: call.target) if active and call.get(1, "p", 0.5) > 0 else None
 
 
-def _attention(call: Call) -> Effect | None:
+def _attention(call: FunctionCall) -> Effect | None:
     position, training = 4, True
     if call.name == "multi_head_attention_forward":
         position, training = 10, call.get(13, "training", True)
@@ -135,7 +135,7 @@ def _attention(call: Call) -> Effect | None:
     return Effect(DROPOUT, lambda: call.having(position, "dropout_p", 0.0).run())
 
 
-def _recurrent(call: Call) -> Effect | None:
+def _recurrent(call: FunctionCall) -> Effect | None:
     """(input, hidden, weights, has_biases, layers, dropout, train, …), of packed sequences one later."""
     if call.name not in _RECURRENT:
         return None
@@ -144,18 +144,18 @@ def _recurrent(call: Call) -> Effect | None:
     return Effect(DROPOUT, lambda: call.having(weights + 3, "dropout", 0.0).run()) if dropout and train else None
 
 
-def _draw(call: Call) -> Effect | None:
+def _draw(call: FunctionCall) -> Effect | None:
     base = _base(call)
     if base not in _DRAWS or (base == "rrelu" and not call.get(3, "training", False)):
         return None
     return Effect(RANDOMNESS, lambda: _middle(call))
 
 
-def _base(call: Call) -> str:
+def _base(call: FunctionCall) -> str:
     return call.name.removesuffix("_").removesuffix("_like")
 
 
-def _middle(call: Call) -> Any:
+def _middle(call: FunctionCall) -> Any:
     """In place of a draw: the middle of what it may give, the same for every element; where none is known, the draw."""
     base = _base(call)
     if base == "rrelu":
@@ -168,7 +168,7 @@ def _middle(call: Call) -> Any:
     return drawn
 
 
-def _settle(base: str, call: Call, drawn: Tensor) -> None:
+def _settle(base: str, call: FunctionCall, drawn: Tensor) -> None:
     if base == "rand":
         drawn.fill_(0.5)
     elif base in ("randn", "trunc_normal"):
@@ -191,7 +191,7 @@ def _settle(base: str, call: Call, drawn: Tensor) -> None:
         drawn.copy_(call.target.argsort(-1, descending=True)[..., : drawn.shape[-1]])
 
 
-def _least(call: Call) -> int:
+def _least(call: FunctionCall) -> int:
     """Of randint(low, high, size), randint(high, size) and their in-place kin."""
     bounds = [argument for argument in call.args if type(argument) is int]
     given = call.kwargs.get("low")

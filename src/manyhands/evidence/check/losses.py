@@ -14,11 +14,11 @@ from manyhands.evidence.check.batches import COUPLED, MEAN, OTHER_WEIGHT, SUM, L
 from manyhands.evidence.check.building import listed
 from manyhands.evidence.check.copies import Copies
 from manyhands.evidence.check.examining import Examination
-from manyhands.evidence.check.findings import BREAKS, Finding, Place
+from manyhands.evidence.check.findings import BREAKS, Finding, SourceLocation
 from manyhands.evidence.check.function_mode import SUM as SUMS
 from manyhands.evidence.check.function_mode import sums_up
-from manyhands.evidence.check.interventions import IN_PLACE, Call
-from manyhands.evidence.check.operations import Journal, Operation, first_mixing
+from manyhands.evidence.check.interventions import IN_PLACE, FunctionCall
+from manyhands.evidence.check.operations import OperationLog, OperationRecord, first_mixing
 from manyhands.evidence.check.trial_config import SLICES, SUMMED
 
 EXACT, ROUGH = 1e-9, 1e-3
@@ -100,7 +100,7 @@ def _beside_coupling(examination: Examination, numbers: dict[str, Any]) -> None:
     )
 
 
-def _sums_over_rows(examination: Examination) -> list[Place | None]:
+def _sums_over_rows(examination: Examination) -> list[SourceLocation | None]:
     """Where everything is added up, over more numbers for more rows, and the loss grows as the sum does, whatever its length.
 
     A sum that is divided by its length has another derivative for half of the rows.
@@ -124,13 +124,13 @@ class _Sum:
     length: int
     slope: float
     """Of the loss over it."""
-    place: Place | None
+    place: SourceLocation | None
 
 
 def _sums(examination: Examination, rows: Any) -> list[_Sum]:
-    found: list[tuple[int, Tensor, Place | None]] = []
+    found: list[tuple[int, Tensor, SourceLocation | None]] = []
 
-    def after(call: Call, result: Any) -> None:
+    def after(call: FunctionCall, result: Any) -> None:
         if sums_up(call, result) and result.requires_grad:
             result.retain_grad()
             found.append((call.target.numel(), result, source_locations.running()))
@@ -162,19 +162,19 @@ def _said(examination: Examination) -> str:
     return f"{first.weight:g} for {rows} rows" if first.weight != rows else f"its {rows} rows"
 
 
-def _sum_of(examination: Examination) -> Place | None:
+def _sum_of(examination: Examination) -> SourceLocation | None:
     """Where everything is added up to one number, the last time before the loss is returned."""
     assert examination.first is not None
     sums = [one.place for one in examination.first.seen if one.kind == SUMS and one.place is not None]
     return sums[-1] if sums else None
 
 
-def _mixing(examination: Examination) -> Operation | None:
+def _mixing(examination: Examination) -> OperationRecord | None:
     """The first operation whose result for the same rows depends on those beside them."""
     third = next((k for k in _MIXED if 3 * k <= rows_of(examination.batch)), None)
     if third is None:
         return None
-    journals = Journal(2 * third), Journal(2 * third)
+    journals = OperationLog(2 * third), OperationLog(2 * third)
     for start, journal in zip((0, third), journals, strict=True):
         examination.settled(slice_rows(examination.batch, start, start + 2 * third), after=journal.after)
     return first_mixing(*journals)
@@ -207,7 +207,7 @@ def examine_metrics(copies: Copies, double: bool, batch: Any) -> tuple[list[Find
     return found, [] if found else [f"metrics are means ({', '.join(whole)})"]
 
 
-def _metric(subject: Subject, name: str, batch: Any, where: tuple[Place, ...]) -> Finding | None:
+def _metric(subject: Subject, name: str, batch: Any, where: tuple[SourceLocation, ...]) -> Finding | None:
     law = law_of(lambda rows: subject.metrics(rows)[name], batch, OF_METRICS, 1)
     if law.kind == MEAN:
         return None

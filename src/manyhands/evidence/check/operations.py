@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.evidence.check import source_locations
-from manyhands.evidence.check.findings import Place
+from manyhands.evidence.check.findings import SourceLocation
 from manyhands.evidence.check.function_mode import OF_THE_TENSOR
-from manyhands.evidence.check.interventions import Call
+from manyhands.evidence.check.interventions import FunctionCall
 
 NOISE = 1e-7
 """Sums of the same rows beside others may differ by rounding."""
@@ -21,11 +21,11 @@ Sums = tuple[tuple[float, float, float], ...]  # of each tensor that a call gave
 
 
 @dataclass(frozen=True)
-class Operation:
+class OperationRecord:
     """A call that gave tensors, and what they add up to."""
 
     function: str
-    place: Place | None
+    place: SourceLocation | None
     module: nn.Module | None
     whole: Sums
     first: Sums
@@ -33,21 +33,21 @@ class Operation:
     second: Sums
 
 
-class Journal:
+class OperationLog:
     """Give `after` to a Lens: it writes down all operations of a pass over a batch of `rows`, an even number."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
-        self.operations: list[Operation] = []
+        self.operations: list[OperationRecord] = []
 
-    def after(self, call: Call, result: Any) -> None:
+    def after(self, call: FunctionCall, result: Any) -> None:
         if call.name in OF_THE_TENSOR:
             return
         with torch.no_grad():
             tensors = [t.detach().double() for t in _tensors(result) if t.numel() and not t.is_complex()]
             halves = [t for t in tensors if t.dim() and t.shape[0] % self.rows == 0]
             self.operations.append(
-                Operation(
+                OperationRecord(
                     function=call.name,
                     place=source_locations.running(),
                     module=source_locations.module_running(),
@@ -58,17 +58,19 @@ class Journal:
             )
 
 
-def first_change(one: Journal, other: Journal) -> Operation | None:
+def first_change(one: OperationLog, other: OperationLog) -> OperationRecord | None:
     """Of two passes over the same batch."""
     return _first(one, other, lambda a, b: not _near(a.whole, b.whole, 0.0))
 
 
-def first_mixing(ab: Journal, bc: Journal) -> Operation | None:
+def first_mixing(ab: OperationLog, bc: OperationLog) -> OperationRecord | None:
     """Of a pass over rows A and B, and one over B and C: the first that gives B other values beside C than beside A."""
     return _first(ab, bc, lambda a, b: not (_near(a.whole, b.whole, 0.0) or _near(a.second, b.first, NOISE)))
 
 
-def _first(one: Journal, other: Journal, differs: Callable[[Operation, Operation], bool]) -> Operation | None:
+def _first(
+    one: OperationLog, other: OperationLog, differs: Callable[[OperationRecord, OperationRecord], bool]
+) -> OperationRecord | None:
     for a, b in zip(one.operations, other.operations, strict=False):
         if a.function != b.function or len(a.whole) != len(b.whole):
             return a  # another way was taken

@@ -13,10 +13,10 @@ from manyhands.evidence.check import sizes, source_locations
 from manyhands.evidence.check.batches import Subject
 from manyhands.evidence.check.copies import users_code
 from manyhands.evidence.check.examining import Suspect, suspect
-from manyhands.evidence.check.findings import BREAKS, NOTE, Finding, Proof
+from manyhands.evidence.check.findings import BREAKS, NOTE, EqualityProof, Finding
 from manyhands.evidence.check.reading import read
 from manyhands.evidence.check.recording import Trace
-from manyhands.evidence.check.trial_config import WORKERS, Setting, arranged
+from manyhands.evidence.check.trial_config import WORKERS, TrialConfig, arranged
 from manyhands.evidence.check.trials import Bench, as_alone, between
 
 LIMIT = 1e-10
@@ -31,9 +31,9 @@ class Proving:
 
     bench: Bench
     say: Callable[[str], None]
-    settings: list[Setting] = field(default_factory=list)
+    settings: list[TrialConfig] = field(default_factory=list)
     """Of each proof."""
-    proofs: list[Proof] = field(default_factory=list)
+    proofs: list[EqualityProof] = field(default_factory=list)
     traces: list[list[Trace]] = field(default_factory=list)
     """Of each proof: of one worker, then of each of N; these are missing where they failed."""
     findings: list[Finding] = field(default_factory=list)
@@ -59,12 +59,12 @@ class Proving:
             self._prove_uneven(uneven)
 
     @property
-    def failed(self) -> tuple[Setting, Proof] | None:
+    def failed(self) -> tuple[TrialConfig, EqualityProof] | None:
         """The first proof that does not hold."""
         pairs = zip(self.settings, self.proofs, strict=True)
         return next((pair for pair in pairs if not pair[1].largest <= self.limit), None)
 
-    def _affordable(self, setting: Setting) -> Setting:
+    def _affordable(self, setting: TrialConfig) -> TrialConfig:
         """Over as many steps as memory allows: two vectors a step of one worker alone and of the first of N, one of each other."""
         model = Subject(self.bench.copies.fresh(), setting.double).model
         numbers = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -78,7 +78,7 @@ class Proving:
         self.findings.append(Finding(kind="fewer-steps", severity=NOTE, text=text))
         return replace(setting, steps=most)
 
-    def _first(self, setting: Setting) -> tuple[Trace, Setting]:
+    def _first(self, setting: TrialConfig) -> tuple[Trace, TrialConfig]:
         """One worker in float64, else in the model's own dtype."""
         try:
             return self.bench.alone(setting), setting
@@ -111,7 +111,7 @@ class Proving:
             numbers={"step": step},
         )
 
-    def _prove(self, setting: Setting, solo: Trace) -> None:
+    def _prove(self, setting: TrialConfig, solo: Trace) -> None:
         """The same with N workers."""
         rows = max(solo.rows)
         self.say(f"{setting.steps} steps with {self.bench.workers} workers, {rows} rows each")
@@ -124,7 +124,7 @@ class Proving:
         self.settings.append(setting)
         self.traces.append([solo, *ranks])
         self.proofs.append(
-            Proof(
+            EqualityProof(
                 engine=self.bench.engine.name,
                 batch_size=rows,
                 last_rows=None if setting.rows is None else min(solo.rows),
@@ -135,7 +135,7 @@ class Proving:
         if ranks and not self.suspects and solo.rates != ranks[0].rates:
             self.suspects.append(self._other_rates(solo, ranks[0]))
 
-    def _prove_uneven(self, setting: Setting) -> None:
+    def _prove_uneven(self, setting: TrialConfig) -> None:
         """Where one worker alone stands such batches."""
         try:
             solo = self.bench.alone(setting)
@@ -174,7 +174,7 @@ class Proving:
             WORKERS, WORKERS, text, [source_locations.of_function(made)], step=step, name=name, alone=alone, among=among
         )
 
-    def _stands_one_row(self, setting: Setting) -> bool:
+    def _stands_one_row(self, setting: TrialConfig) -> bool:
         """Whether the loss of a single row is a finite number."""
         batch = read(arranged(self.bench.copies.fresh(), setting), 1)[0].batch
         try:

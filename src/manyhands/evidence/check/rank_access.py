@@ -9,14 +9,14 @@ from typing import Any
 from typing_extensions import override
 
 from manyhands.evidence.check import source_locations
-from manyhands.evidence.check.findings import Place
+from manyhands.evidence.check.findings import SourceLocation
 from manyhands.worker import Worker, current, set_current
 
 
 class _Listening(Worker):
     """One worker alone, that notes from where its rank and size are read."""
 
-    lines: list[Place]
+    lines: list[SourceLocation]
 
     @override
     def __getattribute__(self, name: str) -> Any:
@@ -28,7 +28,7 @@ class _Listening(Worker):
 
 
 @contextmanager
-def asked_for_workers() -> Iterator[list[Place]]:
+def asked_for_workers() -> Iterator[list[SourceLocation]]:
     """The user's lines that ask, within."""
     before, worker = current(), _Listening()
     worker.lines = []

@@ -15,7 +15,7 @@ from manyhands import rng
 from manyhands.data.batch import rows_of
 from manyhands.data.rng_scope import mixed
 from manyhands.evidence.check.interventions import RANDOMNESS
-from manyhands.evidence.check.trial_config import BUFFERS, FOREIGN, WORKERS, Setting, in_double, seen_through
+from manyhands.evidence.check.trial_config import BUFFERS, FOREIGN, WORKERS, TrialConfig, in_double, seen_through
 from manyhands.replica.replica import Replica
 from manyhands.strategies.allreduce import AllReduce, AllReduceState
 from manyhands.worker import Worker
@@ -51,12 +51,12 @@ class Trace:
 
 
 @dataclass
-class Recorder:
+class StepRecorder:
     """Sits around a replica's `backward` and `apply`."""
 
     replica: Replica
     worker: Worker
-    setting: Setting
+    setting: TrialConfig
     seed: int
     trace: Trace
 
@@ -122,14 +122,14 @@ class Recorder:
 class Watched(AllReduce):
     """The strategy of a trial."""
 
-    setting: Setting
+    setting: TrialConfig
     seed: int
     trace: Trace
-    recorders: list[Recorder] = field(default_factory=list)
+    recorders: list[StepRecorder] = field(default_factory=list)
 
     @override
     def start(self, replica: Replica, worker: Worker) -> AllReduceState:
-        self.recorders.append(Recorder(replica, worker, self.setting, self.seed, self.trace))
+        self.recorders.append(StepRecorder(replica, worker, self.setting, self.seed, self.trace))
         state = super().start(replica, worker)
         self.recorders[-1].begun()
         return state

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from manyhands.evidence.check.findings import Checked, Finding, Proof
+from manyhands.evidence.check.findings import Checked, EqualityProof, Finding
 from manyhands.units import count
 
 WIDTH = 110
@@ -45,7 +45,7 @@ def _verdict(checked: Checked) -> str:
     return f"{who} do not equal one worker: they differ by {checked.largest:.1e} ({limit})."
 
 
-def _proof(proof: Proof, limit: float) -> str:
+def _proof(proof: EqualityProof, limit: float) -> str:
     cut = f", {proof.last_rows} in the epoch's last" if proof.last_rows is not None else ""
     where = "worker processes" if proof.engine == "local" else "simulated workers"
     lines = [f"{proof.batch_size} rows a step{cut}; {where}:"]

@@ -16,10 +16,10 @@ from manyhands.data.sharding import slice_of
 from manyhands.data.source import Planned
 from manyhands.evidence.check import source_locations
 from manyhands.evidence.check.copies import Copies, data_made
-from manyhands.evidence.check.findings import BREAKS, NOTE, Finding, Place
+from manyhands.evidence.check.findings import BREAKS, NOTE, Finding, SourceLocation
 from manyhands.evidence.check.reading import alike, draws, read, rows_of_batch, source_of
 from manyhands.evidence.check.recording import Trace
-from manyhands.evidence.check.trial_config import Setting, arranged
+from manyhands.evidence.check.trial_config import TrialConfig, arranged
 from manyhands.task import Task
 
 TICKS = 2
@@ -67,7 +67,7 @@ class Data:
     """The training data of a task, looked at through copies of it."""
 
     copies: Copies
-    setting: Setting
+    setting: TrialConfig
     workers: int
 
     def own(self) -> Task:
@@ -101,7 +101,7 @@ class Data:
         text = _NOT_ONCE.format(**numbers)
         return Finding(kind="rows-not-once", severity=BREAKS, text=text, places=self._order_places(), numbers=numbers)
 
-    def _order_places(self) -> tuple[Place, ...]:
+    def _order_places(self) -> tuple[SourceLocation, ...]:
         task = self.copies.fresh()
         if task.order is not None:
             return source_locations.as_tuple(source_locations.of_function(task.order))
@@ -160,14 +160,14 @@ class Data:
         start, stop = slice_of(len(whole), rank, self.workers)
         return alike(whole[start:stop], rows_of_batch(self.own(), tick, rank, self.workers))
 
-    def _collate_places(self) -> tuple[Place, ...]:
+    def _collate_places(self) -> tuple[SourceLocation, ...]:
         task = self.copies.fresh()
         data = task.train_data
         return source_locations.as_tuple(
             source_locations.of_function(data.collate_fn if isinstance(data, DataLoader) else task.collate)
         )
 
-    def _places(self, changing: bool = False) -> tuple[Place, ...]:
+    def _places(self, changing: bool = False) -> tuple[SourceLocation, ...]:
         return _places_of(self.copies.fresh().train_data, changing)
 
     def sorted_targets(self) -> list[Finding]:
@@ -182,7 +182,7 @@ class Data:
         return [_finding("sorted-data", _SORTED.format(batches=len(parts)), self._places(), NOTE)]
 
 
-def _finding(kind: str, text: str, where: tuple[Place, ...], severity: str = BREAKS) -> Finding:
+def _finding(kind: str, text: str, where: tuple[SourceLocation, ...], severity: str = BREAKS) -> Finding:
     return Finding(kind=kind, severity=severity, text=text, places=where)
 
 
@@ -197,7 +197,7 @@ def _counted(handed_out: Counter[Any], rows: int | None) -> str:
     return f"{total:,}{repeats}" + ("" if rows is None or distinct == rows else f" of {rows:,}")
 
 
-def _places_of(data: Any, changing: bool = False) -> tuple[Place, ...]:
+def _places_of(data: Any, changing: bool = False) -> tuple[SourceLocation, ...]:
     """Where rows are made; `changing`: the line there that changes the object itself."""
     while isinstance(data, DataLoader | Subset):
         data = data.dataset

@@ -8,7 +8,7 @@ from dataclasses import replace
 from manyhands.data.source import Indexed
 from manyhands.errors import BadInput
 from manyhands.evidence.check.reading import feed_of, source_of
-from manyhands.evidence.check.trial_config import Setting
+from manyhands.evidence.check.trial_config import TrialConfig
 from manyhands.task import Task
 from manyhands.training.plan import global_batch
 
@@ -18,7 +18,7 @@ FULL_BATCHES = 2
 """Of an uneven epoch, before its last."""
 
 
-def even(task: Task, workers: int, steps: int) -> Setting:
+def even(task: Task, workers: int, steps: int) -> TrialConfig:
     """The task's own batch size, less where rows are few. Raises BadInput where it cannot be."""
     source = source_of(task)
     size = global_batch(task, workers, source.batch_size)
@@ -27,10 +27,10 @@ def even(task: Task, workers: int, steps: int) -> Setting:
     total = _total_steps(explicit, feed.ticks, steps)
     if isinstance(source, Indexed) and feed.rows is not None and feed.rows < LEAST_BATCHES * size:
         size = max(workers, feed.rows // LEAST_BATCHES)
-    return Setting(steps=steps, batch_size=size if explicit is not task else None, total_steps=total)
+    return TrialConfig(steps=steps, batch_size=size if explicit is not task else None, total_steps=total)
 
 
-def uneven(task: Task, workers: int, setting: Setting, one_row: Callable[[], bool]) -> Setting | None:
+def uneven(task: Task, workers: int, setting: TrialConfig, one_row: Callable[[], bool]) -> TrialConfig | None:
     """A batch size that does not divide by the workers and, where rows are numbered, an epoch that ends with a single row.
 
     one_row: whether the task stands that. None where the data has batches of its own that cannot be cut otherwise.

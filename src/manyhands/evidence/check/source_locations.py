@@ -18,7 +18,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from manyhands.evidence.check.findings import Place
+from manyhands.evidence.check.findings import SourceLocation
 from manyhands.task import SupervisedLoss, SupervisedMetrics
 
 _PACKAGE = str(Path(__file__).parents[2])
@@ -27,16 +27,16 @@ _TORCH = str(Path(torch.__file__).parent)
 _LIBRARIES = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
 
 
-def running() -> Place | None:
+def running() -> SourceLocation | None:
     """The line of the user's that is running now: the innermost outside of libraries, else outside of torch and manyhands."""
     library = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if is_users(file):
-            return Place(file, frame.f_lineno)
+            return SourceLocation(file, frame.f_lineno)
         if library is None and not _is_ours(file):
-            library = Place(file, frame.f_lineno)
+            library = SourceLocation(file, frame.f_lineno)
         frame = frame.f_back
     return library
 
@@ -63,38 +63,38 @@ def _is_ours(file: str) -> bool:
     return file.startswith((_TORCH, _PACKAGE, "<frozen", "<string"))
 
 
-def of_error(error: BaseException) -> Place | None:
+def of_error(error: BaseException) -> SourceLocation | None:
     """The innermost line of the user's in an error's traceback, or in that of what caused it."""
     found = None
     trace: TracebackType | None = error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         if is_users(file):
-            found = Place(file, trace.tb_lineno)
+            found = SourceLocation(file, trace.tb_lineno)
         trace = trace.tb_next
     return of_error(error.__cause__) or found if error.__cause__ is not None else found
 
 
-def in_text(traceback: str) -> Place | None:
+def in_text(traceback: str) -> SourceLocation | None:
     """The same of a traceback that another process wrote."""
     lines = re.findall(r'File "(.+?)", line (\d+)', traceback)
-    return next((Place(file, int(line)) for file, line in reversed(lines) if is_users(file)), None)
+    return next((SourceLocation(file, int(line)) for file, line in reversed(lines) if is_users(file)), None)
 
 
 # -- functions -----------------------------------------------------------------------------------------------------------
 
 
-def of_function(given: Any) -> Place | None:
+def of_function(given: Any) -> SourceLocation | None:
     """Where a function, a method, a class with `__call__`, a module or a criterion begins; None for built-in ones."""
     code = _code(given)
     if code is None or not is_users(code.co_filename):
         return None
-    return Place(
+    return SourceLocation(
         code.co_filename, code.co_firstlineno, getattr(given, "__qualname__", "").replace("<lambda>", "lambda")
     )
 
 
-def of_method(owner: Any, *names: str) -> Place | None:
+def of_method(owner: Any, *names: str) -> SourceLocation | None:
     """Where the first of these methods that an object has is defined."""
     for name in names:
         method = getattr(type(owner), name, None)
@@ -104,13 +104,13 @@ def of_method(owner: Any, *names: str) -> Place | None:
     return None
 
 
-def of_change(owner: Any, *names: str) -> Place | None:
+def of_change(owner: Any, *names: str) -> SourceLocation | None:
     """The line in one of these methods that changes the object itself (`self.count += 1`), else where the method begins."""
     for name in names:
         source = _source(getattr(type(owner), name, None))
         if source is not None:
             changes = [node.lineno for node in ast.walk(source.tree) if _changes_self(node)]
-            return Place(source.file, min(changes, default=source.line))
+            return SourceLocation(source.file, min(changes, default=source.line))
     return None
 
 
@@ -163,7 +163,7 @@ def _inner(given: Any) -> Any:
 # -- layers --------------------------------------------------------------------------------------------------------------
 
 
-def of_module(model: nn.Module, name: str, make: Any = None) -> Place | None:
+def of_module(model: nn.Module, name: str, make: Any = None) -> SourceLocation | None:
     """The line that makes the module of this dotted name: in the class that holds it, else in `make`, which builds the model."""
     parts = name.split(".")
     kind = type(model.get_submodule(name)).__name__
@@ -171,11 +171,11 @@ def of_module(model: nn.Module, name: str, make: Any = None) -> Place | None:
         parent = model.get_submodule(".".join(parts[:depth]))
         found = _made_in(type(parent), parts[depth], kind, _nth(parent, name, depth, kind))
         if found is not None:
-            return Place(found.file, found.line, name)
+            return SourceLocation(found.file, found.line, name)
     found = (
         None if make is None or isinstance(make, nn.Module) else _made_in(make, "", kind, _nth(model, name, 0, kind))
     )
-    return None if found is None else Place(found.file, found.line, name)
+    return None if found is None else SourceLocation(found.file, found.line, name)
 
 
 def _nth(parent: nn.Module, name: str, depth: int, kind: str) -> int:
@@ -185,7 +185,7 @@ def _nth(parent: nn.Module, name: str, depth: int, kind: str) -> int:
     return same.index(inner) if inner in same else 0
 
 
-def _made_in(owner: Any, attribute: str, kind: str, nth: int) -> Place | None:
+def _made_in(owner: Any, attribute: str, kind: str, nth: int) -> SourceLocation | None:
     """The call of `kind` in the source of a class or function: in what is assigned to self.attribute, else the nth one."""
     source = _source(owner)
     if source is None:
@@ -196,7 +196,7 @@ def _made_in(owner: Any, attribute: str, kind: str, nth: int) -> Place | None:
         calls = list(_calls(source.tree, kind))
         calls = calls[nth : nth + 1] or calls[-1:]
     lines = [call.lineno for call in calls] or [value.lineno for value in assigned]
-    return Place(source.file, min(lines)) if lines else None
+    return SourceLocation(source.file, min(lines)) if lines else None
 
 
 def _assigned(tree: ast.AST, attribute: str) -> Iterator[ast.expr]:
@@ -269,6 +269,6 @@ def _arguments(function: Any) -> list[str]:
     return [] if code is None else list(code.co_varnames[: code.co_argcount])
 
 
-def as_tuple(place: Place | None) -> tuple[Place, ...]:
+def as_tuple(place: SourceLocation | None) -> tuple[SourceLocation, ...]:
     """As `Finding.places` has it."""
     return () if place is None else (place,)

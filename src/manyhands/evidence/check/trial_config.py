@@ -19,7 +19,7 @@ from manyhands.data.batch import map_leaves, rows_of, slice_rows
 from manyhands.data.readers.streams import LoadedStream
 from manyhands.data.sharding import epoch_order, slice_of
 from manyhands.data.sources import open_source
-from manyhands.evidence.check.function_mode import Lens
+from manyhands.evidence.check.function_mode import FunctionMode
 from manyhands.evidence.check.interventions import BATCH_NORM, DROPOUT, IN_PLACE, RANDOMNESS
 from manyhands.task import Measure, Task
 from manyhands.worker import Worker, current, set_current
@@ -39,7 +39,7 @@ NEVER = 1 << 40
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class TrialConfig:
     """How a task is run in one trial."""
 
     steps: int
@@ -71,7 +71,7 @@ class Setting:
     """Say which rows are handed out."""
 
 
-def arranged(task: Task, setting: Setting) -> Task:
+def arranged(task: Task, setting: TrialConfig) -> Task:
     """The task, which is the caller's own copy, for this setting."""
     without = setting.without
     changes: dict[str, Any] = {
@@ -98,7 +98,7 @@ def arranged(task: Task, setting: Setting) -> Task:
     return task.with_fields(**changes)
 
 
-def model_of_setting(made: Any, setting: Setting) -> nn.Module:
+def model_of_setting(made: Any, setting: TrialConfig) -> nn.Module:
     """A copy of the module, or what the function builds under the current seed."""
     model = copy.deepcopy(made) if isinstance(made, nn.Module) else made()
     if not isinstance(model, nn.Module):
@@ -111,7 +111,7 @@ def _schedule(make: Any, total: int | None, optimizer: torch.optim.Optimizer, _s
     return make(optimizer, total)
 
 
-def _first_rows(task: Task, setting: Setting, epoch: int) -> Any:
+def _first_rows(task: Task, setting: TrialConfig, epoch: int) -> Any:
     """The beginning of the order that an epoch has."""
     if task.order is not None:
         return np.asarray(task.order(epoch))[: setting.rows]
@@ -179,7 +179,7 @@ def _put_back(model: nn.Module, name: str, value: torch.Tensor) -> None:
     model.get_submodule(owner)._buffers[own] = value
 
 
-def _loss(task: Task, setting: Setting) -> Any:
+def _loss(task: Task, setting: TrialConfig) -> Any:
     mean = SUMMED in setting.without
     loss = MeanLoss(task.loss) if mean else task.loss
     if not setting.slices:
@@ -195,10 +195,10 @@ def _loss(task: Task, setting: Setting) -> Any:
 
 
 @contextmanager
-def seen_through(setting: Setting, model: nn.Module) -> Iterator[None]:
+def seen_through(setting: TrialConfig, model: nn.Module) -> Iterator[None]:
     """Within, the user's code computes as the setting has it."""
     functions = setting.without & FUNCTIONS
-    lens = Lens(double=setting.double, without=functions, guarded=memory_of(model))
+    lens = FunctionMode(double=setting.double, without=functions, guarded=memory_of(model))
     with alone(WORKERS in setting.without), lens:
         yield
 

@@ -18,7 +18,7 @@ from manyhands.evidence.check.findings import Step
 from manyhands.evidence.check.function_mode import eager
 from manyhands.evidence.check.reading import handed_out
 from manyhands.evidence.check.recording import Trace, Watched
-from manyhands.evidence.check.trial_config import SLICES, WORKERS, Setting, arranged
+from manyhands.evidence.check.trial_config import SLICES, WORKERS, TrialConfig, arranged
 from manyhands.task import Task
 from manyhands.training.loop import work
 from manyhands.training.plan import WorkerPlan
@@ -34,7 +34,7 @@ class Program:
 
     own: Callable[[], Task]
     """Gives it a task of its own."""
-    setting: Setting
+    setting: TrialConfig
 
     def __call__(self, worker: Worker) -> Trace:
         task, trace = arranged(self.own(), self.setting), Trace()
@@ -58,24 +58,24 @@ class Bench:
     engine: Engine
     timeout_s: float
 
-    def alone(self, setting: Setting) -> Trace:
+    def alone(self, setting: TrialConfig) -> Trace:
         """One worker. Raises what a training raises."""
         return self._launch(Local(), 1, setting)[0]
 
-    def together(self, setting: Setting) -> list[Trace]:
+    def together(self, setting: TrialConfig) -> list[Trace]:
         """N simulated workers, by rank."""
         return self._launch(Sim(), self.workers, setting)
 
-    def for_real(self, setting: Setting) -> list[Trace]:
+    def for_real(self, setting: TrialConfig) -> list[Trace]:
         """N workers of the engine that was asked for, by rank."""
         return self._launch(self.engine, self.workers, setting)
 
-    def difference(self, setting: Setting) -> tuple[Step, ...]:
+    def difference(self, setting: TrialConfig) -> tuple[Step, ...]:
         """How far simulated workers are from one."""
         solo = self.alone(replace(setting, slices=self.workers) if SLICES in setting.without else setting)
         return between(solo, self.together(as_alone(setting, solo)))
 
-    def _launch(self, engine: Engine, workers: int, setting: Setting) -> list[Trace]:
+    def _launch(self, engine: Engine, workers: int, setting: TrialConfig) -> list[Trace]:
         here = engine.simulated or workers == 1
         own = self.copies.fresh if here else partial(_given, self.sent.fresh())
         threads = max(1, usable_cores() // 2) if here else None  # one at a time, beside whatever else runs here
@@ -87,7 +87,7 @@ def _given(task: Task) -> Task:
     return task
 
 
-def as_alone(setting: Setting, solo: Trace) -> Setting:
+def as_alone(setting: TrialConfig, solo: Trace) -> TrialConfig:
     """The setting for N workers, where it wants them to have the rates that one had."""
     return replace(setting, rates=tuple(solo.rates)) if WORKERS in setting.without else setting
 

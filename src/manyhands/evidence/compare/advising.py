@@ -8,18 +8,18 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
 
-from manyhands.evidence.advise import Compared, Contestant, Measured, Ratio, advise_comparison, of_task
+from manyhands.evidence.advise import Compared, Contestant, Ratio, RunMeasurements, advise_comparison, of_task
 from manyhands.evidence.compare import measures
-from manyhands.evidence.compare.comparison import Comparison, Difference, Finding, Trial
+from manyhands.evidence.compare.comparison import AdviceLine, Comparison, Difference, Trial
 from manyhands.evidence.compare.statistics import HIGHER, LEAST_PAIRS, mean
 from manyhands.recording.history import PARTS
 from manyhands.strategies import described
 
 
-def advice(comparison: Comparison) -> tuple[Finding, ...]:
+def advice(comparison: Comparison) -> tuple[AdviceLine, ...]:
     """All that applies, the most important first."""
     found = advise_comparison(compared(comparison))
-    return tuple(Finding(kind=one.kind, text=one.text, numbers=one.numbers) for one in found)
+    return tuple(AdviceLine(kind=one.kind, text=one.text, numbers=one.numbers) for one in found)
 
 
 def compared(comparison: Comparison) -> Compared:
@@ -67,7 +67,7 @@ def _ratio(found: Difference) -> Ratio | None:
     return Ratio(middle=middle, low=low, high=high, said=found.said)
 
 
-def _measured(comparison: Comparison, name: str, trials: Sequence[Trial]) -> Measured:
+def _measured(comparison: Comparison, name: str, trials: Sequence[Trial]) -> RunMeasurements:
     variant, simulated = comparison.variant(name), bool(comparison.simulated)
 
     def middle(read: Callable[[Trial], float]) -> float:
@@ -78,7 +78,7 @@ def _measured(comparison: Comparison, name: str, trials: Sequence[Trial]) -> Mea
 
     seconds: dict[str, Any] = {f"{which}_s": part(which) for which in PARTS}
     gains = [trial.gain for trial in trials if trial.gain is not None]
-    return Measured(
+    return RunMeasurements(
         workers=variant.workers,
         threads_per_worker=variant.threads,
         strategy=variant.strategy,

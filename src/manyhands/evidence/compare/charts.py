@@ -19,7 +19,7 @@ Read = Callable[[Comparison], str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class LegendEntry:
     """Of a legend: what stands beside a line's look."""
 
     name: str
@@ -37,7 +37,7 @@ class Chart:
     reading: str
     figure: Mapping[str, Any] | None
     """As plotly.js takes it; None where a sentence says it all."""
-    legend: tuple[Entry, ...] = ()
+    legend: tuple[LegendEntry, ...] = ()
     parts: Mapping[str, str] = field(default_factory=dict)
     """{part of the time: colour}, a legend too."""
 
@@ -116,10 +116,12 @@ def _solos(variants: Sequence[Variant]) -> int:
 # -- legends ----------------------------------------------------------------------------------------------------------------
 
 
-def _legend(figure: Figure) -> tuple[Entry, ...]:
+def _legend(figure: Figure) -> tuple[LegendEntry, ...]:
     """Of the lines of a figure, in its order; () of one without lines."""
     lines = [trace for trace in figure.data if trace.type == "scatter" and trace.showlegend is not False]
-    return tuple(Entry(name=html.unescape(line.name), look=_look(line), group=line.legendgroup or "") for line in lines)
+    return tuple(
+        LegendEntry(name=html.unescape(line.name), look=_look(line), group=line.legendgroup or "") for line in lines
+    )
 
 
 def _look(line: Any) -> style.Look:

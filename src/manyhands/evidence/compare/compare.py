@@ -21,7 +21,7 @@ from manyhands.evidence.compare.advising import advice
 from manyhands.evidence.compare.comparison import Comparison, Difference, Target
 from manyhands.evidence.compare.repeating import Repeating
 from manyhands.evidence.compare.statistics import HIGHER
-from manyhands.evidence.compare.trials import Entry, Setting
+from manyhands.evidence.compare.trials import TrialEntry, TrialSetup
 from manyhands.evidence.compare.variants import DEFAULT, entries_of, refusals, threads_of
 from manyhands.evidence.compare.verdict import verdict
 from manyhands.replica.evaluation import higher_is_better
@@ -83,7 +83,7 @@ def compare(
     check_place(device, threads_per_worker)
     metric.check_data(own, aim)
     place = _place_of(engine)
-    setting = Setting(
+    setting = TrialSetup(
         task=own,
         on_test=metric.on_test(own, aim),
         servers=servers,
@@ -167,8 +167,8 @@ def _place_of(engine: Engine | str) -> Engine:
 
 
 def _possible(
-    entries: list[Entry], setting: Setting, engine: Engine, is_default: bool, say: Callable[[str], None]
-) -> list[Entry]:
+    entries: list[TrialEntry], setting: TrialSetup, engine: Engine, is_default: bool, say: Callable[[str], None]
+) -> list[TrialEntry]:
     """The variants that can be. Raises BadInput naming all that cannot, unless nobody asked for them."""
     refused = refusals(entries, setting, engine)
     if refused and not is_default:

@@ -144,7 +144,7 @@ class Difference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class AdviceLine:
     """A line of advice: the rule that spoke, for people, and what it rests on."""
 
     kind: str
@@ -183,7 +183,7 @@ class Comparison:
     """By variant, against the reference; none of the reference itself and of variants that failed."""
     verdict: str = ""
     """One sentence."""
-    advice: tuple[Finding, ...] = ()
+    advice: tuple[AdviceLine, ...] = ()
     """The most important first."""
     simulated: Mapping[str, str] = field(default_factory=dict)
     """The cluster's options where seconds are virtual; empty: they are real."""
@@ -270,7 +270,7 @@ def _parts(said: dict[str, Any]) -> dict[str, Any]:
         "trials": tuple(_trial(one) for one in said["trials"]),
         "target": None if said["target"] is None else Target(**said["target"]),
         "differences": {name: tuple(Difference(**one) for one in found) for name, found in said["differences"].items()},
-        "advice": tuple(Finding(**one) for one in said["advice"]),
+        "advice": tuple(AdviceLine(**one) for one in said["advice"]),
     }
 
 

@@ -10,17 +10,17 @@ from torch import Tensor
 from manyhands.evidence.compare.comparison import Point, Trial
 from manyhands.evidence.compare.final_evaluation import Predictions
 from manyhands.evidence.compare.probe import Sketch
-from manyhands.evidence.compare.trials import Finished
+from manyhands.evidence.compare.trials import FinishedTrial
 
 
-def compared(finished: Iterable[Finished], reference: str, start: Tensor) -> list[Trial]:
+def compared(finished: Iterable[FinishedTrial], reference: str, start: Tensor) -> list[Trial]:
     """The trials of a repeat, with what sets them apart from the reference's. start: [D] where all of them began."""
     repeat = list(finished)
     solo = next(one for one in repeat if one.trial.variant == reference)
     return [one.trial if one.trial.failure else _compared(one, solo, start) for one in repeat]
 
 
-def _compared(one: Finished, solo: Finished, start: Tensor) -> Trial:
+def _compared(one: FinishedTrial, solo: FinishedTrial, start: Tensor) -> Trial:
     agreement, of = _agreement(one.predictions, solo.predictions)
     curve = tuple(_placed(point, one.sketches, solo.sketches) for point in one.trial.curve)
     trial = replace(one.trial, curve=curve, agreement=agreement, agreement_of=of)

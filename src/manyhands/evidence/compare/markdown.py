@@ -78,7 +78,7 @@ def _columns(comparison: Comparison) -> list[tuple[str, Say]]:
     return [(labels.get(key[1], key[1]), _say(cells[key])) for key in wanted if key in cells]
 
 
-def _say(cell: Callable[[Variant], table.Cell]) -> Say:
+def _say(cell: Callable[[Variant], table.TableCell]) -> Say:
     def say(variant: Variant) -> str:
         found = cell(variant)
         return plain(found.text) + SIGNS.get(found.mark, "")

@@ -21,7 +21,7 @@ from manyhands.errors import ManyhandsError
 from manyhands.evidence.compare.comparison import Comparison, Target, Trial
 from manyhands.evidence.compare.distance import compared
 from manyhands.evidence.compare.metric import metric_of
-from manyhands.evidence.compare.trials import Entry, Known, Setting, start_of, try_once, warm_up
+from manyhands.evidence.compare.trials import Known, TrialEntry, TrialSetup, start_of, try_once, warm_up
 from manyhands.evidence.compare.variants import orders
 from manyhands.recording.run import environment
 from manyhands.task import Task
@@ -31,8 +31,8 @@ from manyhands.task import Task
 class Repeating:
     """One comparison's trials. `run` once."""
 
-    setting: Setting
-    entries: list[Entry]
+    setting: TrialSetup
+    entries: list[TrialEntry]
     engine: Engine
     repeats: int
     points: int
@@ -41,11 +41,11 @@ class Repeating:
     metric_margin: float
     say: Callable[[str], None]
     trials: list[Trial] = field(default_factory=list, init=False)
-    _pace: Pace = field(default_factory=lambda: Pace(), init=False)
+    _pace: TrialPace = field(default_factory=lambda: TrialPace(), init=False)
     _launches: int = field(default=0, init=False)
 
     @property
-    def reference(self) -> Entry:
+    def reference(self) -> TrialEntry:
         """Solo with all threads."""
         return [entry for entry in self.entries if entry.variant.solo][-1]
 
@@ -95,7 +95,7 @@ class Repeating:
             going = [i for i in going if self.entries[i].variant.name not in failed]
         return True
 
-    def _repeat(self, repeat: int, entries: list[Entry], known: Known, judged: str) -> list[Trial]:
+    def _repeat(self, repeat: int, entries: list[TrialEntry], known: Known, judged: str) -> list[Trial]:
         task, finished = self.setting.task, []
         for entry in entries:
             name = entry.variant.name
@@ -115,7 +115,7 @@ class Repeating:
             finished.append(one)
         return compared(finished, self.reference.variant.name, start_of(task, task.seed + repeat))
 
-    def _look_at(self, trial: Trial, entry: Entry) -> None:
+    def _look_at(self, trial: Trial, entry: TrialEntry) -> None:
         """Tell of a failure; raise ManyhandsError where it is solo's."""
         if not trial.failure:
             return
@@ -125,7 +125,7 @@ class Repeating:
             )
         self.say(f"{trial.variant} failed, and is not tried again: {trial.failure}")
 
-    def _engine_of(self, entry: Entry) -> Engine:
+    def _engine_of(self, entry: TrialEntry) -> Engine:
         """For the next launch. Each simulated one has a seed of its own, or repeats would differ by rows alone; solo beside
         engine hosts is on this one."""
         self._launches += 1
@@ -136,7 +136,7 @@ class Repeating:
         return self.engine
 
 
-class Pace:
+class TrialPace:
     """How long trials take, and how many are left."""
 
     def __init__(self) -> None:

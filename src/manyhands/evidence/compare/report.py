@@ -123,7 +123,7 @@ def breakable(name: str) -> Markup:
     return parts + Markup(' <span class="whole">{}</span>').format(tail.strip()) if tail else parts
 
 
-def grouped(columns: Sequence[table.Column]) -> list[tuple[str, list[table.Column]]]:
+def grouped(columns: Sequence[table.TableColumn]) -> list[tuple[str, list[table.TableColumn]]]:
     """[(group, its columns)]"""
     return [(name, list(own)) for name, own in groupby(columns, key=lambda column: column.group)]
 

@@ -15,7 +15,7 @@ NOTHING = "–"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class TableCell:
     """What stands at a variant and a column."""
 
     text: str
@@ -29,17 +29,17 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Column:
+class TableColumn:
     """One thing measured."""
 
     group: str
     label: str
     about: str
     """What is in it, in a sentence."""
-    cell: Callable[[Variant], Cell]
+    cell: Callable[[Variant], TableCell]
 
 
-def columns(comparison: Comparison) -> tuple[Column, ...]:
+def columns(comparison: Comparison) -> tuple[TableColumn, ...]:
     """Those that have something to say of any variant."""
     every = (
         *_speed(comparison),
@@ -58,15 +58,15 @@ def of_trials(
     say: Callable[[float], str],
     compared: str = "",
     geometric: bool = False,
-) -> Callable[[Variant], Cell]:
+) -> Callable[[Variant], TableCell]:
     """The cell of a number that each trial has; `compared`: what its difference is called; `geometric`: the mean of rates and times."""
 
-    def cell(variant: Variant) -> Cell:
+    def cell(variant: Variant) -> TableCell:
         found = means.of_variant(comparison, variant.name, of, geometric)
         if found is None:
-            return Cell(text=NOTHING)
+            return TableCell(text=NOTHING)
         lines = (*_between(found, say), *_missing(found))
-        return _marked(Cell(text=say(found.middle), lines=lines), comparison, variant, compared)
+        return _marked(TableCell(text=say(found.middle), lines=lines), comparison, variant, compared)
 
     return cell
 
@@ -74,7 +74,7 @@ def of_trials(
 # -- columns by group ----------------------------------------------------------------------------------------------------------
 
 
-def _speed(comparison: Comparison) -> tuple[Column, ...]:
+def _speed(comparison: Comparison) -> tuple[TableColumn, ...]:
     rate = of_trials(comparison, lambda trial: trial.rows_per_s or None, wording.number, "rows_per_s", geometric=True)
     about = "Rows that all workers together train on in a second of the loop, without its first ticks."
     efficient = (
@@ -82,7 +82,7 @@ def _speed(comparison: Comparison) -> tuple[Column, ...]:
     )
     solos = measures.solos(comparison)
     against = [
-        Column(
+        TableColumn(
             group="Speed",
             label=f"× {solo.name}",
             about=f"rows/s over those of {solo.name}: the ratio of their means, which is the mean of the repeats' ratios."
@@ -91,21 +91,21 @@ def _speed(comparison: Comparison) -> tuple[Column, ...]:
         )
         for i, solo in enumerate(solos)
     ]
-    return Column(group="Speed", label="rows/s", about=about, cell=rate), *against
+    return TableColumn(group="Speed", label="rows/s", about=about, cell=rate), *against
 
 
-def _ratio(comparison: Comparison, solo: Variant, with_efficiency: bool) -> Callable[[Variant], Cell]:
-    def cell(variant: Variant) -> Cell:
+def _ratio(comparison: Comparison, solo: Variant, with_efficiency: bool) -> Callable[[Variant], TableCell]:
+    def cell(variant: Variant) -> TableCell:
         found = measures.ratio(comparison, variant.name, solo.name)
         if found is None or variant == solo:
-            return Cell(text=NOTHING)
+            return TableCell(text=NOTHING)
         efficient = f"{wording.percent(found / means.ideal(comparison, variant))} efficient"
-        return Cell(text=wording.times(found), lines=(efficient,) if with_efficiency else ())
+        return TableCell(text=wording.times(found), lines=(efficient,) if with_efficiency else ())
 
     return cell
 
 
-def _target(comparison: Comparison) -> tuple[Column, ...]:
+def _target(comparison: Comparison) -> tuple[TableColumn, ...]:
     if comparison.target is None:
         return ()
     group, until = (
@@ -115,31 +115,31 @@ def _target(comparison: Comparison) -> tuple[Column, ...]:
     time = _reached(comparison, lambda trial: trial.target_seconds, wording.seconds, "target_seconds")
     rows = _reached(comparison, lambda trial: trial.target_rows, wording.number, "target_rows")
     return (
-        Column(group=group, label="time", about=f"Seconds of training {until}", cell=time),
-        Column(group=group, label="rows", about=f"Rows that all workers together consumed {until}", cell=rows),
+        TableColumn(group=group, label="time", about=f"Seconds of training {until}", cell=time),
+        TableColumn(group=group, label="rows", about=f"Rows that all workers together consumed {until}", cell=rows),
     )
 
 
 def _reached(
     comparison: Comparison, of: Callable[[Trial], float | None], say: Callable[[float], str], compared: str
-) -> Callable[[Variant], Cell]:
+) -> Callable[[Variant], TableCell]:
     """As `of_trials`, but a repeat without a value is one that did not reach the target."""
 
-    def cell(variant: Variant) -> Cell:
+    def cell(variant: Variant) -> TableCell:
         trials, found = comparison.of(variant.name), means.of_variant(comparison, variant.name, of, compared in HIGHER)
         if found is None:
-            never = Cell(text="not reached" if trials else NOTHING)
+            never = TableCell(text="not reached" if trials else NOTHING)
             return _marked(never, comparison, variant, compared)
         often = (f"in {len(trials) - found.missing} of {len(trials)} repeats",) if found.missing else ()
-        text = Cell(text=say(found.middle), lines=(*_between(found, say), *often))
+        text = TableCell(text=say(found.middle), lines=(*_between(found, say), *often))
         return text if found.missing else _marked(text, comparison, variant, compared)
 
     return cell
 
 
-def _result(comparison: Comparison) -> tuple[Column, ...]:
+def _result(comparison: Comparison) -> tuple[TableColumn, ...]:
     return tuple(
-        Column(
+        TableColumn(
             group="At the end",
             label=name,
             about=f"{name} when the training was over, of all workers' one answer.",
@@ -149,14 +149,14 @@ def _result(comparison: Comparison) -> tuple[Column, ...]:
     )
 
 
-def _distance(comparison: Comparison) -> tuple[Column, ...]:
-    def column(label: str, about: str, of: Callable[[Trial], float | None], say: Callable[[float], str]) -> Column:
+def _distance(comparison: Comparison) -> tuple[TableColumn, ...]:
+    def column(label: str, about: str, of: Callable[[Trial], float | None], say: Callable[[float], str]) -> TableColumn:
         cell = of_trials(comparison, of, say)
-        return Column(
+        return TableColumn(
             group=f"Against {comparison.reference}",
             label=label,
             about=about,
-            cell=lambda variant: Cell(text=NOTHING) if variant.name == comparison.reference else cell(variant),
+            cell=lambda variant: TableCell(text=NOTHING) if variant.name == comparison.reference else cell(variant),
         )
 
     kinds = {trial.agreement_of for trial in comparison.trials if trial.agreement_of}
@@ -175,9 +175,9 @@ def _distance(comparison: Comparison) -> tuple[Column, ...]:
     )
 
 
-def _cost(comparison: Comparison) -> tuple[Column, ...]:
-    def column(label: str, about: str, of: Callable[[Trial], float | None], say: Callable[[float], str]) -> Column:
-        return Column(group="Cost and rate", label=label, about=about, cell=of_trials(comparison, of, say))
+def _cost(comparison: Comparison) -> tuple[TableColumn, ...]:
+    def column(label: str, about: str, of: Callable[[Trial], float | None], say: Callable[[float], str]) -> TableColumn:
+        return TableColumn(group="Cost and rate", label=label, about=about, cell=of_trials(comparison, of, say))
 
     unused = column(
         "unused rows", "Rows whose gradient was dropped or skipped.", lambda trial: trial.unused, wording.number
@@ -197,7 +197,7 @@ def _cost(comparison: Comparison) -> tuple[Column, ...]:
             means.most_memory,
             wording.size,
         ),
-        Column(
+        TableColumn(
             group="Cost and rate",
             label="worker-seconds",
             about="Seconds of the loop times workers.",
@@ -219,12 +219,12 @@ def _missing(found: Mean) -> tuple[str, ...]:
     return (f"{wording.count(found.missing, 'repeat')} not finite",) if found.missing else ()
 
 
-def _marked(cell: Cell, comparison: Comparison, variant: Variant, compared: str) -> Cell:
+def _marked(cell: TableCell, comparison: Comparison, variant: Variant, compared: str) -> TableCell:
     """With how it differs from the reference, where that was compared."""
     found = comparison.difference(variant.name, compared) if compared else None
     if found is None:
         return cell
-    return Cell(
+    return TableCell(
         text=cell.text,
         lines=(*cell.lines, *filter(None, [interval(found)])),
         mark=found.said,

@@ -33,7 +33,7 @@ WARM_TICKS = 4  # of the warm-up
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class TrialSetup:
     """What all trials have in common."""
 
     task: Task
@@ -55,7 +55,7 @@ class Setting:
         """The rows that a trial validates on, None where there are none."""
         return self.task.test_data if self.on_test else self.task.validation_data
 
-    def train(self, task: Task, entry: Entry, engine: Engine, callback: Callback, **options: Any) -> Run:
+    def train(self, task: Task, entry: TrialEntry, engine: Engine, callback: Callback, **options: Any) -> Run:
         """One launch. Raises what `train` raises."""
         return train(
             task,
@@ -72,7 +72,7 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class TrialEntry:
     """A variant, and the object that its strategy is."""
 
     variant: Variant
@@ -80,7 +80,7 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finished:
+class FinishedTrial:
     """A trial, and what is kept of it until its repeat is over."""
 
     trial: Trial
@@ -103,7 +103,7 @@ class Known:
     facts: Mapping[str, Any]
     """Those of a run's `info` that advice looks at."""
 
-    def ticks_of(self, entry: Entry, task: Task) -> int | None:
+    def ticks_of(self, entry: TrialEntry, task: Task) -> int | None:
         """Of an epoch: fewer of more workers, where their batch is given by worker."""
         times = 1 if task.batch_size_per_worker is None else entry.variant.workers
         return None if self.ticks_per_epoch is None else -(-self.ticks_per_epoch // times)
@@ -112,12 +112,12 @@ class Known:
 # -- trials ----------------------------------------------------------------------------------------------------------
 
 
-def warm_up(setting: Setting, entry: Entry, engine: Engine) -> Known:
+def warm_up(setting: TrialSetup, entry: TrialEntry, engine: Engine) -> Known:
     """Train for a few steps, so that no trial is the first to load and fill what is empty; and see what the task is like.
 
     Raises what `train` raises.
     """
-    listener = Listener(setting.on_test, stop_after=WARM_TICKS)
+    listener = ValidationListener(setting.on_test, stop_after=WARM_TICKS)
     task = setting.trained(setting.task.seed)
     run = setting.train(task, entry, engine, listener)
     looked = look(setting.task, run.model, setting.task.train_data, _device(run), rows=1)
@@ -132,31 +132,31 @@ def warm_up(setting: Setting, entry: Entry, engine: Engine) -> Known:
 
 
 def try_once(
-    setting: Setting,
-    entry: Entry,
+    setting: TrialSetup,
+    entry: TrialEntry,
     engine: Engine,
     *,
     repeat: int,
     validate_every: str | int,
     target: Target | None,
     judged: str,
-) -> Finished:
+) -> FinishedTrial:
     """Train a variant once. What fails in it is the trial's `failure`; raises Preempted, and what is no error of the trial's.
 
     judged: the metric to judge by; a trial that ends with one that is not finite, or with such a loss, has failed.
     """
     seed = setting.task.seed + repeat
     trial = Trial(variant=entry.variant.name, repeat=repeat, seed=seed)
-    listener = Listener(setting.on_test)
+    listener = ValidationListener(setting.on_test)
     try:
         run = setting.train(probed(setting.trained(seed)), entry, engine, listener, validate_every=validate_every)
     except Preempted:
         raise
     except ManyhandsError as error:
-        return Finished(trial=replace(trial, failure=_line(error)))
+        return FinishedTrial(trial=replace(trial, failure=_line(error)))
     finished = _finished(setting, trial, run, listener, target)
     failure = _failure(run, finished.trial.metrics, judged)
-    return Finished(trial=replace(trial, failure=failure)) if failure else finished
+    return FinishedTrial(trial=replace(trial, failure=failure)) if failure else finished
 
 
 def _failure(run: Run, metrics: Mapping[str, float], judged: str) -> str:
@@ -167,7 +167,9 @@ def _failure(run: Run, metrics: Mapping[str, float], judged: str) -> str:
     return next((f"{name} is {metrics[name]} at its end" for name, fine in finite.items() if not fine), "")
 
 
-def _finished(setting: Setting, trial: Trial, run: Run, listener: Listener, target: Target | None) -> Finished:
+def _finished(
+    setting: TrialSetup, trial: Trial, run: Run, listener: ValidationListener, target: Target | None
+) -> FinishedTrial:
     device = _device(run)
     rows = min(ROWS, run.rows["total"])  # a short trial is not to be outlasted by what looks at it
     train = look(setting.task, run.model, setting.task.train_data, device, rows)
@@ -176,7 +178,7 @@ def _finished(setting: Setting, trial: Trial, run: Run, listener: Listener, targ
     target_s, target_rows = (None if target is None else measures.reached(curve, target)) or (None, None)
     at = measures.until(run.history)
     sketches = {at(tick)[0]: sketch for tick, _, sketch in listener.validations if sketch is not None}
-    return Finished(
+    return FinishedTrial(
         trial=replace(
             trial,
             **_numbers(run),
@@ -225,7 +227,7 @@ def _device(run: Run) -> torch.device:
     return wanted if wanted.type == "cpu" or torch.cuda.is_available() else torch.device("cpu")
 
 
-class Listener(Callback):
+class ValidationListener(Callback):
     """Hears a trial's validations, and takes out of them, for all who hear them later, what the probe told.
 
     validations: (tick, metrics, sketch). metrics: the final ones. Where test rows were validated, names are put right.

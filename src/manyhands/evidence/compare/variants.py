@@ -12,7 +12,7 @@ import numpy as np
 from manyhands.engines.base import Engine, LaunchSpec
 from manyhands.errors import BadInput
 from manyhands.evidence.compare.comparison import Variant
-from manyhands.evidence.compare.trials import Entry, Setting
+from manyhands.evidence.compare.trials import TrialEntry, TrialSetup
 from manyhands.strategies import spec_of, strategy_of
 from manyhands.strategies.base import Strategy
 from manyhands.strategies.solo import Solo
@@ -47,7 +47,7 @@ def threads_of(engine: Engine, on_gpu: bool, cores: int, wanted: int | None) -> 
     return Threads(solo=named, each=wanted, cores=cores)
 
 
-def entries_of(strategies: Iterable[Strategy | str], workers: Sequence[int], threads: Threads) -> list[Entry]:
+def entries_of(strategies: Iterable[Strategy | str], workers: Sequence[int], threads: Threads) -> list[TrialEntry]:
     """Solo, then every other strategy at each number of workers above 1 (at 1 where there is no other).
 
     A strategy that is given twice is two variants.
@@ -66,11 +66,11 @@ def entries_of(strategies: Iterable[Strategy | str], workers: Sequence[int], thr
     return entries
 
 
-def _entry(spec: str, strategy: Strategy, workers: int, threads: int, name: str) -> Entry:
-    return Entry(variant=Variant(strategy=spec, workers=workers, threads=threads, name=name), strategy=strategy)
+def _entry(spec: str, strategy: Strategy, workers: int, threads: int, name: str) -> TrialEntry:
+    return TrialEntry(variant=Variant(strategy=spec, workers=workers, threads=threads, name=name), strategy=strategy)
 
 
-def refusals(entries: Iterable[Entry], setting: Setting, engine: Engine) -> dict[str, str]:
+def refusals(entries: Iterable[TrialEntry], setting: TrialSetup, engine: Engine) -> dict[str, str]:
     """{variant: why it cannot be}. Raises BadInput where solo cannot."""
     found = {}
     for entry in entries:
@@ -83,7 +83,7 @@ def refusals(entries: Iterable[Entry], setting: Setting, engine: Engine) -> dict
     return found
 
 
-def _check(entry: Entry, setting: Setting, engine: Engine) -> None:
+def _check(entry: TrialEntry, setting: TrialSetup, engine: Engine) -> None:
     """What `train` checks before anything starts."""
     workers = entry.variant.workers
     asked = TrainConfig(task=setting.task, strategy=entry.strategy, engine=engine, workers=workers, directory=None)

@@ -19,9 +19,9 @@ from manyhands.evidence.calibrate.observe import LEAST_BLOCK
 from manyhands.evidence.estimate.bars import Bars, bars_of
 from manyhands.evidence.estimate.lengths import Lengths
 from manyhands.evidence.estimate.scaled import PATIENCE_S, simulate
-from manyhands.evidence.estimate.shape import Reading, Shape, reading_of, shape_of
+from manyhands.evidence.estimate.shape import ReadingPlan, Shape, reading_plan, shape_of
 from manyhands.evidence.estimate.stand_in import NEVER, stand_in, steady
-from manyhands.evidence.estimate.steady import ENOUGH, Measured, Steady
+from manyhands.evidence.estimate.steady import ENOUGH, Steady, SteadyStep
 from manyhands.strategies import spec_of, strategy_of
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task
@@ -210,7 +210,7 @@ class _Estimating:
         return Estimates(
             task=self.task.name,
             parameters=self.shape.numbers,
-            rows=reading_of(self.task, self.source, 1).rows,
+            rows=reading_plan(self.task, self.source, 1).rows,
             profile=self.profile,
             network=self.network,
             compute=self.compute,
@@ -222,7 +222,7 @@ class _Estimating:
 
     def _alone(self) -> float:
         """Rows a second of one worker, its epochs' last, smaller batches included."""
-        reading, compute = reading_of(self.task, self.source, 1), self.compute
+        reading, compute = reading_plan(self.task, self.source, 1), self.compute
         sizes = [reading.rows_of(tick) for tick in (range(reading.ticks) if reading.ticks else range(1))]
         return sum(sizes) / sum(compute.step + compute.row * rows for rows in sizes)
 
@@ -231,7 +231,7 @@ class _Estimating:
     def _estimate(self, strategy: Strategy, workers: int) -> Estimate:
         try:
             self._refuse_empty_shares(workers)
-            reading = reading_of(self.task, self.source, workers)
+            reading = reading_plan(self.task, self.source, workers)
             measured = self._simulated(strategy, workers, reading)
         except (BadInput, Unsupported) as refusal:
             return Estimate(strategy=spec_of(strategy), workers=workers, refused=str(refusal))
@@ -245,7 +245,7 @@ class _Estimating:
                 f"--batch-size-per-worker, or give --batch-size {workers} or more"
             )
 
-    def _simulated(self, strategy: Strategy, workers: int, reading: Reading) -> Measured:
+    def _simulated(self, strategy: Strategy, workers: int, reading: ReadingPlan) -> SteadyStep:
         rows = reading.rows_of(0) / workers
         lengths = Lengths(self.shape, strategy, workers=workers, servers=self.servers, rows=rows)
         task, usual = stand_in(self.task, self.shape, reading, lengths.own), steady(strategy)
@@ -263,7 +263,7 @@ class _Estimating:
             )
         return measured
 
-    def _row(self, strategy: Strategy, workers: int, reading: Reading, measured: Measured) -> Estimate:
+    def _row(self, strategy: Strategy, workers: int, reading: ReadingPlan, measured: SteadyStep) -> Estimate:
         spec, steps = spec_of(strategy), reading.steps(self.task)
         bars = bars_of(self.profile, spec, workers, reading.rows_of(0) / workers, 1 - measured.compute)
         step = Span(
@@ -314,7 +314,7 @@ class _Estimating:
         return notes
 
 
-def _notes(strategy: Strategy, workers: int, reading: Reading, measured: Measured) -> list[str]:
+def _notes(strategy: Strategy, workers: int, reading: ReadingPlan, measured: SteadyStep) -> list[str]:
     """What holds of one row."""
     notes = []
     if reading.rows is not None and reading.rows < reading.batch_size:

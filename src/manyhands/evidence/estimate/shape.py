@@ -102,7 +102,7 @@ def _like(value: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class ReadingPlan:
     """The data as so many workers read it."""
 
     batch_size: int  # global rows
@@ -119,7 +119,7 @@ class Reading:
         return self.batch_size if self.rows is None else min(self.batch_size, self.rows - tick * self.batch_size)
 
 
-def reading_of(task: Task, source: Source, workers: int) -> Reading:
+def reading_plan(task: Task, source: Source, workers: int) -> ReadingPlan:
     """Raises BadInput for fewer than one row a worker.
 
     Batches of a sampler of the user's own, which may differ, count as equally large.
@@ -127,7 +127,7 @@ def reading_of(task: Task, source: Source, workers: int) -> Reading:
     size = global_batch(task, workers, source.batch_size)
     feed = Feed(source, size=workers, batch_size=size, seed=task.seed, shuffle=task.shuffle, order=task.order)
     if feed.rows is None or feed.ticks is None:
-        return Reading(batch_size=size, rows=None, ticks=None)
+        return ReadingPlan(batch_size=size, rows=None, ticks=None)
     even = -(-feed.rows // size) == feed.ticks
     size = size if even else -(-feed.rows // feed.ticks)
-    return Reading(batch_size=size, rows=feed.rows, ticks=-(-feed.rows // size))
+    return ReadingPlan(batch_size=size, rows=feed.rows, ticks=-(-feed.rows // size))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from manyhands.evidence.estimate.shape import Reading, Shape
+from manyhands.evidence.estimate.shape import ReadingPlan, Shape
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task
 
@@ -51,7 +51,7 @@ class Keeper(torch.optim.Optimizer):
         return torch.zeros(value.shape, dtype=value.dtype)
 
 
-def stand_in(task: Task, shape: Shape, reading: Reading, length: int) -> Task:
+def stand_in(task: Task, shape: Shape, reading: ReadingPlan, length: int) -> Task:
     """The task with a model of `length` numbers. Its rows are never looked at, and take no memory."""
 
     def loss(model: nn.Module, batch: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class Mark(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class SteadyStep:
     """Of the steps that were looked at: global batches, in virtual time."""
 
     steps: int
@@ -137,7 +137,7 @@ class Steady(Observer):
         times = [self._marks[end].time_s for end in ends]
         return [(later - earlier) / self._block for earlier, later in pairwise(times)]
 
-    def measured(self) -> Measured | None:
+    def measured(self) -> SteadyStep | None:
         """None where not one whole block was seen."""
         ends = self._ends()
         if len(ends) < 2:
@@ -145,7 +145,7 @@ class Steady(Observer):
         first, last, steps = self._marks[ends[0]], self._marks[ends[-1]], ends[-1] - ends[0]
         elapsed_s, worker_steps = last.time_s - first.time_s, steps * self._workers
         stale = self._staleness[first.pushes : last.pushes]
-        return Measured(
+        return SteadyStep(
             steps=steps,
             step_s=elapsed_s / steps,
             spread=_spread(self._seconds(ends)),

@@ -25,7 +25,7 @@ class Record:
     behind: deque[int] = field(default_factory=deque)  # of those that a quorum dropped
 
 
-class Journal:
+class ReplayJournal:
     """All workers' records. steps: the `step` and `closing` events that count, each worker's in the order in which they happened."""
 
     def __init__(self, workers: int, steps: Iterable[Event], stopped: str = "") -> None:
@@ -61,10 +61,10 @@ class Journal:
         return End(reason=self.stopped if over else "", left=left)
 
 
-class Told(Alone):
+class ReplayClient(Alone):
     """The driver client of a worker that is told what it did."""
 
-    def __init__(self, journal: Journal, rank: int) -> None:
+    def __init__(self, journal: ReplayJournal, rank: int) -> None:
         super().__init__()
         self._journal, self._rank = journal, rank
 

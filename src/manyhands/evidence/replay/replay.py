@@ -18,9 +18,9 @@ from manyhands.checkpoint.paths import AnyPath, open_regular, path_of
 from manyhands.comm.threads import ThreadGroup
 from manyhands.errors import BadInput, Unsupported
 from manyhands.events import Event
-from manyhands.evidence.replay.journal import Journal, Told
+from manyhands.evidence.replay.journal import ReplayClient, ReplayJournal
 from manyhands.evidence.replay.server import ReplayServer, Stores
-from manyhands.evidence.replay.turns import InTurns, Turns
+from manyhands.evidence.replay.turns import InTurns, ThreadTurns
 from manyhands.recording import event_log
 from manyhands.recording.run import environment
 from manyhands.server.sharding import make_stores
@@ -82,7 +82,7 @@ def replay(
         raise Unsupported(f"the run in {folder} was resumed, and only a run of one launch can be replayed")
     read_result(folder, (event_log.FILE,))
     steps = event_log.steps_that_count(event_log.files_in(folder))
-    journal = Journal(workers, (event for event, _ in steps), info["stopped"])
+    journal = ReplayJournal(workers, (event for event, _ in steps), info["stopped"])
     if info["device"] != "cpu":
         raise Unsupported(
             f"the run in {folder} computed on {info['device']}, and a replay computes on the CPU, whose bits differ"
@@ -99,7 +99,7 @@ def replay(
         nonfinite=asked["nonfinite"],
     )
     plan = replace(plan, keep=keep_of(asked["keep"], plan.task))
-    turns = Turns()
+    turns = ThreadTurns()
     stores = Stores(
         spec,
         make_stores(spec, workers=workers, shards=asked["servers"]),
@@ -150,10 +150,10 @@ class _Replay:
             self._progress(self._done, self._stores.journal.ticks)
 
 
-class _Counting(Told):
+class _Counting(ReplayClient):
     """Tells of every tick."""
 
-    def __init__(self, journal: Journal, rank: int, count: Callable[[], None]) -> None:
+    def __init__(self, journal: ReplayJournal, rank: int, count: Callable[[], None]) -> None:
         super().__init__(journal, rank)
         self._count = count
 

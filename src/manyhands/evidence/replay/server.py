@@ -11,18 +11,20 @@ from torch import Tensor
 from typing_extensions import override
 
 from manyhands.comm.ledger import Ledger
-from manyhands.evidence.replay.journal import Journal
-from manyhands.evidence.replay.turns import Turns
+from manyhands.evidence.replay.journal import ReplayJournal
+from manyhands.evidence.replay.turns import ThreadTurns
 from manyhands.server.base import Encoded, Pushed, Server, ServerSpec, ServerState
-from manyhands.server.rules.updates import Quorum
+from manyhands.server.rules.updates import QuorumRule
 from manyhands.server.sharding import codec_for, lengths_of, parts_of
-from manyhands.server.store import Applied, Dropped, Go, Held, Reply, Store, Wait
+from manyhands.server.store import Applied, Dropped, Go, Held, Reply, Store, WaitForGate
 
 
 class Stores:
     """The shards, and the answers that they hold back for workers."""
 
-    def __init__(self, spec: ServerSpec, stores: list[Store], journal: Journal, turns: Turns, ordered: bool) -> None:
+    def __init__(
+        self, spec: ServerSpec, stores: list[Store], journal: ReplayJournal, turns: ThreadTurns, ordered: bool
+    ) -> None:
         """ordered: pulls and pushes wait for the version that the journal says; else the rule's own rounds make the order."""
         self.spec, self.stores = spec, stores
         self.journal, self.turns, self.ordered = journal, turns, ordered
@@ -115,7 +117,7 @@ class ReplayServer(Server):
     def _may_push(self, shard: int, versions: list[int] | None, weight: float) -> bool:
         """Whether this push now makes the version that it made, and nobody has still to see the one before."""
         store = self._all.stores[shard]
-        if isinstance(store.rule, Quorum):  # a push is of the step of its number: what came late comes late again
+        if isinstance(store.rule, QuorumRule):  # a push is of the step of its number: what came late comes late again
             return versions is not None or store.version >= self._sequence
         if versions is None or not weight or not self._all.ordered:  # it made none, or its round makes the order
             return True
@@ -128,7 +130,7 @@ class ReplayServer(Server):
         heard = bits
         for shard in range(len(self._all.stores)):
             reply = self._all.call(shard, lambda store: store.tick(self._rank, bits))
-            go = self._all.answer(shard, self._rank) if isinstance(reply, Wait) else reply
+            go = self._all.answer(shard, self._rank) if isinstance(reply, WaitForGate) else reply
             assert isinstance(go, Go)
             heard = go.bits
         return heard

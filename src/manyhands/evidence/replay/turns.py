@@ -19,7 +19,7 @@ from manyhands.errors import ManyhandsError
 T = TypeVar("T")
 
 
-class Stuck(ManyhandsError):
+class ReplayDeadlock(ManyhandsError):
     """All wait for each other: the order that they were told to follow cannot be."""
 
 
@@ -27,7 +27,7 @@ class _Ended(BaseException):
     """Another thread raised: this one has nothing to wait for any more."""
 
 
-class Turns:
+class ThreadTurns:
     """Runs one function a worker, and switches between them in `wait_for`."""
 
     def __init__(self) -> None:
@@ -90,7 +90,9 @@ class Turns:
         if chosen is None and self._waiting and not self._failed:
             self._failed = True
             self._changed.notify_all()
-            raise Stuck(f"workers {sorted(self._waiting)} wait for each other: the journal does not fit this program")
+            raise ReplayDeadlock(
+                f"workers {sorted(self._waiting)} wait for each other: the journal does not fit this program"
+            )
         if chosen is not None:
             del self._waiting[chosen]
             self._running = chosen
@@ -100,7 +102,7 @@ class Turns:
 class InTurns(Meeting):
     """Where workers that take turns meet: each gives a value, and gets everybody's."""
 
-    def __init__(self, size: int, turns: Turns) -> None:
+    def __init__(self, size: int, turns: ThreadTurns) -> None:
         super().__init__(size)
         self._turns = turns
         self._met = [0] * size

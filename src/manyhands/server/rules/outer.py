@@ -30,7 +30,7 @@ ELEMENTWISE = (
 
 
 @dataclass(kw_only=True)
-class Outer(Rule):
+class OuterRule(Rule):
     """-update is a pseudo-gradient, and the center takes a step of a torch optimizer along it.
 
     DiLoCo: Distributed Low-Communication Training of Language Models, Douillard et al., 2023; before, Adaptive Federated

@@ -16,7 +16,7 @@ from manyhands.server.rules.base import Push, Rule
 
 
 @dataclass(kw_only=True)
-class Pairs(Rule):
+class PairsRule(Rule):
     """A push of worker i carries what its steps moved: i and a partner j become their mean, then i moves; i is the answer.
 
     Asynchronous Decentralized Parallel Stochastic Gradient Descent, Lian, Zhang, Zhang, Liu, 2018 (AD-PSGD).

@@ -12,13 +12,13 @@ from typing_extensions import override
 
 from manyhands.errors import BadInput, is_whole
 from manyhands.server.rules.base import Push, Rule
-from manyhands.server.rules.outer import Outer
+from manyhands.server.rules.outer import OuterRule
 
 LAST = 1  # bit of a push: its worker's last before all meet; what the others' last ones bring is of the same round
 
 
 @dataclass(kw_only=True)
-class Rounds(Rule):
+class RoundsRule(Rule):
     """-update is a pseudo-gradient; the center takes one Nesterov step a round, along the weighted mean of its pushes.
 
     Decoupled DiLoCo for Resilient Distributed Pre-training, Douillard et al., 2026; the outer step is that of DiLoCo:
@@ -45,7 +45,7 @@ class Rounds(Rule):
     """So many workers make a round; none: more than half of those that are not lost."""
     grace: int = 1
     """How long a round with its quorum waits for the others, in pushes of workers that are in it already."""
-    _outer: Outer = field(init=False, repr=False)
+    _outer: OuterRule = field(init=False, repr=False)
     _expected: frozenset[int] = field(init=False, repr=False, default=frozenset({0}))  # workers that are not lost
     _missed: dict[int, int] = field(init=False, repr=False, default_factory=dict)
     """By worker: rounds since its last look that are over without it."""
@@ -58,7 +58,7 @@ class Rounds(Rule):
         number = isinstance(self.momentum, int | float) and not isinstance(self.momentum, bool)
         if not number or not 0 <= self.momentum < 1:
             raise BadInput(f"momentum is a number from 0 to below 1; got {self.momentum!r}")
-        self._outer = Outer(rate=self.rate, momentum=self.momentum, nesterov=self.momentum > 0)
+        self._outer = OuterRule(rate=self.rate, momentum=self.momentum, nesterov=self.momentum > 0)
         if self.quorum is not None and not is_whole(self.quorum, 1):
             raise BadInput(f"quorum is a whole number of at least 1, or none; got {self.quorum!r}")
         if not is_whole(self.grace, 0):

@@ -16,13 +16,13 @@ from typing_extensions import override
 from manyhands.errors import BadInput, UnknownName, is_whole
 from manyhands.server.base import ServerSpec
 from manyhands.server.rules.base import Push, Rule, check_positive, weighted_mean
-from manyhands.server.rules.outer import Outer
-from manyhands.server.rules.pairs import Pairs
-from manyhands.server.rules.rounds import Rounds
+from manyhands.server.rules.outer import OuterRule
+from manyhands.server.rules.pairs import PairsRule
+from manyhands.server.rules.rounds import RoundsRule
 
 
 @dataclass(kw_only=True)
-class Add(Rule):
+class AddRule(Rule):
     """center += update. Large Scale Distributed Deep Networks, Dean et al., 2012 (Downpour)."""
 
     @override
@@ -33,7 +33,7 @@ class Add(Rule):
 
 
 @dataclass(kw_only=True)
-class Staleness(Rule):
+class StalenessRule(Rule):
     """center += update / (staleness + 1). Heterogeneity-aware Distributed Parameter Servers, Jiang, Cui, Zhang, Yu, 2017 (DynSGD)."""
 
     @override
@@ -44,7 +44,7 @@ class Staleness(Rule):
 
 
 @dataclass(kw_only=True)
-class Distance(Rule):
+class DistanceRule(Rule):
     """Per weight, center += update / ((center - pulled)² / rate + 1): what moved far since the worker's pull moves less.
 
     On Scalable Deep Learning and Parallelizing Gradient Descent, Hermans, 2017, chapter "Asynchronous Distributed Adaptive
@@ -74,7 +74,7 @@ class Distance(Rule):
 
 
 @dataclass(kw_only=True)
-class Elastic(Rule):
+class ElasticRule(Rule):
     """A push of weight w carries the worker's parameters x: difference = alpha·w·(x - center); center += difference, which is the answer.
 
     Deep Learning with Elastic Averaging SGD, Zhang, Choromanska, LeCun, 2015. Pushes of one round are all compared with
@@ -103,7 +103,7 @@ class Elastic(Rule):
 
 
 @dataclass(kw_only=True)
-class Adagrad(Rule):
+class AdagradRule(Rule):
     """A push carries an accumulated gradient g: sum += g²; center -= rate·g / (sqrt(sum) + eps).
 
     Adaptive Subgradient Methods for Online Learning and Stochastic Optimization, Duchi, Hazan, Singer, 2011; on a server:
@@ -139,7 +139,7 @@ class Adagrad(Rule):
 
 
 @dataclass(kw_only=True)
-class Quorum(Rule):
+class QuorumRule(Rule):
     """A push carries a gradient; the first `workers - backups` of a step make the weighted mean, which is everybody's answer.
 
     Revisiting Distributed Synchronous SGD, Chen, Monga, Bengio, Jozefowicz, 2016. The center stays: every worker applies
@@ -162,15 +162,15 @@ class Quorum(Rule):
 
 
 RULES: dict[str, type[Rule]] = {
-    "add": Add,
-    "staleness": Staleness,
-    "distance": Distance,
-    "elastic": Elastic,
-    "adagrad": Adagrad,
-    "outer": Outer,
-    "pairs": Pairs,
-    "rounds": Rounds,
-    "quorum": Quorum,
+    "add": AddRule,
+    "staleness": StalenessRule,
+    "distance": DistanceRule,
+    "elastic": ElasticRule,
+    "adagrad": AdagradRule,
+    "outer": OuterRule,
+    "pairs": PairsRule,
+    "rounds": RoundsRule,
+    "quorum": QuorumRule,
 }
 """All rules by name."""
 
