@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+from driver_script import Script
 
 from manyhands.engines.local.engine import Local
 
@@ -51,3 +54,20 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 def inputs(pytestconfig: pytest.Config) -> int:
     """How many inputs a fuzzed format gets (--fuzz=N)."""
     return int(pytestconfig.getoption("--fuzz"))
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Iterator[Callable[..., Script]]:
+    """Start a driver script; afterwards nothing of it may live."""
+    started: list[Script] = []
+
+    def start(text: str, *arguments: str, stdin: str | None = None) -> Script:
+        started.append(Script(tmp_path, text, *arguments, stdin=stdin))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.process.kill()
+        one.process.communicate(timeout=10)
+        for pid in one.processes():
+            os.kill(pid, 9)

@@ -164,12 +164,12 @@ def fail_on_1(worker: Any) -> None:
 
 
 WAITING = """
-from manyhands.engines.base import Launch
+from manyhands.engines.base import LaunchSpec
 from manyhands.engines.hosts.engine import Hosts
 
 engine = Hosts(here=1, wait_s=60)
 engine.voice.say = lambda text: print("waiting", flush=True)
-engine.launch(print, Launch(workers=2))
+engine.launch(print, LaunchSpec(workers=2))
 """
 
 

@@ -18,7 +18,7 @@ from pages import PAGES, TWO_HOSTS, snippets, write_scripts
 WORK = """
 import json, os, sys
 import torch
-from manyhands.engines.base import Launch
+from manyhands.engines.base import LaunchSpec
 
 def agree(worker):
     vector = torch.full((100_000,), worker.rank + 1.0, dtype=torch.float64)
@@ -32,14 +32,14 @@ DRIVER = (
 from manyhands.engines.hosts.engine import Hosts
 engine = Hosts(listen="10.77.0.1", here=2)
 engine.voice.say = lambda text: print(text, flush=True)
-print(json.dumps(engine.launch(agree, Launch(workers=3, timeout_s=60))), flush=True)
+print(json.dumps(engine.launch(agree, LaunchSpec(workers=3, timeout_s=60))), flush=True)
 """
 )
 TORCHRUN = (
     WORK
     + """
 from manyhands.engines.torchrun.engine import Torchrun
-values = Torchrun().launch(agree, Launch(workers=2, timeout_s=60))
+values = Torchrun().launch(agree, LaunchSpec(workers=2, timeout_s=60))
 print(json.dumps([value for value in values if value is not None]), flush=True)
 """
 )

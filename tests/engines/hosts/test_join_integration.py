@@ -22,7 +22,7 @@ def credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 DRIVER = """
     import os, sys, time, threading
-    from manyhands.engines.base import Launch, Observer
+    from manyhands.engines.base import LaunchSpec, Observer
     from manyhands.engines.hosts.engine import Hosts
 
     class Hear(Observer):
@@ -37,7 +37,7 @@ DRIVER = """
 
     engine = Hosts(here=1)
     engine.voice.say = lambda text: print(text.replace("\\n", " "), flush=True)
-    engine.launch(program, Launch(workers=3, timeout_s=20, observer=Hear()))
+    engine.launch(program, LaunchSpec(workers=3, timeout_s=20, observer=Hear()))
 """
 
 Start = Callable[..., Script]

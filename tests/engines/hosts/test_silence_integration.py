@@ -68,7 +68,7 @@ def test_the_stopped_worker_is_blamed_in_phases_where_all_meet(phase: str, local
 
 DRIVER = """
     import os
-    from manyhands.engines.base import Launch, Observer
+    from manyhands.engines.base import LaunchSpec, Observer
     from manyhands.engines.hosts.engine import Hosts
 
     class Hear(Observer):
@@ -83,7 +83,7 @@ DRIVER = """
 
     engine = Hosts(here=1)
     engine.voice.say = lambda text: print(text.replace("\\n", " "), flush=True)
-    engine.launch(program, Launch(workers=2, timeout_s=5, observer=Hear()))
+    engine.launch(program, LaunchSpec(workers=2, timeout_s=5, observer=Hear()))
 """
 
 

@@ -15,7 +15,7 @@ from driver_script import Script, wait_until
 # two workers, each with a child that is not a daemon of anybody's, until something is killed
 WAITING = """
     import ctypes, multiprocessing.util, os, subprocess, sys, threading
-    from manyhands.engines.base import Launch, Observer
+    from manyhands.engines.base import LaunchSpec, Observer
     from manyhands.engines.local.engine import Local
 
     class Print(Observer):
@@ -37,7 +37,7 @@ WAITING = """
             ctypes.PyDLL(None).sleep(60)
         threading.Event().wait(60)
 
-    Local().launch(program, Launch(workers=2, observer=Print()))
+    Local().launch(program, LaunchSpec(workers=2, observer=Print()))
 """
 
 
@@ -146,11 +146,11 @@ def test_sigterm_to_all_reaches_only_the_driver(script: Callable[..., Script]) -
 
 def test_program_from_standard_input(script: Callable[..., Script]) -> None:
     program = """
-        from manyhands.engines.base import Launch
+        from manyhands.engines.base import LaunchSpec
         from manyhands.engines.local.engine import Local
         class Mine:
             def __init__(self, rank): self.rank = rank
-        values = Local().launch(lambda worker: Mine(worker.rank), Launch(workers=2))
+        values = Local().launch(lambda worker: Mine(worker.rank), LaunchSpec(workers=2))
         print([value.rank for value in values], [isinstance(value, Mine) for value in values])
     """
     assert script("", stdin=program).end() == (0, "[0, 1] [True, True]\n", "")
@@ -160,11 +160,11 @@ def test_program_from_standard_input(script: Callable[..., Script]) -> None:
 def test_with_closed_standard_descriptors(script: Callable[..., Script], closed: tuple[int, ...]) -> None:
     run = script(f"""
         import os, sys
-        from manyhands.engines.base import Launch
+        from manyhands.engines.base import LaunchSpec
         from manyhands.engines.local.engine import Local
         for fd in {closed}:
             os.close(fd)
-        values = Local().launch(lambda worker: print("a line") or worker.group.all_gather_json(worker.rank), Launch(workers=2))
+        values = Local().launch(lambda worker: print("a line") or worker.group.all_gather_json(worker.rank), LaunchSpec(workers=2))
         sys.stderr.write(str(values))
         os._exit(0)
     """)
@@ -177,10 +177,10 @@ def test_two_runs_at_once_do_not_meet(script: Callable[..., Script]) -> None:
     """CASE 23."""
     text = """
         import sys
-        from manyhands.engines.base import Launch
+        from manyhands.engines.base import LaunchSpec
         from manyhands.engines.local.engine import Local
         base = int(sys.argv[1])
-        print(Local().launch(lambda worker: worker.group.all_gather_json(base + worker.rank), Launch(workers=2))[1])
+        print(Local().launch(lambda worker: worker.group.all_gather_json(base + worker.rank), LaunchSpec(workers=2))[1])
     """
     first, second = script(text, "10"), script(text, "20")
     assert first.end() == (0, "[10, 11]\n", "")
@@ -191,14 +191,14 @@ def test_loader_processes_of_a_worker(script: Callable[..., Script]) -> None:
     run = script("""
         import torch
         from torch.utils.data import DataLoader, TensorDataset
-        from manyhands.engines.base import Launch
+        from manyhands.engines.base import LaunchSpec
         from manyhands.engines.local.engine import Local
         data = TensorDataset(torch.arange(40.0))
         def program(worker):
             loader = DataLoader(data, batch_size=4, num_workers=2, persistent_workers=True)
             return sum(float(x.sum()) for (x,) in loader) + len(list(loader))
         if 1:  # no guard
-            print(Local().launch(program, Launch(workers=2)))
+            print(Local().launch(program, LaunchSpec(workers=2)))
     """)
     assert run.end() == (0, "[790.0, 790.0]\n", "")
     assert run.processes() == []
@@ -207,7 +207,7 @@ def test_loader_processes_of_a_worker(script: Callable[..., Script]) -> None:
 def test_torch_compile_counts_as_progress(script: Callable[..., Script]) -> None:
     run = script("""
         import sys, time
-        from manyhands.engines.base import Launch
+        from manyhands.engines.base import LaunchSpec
         from manyhands.engines.local.engine import Local
         def program(worker):
             import torch
@@ -218,6 +218,6 @@ def test_torch_compile_counts_as_progress(script: Callable[..., Script]) -> None
             torch.compile(lambda x: x - 1, backend="eager")(torch.ones(1))  # imports what the compiler needs
             worker.driver.progress("compute", 1)
             return float(torch.compile(lambda x: x + 1, backend=slow)(torch.ones(1)))
-        print(Local().launch(program, Launch(workers=2, timeout_s=1.5)))
+        print(Local().launch(program, LaunchSpec(workers=2, timeout_s=1.5)))
     """)
     assert run.end() == (0, "[2.0, 2.0]\n", "")

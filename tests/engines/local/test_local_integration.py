@@ -53,10 +53,10 @@ def test_a_launch_of_its_own_leaves_no_process_and_no_descriptor(script: Any) ->
     """CASE 28; and the script needs no guard, and lambdas will do."""
     run = script("""
         import os
-        from manyhands.engines.base import Launch
+        from manyhands.engines.base import LaunchSpec
         from manyhands.engines.local.engine import Local
         before = len(os.listdir("/proc/self/fd"))
-        print(Local().launch(lambda worker: worker.rank * 10, Launch(workers=2)))
+        print(Local().launch(lambda worker: worker.rank * 10, LaunchSpec(workers=2)))
         print(len(os.listdir("/proc/self/fd")) - before)
         os.kill(os.getpid(), 19)  # SIGSTOP: let the test look
     """)
@@ -369,10 +369,10 @@ def test_two_threads_may_launch_at_once(local: Local) -> None:
 def test_many_workers_at_a_low_limit_of_descriptors(script: Any) -> None:
     run = script("""
         import resource
-        from manyhands.engines.base import Launch
+        from manyhands.engines.base import LaunchSpec
         from manyhands.engines.local.engine import Local
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-        print(sum(Local().launch(lambda worker: worker.rank, Launch(workers=40))))
+        print(sum(Local().launch(lambda worker: worker.rank, LaunchSpec(workers=40))))
         print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     """)
     assert run.end() == (0, "780\n64\n", "")

@@ -195,7 +195,7 @@ def test_no_servers_at_all_is_bad_input(local: Local) -> None:
 # two workers and two shards, until something is killed
 WAITING = """
     import threading, torch
-    from manyhands.engines.base import Launch, Observer
+    from manyhands.engines.base import LaunchSpec, Observer
     from manyhands.engines.local.engine import Local
     from manyhands.server.base import ServerSpec
 
@@ -209,7 +209,7 @@ WAITING = """
         worker.ask("there")
         threading.Event().wait(60)
 
-    Local().launch(program, Launch(workers=2, server=ServerSpec(rule="add"), servers=2, observer=Print()))
+    Local().launch(program, LaunchSpec(workers=2, server=ServerSpec(rule="add"), servers=2, observer=Print()))
 """
 
 

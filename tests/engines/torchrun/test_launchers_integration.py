@@ -16,7 +16,7 @@ SCRIPT = """
 import json
 import torch
 from manyhands.engines import engine_of, default_workers, own_rank
-from manyhands.engines.base import Launch
+from manyhands.engines.base import LaunchSpec
 
 def agree(worker):
     vector = torch.full((1000,), worker.rank + 1.0)
@@ -24,7 +24,7 @@ def agree(worker):
     return [worker.rank, worker.size, worker.local_rank, vector[0].item()]
 
 engine = engine_of("auto")
-values = engine.launch(agree, Launch(workers=default_workers(engine), timeout_s=60))
+values = engine.launch(agree, LaunchSpec(workers=default_workers(engine), timeout_s=60))
 print(json.dumps([engine.name, own_rank(engine), values[own_rank(engine)]]), flush=True)
 """
 

@@ -12,7 +12,7 @@ PROGRAM = """
     import json, os, sys
     import torch
     from manyhands.engines import default_workers, engine_of
-    from manyhands.engines.base import Launch, Observer
+    from manyhands.engines.base import LaunchSpec, Observer
     from manyhands.worker import current
 
     class Record(Observer):
@@ -33,7 +33,7 @@ PROGRAM = """
         torch.distributed.init_process_group("gloo")
     record = Record()
     engine = engine_of("auto")
-    values = engine.launch(program, Launch(workers=default_workers(engine), observer=record, threads_per_worker=1))
+    values = engine.launch(program, LaunchSpec(workers=default_workers(engine), observer=record, threads_per_worker=1))
     rank = int(os.environ["RANK"])
     with open(f"rank{rank}.json", "w") as file:
         json.dump([values, sorted(record.seen), torch.distributed.is_initialized()], file)
@@ -75,7 +75,7 @@ def test_an_error_ends_all_ranks_and_is_shown(tmp_path: Path) -> None:
     done = torchrun(
         tmp_path,
         """
-        from manyhands.engines.base import Launch
+        from manyhands.engines.base import LaunchSpec
         from manyhands.engines.torchrun.engine import Torchrun
 
         def program(worker):
@@ -83,7 +83,7 @@ def test_an_error_ends_all_ranks_and_is_shown(tmp_path: Path) -> None:
                 raise KeyError("weights")
             worker.group.barrier()
 
-        Torchrun().launch(program, Launch(workers=2, timeout_s=20))
+        Torchrun().launch(program, LaunchSpec(workers=2, timeout_s=20))
         """,
     )
     assert done.returncode != 0

@@ -35,14 +35,14 @@ def test_a_wrong_weighting_is_unexplained(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_an_exchange_that_is_off_by_a_little_once_is_unexplained(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = Replica.averaged
+    plain = Replica.record_mean
 
     def off(self: Replica, total: MeanResult) -> MeanResult:
         if self.tick == 1 and self._group.size > 1:
             self.gradients.mul_(1 + 1e-8)
         return plain(self, total)
 
-    monkeypatch.setattr(Replica, "averaged", off)
+    monkeypatch.setattr(Replica, "record_mean", off)
     checked = check(planted.task(), engine="sim", steps=4)
     assert [finding.kind for finding in checked.findings] == ["unexplained"]
     assert checked.findings[0].numbers["step"] == 2

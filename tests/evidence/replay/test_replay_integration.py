@@ -91,7 +91,7 @@ def test_code_that_the_directory_names_is_not_imported(local: Local, tmp_path: P
 import pathlib
 pathlib.Path(__file__).with_name("imported").touch()
 from manyhands.strategies.downpour import Downpour as Mine
-from replaying.test_replay_integration import task as declared
+from evidence.replay.test_replay_integration import task as declared
 def task(): return declared()
 """
     train(local, folder, "downpour")
