@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # before torch is imported: tests share the cores, and OpenMP's threads spin
+
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path

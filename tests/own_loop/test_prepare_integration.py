@@ -253,7 +253,7 @@ for optimizer in ("adamw",):
 def test_under_torchrun(tmp_path: Path) -> None:
     """CASE 2: the same file; the other ranks print and save nothing, and nothing is left."""
     (tmp_path / "script.py").write_text(TORCHRUN)
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
+    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "script.py"],
         cwd=tmp_path,

@@ -278,7 +278,7 @@ def test_sigterm_checkpoints_and_can_be_resumed(tmp_path: Path, local: Local) ->
 KILLED = """
 import os, signal, sys
 import manyhands as mh, plain
-from manyhands import checkpoint
+from manyhands.checkpoint import checkpoints
 from test_train_integration import task
 
 class KillingTheDriver:
@@ -288,12 +288,12 @@ class KillingTheDriver:
 
     def __call__(self, model, batch):
         if not self.patched and mh.worker().rank == 0:
-            finish, self.patched = checkpoint._finish, True
+            finish, self.patched = checkpoints._finish, True
             def killing(partial, final, *rest):
                 finish(partial, final, *rest)
                 if final.name == "step-00000004":
                     os.kill(self.driver, signal.SIGKILL)
-            checkpoint._finish = killing
+            checkpoints._finish = killing
         return plain.cross_entropy(model, batch)
 
 mh.train(task(schedule=None, loss=KillingTheDriver()), workers=2, run_dir=sys.argv[1], checkpoint_every=2)

@@ -25,7 +25,6 @@ from manyhands.errors import BadInput, PeerLost, Preempted
 from manyhands.events import Event
 from manyhands.own_loop.launch import launch, run_script
 
-ROOT = Path(__file__).resolve().parents[2]
 STRATEGIES = ("allreduce", "local-sgd:period=3", "ensemble")
 STEPS = 12  # 39 rows in batches of 12, three epochs
 
@@ -327,7 +326,7 @@ with open(f"{folder}/rank{rank}.json", "w") as file:
 
 
 def torchrun(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
+    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     return subprocess.run(
         [sys.executable, *launcher, path.name, *arguments],
