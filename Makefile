@@ -22,8 +22,8 @@ demo: .venv/installed  ## train the digits task alone and on two workers, then c
 	@echo '$$ manyhands train digits --workers 2'
 	@$(BIN)/manyhands train digits --workers 2
 	@echo
-	@echo '$$ manyhands compare digits --epochs 5 --points 10'
-	@$(BIN)/manyhands compare digits --epochs 5 --points 10
+	@echo '$$ manyhands compare digits --epochs 5 --validations 10'
+	@$(BIN)/manyhands compare digits --epochs 5 --validations 10
 
 test: lint  ## format, lint, types, layers, and all tests but the slow ones
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup

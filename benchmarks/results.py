@@ -19,7 +19,7 @@ from typing import Any
 
 import manyhands as mh
 from manyhands.evidence.compare import means
-from manyhands.evidence.compare.compare import POINTS, with_findings
+from manyhands.evidence.compare.compare import VALIDATIONS, with_findings
 from manyhands.evidence.compare.comparison import NUMBERS, Comparison, load
 from manyhands.evidence.compare.markdown import markdown
 
@@ -37,13 +37,13 @@ class Compared:
     repeats: int
     target: str
     fields: dict[str, Any]
-    points: int
+    validations: int
 
     @property
     def command(self) -> str:
         """The same on the command line."""
-        points = "" if self.points == POINTS else f" --points {self.points}"
-        fields = points + "".join(f" --{name.replace('_', '-')} {value}" for name, value in self.fields.items())
+        validations = "" if self.validations == VALIDATIONS else f" --validations {self.validations}"
+        fields = validations + "".join(f" --{name.replace('_', '-')} {value}" for name, value in self.fields.items())
         return (
             f"manyhands compare {self.task} --workers 2 --repeats {self.repeats} --target '{self.target}'{fields} \\\n"
             f"    --strategies {','.join(self.strategies)}"
@@ -61,7 +61,7 @@ ALL = (
         repeats=3,
         target="test_accuracy=0.97",
         fields={},
-        points=20,
+        validations=20,
     ),
     Compared(
         task="chars",
@@ -70,7 +70,7 @@ ALL = (
         repeats=3,
         target="test_loss<=2.6",
         fields={"max_steps": 80},
-        points=5,
+        validations=5,
     ),
 )
 
@@ -108,7 +108,7 @@ def measured(one: Compared, quick: bool) -> Comparison:
         workers=[2],
         repeats=1 if quick else one.repeats,
         target=one.target,
-        points=one.points,
+        validations=one.validations,
         say=lambda line: print(f"  {line}", file=sys.stderr, flush=True),
         **fields,
     )

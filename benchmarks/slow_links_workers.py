@@ -100,7 +100,7 @@ def main(asked_file: str, result_file: str) -> None:
     asked = json.loads(Path(asked_file).read_text())
     model, jobs = Model(**asked["model"]), [Job(**job) for job in asked["jobs"]]
     engine = Hosts(
-        listen=asked["listen"], ports=asked["ports"], here=1, tls=False, plain_network=True, wait_s=TIMEOUT_S
+        listen=asked["listen"], ports=asked["ports"], local_workers=1, tls=False, plain_network=True, wait_s=TIMEOUT_S
     )
     engine.voice.say = lambda text: None  # slow_links.py joins them
     try:

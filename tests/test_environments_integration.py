@@ -376,6 +376,7 @@ ENDS = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "code"), [("raise RuntimeError('a mistake of my own')", 1), ("os.kill(os.getpid(), 9)", -signal.SIGKILL)]
 )
@@ -405,6 +406,7 @@ def started(place: Place, folder: Path, *options: str) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.slow
 def test_ctrl_c(place: Place) -> None:
     """CASES 22, 28: the signal reaches the whole process group, as a terminal sends it."""
     process = started(place, place.work / "run")
@@ -415,6 +417,7 @@ def test_ctrl_c(place: Place) -> None:
     assert {name.split("/")[1] for name in place.left()} == {"run"}
 
 
+@pytest.mark.slow
 def test_sigterm_and_resume(place: Place) -> None:
     """CASE 19's way of being interrupted: a checkpoint is written, and `--resume` goes on with the step after it."""
     folder = place.work / "run"
@@ -539,6 +542,7 @@ def test_debug_shows_the_traceback_of_bad_input(here: Place) -> None:
     assert "BadInput: optimizer must be a function" in done.stderr
 
 
+@pytest.mark.slow
 def test_bad_input_found_on_workers_is_the_same_one_line(place: Place) -> None:
     place.write("my_module.py", f"{TASK}\n    bad = task().with_fields(loss=lambda model, batch: model(batch))\n")
     code, out, err = place.run(*COMMAND, "train", "my_module.py:bad", "--workers", "2")

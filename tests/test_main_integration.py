@@ -44,6 +44,7 @@ def test_a_signal_while_it_imports_ends_it_with_a_line(number: int, code: int, m
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_sigterm_while_the_workers_of_a_script_start_is_not_swallowed(tmp_path: Path) -> None:
     """As soon as workers are there, whether or not their script has begun: before, it is 75, then what `python` does with it."""
     (tmp_path / "script.py").write_text("import time\ntime.sleep(60)\n")
@@ -67,6 +68,7 @@ def _grandchildren(pid: int) -> list[str]:
     return [grandchild for child in children(str(pid)) for grandchild in children(child)]
 
 
+@pytest.mark.slow
 def test_a_reader_that_takes_one_line_of_json_does_not_end_the_run(tmp_path: Path) -> None:
     options = "--epochs 2 --log json --run-dir run"
     with command(tmp_path, "train", "digits", *options.split()) as process:

@@ -55,6 +55,7 @@ def warm(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Local, "_launch", lambda self, program, plan: launch(local, program, plan))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("page", pages_with("python"), ids=lambda page: page.name)
 def test_python_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

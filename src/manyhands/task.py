@@ -78,7 +78,7 @@ class Task:
     """False: rows in their own order, every epoch."""
     collate: Callable[[list[Any]], Any] | None = None
     """[row, …] -> batch. Default: torch's default_collate."""
-    companion: WorkerCallbackFactory | None = None
+    worker_callback: WorkerCallbackFactory | None = None
     """Code of its own beside the loop on the workers (`mh.keras.task` gives its callbacks so); `callbacks` of train() run on the driver."""
     name: str = "task"
     """How the summary calls it."""

@@ -1,7 +1,7 @@
-"""A companion: the user's own code beside the loop on the workers, where the model is.
+"""The contract of a callback that runs on every worker, where the model is.
 
-Callbacks of `train()` run on the driver, which holds no replica. What must see the model between epochs, or leave other
-parameters in it at the end, goes along with the workers.
+Callbacks of `train()` run on the driver, which holds no replica. Code that reads the model between epochs, or leaves
+other parameters in it at the end, runs on the workers.
 """
 
 from __future__ import annotations
@@ -16,46 +16,46 @@ if TYPE_CHECKING:
 
 
 class WorkerCallback(ABC):
-    """What goes along with one worker. All workers call each method together, in this order; `ticked` each for itself."""
+    """Per-worker callback. All methods are collective except `on_step`."""
 
     @abstractmethod
-    def begin(self, facts: Mapping[str, Any]) -> None:
-        """Before the first tick of a launch. facts: the values of the event "start" (docs/events.md)."""
+    def on_start(self, facts: Mapping[str, Any]) -> None:
+        """Before the first step of a launch. facts: the values of the event "start" (docs/events.md)."""
 
     @abstractmethod
-    def epoch_begins(self, epoch: int) -> None:
-        """The replica is as training left it. A resumed epoch begins again."""
+    def on_epoch_start(self, epoch: int) -> None:
+        """The replica is as training left it. Called again for an epoch that is resumed."""
 
     @abstractmethod
-    def ticked(self, loss: float | None) -> bool:
-        """This worker made a tick; None: without rows. True: all workers shall stop, which they do together, some ticks later."""
+    def on_step(self, loss: float | None) -> bool:
+        """After each step of this worker; loss is None without rows. True stops all workers together, some steps later."""
 
     @abstractmethod
-    def epoch_ends(self, epoch: int, metrics: Mapping[str, float]) -> bool:
-        """The model holds the consensus, in evaluation mode, and its parameters are to be left as they are.
+    def on_epoch_end(self, epoch: int, metrics: Mapping[str, float]) -> bool:
+        """The model holds the consensus, in evaluation mode; its parameters must not change.
 
-        metrics: of the validation at this very tick, {} without one. True, the same on all workers: the run ends here.
+        metrics: of the validation at this very step, {} without one. True, the same on all workers, ends the run here.
         """
 
     @abstractmethod
-    def end(self) -> Any:
-        """The model holds the answer, in evaluation mode; what worker 0 leaves in it is the answer. Not called when preempted.
+    def on_end(self) -> Any:
+        """The model holds the answer, in evaluation mode; worker 0 may change it. Not called when the run was preempted.
 
-        Returns what JSON holds; `WorkerCallbackFactory.hear` gets worker 0's.
+        Returns a JSON value; `WorkerCallbackFactory.on_result` receives worker 0's.
         """
 
 
 class WorkerCallbackFactory(ABC):
-    """A task's: makes each worker its companion. Goes to the workers as the task's functions do."""
+    """A task's: creates each worker's callback. It travels to the workers as the task's functions do."""
 
     @abstractmethod
     def check(self, one_model: bool) -> None:
         """On the driver, before anything starts. one_model: whether the strategy has one answer. Raises Unsupported."""
 
     @abstractmethod
-    def join(self, worker: Worker, replica: Replica) -> WorkerCallback | None:
-        """On every worker, when replicas agree, before a checkpoint is read. None: nobody goes along."""
+    def create(self, worker: Worker, replica: Replica) -> WorkerCallback | None:
+        """On every worker, when replicas agree, before a checkpoint is read. None: this worker has no callback."""
 
     @abstractmethod
-    def hear(self, said: Any) -> None:
-        """On the driver, after the run: what `end` returned on worker 0."""
+    def on_result(self, result: Any) -> None:
+        """On the driver, after the run: what `on_end` returned on worker 0."""

@@ -142,7 +142,7 @@ DIGEST = "0" * 64
 
 
 @pytest.mark.parametrize(
-    "said",
+    "output",
     [
         {"../../escaped": [DIGEST, 3]},
         {"seen": False, "parts": {"../../escaped": {"bytes": 3, "sha256": DIGEST}}},
@@ -157,9 +157,9 @@ DIGEST = "0" * 64
         None,
     ],
 )
-def test_a_rank_decides_neither_names_nor_lengths(tmp_path: Path, far: Callable[[int], None], said: Any) -> None:
+def test_a_rank_decides_neither_names_nor_lengths(tmp_path: Path, far: Callable[[int], None], output: Any) -> None:
     folder = tmp_path / "run" / "checkpoints"
-    error = attacked(folder, far, lambda own: own if own == "" else said)
+    error = attacked(folder, far, lambda own: own if own == "" else output)
     assert "worker 1 announced" in error
     assert "rank-00001.safetensors" in error
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -258,10 +258,10 @@ def test_what_is_no_regular_file_is_damage(tmp_path: Path, kind: str) -> None:
         file.mkdir()
     else:
         file.symlink_to(moved)
-    said: list[str] = []
+    output: list[str] = []
     with pytest.raises(BadInput, match="all 1 checkpoints"):
-        checkpoints.newest(tmp_path, said.append)
-    assert file.name in said[0] or kind == "directory"
+        checkpoints.newest(tmp_path, output.append)
+    assert file.name in output[0] or kind == "directory"
 
 
 @pytest.mark.parametrize("name", ["../../secret", "/etc/hostname", "rank-00001.json", "notes.txt"])
@@ -270,10 +270,10 @@ def test_a_manifest_that_names_other_files_is_damage(tmp_path: Path, name: str) 
     manifest = json.loads((path / "manifest.json").read_text())
     for names in (manifest["sha256"] | {name: DIGEST}, {name: DIGEST, "rank-00000.json": DIGEST}):
         (path / "manifest.json").write_text(json.dumps(manifest | {"sha256": names}))
-        said: list[str] = []
+        output: list[str] = []
         with pytest.raises(BadInput, match="all 1 checkpoints"):
-            checkpoints.newest(tmp_path, said.append)
-        assert "names 3 files" in said[0] or "names 2 files" in said[0]
+            checkpoints.newest(tmp_path, output.append)
+        assert "names 3 files" in output[0] or "names 2 files" in output[0]
 
 
 # -- damage ------------------------------------------------------------------------------------------------------------
@@ -289,12 +289,12 @@ def test_a_damaged_one_is_named_and_the_older_one_used(tmp_path: Path, damage: s
         file.unlink()
     else:
         file.write_bytes(data[:-3] if damage in ("truncate", "manifest") else data[:-1] + bytes([data[-1] ^ 1]))
-    said: list[str] = []
-    found = checkpoints.newest(tmp_path, said.append)
+    output: list[str] = []
+    found = checkpoints.newest(tmp_path, output.append)
     assert found is not None
     assert found.tick == 1
-    assert len(said) == 1
-    assert newest.name in said[0]
+    assert len(output) == 1
+    assert newest.name in output[0]
 
 
 def test_all_damaged_is_an_error_and_none_is_none(tmp_path: Path) -> None:
@@ -375,10 +375,10 @@ def test_a_resumed_run_may_discard_what_is_newer(tmp_path: Path) -> None:
 def test_a_manifest_that_is_none_is_damage(tmp_path: Path, manifest: str) -> None:
     save(tmp_path, 1)
     (save(tmp_path, 2) / "manifest.json").write_text(manifest)
-    said: list[str] = []
-    found = checkpoints.newest(tmp_path, said.append)
+    output: list[str] = []
+    found = checkpoints.newest(tmp_path, output.append)
     assert found is not None
-    assert (found.tick, len(said)) == (1, 1)
+    assert (found.tick, len(output)) == (1, 1)
 
 
 # -- elsewhere than on a disk ----------------------------------------------------------------------------------------
@@ -426,12 +426,12 @@ def test_elsewhere_a_damaged_one_is_named_and_replaced(elsewhere: RemotePath) ->
     for tick in (1, 2):
         save(elsewhere, tick)
     (elsewhere / "step-00000002" / "rank-00000.safetensors").write_bytes(b"something else")
-    said: list[str] = []
-    found = checkpoints.newest(elsewhere, said.append)
+    output: list[str] = []
+    found = checkpoints.newest(elsewhere, output.append)
     assert found is not None
     assert found.tick == 1
-    assert "memory://" in said[0]
-    assert "rank-00000.safetensors is not what was written" in said[0]
+    assert "memory://" in output[0]
+    assert "rank-00000.safetensors is not what was written" in output[0]
     save(elsewhere, 2)
     found = checkpoints.newest(elsewhere, never)
     assert found is not None
@@ -478,11 +478,11 @@ def test_a_manifest_with_another_field_is_damage(tmp_path: Path, name: str, valu
     save(tmp_path, 1)
     manifest = save(tmp_path, 2) / "manifest.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {name: value}))
-    said: list[str] = []
-    found = checkpoints.newest(tmp_path, said.append)
+    output: list[str] = []
+    found = checkpoints.newest(tmp_path, output.append)
     assert found is not None
-    assert (found.tick, len(said)) == (1, 1)
-    assert "step-00000002" in said[0]
+    assert (found.tick, len(output)) == (1, 1)
+    assert "step-00000002" in output[0]
 
 
 def test_of_two_launches_at_once_the_later_ones_checkpoint_is_the_newer(tmp_path: Path) -> None:

@@ -45,9 +45,11 @@ def in_a_child(lock: LaunchLock | None, directory: Path) -> tuple[int, int]:
 def test_the_second_driver_hears_who_is_at_work(tmp_path: Path) -> None:
     first = LaunchLock(tmp_path)
     assert first.claim(1).number == 1
-    with pytest.raises(BadInput, match=rf"at work .*launch 1, process {os.getpid()} on {socket.gethostname()}") as said:
+    with pytest.raises(
+        BadInput, match=rf"at work .*launch 1, process {os.getpid()} on {socket.gethostname()}"
+    ) as output:
         LaunchLock(tmp_path)
-    assert said.value.exit_code == 2
+    assert output.value.exit_code == 2
     first.close()
     second = LaunchLock(tmp_path)
     assert second.claim(1).number == 2

@@ -309,9 +309,9 @@ def sgd(**settings: Any) -> Any:
 
 def resumed_with(folder: Path, first: Replica, again: Replica, at: int = 4) -> tuple[Replica, list[str]]:
     """`again` as it goes on from where `first` is after so many steps; and what it was warned of."""
-    said, told = run_state.declared(first), list[str]()
+    output, told = run_state.declared(first), list[str]()
     step(first, at)
-    tensors, values = run_state.capture(first, State(), {"total": TOTAL, "tick": at}, said)
+    tensors, values = run_state.capture(first, State(), {"total": TOTAL, "tick": at}, output)
     path = checkpoints.save(folder, at, SoloGroup(), tensors, values)
     run_state.restore(Checkpoint(path, at, 1), again, State(), 0, 1, TOTAL, told.append)
     return again, told
@@ -335,9 +335,9 @@ def test_a_task_that_says_the_same_is_not_warned_and_goes_on_bit_for_bit(schedul
 def test_what_moved_a_rate_while_it_trained_goes_on_where_the_task_says_the_same(tmp_path: Path) -> None:
     """A callback of Keras, say, or an optimizer that counts in its groups."""
     first = made(sgd())
-    said = run_state.declared(first)
+    output = run_state.declared(first)
     first.optimizer.param_groups[0] |= {"lr": 0.125, "k": 7}
-    tensors, values = run_state.capture(first, State(), {"total": TOTAL, "tick": 0}, said)
+    tensors, values = run_state.capture(first, State(), {"total": TOTAL, "tick": 0}, output)
     again = made(sgd(momentum=0.5))
     told: list[str] = []
     kept = Checkpoint(checkpoints.save(tmp_path, 1, SoloGroup(), tensors, values), 1, 1)

@@ -317,12 +317,12 @@ def test_options_of_engine_hosts_are_fields_of_its_spec(asked: dict[str, Any]) -
     from manyhands.engines import engine_of
     from manyhands.engines.hosts.engine import Hosts
 
-    options = "--listen 10.0.0.1 --here 1 --ports 7000-7100 --no-tls --plain-network --wait 9"
+    options = "--listen 10.0.0.1 --local-workers 1 --ports 7000-7100 --no-tls --plain-network --wait 9"
     invoke("train", "digits", "-n", "2", *options.split())
-    wanted = Hosts(listen="10.0.0.1", here=1, ports="7000-7100", wait_s=9.0, tls=False, plain_network=True)
+    wanted = Hosts(listen="10.0.0.1", local_workers=1, ports="7000-7100", wait_s=9.0, tls=False, plain_network=True)
     assert engine_of(asked["engine"]) == wanted
-    invoke("train", "digits", "--engine", "hosts:here=1", "--listen", "10.0.0.1")
-    assert engine_of(asked["engine"]) == Hosts(listen="10.0.0.1", here=1)
+    invoke("train", "digits", "--engine", "hosts:local_workers=1", "--listen", "10.0.0.1")
+    assert engine_of(asked["engine"]) == Hosts(listen="10.0.0.1", local_workers=1)
 
 
 def test_another_engine_has_no_such_options() -> None:

@@ -47,12 +47,21 @@ def test_compare_has_defaults_that_do(compared: dict[str, Any]) -> None:
 
 
 def test_compare_takes_its_options(compared: dict[str, Any], tmp_path: Path) -> None:
-    words = ["--strategies", "allreduce,easgd:period=4,alpha=.1", "--workers", "2,4", "--repeats", "5", "--points", "7"]
+    words = [
+        "--strategies",
+        "allreduce,easgd:period=4,alpha=.1",
+        "--workers",
+        "2,4",
+        "--repeats",
+        "5",
+        "--validations",
+        "7",
+    ]
     words += ["--target", "test_loss<=0.1", "--network", "lan", "--epochs", "2", "--output", str(tmp_path)]
     done = invoke("compare", "digits", *words, "--markdown", str(tmp_path / "table.md"))
     assert done.exit_code == 0, done.output
     assert compared["strategies"] == ["allreduce", "easgd:period=4,alpha=.1"]
-    assert (compared["workers"], compared["repeats"], compared["points"]) == ([2, 4], 5, 7)
+    assert (compared["workers"], compared["repeats"], compared["validations"]) == ([2, 4], 5, 7)
     assert (compared["target"], compared["engine"]) == ("test_loss<=0.1", 'sim:network="lan"')
     assert (compared["epochs"], compared["folder"]) == (2, tmp_path)
     assert (tmp_path / "table.md").read_text() == "| the | table |\n"

@@ -62,7 +62,7 @@ def test_a_stop_ends_it_for_everybody_with_the_first_reason() -> None:
 
 
 def test_worker_0_trains_alone_first_and_then_lets_the_others_in() -> None:
-    leases, of = Leases(), segment(until=6, parts=3, alone=2)
+    leases, of = Leases(), segment(until=6, parts=3, rank0_warmup_ticks=2)
     assert leases.take(2, of) is None
     assert [taken(leases, 0, of) for _ in range(2)] == [(0, 0), (1, 0)]
     assert leases.take(1, of) is None
@@ -72,14 +72,14 @@ def test_worker_0_trains_alone_first_and_then_lets_the_others_in() -> None:
 
 
 def test_alone_longer_than_the_segment_takes_the_others_slices_too() -> None:
-    leases, of = Leases(), segment(until=1, alone=9)
+    leases, of = Leases(), segment(until=1, rank0_warmup_ticks=9)
     assert leases.take(1, of) is None
     assert [taken(leases, 0, of) for _ in range(2)] == [(0, 0), (0, 1)]
     assert leases.released == [(1, End(reason="", left=[[1, 1], [0, 0]]))]
 
 
 def test_a_stop_reaches_those_who_wait() -> None:
-    leases, of = Leases(), segment(alone=9)
+    leases, of = Leases(), segment(rank0_warmup_ticks=9)
     assert leases.take(1, of) is None
     leases.stop("max_seconds")
     assert leases.released == [(1, End(reason="max_seconds", left=[[0, 4], [0, 4]]))]
@@ -102,7 +102,7 @@ def test_each_slice_exactly_once(first: int, batches: int, parts: int, sizes: li
     left, got, handed = None, [], []
     for launch, size in enumerate(sizes):
         last = launch == len(sizes) - 1
-        of = segment(first, first + batches, parts, size=size, left=left, alone=alone)
+        of = segment(first, first + batches, parts, size=size, left=left, rank0_warmup_ticks=alone)
         stop_after = None if last else data.draw(st.integers(0, batches * parts))
         answers = _interleaved(of, size, stop_after, lambda n: data.draw(st.integers(0, n - 1)))
         leases = [a for a in answers if isinstance(a, Lease)]
@@ -124,14 +124,14 @@ def _interleaved(of: Segment, size: int, stop_after: int | None, draw: Callable[
     while ready:
         rank = ready.pop(draw(len(ready)))
         answer = leases.take(rank, of)
-        said = [(rank, answer)] if answer is not None else []
-        said += leases.released
+        output = [(rank, answer)] if answer is not None else []
+        output += leases.released
         leases.released = []
-        if stop_after is not None and len(answers) < stop_after <= len(answers) + len(said):
+        if stop_after is not None and len(answers) < stop_after <= len(answers) + len(output):
             leases.stop("test")
-            said += leases.released
+            output += leases.released
             leases.released = []
-        for who, what in said:
+        for who, what in output:
             answers.append(what)
             if isinstance(what, Lease):
                 ready.append(who)
@@ -146,7 +146,7 @@ def test_with_fewer_workers_the_queue_furthest_behind_comes_first() -> None:
 
 
 def test_what_is_foreseen_is_what_a_worker_gets_of_its_own() -> None:
-    of = segment(until=4, parts=3, size=2, left=[[1, 4], [0, 4], [2, 4]], alone=5)
+    of = segment(until=4, parts=3, size=2, left=[[1, 4], [0, 4], [2, 4]], rank0_warmup_ticks=5)
     assert [(lease.index, lease.part) for lease in foreseen(of, 0)] == [(1, 0), (2, 0), (2, 2), (3, 0), (3, 2)]
     assert [(lease.index, lease.part) for lease in foreseen(of, 1)] == [(i, 1) for i in range(4)]
     assert list(foreseen(of, 5)) == []
@@ -187,7 +187,7 @@ def test_answers_travel_as_json(answer: Lease | End) -> None:
 
 
 def test_a_segment_travels_as_json_by_its_fields() -> None:
-    of = segment(left=[[0, 1], [2, 3]], size=3, alone=4)
+    of = segment(left=[[0, 1], [2, 3]], size=3, rank0_warmup_ticks=4)
     assert Segment(**json.loads(json.dumps(vars(of)))) == of
 
 

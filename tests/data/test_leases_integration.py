@@ -96,7 +96,7 @@ def test_a_stop_in_the_middle_ends_everybodys_leases(local: Local, workers: int)
 def test_worker_0_trains_alone_first(local: Local) -> None:
     def program(worker: Worker) -> list[Lease]:
         worker.group.barrier()  # the others ask, and wait, while worker 0 trains
-        return leased(worker, segment(until=400, alone=1000))[0]
+        return leased(worker, segment(until=400, rank0_warmup_ticks=1000))[0]
 
     values = local.launch(program, LaunchSpec(workers=3))
     slices = [(lease.index, lease.part) for leases in values for lease in leases]
@@ -113,7 +113,7 @@ def test_whoever_waits_for_worker_0_hears_of_a_stop(local: Local) -> None:
                 time.sleep(0.01)
         else:
             worker.group.barrier()
-        return worker.driver.lease(segment(alone=1000))
+        return worker.driver.lease(segment(rank0_warmup_ticks=1000))
 
     values = local.launch(program, LaunchSpec(workers=2, observer=Stopping(after=1)))
     assert [value.reason for value in values if isinstance(value, End)] == ["callback"] * 2

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from manyhands.data.rng_scope import OwnRandom, mixed
+from manyhands.data.rng_scope import RngScope, mixed
 
 
 def draw():
@@ -16,7 +16,7 @@ def test_it_goes_on_where_it_stood_and_leaves_no_trace():
     torch.manual_seed(1), np.random.seed(1), random.seed(1)
     expected_outside = [draw(), draw()]
     torch.manual_seed(1), np.random.seed(1), random.seed(1)
-    own, inside, outside = OwnRandom((5, 0)), [], []
+    own, inside, outside = RngScope((5, 0)), [], []
     for _ in range(2):
         with own:
             inside.append(draw())
@@ -30,7 +30,7 @@ def test_it_goes_on_where_it_stood_and_leaves_no_trace():
 def test_an_error_inside_puts_the_outside_back():
     before = torch.get_rng_state()
     try:
-        with OwnRandom((1,)):
+        with RngScope((1,)):
             torch.rand(3)
             raise KeyError
     except KeyError:
@@ -44,7 +44,7 @@ def test_it_goes_on_from_here_as_if_there_were_one_stream():
     expected = [draw() for _ in range(4)]
     for else_drawn in (False, True):
         torch.manual_seed(1), np.random.seed(1), random.seed(1)
-        got, own = [draw()], OwnRandom.from_here()
+        got, own = [draw()], RngScope.from_here()
         with own.in_place():
             for _ in range(2):
                 with own:

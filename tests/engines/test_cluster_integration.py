@@ -169,10 +169,11 @@ def test_tensorboard_answers_at_the_address_that_is_told(tmp_path: Path) -> None
         urllib.request.urlopen(told[0], timeout=30)
 
 
+@pytest.mark.slow
 def test_addresses_of_a_joined_host_are_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two hosts, both this one, by two of its addresses."""
     monkeypatch.setenv("MANYHANDS_CREDENTIALS", str(tmp_path / "run.pem"))
-    engine, joined = Hosts(here=1), []
+    engine, joined = Hosts(local_workers=1), []
 
     def join(line: str) -> None:
         if found := re.search(r"manyhands join (\S+)", line):
@@ -180,7 +181,7 @@ def test_addresses_of_a_joined_host_are_its_own(tmp_path: Path, monkeypatch: pyt
             options = ["join", found[1], "--workers", "2", "--listen", "127.0.0.2"]
             joined.append(subprocess.Popen([sys.executable, "-c", command, *options], stderr=subprocess.DEVNULL))
 
-    engine.voice.say = join
+    engine.announcer.say = join
 
     def program(cluster: Any) -> Any:  # by value: the joined host does not have this file
         if cluster.role == "ps":

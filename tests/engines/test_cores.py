@@ -67,7 +67,7 @@ def test_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- what several workers share ----------------------------------------------------------------------------------------
 
 
-def said(
+def output(
     threads: int, host: str = "alpha", cores: str = "ff", quota: float | None = None, **more: str
 ) -> dict[str, Any]:
     facts = {"machine": "boot 1", "group": f"0::/ {host}"} | more
@@ -75,7 +75,7 @@ def said(
 
 
 def test_workers_of_one_machine_share_its_cores_whatever_their_hosts_are_called() -> None:
-    found = cores.shared([said(4), said(4, host="beta"), said(8, host="gamma", machine="boot 2"), said(1)])
+    found = cores.shared([output(4), output(4, host="beta"), output(8, host="gamma", machine="boot 2"), output(1)])
     assert found == [
         {"host": "alpha, beta", "workers": 3, "threads": 9, "cores": 8},
         {"host": "gamma", "workers": 1, "threads": 8, "cores": 8},
@@ -83,15 +83,15 @@ def test_workers_of_one_machine_share_its_cores_whatever_their_hosts_are_called(
 
 
 def test_workers_that_are_pinned_apart_share_nothing() -> None:
-    assert cores.shared([said(1, cores="1"), said(1, cores="2")])[0]["cores"] == 2
-    assert cores.shared([said(1, cores="1"), said(1, cores="1")])[0]["cores"] == 1
+    assert cores.shared([output(1, cores="1"), output(1, cores="2")])[0]["cores"] == 2
+    assert cores.shared([output(1, cores="1"), output(1, cores="1")])[0]["cores"] == 1
 
 
 def test_a_quota_is_shared_by_those_in_its_group_alone() -> None:
     """Two joins in one container of two cores; and two containers of two cores each on a machine of eight."""
-    one, two = cores.shared([said(2, quota=2.5), said(2, quota=2.5)])
+    one, two = cores.shared([output(2, quota=2.5), output(2, quota=2.5)])
     assert (one["threads"], one["cores"], two["cores"]) == (4, 2, 8)
-    found = cores.shared([said(2, quota=2.0), said(2, host="beta", quota=2.0)])
+    found = cores.shared([output(2, quota=2.0), output(2, host="beta", quota=2.0)])
     assert all(one["threads"] <= one["cores"] for one in found)
 
 

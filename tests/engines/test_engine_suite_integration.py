@@ -1,4 +1,4 @@
-"""Engine `local` takes the exam, warm and cold; and the exam fails engines that break a promise."""
+"""Engine `local` passes the conformance suite, warm and cold; and the conformance suite fails engines that break a promise."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from manyhands.engines.base import Engine, LaunchSpec, Observer
 from manyhands.engines.local.engine import Local
 from manyhands.errors import ManyhandsError, Unsupported, WorkerFailed
 from manyhands.testing import engine_suite
-from manyhands.testing.engine_suite import ENGINE_EXAM
-from manyhands.testing.group_suite import ExamFailed
+from manyhands.testing.engine_suite import ENGINE_SUITE
+from manyhands.testing.group_suite import ConformanceFailed
 from manyhands.worker import Worker, set_current
 
 
-@pytest.mark.parametrize("check", ENGINE_EXAM)
+@pytest.mark.parametrize("check", ENGINE_SUITE)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_local_passes(local: Local, workers: int, check: str) -> None:
     """CASES 21, 28"""
-    ENGINE_EXAM[check](local, workers=workers)
+    ENGINE_SUITE[check](local, workers=workers)
 
 
+@pytest.mark.slow
 def test_a_cold_local_leaves_nothing() -> None:
     """CASE 28"""
-    ENGINE_EXAM["nothing_left"](Local())
+    ENGINE_SUITE["nothing_left"](Local())
 
 
 class _Broken(Engine):
@@ -176,21 +177,21 @@ def test_a_broken_engine_fails(
     broken: Engine, workers: int, check: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_suite, "DEADLINE_S", 3.0)
-    with pytest.raises(ExamFailed, match=problem):
-        ENGINE_EXAM[check](broken, workers=workers)
+    with pytest.raises(ConformanceFailed, match=problem):
+        ENGINE_SUITE[check](broken, workers=workers)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_broken_group_fails(local: Local, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a worker found comes out as ExamFailed, from another process too."""
+    """What a worker found comes out as ConformanceFailed, from another process too."""
     monkeypatch.setattr(_Broken, "whole", local)
-    with pytest.raises(ExamFailed, match="broadcast_"):
-        ENGINE_EXAM["group"](_WrongGroup(), workers=workers)
+    with pytest.raises(ConformanceFailed, match="broadcast_"):
+        ENGINE_SUITE["group"](_WrongGroup(), workers=workers)
 
 
 def test_engines_in_place_are_refused() -> None:
     class InPlace(_Broken):
-        in_place = True
+        spmd = True
 
-    with pytest.raises(Unsupported, match="every worker would have to take the exam"):
-        ENGINE_EXAM["values"](InPlace())
+    with pytest.raises(Unsupported, match="every worker would have to pass the conformance suite"):
+        ENGINE_SUITE["values"](InPlace())

@@ -50,10 +50,10 @@ def test_what_no_cluster_can_be(kind: type[BadInput], options: dict[str, object]
 def test_a_launch_without_roles_awaits_all_and_calls_them_workers() -> None:
     plan = LaunchSpec(workers=2)
     assert plan.awaited == {0, 1}
-    assert [plan.name_of(seat) for seat in (1, -1)] == ["worker 1", "server shard 0"]
+    assert [plan.name_of(process_index) for process_index in (1, -1)] == ["worker 1", "server shard 0"]
 
 
 def test_a_launch_with_roles_names_and_awaits_by_them() -> None:
     plan = LaunchSpec(workers=2, roles=Roles(workers=1, others={"ps": 1}))
     assert plan.awaited == {0}
-    assert [plan.name_of(seat) for seat in (0, 1, -2)] == ["worker 0", "ps 0", "server shard 1"]
+    assert [plan.name_of(process_index) for process_index in (0, 1, -2)] == ["worker 0", "ps 0", "server shard 1"]

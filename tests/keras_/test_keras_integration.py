@@ -17,6 +17,7 @@ def task(model: Any, *data: Any, **options: Any) -> mh.Task:
     return mh.keras.task(model, *(data or rows()), **{"batch_size": 16, "epochs": 3, **options})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [name for name in CATALOGUE if name != "solo"])
 def test_every_strategy_trains_the_users_own_model(strategy: str, local: mh.Local) -> None:
     x, y = rows()
@@ -115,6 +116,7 @@ def test_logs_count_all_workers_rows(local: mh.Local) -> None:
     assert histories[1].history["accuracy"] == histories[0].history["accuracy"]
 
 
+@pytest.mark.slow
 def test_averaged_optimizer_state_and_a_resumed_run(local: mh.Local, tmp_path: Path) -> None:
     """Local SGD averages Adam's moments; a checkpoint of each worker's own goes on as if nothing had been."""
     whole, first, second = (dense() for _ in range(3))

@@ -111,15 +111,15 @@ def test_an_exception_of_the_script(local: Local, path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"), [("", "exchanged nothing"), ("mh.prepare(m, o)", "all 2 workers computed the same")]
+    ("line", "result"), [("", "exchanged nothing"), ("mh.prepare(m, o)", "all 2 workers computed the same")]
 )
 def test_workers_that_train_all_rows_are_named(
-    local: Local, tmp_path: Path, line: str, said: str, capfd: pytest.CaptureFixture[str]
+    local: Local, tmp_path: Path, line: str, result: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A script without `prepare`, and one whose loader was not given: once, on standard error."""
     (tmp_path / "apart.py").write_text(textwrap.dedent(APART.format(line=line)))
     assert run_script(tmp_path / "apart.py", workers=2, engine=local) == 0
-    assert capfd.readouterr().err.count(said) == 1
+    assert capfd.readouterr().err.count(result) == 1
 
 
 APART = """
@@ -161,6 +161,7 @@ while time.monotonic() < deadline:
 NO_HANDLER = OWN_HANDLER.replace("signal.signal(signal.SIGTERM, save)", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("script", "code", "saved"), [(OWN_HANDLER, 75, 2), (NO_HANDLER, 143, 0)])
 def test_sigterm_reaches_the_script_on_every_worker(tmp_path: Path, script: str, code: int, saved: int) -> None:
     """A script that saves its work on SIGTERM can do so, as under `python script.py`."""
@@ -239,7 +240,7 @@ def test_a_script_with_roles_finds_its_cluster_and_all_are_heard(
     (tmp_path / "script.py").write_text(OF_A_CLUSTER)
     roles = Roles(workers=2, others={"ps": 1})
     assert run_script(tmp_path / "script.py", [argument], engine=local, roles=roles) == code
-    said = set(capfd.readouterr().out.splitlines())
-    assert said <= {f"worker 0 0 ['{argument}']", f"worker 1 1 ['{argument}']", f"ps 0 None ['{argument}']"}
-    assert f"worker 1 1 ['{argument}']" in said
-    assert code or len(said) >= 2
+    result = set(capfd.readouterr().out.splitlines())
+    assert result <= {f"worker 0 0 ['{argument}']", f"worker 1 1 ['{argument}']", f"ps 0 None ['{argument}']"}
+    assert f"worker 1 1 ['{argument}']" in result
+    assert code or len(result) >= 2

@@ -337,6 +337,7 @@ def gan(worker: Worker | None) -> Tensor:
     return torch.cat([plain.flat(generator), plain.flat(critic)])
 
 
+@pytest.mark.slow
 def test_a_gan_on_four_workers_equals_one() -> None:
     """CASE 2 with two pairs: one backward reaches both, and each exchanges its own."""
     expected = gan(None)
@@ -558,5 +559,5 @@ def test_a_rate_of_a_workers_own_is_named_where_all_steps_are_to_be_equal(strate
             return str(error)
         return ""
 
-    for said in together(2, program):
-        assert ("the optimizer's lr is 0.2 there and 0.1 on worker 0" in said) == (strategy == "allreduce")
+    for output in together(2, program):
+        assert ("the optimizer's lr is 0.2 there and 0.1 on worker 0" in output) == (strategy == "allreduce")

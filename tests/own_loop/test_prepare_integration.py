@@ -250,6 +250,7 @@ for optimizer in ("adamw",):
 """
 
 
+@pytest.mark.slow
 def test_under_torchrun(tmp_path: Path) -> None:
     """CASE 2: the same file; the other ranks print and save nothing, and nothing is left."""
     (tmp_path / "script.py").write_text(TORCHRUN)

@@ -30,20 +30,20 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 def test_the_first_rank_is_as_it_was(capsys: pytest.CaptureFixture[str], restored: list[object]) -> None:
     worker = Worker(rank=0, size=4)
-    rank_zero.quiet_other_ranks(worker, 7.0)
+    rank_zero.mute_nonzero_ranks(worker, 7.0)
     print("heard")
     assert capsys.readouterr() == ("heard\n", "")
     assert restored == [(worker.group, 7.0)]
 
 
 def test_one_worker_keeps_nothing_apart(restored: list[object]) -> None:
-    rank_zero.quiet_other_ranks(Worker(), 7.0)
+    rank_zero.mute_nonzero_ranks(Worker(), 7.0)
     assert not restored
 
 
 def test_others_print_nothing(capsys: pytest.CaptureFixture[str], restored: list[object]) -> None:
     for _ in range(2):
-        rank_zero.quiet_other_ranks(Worker(rank=1, size=4), 7.0)
+        rank_zero.mute_nonzero_ranks(Worker(rank=1, size=4), 7.0)
     print("unheard")
     sys.stdout.close()
     assert capsys.readouterr() == ("", "manyhands: workers 1 to 3 of 4 print nothing to standard output\n")
@@ -52,7 +52,7 @@ def test_others_print_nothing(capsys: pytest.CaptureFixture[str], restored: list
 
 def test_bars_and_trackers_are_off_on_other_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     for rank, bars in ((0, 1), (2, 0)):
-        rank_zero.quiet_other_ranks(Worker(rank=rank, size=3), 7.0)
+        rank_zero.mute_nonzero_ranks(Worker(rank=rank, size=3), 7.0)
         assert list(tqdm.tqdm(range(2), desc="bar")) == [0, 1]
         assert ("bar" in capsys.readouterr().err) is bool(bars)
         assert ("WANDB_MODE" in os.environ) is not bool(bars)
@@ -62,7 +62,7 @@ def test_bars_and_trackers_are_off_on_other_ranks(capsys: pytest.CaptureFixture[
 
 
 def test_one_rank_says_so_for_all(capsys: pytest.CaptureFixture[str]) -> None:
-    rank_zero.quiet_other_ranks(Worker(rank=2, size=4), 7.0)
+    rank_zero.mute_nonzero_ranks(Worker(rank=2, size=4), 7.0)
     sys.stdout.close()
     assert capsys.readouterr() == ("", "")
 
@@ -97,6 +97,6 @@ def test_ranks_that_take_turns_in_one_process(capsys: pytest.CaptureFixture[str]
         "nobody": "",
         **{f"own-{rank}": str(rank) for rank in range(3)},
     }
-    said = capsys.readouterr()
-    assert said.out == "I am 0\nheard\n"
-    assert said.err.count("writes its files to") == 2
+    result = capsys.readouterr()
+    assert result.out == "I am 0\nheard\n"
+    assert result.err.count("writes its files to") == 2

@@ -159,9 +159,9 @@ def test_what_one_rank_alone_knows_is_where_it_says(view: View, work: Path) -> N
 def test_who_gets_past_is_named_once(view: View, work: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for name in ("a", "b"):
         io.FileIO(name, "w").close()
-    said = capfd.readouterr().err
-    assert said.count("/a is written by code") == (0 if isinstance(view, FirstView) else 1)
-    assert "/b is" not in said
+    output = capfd.readouterr().err
+    assert output.count("/a is written by code") == (0 if isinstance(view, FirstView) else 1)
+    assert "/b is" not in output
 
 
 def test_a_module_that_has_its_own_name_for_open(view: View, work: Path) -> None:

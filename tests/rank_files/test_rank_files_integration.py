@@ -106,10 +106,10 @@ def test_models_are_saved_and_read_back(
     assert run(local, folder, script) == 0
     assert sorted(os.listdir()) == ["best.pt", "checkpoint.pt", "last.pt", "model.pt", "rows.npy", "x.safetensors"]
     assert torch.load("model.pt", weights_only=False)[0] == torch.load("best.pt")[0] == 2
-    said = capfd.readouterr().err
-    assert said.count("worker 1 of 2 writes its files to") == 1
-    assert "worker 0 of 2 writes" not in said
-    wait_gone(os.path.dirname(scratch(said)[0]))
+    output = capfd.readouterr().err
+    assert output.count("worker 1 of 2 writes its files to") == 1
+    assert "worker 0 of 2 writes" not in output
+    wait_gone(os.path.dirname(scratch(output)[0]))
 
 
 def test_each_rank_keeps_what_it_alone_writes(local: Local, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -130,9 +130,9 @@ def test_each_rank_keeps_what_it_alone_writes(local: Local, folder: Path, capfd:
     expected = {f"out-{rank}.txt": f"rank {rank}" for rank in range(3)}
     expected |= {f"folder-{rank}/in.txt": "in" for rank in range(3)}
     assert files(folder) == expected | {f"late-{rank}.txt": "never closed" for rank in range(3)}
-    said = capfd.readouterr().err
-    assert len(set(scratch(said))) == 2
-    for place in scratch(said):
+    output = capfd.readouterr().err
+    assert len(set(scratch(output))) == 2
+    for place in scratch(output):
         wait_gone(os.path.dirname(place))
 
 
@@ -263,15 +263,16 @@ def test_a_driver_that_is_killed_leaves_no_folder(folder: Path) -> None:
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     with process.stderr:
-        said = next(line for line in process.stderr if "writes its files to" in line)
-        for written in (f"{folder}/own-0.txt", f"{scratch(said)[0]}{folder}/own-1.txt"):
+        output = next(line for line in process.stderr if "writes its files to" in line)
+        for written in (f"{folder}/own-0.txt", f"{scratch(output)[0]}{folder}/own-1.txt"):
             wait_until(partial(holds, written, "own"))
         process.send_signal(signal.SIGKILL)
         process.wait(20)
-        wait_gone(os.path.dirname(scratch(said)[0]))
+        wait_gone(os.path.dirname(scratch(output)[0]))
     assert files(folder) == {"own-0.txt": "own", "own-1.txt": "own"}
 
 
+@pytest.mark.slow
 def test_under_torchrun(folder: Path) -> None:
     (folder.parent / "script.py").write_text(
         PROLOGUE

@@ -174,11 +174,11 @@ def worker_of(group: Any, **fields: Any) -> Worker:
 
 def test_all_workers_name_the_first_that_differs_and_what_differs() -> None:
     same = {"the optimizer's lr": 0.1, "code of my": "ab"}
-    said = workers(same, same, {"the optimizer's lr": 0.2, "code of my": "ab", "version of other": "1"})
-    assert said[0] == said[1] == said[2]
-    assert said[0].startswith("worker 2 on host2 does not run what worker 0 runs")
-    assert "the optimizer's lr is 0.2 there and 0.1 on worker 0 (host0)" in said[0]
-    assert "code of my" not in said[0]
+    output = workers(same, same, {"the optimizer's lr": 0.2, "code of my": "ab", "version of other": "1"})
+    assert output[0] == output[1] == output[2]
+    assert output[0].startswith("worker 2 on host2 does not run what worker 0 runs")
+    assert "the optimizer's lr is 0.2 there and 0.1 on worker 0 (host0)" in output[0]
+    assert "code of my" not in output[0]
     assert workers(same, {**same, "version of one": "2"}, same) == ["", "", ""]
 
 

@@ -48,6 +48,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_what_differs_on_a_joined_host_is_named_before_training(
     case: str, script: Callable[..., Script], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -56,7 +57,7 @@ def test_what_differs_on_a_joined_host_is_named_before_training(
     monkeypatch.setenv("MANYHANDS_CREDENTIALS", str(tmp_path / "run.pem"))
     _host(tmp_path / "alpha")
     _host(tmp_path / "beta", **changed)
-    options = "-n 2 --here 1 --threads-per-worker 1 --log quiet --run-dir mine --engine hosts"
+    options = "-n 2 --local-workers 1 --threads-per-worker 1 --log quiet --run-dir mine --engine hosts"
     driver = script(COMMAND, "alpha", "train", "my.py:task", *options.split())
     assert driver.process.stderr is not None
     while not (found := ADDRESS.search(line := driver.process.stderr.readline())):

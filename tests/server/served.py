@@ -29,7 +29,7 @@ class Hosting:
         self.spec, self.shards = spec, shards_of(spec, shards)
         self.timeout_s, self.memory_from = timeout_s, memory_from
         self.pairs: list[list[Pair]] = [[socket.socketpair() for _ in range(self.shards)] for _ in range(workers)]
-        self.said: list[dict | BaseException | None] = [None] * self.shards
+        self.output: list[dict | BaseException | None] = [None] * self.shards
         self.threads = [
             threading.Thread(target=self._serve, args=(shard, workers, more)) for shard in range(self.shards)
         ]
@@ -51,9 +51,9 @@ class Hosting:
         channels = {rank: channel_to(rank, row[shard][0], self.timeout_s) for rank, row in enumerate(self.pairs)}
         where = {"shard": shard, "shards": self.shards, "workers": workers, "timeout_s": self.timeout_s}
         try:
-            self.said[shard] = serve(self.spec, channels=channels, **where, **more)
+            self.output[shard] = serve(self.spec, channels=channels, **where, **more)
         except BaseException as error:  # noqa: BLE001 - the test looks at it
-            self.said[shard] = error
+            self.output[shard] = error
 
     def close(self) -> None:
         for client in self._clients.values():

@@ -1,4 +1,4 @@
-"""The served server takes the exam, through shared memory and through the socket alone."""
+"""The served server passes the conformance suite, through shared memory and through the socket alone."""
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -13,15 +13,15 @@ from manyhands.server.base import ServerSpec
 from manyhands.server.client import ServedServer
 from manyhands.server.protocol import SMALL_BYTES
 from manyhands.server.store import InvalidCall
-from manyhands.testing.server_suite import SERVER_EXAM, expect_waits, started
+from manyhands.testing.server_suite import SERVER_SUITE, expect_waits, started
 
 ADD = ServerSpec(rule="add")
 BY_MEMORY_AND_SOCKET = pytest.mark.parametrize("memory_from", [0, -1], ids=["memory", "socket"])
 
 
 @BY_MEMORY_AND_SOCKET
-@pytest.mark.parametrize("check", SERVER_EXAM.values(), ids=SERVER_EXAM)
-def test_exam(check, memory_from):
+@pytest.mark.parametrize("check", SERVER_SUITE.values(), ids=SERVER_SUITE)
+def test_conformance(check, memory_from):
     @contextmanager
     def open_servers(spec, workers, shards):
         with hosting(spec, workers, shards, memory_from=memory_from) as host:
@@ -37,7 +37,7 @@ def test_vectors_that_no_socket_takes_are_copied_first(memory_from):
         (client,) = host.clients
         wide = torch.arange(20.0)
         client.initialize(wide[::2])
-        client.begin()
+        client.activate()
         into = torch.zeros(20)
         client.pull(into[1::2])
         assert torch.equal(into[1::2], wide[::2])
@@ -85,7 +85,7 @@ def test_what_the_server_refuses_is_raised_here_and_ever_after():
             second.pull(torch.empty(4))
         with pytest.raises(BadInput, match="got 4 of"):
             second.pull(torch.empty(5))
-        with pytest.raises(InvalidCall, match="it calls `begin` first"):
+        with pytest.raises(InvalidCall, match="it calls `activate` first"):
             first.push(torch.ones(5))
 
 
@@ -93,11 +93,11 @@ def test_time_that_others_take_is_waited_time_and_the_servers_own_is_not():
     with hosting(ServerSpec(rule="elastic", bound=0, options={"alpha": 0.5}), 2) as host:
         fast, slow = host.clients
         fast.initialize(torch.zeros(5))
-        fast.begin()
+        fast.activate()
         fast.push(torch.ones(5))
         assert fast.waited_s == 0
         fast.tick()
-        slow.begin()
+        slow.activate()
         with started(lambda: fast.push(torch.ones(5))) as waiting:
             expect_waits(waiting, "an answer at bound 0")
             slow.push(torch.ones(5))

@@ -22,7 +22,7 @@ def channel():
         made = Channel(host.pairs[0][0][1], peer="server shard 0", timeout_s=10)
         ask(made, Kind.OFFER, Kind.WANTED, **LIKE)
         ask(made, Kind.GIVE, Kind.DONE, torch.zeros(N))
-        ask(made, Kind.BEGIN, Kind.DONE)
+        ask(made, Kind.ACTIVATE, Kind.DONE)
         yield made
         made.close()
 
@@ -73,7 +73,7 @@ def topk():
         made = Channel(host.pairs[0][0][1], peer="server shard 0", timeout_s=10)
         ask(made, Kind.OFFER, Kind.WANTED, **LIKE)
         ask(made, Kind.GIVE, Kind.DONE, torch.zeros(N))
-        ask(made, Kind.BEGIN, Kind.DONE)
+        ask(made, Kind.ACTIVATE, Kind.DONE)
         yield made
         made.close()
 
@@ -128,7 +128,7 @@ def test_a_server_without_a_codec_takes_no_payload(channel):
 
 
 def test_a_vector_where_none_belongs_gets_no_answer(channel):
-    channel.send(Frame(kind=Kind.PARK), torch.ones(N))
+    channel.send(Frame(kind=Kind.DEACTIVATE), torch.ones(N))
     with pytest.raises(ChannelClosed):
         channel.receive()
 

@@ -8,7 +8,7 @@ from manyhands.server.gate import Gate
 def begun(workers, bound):
     gate = Gate(workers, bound)
     for worker in range(workers):
-        gate.begin(worker)
+        gate.activate(worker)
     return gate
 
 
@@ -53,7 +53,7 @@ def test_who_parks_holds_nobody_up():
         gate.tick(1, 0)
         gate.opened()
     assert gate.is_waiting(0)
-    gate.park(2)
+    gate.deactivate(2)
     assert gate.opened() == [(0, 0), (1, 0)]
     gate.tick(0, 0)
     assert gate.opened() == [(0, 0)]
@@ -62,33 +62,33 @@ def test_who_parks_holds_nobody_up():
 def test_the_waiting_worker_that_parks_gets_nothing():
     gate = begun(2, 0)
     gate.tick(0, 0)
-    gate.park(0)
+    gate.deactivate(0)
     gate.tick(1, 0)
     assert gate.opened() == [(1, 0)]
 
 
 def test_who_begins_has_the_ticks_of_the_slowest():
     gate = Gate(3, 2)
-    gate.begin(0)
+    gate.activate(0)
     for _ in range(5):
         gate.tick(0, 0)
         gate.opened()
-    gate.begin(1)
+    gate.activate(1)
     assert gate.finished(1) == 5
     gate.tick(1, 0)
     gate.opened()
-    gate.begin(2)
+    gate.activate(2)
     assert (gate.finished(2), gate.slowest) == (5, 5)
-    gate.begin(1)
+    gate.activate(1)
     assert gate.finished(1) == 6, "a worker that takes part began again"
 
 
 def test_bits_of_a_tick_that_nobody_completed_are_forgotten():
     gate = begun(2, 0)
     gate.tick(0, 5)
-    gate.park(1)
-    gate.park(0)
-    gate.begin(0)
+    gate.deactivate(1)
+    gate.deactivate(0)
+    gate.activate(0)
     gate.tick(0, 2)
     assert gate.opened() == [(0, 2)]
     assert Gate(2, 0).slowest is None

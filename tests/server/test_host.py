@@ -31,11 +31,11 @@ def push(**other):
     return pack(Frame(**WHOLE_PUSH | other)) + bytes(4 * N)
 
 
-def restore(said):
-    return pack(Frame(kind=Kind.RESTORE, blob=to_json(said), generation=1)) + to_json(said)
+def restore(output):
+    return pack(Frame(kind=Kind.RESTORE, blob=to_json(output), generation=1)) + to_json(output)
 
 
-BEGIN = pack(Frame(kind=Kind.BEGIN, generation=1))
+BEGIN = pack(Frame(kind=Kind.ACTIVATE, generation=1))
 ATTACKS = {
     "noise": random.Random(1).randbytes(500),
     "http": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + bytes(HEADER_BYTES),
@@ -75,7 +75,7 @@ def test_whoever_talks_nonsense_is_closed_and_named_once_and_the_server_goes_on(
         for line in good._lines:
             line.channel.generation = 1
         good.initialize(torch.zeros(N))
-        good.begin()
+        good.activate()
         before = address_space()
         bad.settimeout(10)
         bad.sendall(attack)
@@ -86,7 +86,7 @@ def test_whoever_talks_nonsense_is_closed_and_named_once_and_the_server_goes_on(
         assert torch.equal(into, one)
     (record,) = caplog.records
     assert "server shard 0 closed the connection to worker 1: " in record.getMessage()
-    assert host.said[0]["lost"] == [1]
+    assert host.output[0]["lost"] == [1]
 
 
 def until_the_end(sock):
@@ -110,19 +110,19 @@ def test_a_snapshot_of_another_rule_ends_its_senders_connection_and_not_the_shar
         good.pull(torch.empty(N))
     (record,) = caplog.records
     assert "worker 1" in record.getMessage()
-    assert host.said[0]["lost"] == [1]
+    assert host.output[0]["lost"] == [1]
 
 
 def test_a_push_that_was_cut_short_is_not_applied():
     with hosting(ADD, 2, memory_from=-1) as host:
         good, bad = host.client(0), host.pairs[1][0][1]
         good.initialize(torch.zeros(N))
-        good.begin()
-        bad.sendall(pack(Frame(kind=Kind.BEGIN)) + push()[:-1])
+        good.activate()
+        bad.sendall(pack(Frame(kind=Kind.ACTIVATE)) + push()[:-1])
         bad.close()
         good.push(torch.ones(N))
-        assert good.said()["pushes"] == [[1]]
-    assert host.said[0] == {"shard": 0, "version": 1, "pulls": 0, "pushes": 1, "dropped": 0, "lost": [1]}
+        assert good.drain_journal()["pushes"] == [[1]]
+    assert host.output[0] == {"shard": 0, "version": 1, "pulls": 0, "pushes": 1, "dropped": 0, "lost": [1]}
 
 
 def test_a_worker_that_dies_holds_the_others_up_until_its_connection_ends():
@@ -130,8 +130,8 @@ def test_a_worker_that_dies_holds_the_others_up_until_its_connection_ends():
     with hosting(IN_STEP, 2) as host:
         alive, dead = host.client(0), host.client(1)
         alive.initialize(torch.zeros(N))
-        alive.begin()
-        dead.begin()
+        alive.activate()
+        dead.activate()
         alive.push(torch.ones(N))
         dead.push(torch.ones(N))  # it came before the worker died: it counts
         with started(alive.tick) as waiting:
@@ -148,8 +148,8 @@ def test_who_waits_for_a_worker_that_does_nothing_learns_which():
     with hosting(IN_STEP, 2, timeout_s=0.4) as host:
         fast, slow = host.clients
         fast.initialize(torch.zeros(N))
-        fast.begin()
-        slow.begin()
+        fast.activate()
+        slow.activate()
         with pytest.raises(
             PeerLost, match=r"worker 1 on host-b did not do its part .* in server.tick at step 1"
         ) as lost:
@@ -201,10 +201,10 @@ def test_what_is_wrong_with_the_server_itself_ends_it():
 def test_workers_come_to_a_listener_each_once():
     token = secrets.token_bytes(32)
     listener = Listener(credentials=None, token=token, timeout_s=10)
-    said = {}
+    output = {}
 
     def run():
-        said.update(serve(ADD, shard=1, shards=2, workers=2, channels={}, listener=listener, timeout_s=10))
+        output.update(serve(ADD, shard=1, shards=2, workers=2, channels={}, listener=listener, timeout_s=10))
 
     def come(*place):
         return connect(
@@ -229,9 +229,9 @@ def test_workers_come_to_a_listener_each_once():
             pytest.fail("the shard still listens")
         clients[0].initialize(torch.zeros(N))
         for client in clients:
-            client.begin()
+            client.activate()
             client.push(torch.ones(N))
             client.close()
     finally:
         thread.join(20)
-    assert said == {"shard": 1, "version": 2, "pulls": 0, "pushes": 2, "dropped": 0, "lost": []}
+    assert output == {"shard": 1, "version": 2, "pulls": 0, "pushes": 2, "dropped": 0, "lost": []}

@@ -39,7 +39,7 @@ def test_a_worker_killed_in_the_middle_of_a_push_changes_nothing_and_frees_the_o
 
     def half_a_push(client):
         into = torch.empty(N)
-        client.begin()
+        client.activate()
         client.pull(into)
         os.write(tell, b".")
         (line,) = client._lines
@@ -54,7 +54,7 @@ def test_a_worker_killed_in_the_middle_of_a_push_changes_nothing_and_frees_the_o
     with processes(IN_STEP, 2) as made:
         mine, into = opened(made, 0, memory_from), torch.empty(N)
         mine.initialize(torch.zeros(N))
-        mine.begin()
+        mine.activate()
         pid = made.worker(1, half_a_push, memory_from)
         assert os.read(told, 1)  # it takes part
         mine.push(torch.ones(N))
@@ -76,8 +76,8 @@ def test_when_a_shard_is_killed_every_worker_learns_at_once_which():
     with processes(IN_STEP, 2, 2) as made:
         waiting_one, busy_one = opened(made, 0), opened(made, 1)
         waiting_one.initialize(torch.zeros(N))
-        waiting_one.begin()
-        busy_one.begin()
+        waiting_one.activate()
+        busy_one.activate()
         with started(waiting_one.tick) as waiting:
             expect_waits(waiting, "a tick at bound 0")
             made.kill(made.shards[1])
@@ -104,7 +104,7 @@ def test_a_shard_that_says_nothing_for_too_long_is_lost():
         client.close()
 
 
-def test_over_tls_strangers_are_turned_away_and_the_server_goes_on():
+def test_over_tls_unauthenticated_peers_are_turned_away_and_the_server_goes_on():
     ours, theirs = Credentials.create(), Credentials.create()
     listener = Listener(credentials=ours, generation=3, timeout_s=10)
     spec = ServerSpec(rule="elastic", options={"alpha": 0.5})
@@ -122,7 +122,7 @@ def test_over_tls_strangers_are_turned_away_and_the_server_goes_on():
         pid = made.fork(run)
         good = ServedServer(spec, [come(0)])
         good.initialize(torch.zeros(N))
-        good.begin()
+        good.activate()
         for attack in (lambda: come(1, theirs), lambda: come(1, generation=2), lambda: come(0)):
             with pytest.raises(ChannelClosed):
                 attack()
@@ -130,7 +130,7 @@ def test_over_tls_strangers_are_turned_away_and_the_server_goes_on():
             stranger.sendall(random.Random(1).randbytes(1000))
             replayer = come(1)
             replayer.generation = 0  # frames, as they were recorded in an older generation
-            replayer.send(Frame(kind=Kind.BEGIN))
+            replayer.send(Frame(kind=Kind.ACTIVATE))
             with pytest.raises(ChannelClosed):
                 replayer.receive()
             pushed = good.push(torch.ones(N), 2.0, 5)
@@ -146,7 +146,7 @@ def test_nothing_of_a_worker_is_left_open():
     with processes(ServerSpec(rule="add"), 1, 2) as made:
         client = opened(made, 0)
         client.initialize(torch.zeros(N))
-        client.begin()
+        client.activate()
         client.push(torch.ones(N))
         client.pull(torch.empty(N))
         client.close()

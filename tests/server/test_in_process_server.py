@@ -1,4 +1,4 @@
-"""The server in the workers' own process takes the exam, and says whom it waited for."""
+"""The server in the workers' own process passes the conformance suite, and says whom it waited for."""
 
 from contextlib import contextmanager
 
@@ -8,7 +8,7 @@ import torch
 from manyhands.errors import PeerLost
 from manyhands.server.base import ServerSpec
 from manyhands.server.in_process import InProcessServers
-from manyhands.testing.server_suite import SERVER_EXAM, expect_waits, started
+from manyhands.testing.server_suite import SERVER_SUITE, expect_waits, started
 
 
 @contextmanager
@@ -16,8 +16,8 @@ def in_process(spec, workers, shards):
     yield InProcessServers(spec, workers, shards, timeout_s=10).clients
 
 
-@pytest.mark.parametrize("check", SERVER_EXAM.values(), ids=SERVER_EXAM)
-def test_exam(check):
+@pytest.mark.parametrize("check", SERVER_SUITE.values(), ids=SERVER_SUITE)
+def test_conformance(check):
     check(in_process)
 
 
@@ -27,7 +27,7 @@ def test_a_lost_worker_holds_nobody_up(bound):
     servers = InProcessServers(ServerSpec(rule="add", bound=bound), 2, 2, timeout_s=10)
     servers.clients[0].initialize(torch.zeros(4))
     for client in servers.clients:
-        client.begin()
+        client.activate()
     servers.clients[1].push(torch.ones(4))
     for _ in range(bound):
         servers.clients[0].tick()
@@ -49,7 +49,7 @@ def test_nobody_waits_for_ever():
         first.pull(torch.zeros(1))
     first.initialize(torch.zeros(1))
     for client in (first, servers.clients[2]):
-        client.begin()
+        client.activate()
     with pytest.raises(PeerLost, match="worker 2 on localhost .* in server.tick at step 1"):
         first.tick()
     assert first.waited_s >= 0.02
@@ -60,7 +60,7 @@ def test_an_answer_is_the_workers_own():
     servers = InProcessServers(ServerSpec(rule="quorum", bound=16, one_shard=True), 2, timeout_s=10)
     servers.clients[0].initialize(torch.zeros(2))
     for client in servers.clients:
-        client.begin()
+        client.activate()
     with started(lambda: servers.clients[0].push(torch.ones(2))) as waiting:
         mine = servers.clients[1].push(torch.ones(2)).answer
         theirs = waiting.result(10).answer
@@ -73,7 +73,7 @@ def test_a_parameter_may_be_pushed_and_pulled_into():
     client = InProcessServers(ServerSpec(rule="add"), 1, 2).clients[0]
     parameter = torch.nn.Parameter(torch.ones(3))
     client.initialize(parameter)
-    client.begin()
+    client.activate()
     client.push(parameter)
     client.pull(parameter)
     assert parameter.tolist() == [2.0] * 3

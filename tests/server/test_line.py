@@ -17,8 +17,8 @@ N = 6
 ONE = {"version": 1}
 
 
-def snapshot(said, *vectors):
-    return [(Frame(kind=Kind.SNAPSHOT, blob=to_json(said)), None), *vectors]
+def snapshot(output, *vectors):
+    return [(Frame(kind=Kind.SNAPSHOT, blob=to_json(output)), None), *vectors]
 
 
 def vector(elements=N, dtype=torch.float32, tensor=None):

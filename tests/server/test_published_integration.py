@@ -12,10 +12,10 @@ def program(client):
     """Each push adds one to every element, so a version is one number everywhere, and the pull says which."""
     into, one = torch.empty(N), torch.ones(N)
     client.initialize(torch.zeros(N))
-    client.begin()
+    client.activate()
     for _ in range(ROUNDS):
         client.pull(into)
-        (versions,) = client.said()["pulls"]
+        (versions,) = client.drain_journal()["pulls"]
         for version, part in zip(versions, into.chunk(2), strict=True):
             lowest, highest = part.aminmax()
             assert lowest == highest == version, (version, lowest, highest)

@@ -23,7 +23,7 @@ class Simulation:
         self.sequence, self.attempt = [0] * WORKERS, [0] * WORKERS
         self.events: list[tuple[float, int, int]] = []  # (time, worker, its attempt)
         for worker in range(WORKERS):
-            self.store.begin(worker, 0)
+            self.store.activate(worker, 0)
             self.compute(worker, 0.0)
 
     def compute(self, worker, now):

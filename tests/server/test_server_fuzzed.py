@@ -34,12 +34,12 @@ SPECS = {
 Said = tuple[Frame, bytes]  # a frame, and what follows its blob
 
 
-def said(kind: int, body: bytes = b"", **fields: Any) -> Said:
+def output(kind: int, body: bytes = b"", **fields: Any) -> Said:
     return Frame(kind=kind, **fields), body
 
 
 def with_vector(kind: int, **fields: Any) -> Said:
-    return said(kind, VECTOR.numpy().tobytes(), dtype=torch.float32, elements=N, **fields)
+    return output(kind, VECTOR.numpy().tobytes(), dtype=torch.float32, elements=N, **fields)
 
 
 def damaged(damage: Damage, one: Said) -> Said:
@@ -83,12 +83,12 @@ def requests(damage: Damage) -> list[Said]:
     names = damage.of_json(["center"]) if damage.random() < 0.5 else ["center"]
     snapshot = json_bytes({"names": names, "numbers": damage.of_json(NUMBERS) if damage.random() < 0.7 else NUMBERS})
     return [
-        *(said(kind, **LIKE) for kind in (Kind.OFFER, Kind.AWAIT, Kind.PULL, Kind.PEEK)),
-        *(said(kind) for kind in (Kind.BEGIN, Kind.RELEASE, Kind.PARK, Kind.CAPTURE, Kind.GOODBYE)),
-        said(Kind.TICK, blob=b"\x01"),
+        *(output(kind, **LIKE) for kind in (Kind.OFFER, Kind.AWAIT, Kind.PULL, Kind.PEEK)),
+        *(output(kind) for kind in (Kind.ACTIVATE, Kind.RELEASE, Kind.DEACTIVATE, Kind.CAPTURE, Kind.GOODBYE)),
+        output(Kind.TICK, blob=b"\x01"),
         with_vector(Kind.GIVE),
         with_vector(Kind.PUSH, sequence=damage.randint(1, 3), weight=1.0, blob=b"\x05"),
-        said(Kind.ENCODED, bytes(24), elements=24, sequence=1, weight=1.0),
+        output(Kind.ENCODED, bytes(24), elements=24, sequence=1, weight=1.0),
         (Frame(kind=Kind.RESTORE, blob=snapshot), with_frame(Kind.VECTOR)),
     ]
 
@@ -117,7 +117,8 @@ def test_requests(rule: str, inputs: int) -> None:
     """The shard that heard nonsense from worker 0 answers worker 1."""
     damage = Damage(rule)
     opening = b"".join(
-        pack(frame) + body for frame, body in (said(Kind.OFFER, **LIKE), with_vector(Kind.GIVE), said(Kind.BEGIN))
+        pack(frame) + body
+        for frame, body in (output(Kind.OFFER, **LIKE), with_vector(Kind.GIVE), output(Kind.ACTIVATE))
     )
     goodbye = pack(Frame(kind=Kind.GOODBYE))
 
@@ -143,7 +144,7 @@ CALLS: dict[str, Callable[[ServedServer], Any]] = {
     "push": lambda server: server.push(torch.zeros(N)),
     "tick": lambda server: server.tick(),
     "capture": lambda server: (server.center(torch.zeros(N)), server.capture()),
-    "restore": lambda server: server.begin(),
+    "restore": lambda server: server.activate(),
 }
 
 
@@ -154,14 +155,14 @@ def answers(damage: Damage) -> list[Said]:
     late = json_bytes(damage.of_json({"worker": 0, "seconds": 1.0}))
     refused = json_bytes(damage.of_json({"error": "BadInput", "message": "no"}))
     return [
-        *(said(kind) for kind in (Kind.DONE, Kind.WAIT, Kind.WANTED)),
+        *(output(kind) for kind in (Kind.DONE, Kind.WAIT, Kind.WANTED)),
         with_vector(Kind.CENTER, a=3),
         with_vector(Kind.APPLIED, a=3, b=1, sequence=2, weight=1.0),
-        said(Kind.DROPPED, a=3, b=1),
-        said(Kind.HELD, a=3),
-        said(Kind.GO, blob=b"\x01"),
-        said(Kind.LATE, blob=late),
-        said(Kind.REFUSED, blob=refused),
+        output(Kind.DROPPED, a=3, b=1),
+        output(Kind.HELD, a=3),
+        output(Kind.GO, blob=b"\x01"),
+        output(Kind.LATE, blob=late),
+        output(Kind.REFUSED, blob=refused),
         (Frame(kind=Kind.SNAPSHOT, blob=snapshot), with_frame(Kind.VECTOR)),
     ]
 

@@ -25,7 +25,7 @@ def opened(spec=None, timeout_s=10.0):
     center.buffers[0].zero_()
     shard.take(center, came=True)
     for worker in range(2):
-        shard.call(lambda store, worker=worker: store.begin(worker, 0))
+        shard.call(lambda store, worker=worker: store.activate(worker, 0))
     return shard
 
 

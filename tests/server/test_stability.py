@@ -19,7 +19,7 @@ def peak(delay, step, turns=4000):
     store.initialize(torch.ones(1, dtype=torch.float64))
     pulled = []
     for worker in range(workers):
-        store.begin(worker, 0)
+        store.activate(worker, 0)
         store.pull(worker)
         pulled.append(store.center.clone())
     xs = []

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from manyhands.server.staleness import Curvature, StalenessMonitor, bearable, limit, quantile, watch
+from manyhands.server.staleness import Curvature, StalenessMonitor, limit, max_stable_staleness, quantile, watch
 
 
 @pytest.mark.parametrize(("staleness", "expected"), list(enumerate([2, 1, 0.618034, 0.445042, 0.347296])))
@@ -28,9 +28,9 @@ def _delayed(gain: float, staleness: int) -> float:
 
 
 def test_what_a_gain_can_bear() -> None:
-    assert [bearable(gain) for gain in (2.0, 1.99, 1.0, 0.99, 0.5, 0.4)] == [-1, 0, 0, 1, 2, 3]
+    assert [max_stable_staleness(gain) for gain in (2.0, 1.99, 1.0, 0.99, 0.5, 0.4)] == [-1, 0, 0, 1, 2, 3]
     for staleness in range(50):
-        assert bearable(limit(staleness) * 0.999) == staleness
+        assert max_stable_staleness(limit(staleness) * 0.999) == staleness
 
 
 def test_quantiles() -> None:
@@ -114,8 +114,10 @@ def test_it_is_surely_never_more_than_the_largest_but_for_a_little_in_pure_noise
     for share in (0.05, 0.5, 0.9):
         gain = share * limit(workers - 1)
         for seed in range(3):
-            surely = estimate(curvatures, gain, workers=workers, noise=noise, seed=seed).surely()
-            assert surely is None or surely <= max(1.001 * gain, 0.4 * limit(workers - 1))  # None: it stands still
+            lower_bound = estimate(curvatures, gain, workers=workers, noise=noise, seed=seed).lower_bound()
+            assert lower_bound is None or lower_bound <= max(
+                1.001 * gain, 0.4 * limit(workers - 1)
+            )  # None: it stands still
 
 
 @pytest.mark.parametrize("workers", [1, 4])
@@ -144,8 +146,8 @@ def test_pure_noise_has_no_curvature() -> None:
         curvature.before(x, g)
         x = x - g
         curvature.after(x)
-        surely = curvature.surely()
-        assert surely is None or surely < limit(3)
+        lower_bound = curvature.lower_bound()
+        assert lower_bound is None or lower_bound < limit(3)
 
 
 def test_the_estimate_follows_the_rate() -> None:
@@ -191,7 +193,7 @@ def test_nothing_is_said_before_there_are_windows_nor_of_gradients_that_tell_not
             curvature.before(x, gradient)
             curvature.after(x)
         assert curvature.estimate() is None
-        assert curvature.surely() is None
+        assert curvature.lower_bound() is None
 
 
 # -- the warning -----------------------------------------------------------------------------------------------------------
@@ -201,7 +203,7 @@ def warnings_of(
     eye: StalenessMonitor, curvatures: Tensor, gain: float, workers: int, window: int = 1, **options: float
 ) -> list[str]:
     """What `eye` says of worker 0, whose every push is workers - 1 versions late."""
-    said, ticks = [], 0
+    output, ticks = [], 0
 
     def look(before: Tensor, gradient: Tensor, after: Tensor) -> None:
         nonlocal ticks
@@ -209,12 +211,12 @@ def warnings_of(
         eye.before(before, gradient)
         eye.after(after, rate=gain / float(curvatures.max()))
         pushed = ticks % window == 0
-        message = eye.hear({"pushes": [[ticks]], "staleness": [workers - 1]} if pushed else {"pulls": [[ticks]]})
+        message = eye.record({"pushes": [[ticks]], "staleness": [workers - 1]} if pushed else {"pulls": [[ticks]]})
         if message:
-            said.append(message)
+            output.append(message)
 
     train(look, curvatures, gain, workers=workers, **options)  # type: ignore[arg-type]
-    return said
+    return output
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4, 5])
@@ -254,8 +256,8 @@ def test_it_does_not_cry_wolf(noise: float) -> None:
 
 
 def test_the_warning_says_what_to_do() -> None:
-    (said,) = warnings_of(StalenessMonitor(rank=2, workers=4), ALIKE, 0.8, 4)
-    assert said == (
+    (output,) = warnings_of(StalenessMonitor(rank=2, workers=4), ALIKE, 0.8, 4)
+    assert output == (
         "the rate is too high for so much staleness: 9 of 10 pushes of worker 2 are up to 3 versions late, which converges while "
         "rate x largest curvature of a push stays below 0.445; it is 0.8, as its gradients show. Lower the rate from 0.267 to 0.15 or less, "
         "take at most 2 workers, set bound=0 (no staleness), let strategy dynsgd weigh late updates less."
@@ -265,9 +267,9 @@ def test_the_warning_says_what_to_do() -> None:
 def test_a_push_of_a_window_moves_the_center_further_and_a_share_of_it_less() -> None:
     """Window of 5 steps of gain .1: 1 - .9^5 = .41 of the way in a push; agn's share of it, a fifth: .082."""
     eye = StalenessMonitor(rank=0, workers=6)
-    (said,) = warnings_of(eye, ALIKE, 0.1, 6, window=5, steps=400)
-    assert "stays below 0.285; it is 0.41" in said
-    assert "from 0.0333 to 0.022 or less" in said  # 1 - (1 - .285)^(1/5) = .065 of .1
+    (output,) = warnings_of(eye, ALIKE, 0.1, 6, window=5, steps=400)
+    assert "stays below 0.285; it is 0.41" in output
+    assert "from 0.0333 to 0.022 or less" in output  # 1 - (1 - .285)^(1/5) = .065 of .1
     assert warnings_of(StalenessMonitor(rank=0, workers=6, share=1 / 5), ALIKE, 0.1, 6, window=5, steps=400) == []
     assert warnings_of(StalenessMonitor(rank=0, workers=6, fades=True), ALIKE, 0.1, 6, window=5, steps=400) == []
 
@@ -278,7 +280,7 @@ def test_updates_that_are_never_late_are_none_of_its_business() -> None:
         x = torch.ones(3, dtype=torch.float64) * (-2.0) ** tick
         eye.before(x, 3.0 * x)
         eye.after(-2.0 * x, rate=1.0)
-        assert eye.hear({"pushes": [[tick]], "staleness": [0]}) == ""
+        assert eye.record({"pushes": [[tick]], "staleness": [0]}) == ""
 
 
 def test_what_it_found_is_news_once() -> None:

@@ -17,7 +17,7 @@ def store_of(rule="add", workers=2, bound=None, n=1, **options):
     store = Store(make_rule(ServerSpec(rule=rule, options=options)), workers, bound)
     store.initialize(torch.zeros(n, dtype=torch.float64))
     for worker in range(workers):
-        store.begin(worker, 0)
+        store.activate(worker, 0)
     return store
 
 
@@ -53,9 +53,9 @@ def test_the_first_center_wins():
 
 def test_a_worker_that_takes_no_part_is_refused():
     store = store_of()
-    store.park(1)
+    store.deactivate(1)
     for call in (lambda: store.push(1, 1, tensor([1.0]), 1.0, 0), lambda: store.tick(1, 0)):
-        with pytest.raises(InvalidCall, match="begin"):
+        with pytest.raises(InvalidCall, match="activate"):
             call()
     with pytest.raises(InvalidCall, match="range"):
         store.pull(2)
@@ -66,18 +66,18 @@ def test_generations():
     store = store_of()
     push = Pushes(store)
     push(0, 1.0)
-    store.begin(0, 0)
+    store.activate(0, 0)
     assert push(0, 1.0).version == 2, "beginning again in the same generation goes on"
-    store.begin(0, 3)
+    store.activate(0, 3)
     with pytest.raises(InvalidCall, match="expected 1"):
         store.push(0, 3, tensor([1.0], dtype=torch.float64), 1.0, 0)
     assert store.push(0, 1, tensor([1.0], dtype=torch.float64), 1.0, 0) == Applied(3, 0)
     with pytest.raises(InvalidCall, match="newer generation"):
-        store.begin(0, 2)
+        store.activate(0, 2)
     store.leave(0)
     with pytest.raises(InvalidCall, match="declared lost"):
-        store.begin(0, 3)
-    store.begin(0, 4)
+        store.activate(0, 3)
+    store.activate(0, 4)
 
 
 def test_what_cannot_be_merged_is_bad_input_and_changes_nothing():
@@ -116,7 +116,7 @@ def test_each_push_is_applied_once():
     for sequence in (1, 4, 0, -1):
         with pytest.raises(InvalidCall, match=f"number {sequence}, expected 3"):
             store.push(0, sequence, one, 1.0, 0)
-    store.park(0)
+    store.deactivate(0)
     assert store.push(0, 2, one, 1.0, 0) == Duplicate(Applied(2, 0)), "also when it is sent again after parking"
     assert (store.center.tolist(), store.version) == ([2.0], 2)
 
@@ -239,13 +239,13 @@ def test_pushes_before_parking_become_one_version_when_all_have_parked():
     store = store_of(workers=2, bound=0)
     push = Pushes(store)
     push(1, 1e16)
-    store.park(1)
+    store.deactivate(1)
     push(0, 1.0)
     with pytest.raises(InvalidCall, match="held"):
         store.capture()
     with pytest.raises(InvalidCall, match="held"):
         store.restore({}, {})
-    store.park(0)
+    store.deactivate(0)
     assert (store.center.tolist(), store.version) == ([1.0 + 1e16], 1)
 
 
@@ -255,7 +255,7 @@ def test_rules_that_answer_do_so_inside_the_tick():
     push = Pushes(store)
     assert isinstance(push(2, 2.0), Held)
     assert isinstance(push(0, 4.0), Held)
-    store.park(3)
+    store.deactivate(3)
     assert taken(store) == []
     assert store.tick(1, 0) == WaitForGate()
     answers = {worker: reply.answer.tolist() for worker, reply in taken(store)}
@@ -295,7 +295,7 @@ def test_a_round_does_not_answer_a_worker_that_came_back():
     store = store_of("elastic", workers=2, bound=0, alpha=0.5)
     push = Pushes(store)
     push(0, 2.0)
-    store.begin(0, 1)
+    store.activate(0, 1)
     assert push(1, 4.0).answer.tolist() == [2.0]
     assert taken(store) == []
     assert store.center.tolist() == [3.0]
@@ -411,7 +411,7 @@ def test_a_new_generation_of_a_worker_joins_the_open_step():
     push = Pushes(store)
     for _ in range(3):
         push(0, 1.0)
-    store.begin(1, 1)
+    store.activate(1, 1)
     assert push(1, 5.0) == Applied(4, 0, store._steps._decided[3].mean, 1.0, 0)
     assert store._steps._decided[3].mean.tolist() == [5.0]
     push(0, 0.0, 0.0)
@@ -432,8 +432,8 @@ def test_workers_go_on_with_their_own_steps_after_parking():
         push(0, float(step))
         push(1, float(step))
         taken(store)
-    store.park(0)
-    store.begin(0, 0)
+    store.deactivate(0)
+    store.activate(0, 0)
     assert isinstance(push(0, 9.0), Held)
     assert [push(2, 0.0).answer.tolist() for _ in range(2)] == [[0.0], [1.0]]
     assert push(2, 3.0).answer.tolist() == [6.0]
@@ -454,7 +454,7 @@ def test_capture_and_restore():
     fresh = Store(make_rule(ServerSpec(rule="adagrad", options={"rate": 1.0})), 3)
     fresh.restore(vectors, numbers)
     assert not fresh.initialize(torch.zeros(2)), "a restored center is the first"
-    fresh.begin(2, 0)
+    fresh.activate(2, 0)
     assert fresh.push(2, 1, torch.ones(2, dtype=torch.float64), 1.0, 0) == Applied(3, 0)
     assert fresh.center.tolist() == wanted[1]
     with pytest.raises(BadInput, match="same model"):
@@ -484,7 +484,7 @@ def test_the_centers_that_workers_pulled_are_part_of_a_snapshot_where_a_rule_kee
     fresh = Store(make_rule(ServerSpec(rule="distance", options={"rate": 1.0})), 2)
     fresh.restore({name: vector.clone() for name, vector in vectors.items()}, numbers)
     for worker in range(2):
-        fresh.begin(worker, 0)
+        fresh.activate(worker, 0)
     Pushes(fresh)(0, 1.0)
     push(0, 1.0)
     assert fresh.center.tolist() == store.center.tolist() == [1.5]
@@ -509,7 +509,7 @@ def test_a_restored_quorum_goes_on_with_its_next_step():
     push(1, 1.0)
     fresh = Store(make_rule(ServerSpec(rule="quorum")), 1)
     fresh.restore(*store.capture())
-    fresh.begin(0, 0)
+    fresh.activate(0, 0)
     assert Pushes(fresh)(0, 4.0).version == 2
 
 
@@ -518,7 +518,7 @@ def test_an_answer_counts_as_a_pull() -> None:
     store = Store(make_rule(ServerSpec(rule="elastic", options={"alpha": 0.5})), workers=2)
     store.initialize(torch.zeros(1, dtype=torch.float64))
     for worker in range(2):
-        store.begin(worker, 0)
+        store.activate(worker, 0)
     found = []
     for number, worker in enumerate([0, 0, 1, 0, 1, 1], start=1):
         sequence = [0, 0, 1, 0, 1, 1][:number].count(worker)

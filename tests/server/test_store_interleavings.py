@@ -12,7 +12,7 @@ WORKERS = 3
 CALLS = st.lists(
     st.tuples(
         st.integers(0, WORKERS - 1),
-        st.sampled_from(["begin", "pull", "push", "again", "empty", "tick", "tick", "park", "leave"]),
+        st.sampled_from(["activate", "pull", "push", "again", "empty", "tick", "tick", "deactivate", "leave"]),
     ),
     max_size=60,
 )
@@ -39,7 +39,7 @@ class Model:
         self.released()
         self.check()
 
-    def begin(self, worker):
+    def activate(self, worker):
         if worker in self.lost:
             self.generation[worker] += 1
             self.sequence[worker] = self.own[worker] = 0
@@ -48,7 +48,7 @@ class Model:
         if worker not in self.active:
             self.finished[worker] = min((self.finished[other] for other in self.active), default=0)
             self.active.add(worker)
-        self.store.begin(worker, self.generation[worker])
+        self.store.activate(worker, self.generation[worker])
 
     def pull(self, worker):
         self.pulled[worker] = self.store.pull(worker)
@@ -88,10 +88,10 @@ class Model:
         if isinstance(reply, WaitForGate):
             self.waiting.add(worker)
 
-    def park(self, worker):
+    def deactivate(self, worker):
         self.active.discard(worker)
         self.waiting.discard(worker)
-        self.store.park(worker)
+        self.store.deactivate(worker)
 
     def leave(self, worker):
         self.lost.add(worker)
@@ -136,11 +136,11 @@ def test_interleavings(bound, calls):
     """CASE 11: gap at most bound + 1, each push in once, nobody waits for those who left."""
     model = Model(bound)
     for worker in range(WORKERS):
-        model.call(worker, "begin")
+        model.call(worker, "activate")
     for worker, name in calls:
         model.call(worker, name)
     for worker in range(1, WORKERS):
         model.call(worker, "leave")
     assert not model.waiting, "nobody is left to wait for"
-    model.call(0, "park")
+    model.call(0, "deactivate")
     assert model.store.center.tolist() == [model.total + sum(value for _, value, _ in model.unheard)]

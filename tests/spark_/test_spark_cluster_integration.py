@@ -13,6 +13,7 @@ from manyhands.errors import WorkerFailed
 pytestmark = pytest.mark.usefixtures("spark")
 
 
+@pytest.mark.slow
 def test_torch_distributed_beside_a_parameter_server(spark: Any) -> None:
     """Every row of an RDD reaches one of those who train, in each of two epochs."""
 

@@ -26,6 +26,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 def test_a_client_trains_on_its_servers_executors(tmp_path: Path) -> None:
     need_spark()
     pytest.importorskip("grpc_status")

@@ -1,4 +1,4 @@
-"""Engine `spark` on a cluster of two executors: the exam, errors, clusters that are too small, executors that die."""
+"""Engine `spark` on a cluster of two executors: the conformance suite, errors, clusters that are too small, executors that die."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ import manyhands as mh
 from manyhands.engines.base import LaunchSpec
 from manyhands.engines.spark.engine import Spark
 from manyhands.errors import BadInput, ManyhandsError, WorkerFailed
-from manyhands.testing.engine_suite import ENGINE_EXAM
+from manyhands.testing.engine_suite import ENGINE_SUITE
 from manyhands.worker import Worker
 
 PLAN = LaunchSpec(workers=2, timeout_s=60, threads_per_worker=1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("spark")
-@pytest.mark.parametrize("check", [check for check in ENGINE_EXAM if check != "nothing_left"])
+@pytest.mark.parametrize("check", [check for check in ENGINE_SUITE if check != "nothing_left"])
 def test_spark_passes(check: str) -> None:
     """CASES 21, 28"""
-    ENGINE_EXAM[check](Spark())
+    ENGINE_SUITE[check](Spark())
 
 
 @pytest.mark.usefixtures("spark")
@@ -34,6 +35,7 @@ def test_threads_are_the_cores_of_a_spark_task() -> None:
     assert Spark().launch(lambda worker: worker.threads, LaunchSpec(workers=2, timeout_s=60)) == [1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("spark")
 def test_launch_from_a_notebook() -> None:
     def rank(add: int) -> int:
@@ -62,6 +64,7 @@ def test_a_cluster_that_is_busy_is_not_waited_for_for_ever() -> None:
         Spark(wait_s=0.01).launch(lambda worker: None, PLAN)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("spark")
 def test_a_driver_that_executors_cannot_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = Spark._opened
@@ -82,6 +85,7 @@ def _fails(worker: Worker) -> None:
     worker.group.barrier()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("spark")
 def test_a_workers_own_traceback() -> None:
     with pytest.raises(WorkerFailed, match="worker 1 on .* failed .*KeyError: 'the label'") as caught:
@@ -126,6 +130,7 @@ def _alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_killed_executor_is_named_and_the_next_run_works(spark: Any, tmp_path: Path) -> None:
     import threading
 

@@ -57,6 +57,7 @@ def fitted(halves: Any) -> Any:
     ).fit(halves)
 
 
+@pytest.mark.slow
 def test_all_rows_of_a_plane(plane: Any) -> None:
     """CASE 20: one linear unit, Adam 0.2, a row a worker and step: 4.758 at (1, 1)."""
     task = mh.Task(model=line, loss=squares, optimizer=adam, train_data=[0], batch_size_per_worker=1)
@@ -67,6 +68,7 @@ def test_all_rows_of_a_plane(plane: Any) -> None:
     assert found < 0.01
 
 
+@pytest.mark.slow
 def test_predictions_stay_beside_their_own_row(fitted: Any, halves: Any) -> None:
     from pyspark.sql import functions as F_
 
@@ -78,6 +80,7 @@ def test_predictions_stay_beside_their_own_row(fitted: Any, halves: Any) -> None
     assert [int(row["prediction"]) for row in rows] == right
 
 
+@pytest.mark.slow
 def test_it_learned_and_validated_apart(fitted: Any, halves: Any) -> None:
     assert fitted.transform(halves).where("prediction = label").count() > 380
     rows = fitted.run.rows["total"] / (fitted.run.history[-1]["epoch"] + 1)
@@ -96,6 +99,7 @@ def test_distributed_evaluate_is_local_evaluate(fitted: Any, halves: Any) -> Non
     assert found["accuracy"] == pytest.approx(float(((logits.argmax(1) == y) * w).sum() / w.sum()), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_saved_without_pickle(fitted: Any, halves: Any, tmp_path: Path) -> None:
     from pyspark.ml import PipelineModel
 
@@ -111,6 +115,7 @@ def test_a_pipeline_is_saved_without_pickle(fitted: Any, halves: Any, tmp_path: 
         again.stages[0].evaluate(halves)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:unclosed running multiprocessing pool:ResourceWarning")  # Spark's own
 def test_cross_validation_tries_params_and_is_saved(halves: Any, tmp_path: Path) -> None:
     from pyspark.ml.evaluation import MulticlassClassificationEvaluator
@@ -134,6 +139,7 @@ def test_cross_validation_tries_params_and_is_saved(halves: Any, tmp_path: Path)
         again.getEstimator().fit(halves)
 
 
+@pytest.mark.slow
 def test_validation_rows_by_a_column(halves: Any) -> None:
     marked = halves.selectExpr("*", "key < 100 as judged")
     model = mh.spark.Estimator(
@@ -157,6 +163,7 @@ def test_what_cannot_be(spark: Any, plane: Any) -> None:
         mh.spark.Model(lambda: None, line()).write().saveImpl("nowhere")
 
 
+@pytest.mark.slow
 def test_a_compiled_keras_model(halves: Any, tmp_path: Path) -> None:
     """Its own loss, optimizer and metrics; fit leaves it as it was, whatever is fitted is saved as Keras saves it."""
     import os

@@ -67,6 +67,7 @@ def numbered(spark: Any, counts: list[int]) -> Any:
     return spark.createDataFrame(made, "row long, x double")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("counts", "workers", "batch_size"),
     [
@@ -82,6 +83,7 @@ def test_every_row_once_an_epoch(spark: Any, counts: list[int], workers: int, ba
     assert epochs == [Counter(range(sum(counts)))] * 2
 
 
+@pytest.mark.slow
 def test_ten_files_on_two_workers(spark: Any, tmp_path: Path) -> None:
     counts = [5120, *[6144] * 8, 5728]
     for i in range(10):
@@ -101,6 +103,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-3)
 
 
+@pytest.mark.slow
 def test_executors_read_the_files_themselves_and_learn_what_local_workers_do(spark: Any, tmp_path: Path) -> None:
     """The files of one host are one table in the order of their names: the same bits as from memory."""
     folder = tmp_path / "files"
@@ -126,6 +129,7 @@ def test_executors_read_the_files_themselves_and_learn_what_local_workers_do(spa
     assert torch.equal(ours.parameters, theirs.parameters)
 
 
+@pytest.mark.slow
 def test_files_and_streams_in_one_run(spark: Any, tmp_path: Path) -> None:
     for i, many in enumerate([5, 0, 9, 1]):
         file = examples(*({"x": [0.5], "row": [100 * i + n]} for n in range(many)))
@@ -161,6 +165,7 @@ def test_only_a_read_of_files_is_read_there(spark: Any, tmp_path: Path) -> None:
             of(changed)
 
 
+@pytest.mark.slow
 def test_several_frames_of_one_run(spark: Any) -> None:
     one, other = numbered(spark, [5, 2]), numbered(spark, [3]).selectExpr("row + 100 as row", "x", "row = 1 as judged")
     trains, judges = split(other, framed, indicator="judged")
@@ -168,6 +173,7 @@ def test_several_frames_of_one_run(spark: Any) -> None:
     assert found == [[Counter([100, 102])] * 2, [Counter([101])] * 2, [Counter(range(7))] * 2]
 
 
+@pytest.mark.slow
 def test_an_epoch_shuffles_across_partitions(spark: Any) -> None:
     frame = framed(numbered(spark, [50, 50]))
     values = Spark().launch(partial(read, (frame,), 10), LaunchSpec(workers=2, frames=(frame,), timeout_s=60))
@@ -181,6 +187,7 @@ def test_an_epoch_shuffles_across_partitions(spark: Any) -> None:
         assert worker[0] == [[int(x) for part in here.epoch(e) for x in part.batch[1]] for e in range(2)]
 
 
+@pytest.mark.slow
 def test_missing_values_are_named(spark: Any) -> None:
     table = numbered(spark, [4]).selectExpr("row", "if(row = 2, null, x) as x")
     with pytest.raises(BadInput, match="column 'x' has 1 missing values: fill or drop them"):

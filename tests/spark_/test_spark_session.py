@@ -143,7 +143,7 @@ def test_nobody_waits_for_ever() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("output", "expected"),
     [
         (
             "java.lang.X: 1\n\tat a.B(C.scala)\nModuleNotFoundError: No module named 'manyhands'\n",
@@ -157,7 +157,7 @@ def test_nobody_waits_for_ever() -> None:
         ("", "^RuntimeError$"),
     ],
 )
-def test_what_spark_says_in_one_line(said: str, expected: str) -> None:
+def test_what_spark_says_in_one_line(output: str, expected: str) -> None:
     import re
 
-    assert re.search(expected, why(RuntimeError(said)))
+    assert re.search(expected, why(RuntimeError(output)))

@@ -25,6 +25,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 def test_two_hosts_of_a_standalone_master(tmp_path: Path) -> None:
     """No memory in common: the workers are a ring over TLS, and rows stay on their host. A session of a run's own is stopped."""
     need_spark()

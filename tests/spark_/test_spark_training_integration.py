@@ -20,6 +20,7 @@ def solo() -> mh.Run:
     return mh.train(digits(epochs=EPOCHS), engine="local")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("spark")
 def test_allreduce_is_what_two_processes_compute_here(solo: mh.Run, tmp_path: Path) -> None:
     run = mh.train(digits(epochs=EPOCHS), engine="spark", workers=2, run_dir=tmp_path / "run")
@@ -31,6 +32,7 @@ def test_allreduce_is_what_two_processes_compute_here(solo: mh.Run, tmp_path: Pa
     assert (tmp_path / "run" / "result.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("spark")
 @pytest.mark.parametrize("strategy", ["local-sgd:period=4", "downpour", "ensemble"])
 def test_strategies_reach_what_they_reach_locally(strategy: str, solo: mh.Run) -> None:

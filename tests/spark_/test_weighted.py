@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from manyhands.data.spool import SpoolColumn
 from manyhands.errors import BadInput
-from manyhands.spark.predicting import MetricSums, _side_by_side, said
+from manyhands.spark.predicting import MetricSums, _side_by_side, to_column
 from manyhands.spark.weighted import WeightedLoss, WeightedMetrics
 
 
@@ -75,9 +75,9 @@ def test_a_criterion_without_reduction() -> None:
     ],
 )
 def test_what_a_prediction_is(outputs: list[object], output: str, expected: list[object]) -> None:
-    assert said(torch.tensor(outputs), output).tolist() == expected
+    assert to_column(torch.tensor(outputs), output).tolist() == expected
 
 
 def test_one_value_of_several() -> None:
     with pytest.raises(BadInput, match="2 numbers a row: say output='array'"):
-        said(torch.ones(3, 2), "value")
+        to_column(torch.ones(3, 2), "value")

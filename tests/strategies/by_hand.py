@@ -51,7 +51,7 @@ class Hand:
         self.replica = Replica(Point(start), sgd(rate), group=worker.group, loss=loss)
         self.state = strategy.start(self.replica, worker)
         if worker.server is not None:
-            worker.server.begin()
+            worker.server.activate()
         worker.group.barrier()
 
     def gradient(self, batch: Tensor | None = ROW) -> None:
@@ -72,7 +72,7 @@ class Hand:
     def finish(self) -> None:
         self.strategy.finish(self.replica, self.worker, self.state)
         if self.worker.server is not None:
-            self.worker.server.park()
+            self.worker.server.deactivate()
 
     @property
     def x(self) -> Tensor:

@@ -51,7 +51,7 @@ class Wide(Hand):
         self.state = self.strategy.start(self.replica, worker)
         self.gradients = torch.zeros_like(self.replica.gradients)
         if worker.server is not None:
-            worker.server.begin()
+            worker.server.activate()
         worker.group.barrier()
 
     def note(self) -> None:
@@ -251,7 +251,7 @@ def test_a_parameter_that_nobody_used_does_not_move_and_its_residual_waits(name:
         replica = Replica(Branches(), lambda m: torch.optim.AdamW(m.parameters()), group=worker.group, loss=loss)
         state: Any = strategy.start(replica, worker)
         if worker.server is not None:
-            worker.server.begin()
+            worker.server.activate()
         worker.group.barrier()
         held = []
         for which in (1, 0):

@@ -14,7 +14,7 @@ from manyhands.strategies import strategy_of
 from manyhands.strategies.base import Leasing
 from manyhands.strategies.decoupled import ServedState
 from manyhands.strategies.diloco import DiLoCo
-from manyhands.testing.strategy_worker import StrategyWorker, seated
+from manyhands.testing.strategy_worker import StrategyWorker, on_workers
 from manyhands.testing.turns import ScriptedTurns
 
 SHIFTS = (-1.0, 0.0, 4.0)
@@ -51,8 +51,8 @@ def test_with_outer_rate_one_and_no_momentum_it_is_local_sgd() -> None:
         seat.finish()
         return [seat.consensus(), *seat.holds().values()]
 
-    ours = seated(strategy_of("diloco:period=3,outer_rate=1.0,outer_momentum=0.0"), 3, program)
-    theirs = seated(strategy_of("local-sgd:period=3,optimizer_state=kept"), 3, program)
+    ours = on_workers(strategy_of("diloco:period=3,outer_rate=1.0,outer_momentum=0.0"), 3, program)
+    theirs = on_workers(strategy_of("local-sgd:period=3,optimizer_state=kept"), 3, program)
     for mine, wanted in zip(ours, theirs, strict=True):
         for a, b in zip(mine, wanted, strict=True):
             assert (a - b).abs().max() < 1e-13

@@ -86,9 +86,9 @@ def test_a_short_last_window_enters_and_an_empty_one_does_not() -> None:
         for _ in range(7):
             hand.tick()
         hand.finish()
-        hand.worker.server.begin()
+        hand.worker.server.activate()
         hand.finish()
-        return float(hand.center), len(hand.worker.server.said()["pushes"])
+        return float(hand.center), len(hand.worker.server.drain_journal()["pushes"])
 
     assert hands("downpour:push_every=5,pull_every=5", [slope(1.0)], program)[0] == (pytest.approx(-0.7), 2)
 
@@ -129,7 +129,7 @@ def test_bound_0_is_the_synchronous_form_on_any_number_of_shards(rule: str) -> N
             hand.tick()
         hand.worker.group.barrier()
         hand.finish()
-        return hand.center, hand.worker.server.said()["staleness"]
+        return hand.center, hand.worker.server.drain_journal()["staleness"]
 
     ends = [
         hands(f"downpour:bound=0,rule={rule}", losses, program, start=[1.0, 1.0], shards=shards) for shards in (1, 2, 1)
@@ -152,7 +152,7 @@ def test_ticks_without_rows_push_nothing() -> None:
         for tick in range(4):
             hand.tick(ROW if tick == 1 else None)
         hand.finish()
-        return len(hand.worker.server.said()["pushes"])
+        return len(hand.worker.server.drain_journal()["pushes"])
 
     assert hands("downpour:bound=0", [slope(1.0)], program) == [1]
 

@@ -60,7 +60,7 @@ def test_alone_at_its_own_pace_the_exchange_comes_every_period_and_at_the_end() 
             hand.tick()
             path.append((float(hand.x), float(hand.center)))
         for _ in range(2):
-            hand.worker.server.begin()
+            hand.worker.server.activate()
             hand.finish()
             path.append((float(hand.x), float(hand.center)))
         return path

@@ -19,17 +19,17 @@ from manyhands.testing.turns import ScriptedTurns
 def warnings_of(spec: str, workers: int) -> list[list[str]]:
     """Each rank's."""
     strategy = strategy_of(spec)
-    start, said = type(strategy).start, [[] for _ in range(workers)]
+    start, output = type(strategy).start, [[] for _ in range(workers)]
 
     class Listening(type(strategy)):  # type: ignore[misc]
         name = strategy.name
 
         def start(self, replica: Any, worker: Any) -> Any:
-            worker.emit = lambda type, **values: said[worker.rank].append(values["message"])
+            worker.emit = lambda type, **values: output[worker.rank].append(values["message"])
             return start(self, replica, worker)
 
     hands(Listening(**vars(strategy)), [slope(1.0)] * workers, lambda hand: None)
-    return said
+    return output
 
 
 @pytest.mark.parametrize(

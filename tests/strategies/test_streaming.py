@@ -20,7 +20,7 @@ from manyhands.events import Event
 from manyhands.replica.layout import Layout
 from manyhands.strategies import strategy_of
 from manyhands.strategies.streaming import GroupState, Schedule, cut
-from manyhands.testing.strategy_worker import StrategyWorker, seated
+from manyhands.testing.strategy_worker import StrategyWorker, on_workers
 
 
 def schedule(period: int, fragments: int, overlap: int = 0) -> Schedule:
@@ -98,7 +98,7 @@ def trained(spec: str, ticks: int = 8, size: int = 3) -> list[dict[str, Tensor]]
         seat.finish()
         return held | seat.holds() | {"the consensus": seat.consensus()}
 
-    return seated(strategy_of(spec), size, program)
+    return on_workers(strategy_of(spec), size, program)
 
 
 def test_one_fragment_that_is_waited_for_is_the_plain_form_bit_for_bit() -> None:
@@ -182,7 +182,7 @@ def test_at_once_only_a_fragment_is_sent_and_waited_for_in_order_later() -> None
         return listening.sent, within
 
     plain, streamed, slow = (
-        seated(strategy_of(f"diloco:period=4{more}"), 2, program)[0]
+        on_workers(strategy_of(f"diloco:period=4{more}"), 2, program)[0]
         for more in ("", ",streaming=4,overlap=0,mixing=0.0", ",streaming=4,overlap=3")
     )
     assert plain == ([(4, 64), (8, 64)], [0, 1])

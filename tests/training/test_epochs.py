@@ -49,22 +49,22 @@ class Desk:
 
 
 class Line(Alone):
-    def __init__(self, desk: Desk, rank: int, hindrance: Callable[[int], None] | None) -> None:
+    def __init__(self, lease_server: Desk, rank: int, hindrance: Callable[[int], None] | None) -> None:
         super().__init__()
-        self.desk, self.rank, self.hindrance = desk, rank, hindrance
+        self.lease_server, self.rank, self.hindrance = lease_server, rank, hindrance
 
     def lease(self, segment: Segment) -> Lease | End:
         if self.hindrance:
             self.hindrance(self.rank)
-        return self.desk.lease(self.rank, segment)
+        return self.lease_server.lease(self.rank, segment)
 
     def progress(self, phase: str, step: int) -> None:
-        if self.rank == self.desk.slow:
+        if self.rank == self.lease_server.slow:
             sum(range(100_000))  # work that lets the others go ahead
 
     def emit(self, event: Event) -> None:
-        with self.desk.lock:
-            self.desk.events.append(event)
+        with self.lease_server.lock:
+            self.lease_server.events.append(event)
 
     def ask(self, event: Event) -> dict[str, Any]:
         self.emit(event)
@@ -72,7 +72,7 @@ class Line(Alone):
 
 
 def train(
-    strategy: str, desk: Desk, workers: int = 3, hindrance: Callable[[int], None] | None = None, **options: Any
+    strategy: str, lease_server: Desk, workers: int = 3, hindrance: Callable[[int], None] | None = None, **options: Any
 ) -> Outcome:
     plan_options = {name: options.pop(name) for name in ("validate_every", "max_seconds") if name in options}
     made = strategy_of(strategy)
@@ -86,7 +86,7 @@ def train(
             size=workers,
             group=ThreadGroup(meeting, rank),
             server=servers.clients[rank] if servers else None,
-            driver=Line(desk, rank, hindrance),
+            driver=Line(lease_server, rank, hindrance),
         )
         return work(WorkerPlan(task=plain.task(**{"model": model, **options}), strategy=made, **plan_options), worker)
 
@@ -106,35 +106,35 @@ def model() -> torch.nn.Module:
     return made
 
 
-def slices(desk: Desk) -> list[tuple[int, int, int]]:
+def slices(lease_server: Desk) -> list[tuple[int, int, int]]:
     """(epoch, batch, part) of every step event."""
-    return [(e.values["epoch"], *e.values["lease"][:2]) for e in desk.events if e.type == "step"]
+    return [(e.values["epoch"], *e.values["lease"][:2]) for e in lease_server.events if e.type == "step"]
 
 
 def test_every_slice_is_trained_once_whoever_is_slow() -> None:
     """CASE 18 for workers of their own pace: rows are leased, each once an epoch."""
-    desk = Desk()
+    lease_server = Desk()
     gate = threading.Event()
 
     def hindrance(rank: int) -> None:  # worker 0 makes no tick before the others are through most of the first epoch
         if rank == 0 and not gate.is_set():
             assert gate.wait(20)
-        elif len(slices(desk)) >= 6:
+        elif len(slices(lease_server)) >= 6:
             gate.set()
 
-    outcome = train("downpour", desk, hindrance=hindrance, epochs=2)
+    outcome = train("downpour", lease_server, hindrance=hindrance, epochs=2)
     batches = outcome.facts["ticks_per_epoch"]
     wanted = [(epoch, batch, part) for epoch in range(2) for batch in range(batches) for part in range(3)]
-    assert sorted(slices(desk)) == wanted
+    assert sorted(slices(lease_server)) == wanted
     assert sum(worker["rows"] for worker in outcome.workers) == 2 * outcome.facts["rows"]
     assert outcome.workers[0]["rows"] < outcome.facts["rows"]  # others took over what it had not begun
 
 
 def test_one_worker_is_a_plain_loop() -> None:
     """CASE 7: push and pull at every step, momentum of its own, and a schedule that follows the rows."""
-    desk = Desk()
+    lease_server = Desk()
     options = {"epochs": 2, "optimizer": plain.OPTIMIZERS["momentum"], "schedule": cosine}
-    outcome = train("downpour", desk, workers=1, **options)
+    outcome = train("downpour", lease_server, workers=1, **options)
     alone = train("solo", Desk(), workers=1, **options)
     for name, tensor in alone.states[0][0].items():
         assert torch.allclose(outcome.states[0][0][name], tensor, atol=1e-12, rtol=0)
@@ -148,45 +148,47 @@ def test_bound_zero_is_in_step() -> None:
     """CASE 11: the same bits, whatever the workers' speeds, and staleness 0."""
     ends = []
     for slow in (0, 2):
-        desk = Desk(slow=slow)
+        lease_server = Desk(slow=slow)
 
         def hindrance(rank: int) -> None:
             raise AssertionError("nothing is leased at bound 0")
 
-        ends.append(train("downpour:bound=0", desk, hindrance=hindrance, epochs=2).states[0][0])
-        staleness = [value for e in desk.events for value in e.values.get("staleness", [])]
+        ends.append(train("downpour:bound=0", lease_server, hindrance=hindrance, epochs=2).states[0][0])
+        staleness = [value for e in lease_server.events for value in e.values.get("staleness", [])]
         assert staleness
         assert not any(staleness)
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
 def test_warmup_lets_worker_0_train_alone_first() -> None:
-    desk = Desk()
-    train("downpour:warmup=4", desk, epochs=1)
-    steps = [e for e in desk.events if e.type == "step"]
+    lease_server = Desk()
+    train("downpour:warmup=4", lease_server, epochs=1)
+    steps = [e for e in lease_server.events if e.type == "step"]
     handed = sorted((e.values["lease"][2], e.rank) for e in steps)
     assert [rank for _, rank in handed[:4]] == [0] * 4
     assert {rank for _, rank in handed[4:]} >= {1, 2}
 
 
 def test_a_stop_ends_all_and_says_what_is_left() -> None:
-    desk = Desk(stop_after=5)
-    outcome = train("downpour", desk, epochs=3)
+    lease_server = Desk(stop_after=5)
+    outcome = train("downpour", lease_server, epochs=3)
     assert outcome.reason == "enough"
-    assert len(slices(desk)) == 5
+    assert len(slices(lease_server)) == 5
 
 
 def test_segments_end_where_validations_are_due_and_at_max_steps() -> None:
-    desk = Desk()
-    outcome = train("downpour", desk, epochs=3, validate_every=2, max_steps=5, validation_data=plain.rows(5, seed=2))
-    assert sorted(slices(desk)) == [
+    lease_server = Desk()
+    outcome = train(
+        "downpour", lease_server, epochs=3, validate_every=2, max_steps=5, validation_data=plain.rows(5, seed=2)
+    )
+    assert sorted(slices(lease_server)) == [
         (e, b, p)
         for e, b in [(t // outcome.facts["ticks_per_epoch"], t % outcome.facts["ticks_per_epoch"]) for t in range(5)]
         for p in range(3)
     ]
     assert outcome.ticks == 5
     assert "validation_loss" in outcome.metrics
-    assert [e.step for e in desk.events if e.type == "validation"] == [2, 4, 5]  # of the run, not of worker 0
+    assert [e.step for e in lease_server.events if e.type == "validation"] == [2, 4, 5]  # of the run, not of worker 0
 
 
 def test_a_stream_cannot_be_validated_after_so_many_batches() -> None:
@@ -224,7 +226,7 @@ def test_a_chained_schedule_follows_the_rows() -> None:
             [scheduler.ExponentialLR(optimizer, 0.9), scheduler.ConstantLR(optimizer, 0.5, total_iters=2)]
         )
 
-    desk = Desk()
-    train("downpour", desk, workers=1, epochs=1, schedule=chained)
-    rates = [e.values["rate"] for e in desk.events if e.type == "step"]
+    lease_server = Desk()
+    train("downpour", lease_server, workers=1, epochs=1, schedule=chained)
+    rates = [e.values["rate"] for e in lease_server.events if e.type == "step"]
     assert rates == pytest.approx([0.005, 0.0045, 0.0081, 0.00729])

@@ -21,7 +21,7 @@ def plan(model: object) -> WorkerPlan:
 
 def test_workers_of_one_process_have_models_and_keeps_of_their_own() -> None:
     shared = plan(nn.Linear(1, 1))
-    own, other = shared.own(), shared.own()
+    own, other = shared.copy_for_thread(), shared.copy_for_thread()
     assert isinstance(own.task.model, nn.Module)
     assert isinstance(other.task.model, nn.Module)
     with torch.no_grad():
@@ -33,7 +33,7 @@ def test_workers_of_one_process_have_models_and_keeps_of_their_own() -> None:
 
 def test_a_function_may_give_the_same_model_each_time_and_no_processes_load_rows() -> None:
     given = nn.Linear(1, 1)
-    own = plan(lambda: given).own()
+    own = plan(lambda: given).copy_for_thread()
     made = own.task.model()
     assert made is not given
     assert torch.equal(made.weight, given.weight)
@@ -48,6 +48,6 @@ def test_a_loss_that_is_a_module_is_the_workers_own() -> None:
 
     shared = plan(nn.Linear(1, 1))
     shared = WorkerPlan(task=shared.task.with_fields(loss=Loss(), evaluate=Loss()), strategy=AllReduce())
-    own = shared.own()
+    own = shared.copy_for_thread()
     assert own.task.loss is not shared.task.loss
     assert own.task.evaluate is not shared.task.evaluate

@@ -118,8 +118,8 @@ def test_a_url_holds_everything_and_resumes_as_the_same_run() -> None:
     run = train(run_dir=URL)
     folder = RemotePath(URL)
     assert sorted(folder.sizes()) == [
-        "asked.json",
         "checkpoints",
+        "config.json",
         "events.jsonl",
         "launch.json",
         "model.safetensors",
@@ -297,9 +297,9 @@ def _without(path: Path) -> None:
     """One line, or one field of the JSON, less."""
     lines = path.read_text(errors="replace").splitlines(keepends=True)
     if len(lines) == 1:
-        said = json.loads(lines[0])
-        said.pop(sorted(said)[0])
-        path.write_text(json.dumps(said))
+        output = json.loads(lines[0])
+        output.pop(sorted(output)[0])
+        path.write_text(json.dumps(output))
     else:
         path.write_text("".join(lines[:2] + lines[3:]))
 
@@ -324,7 +324,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "link": _link,
 }
 FILES = (
-    "asked.json",
+    "config.json",
     "events.jsonl",
     "launch.json",
     "model.safetensors",
@@ -364,7 +364,7 @@ def test_whatever_is_damaged_the_run_goes_on_with_a_warning_or_one_error_says_wh
         assert not refused or (str(folder) in refused and kind in ("pipe", "folder", "link")), (kind, refused)
         for run in runs:
             assert torch.equal(run.parameters, whole[epochs].parameters), kind
-            assert run.info["warnings"] or name in ("asked.json", "launch.json") or kind in ("gone", "less"), kind
+            assert run.info["warnings"] or name in ("config.json", "launch.json") or kind in ("gone", "less"), kind
 
 
 def _error_of(action: Callable[[], object]) -> str:

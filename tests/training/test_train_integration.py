@@ -94,6 +94,7 @@ def test_an_ensemble_has_n_models_and_averages_their_outputs(local: Local) -> No
     assert run.metrics["test_loss"] == pytest.approx(nn.functional.cross_entropy(run.model(x), y).item(), abs=1e-12)
 
 
+@pytest.mark.slow
 def test_streams_of_unequal_length_end_together(local: Local) -> None:
     """CASE 18: shards of 0, 1, fewer than a batch and many rows; every row once, no hang."""
     for strategy in ("allreduce", "local-sgd:period=4", "ensemble"):
@@ -172,6 +173,7 @@ def test_another_number_of_workers_goes_on_from_the_same_parameters(local: Local
     assert resumed.rows["total"] == whole.rows["total"]
 
 
+@pytest.mark.slow
 def test_a_stop_is_obeyed_at_the_same_step_by_all(local: Local) -> None:
     """A worker that stopped alone would leave the others waiting in their next exchange."""
     for strategy in ("allreduce", "local-sgd:period=4", "local-sgd:period=16", "local-sgd:period=end", "ensemble"):
@@ -252,6 +254,7 @@ run = mh.train(task(epochs=10**6, schedule=None), workers=2, run_dir=sys.argv[1]
 """
 
 
+@pytest.mark.slow
 def test_sigterm_checkpoints_and_can_be_resumed(tmp_path: Path, local: Local) -> None:
     """Exit code 75 is the command's; the library raises Preempted."""
     folder = tmp_path / "run"
@@ -300,6 +303,7 @@ mh.train(task(schedule=None, loss=KillingTheDriver()), workers=2, run_dir=sys.ar
 """
 
 
+@pytest.mark.slow
 def test_a_killed_driver_leaves_no_hole_in_the_events(tmp_path: Path, local: Local) -> None:
     """Its lock is gone with it, too."""
     folder = tmp_path / "run"

@@ -37,12 +37,12 @@ def task(**fields: Any) -> mh.Task:
 class Heard(Callback):
     """Counts what it is told, and stops or fails where it is asked to."""
 
-    def __init__(self, at: int = 0, said: Callable[[], str] = lambda: "stop") -> None:
-        self.at, self.said, self.events = at, said, 0
+    def __init__(self, at: int = 0, output: Callable[[], str] = lambda: "stop") -> None:
+        self.at, self.output, self.events = at, output, 0
 
     def on_step(self, event: Event) -> str | None:
         self.events += 1
-        return self.said() if event.step == self.at else None
+        return self.output() if event.step == self.at else None
 
 
 # -- what every worker does, whoever launched it; JSON -----------------------------------------------------------------
@@ -195,8 +195,8 @@ def check_directory(first: dict[str, Any], second: dict[str, Any], alone: mh.Run
         assert [(e["tick"], e["rank"]) for e in events if e["type"] == "step"] == [(t, rank) for t in range(STEPS)]
         assert [e["values"]["launch"] for e in events if e["type"] == "start"] == [1, 2]
     assert sorted(path.name for path in directory.iterdir()) == [
-        "asked.json",
         "checkpoints",
+        "config.json",
         "events-00001.jsonl",
         "events.jsonl",
         "launch.json",
@@ -258,6 +258,7 @@ def test_a_ranks_events_outlive_its_failure(local: Local, tmp_path: Path) -> Non
     assert lines[-1]["type"] == "failed"
 
 
+@pytest.mark.slow
 def test_inside_launch(local: Local, tmp_path: Path) -> None:
     first, second = launch(everything_inside, str(tmp_path), workers=2, engine=local, threads_per_worker=1)
     check(first, second, tmp_path)
@@ -315,7 +316,7 @@ from test_train_launched_integration import Heard, everything, task
 rank, folder = int(os.environ["RANK"]), sys.argv[1]
 done = everything(folder, rank)
 try:  # a callback's own error, on the worker that has callbacks
-    mh.train(task(), callbacks=[Heard(at=2, said=lambda: 1 / 0)])
+    mh.train(task(), callbacks=[Heard(at=2, output=lambda: 1 / 0)])
 except (ZeroDivisionError, PeerLost) as error:
     done["callback"] = type(error).__name__
 done["after"] = mh.train(task(), threads_per_worker=1, device="cpu").steps
@@ -338,6 +339,7 @@ def torchrun(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_under_torchrun(script: Callable[[str], Path], tmp_path: Path) -> None:
     """CASE 21 too: the error of a callback is raised as it is where callbacks are, and training works again afterwards."""
     done = torchrun(script(TORCHRUN), str(tmp_path))

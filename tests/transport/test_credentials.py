@@ -176,7 +176,7 @@ def _old() -> ssl.SSLContext:
 
 
 @pytest.mark.parametrize("client", [lambda: Credentials.create().client_context(), _nobody, _old])
-def test_strangers_are_refused_by_the_listening_side(client):
+def test_unauthenticated_peers_are_refused_by_the_listening_side(client):
     with pytest.raises(ssl.SSLError):
         _shake(client(), credentials().server_context())
 

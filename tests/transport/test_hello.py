@@ -11,8 +11,8 @@ from manyhands.errors import BadInput
 from manyhands.transport.frame import Frame, FrameError, pack, to_json
 from manyhands.transport.hello import (
     MAX_HELLO_BYTES,
-    Guest,
     HandshakeRefused,
+    Peer,
     Proof,
     listen_to,
     refuse,
@@ -56,8 +56,8 @@ def pair():
 
 
 def test_both_sides_prove_the_token(pair):
-    guest, none = talk(listen_to(pair[0], PROOF, 2, name), speak_to(pair[1], PROOF, 3, HELLO))
-    assert guest == Guest("worker 3", {"worker": 3}, 3)
+    peer, none = talk(listen_to(pair[0], PROOF, 2, name), speak_to(pair[1], PROOF, 3, HELLO))
+    assert peer == Peer("worker 3", {"worker": 3}, 3)
     assert none is None
 
 
@@ -172,7 +172,7 @@ def test_any_words_are_refused_or_waited_for(data, beginning):
         (end,) = talk(listen_to(near, PROOF, 0, name))
         assert end == "waits" or isinstance(end, FrameError)
         far.shutdown(socket.SHUT_WR)
-        assert not isinstance(end, Guest)
+        assert not isinstance(end, Peer)
 
 
 def test_a_refusal_reads_only_so_much(pair):

@@ -195,7 +195,7 @@ def _until_the_end(sock):
 
 @pytest.mark.parametrize("how", PROOFS)
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_strangers_are_closed_and_it_still_serves(how, attack, caplog):
+def test_unauthenticated_peers_are_closed_and_it_still_serves(how, attack, caplog):
     with serving(how) as served:
         for _ in range(3):
             with served.raw() as sock:

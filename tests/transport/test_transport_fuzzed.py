@@ -23,7 +23,7 @@ from manyhands.transport.frame import (
     pack,
     unpack,
 )
-from manyhands.transport.hello import Guest, HandshakeRefused, listen_to, speak_to
+from manyhands.transport.hello import HandshakeRefused, Peer, listen_to, speak_to
 from manyhands.transport.listener import Listener, connect
 
 HEADERS = [
@@ -117,9 +117,9 @@ def test_hellos(inputs: int) -> None:
     damage, came = Damage(4), []
     with bounded(64):
         survive(lambda _: came.append(conversation(damage)), iter(range(inputs // 5)), ())
-    guests = [listener for listener, _ in came if isinstance(listener, Guest)]
-    assert inputs / 100 < len(guests) < inputs / 5
-    assert all((guest.name, guest.hello) == ("worker 3", {"worker": 3}) for guest in guests)
+    peer = [listener for listener, _ in came if isinstance(listener, Peer)]
+    assert inputs / 100 < len(peer) < inputs / 5
+    assert all((peer.name, peer.hello) == ("worker 3", {"worker": 3}) for peer in peer)
     assert all(isinstance(speaker, FrameError | HandshakeRefused | OSError | str | None) for _, speaker in came)
 
 
@@ -138,8 +138,8 @@ def test_the_next_peer_is_served(inputs: int) -> None:
                     listener.address[:2], {"worker": 3}, credentials=None, token=token, peer="it", timeout_s=5.0
                 )
             )
-            channel, said = listener.accept(name, timeout_s=10.0)
-            assert said == {"worker": 3}
+            channel, output = listener.accept(name, timeout_s=10.0)
+            assert output == {"worker": 3}
             channel.close()
             coming.result(5).close()
     finally:

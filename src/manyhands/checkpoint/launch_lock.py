@@ -59,12 +59,12 @@ def claim_in(directory: AnyPath) -> Claim | None:
 
 def _parsed(directory: AnyPath, data: bytes) -> Claim | None:
     try:
-        said: Any = json.loads(data)
+        content: Any = json.loads(data)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(said, dict) or not (is_whole(said.get("number")) and is_whole(said.get("pid"))):
+    if not isinstance(content, dict) or not (is_whole(content.get("number")) and is_whole(content.get("pid"))):
         return None
-    return Claim(directory=directory, number=said["number"], host=str(said.get("host"))[:255], pid=said["pid"])
+    return Claim(directory=directory, number=content["number"], host=str(content.get("host"))[:255], pid=content["pid"])
 
 
 @dataclass(eq=False)

@@ -129,9 +129,9 @@ class RemotePath:
             raise self._cannot(action, problem) from problem
 
     def _cannot(self, action: str, problem: Exception) -> ManyhandsError:
-        said = str(problem).partition("\n")[0]
+        problem_text = str(problem).partition("\n")[0]
         return ManyhandsError(
-            f"cannot {action} {self.url}: {type(problem).__name__}: {said}. Is the address right, and may this host go there "
+            f"cannot {action} {self.url}: {type(problem).__name__}: {problem_text}. Is the address right, and may this host go there "
             "(credentials are those of its environment)? A run that has begun goes on with resume=True (--resume)"
         )
 

@@ -34,7 +34,7 @@ def declared(replica: Replica) -> dict[str, Any]:
     }
 
 
-def capture(replica: Replica, state: State, place: dict[str, Any], said: dict[str, Any] | None = None) -> Parts:
+def capture(replica: Replica, state: State, place: dict[str, Any], declaration: dict[str, Any] | None = None) -> Parts:
     """This rank's part; `place` is where the loop stands, `said` what was `declared` when it began.
 
     Raises Unsupported, by name, for an optimizer that remembers of a parameter what is neither a tensor nor JSON.
@@ -52,7 +52,7 @@ def capture(replica: Replica, state: State, place: dict[str, Any], said: dict[st
         "step": replica.step,
         "strategy": state.numbers(),
         "optimizer": optimizer,
-        "declared": said,
+        "declared": declaration,
         "schedule": _plain(replica.schedule.state_dict()) if replica.schedule is not None else None,
         "random": random_values,
     }
@@ -90,20 +90,20 @@ def restore(
     merged = states[0] if same else state.merge(states, rank, size)
     tensors, values = parts[0], numbers[0]
     now = declared(replica)
-    said = values["declared"] or now
-    _check_optimizer(said, now)
+    declaration = values["declared"] or now
+    _check_optimizer(declaration, now)
     _fill(
         replica.named(replica.parameters), "parameters", _mean_parameters(parts, [s.weight_of_window() for s in states])
     )
     _fill(dict(replica.model.named_buffers()), "buffers", tensors)
     longer = values["place"]["total"] != total
-    rescheduled = (longer and replica.schedule is not None) or now["schedule"] != said["schedule"]
+    rescheduled = (longer and replica.schedule is not None) or now["schedule"] != declaration["schedule"]
     if rescheduled:
         replica.wind_schedule(_steps_of(values["schedule"], values["place"].get("tick", values["step"])))
     elif replica.schedule is not None:
         replica.schedule.load_state_dict(_unpacked(values["schedule"]))
-    _restore_optimizer(replica, tensors, values["optimizer"], said["groups"], now["groups"], rescheduled)
-    if changes := _changes(said, now, schedules=not longer):
+    _restore_optimizer(replica, tensors, values["optimizer"], declaration["groups"], now["groups"], rescheduled)
+    if changes := _changes(declaration, now, schedules=not longer):
         warn(
             f"the task's hyperparameters are not those with which the checkpoint's run began: {'; '.join(changes[:8])}. The task's are used from step "
             f"{values['place'].get('tick', values['step'])} on, a schedule as if it had been theirs from the start. To go on with the others, give the task what it was"
@@ -214,33 +214,34 @@ _SCHEDULED = ("lr", "momentum", "betas")  # what torch's schedules move
 _DERIVED = ("initial_lr", "base_lrs", "last_epoch")  # from the rate, and from how far the schedule is
 
 
-def _check_optimizer(said: dict[str, Any], now: dict[str, Any]) -> None:
+def _check_optimizer(declaration: dict[str, Any], now: dict[str, Any]) -> None:
     """BadInput where the checkpoint's optimizer is another one than the task's."""
-    if said["optimizer"] != now["optimizer"] or len(said["groups"]) != len(now["groups"]):
+    if declaration["optimizer"] != now["optimizer"] or len(declaration["groups"]) != len(now["groups"]):
         raise BadInput(
-            f"the checkpoint's optimizer is {said['optimizer']} with {len(said['groups'])} parameter groups, and the task's is {now['optimizer']} "
+            f"the checkpoint's optimizer is {declaration['optimizer']} with {len(declaration['groups'])} parameter groups, and the task's is {now['optimizer']} "
             f"with {len(now['groups'])}: resume with the optimizer it was written by, or start in another run directory"
         )
 
 
-def _changes(said: dict[str, Any], now: dict[str, Any], schedules: bool) -> list[str]:
+def _changes(declaration: dict[str, Any], now: dict[str, Any], schedules: bool) -> list[str]:
     """`lr was 0.1 and is 0.05`: each hyperparameter that the task says otherwise, once. schedules: the schedule's own too."""
     given = [
-        [group | {"lr": group.get("initial_lr", group.get("lr"))} for group in one["groups"]] for one in (said, now)
+        [group | {"lr": group.get("initial_lr", group.get("lr"))} for group in one["groups"]]
+        for one in (declaration, now)
     ]
     pairs = list(_pairs(*given))
     if schedules:
-        both = [{"the schedule": None} if one is None else one for one in (said["schedule"], now["schedule"])]
+        both = [{"the schedule": None} if one is None else one for one in (declaration["schedule"], now["schedule"])]
         pairs += [("the schedule's " + name, then, today) for name, then, today in _pairs(both[:1], both[1:])]
     lines = [f"{name} was {_short(then)} and is {_short(today)}" for name, then, today in pairs]
-    if schedules and not lines and said["schedule"] != now["schedule"]:
+    if schedules and not lines and declaration["schedule"] != now["schedule"]:
         lines = ["the schedule is made otherwise"]
     return list(dict.fromkeys(lines))
 
 
-def _pairs(said: list[dict[str, Any]], now: list[dict[str, Any]]) -> Iterable[tuple[str, Any, Any]]:
+def _pairs(declaration: list[dict[str, Any]], now: list[dict[str, Any]]) -> Iterable[tuple[str, Any, Any]]:
     """(name, what it was, what it is) of what differs, but for what follows from something else."""
-    for then, today in zip(said, now, strict=True):
+    for then, today in zip(declaration, now, strict=True):
         for name in sorted(name for name in then.keys() | today.keys() if name not in _DERIVED and name[0] != "_"):
             if then.get(name) != today.get(name):
                 yield name, then.get(name), today.get(name)
@@ -263,12 +264,14 @@ def _restore_optimizer(
     replica: Replica,
     tensors: dict[str, Tensor],
     saved: dict[str, Any],
-    said: list[dict[str, Any]],
+    declaration: list[dict[str, Any]],
     now: list[dict[str, Any]],
     rescheduled: bool,
 ) -> None:
     """Per-parameter state, and of the hyperparameters those that the task says as it did (`said`, `now`) and that no new schedule moves."""
-    for group, values, then, today in zip(replica.optimizer.param_groups, saved["groups"], said, now, strict=True):
+    for group, values, then, today in zip(
+        replica.optimizer.param_groups, saved["groups"], declaration, now, strict=True
+    ):
         plain = _plain({key: group.get(key) for key in values})
         for key, value in values.items():
             moved = rescheduled and (key in _SCHEDULED or plain.get(key) != today.get(key))

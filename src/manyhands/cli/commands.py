@@ -100,7 +100,7 @@ def train(
     timeout: options.Timeout = 300.0,
     max_seconds: options.MaxSeconds = None,
     listen: options.Listen = None,
-    here: options.Here = None,
+    local_workers: options.LocalWorkers = None,
     ports: options.Ports = None,
     tls: options.Tls = True,
     plain_network: options.PlainNetwork = False,
@@ -149,7 +149,7 @@ def train(
         engine,
         "hosts",
         listen=listen,
-        here=here,
+        local_workers=local_workers,
         ports=ports,
         tls=None if tls else tls,
         plain_network=plain_network or None,
@@ -368,7 +368,7 @@ def _talking(engine: str) -> Engine:
 
     hosts = engine_of(engine)
     assert isinstance(hosts, Hosts)
-    hosts.voice.say = lambda text: typer.echo(f"manyhands: {text}", err=True)
+    hosts.announcer.say = lambda text: typer.echo(f"manyhands: {text}", err=True)
     return hosts
 
 

@@ -121,7 +121,9 @@ Device = Annotated[str, _run("--device", help="auto, cpu or cuda.", show_default
 Threads = Annotated[int | None, _run("--threads-per-worker", help="Default: usable cores / workers.", min=1)]
 Timeout = Annotated[float, _run("--timeout", help="Seconds without progress that end a run.", show_default=True)]
 Listen = Annotated[str | None, _hosts("--listen", help="Engine hosts: an address of this host that the others reach.")]
-Here = Annotated[int | None, _hosts("--here", help="Engine hosts: so many workers on this host; default: half.", min=1)]
+LocalWorkers = Annotated[
+    int | None, _hosts("--local-workers", help="Engine hosts: so many workers on this host; default: half.", min=1)
+]
 Ports = Annotated[
     str | None,
     _hosts("--ports", help="Listen on these, 7000-7100, one a worker and shard; default: any free ones."),
@@ -189,7 +191,7 @@ TimeMargin = Annotated[
 MetricMargin = Annotated[
     float, _run("--metric-margin", help="The same of the metric, as a share of solo's.", show_default=True)
 ]
-Points = Annotated[int, _run("--points", help="Validations in a trial.", min=1, show_default=True)]
+Validations = Annotated[int, _run("--validations", help="Validations in a trial.", min=1, show_default=True)]
 CheckedWorkers = Annotated[int, _run("--workers", "-n", help="Compared with one; at least 2.", show_default=True)]
 CheckedSteps = Annotated[int, _run("--steps", help="To compare, one by one.", min=1, show_default=True)]
 AsJson = Annotated[bool, _watch("--json", help="Print JSON instead of a table.")]

@@ -75,7 +75,7 @@ def print_engines() -> None:
         table.add_row(name, "\n".join([what, *_packed(options_of(maker), width)]))
     _print(
         table,
-        "Options go behind the name: --engine hosts:listen=10.0.0.1,here=2.\n"
+        "Options go behind the name: --engine hosts:listen=10.0.0.1,local_workers=2.\n"
         "auto, the default, is torchrun in what torchrun, mpirun or srun started, hosts with --listen, sim with --network, --compute or --faults,\n"
         "and local anywhere else.",
     )

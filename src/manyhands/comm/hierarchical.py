@@ -308,11 +308,11 @@ class HierarchicalGroup(Group):
 
     def _tell(self, lost: ManyhandsError | None) -> None:
         """The leader's error, if it has one, is raised on all workers of the host."""
-        said = self._here(lambda: self.local.all_gather_json(None if lost is None else _said(lost)))[0]
+        fields = self._here(lambda: self.local.all_gather_json(None if lost is None else _notice_of(lost)))[0]
         if lost is not None:
             raise self._fail(lost)
-        if said is not None:
-            raise self._fail(_heard(said, self.step))
+        if fields is not None:
+            raise self._fail(_error_of(fields, self.step))
 
     def _point_to_point(self, group: Group, action: Callable[[], None]) -> None:
         if group is self.local:
@@ -362,14 +362,14 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.dtype.itemsize
 
 
-def _said(error: ManyhandsError) -> dict[str, Any]:
+def _notice_of(error: ManyhandsError) -> dict[str, Any]:
     if isinstance(error, PeerLost):
         return {"lost": [error.rank, error.host, error.operation], "seconds": error.seconds, "why": error.why}
     return {"text": str(error)}
 
 
-def _heard(said: dict[str, Any], step: int) -> ManyhandsError:
-    if "text" in said:
-        return ManyhandsError(said["text"])
-    rank, host, operation = said["lost"]
-    return PeerLost(rank, host, operation, step, said["seconds"], said["why"])
+def _error_of(fields: dict[str, Any], step: int) -> ManyhandsError:
+    if "text" in fields:
+        return ManyhandsError(fields["text"])
+    rank, host, operation = fields["lost"]
+    return PeerLost(rank, host, operation, step, fields["seconds"], fields["why"])

@@ -26,12 +26,14 @@ class Segment:
     parts: int  # slices of a global batch
     size: int = 0  # workers; 0: as many as parts
     left: list[list[int]] | None = None  # by part, [front, back) of what is not handed out yet; None: all
-    alone: int = 0  # so many leases worker 0 gets before the others get their first
+    rank0_warmup_ticks: int = 0  # so many leases worker 0 gets before the others get their first
 
     def __post_init__(self) -> None:
         assert 0 <= self.first <= self.until, f"expected 0 <= first <= until, got {self}"
         assert self.parts >= 1, f"expected at least one part, got {self}"
-        assert min(self.size, self.alone) >= 0, f"expected size and alone of at least 0, got {self}"
+        assert min(self.size, self.rank0_warmup_ticks) >= 0, (
+            f"expected size and rank0_warmup_ticks of at least 0, got {self}"
+        )
         assert self.left is None or self._fits(self.left), (
             f"left must hold [front, back) in [{self.first}, {self.until}] for each of {self.parts} parts, got {self.left}"
         )
@@ -77,7 +79,7 @@ class Leases:
         self._segment: Segment | None = None
         self._queues: list[list[int]] = []  # by part: [front, back)
         self._handed = 0
-        self._asked = 0  # by worker 0, in this segment
+        self._requested = 0  # by worker 0, in this segment
         self._waiting: list[int] = []
         self._reason = ""
 
@@ -88,7 +90,7 @@ class Leases:
         """
         if segment != self._segment:
             self._begin(segment)
-        self._asked += rank == 0
+        self._requested += rank == 0
         if self._closed(rank):
             assert rank not in self._waiting, f"worker {rank} asked again before it was answered"
             self._waiting.append(rank)
@@ -106,7 +108,7 @@ class Leases:
     def _begin(self, segment: Segment) -> None:
         assert not self._waiting, f"workers {self._waiting} still wait for leases of {self._segment}"
         left = segment.left
-        self._segment, self._asked = segment, 0
+        self._segment, self._requested = segment, 0
         self._queues = (
             [list(q) for q in left]
             if left is not None
@@ -117,8 +119,12 @@ class Leases:
     def _closed(self, rank: int) -> bool:
         """Whether this worker has to wait for worker 0, which trains alone."""
         assert self._segment is not None
-        over = self._asked > self._segment.alone or bool(self._reason) or self._handed == self._segment.slices
-        return rank != 0 and self._segment.alone > 0 and not over
+        over = (
+            self._requested > self._segment.rank0_warmup_ticks
+            or bool(self._reason)
+            or self._handed == self._segment.slices
+        )
+        return rank != 0 and self._segment.rank0_warmup_ticks > 0 and not over
 
     def _release(self) -> None:
         while self._waiting and not self._closed(self._waiting[0]):
@@ -167,6 +173,6 @@ def from_json(values: dict[str, Any]) -> Lease | End:
 
 def foreseen(segment: Segment, rank: int) -> Iterator[Lease]:
     """The leases of a worker's own queues, in the order in which it gets them; what others take from their backs is left out then."""
-    leases, alone = Leases(), replace(segment, alone=0)
-    while isinstance(lease := leases.take(rank, alone), Lease) and segment.owner(lease.part) == rank:
+    leases, rank0_warmup_ticks = Leases(), replace(segment, rank0_warmup_ticks=0)
+    while isinstance(lease := leases.take(rank, rank0_warmup_ticks), Lease) and segment.owner(lease.part) == rank:
         yield lease

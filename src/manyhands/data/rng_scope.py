@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 
-class OwnRandom:
+class RngScope:
     """`with own:` runs code under CPU generators (torch, numpy, Python) that go on where they stood at the last `with own:`.
 
     Outside, the process's generators stand as if that code had not run. A swap costs tens of microseconds, for once a batch.
@@ -25,7 +25,7 @@ class OwnRandom:
         self._outside: list[tuple[Any, Any, Any]] = []
 
     @classmethod
-    def from_here(cls) -> OwnRandom:
+    def from_here(cls) -> RngScope:
         """One that goes on from where the process's generators stand now."""
         own = cls(())
         own._state = _capture()

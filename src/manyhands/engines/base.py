@@ -33,7 +33,7 @@ class Observer:
         """A worker emitted this."""
 
     def own_event(self, event: Event) -> None:
-        """Where every rank is its own driver (`in_place`): this process's worker, which is not the first, emitted this.
+        """Where every rank is its own driver (`spmd`): this process's worker, which is not the first, emitted this.
         The first rank's observer hears it as an `event` at the next `collect`."""
 
     def answer(self, event: Event) -> dict[str, Any]:
@@ -76,9 +76,9 @@ class LaunchSpec:
         """The ranks whose return ends the run: all, unless roles say otherwise."""
         return frozenset(range(self.workers)) if self.roles is None else self.roles.awaited
 
-    def name_of(self, seat: int) -> str:
+    def name_of(self, process_index: int) -> str:
         """How messages call a worker, by its role where it has one, or a shard."""
-        return name_of(seat) if self.roles is None or seat < 0 else self.roles.name_of(seat)
+        return name_of(process_index) if self.roles is None or process_index < 0 else self.roles.name_of(process_index)
 
 
 def check_count(name: str, value: object) -> None:
@@ -123,7 +123,7 @@ class Engine(ABC):
     """Where workers run. An engine is a frozen dataclass whose fields are its options; it knows nothing of algorithms."""
 
     name: ClassVar[str]
-    in_place: ClassVar[bool] = (
+    spmd: ClassVar[bool] = (
         False  # every worker is a process that makes the same call of `launch`, and gets its own value
     )
 

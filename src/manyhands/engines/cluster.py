@@ -130,7 +130,7 @@ def variables(cluster: Cluster, local_rank: int, local_size: int) -> dict[str, s
 
 def run(engine: Engine, member: Member, plan: LaunchSpec) -> dict[str, list[Any]]:
     """{role: values by index}. What `plan` says of workers and roles gives way to the member's; see `Engine.run`."""
-    if engine.in_place or engine.simulated:
+    if engine.spmd or engine.simulated:
         raise Unsupported(
             f"engine {engine.name} starts no processes: run another framework's cluster on one that does (local, hosts, spark)"
         )

@@ -45,12 +45,12 @@ def _url(process: subprocess.Popen[bytes], words: IO[bytes]) -> str:
     deadline = time.monotonic() + _START_S
     while True:
         ended = process.poll() is not None
-        said = os.pread(words.fileno(), 1 << 16, 0).decode(errors="replace")
-        if found := _URL.search(said):
+        output = os.pread(words.fileno(), 1 << 16, 0).decode(errors="replace")
+        if found := _URL.search(output):
             return found[1]
         if ended or time.monotonic() >= deadline:
             how = f"ended with exit code {process.returncode}" if ended else f"did not listen within {_START_S:.0f} s"
-            raise ManyhandsError(f"TensorBoard {how}; it said:\n{said.strip() or '(nothing)'}")
+            raise ManyhandsError(f"TensorBoard {how}; it said:\n{output.strip() or '(nothing)'}")
         time.sleep(_POLL_S)
 
 

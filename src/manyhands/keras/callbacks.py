@@ -56,7 +56,7 @@ class KerasCallbacks(WorkerCallbackFactory):
             )
 
     @override
-    def join(self, worker: Worker, replica: Replica) -> WorkerCallback | None:
+    def create(self, worker: Worker, replica: Replica) -> WorkerCallback | None:
         module = replica.model
         assert isinstance(module, KerasModule)
         for seed in module.seeds():
@@ -64,9 +64,9 @@ class KerasCallbacks(WorkerCallbackFactory):
         return KerasWorkerCallback(self.callbacks, worker, replica, module) if self.callbacks else None
 
     @override
-    def hear(self, said: Any) -> None:
-        """What worker 0's callbacks remember, into the user's own: `history`, `best`, `stopped_epoch`."""
-        for callback, remembered in zip(self.callbacks, said or (), strict=False):
+    def on_result(self, result: Any) -> None:
+        """Copies what worker 0's callbacks hold into the user's own: `history`, `best`, `stopped_epoch`."""
+        for callback, remembered in zip(self.callbacks, result or (), strict=False):
             vars(callback).update(remembered)
 
 
@@ -82,7 +82,7 @@ class KerasWorkerCallback(WorkerCallback):
         self._logs: dict[str, float] = {}  # of the newest epoch
 
     @override
-    def begin(self, facts: Mapping[str, Any]) -> None:
+    def on_start(self, facts: Mapping[str, Any]) -> None:
         self._module.counts = True
         self._model.stop_training = False
         for callback in self._callbacks:
@@ -91,13 +91,13 @@ class KerasWorkerCallback(WorkerCallback):
         self._agree(lambda: self._call("on_train_begin"))
 
     @override
-    def epoch_begins(self, epoch: int) -> None:
+    def on_epoch_start(self, epoch: int) -> None:
         self._model.reset_metrics()
         self._batches = 0
         self._agree(lambda: self._call("on_epoch_begin", epoch))
 
     @override
-    def ticked(self, loss: float | None) -> bool:
+    def on_step(self, loss: float | None) -> bool:
         if loss is None:
             return False
         if self._callbacks:
@@ -114,13 +114,13 @@ class KerasWorkerCallback(WorkerCallback):
         return bool(self._model.stop_training)
 
     @override
-    def epoch_ends(self, epoch: int, metrics: Mapping[str, float]) -> bool:
+    def on_epoch_end(self, epoch: int, metrics: Mapping[str, float]) -> bool:
         judged = {"val_" + name.removeprefix("validation_"): value for name, value in metrics.items()}
         self._logs = self._counted() | judged
         return self._agree(lambda: self._call("on_epoch_end", epoch, self._logs))
 
     @override
-    def end(self) -> list[dict[str, Any]]:
+    def on_end(self) -> list[dict[str, Any]]:
         self._module.counts = False
         with self._module.placed():
             self._call("on_train_end", self._logs)

@@ -74,7 +74,7 @@ def task(
         batch_size=batch_size,
         epochs=epochs,
         shuffle=shuffle,
-        companion=KerasCallbacks(tuple(callbacks)),
+        worker_callback=KerasCallbacks(tuple(callbacks)),
         **{"name": model.name, **fields},
     )
 

@@ -96,10 +96,10 @@ def check_alike(replica: Replica, strategy: Strategy, group: Group) -> None:
     ]
     for rank, theirs in enumerate(group.all_gather_json(mine)):
         if theirs != mine:
-            said = [
+            differences = [
                 f"rank {r}: {m[0]} ({m[1][:8]}), {m[2]}, {m[3]}"
                 for r, m in sorted([(group.rank, mine), (rank, theirs)])
             ]
             raise BadInput(
-                f"all workers must prepare the same model, optimizer and strategy, in the same order; {'; '.join(said)}"
+                f"all workers must prepare the same model, optimizer and strategy, in the same order; {'; '.join(differences)}"
             )

@@ -147,13 +147,13 @@ class _Call:
     timeout_s: float
 
     def __call__(self, worker: Worker) -> Any:
-        from manyhands.own_loop.rank_zero import quiet_other_ranks
+        from manyhands.own_loop.rank_zero import mute_nonzero_ranks
         from manyhands.own_loop.unprepared import warning_if_unprepared
 
         worker.driver.progress(USER, 0)
         if worker.shares_process:
             return self.function(*self.args)
-        quiet_other_ranks(worker, self.timeout_s)
+        mute_nonzero_ranks(worker, self.timeout_s)
         with _choose(self.strategy), warning_if_unprepared(worker):
             return self.function(*self.args)
 
@@ -168,11 +168,11 @@ class _Script:
     timeout_s: float
 
     def __call__(self, worker: Worker) -> None:
-        from manyhands.own_loop.rank_zero import quiet_other_ranks
+        from manyhands.own_loop.rank_zero import mute_nonzero_ranks
         from manyhands.own_loop.unprepared import warning_if_unprepared
 
         worker.driver.progress(USER, 0)
-        quiet_other_ranks(worker, self.timeout_s)
+        mute_nonzero_ranks(worker, self.timeout_s)
         with _choose(self.strategy), warning_if_unprepared(worker):
             _as_main(self.path, self.args, own_process=worker.size > 1)
 

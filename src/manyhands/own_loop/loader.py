@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from manyhands.data.batch import digest_of, map_columns, rows_of, slice_rows
 from manyhands.data.readers.datasets import RowLoader, set_epoch
 from manyhands.data.readers.loaders import is_indexed, reader_of, refuse_distributed, samplers_of
-from manyhands.data.rng_scope import OwnRandom
+from manyhands.data.rng_scope import RngScope
 from manyhands.data.sharding import slice_of
 from manyhands.data.source import COMPARED, Pick, Reading, check_digests
 from manyhands.errors import BadInput
@@ -125,11 +125,11 @@ class PreparedLoader(Iterable[Any]):
         loader = self.plain if isinstance(self.plain, DataLoader) else None
         with drawing_alike(worker.group, generators_of(loader) if loader is not None else []):
             batches = iter(self.plain)
-            first, own = next(batches, None), OwnRandom.from_here()
+            first, own = next(batches, None), RngScope.from_here()
         self._compare(first)
         return self._cut_each(first, batches, own)
 
-    def _cut_each(self, first: Any, batches: Iterator[Any], own: OwnRandom) -> Iterator[Share]:
+    def _cut_each(self, first: Any, batches: Iterator[Any], own: RngScope) -> Iterator[Share]:
         """The first rank's generators afterwards stand where one process's would, unless the loop itself drew from them."""
         rank, size = self.session.worker.rank, self.session.worker.size
         with own.in_place() if rank == 0 else nullcontext():

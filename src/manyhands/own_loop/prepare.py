@@ -16,7 +16,7 @@ from manyhands.engines.single_process import pick_device
 from manyhands.own_loop.launch import launched_strategy
 from manyhands.own_loop.loader import PreparedLoader
 from manyhands.own_loop.pair import Pair
-from manyhands.own_loop.rank_zero import quiet_other_ranks
+from manyhands.own_loop.rank_zero import mute_nonzero_ranks
 from manyhands.own_loop.session import Session
 from manyhands.strategies import strategy_of
 from manyhands.strategies.base import Strategy
@@ -142,5 +142,5 @@ def _join_torchrun() -> Worker:
     stack = ExitStack()
     worker = stack.enter_context(joined(LaunchSpec(workers=LauncherRank.from_environment().size, timeout_s=TIMEOUT_S)))
     atexit.register(stack.close)
-    quiet_other_ranks(worker, TIMEOUT_S)
+    mute_nonzero_ranks(worker, TIMEOUT_S)
     return worker

@@ -16,7 +16,7 @@ from manyhands.worker import Worker, current
 _quiet = False
 
 
-def quiet_other_ranks(worker: Worker, timeout_s: float) -> None:
+def mute_nonzero_ranks(worker: Worker, timeout_s: float) -> None:
     """On every rank but 0: standard output goes nowhere, and files to a folder of that rank's (`rank_files`), from now on.
 
     Standard error stays, without tqdm's bars. Rank 1 says so, once, on standard error. A collective of all ranks; idempotent.

@@ -175,7 +175,7 @@ def _count(group: Group, view: View) -> None:
     _counted.add(group)
     depth = 0
 
-    def told(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def quiet(plain: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(plain)
         def collective(*given: Any, **named: Any) -> Any:
             nonlocal depth
@@ -191,7 +191,7 @@ def _count(group: Group, view: View) -> None:
         return collective
 
     for name in _COLLECTIVES:
-        setattr(group, name, told(getattr(group, name)))
+        setattr(group, name, quiet(getattr(group, name)))
 
 
 def _start_settling(folder: Folder) -> None:

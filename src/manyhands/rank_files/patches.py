@@ -122,7 +122,7 @@ class Patches:
             **{name: self._changing(name) for name in (*_ONE, *_OF_COPY, "rmtree")},
             "remove": self._changing("unlink"),
             **{name: self._changing_two(name) for name in _TWO},
-            **{name: self._looking(name) for name in _LOOKS},
+            **{name: self._reading_view(name) for name in _LOOKS},
             "listdir": self._listdir,
             "scandir": self._scandir,
             "mkdtemp": self._mkdtemp,
@@ -191,7 +191,7 @@ class Patches:
         view, given = self._view(), (mode, buffering, encoding, errors, newline, closefd, opener)
         if view is None or (isinstance(file, int) and file not in self._fds):
             return self._plain["open"](file, *given)
-        with as_given(), _said_as(file, view):
+        with as_given(), _errors_name(file, view):
             if not set(mode) & set("wax+"):
                 path = self._path(file, follow=True) if isinstance(view, OtherView) else None
                 return self._plain["open"](file if path is None else _unless(view.source(path), path, file), *given)
@@ -234,7 +234,7 @@ class Patches:
         if view is None or dir_fd is not None or flags & _NAMELESS == _NAMELESS:
             with as_given():  # the audit hook could not tell where it is
                 return int(self._plain["os_open"](path, flags, mode, dir_fd=dir_fd))
-        with as_given(), _said_as(path, view):
+        with as_given(), _errors_name(path, view):
             if not flags & _WRITES:
                 found = self._path(path) if isinstance(view, OtherView) else None
                 return int(self._plain["os_open"](path if found is None else view.source(found), flags, mode))
@@ -269,7 +269,7 @@ class Patches:
                 path = None if view is None or not isinstance(file, str | os.PathLike) else self._file(file)
             if view is None or path is None:
                 return plain(*given, **named)
-            with as_given(), _said_as(file, view):
+            with as_given(), _errors_name(file, view):
                 at = view.begin(path)
                 parts = (*given[:place], at, *given[place + 1 :]) if len(given) > place else given
                 try:
@@ -307,7 +307,7 @@ class Patches:
             if view is None or named.get("dir_fd") is not None:
                 return plain(path, *given, **named)
             named.pop("dir_fd", None)
-            with as_given(), _said_as(path, view):
+            with as_given(), _errors_name(path, view):
                 found = self._path(path)
                 if found is None:
                     return plain(path, *given, **named)
@@ -327,7 +327,7 @@ class Patches:
             view = self._view()
             if view is None or any(named.get(fd) is not None for fd in ("dir_fd", "src_dir_fd", "dst_dir_fd")):
                 return plain(source, target, *given, **named)
-            with as_given(), _said_as(source, view):
+            with as_given(), _errors_name(source, view):
                 there = self._path(target)
                 here = source if name == "symlink" else self._path(source)
                 if there is None and (here is None or name == "symlink"):
@@ -338,14 +338,14 @@ class Patches:
 
         return change
 
-    def _looking(self, name: str) -> Callable[..., Any]:
+    def _reading_view(self, name: str) -> Callable[..., Any]:
         plain = self._plain[name]
 
         def look(path: Any, *given: Any, **named: Any) -> Any:
             view = self._view()
             if not isinstance(view, OtherView) or named.get("dir_fd") is not None or not view.has_changes():
                 return plain(path, *given, **named)
-            with as_given(), _said_as(path, view):
+            with as_given(), _errors_name(path, view):
                 found = self._path(path)
                 return plain(path if found is None else _unless(view.source(found), found, path), *given, **named)
 
@@ -355,7 +355,7 @@ class Patches:
         view = self._view()
         if not isinstance(view, OtherView) or path is None or isinstance(path, int) or not view.has_changes():
             return list(self._plain["listdir"](path))
-        with as_given(), _said_as(path, view):
+        with as_given(), _errors_name(path, view):
             found = self._path(path)
             if found is None:
                 return list(self._plain["listdir"](path))
@@ -366,7 +366,7 @@ class Patches:
         view = self._view()
         if not isinstance(view, OtherView) or path is None or isinstance(path, int) or not view.has_changes():
             return self._plain["scandir"](path)
-        with as_given(), _said_as(path, view):
+        with as_given(), _errors_name(path, view):
             found = self._path(path)
             if found is None or not view.has_changes_in(found):
                 return self._plain["scandir"](path)
@@ -433,7 +433,7 @@ def _unless(at: str, path: str, given: Any) -> Any:
 
 
 @contextmanager
-def _said_as(given: Any, view: View) -> Iterator[None]:
+def _errors_name(given: Any, view: View) -> Iterator[None]:
     """Errors name the path that the caller gave, not the copy."""
     try:
         yield
@@ -520,9 +520,9 @@ def _watch(patches: Patches | None) -> None:
     _watching = patches
     if not _hooked and patches is not None:
         _hooked = True
-        sys.addaudithook(_heard)
+        sys.addaudithook(_audited)
 
 
-def _heard(event: str, given: tuple[Any, ...]) -> None:
+def _audited(event: str, given: tuple[Any, ...]) -> None:
     if _watching is not None and event in ("open", "sqlite3.connect"):
         _watching.audit(event, given)

@@ -179,7 +179,7 @@ class OtherView(View):
         super().__init__(folder, rank, turns)
         self._size, self._timeout_s, self.is_private = size, timeout_s, is_private
         self._root, self._first = folder.copies(rank), folder.journal(folder.first)
-        self._said = False
+        self._warned = False
         self._open_news: set[str] = set()
 
     @override
@@ -286,8 +286,8 @@ class OtherView(View):
         return self._first.of(path).begun > self.journal.of(path).begun
 
     def _say(self) -> None:
-        if not self._said:
-            self._said = True
+        if not self._warned:
+            self._warned = True
             sys.stderr.write(
                 f"manyhands: worker {self.rank} of {self._size} writes its files to {self._root}; worker {self.folder.first}'s are the run's, "
                 "and what that one does not write is moved to its place\n"

@@ -197,7 +197,7 @@ class Recorder(Observer):
 
     def _take(self, event: Event, begins: bool = True) -> None:
         """Write an event down and tell whom it concerns; warnings before the first event wait for it to be written."""
-        if self._said_before(event):
+        if self._is_repeated(event):
             return
         if event.type == "start" and self.claim is not None:
             event = replace(event, values=event.values | {"launch": self.claim.number})
@@ -212,7 +212,7 @@ class Recorder(Observer):
         if self.records and not self._rank:
             self._dispatch(event)
 
-    def _said_before(self, event: Event) -> bool:
+    def _is_repeated(self, event: Event) -> bool:
         """Whether it is a warning of a kind that is given once a run, in the words of the first worker that gave it."""
         kind = event.values.get("kind") if event.type == "warning" else None
         if kind is None or kind not in self._kinds:
@@ -256,11 +256,11 @@ class Recorder(Observer):
             for callback in self._callbacks:
                 self._obey(callback, callback.on_step(event))
 
-    def _obey(self, callback: Callback, said: object) -> None:
-        if said == "stop":
+    def _obey(self, callback: Callback, returned: object) -> None:
+        if returned == "stop":
             self.stop("callback")
-        elif said is not None:
-            raise BadInput(f'a callback returns "stop" or None; {type(callback).__name__} returned {said!r}')
+        elif returned is not None:
+            raise BadInput(f'a callback returns "stop" or None; {type(callback).__name__} returned {returned!r}')
 
     def _say_reason(self) -> None:
         if self._reason and self.records and not self._reason_said:

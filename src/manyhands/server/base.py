@@ -1,8 +1,7 @@
 """The contract of the server: what a strategy wants of it, and how a worker reaches it as `worker.server`.
 
-A worker's turn with a server: `begin` when it takes part, then for every tick any of `pull` and `push`, and `tick`
-when it is finished; `park` when its rows are out. `center`, `capture` and `restore` are for meetings of all workers,
-when nobody trains. Only one thread of a worker calls them. None waits for ever: a server that is gone, or does not
+A worker calls `activate`, then in every step any of `pull` and `push` followed by `tick`, and `deactivate` when it has no
+rows left. `center`, `capture` and `restore` are called while no worker trains. Only one thread of a worker calls them. None waits for ever: a server that is gone, or does not
 answer for `timeout_s`, raises PeerLost.
 """
 
@@ -78,7 +77,7 @@ class Server(ABC):
         """Offer the first center [D']; the first offer wins. Whoever pulls before waits for it."""
 
     @abstractmethod
-    def begin(self) -> None:
+    def activate(self) -> None:
         """Take part: from now on the gate counts this worker, with as many finished ticks as the slowest that takes part (0 alone)."""
 
     @abstractmethod
@@ -104,8 +103,8 @@ class Server(ABC):
         """
 
     @abstractmethod
-    def park(self) -> None:
-        """Take part no more, until `begin`: the gate does not wait for this worker. Idempotent."""
+    def deactivate(self) -> None:
+        """The gate does not wait for this worker until it calls `activate` again. Idempotent."""
 
     @abstractmethod
     def center(self, into: Tensor) -> None:
@@ -120,7 +119,7 @@ class Server(ABC):
         """Go on from `capture`'s; one worker does it, while nobody trains. Any number of shards."""
 
     @abstractmethod
-    def said(self) -> dict[str, Any]:
+    def drain_journal(self) -> dict[str, Any]:
         """What this worker did since it was last asked, for the journal:
 
         pulls: for each, [version of each shard]

@@ -15,9 +15,9 @@ from manyhands.comm.checks import bits_bytes, check_mean, slice_of
 from manyhands.comm.ledger import Ledger
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.server.base import Encoded, Pushed, Server, ServerSpec, ServerState
+from manyhands.server.journal import PushJournal
 from manyhands.server.line import Line
 from manyhands.server.protocol import SMALL_BYTES, Kind, about, bits_of
-from manyhands.server.said import PushJournal
 from manyhands.server.sharding import check_encoded, codec_for, cut, joined, parts_of
 from manyhands.server.store import Applied, Dropped, Held
 from manyhands.transport.channel import Channel
@@ -47,7 +47,7 @@ class ServedServer(Server):
         self._like: tuple[int, torch.dtype] | None = None  # elements and dtype of the center
         self._sequence = 0
         self._answer: Tensor | None = None  # [D'] where the shards' answers are put together
-        self._said = PushJournal()
+        self._journal = PushJournal()
         self._error: ManyhandsError | None = None
 
     @override
@@ -66,12 +66,12 @@ class ServedServer(Server):
         self._like = (center.numel(), center.dtype)
 
     @override
-    def begin(self) -> None:
-        self._tell("begin", Kind.BEGIN)
+    def activate(self) -> None:
+        self._tell("activate", Kind.ACTIVATE)
 
     @override
     def pull(self, into: Tensor) -> None:
-        self._said.pulled(self._read("pull", Kind.PULL, into))
+        self._journal.pulled(self._read("pull", Kind.PULL, into))
 
     @override
     def center(self, into: Tensor) -> None:
@@ -88,7 +88,7 @@ class ServedServer(Server):
             frames = self._answers(Kind.APPLIED, Kind.DROPPED, Kind.HELD)
             answer = self._read_answer(frames, update)
         self._count("push", update)
-        self._said.pushed([_reply(frame) for frame in frames], weight, answered=answer is not None)
+        self._journal.pushed([_reply(frame) for frame in frames], weight, answered=answer is not None)
         first = frames[0]
         applied = first.kind != Kind.DROPPED
         behind = 0 if applied else first.b
@@ -102,8 +102,8 @@ class ServedServer(Server):
         return bits_of(self._tell("tick", Kind.TICK, Kind.GO, blob=bits_bytes(bits)).blob)
 
     @override
-    def park(self) -> None:
-        self._tell("park", Kind.PARK)
+    def deactivate(self) -> None:
+        self._tell("deactivate", Kind.DEACTIVATE)
 
     @override
     def capture(self) -> ServerState:
@@ -133,8 +133,8 @@ class ServedServer(Server):
                 line.answer(Kind.DONE)
 
     @override
-    def said(self) -> dict[str, Any]:
-        return self._said.take()
+    def drain_journal(self) -> dict[str, Any]:
+        return self._journal.take()
 
     @override
     def close(self) -> None:

@@ -32,14 +32,14 @@ class Connection:
             Kind.OFFER: self._offer,
             Kind.AWAIT: self._await,
             Kind.MEMORY: self._memory,
-            Kind.BEGIN: self._begin,
+            Kind.ACTIVATE: self._activate,
             Kind.PULL: self._pull,
             Kind.PEEK: self._pull,
             Kind.RELEASE: self._release,
             Kind.PUSH: self._push,
             Kind.ENCODED: self._push,
             Kind.TICK: self._tick,
-            Kind.PARK: self._park,
+            Kind.DEACTIVATE: self._deactivate,
             Kind.CAPTURE: self._capture,
             Kind.RESTORE: self._restore,
         }
@@ -112,8 +112,8 @@ class Connection:
         finally:
             os.close(outbox)
 
-    def _begin(self, frame: Frame) -> None:
-        self._shard.call(lambda store: store.begin(self.worker, frame.generation))
+    def _activate(self, frame: Frame) -> None:
+        self._shard.call(lambda store: store.activate(self.worker, frame.generation))
         self._send(Kind.DONE)
 
     def _pull(self, frame: Frame) -> None:
@@ -187,8 +187,8 @@ class Connection:
         assert isinstance(reply, Go)
         self._send(Kind.GO, blob=bits_bytes(reply.bits))
 
-    def _park(self, frame: Frame) -> None:
-        self._shard.call(lambda store: store.park(self.worker))
+    def _deactivate(self, frame: Frame) -> None:
+        self._shard.call(lambda store: store.deactivate(self.worker))
         self._send(Kind.DONE)
 
     def _capture(self, frame: Frame) -> None:

@@ -2,7 +2,7 @@
 
 More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server, Ho et al., 2013. A worker that has
 finished c ticks may begin its next only when the slowest that takes part has finished c - bound. So the gap of finished
-ticks never exceeds bound + 1. Who parks, or is lost, holds nobody up.
+ticks never exceeds bound + 1. Inactive and lost workers hold nobody up.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Gate:
         """Whether a worker has finished a tick and may not begin its next yet."""
         return worker in self._waiting
 
-    def begin(self, worker: int) -> None:
+    def activate(self, worker: int) -> None:
         """Count this worker, with as many finished ticks as the slowest: it holds nobody up for what it missed."""
         if not self._active[worker]:
             self._finished[worker] = self.slowest or 0
@@ -48,7 +48,7 @@ class Gate:
         self._waiting[worker] = bits
         self._bits |= bits
 
-    def park(self, worker: int) -> None:
+    def deactivate(self, worker: int) -> None:
         """Do not count this worker any more, nor let it through."""
         self._active[worker] = False
         self._waiting.pop(worker, None)

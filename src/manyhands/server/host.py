@@ -56,7 +56,7 @@ def serve(
         for rank, channel in channels.items():
             host.start(rank, channel)
         host.run(listener, shards, progress)
-        return host.said()
+        return host.summary()
     finally:
         if listener is not None:
             listener.close()
@@ -158,7 +158,7 @@ class _Host:
             raise FrameError(f"worker {worker} is here already, or was and left")
         return f"worker {worker} on {printable(host, 100)}"
 
-    def said(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """What this shard did: version, calls by name, lost workers."""
         return {
             "shard": self.number,

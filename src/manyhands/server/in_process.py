@@ -13,7 +13,7 @@ from typing_extensions import override
 from manyhands.comm.ledger import Ledger
 from manyhands.errors import PeerLost
 from manyhands.server.base import Encoded, Pushed, Server, ServerSpec, ServerState
-from manyhands.server.said import PushJournal
+from manyhands.server.journal import PushJournal
 from manyhands.server.sharding import (
     check_encoded,
     check_length,
@@ -64,7 +64,7 @@ class _Client(Server):
         self._servers, self._stores, self._worker = servers, servers.stores, worker
         self.shards, self._sequence = len(self._stores), 0
         self._ticks = 0  # finished ones, for messages
-        self._said = PushJournal()
+        self._journal = PushJournal()
         self._closed = False
 
     @override
@@ -76,16 +76,16 @@ class _Client(Server):
         self._count("initialize", center)
 
     @override
-    def begin(self) -> None:
+    def activate(self) -> None:
         with self._servers.changed:
             for store in self._stores:
-                store.begin(self._worker, 0)
+                store.activate(self._worker, 0)
 
     @override
     def pull(self, into: Tensor) -> None:
         with self._servers.changed:
             self._await_center("pull")
-            self._said.pulled([store.pull(self._worker) for store in self._stores])
+            self._journal.pulled([store.pull(self._worker) for store in self._stores])
             self._copy_center(into)
         self._count("pull", into)
 
@@ -101,7 +101,7 @@ class _Client(Server):
         pushed = pushed_of(settled)
         if pushed.answer is not None:
             self._count("answer", pushed.answer)
-        self._said.pushed(settled, weight, answered=pushed.answer is not None)
+        self._journal.pushed(settled, weight, answered=pushed.answer is not None)
         return pushed
 
     @override
@@ -118,10 +118,10 @@ class _Client(Server):
         return go.bits
 
     @override
-    def park(self) -> None:
+    def deactivate(self) -> None:
         with self._servers.changed:
             for store in self._stores:
-                store.park(self._worker)
+                store.deactivate(self._worker)
             self._servers.deliver()
 
     @override
@@ -144,14 +144,14 @@ class _Client(Server):
             self._servers.changed.notify_all()
 
     @override
-    def said(self) -> dict[str, Any]:
-        return self._said.take()
+    def drain_journal(self) -> dict[str, Any]:
+        return self._journal.take()
 
     @override
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self.park()
+            self.deactivate()
 
     def _with(self, parts: Sequence[T]) -> Iterator[tuple[Store, T]]:
         return zip(self._stores, parts, strict=True)

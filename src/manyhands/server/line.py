@@ -189,13 +189,13 @@ class Line:
         self.channel.close()
         return ShardLost(self._shard, self._peer, f"server.{operation}", step, time.perf_counter() - begun, why)
 
-    def _refusal(self, kind: int, said: dict[str, Any]) -> ManyhandsError:
+    def _refusal(self, kind: int, content: dict[str, Any]) -> ManyhandsError:
         if kind == Kind.REFUSED:
-            family = BadInput if said.get("error") == "BadInput" else InvalidCall
-            return family(printable(said.get("message"), 2000))
-        worker, seconds = said.get("worker"), said.get("seconds")
+            family = BadInput if content.get("error") == "BadInput" else InvalidCall
+            return family(printable(content.get("message"), 2000))
+        worker, seconds = content.get("worker"), content.get("seconds")
         if not is_whole(worker, -1) or not isinstance(seconds, int | float):
-            raise FrameError(f"expected a worker and seconds; got {said!r:.200}")
+            raise FrameError(f"expected a worker and seconds; got {content!r:.200}")
         operation, step, _ = self._asked
         if worker < 0:
             return ManyhandsError(

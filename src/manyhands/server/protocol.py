@@ -51,13 +51,13 @@ class Kind(IntEnum):
     GIVE = 2
     AWAIT = 3
     MEMORY = 4
-    BEGIN = 5
+    ACTIVATE = 5
     PULL = 6
     PEEK = 7
     RELEASE = 8
     PUSH = 9
     TICK = 10
-    PARK = 11
+    DEACTIVATE = 11
     CAPTURE = 12
     RESTORE = 13
     VECTOR = 14
@@ -104,8 +104,8 @@ def dtype_of(frame: Frame) -> torch.dtype:
 
 def snapshot_of(blob: bytes | memoryview, workers: int) -> tuple[list[str], dict[str, Any]]:
     """(names of the vectors, numbers) of a SNAPSHOT or a RESTORE; FrameError for what is none."""
-    said = from_json(blob)
-    names, numbers, most = said.get("names"), said.get("numbers"), _MOST_VECTORS + workers
+    content = from_json(blob)
+    names, numbers, most = content.get("names"), content.get("numbers"), _MOST_VECTORS + workers
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise FrameError(f"expected the names of vectors; got {names!r:.200}")
     if "center" not in names or len(names) != len(set(names)) or len(names) > most:

@@ -160,7 +160,7 @@ class Shard:
     def end(self, worker: int, *, lost: bool) -> None:
         """This worker's connection ended. Nobody waits for it any more."""
         with self._changed:
-            (self.store.leave if lost else self.store.park)(worker)
+            (self.store.leave if lost else self.store.deactivate)(worker)
             self._mail.pop(worker, None)
             if self.published is not None:
                 self.published.unpin(worker)

@@ -30,7 +30,7 @@ def limit(staleness: int) -> float:
     return 2 * math.sin(math.pi / (2 * (2 * staleness + 1)))
 
 
-def bearable(gain: float) -> int:
+def max_stable_staleness(gain: float) -> int:
     """The largest staleness that `gain`, rate times largest curvature, can bear; -1 where it is too much even without any."""
     if gain >= limit(0):
         return -1
@@ -105,7 +105,7 @@ class Curvature:
         found = self._found()
         return None if found is None else max(0.0, found[0]) * self._rate
 
-    def surely(self) -> float | None:
+    def lower_bound(self) -> float | None:
         """What the estimate is at least, three standard errors below it."""
         found = self._found()
         return None if found is None else max(0.0, found[0] - SURE * found[1]) * self._rate
@@ -199,22 +199,22 @@ class StalenessMonitor:
         self._steps += applied
         self._rate = rate
 
-    def hear(self, said: Mapping[str, Any]) -> str:
-        """Take what `Server.said` says of the last ticks; the warning where one is due, else "" """
-        self.staleness.update(said.get("staleness", ()))
-        self._pushes += len(said.get("pushes", ()))
-        surely, gain = self.curvature.surely(), self.curvature.estimate()
-        if not self._new or self.staleness.total() < STALENESS_COUNTS_FROM or surely is None or gain is None:
+    def record(self, drained: Mapping[str, Any]) -> str:
+        """Record what `Server.drain_journal` returned; the warning where one is due, else "" """
+        self.staleness.update(drained.get("staleness", ()))
+        self._pushes += len(drained.get("pushes", ()))
+        lower_bound, gain = self.curvature.lower_bound(), self.curvature.estimate()
+        if not self._new or self.staleness.total() < STALENESS_COUNTS_FROM or lower_bound is None or gain is None:
             return ""
         stale = quantile(self.staleness, 0.9)
         self._new, self._news = False, {"gain": float(f"{self._of_push(gain, stale):.4g}")}
-        if self._warned or not stale or self._of_push(surely, stale) <= limit(stale):
+        if self._warned or not stale or self._of_push(lower_bound, stale) <= limit(stale):
             return ""
         self._warned = True
         return self._warning(gain, stale)
 
     def news(self) -> dict[str, float]:
-        """{"gain": rate times largest curvature of a push} where `hear` found a new one since the last call, for the step's event."""
+        """{"gain": rate times largest curvature of a push} where `record` found a new one since the last call, for the step's event."""
         news, self._news = self._news, {}
         return news
 
@@ -240,7 +240,7 @@ class StalenessMonitor:
         ways = [
             f"lower the rate from {self._rate:.3g} to {self._rate * min(1.0, self._most(stale) / gain):.2g} or less"
         ]
-        most = bearable(self._of_push(gain, stale)) + 1  # workers in turn see a staleness of workers - 1
+        most = max_stable_staleness(self._of_push(gain, stale)) + 1  # workers in turn see a staleness of workers - 1
         if 1 <= most < self._workers:
             ways.append(f"take at most {most} worker{'' if most == 1 else 's'}")
         if most >= 1:

@@ -149,27 +149,27 @@ class Store:
         self.rule.start(center)
         return True
 
-    def begin(self, worker: int, generation: int) -> None:
+    def activate(self, worker: int, generation: int) -> None:
         """Take part, with as many finished ticks as the slowest (0 alone). Again in the same generation: goes on.
 
         A newer generation starts with sequence 1, as of a worker that has the current center. Refused: an older one, and
         the generation in which the worker was declared lost.
         """
-        seat = self._seat(worker)
+        seat = self._checked(worker)
         if generation < seat.generation or (seat.lost and generation == seat.generation):
             raise InvalidCall(
                 f"worker {worker} begins in generation {generation}, expected one after {seat.generation}"
                 f"{', in which it was declared lost' if seat.lost else ''}: a lost worker comes back in a newer generation"
             )
         if generation > seat.generation:
-            self.park(worker)
+            self.deactivate(worker)
             restored = seat.stale if seat.generation < 0 else None  # what a snapshot says that it pulled
             self._seats[worker] = seat = _WorkerState()
             seat.generation, seat.pulled, seat.stale = generation, self.version, restored
             self._steps.at[worker] = self.version
             self.rule.look(worker)
             self._count()
-        self._gate.begin(worker)
+        self._gate.activate(worker)
 
     def read(self) -> Tensor:
         """[n] the center for whoever asks now. While nobody takes part, or after last pushes, the open round is closed first,
@@ -180,7 +180,7 @@ class Store:
 
     def pull(self, worker: int) -> int:
         """The version of `center`, which the caller reads before its next call. Refused before `initialize`."""
-        seat, center = self._seat(worker), self.read()
+        seat, center = self._checked(worker), self.read()
         seat.pulled, seat.own = self.version, 0
         self.rule.look(worker)
         if self.rule.keeps_pulled:
@@ -194,7 +194,7 @@ class Store:
 
         `update` is the caller's again afterwards. Refused: a worker that takes no part, an older sequence number, a gap.
         """
-        seat = self._seat(worker)
+        seat = self._checked(worker)
         if sequence == seat.sequence and seat.reply is not None:
             return Duplicate(seat.reply)
         self._taking_part(worker, "pushes")
@@ -219,17 +219,17 @@ class Store:
         own = self._own(worker)
         return own if isinstance(own, Go) else WaitForGate()
 
-    def park(self, worker: int) -> None:
-        """Take part no more, until `begin`: frees the gate, and completes a round that waited for this worker. Idempotent."""
-        self._seat(worker)
-        self._gate.park(worker)
+    def deactivate(self, worker: int) -> None:
+        """Inactive until `activate`: frees the gate, and completes a round that waited for this worker. Idempotent."""
+        self._checked(worker)
+        self._gate.deactivate(worker)
         self._settle()
 
     def leave(self, worker: int) -> None:
-        """For a worker that is lost: as `park`, for good. What it pushed before counts. Idempotent."""
-        self._seat(worker).lost = True
+        """For a worker that is lost: as `deactivate`, for good. What it pushed before counts. Idempotent."""
+        self._checked(worker).lost = True
         self._count()
-        self.park(worker)
+        self.deactivate(worker)
 
     def capture(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Vectors [n] by name, the store's own memory, to be read before the next call; and numbers (JSON). Changes nothing.
@@ -237,7 +237,9 @@ class Store:
         Sequence numbers and clocks belong to a launch, and are left out; so does what workers pulled, where no rule keeps it.
         """
         if self._held or self._steps.pushes:
-            raise InvalidCall("a snapshot is taken while nobody trains, but pushes are held: all workers park first")
+            raise InvalidCall(
+                "a snapshot is taken while nobody trains, but pushes are held: all workers call `deactivate` first"
+            )
         numbers = {"version": self.version, **self.rule.numbers()}
         kept = {f"pulled {worker}": seat.stale for worker, seat in enumerate(self._seats) if seat.stale is not None}
         return {"center": self.center, **kept, **self.rule.vectors()}, numbers
@@ -245,7 +247,9 @@ class Store:
     def restore(self, vectors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         """Go on from `capture`'s. The center is then there: later offers of a first one lose."""
         if self._held or self._steps.pushes:
-            raise InvalidCall("a snapshot is restored while nobody trains, but pushes are held: all workers park first")
+            raise InvalidCall(
+                "a snapshot is restored while nobody trains, but pushes are held: all workers call `deactivate` first"
+            )
         if self.initialized:
             vectors = {name: vector.to(self.center.device) for name, vector in vectors.items()}
         center = vectors["center"]
@@ -265,15 +269,17 @@ class Store:
             seat.stale = None if kept is None else kept.clone()
             self._steps.at[worker] = self.version
 
-    def _seat(self, worker: int) -> _WorkerState:
+    def _checked(self, worker: int) -> _WorkerState:
         if not 0 <= worker < self.workers:
             raise InvalidCall(f"a worker is a rank in range({self.workers}); got {worker}")
         return self._seats[worker]
 
     def _taking_part(self, worker: int, what: str) -> _WorkerState:
-        seat = self._seat(worker)
+        seat = self._checked(worker)
         if worker not in self._gate.active:
-            raise InvalidCall(f"worker {worker} {what}, but takes no part (parked, or lost): it calls `begin` first")
+            raise InvalidCall(
+                f"worker {worker} {what}, but is not active (deactivated, or lost): it calls `activate` first"
+            )
         if self._gate.is_waiting(worker) or (self.rule.answers and isinstance(seat.reply, Held)):
             raise InvalidCall(f"worker {worker} {what} before its last call was answered: one call at a time")
         return seat

@@ -186,7 +186,7 @@ class Estimator(SparkEstimator["Model"], _Columns, MLWritable, MLReadable["Estim
         if self._make is _was_not_saved:
             _was_not_saved()
         training, validation = self._split(dataset)
-        task = self._asked(training, validation)
+        task = self._task_of(training, validation)
         stops = {} if self._early_stopping is None else self._stopping(self._early_stopping)
         run = train(
             task,
@@ -218,7 +218,7 @@ class Estimator(SparkEstimator["Model"], _Columns, MLWritable, MLReadable["Estim
             return split(table, self.framed, fraction=fraction, seed=seed)
         return self.framed(table), None
 
-    def _asked(self, training: DistributedFrame, validation: DistributedFrame | None) -> Task:
+    def _task_of(self, training: DistributedFrame, validation: DistributedFrame | None) -> Task:
         fields: dict[str, Any] = {"train_data": training, "validation_data": validation, **self._fields}
         fields |= {name: self.getOrDefault(name) for name in self._SCALARS if self.isDefined(self.getParam(name))}
         task = self._declared(fields)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pyspark.sql.types import DataType
 
 ROWS = 1024  # of a forward
-_TOLD = "told"  # the column of what a partition measured
+_COLUMN = "told"  # the column of what a partition measured
 OUTPUTS = ("class", "value", "array")
 
 
@@ -51,7 +51,9 @@ class Predict:
             with torch.inference_mode():
                 outputs = [self.model(torch.from_numpy(features[i : i + ROWS])) for i in range(0, len(features), ROWS)]
             found = (
-                np.concatenate([said(one, self.output, self.threshold) for one in outputs]) if outputs else np.empty(0)
+                np.concatenate([to_column(one, self.output, self.threshold) for one in outputs])
+                if outputs
+                else np.empty(0)
             )
             yield pd.Series(list(found) if found.ndim > 1 else found)
 
@@ -74,7 +76,7 @@ def column_of(predict: Predict, kind: DataType) -> Callable[..., SparkColumn]:
     return made
 
 
-def said(outputs: Tensor, output: str, threshold: float = 0.0) -> np.ndarray[Any, Any]:
+def to_column(outputs: Tensor, output: str, threshold: float = 0.0) -> np.ndarray[Any, Any]:
     """[rows] or [rows, outputs] as float64."""
     flat = outputs.double().reshape(len(outputs), -1)
     if output == "array":
@@ -104,9 +106,9 @@ def _side_by_side(columns: Sequence[pd.Series[Any]], dtype: str) -> np.ndarray[A
 def judged(model: nn.Module, metrics: Evaluate, data: DistributedFrame) -> dict[str, float]:
     """{metric: weighted mean over all rows, or what their sums say}, computed in the executors. BadInput where nothing counts."""
     judge = MetricSums(model, metrics, data.columns)
-    told = [json.loads(row[_TOLD]) for row in data.table.mapInArrow(judge, f"{_TOLD} string").collect()]
-    found = means_of([one["means"] for one in told])
-    summed = dict.fromkeys(name for one in told for name in one["sums"])
+    measured = [json.loads(row[_COLUMN]) for row in data.table.mapInArrow(judge, f"{_COLUMN} string").collect()]
+    found = means_of([one["means"] for one in measured])
+    summed = dict.fromkeys(name for one in measured for name in one["sums"])
     if not found and not summed:
         raise BadInput("there is nothing to evaluate: the DataFrame has no rows, or none with a weight")
     if not summed:
@@ -118,8 +120,8 @@ def judged(model: nn.Module, metrics: Evaluate, data: DistributedFrame) -> dict[
     for name in summed:
         measure = measures[name]
         assert isinstance(measure, Summed)
-        total = torch.tensor([one["sums"][name] for one in told if name in one["sums"]], dtype=torch.float64).sum(0)
-        found |= {said: float(value) for said, value in measure.result(total).items()}
+        total = torch.tensor([one["sums"][name] for one in measured if name in one["sums"]], dtype=torch.float64).sum(0)
+        found |= {to_column: float(value) for to_column, value in measure.result(total).items()}
     return found
 
 
@@ -140,7 +142,7 @@ class MetricSums:
                 part = batch.slice(start, ROWS)
                 found.add(self.measured(part), part.num_rows)
         sums = {name: one.sums.tolist() for name, one in found.summed.items()}
-        yield pa.RecordBatch.from_pydict({_TOLD: [json.dumps({"means": found.means, "sums": sums})]})
+        yield pa.RecordBatch.from_pydict({_COLUMN: [json.dumps({"means": found.means, "sums": sums})]})
 
     def measured(self, batch: pa.RecordBatch) -> Metrics:
         """The metrics of these rows."""

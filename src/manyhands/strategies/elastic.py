@@ -105,8 +105,8 @@ class Elastic(Strategy):
         """What `exchange` answers."""
         if self.via == "server":
             return True
-        heard = state.ticks == 0 or replica.sync_control_bits_if_due(worker)  # ticks is 0 right after an exchange
-        return replica.any_rank_has_rows if heard else True
+        synced = state.ticks == 0 or replica.sync_control_bits_if_due(worker)  # ticks is 0 right after an exchange
+        return replica.any_rank_has_rows if synced else True
 
     @override
     def finish(self, replica: Replica, worker: Worker, state: ElasticState) -> None:

@@ -147,10 +147,10 @@ class Gossip(Strategy):
         state.weight += replica.weight
         if self.weights == "push-sum":
             _step_by_mass(replica, state)
-        heard = state.ticks >= self.period and self._round(replica, worker, state)
+        synced = state.ticks >= self.period and self._round(replica, worker, state)
         if self.weights == "doubly-stochastic":
             replica.apply()
-        return replica.any_rank_has_rows if heard or replica.sync_control_bits_if_due(worker) else True
+        return replica.any_rank_has_rows if synced or replica.sync_control_bits_if_due(worker) else True
 
     @override
     def finish(self, replica: Replica, worker: Worker, state: GossipState | PairsState) -> None:

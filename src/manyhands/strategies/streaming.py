@@ -126,18 +126,18 @@ def turn(schedule: Schedule, replica: Replica, worker: Worker, state: GroupState
     """After a step that counted `weight`: use the mean that is due, start the one that is. What `exchange` answers."""
     state.counted += weight
     state.ticks += 1
-    heard = False
+    in_sync = False
     landing, starting = schedule.due(state.ticks - schedule.overlap), schedule.due(state.ticks)
     if schedule.overlap == 0 and starting is not None:
         _start_mean(schedule, replica, worker, state, starting)
     if landing is not None:
         _use_mean(schedule, replica, worker, state, landing, schedule.mixing)
-        heard = True
+        in_sync = True
     if schedule.overlap and starting is not None:
         _start_mean(schedule, replica, worker, state, starting)
-    if not heard and not schedule.under_way(state.ticks):
-        heard = replica.sync_control_bits_if_due(worker)
-    return replica.any_rank_has_rows if heard else True
+    if not in_sync and not schedule.under_way(state.ticks):
+        in_sync = replica.sync_control_bits_if_due(worker)
+    return replica.any_rank_has_rows if in_sync else True
 
 
 def close(schedule: Schedule, replica: Replica, worker: Worker, state: GroupState) -> None:

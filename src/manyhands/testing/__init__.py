@@ -1,1 +1,1 @@
-"""The exams: conformance kits for groups, strategies and engines, for third parties too."""
+"""Conformance suites for groups, servers, strategies and engines, for third parties, too."""

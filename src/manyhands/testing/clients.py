@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from manyhands.server.base import Server, ServerSpec
-from manyhands.testing.group_suite import ExamFailed, expect
+from manyhands.testing.group_suite import ConformanceFailed, expect
 
 OpenServers = Callable[[ServerSpec, int, int], AbstractContextManager[list[Server]]]
 T = TypeVar("T")
@@ -42,7 +42,7 @@ def training(
     with open_servers(spec, workers, shards) as servers:
         servers[0].initialize(torch.zeros(D, dtype=torch.float64) if center is None else center)
         for server in servers:
-            server.begin()
+            server.activate()
         yield servers
 
 
@@ -66,7 +66,7 @@ def expect_waits(future: Future[Any], what: str) -> None:
         future.result(MOMENT_S)
     except TimeoutError:
         return
-    raise ExamFailed(f"{what}: expected to wait, but it returned")
+    raise ConformanceFailed(f"{what}: expected to wait, but it returned")
 
 
 def pulled(server: Server, like: Tensor | None = None) -> Tensor:

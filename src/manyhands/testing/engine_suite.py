@@ -1,9 +1,9 @@
-"""The exam of engines: what `Engine.launch` promises, as checks that any implementation can take.
+"""The conformance suite of engines: what `Engine.launch` promises, as checks that any implementation can take.
 
-    for name, check in ENGINE_EXAM.items():
+    for name, check in ENGINE_SUITE.items():
         check(engine)                    # or check(engine, workers=1)
 
-A check raises ExamFailed. It is for engines that start their workers; one whose `in_place` is true would have to be
+A check raises ConformanceFailed. It is for engines that start their workers; one whose `spmd` is true would have to be
 called by every worker, and is refused. `nothing_left` reads /proc, and needs Linux.
 """
 
@@ -24,7 +24,7 @@ from typing_extensions import override
 from manyhands.engines.base import Engine, LaunchSpec, Observer
 from manyhands.errors import BadInput, UnknownName, Unsupported, WorkerFailed
 from manyhands.events import Event
-from manyhands.testing.group_suite import GROUP_EXAM, ExamFailed, checks_of, expect
+from manyhands.testing.group_suite import GROUP_SUITE, ConformanceFailed, checks_of, expect
 from manyhands.worker import Worker, current
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ T = TypeVar("T")
 WORKERS = 2
 DEADLINE_S = 30.0
 EVENTS = 50
-GROUP_CHECKS = ("place", "sums", "gather", "broadcast", "barrier", "total_zero")  # the quick ones of GROUP_EXAM
+GROUP_CHECKS = ("place", "sums", "gather", "broadcast", "barrier", "total_zero")  # the quick ones of GROUP_SUITE
 
 
 class EngineCheck(Protocol):
@@ -41,12 +41,12 @@ class EngineCheck(Protocol):
     def __call__(self, engine: Engine, workers: int = WORKERS) -> None: ...
 
 
-def _launch(engine: Engine, workers: int, program: Callable[[Worker], T], ear: Observer | None = None) -> list[T]:
-    if engine.in_place:
-        problem = "every worker would have to take the exam: test an engine in place with a script"
+def _launch(engine: Engine, workers: int, program: Callable[[Worker], T], kept: Observer | None = None) -> list[T]:
+    if engine.spmd:
+        problem = "every worker would have to pass the conformance suite: test an engine in place with a script"
         raise Unsupported(f"engine {engine.name}: {problem}")
     options: dict[str, Any] = {"timeout_s": DEADLINE_S, "threads_per_worker": 1, "device": "cpu"}
-    return engine.launch(program, LaunchSpec(workers=workers, observer=ear or Observer(), **options))
+    return engine.launch(program, LaunchSpec(workers=workers, observer=kept or Observer(), **options))
 
 
 def check_values(engine: Engine, workers: int = WORKERS) -> None:
@@ -82,19 +82,19 @@ def check_worker(engine: Engine, workers: int = WORKERS) -> None:
 
 
 def check_group(engine: Engine, workers: int = WORKERS) -> None:
-    """The workers' group passes a part of its own exam (`GROUP_EXAM` is the whole)."""
+    """The workers' group passes a part of its own conformance suite (`GROUP_SUITE` is the whole)."""
 
     def program(worker: Worker) -> None:
         try:
             for name in GROUP_CHECKS:
-                GROUP_EXAM[name](worker.group)
-        except ExamFailed as error:
+                GROUP_SUITE[name](worker.group)
+        except ConformanceFailed as error:
             raise BadInput(str(error)) from error  # which every engine must bring back as it is
 
     try:
         _launch(engine, workers, program)
     except BadInput as error:
-        raise ExamFailed(f"the group of {workers} workers: {error}") from error
+        raise ConformanceFailed(f"the group of {workers} workers: {error}") from error
 
 
 def check_bad_input(engine: Engine, workers: int = WORKERS) -> None:
@@ -113,13 +113,13 @@ def check_bad_input(engine: Engine, workers: int = WORKERS) -> None:
             right = type(error) is kind and "give another batch_size" in str(error)
             expect(right, f"expected {kind.__name__} with its own words, came {type(error).__name__}: {error}")
         else:
-            raise ExamFailed(f"a worker raised {kind.__name__}, and launch returned")
+            raise ConformanceFailed(f"a worker raised {kind.__name__}, and launch returned")
 
 
 def _fails(worker: Worker) -> None:
     worker.driver.progress("compute", 7)
     if worker.rank == worker.size - 1:
-        raise KeyError("weights of the exam")
+        raise KeyError("weights of the conformance suite")
     worker.group.barrier()
 
 
@@ -132,24 +132,24 @@ def check_failure(engine: Engine, workers: int = WORKERS) -> None:
         wanted = {"rank": workers - 1, "phase": "compute", "step": 7, "error": "KeyError"}
         expect(came == wanted, f"WorkerFailed: expected {wanted}, came {came}")
         expect(bool(error.host), "WorkerFailed names no host")
-        traced = all(word in error.detail for word in ("Traceback", "_fails", "weights of the exam"))
+        traced = all(word in error.detail for word in ("Traceback", "_fails", "weights of the conformance suite"))
         expect(traced and error.detail in str(error), f"WorkerFailed has not the worker's traceback: {error}")
     else:
-        raise ExamFailed("a worker raised KeyError, and launch returned")
+        raise ConformanceFailed("a worker raised KeyError, and launch returned")
     check_values(engine, workers)
 
 
-class _Ear(Observer):
+class _KeepEvents(Observer):
     """Keeps what it hears; wants a stop once it heard `stop_after` events."""
 
     def __init__(self, stop_after: float = math.inf) -> None:
-        self.heard: list[Event] = []
+        self.received: list[Event] = []
         self.threads: set[int] = set()
         self._stop_after = stop_after
 
     @override
     def event(self, event: Event) -> None:
-        self.heard.append(event)
+        self.received.append(event)
         self.threads.add(threading.get_ident())
 
     @override
@@ -160,12 +160,12 @@ class _Ear(Observer):
     @override
     def stopping(self) -> str:
         self.threads.add(threading.get_ident())
-        return "enough" if len(self.heard) >= self._stop_after else ""
+        return "enough" if len(self.received) >= self._stop_after else ""
 
 
 def check_events(engine: Engine, workers: int = WORKERS) -> None:
     """Each worker's events reach the observer in order, in the thread that launched; `ask` brings its answer."""
-    ear = _Ear()
+    kept = _KeepEvents()
 
     def program(worker: Worker) -> dict[str, Any]:
         for step in range(EVENTS):
@@ -174,10 +174,10 @@ def check_events(engine: Engine, workers: int = WORKERS) -> None:
         worker.emit("end", step=EVENTS + 1)
         return answer
 
-    answers = _launch(engine, workers, program, ear)
+    answers = _launch(engine, workers, program, kept)
     expect(answers == [{"doubled": 2 * EVENTS}] * workers, f"expected the answer {2 * EVENTS}, came {answers}")
     for rank in range(workers):
-        mine = [event for event in ear.heard if event.rank == rank]
+        mine = [event for event in kept.received if event.rank == rank]
         steps = [event.step for event in mine]
         expect(
             steps == list(range(EVENTS + 2)), f"events of rank {rank} came as {steps}, expected the order of sending"
@@ -185,12 +185,12 @@ def check_events(engine: Engine, workers: int = WORKERS) -> None:
         last = mine[EVENTS - 1]
         right = (last.type, last.tick, last.values, mine[-1].type) == ("step", EVENTS, {"loss": float("inf")}, "end")
         expect(right, f"an event of rank {rank} arrived changed: {last}")
-    _expect_own_thread(ear)
+    _expect_own_thread(kept)
 
 
 def check_stopping(engine: Engine, workers: int = WORKERS) -> None:
     """What `stopping()` says reaches every worker's `should_stop()`, which said "" before, within seconds."""
-    ear = _Ear(stop_after=workers)
+    kept = _KeepEvents(stop_after=workers)
 
     def program(worker: Worker) -> tuple[str, str]:
         before = worker.driver.should_stop()
@@ -202,13 +202,13 @@ def check_stopping(engine: Engine, workers: int = WORKERS) -> None:
             worker.driver.computed(1)  # where time is simulated, the others have their turn
         return before, reason
 
-    came = _launch(engine, workers, program, ear)
+    came = _launch(engine, workers, program, kept)
     expect(came == [("", "enough")] * workers, f"before and after the stop, expected ('', 'enough'), came {came}")
-    _expect_own_thread(ear)
+    _expect_own_thread(kept)
 
 
-def _expect_own_thread(ear: _Ear) -> None:
-    expect(ear.threads == {threading.get_ident()}, "the observer was called from another thread than launch was")
+def _expect_own_thread(kept: _KeepEvents) -> None:
+    expect(kept.threads == {threading.get_ident()}, "the observer was called from another thread than launch was")
 
 
 def check_nothing_left(engine: Engine, workers: int = WORKERS) -> None:
@@ -244,5 +244,5 @@ def _parent(entry: Path) -> int | None:
     return None
 
 
-ENGINE_EXAM: dict[str, EngineCheck] = checks_of(globals())
+ENGINE_SUITE: dict[str, EngineCheck] = checks_of(globals())
 """All checks by name, in the order in which they are written above."""

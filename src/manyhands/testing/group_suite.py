@@ -1,11 +1,11 @@
-"""The exam of groups: what `Group` promises, as checks that any implementation can take.
+"""The conformance suite of groups: what `Group` promises, as checks that any implementation can take.
 
-Run every check of `GROUP_EXAM` on every rank of a group, in the same order:
+Run every check of `GROUP_SUITE` on every rank of a group, in the same order:
 
-    for name, check in GROUP_EXAM.items():
+    for name, check in GROUP_SUITE.items():
         check(group)
 
-A check raises ExamFailed. Ranks know each other's inputs (they come from seeds), so each verifies its own results.
+A check raises ConformanceFailed. Ranks know each other's inputs (they come from seeds), so each verifies its own results.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ LARGE = {(2, torch.bfloat16): [2_200_000]}
 """Of 16-bit means, by size and dtype: where two workers swap, or go round a ring."""
 
 
-class ExamFailed(ManyhandsError):
-    """What took an exam does not do what its contract says."""
+class ConformanceFailed(ManyhandsError):
+    """What took a conformance suite does not do what its contract says."""
 
 
 def expect(condition: bool, message: str) -> None:
-    """Raise ExamFailed unless `condition` holds."""
+    """Raise ConformanceFailed unless `condition` holds."""
     if not condition:
-        raise ExamFailed(message)
+        raise ConformanceFailed(message)
 
 
 def checks_of(module: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def expect_refused(action: Callable[[], object], what: str) -> None:
         action()
     except BadInput:
         return
-    raise ExamFailed(f"{what}: expected BadInput, nothing was raised")
+    raise ConformanceFailed(f"{what}: expected BadInput, nothing was raised")
 
 
 def _check_mean(group: Group, tensor: Tensor, values: Sequence[Tensor], weights: Sequence[float], what: str) -> None:
@@ -456,5 +456,5 @@ def check_refusals(group: Group) -> None:
     expect_close(tensor, torch.ones(3), "the mean after refusals")
 
 
-GROUP_EXAM: dict[str, Callable[[Group], None]] = checks_of(globals())
+GROUP_SUITE: dict[str, Callable[[Group], None]] = checks_of(globals())
 """All checks by name, in the order in which they are written above."""

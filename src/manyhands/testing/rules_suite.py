@@ -1,4 +1,4 @@
-"""What the rules of a server promise, and its codecs: the part of the exam of servers that is of one rule each."""
+"""What the rules of a server promise, and its codecs: the part of the conformance suite of servers that is of one rule each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from manyhands.testing.clients import (
     together,
     training,
 )
-from manyhands.testing.group_suite import ExamFailed, checks_of, expect, expect_refused, vector
+from manyhands.testing.group_suite import ConformanceFailed, checks_of, expect, expect_refused, vector
 
 
 def quorum(backups: int) -> ServerSpec:
@@ -74,7 +74,7 @@ def _after_two(rank: int, server: Server, third: Server) -> Tensor:
 def _answer(pushed: Pushed) -> Tensor:
     expect(pushed.applied, "a push was dropped")
     if pushed.answer is None:
-        raise ExamFailed("a rule that answers gave no answer")
+        raise ConformanceFailed("a rule that answers gave no answer")
     return pushed.answer
 
 
@@ -88,13 +88,16 @@ def check_quorum_mean(open_servers: OpenServers) -> None:
             for _ in range(2):
                 pushed = server.push(vector(rank, D), weights[rank], 1 << rank)
                 expect_equal(_answer(pushed), wanted, f"worker {rank}'s mean")
-                told = (pushed.weight, pushed.bits)
-                expect(told == (sum(weights), (1 << len(weights)) - 1), f"weight and bits of the mean: {told}")
+                fields = (pushed.weight, pushed.bits)
+                expect(fields == (sum(weights), (1 << len(weights)) - 1), f"weight and bits of the mean: {fields}")
                 server.tick()
 
         with training(open_servers, quorum(0), workers, 3) as servers:
             together(servers, program)
-            expect(servers[0].said()["pushes"] == [[1], [2]], "a quorum has one shard, whose versions are its steps")
+            expect(
+                servers[0].drain_journal()["pushes"] == [[1], [2]],
+                "a quorum has one shard, whose versions are its steps",
+            )
 
 
 def check_quorum_late(open_servers: OpenServers) -> None:
@@ -112,15 +115,17 @@ def check_quorum_late(open_servers: OpenServers) -> None:
         expect_equal(means[1], naive_mean([vector(r, D, seed=1) for r in range(2)], [1.0, 1.0]), "the mean of two")
         for step, mean in enumerate(means):
             late = servers[2].push(torch.full((D,), math.nan, dtype=torch.float64), 0.0 if step else 1.0, 8)
-            told = (late.applied, late.weight, late.bits, late.behind)
-            expect(told == (False, 2.0, 0, 1 - step), f"applied, weight, bits and behind of a late push: {told}")
+            fields = (late.applied, late.weight, late.bits, late.behind)
+            expect(fields == (False, 2.0, 0, 1 - step), f"applied, weight, bits and behind of a late push: {fields}")
             expect(
                 late.answer is not None and torch.equal(late.answer, mean), f"the mean of step {step}: {late.answer}"
             )
             servers[2].tick()
         got = together([servers[2], servers[0]], lambda rank, server: server.push(vector(rank, D)))
         expect(all(pushed.applied for pushed in got), "a worker that caught up was dropped")
-        expect(servers[2].said()["pushes"] == [None, None, [3]], "dropped pushes are None in what a worker says")
+        expect(
+            servers[2].drain_journal()["pushes"] == [None, None, [3]], "dropped pushes are None in what a worker says"
+        )
 
 
 def check_weight_zero(open_servers: OpenServers) -> None:
@@ -135,7 +140,7 @@ def check_weight_zero(open_servers: OpenServers) -> None:
                 expect_equal(_answer(pushed), torch.zeros(D, dtype=torch.float64), "the elastic difference of nothing")
             expect_equal(center_of(a), vector(5, D), f"the center after a push of weight 0, rule {rule}")
             b.push(vector(1, D))
-            expect(b.said()["staleness"] == [0], f"a push of weight 0 made somebody stale, rule {rule}")
+            expect(b.drain_journal()["staleness"] == [0], f"a push of weight 0 made somebody stale, rule {rule}")
             expect(bool(center_of(a).isfinite().all()), f"a push of weight 0 was remembered, rule {rule}")
     with training(open_servers, quorum(0), 2) as servers:
         got = together(servers, lambda rank, server: server.push(vector(0, D) if rank else nothing, float(rank), 2))
@@ -181,7 +186,7 @@ def check_stale_updates_weigh_less(open_servers: OpenServers) -> None:
                 b.push(torch.zeros(D, dtype=torch.float64))
             a.push(vector(0, D))
             expect_equal(center_of(a), vector(0, D) / 4, "the center after an update of staleness 3")
-            expect(a.said()["staleness"] == [3], "the staleness after three pushes of another worker is not 3")
+            expect(a.drain_journal()["staleness"] == [3], "the staleness after three pushes of another worker is not 3")
 
 
 def check_downpour_alone(open_servers: OpenServers) -> None:
@@ -224,7 +229,7 @@ def check_encoded_pushes(open_servers: OpenServers) -> None:
                     parts = zip(encoded.parts, parts_of(wanted, shards), strict=True)
                     update = torch.cat([codec.decode(part, len(like), torch.float64) for part, like in parts])
                     wanted += update / (1 if turn == 0 else 2)
-                    server.said()
+                    server.drain_journal()
                 expect_near(center_of(a), wanted, 1e-15, f"the center after encoded pushes, {text} on {shards} shards")
                 counts = a.ledger.as_dict()["push"]
                 expect(
@@ -243,7 +248,8 @@ def check_encoded_pushes_of_another_kind(open_servers: OpenServers) -> None:
         server.push(good)
         server.push(vector(1, D))
         expect(
-            server.said()["pushes"] == [[1, 1], [2, 2]], "a refused push is in what the worker says, or one is missing"
+            server.drain_journal()["pushes"] == [[1, 1], [2, 2]],
+            "a refused push is in what the worker says, or one is missing",
         )
     with training(open_servers, ADD, 1, 2) as (server,):
         expect_refused(lambda: server.push(good), "an encoded push where no codec is")
@@ -254,5 +260,5 @@ def encode(codec: Codec, update: Tensor, shards: int) -> Encoded:
     return Encoded(tuple(codec.encode(part) for part in parts_of(update, shards)), len(update), update.dtype)
 
 
-RULES_EXAM: dict[str, Callable[[OpenServers], None]] = checks_of(globals())
+RULES_SUITE: dict[str, Callable[[OpenServers], None]] = checks_of(globals())
 """All checks by name, in the order in which they are written above."""

@@ -1,10 +1,10 @@
-"""The exam of servers: what `Server` promises, as checks that any implementation can take.
+"""The conformance suite of servers: what `Server` promises, as checks that any implementation can take.
 
-    for name, check in SERVER_EXAM.items():
+    for name, check in SERVER_SUITE.items():
         check(open_servers)
 
 `open_servers(spec, workers, shards)` is a context manager that gives a fresh server's clients, one a worker, in rank
-order; leaving it ends the server. A check raises ExamFailed. Order is scripted: clients that do not wait are called one
+order; leaving it ends the server. A check raises ConformanceFailed. Order is scripted: clients that do not wait are called one
 after the other from one thread, those that do from one thread each. Nothing is proved by sleeping; a call that must wait
 is watched for a moment, in which a right one cannot return.
 """
@@ -36,11 +36,11 @@ from manyhands.testing.clients import (
     training,
 )
 from manyhands.testing.group_suite import checks_of, expect, expect_refused, vector
-from manyhands.testing.rules_suite import RULES_EXAM
+from manyhands.testing.rules_suite import RULES_SUITE
 from manyhands.testing.turns import ScriptedTurns
 
 __all__ = [
-    "SERVER_EXAM",
+    "SERVER_SUITE",
     "OpenServers",
     "center_of",
     "expect_equal",
@@ -64,7 +64,7 @@ def check_first_offer_wins(open_servers: OpenServers) -> None:
             first.fill_(math.nan)
             servers[0].initialize(vector(0, D))
             for server in servers:
-                server.begin()
+                server.activate()
                 expect_equal(center_of(server), vector(1, D), "the center after two offers")
                 expect_equal(pulled(server), vector(1, D), "a pull after two offers")
 
@@ -72,7 +72,7 @@ def check_first_offer_wins(open_servers: OpenServers) -> None:
 def check_pull_waits_for_the_first_center(open_servers: OpenServers) -> None:
     """Who pulls before there is a center gets the first one."""
     with open_servers(ADD, 2, 2) as servers:
-        servers[1].begin()
+        servers[1].activate()
         with started(lambda: pulled(servers[1])) as early:
             expect_waits(early, "a pull before there is a center")
             servers[0].initialize(vector(0, D))
@@ -97,12 +97,12 @@ def check_versions_and_staleness(open_servers: OpenServers) -> None:
                 return [[version] * shards for version in versions]
 
             expected = {"pulls": row(0), "pushes": row(3, 4), "staleness": [2, 2]}
-            said = a.said()
-            expect(said == expected, f"the first worker said {said}, expected {expected}")
+            drained = a.drain_journal()
+            expect(drained == expected, f"the first worker drained {drained}, expected {expected}")
             expected = {"pulls": row(0, 4), "pushes": row(1, 2, 5), "staleness": [0, 0, 0]}
-            said = b.said()
-            expect(said == expected, f"the second worker said {said}, expected {expected}")
-            expect(a.said() == {}, "what was said once was said again")
+            drained = b.drain_journal()
+            expect(drained == expected, f"the second worker drained {drained}, expected {expected}")
+            expect(a.drain_journal() == {}, "what was drained once was drained again")
             expect_equal(center_of(a), 5 * one, "the center after five pushes")
 
 
@@ -115,9 +115,9 @@ def check_center_is_not_seen(open_servers: OpenServers) -> None:
             b.push(one)
             expect_equal(center_of(a), one, "the center after a push")
             a.push(one)
-            said = a.said()
-            expect(said["staleness"] == [1], "asking for the center changed the staleness")
-            expect(len(said["pulls"]) == 1, "asking for the center is in the journal as a pull")
+            drained = a.drain_journal()
+            expect(drained["staleness"] == [1], "asking for the center changed the staleness")
+            expect(len(drained["pulls"]) == 1, "asking for the center is in the journal as a pull")
 
 
 def check_update_may_be_reused(open_servers: OpenServers) -> None:
@@ -141,7 +141,7 @@ def check_exactly_once(open_servers: OpenServers) -> None:
             server.pull(into)
             server.push(torch.full((D,), float(1 << 10 * rank), dtype=torch.float64))
             server.tick()
-        versions: list[list[int]] = server.said()["pushes"]
+        versions: list[list[int]] = server.drain_journal()["pushes"]
         return versions
 
     with training(open_servers, ADD, workers, 2) as servers:
@@ -181,7 +181,7 @@ def check_gap(open_servers: OpenServers) -> None:
                 finished[rank] += 1
                 gaps.append(max(finished) - min(finished))
             server.tick()
-        server.park()
+        server.deactivate()
 
     with training(open_servers, ServerSpec(rule="add", bound=bound), workers, 2) as servers:
         together(servers, program)
@@ -194,12 +194,12 @@ def check_park_frees(open_servers: OpenServers) -> None:
         a.tick()
         with started(a.tick) as waiting:
             expect_waits(waiting, "the second tick ahead of a worker at bound 1")
-            b.park()
+            b.deactivate()
             waiting.result(DEADLINE_S)
         for _ in range(3):
             a.tick()
-        b.park()
-        b.begin()
+        b.deactivate()
+        b.activate()
         a.tick()
         with started(a.tick) as waiting:
             expect_waits(waiting, "the second tick ahead of a worker that began again")
@@ -232,7 +232,7 @@ def check_in_step(open_servers: OpenServers) -> None:
                         server.push(update(rank, tick, mine))
                     bits = server.tick(1 << rank)
                     expect(bits == 0b111, f"the OR of all workers' bits is {bits:b}, expected 111")
-                staleness: list[int] = server.said()["staleness"]
+                staleness: list[int] = server.drain_journal()["staleness"]
                 return staleness
 
             spec = ServerSpec(rule=rule, bound=0)
@@ -247,9 +247,9 @@ def check_last_pushes_of_a_segment(open_servers: OpenServers) -> None:
     with training(open_servers, ADD_IN_STEP, 3, 2) as servers:
         for rank in (2, 0, 1):
             servers[rank].push(vector(rank, D))
-            servers[rank].park()
+            servers[rank].deactivate()
         expect_equal(center_of(servers[0]), vector(0, D) + vector(1, D) + vector(2, D), "the center when all parked")
-        expect(servers[2].said()["pushes"] == [[1, 1]], "three pushes of one round made other versions than 1")
+        expect(servers[2].drain_journal()["pushes"] == [[1, 1]], "three pushes of one round made other versions than 1")
 
 
 def check_traffic(open_servers: OpenServers) -> None:
@@ -290,22 +290,22 @@ def check_capture(open_servers: OpenServers) -> None:
         with training(open_servers, spec, 2, 3, vector(5, D)) as (a, _):
             for turn in range(3):
                 a.push(vector(turn, D))
-            a.park()
+            a.deactivate()
             snapshot = a.capture()
             expect(bool(snapshot.numbers), "a snapshot without numbers: the version is missing")
             expect_equal(snapshot.vectors["center"], center_of(a), "the center of a snapshot")
-            a.begin()
+            a.activate()
             pulled(a)
             a.push(vector(9, D))
             wanted = center_of(a)
         with open_servers(spec, 2, 2) as (a, b):
             b.restore(snapshot)
             a.initialize(vector(0, D))
-            a.begin()
+            a.activate()
             expect_equal(pulled(a), snapshot.vectors["center"], f"the restored center, rule {rule}")
             a.push(vector(9, D))
             expect_equal(center_of(b), wanted, f"the center of a server that was restored, rule {rule}")
-            expect(a.said()["pushes"] == [[4, 4]], "the versions of a restored server do not go on")
+            expect(a.drain_journal()["pushes"] == [[4, 4]], "the versions of a restored server do not go on")
 
 
 def check_dtypes(open_servers: OpenServers) -> None:
@@ -328,17 +328,17 @@ def check_refusals(open_servers: OpenServers) -> None:
         expect_refused(lambda: server.pull(torch.ones(D - 1, dtype=torch.float64)), "a pull into another length")
         server.push(one)
         expect_equal(center_of(server), one, "the center after refusals")
-        expect(server.said()["pushes"] == [[1, 1]], "a refused push is in what the worker says")
+        expect(server.drain_journal()["pushes"] == [[1, 1]], "a refused push is in what the worker says")
 
 
 def check_close(open_servers: OpenServers) -> None:
     """Closing twice is allowed."""
     with training(open_servers, ADD, 2, 2) as servers:
         for server in servers:
-            server.park()
+            server.deactivate()
             server.close()
             server.close()
 
 
-SERVER_EXAM: dict[str, Callable[[OpenServers], None]] = checks_of(globals()) | RULES_EXAM
+SERVER_SUITE: dict[str, Callable[[OpenServers], None]] = checks_of(globals()) | RULES_SUITE
 """All checks by name: those above in the order in which they are written, then those of the rules."""

@@ -1,9 +1,9 @@
-"""The exam of strategies: what `Strategy` promises, as checks that any implementation can take.
+"""The conformance suite of strategies: what `Strategy` promises, as checks that any implementation can take.
 
-    for name, check in STRATEGY_EXAM.items():
+    for name, check in STRATEGY_SUITE.items():
         check(strategy)                  # or check(strategy, sizes=(1,)) for a strategy of one worker
 
-A check raises ExamFailed. Workers are threads with a tiny float64 model, AdamW, rows from seeds, and a clock that
+A check raises ConformanceFailed. Workers are threads with a tiny float64 model, AdamW, rows from seeds, and a clock that
 counts ticks: the same on every machine. Each rank begins with parameters of its own, and some ticks have fewer rows
 than workers. A server that the strategy wants is one of this process. Strategies that do not promise `plain_loop` leave it out.
 
@@ -38,7 +38,7 @@ from manyhands.testing.strategy_worker import (
     expect_same_on_all,
     expect_unchanged,
     global_batch,
-    seated,
+    on_workers,
     squared_error,
     tiny_model,
     whole_run,
@@ -81,50 +81,50 @@ def check_description(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
 def check_start(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
     """Replicas that began with different parameters start equal, where there is to be one model. (CASE 25)"""
     for size in sizes:
-        seats = seated(strategy, size, lambda seat: (seat.replica.parameters.clone(), seat.consensus()))
-        expect_same_on_all([parameters for parameters, _ in seats], strategy, "the start")
-        expect_same_on_all([consensus for _, consensus in seats], strategy, "the consensus before the first tick")
+        members = on_workers(strategy, size, lambda member: (member.replica.parameters.clone(), member.consensus()))
+        expect_same_on_all([parameters for parameters, _ in members], strategy, "the start")
+        expect_same_on_all([consensus for _, consensus in members], strategy, "the consensus before the first tick")
 
 
 def check_consensus(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
     """After every tick it is finite and the same on all ranks; asking for it moves nothing."""
 
-    def program(seat: StrategyWorker) -> list[Tensor]:
+    def program(member: StrategyWorker) -> list[Tensor]:
         answers = []
         for tick in range(len(ROWS)):
-            seat.train(1)
-            seat.meet()
-            before = seat.holds()
-            answers += [seat.consensus(), seat.consensus()]
-            expect_unchanged(before, seat.holds(), f"asked for the consensus after tick {tick}")
+            member.train(1)
+            member.barrier()
+            before = member.holds()
+            answers += [member.consensus(), member.consensus()]
+            expect_unchanged(before, member.holds(), f"asked for the consensus after tick {tick}")
             expect(torch.equal(answers[-1], answers[-2]), f"two consensuses after tick {tick} differ")
-            seat.meet()
-        seat.finish()
-        return [*answers, seat.consensus()]
+            member.barrier()
+        member.finish()
+        return [*answers, member.consensus()]
 
     for size in sizes:
-        for i, vectors in enumerate(zip(*seated(strategy, size, program), strict=True)):
+        for i, vectors in enumerate(zip(*on_workers(strategy, size, program), strict=True)):
             expect_same_on_all(list(vectors), strategy, f"the consensus after tick {min(i // 2, len(ROWS) - 1)}")
 
 
 def check_agreed(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
     """After each tick what `agreed` gives is the same on all ranks, or None on all of them; asking for it moves nothing."""
 
-    def program(seat: StrategyWorker) -> list[Tensor | None]:
+    def program(member: StrategyWorker) -> list[Tensor | None]:
         answers = []
         for tick in range(len(ROWS)):
-            seat.train(1)
-            seat.meet()
-            before = seat.holds()
-            agreed = seat.strategy.agreed(seat.replica, seat.state)
+            member.train(1)
+            member.barrier()
+            before = member.holds()
+            agreed = member.strategy.agreed(member.replica, member.state)
             answers.append(None if agreed is None else agreed.clone())
-            expect_unchanged(before, seat.holds(), f"asked for what is agreed after tick {tick}")
-            seat.meet()
-        seat.finish()
+            expect_unchanged(before, member.holds(), f"asked for what is agreed after tick {tick}")
+            member.barrier()
+        member.finish()
         return answers
 
     for size in _in_step(strategy, sizes):
-        for tick, answers in enumerate(zip(*seated(strategy, size, program), strict=True)):
+        for tick, answers in enumerate(zip(*on_workers(strategy, size, program), strict=True)):
             vectors = [answer for answer in answers if answer is not None]
             expect(
                 len(vectors) in (0, size),
@@ -136,19 +136,19 @@ def check_agreed(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
 def check_finish(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
     """After windows of 0, 1, 2, … ticks: a second `finish` changes nothing, nor does the first where there was no tick."""
 
-    def program(seat: StrategyWorker) -> None:
-        before = seat.holds()
+    def program(member: StrategyWorker) -> None:
+        before = member.holds()
         for ticks in range(5):
-            seat.train(ticks)
-            seat.finish()
-            after = seat.holds()
+            member.train(ticks)
+            member.finish()
+            after = member.holds()
             if not ticks:
                 expect_unchanged(before, after, "finish before the first tick")
-            seat.finish()
-            expect_unchanged(after, seat.holds(), f"a second finish after a window of {ticks} ticks")
+            member.finish()
+            expect_unchanged(after, member.holds(), f"a second finish after a window of {ticks} ticks")
 
     for size in sizes:
-        seated(strategy, size, program)
+        on_workers(strategy, size, program)
 
 
 def check_round_of_nothing(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
@@ -157,27 +157,27 @@ def check_round_of_nothing(strategy: Strategy, sizes: Sequence[int] = SIZES) -> 
     In step only. Where a server holds the center, that is what must not change: workers may take it over meanwhile.
     """
 
-    def what_stays(seat: StrategyWorker) -> Held:
-        return seat.holds() if seat.worker.server is None else {"the consensus": seat.consensus()}
+    def what_stays(member: StrategyWorker) -> Held:
+        return member.holds() if member.worker.server is None else {"the consensus": member.consensus()}
 
-    def program(seat: StrategyWorker, empty: bool) -> tuple[Held, Held]:
-        seat.train(9)
-        seat.finish()
-        before = what_stays(seat)
+    def program(member: StrategyWorker, empty: bool) -> tuple[Held, Held]:
+        member.train(9)
+        member.finish()
+        before = what_stays(member)
         for _ in range(9):
             if empty:
-                seat.turn(None)
+                member.turn(None)
             else:
-                seat.tick += 1
-        seat.finish()
-        expect_unchanged(before, what_stays(seat), "9 ticks without any rows")
-        seat.train(9)
-        seat.finish()
-        return before, seat.holds()
+                member.tick += 1
+        member.finish()
+        expect_unchanged(before, what_stays(member), "9 ticks without any rows")
+        member.train(9)
+        member.finish()
+        return before, member.holds()
 
     for size in _in_step(strategy, sizes):
-        with_them = seated(strategy, size, lambda seat: program(seat, empty=True))
-        without = seated(strategy, size, lambda seat: program(seat, empty=False))
+        with_them = on_workers(strategy, size, lambda member: program(member, empty=True))
+        without = on_workers(strategy, size, lambda member: program(member, empty=False))
         for rank, (a, b) in enumerate(zip(with_them, without, strict=True)):
             expect_unchanged(
                 b[1], a[1], f"{strategy} on {size} workers, rank {rank}: training after 9 ticks without rows"
@@ -187,32 +187,34 @@ def check_round_of_nothing(strategy: Strategy, sizes: Sequence[int] = SIZES) -> 
 def check_worker_without_rows(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
     """Its ticks are empty: nobody hangs, it moves in rounds only, and it takes the others' answer; in step only. (CASES 18, 27)"""
 
-    def program(seat: StrategyWorker) -> tuple[Tensor, int]:
-        last = seat.worker.rank == seat.worker.size - 1
+    def program(member: StrategyWorker) -> tuple[Tensor, int]:
+        last = member.worker.rank == member.worker.size - 1
         for tick in range(len(ROWS)):
-            before, rounds = seat.replica.parameters.clone(), seat.replica.rounds
-            seat.turn(None if last else global_batch(tick), idle=last)
-            alone = last and seat.replica.rounds == rounds and not torch.equal(seat.replica.parameters, before)
-            expect(not alone, f"rank {seat.worker.rank} moved at tick {tick}, without rows and outside of a round")
-        seat.finish()
-        return seat.consensus(), seat.replica.rounds
+            before, rounds = member.replica.parameters.clone(), member.replica.rounds
+            member.turn(None if last else global_batch(tick), idle=last)
+            alone = last and member.replica.rounds == rounds and not torch.equal(member.replica.parameters, before)
+            expect(not alone, f"rank {member.worker.rank} moved at tick {tick}, without rows and outside of a round")
+        member.finish()
+        return member.consensus(), member.replica.rounds
 
     for size in _in_step(strategy, sizes):
-        expect_same_on_all([end for end, _ in seated(strategy, size, program)], strategy, "the end beside empty ticks")
+        expect_same_on_all(
+            [end for end, _ in on_workers(strategy, size, program)], strategy, "the end beside empty ticks"
+        )
 
 
 def check_streams(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
     """Streams of 3, 7, 11, … batches: all ranks hear at one tick that nobody has rows, once nobody has; in step only. (CASE 18)"""
 
-    def program(seat: StrategyWorker) -> list[bool]:
-        mine, longest = (3 + 4 * rank for rank in (seat.worker.rank, seat.worker.size - 1))
+    def program(member: StrategyWorker) -> list[bool]:
+        mine, longest = (3 + 4 * rank for rank in (member.worker.rank, member.worker.size - 1))
         return [
-            seat.turn(global_batch(tick) if tick < mine else None, idle=mine <= tick < longest, more=tick + 1 < mine)
+            member.turn(global_batch(tick) if tick < mine else None, idle=mine <= tick < longest, more=tick + 1 < mine)
             for tick in range(longest + EXTRA_TICKS)
         ]
 
     for size in _in_step(strategy, sizes):
-        ends = [answers.index(False) if False in answers else None for answers in seated(strategy, size, program)]
+        ends = [answers.index(False) if False in answers else None for answers in on_workers(strategy, size, program)]
         last = 3 + 4 * (size - 1) - 1
         expect_one_tick(ends, last, f"{strategy} on {size} workers: the last rows were of tick {last}; first False at")
 
@@ -220,24 +222,24 @@ def check_streams(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
 def check_stop(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
     """A stop that one rank sets is heard by all at one tick, soon, and not before; in step only."""
 
-    def program(seat: StrategyWorker) -> int | None:
-        last = seat.worker.rank == seat.worker.size - 1
+    def program(member: StrategyWorker) -> int | None:
+        last = member.worker.rank == member.worker.size - 1
         for tick in range(5 + EXTRA_TICKS):
-            seat.turn(global_batch(tick), stop=last and tick >= 5)
-            if seat.replica.control_bits & STOP:
-                heard.setdefault(seat.worker.rank, tick)
-        return heard.get(seat.worker.rank)
+            member.turn(global_batch(tick), stop=last and tick >= 5)
+            if member.replica.control_bits & STOP:
+                stopped_at.setdefault(member.worker.rank, tick)
+        return stopped_at.get(member.worker.rank)
 
     for size in _in_step(strategy, sizes):
-        heard: dict[int, int] = {}
-        ends = seated(strategy, size, program)
+        stopped_at: dict[int, int] = {}
+        ends = on_workers(strategy, size, program)
         expect_one_tick(ends, 5, f"{strategy} on {size} workers: rank {size - 1} set STOP from tick 5 on; heard at")
 
 
 def check_repeat(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
     """Two runs of the same give the same bits; one worker's, where each goes at its own pace."""
     for size in _alike(strategy, sizes):
-        first, again = (seated(strategy, size, whole_run) for _ in range(2))
+        first, again = (on_workers(strategy, size, whole_run) for _ in range(2))
         for rank, (a, b) in enumerate(zip(first, again, strict=True)):
             expect_unchanged(a, b, f"{strategy} on {size} workers, rank {rank}: the same run twice")
 
@@ -248,32 +250,32 @@ def check_resume(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
     One worker's, where each goes at its own pace.
     """
 
-    def written(seat: StrategyWorker) -> list[Checkpoint]:
+    def written(member: StrategyWorker) -> list[Checkpoint]:
         saved = []
         for tick in range(1, len(ROWS)):
-            seat.train(1)
-            tensors, values = run_state.capture(seat.replica, seat.state, {"total": None})
-            seat.meet()
-            if seat.worker.server is not None and seat.worker.rank == 0:
-                shared, values["server"] = run_state.capture_server(seat.worker.server, seat.replica)
+            member.train(1)
+            tensors, values = run_state.capture(member.replica, member.state, {"total": None})
+            member.barrier()
+            if member.worker.server is not None and member.worker.rank == 0:
+                shared, values["server"] = run_state.capture_server(member.worker.server, member.replica)
                 tensors |= shared
-            path = checkpoints.save(Path(folder) / str(tick), tick, seat.worker.group, tensors, values)
-            saved.append(Checkpoint(path, tick, seat.worker.size))
+            path = checkpoints.save(Path(folder) / str(tick), tick, member.worker.group, tensors, values)
+            saved.append(Checkpoint(path, tick, member.worker.size))
         return saved
 
-    def resumed(seat: StrategyWorker, saved: Checkpoint) -> Held:
-        rank, size = seat.worker.rank, seat.worker.size
-        seat.state, _ = run_state.restore(saved, seat.replica, seat.state, rank, size, None)
-        if seat.worker.server is not None and rank == 0:
-            run_state.restore_server(saved, seat.worker.server, seat.replica)
-        seat.tick, seat.replica.tick = saved.tick, saved.tick - 1
-        return whole_run(seat)
+    def resumed(member: StrategyWorker, saved: Checkpoint) -> Held:
+        rank, size = member.worker.rank, member.worker.size
+        member.state, _ = run_state.restore(saved, member.replica, member.state, rank, size, None)
+        if member.worker.server is not None and rank == 0:
+            run_state.restore_server(saved, member.worker.server, member.replica)
+        member.tick, member.replica.tick = saved.tick, saved.tick - 1
+        return whole_run(member)
 
     for size in _alike(strategy, sizes):
-        wanted = seated(strategy, size, whole_run)
+        wanted = on_workers(strategy, size, whole_run)
         with tempfile.TemporaryDirectory() as folder:
-            for saved in seated(strategy, size, written)[0]:
-                ends = seated(strategy, size, lambda seat, saved=saved: resumed(seat, saved))  # type: ignore[misc]
+            for saved in on_workers(strategy, size, written)[0]:
+                ends = on_workers(strategy, size, lambda member, saved=saved: resumed(member, saved))  # type: ignore[misc]
                 for rank, (a, b) in enumerate(zip(wanted, ends, strict=True)):
                     what = f"{strategy} on {size} workers, rank {rank}: resumed after {saved.tick} ticks"
                     expect_unchanged(a, b, what)
@@ -285,27 +287,27 @@ def check_pushes(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
     At one's own pace only: at bound 0 a version is everybody's.
     """
 
-    def program(seat: StrategyWorker) -> tuple[list[list[int] | None], int]:
-        server, pushes = seat.worker.server, []
+    def program(member: StrategyWorker) -> tuple[list[list[int] | None], int]:
+        server, pushes = member.worker.server, []
         assert server is not None
         for ticks in (0, 1, 2, len(ROWS)):
             for _ in range(ticks):
-                part = None if seat.worker.rank == idle else global_batch(seat.tick)
-                seat.turn(part)
-                seat.tick += 1
-            seat.finish()
-            seat.finish()
-            pushed = server.said().get("pushes", [])
-            wanted = ticks > 0 and seat.worker.rank != idle
-            problem = f"rank {seat.worker.rank} pushed {len(pushed)} times in {ticks} ticks"
+                part = None if member.worker.rank == idle else global_batch(member.tick)
+                member.turn(part)
+                member.tick += 1
+            member.finish()
+            member.finish()
+            pushed = server.drain_journal().get("pushes", [])
+            wanted = ticks > 0 and member.worker.rank != idle
+            problem = f"rank {member.worker.rank} pushed {len(pushed)} times in {ticks} ticks"
             expect(bool(pushed) == wanted, f"{problem}, expected {'some' if wanted else 'none'}")
             expect(len(pushed) <= ticks, f"{problem}, expected one a tick at most")
             pushes += pushed
-        return pushes, seat.replica.step
+        return pushes, member.replica.step
 
     for size in sizes if strategy.leasing() is not None and strategy.server() is not None else []:
         idle = size - 1 if size > 1 else None
-        everybody = [push for pushes, _ in seated(strategy, size, program) for push in pushes]
+        everybody = [push for pushes, _ in on_workers(strategy, size, program) for push in pushes]
         versions = sorted(push[0] if push else -1 for push in everybody)
         problem = (
             f"{strategy} on {size} workers: pushes made versions {versions}, expected 1 to {len(versions)}, each once"
@@ -325,14 +327,14 @@ def check_plain_loop(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
     for name, p in model.named_parameters():
         wanted |= {f"the optimizer's {key} of {name}": value for key, value in optimizer.state[p].items()}
 
-    def program(seat: StrategyWorker) -> Held:
-        seat.train(len(ROWS))
-        seat.finish()
-        return seat.holds()
+    def program(member: StrategyWorker) -> Held:
+        member.train(len(ROWS))
+        member.finish()
+        return member.holds()
 
-    ends = seated(strategy, 1, program)
+    ends = on_workers(strategy, 1, program)
     expect_unchanged(wanted, ends[0], f"{strategy} with one worker beside a plain loop")
 
 
-STRATEGY_EXAM: dict[str, StrategyCheck] = checks_of(globals())
+STRATEGY_SUITE: dict[str, StrategyCheck] = checks_of(globals())
 """All checks by name, in the order in which they are written above."""

@@ -1,4 +1,4 @@
-"""A worker's seat in the exam of strategies: a tiny replica, its strategy, and the turns of the loop."""
+"""One worker in the conformance suite of strategies: a tiny replica, its strategy, and the turns of the loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from manyhands.data.sharding import slice_of
 from manyhands.replica.replica import MORE, STOP, Replica
 from manyhands.server.in_process import InProcessServers
 from manyhands.strategies.base import Strategy
-from manyhands.testing.group_suite import ExamFailed, expect
+from manyhands.testing.group_suite import ConformanceFailed, expect
 from manyhands.testing.threads import together
 from manyhands.worker import Worker
 
@@ -28,18 +28,18 @@ SECONDS_A_TICK = 0.4  # what the clock says: a strategy that votes once a second
 
 
 class StrategyWorker:
-    """One worker taking the exam: its replica, the strategy's state, and the turns of the loop."""
+    """One worker taking the conformance suite: its replica, the strategy's state, and the turns of the loop."""
 
     def __init__(self, strategy: Strategy, worker: Worker) -> None:
         self.strategy, self.worker, self.tick = strategy, worker, 0
-        self.parked = True
+        self.inactive = True
         self.replica = Replica(tiny_model(worker.rank), adamw, group=worker.group, loss=squared_error)
         worker.clock = lambda: SECONDS_A_TICK * (self.replica.tick + 1)
         self.state = strategy.start(self.replica, worker)
 
     def turn(self, batch: Batch | None, *, idle: bool = False, more: bool = True, stop: bool = False) -> bool:
         """One tick; whether anybody has rows, as `exchange` or the server says."""
-        self._begin()
+        self._activate()
         replica, step = self.replica, self.replica.step
         replica.begin_tick()
         replica.tick, self.tick = self.tick, self.tick + 1
@@ -50,23 +50,23 @@ class StrategyWorker:
         expect(replica.step - step <= 1, f"one exchange applied {replica.step - step} steps, expected one at most")
         return self._pass_gate(answer)
 
-    def _begin(self) -> None:
+    def _activate(self) -> None:
         """All take part before anybody's first tick."""
-        if self.parked:
+        if self.inactive:
             if self.worker.server is not None:
-                self.worker.server.begin()
-            self.meet()
-        self.parked = False
+                self.worker.server.activate()
+            self.barrier()
+        self.inactive = False
 
     def _pass_gate(self, answer: bool) -> bool:
         spec = self.strategy.server()
         if spec is None or self.worker.server is None:
             return answer
-        heard = self.worker.server.tick(self.replica.bits() & (MORE | STOP))
+        or_of_bits = self.worker.server.tick(self.replica.bits() & (MORE | STOP))
         if spec.bound != 0:
             return answer
-        self.replica.control_bits |= heard
-        return bool(heard & MORE)
+        self.replica.control_bits |= or_of_bits
+        return bool(or_of_bits & MORE)
 
     def train(self, ticks: int) -> None:
         """The next `ticks` ticks, each with this rank's slice of the global batch."""
@@ -74,17 +74,17 @@ class StrategyWorker:
             part = slice_of_batch(self.tick, self.worker)
             self.turn(part, idle=part is None)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait for all: nobody trains now."""
         self.worker.group.barrier()
 
     def finish(self) -> None:
-        self.meet()
+        self.barrier()
         self.strategy.finish(self.replica, self.worker, self.state)
         if self.worker.server is not None:
-            self.worker.server.park()
-        self.parked = True
-        self.meet()
+            self.worker.server.deactivate()
+        self.inactive = True
+        self.barrier()
 
     def consensus(self) -> Tensor:
         """[D'] a copy"""
@@ -129,7 +129,7 @@ def slice_of_batch(tick: int, worker: Worker) -> Batch | None:
     return (x[start:stop], y[start:stop]) if start < stop else None
 
 
-def seated(strategy: Strategy, size: int, program: Callable[[StrategyWorker], T]) -> list[T]:
+def on_workers(strategy: Strategy, size: int, program: Callable[[StrategyWorker], T]) -> list[T]:
     """What `program` gives on every worker, in rank order; a failure says who failed on how many workers."""
     spec = strategy.server()
     clients = InProcessServers(spec, size, timeout_s=threads.DEADLINE_S).clients if spec is not None else ()
@@ -137,9 +137,9 @@ def seated(strategy: Strategy, size: int, program: Callable[[StrategyWorker], T]
         return together(size, lambda worker: program(StrategyWorker(strategy, worker)), clients)
     except threading.BrokenBarrierError:
         problem = "hung: some ranks called the group where others did not; expected the same calls on all ranks"
-        raise ExamFailed(f"{strategy} on {size} workers {problem}") from None
-    except ExamFailed as error:
-        raise ExamFailed(f"{strategy} on {size} workers: {error}") from None
+        raise ConformanceFailed(f"{strategy} on {size} workers {problem}") from None
+    except ConformanceFailed as error:
+        raise ConformanceFailed(f"{strategy} on {size} workers: {error}") from None
 
 
 def expect_unchanged(before: Held, after: Held, what: str) -> None:
@@ -168,9 +168,9 @@ def expect_one_tick(ticks: list[int | None], earliest: int, what: str) -> None:
     expect(good, f"{what} ticks {ticks} by rank (None: never), {problem}")
 
 
-def whole_run(seat: StrategyWorker) -> Held:
+def whole_run(member: StrategyWorker) -> Held:
     """What is left of the run, and its end: all that must be the same bits when a run is repeated or resumed."""
-    seat.train(len(ROWS) - seat.tick)
-    held = {"the consensus in the open window": seat.consensus()}
-    seat.finish()
-    return held | {"the consensus": seat.consensus()} | seat.holds()
+    member.train(len(ROWS) - member.tick)
+    held = {"the consensus in the open window": member.consensus()}
+    member.finish()
+    return held | {"the consensus": member.consensus()} | member.holds()

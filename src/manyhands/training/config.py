@@ -40,14 +40,14 @@ class TrainConfig:
         return engines.default_workers(self.engine)
 
     @property
-    def in_place(self) -> bool:
-        """Several processes make this very call."""
-        return self.engine.in_place and self.count > 1
+    def spmd(self) -> bool:
+        """Every rank makes this call: one program on several processes."""
+        return self.engine.spmd and self.count > 1
 
     @property
-    def first(self) -> bool:
-        """Whether this process is the one that looks after the run directory."""
-        return not self.in_place or engines.own_rank(self.engine) == 0
+    def owns_run_dir(self) -> bool:
+        """Whether this process writes the run directory."""
+        return not self.spmd or engines.own_rank(self.engine) == 0
 
     def check(self, *, servers: int, nonfinite: str, max_seconds: float | None, timeout_s: float, resume: bool) -> None:
         """Raise BadInput for what cannot be, before anything starts."""
@@ -62,7 +62,7 @@ class TrainConfig:
         if resume and self.directory is None:
             raise BadInput("resume needs a run directory: give run_dir (--run-dir)")
         self._check_strategy(servers)
-        self._check_companion()
+        self._check_worker_callback()
         self._check_data()
 
     def _check_strategy(self, servers: int) -> None:
@@ -86,9 +86,9 @@ class TrainConfig:
                 f"strategy {self.strategy.name} works on one piece of memory, so all workers must be on one machine: take engine local"
             )
 
-    def _check_companion(self) -> None:
-        if self.task.companion is not None:
-            self.task.companion.check(self.strategy.needs.one_model)
+    def _check_worker_callback(self) -> None:
+        if self.task.worker_callback is not None:
+            self.task.worker_callback.check(self.strategy.needs.one_model)
 
     def _check_data(self) -> None:
         """Open what is at hand (a function that gives data is called on the workers alone), and check the batch size."""

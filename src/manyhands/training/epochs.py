@@ -38,7 +38,7 @@ class LockstepEpochs:
         loop.anybody = True
         self._uncompared = 0 if self._sized else COMPARED
         if loop.worker.server is not None:
-            loop.worker.server.begin()
+            loop.worker.server.activate()
             loop.worker.group.barrier()  # nobody's first tick is finished before all take part
         with closing(loop.train_feed.epoch(loop.place.epoch, loop.place.epoch_tick)) as slices:
             for part in self._turns(slices):
@@ -91,7 +91,7 @@ class AsyncEpochs:
         self._ticks = loop.ticks_per_epoch if loop.train_feed.leasable else None  # None: as a stream
         self._entered = False
         self._digests: list[str] = []  # of the first batches of a stream, which this worker read for itself
-        self._said = False  # that this worker wants all to stop
+        self._stop_requested = False  # that this worker wants all to stop
         self._answer: Lease | End | None = None  # the newest, of the driver
         if self._ticks is None and leasing.rank0_warmup_ticks:
             raise BadInput(
@@ -120,29 +120,29 @@ class AsyncEpochs:
 
     def _segment(self) -> None:
         """From one meeting to the next."""
-        segment = self._next_segment(self._begin())
+        segment = self._next_segment(self._activate())
         with closing(self._loop.train_feed.leased(segment, lambda: self._take(segment))) as slices:
             self._turn_all(slices, segment)
         self._meet(segment)
 
-    def _begin(self) -> int:
+    def _activate(self) -> int:
         """All take part before anybody's first tick; but where worker 0 trains alone, for so many ticks, the others come later."""
         loop = self._loop
-        alone: int = max(
+        rank0_warmup_ticks: int = max(
             0, self._leasing.rank0_warmup_ticks - loop.worker.group.all_gather_json(loop.place.own_ticks)[0]
         )
         self._entered = False
-        if not alone or loop.worker.rank == 0:
+        if not rank0_warmup_ticks or loop.worker.rank == 0:
             self._enter()
         loop.worker.group.barrier()
-        return alone
+        return rank0_warmup_ticks
 
     def _enter(self) -> None:
         if not self._entered and self._loop.worker.server is not None:
-            self._loop.worker.server.begin()
+            self._loop.worker.server.activate()
         self._entered = True
 
-    def _next_segment(self, alone: int) -> Segment:
+    def _next_segment(self, rank0_warmup_ticks: int) -> Segment:
         place, plan = self._loop.place, self._loop.plan
         done, ticks = self._done(), self._ticks or 0
         due = (every for every in (plan.validate_every, plan.checkpoint_every) if isinstance(every, int))
@@ -157,7 +157,7 @@ class AsyncEpochs:
             parts=place.parts if place.left is not None else self._loop.worker.size,
             size=self._loop.worker.size,
             left=place.left,
-            alone=alone,
+            rank0_warmup_ticks=rank0_warmup_ticks,
         )
 
     def _done(self) -> int:
@@ -170,10 +170,10 @@ class AsyncEpochs:
     def _take(self, segment: Segment) -> Lease | End:
         """The driver's answer; whoever wants to stop (its time is up) tells the driver, which ends the segment for all."""
         loop = self._loop
-        if loop.wants_stop() and not loop.worker.driver.should_stop() and not self._said:
-            self._said = True
+        if loop.wants_stop() and not loop.worker.driver.should_stop() and not self._stop_requested:
+            self._stop_requested = True
             loop.worker.emit("stop", step=loop.replica.step, reason=loop.own_reason)
-        loop.worker.driver.progress("wait" if segment.alone else "input", loop.replica.step)
+        loop.worker.driver.progress("wait" if segment.rank0_warmup_ticks else "input", loop.replica.step)
         self._answer = loop.worker.driver.lease(segment)
         if isinstance(self._answer, Lease):
             self._enter()
@@ -216,7 +216,7 @@ class AsyncEpochs:
         loop, place = self._loop, self._loop.place
         loop.worker.driver.progress("wait", loop.replica.step)
         if loop.worker.server is not None:
-            loop.worker.server.park()
+            loop.worker.server.deactivate()
         end = self._answer if isinstance(self._answer, End) else End(reason=loop.own_reason, left=[])
         start = loop.worker.clock()
         everyone = loop.worker.group.all_gather_json([end.reason, place.own_ticks, self._digests])

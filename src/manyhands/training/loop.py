@@ -40,20 +40,20 @@ def work(plan: WorkerPlan, worker: Worker) -> Outcome | None:
             f"worker {worker.rank} was restarted, and nobody can join a training that goes on: let faults kill or pause it"
         )
     if worker.shares_process:
-        plan = plan.own()
+        plan = plan.copy_for_thread()
     worker.driver.progress("start", 0)
-    if plan.everywhere and any(worker.group.all_gather_json(plan.finished)):
+    if plan.every_rank_returns and any(worker.group.all_gather_json(plan.finished)):
         return None
     loop = Loop(plan, worker)
     try:
         loop.run()
         outcome = loop.outcome()
-        return outcome if worker.rank == 0 or plan.everywhere else None
+        return outcome if worker.rank == 0 or plan.every_rank_returns else None
     finally:
         loop.replica.layout.detach()
 
 
-def told(plan: WorkerPlan, worker: Worker) -> dict[str, Any] | None:
+def work_as_dict(plan: WorkerPlan, worker: Worker) -> dict[str, Any] | None:
     """The fields of what `work` returns: an object of a class does not travel from another host."""
     outcome = work(plan, worker)
     return None if outcome is None else vars(outcome)
@@ -74,8 +74,10 @@ class Loop:
         if worker.rank and not many:
             rng.seed_all(plan.task.seed, worker.rank)  # dropout draws per rank
         self.state = plan.strategy.start(self.replica, worker)
-        self.companion = None if plan.task.companion is None else plan.task.companion.join(worker, self.replica)
-        self._called_off = False  # by this worker's companion
+        self.worker_callback = (
+            None if plan.task.worker_callback is None else plan.task.worker_callback.create(worker, self.replica)
+        )
+        self._called_off = False  # by this worker's callback
         self.place = TrainingPosition()
         self._check_due = False  # replicas are compared as soon as they are promised to be equal
         self.reason = ""
@@ -90,7 +92,7 @@ class Loop:
         self.saver = Saver(plan, worker, self.replica, self.train_feed, self.total_ticks())
         self.pace = epochs_of(self)
         self.spec = plan.strategy.server() if worker.server is not None else None
-        self.watch = self._watch()
+        self.staleness = self._watch()
         if plan.resume_from is not None:
             self.state, self.place = self.saver.resume(plan.resume_from, self.state)
         self.anybody = True  # somebody may have rows: the last exchange's answer
@@ -153,8 +155,8 @@ class Loop:
         """All epochs, or until something stops them."""
         self._compare_settings()
         self._announce()
-        if self.companion is not None:
-            self.companion.begin(self.facts)
+        if self.worker_callback is not None:
+            self.worker_callback.on_start(self.facts)
         while self.place.epoch < self.task.epochs and not self.finished():
             self._epoch()
         if self.reason and self.saver.saved != self.place.tick:
@@ -170,8 +172,8 @@ class Loop:
     def _epoch(self) -> None:
         place, epoch = self.place, self.place.epoch
         self.replica.model.train()
-        if self.companion is not None:
-            self.companion.epoch_begins(epoch)
+        if self.worker_callback is not None:
+            self.worker_callback.on_epoch_start(epoch)
         complete = self.pace.epoch()
         if self.reason:
             self.flush()  # what closing the open window pushes is lost again when the run is resumed
@@ -184,8 +186,8 @@ class Loop:
         self.stopped()  # a strategy whose rounds are longer than an epoch hears it only now
         self._end_epoch(epoch)
 
-    def turn(self, part: Slice, tick: int, **said: Any) -> None:
-        """One tick: gradient, exchange, gate, and their record under the number of the global batch; `said` goes into it."""
+    def turn(self, part: Slice, tick: int, **values: Any) -> None:
+        """One tick: gradient, exchange, gate, and their record under the number of the global batch; `values` are added to it."""
         replica, worker, clock = self.replica, self.worker, self.worker.clock
         replica.begin_tick()
         replica.tick = self.place.own_ticks
@@ -200,13 +202,13 @@ class Loop:
         loss = replica.backward(part.batch)
         worker.driver.computed(0 if replica.skip else part.rows)
         weight, rate = replica.weight, self._rate()
-        if self.watch is not None:
-            self.watch.before(replica.parameters, replica.gradients)
+        if self.staleness is not None:
+            self.staleness.before(replica.parameters, replica.gradients)
         middle = clock()
         worker.driver.progress("exchange", replica.step)
         self.anybody = self.plan.strategy.exchange(replica, worker, self.state)
-        if self.watch is not None:
-            self.watch.after(replica.parameters, rate, replica.applied)
+        if self.staleness is not None:
+            self.staleness.after(replica.parameters, rate, replica.applied)
         self._pass_gate()
         end = clock()
         apply_s, wait_s = replica.apply_seconds - apply_s, self._waited_s() - wait_s
@@ -223,9 +225,9 @@ class Loop:
             wait_s=wait_s,
             round=replica.rounds > rounds,
             rate=self._rate(),
-            **said,
+            **values,
         )
-        if self.companion is not None and self.companion.ticked(loss if part.rows else None):
+        if self.worker_callback is not None and self.worker_callback.on_step(loss if part.rows else None):
             self._called_off = True
 
     def _rate(self) -> float:
@@ -240,10 +242,10 @@ class Loop:
         server, replica, spec = self.worker.server, self.replica, self.spec
         if server is None or spec is None:
             return
-        heard = server.tick(replica.bits() & (MORE | STOP))
+        bits = server.tick(replica.bits() & (MORE | STOP))
         if spec.bound == 0:
-            replica.control_bits |= heard
-            self.anybody = bool(heard & MORE)
+            replica.control_bits |= bits
+            self.anybody = bool(bits & MORE)
 
     def _count(self, part: Slice) -> None:
         place = self.place
@@ -263,21 +265,21 @@ class Loop:
         """Send the record of the last tick, with what the server says of it."""
         if self._pending is not None:
             sent = self._sent_bytes()
-            values = {**self._pending, "bytes": sent - self._sent, **self._server_said()}
+            values = {**self._pending, "bytes": sent - self._sent, **self._server_values()}
             self._sent, self._pending = sent, None
             self.worker.emit("step", **values)
 
-    def _server_said(self) -> dict[str, Any]:
-        """For the journal; and the warning where updates are staler than the rate can bear."""
+    def _server_values(self) -> dict[str, Any]:
+        """Pulls, pushes and their staleness since the last step event; warns where updates are too stale for the rate."""
         if self.worker.server is None:
             return {}
-        said = self.worker.server.said()
-        if self.watch is None:
-            return said
-        warning = self.watch.hear(said)
+        drained = self.worker.server.drain_journal()
+        if self.staleness is None:
+            return drained
+        warning = self.staleness.record(drained)
         if warning:
             self.worker.emit("warning", step=self.replica.step, kind="staleness", message=warning)
-        return {**said, **self.watch.news()}
+        return {**drained, **self.staleness.news()}
 
     def _sent_bytes(self) -> int:
         server = self.worker.server
@@ -297,10 +299,10 @@ class Loop:
         pushed = 0 if worker.server is None else worker.server.ledger.total_bytes
         answer = self._judged_answer()
         if worker.server is not None:
-            worker.server.begin()  # who goes at its own pace has parked, to meet the others
+            worker.server.activate()  # an asynchronous worker is inactive between segments
         self.plan.strategy.finish(replica, worker, self.state)
         if worker.server is not None:
-            worker.server.park()
+            worker.server.deactivate()
         if worker.server is not None:
             self._after_the_last_push(worker.server.ledger.total_bytes > pushed)
         elif answer is not None and not torch.equal(answer, self._answer()):
@@ -330,7 +332,7 @@ class Loop:
                 self.place.tick if self.reason else max(0, self.place.tick - 1)
             )  # a stop's are lost when it is resumed
             self.worker.emit(
-                "closing", tick=tick, step=self.replica.step, epoch=self.place.epoch, **self._server_said()
+                "closing", tick=tick, step=self.replica.step, epoch=self.place.epoch, **self._server_values()
             )
 
     # -- stopping ----------------------------------------------------------------------------------------------------
@@ -393,10 +395,10 @@ class Loop:
     def _end_epoch(self, epoch: int) -> None:
         if self.plan.validate_every == "epoch":
             self.validate()
-        if self.companion is not None:
+        if self.worker_callback is not None:
             metrics = self.plan.keep.newest if self.judge.judged == self.place.tick else {}
             with self.judge.showing(self.state):
-                ends = self.companion.epoch_ends(epoch, metrics)
+                ends = self.worker_callback.on_epoch_end(epoch, metrics)
             self.reason = self.reason or ("callback" if ends else "")
         if self.plan.checkpoint_every == "epoch" or self.place.epoch == self.task.epochs or self.finished():
             self.save()
@@ -413,9 +415,9 @@ class Loop:
         return str(answer.get("stop", ""))
 
     def _obey(self, answer: str) -> None:
-        said = [reason for reason in self.worker.group.all_gather_json(answer) if reason]
-        if said:
-            self.reason = said[0]
+        reasons = [reason for reason in self.worker.group.all_gather_json(answer) if reason]
+        if reasons:
+            self.reason = reasons[0]
 
     # -- what must be alike ------------------------------------------------------------------------------------------
 
@@ -503,7 +505,9 @@ class Loop:
         worker, replica = self.worker, self.replica
         worker.driver.progress("end", replica.step)
         over = self.reason != PREEMPTED
-        states, metrics, said = self.judge.answer(self.state, test=over, companion=self.companion if over else None)
+        states, metrics, callback_result = self.judge.answer(
+            self.state, test=over, worker_callback=self.worker_callback if over else None
+        )
         worker.driver.collect(worker.group)
         ledger = worker.group.ledger.as_dict() | ({} if worker.server is None else worker.server.ledger.as_dict())
         own = {"rows": self.place.rows, "unused": self.place.unused, "ledger": ledger}
@@ -519,7 +523,7 @@ class Loop:
             reason=self.reason,
             seconds=worker.clock() - self.began,
             facts=self.facts,
-            said=said,
+            callback_result=callback_result,
         )
 
 

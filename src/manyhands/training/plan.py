@@ -32,10 +32,12 @@ class WorkerPlan:
     checkpoints: AnyPath | None = None  # the folder; None: write none
     resume_from: Checkpoint | None = None
     claim: Claim | None = None  # of this launch on the run directory
-    everywhere: bool = False  # every rank is a driver of its own (torchrun, a script's train()) and gets the answer
+    every_rank_returns: bool = (
+        False  # every rank is a driver of its own (torchrun, a script's train()) and gets the answer
+    )
     finished: bool = False  # rank 0 found a finished run: nobody trains
 
-    def own(self) -> WorkerPlan:
+    def copy_for_thread(self) -> WorkerPlan:
         """The same for one of several workers of a process: modules are its own where the task holds any, and no processes
         load its rows."""
         task = self.task.with_fields(loader_processes=0) if self.task.loader_processes else self.task
@@ -66,7 +68,7 @@ class Outcome:
     reason: str  # why it stopped before the end, or ""
     seconds: float  # since this worker began, on its clock
     facts: dict[str, Any]
-    said: Any = None  # by worker 0's companion
+    callback_result: Any = None  # of worker 0's callback
 
 
 @dataclass

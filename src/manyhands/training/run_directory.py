@@ -32,9 +32,9 @@ from manyhands.task import Task
 from manyhands.training.config import TrainConfig
 from manyhands.training.plan import State, build_model
 
-CHECKPOINTS, FINAL, RESULT, ASKED = "checkpoints", "model.safetensors", "result.json", "asked.json"
+CHECKPOINTS, FINAL, RESULT, CONFIG_FILE = "checkpoints", "model.safetensors", "result.json", "config.json"
 _UNFINISHED = re.compile(
-    rf"({re.escape(FINAL)}|{re.escape(RESULT)}|{re.escape(ASKED)})\.[0-9a-f]{{16}}{re.escape(PARTIAL)}"
+    rf"({re.escape(FINAL)}|{re.escape(RESULT)}|{re.escape(CONFIG_FILE)})\.[0-9a-f]{{16}}{re.escape(PARTIAL)}"
 )
 
 
@@ -56,18 +56,18 @@ class Opened:
             self.lock.close()
 
 
-def open_directory(asked: TrainConfig, resume: bool) -> Opened:
+def open_directory(config: TrainConfig, resume: bool) -> Opened:
     """The run directory, locked; nothing on other ranks.
 
     Raises BadInput instead of a refusal where nobody else has to hear why, and ManyhandsError where a file system elsewhere
     cannot be reached.
     """
-    if asked.directory is None or not asked.first:
+    if config.directory is None or not config.owns_run_dir:
         return Opened()
     try:
-        return _opened(asked.directory, asked.task, resume)
+        return _opened(config.directory, config.task, resume)
     except ManyhandsError as error:
-        if not asked.in_place:
+        if not config.spmd:
             raise
         return Opened(refusal=str(error))
 
@@ -83,7 +83,7 @@ def _opened(directory: AnyPath, task: Task, resume: bool) -> Opened:
         directory.mkdir(parents=True, exist_ok=True)
         _check_kinds(directory)
         saved = _result_in(directory, opened.warnings.append)
-        if saved is not None and not _more_is_asked(task, saved["info"]):
+        if saved is not None and not _has_more_to_do(task, saved["info"]):
             return replace(opened, finished=saved)
         with ExitStack() as stack:
             lock = LaunchLock(directory)
@@ -113,7 +113,7 @@ def _check_kinds(directory: AnyPath) -> None:
     """BadInput where something else stands in the place of one of a run's files or folders."""
     if isinstance(directory, RemotePath):
         return
-    for name in (launch_lock.FILE, ASKED, RESULT, FINAL, event_log.FILE):
+    for name in (launch_lock.FILE, CONFIG_FILE, RESULT, FINAL, event_log.FILE):
         if os.path.lexists(path := directory / name) and not stat.S_ISREG(path.lstat().st_mode):
             raise BadInput(
                 f"{path} is a folder, a link or a device, where a run has a file: move it away, or give another run directory"
@@ -190,7 +190,7 @@ def _own_digest(saved: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def _more_is_asked(task: Task, info: dict[str, Any]) -> bool:
+def _has_more_to_do(task: Task, info: dict[str, Any]) -> bool:
     """Whether a finished run has to go on: more epochs or steps than it had, or its time was up."""
     if info["stopped"] == "max_seconds":
         return True
@@ -199,14 +199,14 @@ def _more_is_asked(task: Task, info: dict[str, Any]) -> bool:
     )
 
 
-def note(directory: AnyPath, asked: dict[str, Any], task_fields: dict[str, Any]) -> None:
+def note(directory: AnyPath, config: dict[str, Any], task_fields: dict[str, Any]) -> None:
     """Write down what train() was called with, so that `replay` can call it again; a task that no text names is null."""
     try:
-        text = json.dumps(asked | {"fields": task_fields}, indent=1)
+        text = json.dumps(config | {"fields": task_fields}, indent=1)
     except TypeError:  # a field is an object: whoever replays gives it
-        text = json.dumps(asked | {"task": None, "fields": _plain(task_fields)}, indent=1)
+        text = json.dumps(config | {"task": None, "fields": _plain(task_fields)}, indent=1)
     with _written(directory):
-        checkpoints.write_whole(directory / ASKED, (text + "\n").encode())
+        checkpoints.write_whole(directory / CONFIG_FILE, (text + "\n").encode())
 
 
 @contextmanager
@@ -223,29 +223,29 @@ def _plain(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if isinstance(value, int | float | str | bool | None)}
 
 
-def finished_run(asked: TrainConfig, saved: dict[str, Any] | None = None) -> Run:
+def finished_run(config: TrainConfig, saved: dict[str, Any] | None = None) -> Run:
     """The Run that lies finished in the run directory; `saved` is its result.json, if that was read already."""
-    assert asked.directory is not None
+    assert config.directory is not None
     if saved is None:
-        saved = read_result(asked.directory)
+        saved = read_result(config.directory)
     was = saved["info"]["strategy"]
-    if spec.parse(was)[0] != asked.strategy.name:
+    if spec.parse(was)[0] != config.strategy.name:
         raise BadInput(
-            f"the finished run in {asked.directory} is of strategy {was}, not {asked.strategy.name}: give another run directory"
+            f"the finished run in {config.directory} is of strategy {was}, not {config.strategy.name}: give another run directory"
         )
     try:
-        tensors = checkpoints.load_tensors(asked.directory / FINAL)
+        tensors = checkpoints.load_tensors(config.directory / FINAL)
     except (OSError, SafetensorError) as problem:
         raise BadInput(
-            f"the finished run in {asked.directory} has lost its parameters ({problem}): start again in another run directory"
+            f"the finished run in {config.directory} has lost its parameters ({problem}): start again in another run directory"
         ) from None
 
     def part(prefix: str) -> dict[str, Tensor]:
         return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
     members = sorted({int(name.partition("/")[0]) for name in tensors})
-    models = models_of(asked.task, [(part(f"{i}/parameters/"), part(f"{i}/buffers/")) for i in members])
-    return Run.from_json(saved, directory=asked.directory, **answer(models))
+    models = models_of(config.task, [(part(f"{i}/parameters/"), part(f"{i}/buffers/")) for i in members])
+    return Run.from_json(saved, directory=config.directory, **answer(models))
 
 
 def write(directory: AnyPath, run: Run, states: list[State]) -> None:
@@ -257,7 +257,7 @@ def write(directory: AnyPath, run: Run, states: list[State]) -> None:
     with _written(directory):
         checkpoints.write_whole(directory / FINAL, safetensors.torch.save(tensors))
         values: dict[str, Any] = json.loads(run.to_json())
-        names = [name for name in (ASKED, FINAL) if (directory / name).exists()]
+        names = [name for name in (CONFIG_FILE, FINAL) if (directory / name).exists()]
         digests = {name: _digest(directory / name) for name in names} | {RESULT: _own_digest(values)}
         if (size := _size_of(directory / event_log.FILE)) is not None:
             digests[event_log.FILE] = _digest(directory / event_log.FILE, str(size))

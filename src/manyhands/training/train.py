@@ -23,7 +23,7 @@ from manyhands.data.sources import Once, is_function
 from manyhands.engines.base import Engine, LaunchSpec
 from manyhands.engines.cores import shared
 from manyhands.errors import BadInput, CallbackFailed, Preempted
-from manyhands.own_loop.rank_zero import quiet_other_ranks
+from manyhands.own_loop.rank_zero import mute_nonzero_ranks
 from manyhands.recording.recorder import Recorder
 from manyhands.recording.run import Run
 from manyhands.signals import PREEMPTED, sigterm_to
@@ -32,7 +32,7 @@ from manyhands.strategies.base import Strategy
 from manyhands.task import Task
 from manyhands.training import run_directory
 from manyhands.training.config import TrainConfig, check_place, checks_of, every, keep_of, task_from
-from manyhands.training.loop import told, work
+from manyhands.training.loop import work, work_as_dict
 from manyhands.training.plan import Outcome, WorkerPlan
 from manyhands.training.run_directory import CHECKPOINTS, Opened, answer, finished_run, models_of, open_directory
 from manyhands.worker import Worker
@@ -86,50 +86,50 @@ def train(
     when a worker raises, dies or hangs; Preempted after SIGTERM; CallbackFailed, which holds the Run, where a callback raises in
     `on_end`.
     """
-    asked = TrainConfig(
+    config = TrainConfig(
         task=task_from(task, task_fields),
         strategy=strategy_of(strategy),
         engine=engines.engine_of(engine),
         workers=workers,
         directory=None if run_dir is None else path_of(run_dir),
     )
-    asked.check(servers=servers, nonfinite=nonfinite, max_seconds=max_seconds, timeout_s=timeout_s, resume=resume)
+    config.check(servers=servers, nonfinite=nonfinite, max_seconds=max_seconds, timeout_s=timeout_s, resume=resume)
     check_place(device, threads_per_worker)
     plan = WorkerPlan(
-        task=asked.task,
-        strategy=asked.strategy,
+        task=config.task,
+        strategy=config.strategy,
         validate_every=every("validate_every", validate_every),
         checkpoint_every=every("checkpoint_every", checkpoint_every),
-        check_replicas_every=checks_of(check_replicas_every, asked.strategy),
-        keep=keep_of(keep, asked.task),
+        check_replicas_every=checks_of(check_replicas_every, config.strategy),
+        keep=keep_of(keep, config.task),
         nonfinite=nonfinite,
         max_seconds=max_seconds,
-        checkpoints=asked.directory / CHECKPOINTS if asked.directory else None,
+        checkpoints=config.directory / CHECKPOINTS if config.directory else None,
     )
     launch = LaunchSpec(
-        workers=asked.count,
-        server=asked.strategy.server(),
+        workers=config.count,
+        server=config.strategy.server(),
         servers=servers,
         threads_per_worker=threads_per_worker,
         device=device,
         timeout_s=timeout_s,
-        frames=_frames(asked.task),
+        frames=_frames(config.task),
         rejoins=False,
     )
-    asked.engine.check(launch)
-    with open_directory(asked, resume) as opened:
-        if opened.finished is not None and not asked.in_place:
-            return finished_run(asked, opened.finished)
-        if asked.directory is not None and opened.claim is not None:
+    config.engine.check(launch)
+    with open_directory(config, resume) as opened:
+        if opened.finished is not None and not config.spmd:
+            return finished_run(config, opened.finished)
+        if config.directory is not None and opened.claim is not None:
             specs = {
                 "task": task if isinstance(task, str) else None,
                 "strategy": strategy if isinstance(strategy, str) else spec_of(strategy),
             }
             run_directory.note(
-                asked.directory, specs | _said(asked, plan) | {"servers": servers, "keep": keep}, task_fields
+                config.directory, specs | _settings(config, plan) | {"servers": servers, "keep": keep}, task_fields
             )
-        plan = replace(plan, claim=opened.claim, everywhere=asked.in_place, finished=opened.finished is not None)
-        return _Training(asked, plan, _shown(callbacks), launch, resume, opened).run()
+        plan = replace(plan, claim=opened.claim, every_rank_returns=config.spmd, finished=opened.finished is not None)
+        return _Training(config, plan, _shown(callbacks), launch, resume, opened).run()
 
 
 def _frames(task: Task) -> tuple[DistributedFrame, ...]:
@@ -138,10 +138,10 @@ def _frames(task: Task) -> tuple[DistributedFrame, ...]:
     return tuple(dict.fromkeys(data for data in given if isinstance(data, DistributedFrame)))
 
 
-def _said(asked: TrainConfig, plan: WorkerPlan) -> dict[str, Any]:
+def _settings(config: TrainConfig, plan: WorkerPlan) -> dict[str, Any]:
     return {
-        "engine": asked.engine.name,
-        "workers": asked.count,
+        "engine": config.engine.name,
+        "workers": config.count,
         "validate_every": plan.validate_every,
         "checkpoint_every": plan.checkpoint_every,
         "nonfinite": plan.nonfinite,
@@ -161,37 +161,37 @@ class _Training:
 
     def __init__(
         self,
-        asked: TrainConfig,
+        config: TrainConfig,
         plan: WorkerPlan,
         callbacks: tuple[Callback, ...],
         launch: LaunchSpec,
         resume: bool,
         opened: Opened,
     ) -> None:
-        self.asked, self.launch, self.refusal = asked, launch, opened.refusal
+        self.config, self.launch, self.refusal = config, launch, opened.refusal
         self.signals = ExitStack()
         self.recorder = Recorder(
             workers=launch.workers,
-            directory=asked.directory,
+            directory=config.directory,
             callbacks=callbacks,
-            simulated=asked.engine.simulated,
-            rank=engines.own_rank(asked.engine) if asked.in_place else None,
+            simulated=config.engine.simulated,
+            rank=engines.own_rank(config.engine) if config.spmd else None,
         )
         self.recorder.claim = opened.claim
         for message in opened.warnings:
             self.recorder.warn(message)
-        if asked.engine.simulated:
+        if config.engine.simulated:
             plan = replace(plan, task=_read_once(plan.task))
         self.plan = replace(plan, resume_from=self._newest(plan.checkpoints) if resume else None)
 
     def _newest(self, folder: AnyPath | None) -> checkpoints.Checkpoint | None:
         assert folder is not None
-        found = checkpoints.newest(folder, self.recorder.warn if self.asked.first else lambda message: None)
+        found = checkpoints.newest(folder, self.recorder.warn if self.config.owns_run_dir else lambda message: None)
         if found is not None:
             places = [found.values(rank)["place"] for rank in range(found.ranks)]
             place, rows = places[0], sum(one["rows"] for one in places)
             self.recorder.preload(found.tick, (place["epoch"], place["left"]) if place.get("left") else None, rows)
-            same = found.ranks == self.launch.workers and not self.asked.engine.in_place
+            same = found.ranks == self.launch.workers and not self.config.engine.spmd
             if same and self.launch.threads_per_worker is None:
                 self.launch = replace(self.launch, threads_per_worker=place["threads"])
         return found
@@ -201,27 +201,27 @@ class _Training:
         with self.recorder, self.signals:
             outcome = self._launched()
             if outcome is None:
-                return finished_run(self.asked)
+                return finished_run(self.config)
             run = self._run_of(outcome, time.monotonic() - start)
-            if self.asked.task.companion is not None:
-                self.asked.task.companion.hear(outcome.said)
+            if self.config.task.worker_callback is not None:
+                self.config.task.worker_callback.on_result(outcome.callback_result)
             self.recorder.complete(run)
             preempted = outcome.reason == PREEMPTED
-            if self.asked.directory is not None and self.asked.first and not preempted:
+            if self.config.directory is not None and self.config.owns_run_dir and not preempted:
                 if self.plan.claim is not None:
                     self.plan.claim.check()
                 self.recorder.flush()
-                run_directory.write(self.asked.directory, run, outcome.states)
+                run_directory.write(self.config.directory, run, outcome.states)
             problem = self._ended(run)
         if preempted:
             kept = "give a run_dir to be able to resume"
-            if self.asked.directory:
-                kept = f"resume it with resume=True (--resume) from {self.asked.directory}"
+            if self.config.directory:
+                kept = f"resume it with resume=True (--resume) from {self.config.directory}"
             raise Preempted(
                 f"stopped at step {run.steps} because the run was asked to end (SIGTERM): {kept}"
             ) from problem
         if problem is not None:
-            where = f"in {self.asked.directory} and " if self.asked.directory else ""
+            where = f"in {self.config.directory} and " if self.config.directory else ""
             raise CallbackFailed(
                 f"a callback raised {type(problem).__name__} in on_end: {problem}. The run itself is complete: its model and result are {where}in "
                 "`run` of this error",
@@ -239,12 +239,12 @@ class _Training:
         return None
 
     def _launched(self) -> Outcome | None:
-        launch, engine = replace(self.launch, observer=self.recorder), self.asked.engine
+        launch, engine = replace(self.launch, observer=self.recorder), self.config.engine
         with rng.kept():
-            if self.asked.in_place:
+            if self.config.spmd:
                 return next((one for one in engine.launch(self._together, launch) if one is not None), None)
             self._obey_sigterm()
-            first, *_ = engine.launch(partial(told, self.plan), launch)
+            first, *_ = engine.launch(partial(work_as_dict, self.plan), launch)
         return None if first is None else Outcome(**first)
 
     def _obey_sigterm(self) -> None:
@@ -259,10 +259,10 @@ class _Training:
         self._obey_sigterm()
         start = self.plan.resume_from
         claim = _agree(
-            worker.group, self.refusal, self.asked.directory, None if start is None else start.tick, self.plan.claim
+            worker.group, self.refusal, self.config.directory, None if start is None else start.tick, self.plan.claim
         )
         self.recorder.claim = claim
-        quiet_other_ranks(worker, self.launch.timeout_s)
+        mute_nonzero_ranks(worker, self.launch.timeout_s)
         outcome = work(replace(self.plan, claim=claim), worker)
         self.recorder.flush()
         worker.group.barrier()  # the first to raise Preempted ends its peers: what they reported is on the disk by then
@@ -272,32 +272,32 @@ class _Training:
         workers = outcome.workers
         rows = [one["rows"] for one in workers]
         return Run(
-            **answer(models_of(self.asked.task, outcome.states)),
+            **answer(models_of(self.config.task, outcome.states)),
             metrics=outcome.metrics,
             history=self.recorder.history,
             rows={"total": sum(rows), "workers": rows, "unused": sum(one["unused"] for one in workers)},
             timing=self.recorder.timing(),
             memory_of_workers=[one["memory"] for one in workers if "memory" in one],
             ledger=_summed([one["ledger"] for one in workers]),
-            seconds=outcome.seconds if self.asked.engine.simulated else seconds,
+            seconds=outcome.seconds if self.config.engine.simulated else seconds,
             steps=outcome.steps,
             rounds=outcome.rounds,
-            directory=self.asked.directory,
-            info=self._info(outcome) | ({"computed_s": seconds} if self.asked.engine.simulated else {}),
+            directory=self.config.directory,
+            info=self._info(outcome) | ({"computed_s": seconds} if self.config.engine.simulated else {}),
         )
 
     def _info(self, first: Outcome) -> dict[str, Any]:
-        asked = self.asked
+        config = self.config
         return {
-            "task": asked.task.name,
-            "strategy": spec_of(asked.strategy),
-            "engine": asked.engine.name,
+            "task": config.task.name,
+            "strategy": spec_of(config.strategy),
+            "engine": config.engine.name,
             "workers": self.launch.workers,
-            "max_steps": asked.task.max_steps,
+            "max_steps": config.task.max_steps,
             "ticks": first.ticks,
             "stopped": first.reason,
             "machines": shared([one["cores"] for one in first.workers if "cores" in one]),
-            **asked.engine.facts(),
+            **config.engine.facts(),
             **first.facts,
             **self._rates(first.facts),
         }
@@ -313,20 +313,25 @@ def _agree(
     group: Group, refusal: str, directory: AnyPath | None, tick: int | None, claim: Claim | None
 ) -> Claim | None:
     """A collective: rank 0's claim on the run directory; BadInput on all ranks where rank 0 refuses it, or where they see different ones."""
-    said = None if claim is None else [claim.number, claim.host, claim.pid]
-    own = {"refusal": refusal, "directory": None if directory is None else str(directory), "tick": tick, "claim": said}
+    own_claim = None if claim is None else [claim.number, claim.host, claim.pid]
+    own = {
+        "refusal": refusal,
+        "directory": None if directory is None else str(directory),
+        "tick": tick,
+        "claim": own_claim,
+    }
     first, *others = group.all_gather_json(own)
     if first["refusal"]:
         raise BadInput(first["refusal"])
-    for rank, said in enumerate(others, start=1):
-        if said["directory"] != first["directory"]:
+    for rank, other in enumerate(others, start=1):
+        if other["directory"] != first["directory"]:
             raise BadInput(
-                f"run_dir is {first['directory']} on worker 0 and {said['directory']} on worker {rank}: give all workers the same "
+                f"run_dir is {first['directory']} on worker 0 and {other['directory']} on worker {rank}: give all workers the same "
                 "(a name with the time in it is made before they start)"
             )
-        if said["tick"] != first["tick"]:
+        if other["tick"] != first["tick"]:
             raise BadInput(
-                f"the newest checkpoint in {first['directory']}/{CHECKPOINTS} is of tick {first['tick']} on worker 0 and of tick {said['tick']} on worker {rank}: "
+                f"the newest checkpoint in {first['directory']}/{CHECKPOINTS} is of tick {first['tick']} on worker 0 and of tick {other['tick']} on worker {rank}: "
                 "put the run directory where all hosts see the same files"
             )
     if directory is None or first["claim"] is None:

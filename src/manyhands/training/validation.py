@@ -64,41 +64,41 @@ class Validator:
                 )
 
     def answer(
-        self, state: StrategyState, test: bool, companion: WorkerCallback | None = None
+        self, state: StrategyState, test: bool, worker_callback: WorkerCallback | None = None
     ) -> tuple[list[State], dict[str, float], Any]:
-        """The consensus, or the best that was kept, where it is wanted, its metrics, and what worker 0's companion says."""
+        """The consensus, or the best that was kept, where it is wanted, its metrics, and what worker 0's callback returned."""
         keep = self.plan.keep
         consensus = self.plan.strategy.consensus(self.replica, self.worker, state)
         buffers = self._buffers()
         metrics = dict(keep.newest)
         if keep.parameters is not None:
             consensus, buffers, metrics = keep.parameters, keep.buffers, dict(keep.metrics)
-        said = None
-        if companion is not None:
-            said, changed, consensus, buffers = self._ended(companion, consensus, buffers)
+        callback_result = None
+        if worker_callback is not None:
+            callback_result, changed, consensus, buffers = self._ended(worker_callback, consensus, buffers)
             if changed and self.validation is not None:
                 metrics = self._evaluate(self.validation, consensus, buffers, "validation_")
         if self.test is not None and test:
             metrics |= self._evaluate(self.test, consensus, buffers, "test_")
-        return self._states(consensus, buffers), metrics, said
+        return self._states(consensus, buffers), metrics, callback_result
 
     def _ended(
-        self, companion: WorkerCallback, parameters: Tensor, buffers: dict[str, Tensor]
+        self, worker_callback: WorkerCallback, parameters: Tensor, buffers: dict[str, Tensor]
     ) -> tuple[Any, bool, Tensor, dict[str, Tensor]]:
-        """(what worker 0's companion says, whether it changed the answer, the answer's parameters [D'] and buffers)"""
+        """(what worker 0's callback returned, whether it changed the answer, the answer's parameters [D'] and buffers)"""
         group = self.worker.group
         with evaluation.holding(self.replica, parameters, buffers) as model:
             before = self.replica.parameters.clone()
-            said = companion.end()
+            callback_result = worker_callback.on_end()
             after = self.replica.parameters.clone()
             held = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
         changed = not _same(before, after) or not all(_same(buffers[name], held[name]) for name in buffers)
-        changed, said = group.all_gather_json([changed, said])[0]
+        changed, callback_result = group.all_gather_json([changed, callback_result])[0]
         if not changed:
-            return said, False, parameters, buffers
+            return callback_result, False, parameters, buffers
         for tensor in (after, *held.values()):
             group.broadcast_(tensor, 0)
-        return said, True, after, held
+        return callback_result, True, after, held
 
     def _buffers(self) -> dict[str, Tensor]:
         """Those of the one answer, or this rank's own where there are N."""
@@ -118,7 +118,7 @@ class Validator:
 
     def _states(self, parameters: Tensor, buffers: dict[str, Tensor]) -> list[State]:
         """On the ranks that want them: the answer's values, or each ensemble member's, on the CPU, in memory of their own."""
-        wanted = self.worker.rank == 0 or self.plan.everywhere
+        wanted = self.worker.rank == 0 or self.plan.every_rank_returns
         if self.plan.strategy.needs.one_model:
             return [(_own(self.replica.named(parameters)), _own(buffers))] if wanted else []
         with evaluation.holding(self.replica, parameters, buffers):

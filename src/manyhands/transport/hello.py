@@ -1,7 +1,7 @@
 """The first words on a TCP connection, for both sides: who proves what, before anything else is read.
 
 With credentials: TLS 1.3, each side's certificate checked; the hello (JSON) of the connecting side; the welcome, or a
-refusal with its reason. Without: a knock; a challenge of the listening side; the hello, with a challenge and a proof
+refusal with its reason. Without: an opening frame; a challenge of the listening side; the hello, with a challenge and a proof
 that its sender holds the run's token; the welcome, with the other side's proof. The token itself never travels, and what was
 heard on one connection opens no second one.
 
@@ -34,7 +34,7 @@ Check = Callable[[dict[str, Any]], str]
 KIND = 0
 MAX_HELLO_BYTES = 1 << 16
 LEAST_TOKEN_BYTES = 16
-_KNOCK, _CHALLENGE, _HELLO, _WELCOME, _REFUSAL = range(5)  # a frame's `a`
+_OPEN, _CHALLENGE, _HELLO, _WELCOME, _REFUSAL = range(5)  # a frame's `a`
 _NONCE_BYTES = _PROOF_BYTES = 32
 _MOST_DISCARDED = 1 << 20
 
@@ -54,7 +54,7 @@ class Proof:
         if (self.credentials is None) == (self.token is None):
             raise BadInput(
                 "a connection is opened with the run's credentials (TLS) or its token (without TLS): give one of them; "
-                "nobody listens to strangers"
+                "manyhands does not listen without authentication"
             )
         if self.token is not None and len(self.token) < LEAST_TOKEN_BYTES:
             raise BadInput(
@@ -69,7 +69,7 @@ class Proof:
 
 
 @dataclass(frozen=True)
-class Guest:
+class Peer:
     """Who came."""
 
     name: str
@@ -86,22 +86,22 @@ def wrapped(sock: socket.socket, context: ssl.SSLContext | None, *, listening: b
     return context.wrap_socket(sock, server_side=listening, do_handshake_on_connect=False)
 
 
-def listen_to(sock: socket.socket, proof: Proof, generation: int, check: Check) -> Steps[Guest]:
-    """The listening side: who it is. FrameError, OSError: a stranger, or gone."""
+def listen_to(sock: socket.socket, proof: Proof, generation: int, check: Check) -> Steps[Peer]:
+    """The listening side: the authenticated peer. FrameError, OSError: not authenticated, or gone."""
     yield from _shake(sock, proof)
     challenge = b""
     if proof.token is not None:
-        yield from _hear(sock, _KNOCK)  # a side that wants TLS is noticed here, and not after a silence
+        yield from _receive(sock, _OPEN)  # a side that wants TLS is noticed here, and not after a silence
         challenge = secrets.token_bytes(_NONCE_BYTES)
-        yield from _say(sock.send, _CHALLENGE, generation, challenge)
-    frame = yield from _hear(sock, _HELLO)
+        yield from _send(sock.send, _CHALLENGE, generation, challenge)
+    frame = yield from _receive(sock, _HELLO)
     answer, blob = _proven(proof.token, challenge, frame.blob)
     if frame.generation < generation:
         raise FrameError(f"a hello of generation {frame.generation}; this is generation {generation}")
     hello = from_json(blob)
     name = _named(check, hello)
-    yield from _say(sock.send, _WELCOME, frame.generation, answer)
-    return Guest(name, hello, frame.generation)
+    yield from _send(sock.send, _WELCOME, frame.generation, answer)
+    return Peer(name, hello, frame.generation)
 
 
 def refuse(sock: socket.socket, why: str) -> Steps[None]:
@@ -110,7 +110,7 @@ def refuse(sock: socket.socket, why: str) -> Steps[None]:
     send = (
         sock.send if shaken else partial(socket.socket.send, sock)
     )  # in plain text where there is no TLS to say it in
-    yield from _say(send, _REFUSAL, 0, to_json({"reason": why[:500]}))
+    yield from _send(send, _REFUSAL, 0, to_json({"reason": why[:500]}))
     socket.socket.shutdown(sock, socket.SHUT_WR)
     left = _MOST_DISCARDED
     while left > 0:
@@ -124,14 +124,14 @@ def speak_to(sock: socket.socket, proof: Proof, generation: int, hello: bytes) -
     """The connecting side: returns when welcome. Refused with the other side's reason; FrameError, OSError."""
     yield from _shake(sock, proof)
     if proof.token is None:
-        yield from _say(sock.send, _HELLO, generation, hello)
-        yield from _hear(sock, _WELCOME)
+        yield from _send(sock.send, _HELLO, generation, hello)
+        yield from _receive(sock, _WELCOME)
         return
-    yield from _say(sock.send, _KNOCK, generation, b"")
-    challenge = (yield from _hear(sock, _CHALLENGE)).blob
+    yield from _send(sock.send, _OPEN, generation, b"")
+    challenge = (yield from _receive(sock, _CHALLENGE)).blob
     own = secrets.token_bytes(_NONCE_BYTES)
-    yield from _say(sock.send, _HELLO, generation, _mac(proof.token, b"hello", challenge, own, hello) + own + hello)
-    answer = (yield from _hear(sock, _WELCOME)).blob
+    yield from _send(sock.send, _HELLO, generation, _mac(proof.token, b"hello", challenge, own, hello) + own + hello)
+    answer = (yield from _receive(sock, _WELCOME)).blob
     if not hmac.compare_digest(answer, _mac(proof.token, b"welcome", challenge, own, hello)):
         raise FrameError("who answers there does not hold this run's token")
 
@@ -171,7 +171,7 @@ def _shake(sock: socket.socket, proof: Proof) -> Steps[None]:
         raise FrameError("another certificate than this run's")
 
 
-def _say(send: Callable[[memoryview], int], what: int, generation: int, blob: bytes) -> Steps[None]:
+def _send(send: Callable[[memoryview], int], what: int, generation: int, blob: bytes) -> Steps[None]:
     frame = Frame(kind=KIND, a=what, generation=generation, blob=blob)
     data = memoryview(pack(frame) + blob)
     while data:
@@ -179,7 +179,7 @@ def _say(send: Callable[[memoryview], int], what: int, generation: int, blob: by
         data = data[sent:]
 
 
-def _hear(sock: socket.socket, what: int) -> Steps[Frame]:
+def _receive(sock: socket.socket, what: int) -> Steps[Frame]:
     head = yield from _exactly(sock, HEADER_BYTES)
     frame, size = unpack(head), blob_length(head)
     welcome = (what, _REFUSAL) if what in (_CHALLENGE, _WELCOME) else (what,)

@@ -1,6 +1,6 @@
 """Listening and connecting over TCP: authenticated before anything else is read, on loopback unless told otherwise.
 
-Every connection begins as `hello.py` says; only then is there a Channel. There is no listener that takes strangers:
+Every connection begins as `hello.py` says; only then is there a Channel. There is no listener without authentication:
 without credentials (TLS), both sides prove to each other that they hold the run's token.
 """
 
@@ -24,8 +24,8 @@ from manyhands.transport.frame import FrameError, to_json
 from manyhands.transport.hello import (
     MAX_HELLO_BYTES,
     Check,
-    Guest,
     HandshakeRefused,
+    Peer,
     Proof,
     Steps,
     listen_to,
@@ -37,16 +37,16 @@ from manyhands.transport.rejected import RejectedPeers
 
 HELLO_S = 10.0  # a peer has so long from its connection to the end of its hello, however it spreads its bytes
 _FAREWELL_S = 2.0  # and one that was refused so long to hear why
-_MOST_VISITORS = 128  # connections that have not said who they are
+_MOST_PENDING = 128  # connections that have not said who they are
 _PAUSE_S = 0.05
 
 
 class PendingConnection:
     """A connection that has not said who it is, or is being refused."""
 
-    def __init__(self, sock: socket.socket, host: str, steps: Steps[Guest]) -> None:
+    def __init__(self, sock: socket.socket, host: str, steps: Steps[Peer]) -> None:
         self.sock, self.host = sock, host
-        self.steps: Steps[Guest | None] = steps
+        self.steps: Steps[Peer | None] = steps
         self.refused, self.deadline = False, time.monotonic() + HELLO_S
 
 
@@ -93,8 +93,8 @@ class Listener:
         self.generation, self._timeout_s = generation, timeout_s
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._sock, selectors.EVENT_READ, None)
-        self._visitors: dict[PendingConnection, None] = {}  # oldest first
-        self._strangers, self._lock, self._closed = RejectedPeers(), threading.RLock(), False
+        self._pending: dict[PendingConnection, None] = {}  # oldest first
+        self._rejected, self._lock, self._closed = RejectedPeers(), threading.RLock(), False
         self._check: Check = _nobody  # of the newest `accept`: a visitor may be half-way when the last one returns
 
     def accept(self, check: Check, timeout_s: float) -> tuple[Channel, dict[str, Any]]:
@@ -110,7 +110,7 @@ class Listener:
                 for key, _ in self._selector.select(self._patience(deadline)):
                     if key.data is None:
                         self._let_in()
-                    elif key.data in self._visitors and (good := self._go_on(key.data)):
+                    elif key.data in self._pending and (good := self._go_on(key.data)):
                         return good
                 self._end_late_ones()
                 if time.monotonic() >= deadline:
@@ -132,95 +132,95 @@ class Listener:
             if error.errno != errno.ENOTCONN:  # a process that was forked with this socket has shut it down
                 raise
         with self._lock:
-            for visitor in list(self._visitors):
-                self._drop(visitor)
+            for pending in list(self._pending):
+                self._drop(pending)
             self._selector.close()
             self._sock.close()
 
     def _patience(self, deadline: float) -> float:
-        first = min((visitor.deadline for visitor in self._visitors), default=deadline)
+        first = min((pending.deadline for pending in self._pending), default=deadline)
         return max(0.0, min(deadline, first) - time.monotonic())
 
     def _let_in(self) -> None:
         if self._closed:
             return
-        if len(self._visitors) >= _MOST_VISITORS:
+        if len(self._pending) >= _MOST_PENDING:
             self._make_room()
         try:
             sock, place = self._sock.accept()
         except BlockingIOError:
             return
         except OSError as error:  # it left already; or no descriptor is free, and the next select would not wait
-            self._strangers.name("the network", f"accept said {error.strerror}")
+            self._rejected.name("the network", f"accept said {error.strerror}")
             self._make_room()
             time.sleep(_PAUSE_S)
             return
         try:
             sock = wrapped(sock, self._context, listening=True)
         except OSError as error:
-            self._strangers.name(place[0], str(error))
+            self._rejected.name(place[0], str(error))
             sock.close()
             return
-        visitor = PendingConnection(
+        pending = PendingConnection(
             sock, place[0], listen_to(sock, self._proof, self.generation, lambda hello: self._check(hello))
         )
-        self._visitors[visitor] = None
-        self._selector.register(sock, selectors.EVENT_READ, visitor)  # it speaks first: `accept` goes on when it has
+        self._pending[pending] = None
+        self._selector.register(sock, selectors.EVENT_READ, pending)  # it speaks first: `accept` goes on when it has
 
     def _make_room(self) -> None:
         """The oldest of the host with the most visitors leaves: one that floods us crowds out its own."""
-        if self._visitors:
-            ((host, _),) = Counter(visitor.host for visitor in self._visitors).most_common(1)
-            oldest = next(visitor for visitor in self._visitors if visitor.host == host)
-            self._turn_away(oldest, f"more than {_MOST_VISITORS} connections that did not say who they are")
+        if self._pending:
+            ((host, _),) = Counter(pending.host for pending in self._pending).most_common(1)
+            oldest = next(pending for pending in self._pending if pending.host == host)
+            self._turn_away(oldest, f"more than {_MOST_PENDING} connections that did not say who they are")
 
-    def _go_on(self, visitor: PendingConnection) -> tuple[Channel, dict[str, Any]] | None:
+    def _go_on(self, pending: PendingConnection) -> tuple[Channel, dict[str, Any]] | None:
         try:
-            wanted = next(visitor.steps)
+            wanted = next(pending.steps)
         except StopIteration as end:
-            return self._welcome(visitor, end.value)
+            return self._welcome(pending, end.value)
         except (FrameError, ssl.SSLError) as error:
-            self._say_no(visitor, str(error))
+            self._refuse(pending, str(error))
         except OSError as error:
-            self._turn_away(visitor, str(error))
+            self._turn_away(pending, str(error))
         else:
             events = selectors.EVENT_READ if wanted == select.POLLIN else selectors.EVENT_WRITE
-            if self._selector.get_key(visitor.sock).events != events:
-                self._selector.modify(visitor.sock, events, visitor)
+            if self._selector.get_key(pending.sock).events != events:
+                self._selector.modify(pending.sock, events, pending)
         return None
 
-    def _welcome(self, visitor: PendingConnection, guest: Guest | None) -> tuple[Channel, dict[str, Any]] | None:
-        if guest is None:  # it has heard why it was refused
-            self._drop(visitor)
+    def _welcome(self, pending: PendingConnection, peer: Peer | None) -> tuple[Channel, dict[str, Any]] | None:
+        if peer is None:  # it was refused, with the reason
+            self._drop(pending)
             return None
-        self._selector.unregister(visitor.sock)
-        del self._visitors[visitor]
-        channel = Channel(visitor.sock, peer=guest.name, timeout_s=self._timeout_s, generation=guest.generation)
-        return channel, guest.hello
+        self._selector.unregister(pending.sock)
+        del self._pending[pending]
+        channel = Channel(pending.sock, peer=peer.name, timeout_s=self._timeout_s, generation=peer.generation)
+        return channel, peer.hello
 
-    def _say_no(self, visitor: PendingConnection, why: str) -> None:
-        if visitor.refused:
-            self._drop(visitor)
+    def _refuse(self, pending: PendingConnection, why: str) -> None:
+        if pending.refused:
+            self._drop(pending)
             return
-        self._strangers.name(visitor.host, why)
-        visitor.refused, visitor.steps = True, refuse(visitor.sock, why)
-        visitor.deadline = time.monotonic() + _FAREWELL_S
-        self._go_on(visitor)
+        self._rejected.name(pending.host, why)
+        pending.refused, pending.steps = True, refuse(pending.sock, why)
+        pending.deadline = time.monotonic() + _FAREWELL_S
+        self._go_on(pending)
 
-    def _turn_away(self, visitor: PendingConnection, why: str) -> None:
-        if not visitor.refused:
-            self._strangers.name(visitor.host, why)
-        self._drop(visitor)
+    def _turn_away(self, pending: PendingConnection, why: str) -> None:
+        if not pending.refused:
+            self._rejected.name(pending.host, why)
+        self._drop(pending)
 
     def _end_late_ones(self) -> None:
         now = time.monotonic()
-        for visitor in [visitor for visitor in self._visitors if visitor.deadline < now]:
-            self._turn_away(visitor, f"it did not say who it is within {HELLO_S:g} s")
+        for pending in [pending for pending in self._pending if pending.deadline < now]:
+            self._turn_away(pending, f"it did not say who it is within {HELLO_S:g} s")
 
-    def _drop(self, visitor: PendingConnection) -> None:
-        del self._visitors[visitor]
-        self._selector.unregister(visitor.sock)
-        visitor.sock.close()
+    def _drop(self, pending: PendingConnection) -> None:
+        del self._pending[pending]
+        self._selector.unregister(pending.sock)
+        pending.sock.close()
 
 
 def _nobody(hello: dict[str, Any]) -> str:

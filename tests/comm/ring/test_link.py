@@ -86,9 +86,9 @@ def test_a_notice(pair):
     here.post(notice(GAVE_UP, {"text": "x" * 5000, "rank": 3}))
     here.push()
     assert there.header().kind == GAVE_UP
-    said = there.notice()
-    assert said["rank"] == 3
-    assert set(said["text"]) == {"x"}
+    output = there.notice()
+    assert output["rank"] == 3
+    assert set(output["text"]) == {"x"}
 
 
 @pytest.mark.parametrize("before", [0, 5, 70_000])

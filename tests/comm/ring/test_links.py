@@ -43,11 +43,11 @@ def _say(end, frame):
 
 def _said(end):
     """All notices that reached a peer."""
-    said = []
+    output = []
     with contextlib.suppress(LinkEnded):
         while (frame := end.header()) is not None:
-            said.append((frame.kind, end.notice()))
-    return said
+            output.append((frame.kind, end.notice()))
+    return output
 
 
 def test_a_silent_peer_and_what_the_others_hear(make):

@@ -66,6 +66,7 @@ def test_tensors_outlive_the_arena_and_take_the_memory_with_them(memory):
     arena.close()
     arena.close()
     assert tensor.sum() == 3000
+    gc.collect()  # of other tests
     mapped = _mappings()
     del tensor
     gc.collect()

@@ -8,8 +8,8 @@ import pytest
 from typing_extensions import override
 
 from manyhands.engines.base import LaunchSpec, Observer
-from manyhands.engines.driver.driver import Driver
-from manyhands.engines.driver.host_processes import HostProcesses, seats_of
+from manyhands.engines.driver.driver import Driver, Rendezvous
+from manyhands.engines.driver.host_processes import HostProcesses, process_indices_of
 from manyhands.errors import BadInput, ManyhandsError, WorkerFailed
 from manyhands.events import Event
 from manyhands.recording.recorder import Recorder
@@ -19,9 +19,9 @@ from manyhands.server.base import ServerSpec
 class Scripted(HostProcesses):
     """A crew that says what the test tells it to, and keeps what it is told."""
 
-    def __init__(self, host: str, seats: list[int]) -> None:
-        self.host, self.seats = host, seats
-        self.said: list[tuple[int, dict[str, Any]]] = []
+    def __init__(self, host: str, process_indices: list[int]) -> None:
+        self.host, self.process_indices = host, process_indices
+        self.output: list[tuple[int, dict[str, Any]]] = []
         self.told: list[tuple[int, dict[str, Any]]] = []
         self.did: list[Any] = []
         self.pages: dict[int, tuple[str, int]] = {}
@@ -39,12 +39,12 @@ class Scripted(HostProcesses):
 
     @override
     def receive(self) -> list[tuple[int, dict[str, Any]]]:
-        said, self.said = self.said, []
-        return said
+        output, self.output = self.output, []
+        return output
 
     @override
-    def tell(self, seat: int, body: dict[str, Any]) -> None:
-        self.told.append((seat, body))
+    def tell(self, process_index: int, body: dict[str, Any]) -> None:
+        self.told.append((process_index, body))
 
     @override
     def signal(self, number: int) -> None:
@@ -61,7 +61,7 @@ class Scripted(HostProcesses):
     @override
     def stacks(self) -> dict[int, str]:
         self.did.append("stacks")
-        return {seat: f"stack of {seat}" for seat in self.seats}
+        return {process_index: f"stack of {process_index}" for process_index in self.process_indices}
 
     @override
     def end(self, grace_s: float) -> None:
@@ -101,36 +101,39 @@ class Run:
         self.alpha = Scripted("alpha", [0, 1])
         self.beta = Scripted("beta", [2, *(-1 - shard for shard in range(servers))])
         self.driver = Driver([self.alpha, self.beta], spec, clock=lambda: self.now)
-        for seat in seats_of(3, servers):
-            self.say(seat, "started")
+        for process_index in process_indices_of(3, servers):
+            self.say(process_index, "started")
 
-    def say(self, seat: int, type: str, **body: Any) -> None:
+    def say(self, process_index: int, type: str, **body: Any) -> None:
         """A seat says something, and the driver hears it."""
-        crew = self.alpha if seat in self.alpha.seats else self.beta
-        crew.said.append((seat, {"type": type, **body}))
-        self.driver._hear(crew)
+        host_processes = self.alpha if process_index in self.alpha.process_indices else self.beta
+        host_processes.output.append((process_index, {"type": type, **body}))
+        self.driver._hear(host_processes)
 
-    def lease(self, seat: int, **changes: Any) -> None:
-        self.say(seat, "lease", segment={**SEGMENT, **changes})
+    def lease(self, process_index: int, **changes: Any) -> None:
+        self.say(process_index, "lease", segment={**SEGMENT, **changes})
 
     def told(self) -> list[tuple[int, Any]]:
         """(seat, value) of all leases that were answered since this was last called, by host."""
         told = [*self.alpha.told, *self.beta.told]
         self.alpha.told, self.beta.told = [], []
-        return [(seat, body["value"]) for seat, body in told if body["type"] == "leased"]
+        return [(process_index, body["value"]) for process_index, body in told if body["type"] == "leased"]
 
-    def dies(self, seat: int, **place: Any) -> None:
-        self.say(seat, "exited", **{"status": -9, "phase": "wait", "step": 0, "detail": "", **place})
+    def dies(self, process_index: int, **place: Any) -> None:
+        self.say(process_index, "exited", **{"status": -9, "phase": "wait", "step": 0, "detail": "", **place})
 
 
-SEGMENT = {"epoch": 0, "first": 0, "until": 2, "parts": 3, "size": 3, "left": None, "alone": 0}
+SEGMENT = {"epoch": 0, "first": 0, "until": 2, "parts": 3, "size": 3, "left": None, "rank0_warmup_ticks": 0}
 
 
 def test_all_hosts_start_and_end_and_values_are_in_rank_order() -> None:
     run = Run()
-    for crew, seats in ((run.alpha, (1, 0)), (run.beta, (2, -1))):
-        crew.said = [(seat, {"type": "value", "value": f"of {seat}" if seat >= 0 else None}) for seat in seats]
-    run.driver._listen = lambda: [run.driver._hear(crew) for crew in run.driver.crews]  # type: ignore[method-assign]
+    for host_processes, process_indices in ((run.alpha, (1, 0)), (run.beta, (2, -1))):
+        host_processes.output = [
+            (process_index, {"type": "value", "value": f"of {process_index}" if process_index >= 0 else None})
+            for process_index in process_indices
+        ]
+    run.driver._listen = lambda: [run.driver._hear(host_processes) for host_processes in run.driver.hosts]  # type: ignore[method-assign]
     assert run.driver.run("the program") == ["of 0", "of 1", "of 2"]
     assert run.alpha.did == run.beta.did == ["start", ("end", 0.5)]
     assert run.alpha.shared["server"] == {
@@ -152,7 +155,7 @@ def test_all_hosts_end_where_one_cannot() -> None:
             super().end(grace_s)
             raise OSError("stuck")
 
-    run.driver.crews = [stuck := Stuck("alpha", [0, 1]), run.beta]
+    run.driver.hosts = [stuck := Stuck("alpha", [0, 1]), run.beta]
     with pytest.raises(OSError, match="stuck"):
         run.driver._end(0.0)
     assert stuck.did == run.beta.did == [("end", 0.0)]
@@ -160,33 +163,33 @@ def test_all_hosts_end_where_one_cannot() -> None:
 
 def test_every_slice_is_leased_once_across_hosts() -> None:
     run = Run()
-    for seat in (0, 2, 1, 2, 2, 1):
-        run.lease(seat)
+    for process_index in (0, 2, 1, 2, 2, 1):
+        run.lease(process_index)
     slices = [(value["index"], value["part"]) for _, value in run.told()]
     assert sorted(slices) == [(index, part) for index in (0, 1) for part in (0, 1, 2)]
     run.lease(0)
-    ((seat, end),) = run.told()
-    assert (seat, end["reason"]) == (0, "")
+    ((process_index, end),) = run.told()
+    assert (process_index, end["reason"]) == (0, "")
     assert all(front == back for front, back in end["left"])
 
 
 def test_who_waits_while_worker_0_trains_alone_is_answered_when_it_is_done() -> None:
     run = Run()
-    for seat in (2, 0):
-        run.lease(seat, alone=1)
-    assert [(seat, value and value["part"]) for seat, value in run.told()] == [(0, 0), (2, None)]
-    run.lease(0, alone=1)
-    assert [(seat, value["part"]) for seat, value in run.told()] == [(0, 0), (2, 2)]
+    for process_index in (2, 0):
+        run.lease(process_index, rank0_warmup_ticks=1)
+    assert [(process_index, value and value["part"]) for process_index, value in run.told()] == [(0, 0), (2, None)]
+    run.lease(0, rank0_warmup_ticks=1)
+    assert [(process_index, value["part"]) for process_index, value in run.told()] == [(0, 0), (2, 2)]
 
 
 def test_a_stop_ends_who_asks_and_who_waits() -> None:
     run = Run()
-    run.lease(1, alone=5)
+    run.lease(1, rank0_warmup_ticks=5)
     run.told()
     run.observer.reason = "callback"
     assert run.driver._stop()
     assert run.told() == [(1, {"reason": "callback", "left": [[0, 2]] * 3})]
-    run.lease(0, alone=5)
+    run.lease(0, rank0_warmup_ticks=5)
     assert run.told() == [(0, {"reason": "callback", "left": [[0, 2]] * 3})]
 
 
@@ -194,7 +197,12 @@ def test_every_worker_hears_of_a_stop_and_no_shard_does() -> None:
     run = Run()
     run.observer.reason = "preempted"
     run.driver._stop()
-    assert [seat for crew in (run.alpha, run.beta) for seat, body in crew.told if body["type"] == "stop"] == [0, 1, 2]
+    assert [
+        process_index
+        for host_processes in (run.alpha, run.beta)
+        for process_index, body in host_processes.told
+        if body["type"] == "stop"
+    ] == [0, 1, 2]
     assert run.alpha.did == run.beta.did == [signal.SIGTERM]
 
 
@@ -211,10 +219,10 @@ def test_leases_are_answered_before_events_are_written_and_questions_after() -> 
 
 def test_who_meets_gets_everybodys_value_in_the_order_agreed() -> None:
     run = Run()
-    for seat, value in ((-1, "port 3"), (2, None), (0, [1, 2])):
+    for process_index, value in ((-1, "port 3"), (2, None), (0, [1, 2])):
         assert not run.alpha.told
-        run.say(seat, "meet", name="ring", seats=[0, 2, -1], value=value)
-    met = {"type": "met", "name": "ring", "values": [[1, 2], None, "port 3"]}
+        run.say(process_index, "arrive", name="ring", process_indices=[0, 2, -1], value=value)
+    met = {"type": "complete", "name": "ring", "values": [[1, 2], None, "port 3"]}
     assert run.alpha.told == [(0, met)]
     assert run.beta.told == [(2, met), (-1, met)]
 
@@ -262,21 +270,21 @@ def test_a_hang_shows_every_stack_of_every_host() -> None:
     run = Run()
     run.say(1, "beat", phase="compute", step=7, idle_s=0.0, events=[])
     run.now = 11.0
-    for seat in (0, 2, -1):
-        run.say(seat, "beat", phase="wait", step=7, idle_s=0.0, events=[])
+    for process_index in (0, 2, -1):
+        run.say(process_index, "beat", phase="wait", step=7, idle_s=0.0, events=[])
     run.say(1, "beat", phase="compute", step=7, idle_s=11.0, events=[])
     with pytest.raises(WorkerFailed, match="worker 1 on alpha made no progress for 11.0 s, in phase compute") as raised:
         run.driver._finished()
     table, *stacks = raised.value.detail.split("\n\n")
     assert "server shard 0 |" in table
-    assert stacks == [f"{who}:\nstack of {seat}" for seat, who in NAMES.items()]
+    assert stacks == [f"{who}:\nstack of {process_index}" for process_index, who in NAMES.items()]
 
 
 def test_a_worker_without_heartbeats_is_called_silent_where_its_page_says_it_is() -> None:
     run = Run()
     run.now = 11.0
-    for seat in (0, 2):
-        run.say(seat, "beat", phase="validation", step=7, idle_s=10.9, events=[])
+    for process_index in (0, 2):
+        run.say(process_index, "beat", phase="validation", step=7, idle_s=10.9, events=[])
     run.alpha.pages = {1: ("validation", 7)}
     with pytest.raises(WorkerFailed, match=r"worker 1 on alpha is silent.* for 11\.0 s, in phase validation") as raised:
         run.driver._finished()
@@ -288,8 +296,8 @@ def test_a_worker_without_heartbeats_is_called_silent_where_its_page_says_it_is(
 def test_a_silent_host_is_called_silent_and_not_asked_for_stacks() -> None:
     run = Run()
     run.now = 11.0
-    for seat in (0, 1):
-        run.say(seat, "beat", phase="exchange", step=7, idle_s=10.9, events=[])
+    for process_index in (0, 1):
+        run.say(process_index, "beat", phase="exchange", step=7, idle_s=10.9, events=[])
     run.beta.silence_s = 10.5
     with pytest.raises(
         WorkerFailed, match=r"host beta is silent: nothing came from it for 10\.5 s, and worker 2"
@@ -312,29 +320,29 @@ def test_a_message_of_no_known_type_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("type", "body"),
     [
-        ("meet", {"name": "ring", "seats": [2, 9], "value": 1}),
-        ("meet", {"name": "ring", "seats": [0, 1], "value": 1}),
-        ("meet", {"name": "ring", "seats": [], "value": 1}),
+        ("arrive", {"name": "ring", "process_indices": [2, 9], "value": 1}),
+        ("arrive", {"name": "ring", "process_indices": [0, 1], "value": 1}),
+        ("arrive", {"name": "ring", "process_indices": [], "value": 1}),
     ],
 )
 def test_a_meeting_of_others_names_who_came_to_it(type: str, body: dict[str, Any]) -> None:
-    with pytest.raises(WorkerFailed, match="worker 2 on beta came to a meeting"):
+    with pytest.raises(WorkerFailed, match="worker 2 on beta arrived at a rendezvous"):
         Run().say(2, type, **body)
 
 
 def test_who_asks_for_rows_out_of_turn_is_named() -> None:
     run = Run()
-    run.lease(2, alone=1)
+    run.lease(2, rank0_warmup_ticks=1)
     with pytest.raises(WorkerFailed, match="worker 2 on beta asked for rows out of turn"):
-        run.lease(2, alone=1)
+        run.lease(2, rank0_warmup_ticks=1)
 
 
 @pytest.mark.parametrize("family", ["is_whole", "annotations", "TypeGuard", "os", "__builtins__"])
 def test_an_error_of_no_family_of_ours_calls_nothing(family: str) -> None:
     run = Run()
-    error = {"rank": 2, "phase": "compute", "step": 3, "message": "said", "error": "X", "family": family}
+    error = {"rank": 2, "phase": "compute", "step": 3, "message": "output", "error": "X", "family": family}
     run.say(2, "error", **error)
-    with pytest.raises(ManyhandsError, match="said"):
+    with pytest.raises(ManyhandsError, match="output"):
         run.driver._finished()
 
 
@@ -356,14 +364,33 @@ def test_shipping_the_program_is_no_silence_of_the_workers() -> None:
             run.now += 1000.0
             super().start(shared, program)
 
-    run.driver.crews = [Slow("alpha", [0, 1]), Slow("beta", [2, -1])]
+    run.driver.hosts = [Slow("alpha", [0, 1]), Slow("beta", [2, -1])]
     verdicts: list[bool] = []
     run.driver._listen = lambda: verdicts.append(run.driver._finished())  # type: ignore[method-assign]
     run.driver._values = dict.fromkeys(range(3))
     run.driver.run("the program")
     assert (run.now, verdicts) == (2000.0, [False])
     run.now += 11.0
-    for seat in NAMES:
-        run.say(seat, "beat", phase="compute", step=0, idle_s=11.0, events=[])
+    for process_index in NAMES:
+        run.say(process_index, "beat", phase="compute", step=0, idle_s=11.0, events=[])
     with pytest.raises(WorkerFailed, match=r"made no progress for 11\.0 s"):
         run.driver._finished()
+
+
+# -- rendezvous ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_to_arrive_gets_all_values_in_order() -> None:
+    rendezvous = Rendezvous()
+    assert rendezvous.arrive(2, "ring", [0, 2, -1], "c") is None
+    assert rendezvous.arrive(-1, "ring", [0, 2, -1], None) is None
+    assert rendezvous.arrive(0, "ring", [0, 2, -1], "a") == ["a", "c", None]
+
+
+def test_meetings_of_other_names_are_apart_and_names_may_be_used_again() -> None:
+    rendezvous = Rendezvous()
+    assert rendezvous.arrive(0, "a", [0, 1], 1) is None
+    assert rendezvous.arrive(1, "b", [0, 1], 2) is None
+    assert rendezvous.arrive(1, "a", [0, 1], 3) == [1, 3]
+    assert rendezvous.arrive(0, "a", [0, 1], 4) is None
+    assert rendezvous.arrive(1, "a", [0, 1], 5) == [4, 5]

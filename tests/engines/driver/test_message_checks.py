@@ -26,7 +26,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "beat": {"phase": "compute", "step": 7, "idle_s": 0.5, "events": [{"type": "step", "rank": 2, "values": {"a": 1}}]},
     "ask": {"event": {"type": "validation", "values": {"metrics": {}}}},
     "lease": {"segment": SEGMENT},
-    "meet": {"name": "ring", "seats": [0, 2, -1], "value": ["10.0.0.2", 7000]},
+    "arrive": {"name": "ring", "process_indices": [0, 2, -1], "value": ["10.0.0.2", 7000]},
     "value": {"value": {"tensor": 0}},
     "error": FAILURE,
     "exited": {"status": -9, "phase": None, "step": None, "detail": ""},
@@ -60,7 +60,13 @@ BAD: dict[str, list[dict[str, Any]]] = {
         )
     ]
     + [{"segment": {}}],
-    "meet": [{"name": 3}, {"seats": "all"}, {"seats": [0, "1"]}, {"seats": [2, 2]}, {"seats": [[]]}],
+    "arrive": [
+        {"name": 3},
+        {"process_indices": "all"},
+        {"process_indices": [0, "1"]},
+        {"process_indices": [2, 2]},
+        {"process_indices": [[]]},
+    ],
     "error": [{"rank": 0}, {"message": None}, {"secondary": "no"}, {"exit_code": []}, {"family": {}}],
     "exited": [{"status": "killed"}, {"phase": 3}, {"detail": None}],
 }

@@ -30,7 +30,7 @@ from manyhands.transport.frame import Frame, FrameError, pack
 
 VALUE = {"loss": 0.5, "rows": [1, 2, (3, None)], "parameters": {"w": torch.arange(4.0), "steps": torch.tensor(3)}}
 TENSORS = [torch.arange(4.0), torch.tensor(3)]
-SEGMENT = {"epoch": 0, "first": 0, "until": 4, "parts": 4, "size": 4, "alone": 0, "left": None}
+SEGMENT = {"epoch": 0, "first": 0, "until": 4, "parts": 4, "size": 4, "rank0_warmup_ticks": 0, "left": None}
 FAILURE = {
     "phase": "compute",
     "step": 1,
@@ -67,13 +67,13 @@ BODIES: list[dict[str, Any]] = [
     {"type": "beat", "phase": "compute", "step": 3, "idle_s": 0.0, "events": EVENTS},
     {"type": "ask", "event": event("validation", metrics={"validation_loss": 0.5})},
     {"type": "lease", "segment": SEGMENT},
-    {"type": "meet", "name": "ring", "seats": [2, 3], "value": ["10.0.0.1", 7000]},
+    {"type": "arrive", "name": "ring", "process_indices": [2, 3], "value": ["10.0.0.1", 7000]},
     {"type": "value", "value": encode(VALUE, "it")[0]},
     {"type": "error", "rank": 2, "secondary": False, **FAILURE},
     {"type": "exited", "status": 0, "phase": "end", "step": 3, "detail": ""},
 ]
 LETTERS = [
-    *({"type": "seat", "seat": 2, "body": body} for body in BODIES),
+    *({"type": "from_process", "process_index": 2, "body": body} for body in BODIES),
     {"type": "preempted"},
     {"type": "idle"},
     {"type": "stacks", "stacks": {"2": "here", "3": ""}, "where": {"2": ["compute", 3]}},
@@ -132,11 +132,11 @@ class Silent:
     local_address = ""
 
     def __init__(self) -> None:
-        self.letters: list[HostMessage] = []
+        self.messages: list[HostMessage] = []
 
     def receive(self) -> list[HostMessage]:
-        letters, self.letters = self.letters, []
-        return letters
+        messages, self.messages = self.messages, []
+        return messages
 
     def wait(self, timeout_s: float) -> list[HostMessage]:
         return self.receive()
@@ -153,21 +153,21 @@ def test_what_a_joined_host_says(inputs: int) -> None:
 
     def take(body: dict[str, Any]) -> None:
         post = Silent()
-        crew = RemoteProcesses(post, "beta")  # type: ignore[arg-type]
-        crew.take_seats([2, 3], "beta", {})
-        post.letters = [HostMessage(body, list(TENSORS))]
-        for seat, said in crew.receive():
-            assert seat in (2, 3)
-            assert isinstance(said["type"], str)
-        assert set(crew.where()) <= {2, 3}
+        host_processes = RemoteProcesses(post, "beta")  # type: ignore[arg-type]
+        host_processes.assign([2, 3], "beta", {})
+        post.messages = [HostMessage(body, list(TENSORS))]
+        for process_index, output in host_processes.receive():
+            assert process_index in (2, 3)
+            assert isinstance(output["type"], str)
+        assert set(host_processes.where()) <= {2, 3}
 
-    def letter() -> dict[str, Any]:
+    def message() -> dict[str, Any]:
         while True:
             body = damage.of_json(damage.choice(LETTERS))
             if isinstance(body, dict) and isinstance(body.get("type"), str):  # the post lets no other pass
                 return body
 
-    taken, refused = survive(take, (letter() for _ in range(inputs)), (ManyhandsError, WorkerFailed))
+    taken, refused = survive(take, (message() for _ in range(inputs)), (ManyhandsError, WorkerFailed))
     assert taken
     assert refused
 
@@ -178,12 +178,12 @@ def test_who_may_join(inputs: int) -> None:
     hello = json.loads(json.dumps(hello))
     door = JoinListener(None, Roster(3, [Offer("alpha", 1)]), JoinedHosts(), lambda text: None)  # type: ignore[arg-type]
 
-    def take(said: Any) -> None:
-        if isinstance(said, dict):  # from_json lets no other pass
-            named = door._name(said)
+    def take(output: Any) -> None:
+        if isinstance(output, dict):  # from_json lets no other pass
+            named = door._name(output)
             assert isinstance(named, str)
-            assert isinstance(said["host"], str)
-            assert 1 <= said["workers"] <= 2
+            assert isinstance(output["host"], str)
+            assert 1 <= output["workers"] <= 2
 
     taken, refused = survive(take, (damage.of_json(hello) for _ in range(inputs // 4)), FrameError)
     assert taken
@@ -195,7 +195,7 @@ def test_what_the_driver_makes_of_it(inputs: int) -> None:
     """Events, leases, meetings, values, failures of workers 2 and 3 on another host: none ends the driver with an error of its own."""
     damage = Damage(5)
 
-    def letters() -> list[HostMessage]:
+    def messages() -> list[HostMessage]:
         bodies = [damage.choice(BODIES) for _ in range(damage.randint(1, 5))]
         at = damage.randrange(len(bodies))
         if damage.random() < 0.5:  # what goes furthest: to the history
@@ -203,33 +203,36 @@ def test_what_the_driver_makes_of_it(inputs: int) -> None:
         else:
             bodies[at] = damage.of_json(bodies[at])
         return [
-            HostMessage({"type": "seat", "seat": damage.choice((2, 3)), "body": body}, list(TENSORS)) for body in bodies
+            HostMessage({"type": "from_process", "process_index": damage.choice((2, 3)), "body": body}, list(TENSORS))
+            for body in bodies
         ]
 
-    def take(said: list[HostMessage]) -> None:
+    def take(output: list[HostMessage]) -> None:
         post = Silent()
-        crew = RemoteProcesses(post, "beta")  # type: ignore[arg-type]
-        crew.take_seats([2, 3], "beta", {})
+        host_processes = RemoteProcesses(post, "beta")  # type: ignore[arg-type]
+        host_processes.assign([2, 3], "beta", {})
         recorder = Recorder(workers=4)
-        driver = Driver([Scripted("alpha", [0, 1]), crew], LaunchSpec(workers=4, observer=recorder), clock=lambda: 0.0)
-        for letter in said:
-            post.letters = [letter]
-            driver._hear(crew)
+        driver = Driver(
+            [Scripted("alpha", [0, 1]), host_processes], LaunchSpec(workers=4, observer=recorder), clock=lambda: 0.0
+        )
+        for message in output:
+            post.messages = [message]
+            driver._hear(host_processes)
             driver._tell_observer()
             driver._finished()
         assert all(row["tick"] >= 0 for row in recorder.history)
 
     for body in BODIES[:-2]:
-        take([HostMessage({"type": "seat", "seat": 2, "body": body}, list(TENSORS))])
+        take([HostMessage({"type": "from_process", "process_index": 2, "body": body}, list(TENSORS))])
     with bounded(256):
-        taken, refused = survive(take, (letters() for _ in range(inputs // 10)), ManyhandsError)
+        taken, refused = survive(take, (messages() for _ in range(inputs // 10)), ManyhandsError)
     assert taken
     assert refused
 
 
 NETWORK = {"hosts": [[0, 1], [2, 3]], "names": ["alpha", "beta"]}
 SHARED = {
-    "seats": [2, 3],
+    "process_indices": [2, 3],
     "size": 4,
     "threads": None,
     "timeout_s": 5.0,
@@ -239,7 +242,7 @@ SHARED = {
 }
 ORDERS: list[dict[str, Any]] = [
     {"type": "launch", "host": "beta", "shared": SHARED, "variables": {"MANYHANDS_STRATEGY": "solo"}},
-    {"type": "tell", "seat": 2, "body": {"type": "stop", "reason": "max_seconds"}},
+    {"type": "to_process", "process_index": 2, "body": {"type": "stop", "reason": "max_seconds"}},
     {"type": "signal", "number": 15},
     {"type": "stacks"},
     {"type": "end", "grace_s": 0.5},
@@ -250,18 +253,20 @@ ORDERS: list[dict[str, Any]] = [
 class Obeying:
     """Instead of a LocalCrew: whatever it is told is what a crew can be told."""
 
-    def __init__(self, spawner: Any, seats: list[int], timeout_s: float, host: str, network: dict[str, Any]) -> None:
-        assert all(isinstance(seat, int) for seat in seats)
+    def __init__(
+        self, spawner: Any, process_indices: list[int], timeout_s: float, host: str, network: dict[str, Any]
+    ) -> None:
+        assert all(isinstance(process_index, int) for process_index in process_indices)
         assert timeout_s > 0
         assert isinstance(host, str)
-        self.seats = seats
+        self.process_indices = process_indices
 
     def start(self, shared: dict[str, Any], program: int) -> None:
         assert isinstance(shared["environment"], dict)
         assert program >= 0
 
-    def tell(self, seat: int, body: dict[str, Any]) -> None:
-        assert seat in self.seats
+    def tell(self, process_index: int, body: dict[str, Any]) -> None:
+        assert process_index in self.process_indices
 
     def signal(self, number: int) -> None:
         assert isinstance(number, int)

@@ -78,7 +78,7 @@ def test_hang_blames_the_stalest_that_does_not_wait() -> None:
     monitor.beat(2, "compute", 8, 0.0, now=11.5)
     assert monitor.verdict(10.9) is None
     for rank, idle_s in ((0, 10.5), (1, 9.5)):
-        monitor.beat(rank, monitor.seats[rank].phase, 7, idle_s, now=11.5)
+        monitor.beat(rank, monitor.processes[rank].phase, 7, idle_s, now=11.5)
     assert monitor.verdict(12.0) == Hung(1, 10.0)
 
 
@@ -94,7 +94,7 @@ def test_all_waiting_is_a_hang_too() -> None:
     monitor.beat(0, "exchange", 7, 0.0, now=1.0)
     monitor.beat(1, "wait", 7, 0.0, now=2.0)
     for rank, idle_s in ((0, 10.5), (1, 9.5)):
-        monitor.beat(rank, monitor.seats[rank].phase, 7, idle_s, now=11.5)
+        monitor.beat(rank, monitor.processes[rank].phase, 7, idle_s, now=11.5)
     assert monitor.verdict(12.0) == Hung(0, 11.0)
 
 
@@ -119,7 +119,7 @@ def test_of_several_silent_ones_the_status_pages_tell_who_waits() -> None:
     for rank, phase in enumerate(["exchange", "validation", "exchange"]):
         monitor.found(rank, phase, 8)
     assert monitor.verdict(11.0) == Hung(1, 10.2, silent_s=10.0)
-    assert (monitor.seats[1].phase, monitor.seats[1].step) == ("validation", 8)
+    assert (monitor.processes[1].phase, monitor.processes[1].step) == ("validation", 8)
 
 
 def test_compiling_is_progress_while_heartbeats_come() -> None:
@@ -149,7 +149,7 @@ def test_stale_work_is_blamed_before_older_user_code() -> None:
     monitor.beat(1, "compute", 4, 0.0, now=2.0)
     monitor.beat(2, "exchange", 4, 0.0, now=1.5)
     for rank, idle_s in ((0, 10.5), (1, 9.5), (2, 10.0)):
-        monitor.beat(rank, monitor.seats[rank].phase, 4, idle_s, now=11.5)
+        monitor.beat(rank, monitor.processes[rank].phase, 4, idle_s, now=11.5)
     assert monitor.verdict(12.0) == Hung(1, 10.0)
 
 
@@ -183,8 +183,8 @@ def test_table_has_a_row_a_worker() -> None:
 def served(servers: int = 1) -> RunMonitor:
     """Two workers and so many shards, all started."""
     monitor = RunMonitor(2, 10.0, now=0.0, servers=servers)
-    for seat in monitor.seats:
-        monitor.started(seat, now=0.0)
+    for process_index in monitor.processes:
+        monitor.started(process_index, now=0.0)
     return monitor
 
 

@@ -30,11 +30,11 @@ class Joiner(threading.Thread):
         super().__init__()
         self.offer = Join(address=address, workers=workers, wait_s=30, **fields)
         self.error: Exception | None = None
-        self.said: list[str] = []
+        self.output: list[str] = []
 
     def run(self) -> None:
         try:
-            join(self.offer, self.said.append)
+            join(self.offer, self.output.append)
         except Exception as error:  # noqa: BLE001 - the test looks at it
             self.error = error
 
@@ -43,12 +43,12 @@ class Run:
     """A driver in this process. `joiners` is called with the address, from another thread, while it waits."""
 
     def __init__(self, engine: Hosts, joiners: Callable[[str], list[Joiner]]) -> None:
-        self.engine, self.said = engine, []
+        self.engine, self.output = engine, []
         self.joined: list[Joiner] = []
         self._errors: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
         self._begin, self._helper = joiners, threading.Thread(target=self._join)
         self._address = ""
-        engine.voice.say = self._hear
+        engine.announcer.say = self._hear
 
     def launch(self, program: Callable[[Any], Any], plan: LaunchSpec) -> list[Any]:
         """The values. All joiners are done when this returns or raises."""
@@ -66,7 +66,7 @@ class Run:
                 assert not joiner.is_alive()
 
     def _hear(self, text: str) -> None:
-        self.said.append(text)
+        self.output.append(text)
         found = ADDRESS.search(text)
         if found:
             self._address = found[1]

@@ -32,15 +32,15 @@ def no_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_spec_string_makes_the_same_engine() -> None:
-    made = engine_of("hosts:listen=10.0.0.1,here=2,tls=off,ports=7000-7100,plain_network=on")
-    assert made == Hosts(listen="10.0.0.1", here=2, tls=False, ports="7000-7100", plain_network=True)
+    made = engine_of("hosts:listen=10.0.0.1,local_workers=2,tls=off,ports=7000-7100,plain_network=on")
+    assert made == Hosts(listen="10.0.0.1", local_workers=2, tls=False, ports="7000-7100", plain_network=True)
     assert engine_of(spec.to_spec(made, "hosts")) == made
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"here": 0}, "here must be at least 1"),
+        ({"local_workers": 0}, "local_workers must be at least 1"),
         ({"wait_s": 0}, "wait_s must be a positive number"),
         ({"ports": "70-7"}, 'ports must be one port or a range such as "7000-7100"'),
         ({"ports": "0"}, "ports must be"),
@@ -59,8 +59,8 @@ def test_no_workers_at_all() -> None:
 
 
 def test_more_here_than_there_are() -> None:
-    with pytest.raises(BadInput, match="here=3 of 2 workers"):
-        Hosts(here=3).launch(lambda worker: None, LaunchSpec(workers=2))
+    with pytest.raises(BadInput, match="local_workers=3 of 2 workers"):
+        Hosts(local_workers=3).launch(lambda worker: None, LaunchSpec(workers=2))
 
 
 def test_one_worker_runs_in_this_process() -> None:
@@ -76,10 +76,10 @@ class Stopped(Observer):
 
 
 def hosts(**fields: Any) -> tuple[Hosts, list[str]]:
-    said: list[str] = []
+    output: list[str] = []
     engine = Hosts(**fields)
-    engine.voice.say = said.append
-    return engine, said
+    engine.announcer.say = output.append
+    return engine, output
 
 
 @pytest.fixture
@@ -90,13 +90,13 @@ def credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_whoever_does_not_come_is_missed(credentials: Path) -> None:
-    engine, said = hosts(here=1, wait_s=0.2)
+    engine, output = hosts(local_workers=1, wait_s=0.2)
     with pytest.raises(
         ManyhandsError, match=r"after 0 s 1 of 3 workers are here: .* 1; 2 did not come: start `manyhands join`"
     ):
         engine.launch(lambda worker: None, LaunchSpec(workers=3))
-    assert f"MANYHANDS_CREDENTIALS={credentials} manyhands join 127.0.0.1:" in said[0]
-    assert "--workers 2\n" in said[0]
+    assert f"MANYHANDS_CREDENTIALS={credentials} manyhands join 127.0.0.1:" in output[0]
+    assert "--workers 2\n" in output[0]
     assert credentials.stat().st_mode & 0o777 == 0o600  # the user named it: it stays
 
 
@@ -104,20 +104,20 @@ def test_the_command_can_be_pasted_whatever_the_paths_are(tmp_path: Path, monkey
     path = tmp_path / "my run; touch $(x)'s.pem"
     monkeypatch.setenv("MANYHANDS_CREDENTIALS", str(path))
     for listen in ("127.0.0.1", "0.0.0.0"):
-        engine, said = hosts(here=1, wait_s=0.1, listen=listen)
+        engine, output = hosts(local_workers=1, wait_s=0.1, listen=listen)
         with pytest.raises(ManyhandsError, match="did not come"):
             engine.launch(lambda worker: None, LaunchSpec(workers=2))
-        *_, command = [line for line in said[0].splitlines() if "manyhands join" in line]
+        *_, command = [line for line in output[0].splitlines() if "manyhands join" in line]
         name = str(path) if listen == "127.0.0.1" else path.name
         assert shlex.split(command)[:3] == [f"MANYHANDS_CREDENTIALS={name}", "manyhands", "join"]
         if listen != "127.0.0.1":
-            (copy,) = [line for line in said[0].splitlines() if "scp" in line]
+            (copy,) = [line for line in output[0].splitlines() if "scp" in line]
             assert shlex.split(copy)[2].endswith(f":{path}")
 
 
 @pytest.mark.parametrize(("reason", "error"), [(PREEMPTED, Preempted), ("callback", ManyhandsError)])
 def test_the_wait_can_be_stopped(credentials: Path, reason: str, error: type[Exception]) -> None:
-    engine, _ = hosts(here=1, wait_s=60)
+    engine, _ = hosts(local_workers=1, wait_s=60)
     with pytest.raises(error, match=f"asked to stop .{reason}. while waiting for the other hosts"):
         engine.launch(lambda worker: None, LaunchSpec(workers=2, observer=Stopped(reason)))
 
@@ -126,8 +126,8 @@ def test_credentials_of_the_run_alone_are_gone_afterwards(tmp_path: Path, monkey
     monkeypatch.delenv("MANYHANDS_CREDENTIALS", raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     seen: list[list[str]] = []
-    engine, _ = hosts(here=1, wait_s=0.2)
-    engine.voice.say = lambda text: seen.append([path.name for path in tmp_path.rglob("*.pem")])
+    engine, _ = hosts(local_workers=1, wait_s=0.2)
+    engine.announcer.say = lambda text: seen.append([path.name for path in tmp_path.rglob("*.pem")])
     with pytest.raises(ManyhandsError, match="did not come"):
         engine.launch(lambda worker: None, LaunchSpec(workers=2))
     assert len(seen[0]) == 1
@@ -142,12 +142,12 @@ def test_without_tls_only_loopback_unless_said_twice(credentials: Path) -> None:
             Hosts(listen=address, tls=False)
     for address in ("127.0.0.1", "::1", "localhost"):
         assert not Hosts(listen=address, tls=False).tls
-    engine, said = hosts(listen="0.0.0.0", tls=False, plain_network=True, wait_s=0.1)
+    engine, output = hosts(listen="0.0.0.0", tls=False, plain_network=True, wait_s=0.1)
     with pytest.raises(ManyhandsError, match="did not come"):
         engine.launch(lambda worker: None, LaunchSpec(workers=2))
-    assert "WITHOUT TLS" in said[0]
-    assert "put a program of their own in the place of the driver's" in said[0]
-    assert "--no-tls --plain-network" in said[0]
+    assert "WITHOUT TLS" in output[0]
+    assert "put a program of their own in the place of the driver's" in output[0]
+    assert "--no-tls --plain-network" in output[0]
 
 
 def test_credentials_that_others_may_read_are_refused(credentials: Path) -> None:

@@ -19,8 +19,10 @@ from manyhands.transport.channel import Channel, ChannelTimeout
 NETWORK = Network(hosts=[[0], [1]], names=["alpha", "beta"], listen="127.0.0.1", secret=Secret(token=b"t" * 32))
 
 
-def place(seat: int, timeout_s: float) -> Any:
-    return SimpleNamespace(seat=seat, size=2, servers=1, timeout_s=timeout_s, network=NETWORK.to_json())
+def place(process_index: int, timeout_s: float) -> Any:
+    return SimpleNamespace(
+        process_index=process_index, size=2, servers=1, timeout_s=timeout_s, network=NETWORK.to_json()
+    )
 
 
 class Meeting:
@@ -29,7 +31,7 @@ class Meeting:
     def __init__(self, shut: list[Any]) -> None:
         self.shut = shut
 
-    def meet(self, name: str, seats: Sequence[int], value: Any) -> list[Any]:
+    def meet(self, name: str, process_indices: Sequence[int], value: Any) -> list[Any]:
         return [self.shut, value]
 
 
@@ -62,9 +64,9 @@ def test_who_connects_gives_up_before_who_waits_and_both_before_the_driver(
         raise PeerLost(0, "alpha", "connecting", 0, 0.0)
 
     monkeypatch.setattr(connections, "connect_all", connect_all)
-    for seat in (0, 1):
+    for process_index in (0, 1):
         with pytest.raises(PeerLost):
-            connections.group_of(place(seat, timeout_s), meeting)
+            connections.group_of(place(process_index, timeout_s), meeting)
     assert tuple(given) == expected
     assert max(given) < timeout_s
 

@@ -20,7 +20,7 @@ from manyhands.engines.hosts.secret import Secret
 from manyhands.errors import BadInput, WorkerFailed
 from manyhands.events import Event
 from manyhands.server.base import ServerSpec
-from manyhands.testing.engine_suite import ENGINE_EXAM
+from manyhands.testing.engine_suite import ENGINE_SUITE
 from manyhands.transport.address import parse_address
 from manyhands.transport.channel import ChannelClosed
 from manyhands.transport.credentials import Credentials
@@ -60,8 +60,9 @@ def agree(worker: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_two_workers_here_and_two_that_join() -> None:
-    values = Run(Hosts(here=2), joined_by(2)).launch(agree, LaunchSpec(workers=4, timeout_s=30))
+    values = Run(Hosts(local_workers=2), joined_by(2)).launch(agree, LaunchSpec(workers=4, timeout_s=30))
     assert [value["rank"] for value in values] == [(0, 0, 4), (1, 1, 4), (2, 0, 4), (3, 1, 4)]
     for value in values:
         assert torch.allclose(value["mean"], torch.full((2,), 3.0, dtype=torch.float64))
@@ -69,7 +70,7 @@ def test_two_workers_here_and_two_that_join() -> None:
         assert value["all"] == [0, 1, 2, 3]
 
 
-def test_one_worker_a_host_and_strangers_at_the_door(tmp_path: Path) -> None:
+def test_one_worker_a_host_and_unauthenticated_peers_at_the_door(tmp_path: Path) -> None:
     """Wrong credentials, another version, too many workers: each is refused with its reason, and the run goes on."""
     reasons: list[str] = []
 
@@ -78,13 +79,13 @@ def test_one_worker_a_host_and_strangers_at_the_door(tmp_path: Path) -> None:
         stranger = Secret(credentials=Credentials.create())
         own = Secret.load(tmp_path / "run.pem", tls=True)
         other = {**roster.hello(1), "versions": {**roster.versions(), "torch": "1.0"}}
-        for secret, said in [(stranger, roster.hello(1)), (own, other), (own, roster.hello(3))]:
+        for secret, output in [(stranger, roster.hello(1)), (own, other), (own, roster.hello(3))]:
             with pytest.raises(ChannelClosed) as refused:
-                connect(place, said, **secret.proof, peer="the driver", timeout_s=5)
+                connect(place, output, **secret.proof, peer="the driver", timeout_s=5)
             reasons.append(str(refused.value))
         return joined_by(1, 1)(address)
 
-    run = Run(Hosts(here=1), begin)
+    run = Run(Hosts(local_workers=1), begin)
     values = run.launch(agree, LaunchSpec(workers=3, timeout_s=30))
     assert [value["rank"] for value in values] == [(0, 0, 3), (1, 0, 3), (2, 0, 3)]
     assert all(value["all"] == [0, 1, 2] for value in values)
@@ -93,18 +94,18 @@ def test_one_worker_a_host_and_strangers_at_the_door(tmp_path: Path) -> None:
     assert "torch 1.0" in reasons[1]
     assert "join with --workers 2" in reasons[2]
     assert [joiner.error for joiner in run.joined] == [None, None]
-    assert run.said[-1].startswith("3 of 3 workers are here")
+    assert run.output[-1].startswith("3 of 3 workers are here")
 
 
 def serve(worker: Any) -> list[float]:
     """Every worker adds its rank + 1 to the center, in its own time."""
     center, server = torch.zeros(1000), worker.server
     server.initialize(center)
-    server.begin()
+    server.activate()
     server.pull(center)
     server.push(torch.full_like(center, worker.rank + 1.0))
     server.tick()
-    server.park()
+    server.deactivate()
     worker.group.barrier()
     server.center(center)
     worker.group.barrier()
@@ -112,24 +113,26 @@ def serve(worker: Any) -> list[float]:
     return [center[0].item(), center[-1].item()]
 
 
+@pytest.mark.slow
 def test_workers_of_both_hosts_reach_every_shard_of_the_server() -> None:
     plan = LaunchSpec(workers=3, timeout_s=30, server=ServerSpec(rule="add"), servers=2)
-    assert Run(Hosts(here=1), joined_by(2)).launch(serve, plan) == [[6.0, 6.0]] * 3
+    assert Run(Hosts(local_workers=1), joined_by(2)).launch(serve, plan) == [[6.0, 6.0]] * 3
 
 
 class Joined(Engine):
-    """Engine `hosts`, with a joiner for all but one of the workers: as the exam wants it."""
+    """Engine `hosts`, with a joiner for all but one of the workers: as the conformance suite wants it."""
 
     name = "hosts"
 
     def launch(self, program: Callable[[Any], Any], plan: LaunchSpec) -> list[Any]:
-        return Run(Hosts(here=1), joined_by(plan.workers - 1)).launch(program, plan)
+        return Run(Hosts(local_workers=1), joined_by(plan.workers - 1)).launch(program, plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", ["group", "stopping", "bad_input"])
-def test_the_exam_of_engines(check: str) -> None:
+def test_the_conformance_suite(check: str) -> None:
     """The other checks are the tests of this file."""
-    ENGINE_EXAM[check](Joined(), workers=3 if check == "group" else 2)
+    ENGINE_SUITE[check](Joined(), workers=3 if check == "group" else 2)
 
 
 class Listening(Observer):
@@ -148,9 +151,10 @@ def talk(worker: Any) -> Any:
     return worker.ask("question", what=worker.rank)["heard"]
 
 
+@pytest.mark.slow
 def test_without_tls_the_run_says_so_and_events_and_questions_pass() -> None:
     listening = Listening()
-    run = Run(Hosts(here=1, tls=False), joined_by(1, tls=False))
+    run = Run(Hosts(local_workers=1, tls=False), joined_by(1, tls=False))
     assert run.launch(talk, LaunchSpec(workers=2, timeout_s=30, observer=listening)) == [0, 1]
     assert sorted(event.values["n"] for event in listening.events if event.type == "note") == [0, 1]
     (warning,) = [event.values["message"] for event in listening.events if event.type == "warning"]
@@ -167,8 +171,8 @@ WAITING = """
 from manyhands.engines.base import LaunchSpec
 from manyhands.engines.hosts.engine import Hosts
 
-engine = Hosts(here=1, wait_s=60)
-engine.voice.say = lambda text: print("waiting", flush=True)
+engine = Hosts(local_workers=1, wait_s=60)
+engine.announcer.say = lambda text: print("waiting", flush=True)
 engine.launch(print, LaunchSpec(workers=2))
 """
 
@@ -190,8 +194,9 @@ def test_no_key_outlives_a_driver_that_is_killed_while_it_waits(
     wait_until(lambda: not driver.processes())
 
 
+@pytest.mark.slow
 def test_an_error_there_is_raised_here() -> None:
-    run = Run(Hosts(here=1), joined_by(1))
+    run = Run(Hosts(local_workers=1), joined_by(1))
     with pytest.raises(WorkerFailed, match=r"worker 1 on .*KeyError: 'lost'") as failed:
         run.launch(fail_on_1, LaunchSpec(workers=2, timeout_s=30))
     assert (failed.value.rank, failed.value.error) == (1, "KeyError")
@@ -203,6 +208,7 @@ class Odd:
     pass
 
 
+@pytest.mark.slow
 def test_a_value_that_does_not_travel() -> None:
     with pytest.raises(BadInput, match="the value that worker 1 returned is a Odd, which does not travel"):
-        Run(Hosts(here=1), joined_by(1)).launch(lambda worker: Odd(), LaunchSpec(workers=2, timeout_s=30))
+        Run(Hosts(local_workers=1), joined_by(1)).launch(lambda worker: Odd(), LaunchSpec(workers=2, timeout_s=30))

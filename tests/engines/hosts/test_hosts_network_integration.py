@@ -30,8 +30,8 @@ DRIVER = (
     WORK
     + """
 from manyhands.engines.hosts.engine import Hosts
-engine = Hosts(listen="10.77.0.1", here=2)
-engine.voice.say = lambda text: print(text, flush=True)
+engine = Hosts(listen="10.77.0.1", local_workers=2)
+engine.announcer.say = lambda text: print(text, flush=True)
 print(json.dumps(engine.launch(agree, LaunchSpec(workers=3, timeout_s=60))), flush=True)
 """
 )
@@ -57,6 +57,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": source(), "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.slow
 def test_the_printed_command_joins_from_another_host(
     hosts: TwoHosts, environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -65,30 +66,30 @@ def test_the_printed_command_joins_from_another_host(
         folder.mkdir()
     driver = hosts.python(0, "-c", DRIVER, env=environment, cwd=folders[0])
     assert driver.stdout is not None
-    said = ""
+    output = ""
     while not (
-        found := re.search(r"scp -p 10\.77\.0\.1:(\S+) \.\n\s+MANYHANDS_CREDENTIALS=(\S+) manyhands (join .*)", said)
+        found := re.search(r"scp -p 10\.77\.0\.1:(\S+) \.\n\s+MANYHANDS_CREDENTIALS=(\S+) manyhands (join .*)", output)
     ):
         line = driver.stdout.readline()
-        assert line, said
-        said += line
+        assert line, output
+        output += line
     credentials = folders[1] / found[2]
     credentials.touch(0o600)  # what scp -p does
     credentials.write_bytes(Path(found[1]).read_bytes())
     command = "import sys; from manyhands.cli.commands import main; main()"
     environment["MANYHANDS_CREDENTIALS"] = found[2]
     joiner = hosts.python(1, "-c", command, *found[3].split(), env=environment, cwd=folders[1])
-    said, _ = driver.communicate(timeout=60)
+    output, _ = driver.communicate(timeout=60)
     heard, _ = joiner.communicate(timeout=20)
-    assert (driver.returncode, joiner.returncode) == (0, 0), said + heard
-    values = json.loads(said.splitlines()[-1])
+    assert (driver.returncode, joiner.returncode) == (0, 0), output + heard
+    values = json.loads(output.splitlines()[-1])
     assert [(value["host"], value["folder"]) for value in values] == [
         ("alpha", str(folders[0])),
         ("alpha", str(folders[0])),
         ("beta", str(folders[1])),
     ]
     assert [value["mean"] for value in values] == pytest.approx([14 / 6] * 3, abs=1e-12)
-    assert "3 of 3 workers are here: alpha 2, beta 1" in said
+    assert "3 of 3 workers are here: alpha 2, beta 1" in output
     assert not Path(found[1]).parent.exists()
 
 
@@ -110,10 +111,10 @@ def test_torchrun_over_two_hosts(hosts: TwoHosts, environment: dict[str, str], t
         )
         for host in range(2)
     ]
-    said = [process.communicate(timeout=60)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
+    output = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(output)
     # By what it begins with: the agent that ends last tells, after the result, that the other one's store is gone.
-    values = [json.loads(line)[0] for text in said for line in text.splitlines() if line.startswith("[{")]
+    values = [json.loads(line)[0] for text in output for line in text.splitlines() if line.startswith("[{")]
     assert [(value["host"], value["group"]) for value in values] == [("alpha", "TorchGroup"), ("beta", "TorchGroup")]
     assert [value["mean"] for value in values] == pytest.approx([5 / 3] * 2, abs=1e-12)
 
@@ -142,6 +143,7 @@ def test_the_blocks_are_those_that_are_followed_here() -> None:
     assert (len(shown("hosts.md")), len(shown("clusters.md"))) == (2, 1)
 
 
+@pytest.mark.slow
 def test_hosts_joined_by_ssh_as_the_docs_show_it(hosts: TwoHosts, environment: dict[str, str], tmp_path: Path) -> None:
     """ssh and scp are what reaches the other namespace."""
     here, there = tmp_path / "here", tmp_path / "there"
@@ -157,12 +159,13 @@ def test_hosts_joined_by_ssh_as_the_docs_show_it(hosts: TwoHosts, environment: d
     script = hosts.start(
         0, "bash", "-ec", shown("hosts.md")[0], env={**environment, "PATH": path, "HOME": str(here)}, cwd=here
     )
-    said, _ = script.communicate(timeout=100)
-    assert script.returncode == 0, said
-    assert "4 of 4 workers are here: alpha 2, beta 2" in said
-    assert "Advice: " in said
+    output, _ = script.communicate(timeout=100)
+    assert script.returncode == 0, output
+    assert "4 of 4 workers are here: alpha 2, beta 2" in output
+    assert "Advice: " in output
 
 
+@pytest.mark.slow
 def test_a_batch_script_of_slurm_as_the_docs_show_it(
     hosts: TwoHosts, environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -174,12 +177,13 @@ def test_a_batch_script_of_slurm_as_the_docs_show_it(
     )
     known = {**environment, "PATH": path, "HOME": str(tmp_path), "SLURM_JOB_ID": "7"}
     script = hosts.start(0, "bash", "-ec", shown("hosts.md")[1], env=known, cwd=tmp_path)
-    said, _ = script.communicate(timeout=100)
-    assert script.returncode == 0, said
-    assert "12 of 12 workers are here" in said
-    assert "Advice: " in said
+    output, _ = script.communicate(timeout=100)
+    assert script.returncode == 0, output
+    assert "12 of 12 workers are here" in output
+    assert "Advice: " in output
 
 
+@pytest.mark.slow
 def test_another_frameworks_script_on_two_hosts_as_the_docs_show_it(
     hosts: TwoHosts, environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -192,13 +196,13 @@ def test_another_frameworks_script_on_two_hosts_as_the_docs_show_it(
     }
     driver = hosts.start(0, "bash", "-ec", shown("clusters.md")[0], env=known, cwd=tmp_path)
     assert driver.stdout is not None
-    said = ""
-    while not (found := re.search(r"manyhands (join .*)", said)):
+    output = ""
+    while not (found := re.search(r"manyhands (join .*)", output)):
         line = driver.stdout.readline()
-        assert line, said
-        said += line
+        assert line, output
+        output += line
     joiner = hosts.start(1, "manyhands", *found[1].split(), env=known, cwd=tmp_path)
     rest, _ = driver.communicate(timeout=100)
     heard, _ = joiner.communicate(timeout=20)
-    assert (driver.returncode, joiner.returncode) == (0, 0), said + rest + heard
-    assert (said + rest + heard).count("ranks: 4") == 4
+    assert (driver.returncode, joiner.returncode) == (0, 0), output + rest + heard
+    assert (output + rest + heard).count("ranks: 4") == 4

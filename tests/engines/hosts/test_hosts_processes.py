@@ -25,20 +25,20 @@ class Line:
 
     def __init__(self) -> None:
         here, there = (Channel(sock, peer="the other", timeout_s=5.0) for sock in socket.socketpair())
-        self.crew, self.agent = RemoteProcesses(MessageChannel(here), "beta"), MessageChannel(there)
-        self.crew.take_seats([2, 3], "beta", {"hosts": [[0, 1], [2, 3]], "names": ["alpha", "beta"]})
+        self.host_processes, self.agent = RemoteProcesses(MessageChannel(here), "beta"), MessageChannel(there)
+        self.host_processes.assign([2, 3], "beta", {"hosts": [[0, 1], [2, 3]], "names": ["alpha", "beta"]})
 
-    def letter(self) -> HostMessage:
-        (letter,) = self.agent.wait(5.0)
-        return letter
+    def message(self) -> HostMessage:
+        (message,) = self.agent.wait(5.0)
+        return message
 
-    def said(self, seat: int, body: Body, tensors: list[torch.Tensor] | None = None) -> None:
-        self.agent.send({"type": "seat", "seat": seat, "body": body}, tensors or [])
+    def output(self, process_index: int, body: Body, tensors: list[torch.Tensor] | None = None) -> None:
+        self.agent.send({"type": "from_process", "process_index": process_index, "body": body}, tensors or [])
 
     def received(self, count: int) -> list[tuple[int, Body]]:
         came: list[tuple[int, Body]] = []
         for _ in range(500):
-            came += self.crew.receive()
+            came += self.host_processes.receive()
             if len(came) >= count:
                 break
             threading.Event().wait(0.01)
@@ -49,7 +49,7 @@ class Line:
 def line() -> Iterator[Line]:
     made = Line()
     yield made
-    made.crew.leave("")
+    made.host_processes.leave("")
     made.agent.close()
 
 
@@ -58,13 +58,18 @@ def test_the_program_arrives_and_the_drivers_own_places_do_not(line: Line, monke
     monkeypatch.setenv("MANYHANDS_CREDENTIALS", "/secret")
     program = serialize({"data": torch.arange(50_000)}, "the program")
     shared = {"size": 4, "path": ["/here"], "folder": "/here", "environment": {"HOME": "/root"}, "threads": None}
-    line.crew.start(shared, program)
-    letter = line.letter()
-    assert letter.body["shared"] == {"size": 4, "threads": None, "seats": [2, 3], "network": line.crew.network}
-    assert letter.body["variables"]["MANYHANDS_STRATEGY"] == "local-sgd"
-    assert "MANYHANDS_CREDENTIALS" not in letter.body["variables"]
+    line.host_processes.start(shared, program)
+    message = line.message()
+    assert message.body["shared"] == {
+        "size": 4,
+        "threads": None,
+        "process_indices": [2, 3],
+        "network": line.host_processes.network,
+    }
+    assert message.body["variables"]["MANYHANDS_STRATEGY"] == "local-sgd"
+    assert "MANYHANDS_CREDENTIALS" not in message.body["variables"]
     copy = os.memfd_create("copy")
-    os.write(copy, letter.tensors[0].numpy().tobytes())
+    os.write(copy, message.tensors[0].numpy().tobytes())
     assert torch.equal(deserialize(copy, mapped=True)["data"], torch.arange(50_000))
     os.close(copy)
     os.close(program)
@@ -72,9 +77,9 @@ def test_the_program_arrives_and_the_drivers_own_places_do_not(line: Line, monke
 
 def test_what_a_seat_says_is_carried_in_order(line: Line) -> None:
     beat = {"type": "beat", "phase": "compute", "step": 7, "idle_s": 0.0, "events": []}
-    line.said(2, beat)
-    line.said(3, {"type": "value", "value": {"dict": {"a": {"tensor": 0}}}}, [torch.ones(2)])
-    line.said(2, {"type": "exited", "status": 0, "phase": None, "step": None, "detail": ""})
+    line.output(2, beat)
+    line.output(3, {"type": "value", "value": {"dict": {"a": {"tensor": 0}}}}, [torch.ones(2)])
+    line.output(2, {"type": "exited", "status": 0, "phase": None, "step": None, "detail": ""})
     first, second, third = line.received(3)
     assert first == (2, beat)
     assert torch.equal(second[1]["value"]["a"], torch.ones(2))
@@ -82,13 +87,13 @@ def test_what_a_seat_says_is_carried_in_order(line: Line) -> None:
 
 
 def test_a_seat_of_another_host_is_not_heard(line: Line) -> None:
-    line.said(0, {"type": "value", "value": 1})
-    line.said(2, {"type": "started"})
+    line.output(0, {"type": "value", "value": 1})
+    line.output(2, {"type": "started"})
     assert line.received(1) == [(2, {"type": "started"})]
 
 
 def test_a_value_that_makes_no_sense_is_an_error(line: Line) -> None:
-    line.said(2, {"type": "value", "value": {"tensor": 0}})
+    line.output(2, {"type": "value", "value": {"tensor": 0}})
     with pytest.raises(WorkerFailed, match="host beta .* worker 2 sent .*cannot be read"):
         line.received(1)
 
@@ -98,17 +103,17 @@ def test_a_value_that_makes_no_sense_is_an_error(line: Line) -> None:
     [None, {"type": "beat"}, {"type": "beat", "phase": [], "step": 0, "idle_s": 0, "events": []}, {"type": "lost"}],
 )
 def test_a_malformed_message_names_its_host(line: Line, body: Any) -> None:
-    line.agent.send({"type": "seat", "seat": 3, "body": body})
+    line.agent.send({"type": "from_process", "process_index": 3, "body": body})
     with pytest.raises(WorkerFailed, match="host beta sent what makes no sense: worker 3 sent ") as raised:
         line.received(1)
     assert (raised.value.rank, raised.value.host) == (3, "beta")
 
 
 def test_an_answer_without_what_was_asked_for_is_none(line: Line) -> None:
-    line.agent.send({"type": "seat"})
+    line.agent.send({"type": "from_process"})
     line.agent.send({"type": "stacks", "stacks": [], "where": {"2": "x", "3": ["compute", -1]}})
-    assert line.crew.stacks() == {2: "", 3: ""}
-    assert line.crew.where() == {}
+    assert line.host_processes.stacks() == {2: "", 3: ""}
+    assert line.host_processes.where() == {}
     line.agent.send({"type": "failed", "message": ["\x1b[2J"]})
     with pytest.raises(WorkerFailed, match="x1b") as raised:
         line.received(1)
@@ -116,54 +121,54 @@ def test_an_answer_without_what_was_asked_for_is_none(line: Line) -> None:
 
 
 def test_orders_reach_the_agent(line: Line) -> None:
-    line.crew.tell(3, {"type": "stop", "reason": "x"})
-    line.crew.signal(15)
-    bodies = [letter.body for letter in [*line.agent.wait(5.0), *line.agent.wait(1.0)]]
+    line.host_processes.tell(3, {"type": "stop", "reason": "x"})
+    line.host_processes.signal(15)
+    bodies = [message.body for message in [*line.agent.wait(5.0), *line.agent.wait(1.0)]]
     assert bodies == [
-        {"type": "tell", "seat": 3, "body": {"type": "stop", "reason": "x"}},
+        {"type": "to_process", "process_index": 3, "body": {"type": "stop", "reason": "x"}},
         {"type": "signal", "number": 15},
     ]
 
 
 def test_stacks_are_asked_for_and_what_comes_before_them_is_kept(line: Line) -> None:
-    line.said(2, {"type": "started"})
+    line.output(2, {"type": "started"})
     line.agent.send({"type": "stacks", "stacks": {"2": "here"}, "where": {"2": ["validation", 4], "9": ["x", 1]}})
-    assert line.crew.stacks() == {2: "here", 3: ""}
-    assert line.crew.where() == {2: ("validation", 4)}
+    assert line.host_processes.stacks() == {2: "here", 3: ""}
+    assert line.host_processes.where() == {2: ("validation", 4)}
     assert line.received(1) == [(2, {"type": "started"})]
 
 
 def test_the_end_waits_until_the_host_is_empty(line: Line) -> None:
-    ended = threading.Thread(target=line.crew.end, args=(0.5,))
+    ended = threading.Thread(target=line.host_processes.end, args=(0.5,))
     ended.start()
-    assert line.letter().body == {"type": "end", "grace_s": 0.5}
+    assert line.message().body == {"type": "end", "grace_s": 0.5}
     assert ended.is_alive()
     line.agent.send({"type": "idle"})
     ended.join(5)
     assert not ended.is_alive()
-    line.crew.end(0.5)  # idempotent: asks nobody
-    line.crew.leave("what went wrong")
-    assert line.letter().body == {"type": "over", "error": "what went wrong", "preempted": False}
+    line.host_processes.end(0.5)  # idempotent: asks nobody
+    line.host_processes.leave("what went wrong")
+    assert line.message().body == {"type": "over", "error": "what went wrong", "preempted": False}
 
 
 def test_nothing_is_awaited_from_a_silent_host(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert line.crew.silent_s() < 5.0
-    monkeypatch.setattr(line.crew._post, "silent_s", lambda: 7.0)
-    monkeypatch.setattr(line.crew._post, "wait", lambda timeout_s: pytest.fail("it waits"))
-    assert line.crew.stacks() == {2: "", 3: ""}
-    line.crew.end(0.5)
+    assert line.host_processes.silent_s() < 5.0
+    monkeypatch.setattr(line.host_processes._post, "silent_s", lambda: 7.0)
+    monkeypatch.setattr(line.host_processes._post, "wait", lambda timeout_s: pytest.fail("it waits"))
+    assert line.host_processes.stacks() == {2: "", 3: ""}
+    line.host_processes.end(0.5)
 
 
 def test_a_host_that_is_gone_is_told_of_each_of_its_workers(line: Line) -> None:
-    line.said(2, {"type": "beat", "phase": "exchange", "step": 9, "idle_s": 0.0, "events": []})
+    line.output(2, {"type": "beat", "phase": "exchange", "step": 9, "idle_s": 0.0, "events": []})
     line.agent.close()
     lost = line.received(3)[1:]
-    assert [(seat, body["type"]) for seat, body in lost] == [(2, "lost"), (3, "lost")]
+    assert [(process_index, body["type"]) for process_index, body in lost] == [(2, "lost"), (3, "lost")]
     assert [(body["phase"], body["step"]) for _, body in lost] == [("exchange", 9), ("start", 0)]
     assert all(body["why"].startswith("the connection to its host ended (") for _, body in lost)
-    assert line.crew.receive() == []
-    line.crew.tell(2, {"type": "stop", "reason": ""})  # passed over
-    line.crew.end(0.0)
+    assert line.host_processes.receive() == []
+    line.host_processes.tell(2, {"type": "stop", "reason": ""})  # passed over
+    line.host_processes.end(0.0)
 
 
 def test_a_dead_fork_server_there(line: Line) -> None:
@@ -175,7 +180,7 @@ def test_a_dead_fork_server_there(line: Line) -> None:
 
 def test_a_host_that_was_asked_to_end(line: Line) -> None:
     line.agent.send({"type": "preempted"})
-    line.said(2, {"type": "started"})
-    assert not line.crew.preempted
+    line.output(2, {"type": "started"})
+    assert not line.host_processes.preempted
     line.received(1)
-    assert line.crew.preempted
+    assert line.host_processes.preempted

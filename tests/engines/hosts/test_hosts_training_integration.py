@@ -25,11 +25,12 @@ def credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def train(given: mh.Task, strategy: str, *, tls: bool = True, **options: Any) -> mh.Run:
     """One worker here, and one that joins."""
-    run = Run(Hosts(here=1, tls=tls), joined_by(1, tls=tls))
+    run = Run(Hosts(local_workers=1, tls=tls), joined_by(1, tls=tls))
     fields = {"engine": run.engine, "strategy": strategy, "workers": 2, "threads_per_worker": 1, **options}
     return run.during(lambda: mh.train(given, **fields))
 
 
+@pytest.mark.slow
 def test_workers_of_two_hosts_at_their_own_pace_train_every_row_once_and_it_can_be_replayed(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run = train(task(), "downpour", run_dir=folder)
@@ -40,6 +41,7 @@ def test_workers_of_two_hosts_at_their_own_pace_train_every_row_once_and_it_can_
     assert mh.replay(folder, task=task()).identical
 
 
+@pytest.mark.slow
 def test_in_step_over_two_hosts_it_is_what_it_is_on_one_and_without_tls_the_summary_says_so(local: Local) -> None:
     fields = {"strategy": "easgd:via=group", "workers": 2, "threads_per_worker": 1}
     here = mh.train(task(), engine=local, **fields)
@@ -47,13 +49,14 @@ def test_in_step_over_two_hosts_it_is_what_it_is_on_one_and_without_tls_the_summ
     there = train(task(), "easgd:via=group", tls=False, threads_per_worker=cores)
     assert there.rows["total"] == 390
     assert (there.parameters - here.parameters).abs().max() < 1e-12
-    said = " ".join(there.summary().split())
-    assert "WITHOUT TLS on 127.0.0.1" in said
-    assert "could read and change what was sent, the program included" in said
-    assert f"2 workers with {2 * cores} threads on" in said  # the one that joined is on this very machine
+    output = " ".join(there.summary().split())
+    assert "WITHOUT TLS on 127.0.0.1" in output
+    assert "could read and change what was sent, the program included" in output
+    assert f"2 workers with {2 * cores} threads on" in output  # the one that joined is on this very machine
     assert there.info["machines"][0]["cores"] == cores
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["", "local://"])
 def test_stopped_on_two_hosts_and_resumed_on_one(scheme: str, local: Local, tmp_path: Path) -> None:
     """Every row is trained once, whoever is there; with a run directory on a disk, and at a URL."""

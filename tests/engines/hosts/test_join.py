@@ -26,8 +26,8 @@ SECRET = Secret(token=b"t" * 32)
 class NotesCrew:
     """Instead of a LocalCrew: says what the test lays into `says`, and writes down what it is told."""
 
-    def __init__(self, spawner: Any, seats: list[int], timeout_s: float, host: str, network: Body) -> None:
-        self.seats, self.host, self.network = seats, host, network
+    def __init__(self, spawner: Any, process_indices: list[int], timeout_s: float, host: str, network: Body) -> None:
+        self.process_indices, self.host, self.network = process_indices, host, network
         self.notes: list[Any] = []
         self.says: list[tuple[int, Body]] = []
         self.error: Exception | None = None
@@ -39,18 +39,18 @@ class NotesCrew:
     def filenos(self) -> list[int]:
         return [self.read]
 
-    def say(self, seat: int, body: Body) -> None:
-        self.says.append((seat, body))
+    def say(self, process_index: int, body: Body) -> None:
+        self.says.append((process_index, body))
         os.write(self.write, b".")
 
     def receive(self) -> list[tuple[int, Body]]:
         if self.error is not None:
             raise self.error
-        said, self.says = self.says, []
-        return said
+        output, self.says = self.says, []
+        return output
 
-    def tell(self, seat: int, body: Body) -> None:
-        self.notes.append((seat, body))
+    def tell(self, process_index: int, body: Body) -> None:
+        self.notes.append((process_index, body))
 
     def signal(self, number: int) -> None:
         self.notes.append(number)
@@ -71,9 +71,9 @@ class Driver:
     def __init__(self) -> None:
         here, there = (Channel(sock, peer="the driver", timeout_s=5.0) for sock in socket.socketpair())
         self.post = MessageChannel(here)
-        self.said: list[str] = []
+        self.output: list[str] = []
         offer = Join(address="127.0.0.1:1", workers=2, listen="10.0.0.2", threads=3)
-        self.agent = Agent(offer, SECRET, None, self.said.append)  # type: ignore[arg-type]
+        self.agent = Agent(offer, SECRET, None, self.output.append)  # type: ignore[arg-type]
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._serve, args=(MessageChannel(there, self.agent.memory_for),))
         self.thread.start()
@@ -87,7 +87,7 @@ class Driver:
     def launch(self) -> NotesCrew:
         shared = {
             "size": 4,
-            "seats": [2, 3],
+            "process_indices": [2, 3],
             "timeout_s": 9.0,
             "network": {"hosts": [[0, 1], [2, 3]], "names": ["a", "b"]},
             "threads": None,
@@ -95,14 +95,14 @@ class Driver:
         body = {"type": "launch", "host": "b", "shared": shared, "variables": {"MANYHANDS_STRATEGY": "easgd"}}
         self.post.send(body, [torch.frombuffer(bytearray(b"program"), dtype=torch.uint8)])
         self.post.send({"type": "stacks"})
-        assert self.letter().body == {"type": "stacks", "stacks": {"2": "stack"}, "where": {"2": ["validation", 7]}}
-        crew = self.agent._crew
-        assert isinstance(crew, NotesCrew)
-        return crew
+        assert self.message().body == {"type": "stacks", "stacks": {"2": "stack"}, "where": {"2": ["validation", 7]}}
+        host_processes = self.agent._processes
+        assert isinstance(host_processes, NotesCrew)
+        return host_processes
 
-    def letter(self) -> HostMessage:
-        (letter,) = self.post.wait(5.0)
-        return letter
+    def message(self) -> HostMessage:
+        (message,) = self.post.wait(5.0)
+        return message
 
     def end(self, error: str | None = "", **more: Any) -> None:
         if error is not None:
@@ -122,40 +122,40 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
 
 def test_this_hosts_own_place_and_the_drivers_program(driver: Driver) -> None:
-    crew = driver.launch()
-    assert (crew.seats, crew.host, crew.program) == ([2, 3], "b", b"program")
-    assert crew.shared["folder"] == crew.shared["path"][0] == os.getcwd()
-    assert crew.shared["environment"] == {**os.environ, "MANYHANDS_STRATEGY": "easgd"}
-    assert crew.shared["threads"] == 3  # what this host offers, since the run does not say
-    assert crew.network["hosts"] == [[0, 1], [2, 3]]
-    assert crew.network["listen"] == "10.0.0.2"
-    assert Secret.from_json(crew.network["secret"]) == SECRET
+    host_processes = driver.launch()
+    assert (host_processes.process_indices, host_processes.host, host_processes.program) == ([2, 3], "b", b"program")
+    assert host_processes.shared["folder"] == host_processes.shared["path"][0] == os.getcwd()
+    assert host_processes.shared["environment"] == {**os.environ, "MANYHANDS_STRATEGY": "easgd"}
+    assert host_processes.shared["threads"] == 3  # what this host offers, since the run does not say
+    assert host_processes.network["hosts"] == [[0, 1], [2, 3]]
+    assert host_processes.network["listen"] == "10.0.0.2"
+    assert Secret.from_json(host_processes.network["secret"]) == SECRET
     driver.end()
     assert driver.error is None
-    assert crew.notes == [("end", 0.0)]
-    assert driver.said[-1] == "the run is done"
+    assert host_processes.notes == [("end", 0.0)]
+    assert driver.output[-1] == "the run is done"
 
 
 def test_messages_both_ways(driver: Driver) -> None:
-    crew = driver.launch()
-    driver.post.send({"type": "tell", "seat": 3, "body": {"type": "answer", "value": 1}})
+    host_processes = driver.launch()
+    driver.post.send({"type": "to_process", "process_index": 3, "body": {"type": "answer", "value": 1}})
     driver.post.send({"type": "signal", "number": 15})
-    crew.say(2, {"type": "started"})
-    assert driver.letter().body == {"type": "seat", "seat": 2, "body": {"type": "started"}}
+    host_processes.say(2, {"type": "started"})
+    assert driver.message().body == {"type": "from_process", "process_index": 2, "body": {"type": "started"}}
     driver.post.send({"type": "end", "grace_s": 0.5})
-    assert driver.letter().body == {"type": "idle"}
-    assert crew.notes == [(3, {"type": "answer", "value": 1}), 15, ("end", 0.5)]
+    assert driver.message().body == {"type": "idle"}
+    assert host_processes.notes == [(3, {"type": "answer", "value": 1}), 15, ("end", 0.5)]
     driver.end()
 
 
 def test_values_leave_as_json_and_tensors(driver: Driver) -> None:
-    crew = driver.launch()
-    crew.say(2, {"type": "value", "value": {"a": torch.ones(2)}})
-    letter = driver.letter()
-    assert letter.body["body"] == {"type": "value", "value": {"dict": {"a": {"tensor": 0}}}}
-    assert torch.equal(letter.tensors[0], torch.ones(2))
-    crew.say(3, {"type": "value", "value": {1}})
-    body = driver.letter().body["body"]
+    host_processes = driver.launch()
+    host_processes.say(2, {"type": "value", "value": {"a": torch.ones(2)}})
+    message = driver.message()
+    assert message.body["body"] == {"type": "value", "value": {"dict": {"a": {"tensor": 0}}}}
+    assert torch.equal(message.tensors[0], torch.ones(2))
+    host_processes.say(3, {"type": "value", "value": {1}})
+    body = driver.message().body["body"]
     assert (body["type"], body["family"], body["rank"]) == ("error", "BadInput", 3)
     assert "returned is a set, which does not travel" in body["message"]
     driver.end("it failed")
@@ -163,37 +163,37 @@ def test_values_leave_as_json_and_tensors(driver: Driver) -> None:
 
 
 def test_a_value_of_too_many_bytes_is_the_workers_error(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    crew = driver.launch()
+    host_processes = driver.launch()
     monkeypatch.setattr("manyhands.engines.hosts.message_channel.MAX_TENSOR_BYTES", 1000)
-    crew.say(2, {"type": "value", "value": torch.ones(1000)})
-    body = driver.letter().body["body"]
+    host_processes.say(2, {"type": "value", "value": torch.ones(1000)})
+    body = driver.message().body["body"]
     assert (body["type"], body["family"], body["rank"]) == ("error", "BadInput", 2)
     driver.end("it failed")
 
 
 def test_a_module_that_is_not_here_is_explained(driver: Driver) -> None:
-    crew = driver.launch()
-    crew.say(
+    host_processes = driver.launch()
+    host_processes.say(
         2, {"type": "error", "error": "ModuleNotFoundError", "phase": "start", "message": "No module named 'mine'"}
     )
-    message = driver.letter().body["body"]["message"]
+    message = driver.message().body["body"]["message"]
     assert message.startswith("No module named 'mine' (the driver's program needs it on this host too")
     driver.end()
 
 
 def test_a_dead_fork_server_is_told(driver: Driver) -> None:
-    crew = driver.launch()
-    crew.error = ManyhandsError("it was killed")
-    assert driver.letter().body == {"type": "failed", "message": "it was killed"}
+    host_processes = driver.launch()
+    host_processes.error = ManyhandsError("it was killed")
+    assert driver.message().body == {"type": "failed", "message": "it was killed"}
     driver.end("it was killed")
 
 
 def test_a_driver_that_is_gone_ends_this_hosts_workers(driver: Driver) -> None:
-    crew = driver.launch()
+    host_processes = driver.launch()
     driver.post.close()
     driver.end(None)
     assert "is gone" in str(driver.error)
-    assert crew.notes == [("end", 0.0)]
+    assert host_processes.notes == [("end", 0.0)]
 
 
 def test_a_driver_that_leaves_before_the_run(driver: Driver) -> None:
@@ -211,7 +211,7 @@ def test_asked_to_end_before_the_run(driver: Driver) -> None:
 def test_asked_to_end_in_the_run(driver: Driver) -> None:
     driver.launch()
     driver.agent._ask_to_end("preempted")
-    assert driver.letter().body == {"type": "preempted"}
+    assert driver.message().body == {"type": "preempted"}
     driver.end()
     assert isinstance(driver.error, Preempted)
 

@@ -35,8 +35,8 @@ DRIVER = """
             worker.group.barrier()
             time.sleep(0.01)  # leaves cores to the others
 
-    engine = Hosts(here=1)
-    engine.voice.say = lambda text: print(text.replace("\\n", " "), flush=True)
+    engine = Hosts(local_workers=1)
+    engine.announcer.say = lambda text: print(text.replace("\\n", " "), flush=True)
     engine.launch(program, LaunchSpec(workers=3, timeout_s=20, observer=Hear()))
 """
 
@@ -96,12 +96,13 @@ def test_a_killed_worker_there_is_named(both: tuple[Script, Script, dict[int, in
 COMMAND = "from manyhands.cli.commands import main; main()"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", ["joined host", "driver"])
 def test_sigterm_on_either_host_leaves_a_checkpoint_of_all_ranks_and_both_end_with_75(
     asked: str, script: Start, tmp_path: Path
 ) -> None:
     """The commands themselves, each in a folder of its own: the joined host does not see the run directory."""
-    options = "-n 3 --here 2 --epochs 100000 --threads-per-worker 1 --log json --run-dir mine --engine hosts"
+    options = "-n 3 --local-workers 2 --epochs 100000 --threads-per-worker 1 --log json --run-dir mine --engine hosts"
     driver = script(f"import os\nos.makedirs('a')\nos.chdir('a')\n{COMMAND}", "train", "digits", *options.split())
     assert driver.process.stderr is not None
     while not (found := ADDRESS.search(line := driver.process.stderr.readline())):

@@ -38,8 +38,8 @@ def raw() -> Iterator[tuple[MessageChannel, Channel]]:
 
 
 def one(post: MessageChannel) -> HostMessage:
-    (letter,) = post.wait(5.0)
-    return letter
+    (message,) = post.wait(5.0)
+    return message
 
 
 def test_letters_arrive_with_their_tensors(ends: Ends) -> None:
@@ -50,11 +50,11 @@ def test_letters_arrive_with_their_tensors(ends: Ends) -> None:
         torch.empty(0),
         torch.ones(2, dtype=torch.bfloat16),
     ]
-    here.send({"type": "seat", "seat": 3}, tensors)
-    letter = one(there)
-    assert letter.body == {"type": "seat", "seat": 3}
-    assert [t.dtype for t in letter.tensors] == [t.dtype for t in tensors]
-    assert all(torch.equal(came, sent) for came, sent in zip(letter.tensors, tensors, strict=True))
+    here.send({"type": "from_process", "process_index": 3}, tensors)
+    message = one(there)
+    assert message.body == {"type": "from_process", "process_index": 3}
+    assert [t.dtype for t in message.tensors] == [t.dtype for t in tensors]
+    assert all(torch.equal(came, sent) for came, sent in zip(message.tensors, tensors, strict=True))
 
 
 def test_both_ways_in_order(ends: Ends) -> None:
@@ -64,8 +64,8 @@ def test_both_ways_in_order(ends: Ends) -> None:
         there.send({"type": "b", "i": i})
     came: dict[str, list[int]] = {"a": [], "b": []}
     while min(map(len, came.values())) < 100:
-        for letter in [*here.wait(0.01), *there.wait(0.01)]:
-            came[letter.body["type"]].append(letter.body["i"])
+        for message in [*here.wait(0.01), *there.wait(0.01)]:
+            came[message.body["type"]].append(message.body["i"])
     assert came == {"a": list(range(100)), "b": list(range(100))}
 
 
@@ -167,8 +167,8 @@ def test_more_bytes_than_the_other_end_takes_are_not_sent(ends: Ends, monkeypatc
     monkeypatch.setattr("manyhands.engines.hosts.message_channel.MAX_TENSOR_BYTES", 8_000)
     here, there = ends
     with pytest.raises(BadInput, match=r"1.2e-05 GB of tensors .* at most 8e-06 GB do"):
-        here.send({"type": "seat"}, [torch.zeros(1000), torch.zeros(2000)])
-    here.send({"type": "seat"}, [torch.zeros(2000)])
+        here.send({"type": "from_process"}, [torch.zeros(1000), torch.zeros(2000)])
+    here.send({"type": "from_process"}, [torch.zeros(2000)])
     assert [tensor.shape for tensor in one(there).tensors] == [(2000,)]
 
 

@@ -28,9 +28,9 @@ def test_a_late_one() -> None:
 
 @pytest.mark.parametrize("name", ["python", "torch", "manyhands"])
 def test_other_versions_are_named(name: str) -> None:
-    said = hello(1)
-    said["versions"][name] = "0.0"
-    refusal = roster().refusal(said)
+    output = hello(1)
+    output["versions"][name] = "0.0"
+    refusal = roster().refusal(output)
     assert "versions differ" in refusal
     assert f"{name} 0.0" in refusal
 
@@ -53,7 +53,7 @@ def test_what_is_no_offer(change: dict[str, Any]) -> None:
 
 def test_ranks_are_contiguous_on_every_host() -> None:
     four = Roster(5, [Offer("alpha", 2), Offer("beta", 1), Offer("gamma", 2)])
-    assert four.seats() == [[0, 1], [2], [3, 4]]
+    assert four.process_indices() == [[0, 1], [2], [3, 4]]
     assert four.missing == 0
 
 
@@ -64,10 +64,10 @@ def test_hosts_of_one_name_are_told_apart() -> None:
 
 
 def test_a_hosts_name_commands_no_terminal_and_forges_no_line() -> None:
-    said = {**hello(1), "host": "beta\x1b[2J\nWARNING: all is well" + "x" * 1000}
-    assert roster().refusal(said) == ""
-    assert Roster.name_of(said).startswith("beta?[2J?WARNING: all is well")
-    assert len(Roster.name_of(said)) == 64
-    refused = roster().refusal({**said, "versions": {"python\x1b[1m": "3\n"}})
+    output = {**hello(1), "host": "beta\x1b[2J\nWARNING: all is well" + "x" * 1000}
+    assert roster().refusal(output) == ""
+    assert Roster.name_of(output).startswith("beta?[2J?WARNING: all is well")
+    assert len(Roster.name_of(output)) == 64
+    refused = roster().refusal({**output, "versions": {"python\x1b[1m": "3\n"}})
     assert "python?[1m 3?" in refused
-    assert roster().refusal({**said, "host": ""}) != ""
+    assert roster().refusal({**output, "host": ""}) != ""

@@ -81,12 +81,13 @@ DRIVER = """
         while True:
             worker.group.barrier()
 
-    engine = Hosts(here=1)
-    engine.voice.say = lambda text: print(text.replace("\\n", " "), flush=True)
+    engine = Hosts(local_workers=1)
+    engine.announcer.say = lambda text: print(text.replace("\\n", " "), flush=True)
     engine.launch(program, LaunchSpec(workers=2, timeout_s=5, observer=Hear()))
 """
 
 
+@pytest.mark.slow
 def test_a_silent_host_is_called_silent_and_its_stacks_are_not_awaited(
     script: Callable[..., Script], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,9 @@ from manyhands.engines.local.fork_server import ForkServerRun
 @pytest.fixture
 def run() -> ForkServerRun:
     """Two workers and two shards of one host, and a third worker elsewhere."""
-    run = ForkServerRun({"size": 3, "seats": [0, 1, -1, -2]}, [os.open(os.devnull, os.O_RDONLY) for _ in range(3)])
+    run = ForkServerRun(
+        {"size": 3, "process_indices": [0, 1, -1, -2]}, [os.open(os.devnull, os.O_RDONLY) for _ in range(3)]
+    )
     run.connect()
     return run
 
@@ -29,17 +31,17 @@ def all_of(run: ForkServerRun) -> list[int]:
     return [*run.fds, *run.memory, *(end for pair in pairs for end in pair)]
 
 
-@pytest.mark.parametrize(("seat", "others"), [(0, [0, 1]), (1, [0, 1]), (-1, [0, 1]), (-2, [0, 1])])
-def test_a_process_keeps_its_own_channels_alone(run: ForkServerRun, seat: int, others: list[int]) -> None:
+@pytest.mark.parametrize(("process_index", "others"), [(0, [0, 1]), (1, [0, 1]), (-1, [0, 1]), (-2, [0, 1])])
+def test_a_process_keeps_its_own_channels_alone(run: ForkServerRun, process_index: int, others: list[int]) -> None:
     ends = {
         rank_and_shard: dict(zip(("worker", "shard"), pair, strict=True))
         for rank_and_shard, pair in run.channels.items()
     }
-    kept = run.keep(seat)
+    kept = run.keep(process_index)
     assert list(kept) == others
     for other, fd in kept.items():
-        rank, shard = (seat, other) if seat >= 0 else (other, -1 - seat)
-        assert fd == ends[rank, shard]["worker" if seat >= 0 else "shard"]
+        rank, shard = (process_index, other) if process_index >= 0 else (other, -1 - process_index)
+        assert fd == ends[rank, shard]["worker" if process_index >= 0 else "shard"]
     assert {fd for pair in ends.values() for fd in pair.values() if is_open(fd)} == set(kept.values())
     for fd in kept.values():
         os.close(fd)
@@ -88,6 +90,6 @@ def test_nothing_is_left_after_close(run: ForkServerRun) -> None:
 
 
 def test_a_worker_that_is_alone_on_its_host_shares_nothing() -> None:
-    run = ForkServerRun({"size": 3, "seats": [2]}, [])
+    run = ForkServerRun({"size": 3, "process_indices": [2]}, [])
     run.connect()
     assert all_of(run) == []

@@ -94,6 +94,7 @@ def test_what_loaders_leave_in_sessions_of_their_own_is_gone_when_the_driver_is_
     wait_until(lambda: not run.processes(), timeout_s=2.0)
 
 
+@pytest.mark.slow
 def test_what_loaders_leave_in_sessions_of_their_own_is_gone_when_a_worker_is_killed(
     script: Callable[..., Script],
 ) -> None:
@@ -102,6 +103,7 @@ def test_what_loaders_leave_in_sessions_of_their_own_is_gone_when_a_worker_is_ki
     assert ended(run)[0] == 1
 
 
+@pytest.mark.slow
 def test_fork_server_killed(script: Callable[..., Script]) -> None:
     """CASE 28."""
     run, _, server = running(script)
@@ -111,6 +113,7 @@ def test_fork_server_killed(script: Callable[..., Script]) -> None:
     assert "the parent of all workers, was killed by signal 9 (SIGKILL)" in err
 
 
+@pytest.mark.slow
 def test_worker_killed(script: Callable[..., Script]) -> None:
     """CASES 21, 28."""
     run, worker, _ = running(script)
@@ -123,6 +126,7 @@ def test_worker_killed(script: Callable[..., Script]) -> None:
     assert time.monotonic() - began < 2.0
 
 
+@pytest.mark.slow
 def test_ctrl_c(script: Callable[..., Script]) -> None:
     """CASES 22, 28: the signal goes to the driver's process group, as a terminal sends it; the workers print nothing."""
     run, _, _ = running(script)
@@ -144,6 +148,7 @@ def test_sigterm_to_all_reaches_only_the_driver(script: Callable[..., Script]) -
     assert (code, err) == (-signal.SIGTERM, "")
 
 
+@pytest.mark.slow
 def test_program_from_standard_input(script: Callable[..., Script]) -> None:
     program = """
         from manyhands.engines.base import LaunchSpec
@@ -173,6 +178,7 @@ def test_with_closed_standard_descriptors(script: Callable[..., Script], closed:
     assert out == ("" if 1 in closed else "a line\n" * 2)
 
 
+@pytest.mark.slow
 def test_two_runs_at_once_do_not_meet(script: Callable[..., Script]) -> None:
     """CASE 23."""
     text = """
@@ -187,6 +193,7 @@ def test_two_runs_at_once_do_not_meet(script: Callable[..., Script]) -> None:
     assert second.end() == (0, "[20, 21]\n", "")
 
 
+@pytest.mark.slow
 def test_loader_processes_of_a_worker(script: Callable[..., Script]) -> None:
     run = script("""
         import torch
@@ -204,6 +211,7 @@ def test_loader_processes_of_a_worker(script: Callable[..., Script]) -> None:
     assert run.processes() == []
 
 
+@pytest.mark.slow
 def test_torch_compile_counts_as_progress(script: Callable[..., Script]) -> None:
     run = script("""
         import sys, time

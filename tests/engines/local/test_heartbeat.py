@@ -97,16 +97,16 @@ def test_whoever_is_told_to_wait_waits_for_its_lease(pair: Pair) -> None:
 
 
 def test_a_meeting_brings_everybodys_value(pair: Pair) -> None:
-    pair.answering.send({"type": "met", "name": "ring", "values": [None, ["10.0.0.2", 4711]]})
-    assert pair.line.meet("ring", [0, 1], None) == [None, ["10.0.0.2", 4711]]
+    pair.answering.send({"type": "complete", "name": "ring", "values": [None, ["10.0.0.2", 4711]]})
+    assert pair.line.rendezvous("ring", [0, 1], None) == [None, ["10.0.0.2", 4711]]
     (question,) = [message.body for message in pair.answering.receive()]
-    assert question == {"type": "meet", "name": "ring", "seats": [0, 1], "value": None}
+    assert question == {"type": "arrive", "name": "ring", "process_indices": [0, 1], "value": None}
 
 
 def test_a_driver_that_does_not_answer_is_named(pair: Pair) -> None:
     pair.line._timeout_s = 0.01
-    with pytest.raises(ManyhandsError, match="did not answer the meeting 'ring' within 0 s"):
-        pair.line.meet("ring", [0, 1], None)
+    with pytest.raises(ManyhandsError, match="did not answer the rendezvous 'ring' within 0 s"):
+        pair.line.rendezvous("ring", [0, 1], None)
 
 
 def test_an_event_that_is_no_json_raises_at_once(pair: Pair) -> None:

@@ -53,15 +53,17 @@ def test_in_shared_memory(local: Local) -> None:
     assert local.launch(one_leaves, LaunchSpec(workers=3, timeout_s=30)) == [0.0, 1.0, 5.0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("credentials")
 @pytest.mark.parametrize("joining", [(1, 1), (2,)], ids=["a ring", "a ring and shared memory"])
 def test_on_several_hosts(joining: tuple[int, ...]) -> None:
-    run = Run(Hosts(here=1), joined_by(*joining))
+    run = Run(Hosts(local_workers=1), joined_by(*joining))
     assert run.launch(one_leaves, LaunchSpec(workers=3, timeout_s=30)) == [0.0, 1.0, 5.0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("credentials")
 def test_an_error_is_told_and_not_that_its_worker_left() -> None:
     with pytest.raises(WorkerFailed, match="KeyError: 'lost'") as failed:
-        Run(Hosts(here=1), joined_by(1, 1)).launch(one_fails, LaunchSpec(workers=3, timeout_s=30))
+        Run(Hosts(local_workers=1), joined_by(1, 1)).launch(one_fails, LaunchSpec(workers=3, timeout_s=30))
     assert failed.value.rank == 1

@@ -49,6 +49,7 @@ def test_values_in_rank_order_and_a_group_that_works(local: Local) -> None:
         assert (weight, device) == (6.0, "cpu")
 
 
+@pytest.mark.slow
 def test_a_launch_of_its_own_leaves_no_process_and_no_descriptor(script: Any) -> None:
     """CASE 28; and the script needs no guard, and lambdas will do."""
     run = script("""
@@ -366,6 +367,7 @@ def test_two_threads_may_launch_at_once(local: Local) -> None:
     assert values == {base: [[base, base + 1]] * 2 for base in (10, 20)}
 
 
+@pytest.mark.slow
 def test_many_workers_at_a_low_limit_of_descriptors(script: Any) -> None:
     run = script("""
         import resource

@@ -30,15 +30,15 @@ class Forked:
     def launch(self, shared: dict[str, Any], program: int) -> None:
         self.shared = shared
 
-    def fork(self, seat: int, line: int, questions: int, stacks: int, status: int) -> None:
-        self.there[seat] = ControlSocket(socket.socket(fileno=os.dup(line)))
-        self.asking[seat] = ControlSocket(socket.socket(fileno=os.dup(questions)))
+    def fork(self, process_index: int, line: int, questions: int, stacks: int, status: int) -> None:
+        self.there[process_index] = ControlSocket(socket.socket(fileno=os.dup(line)))
+        self.asking[process_index] = ControlSocket(socket.socket(fileno=os.dup(questions)))
 
     def receive(self) -> list[ControlMessage]:
         return self.wire.receive()
 
-    def signal(self, seats: list[int], number: int) -> None:
-        self.signals.append((seats, number))
+    def signal(self, process_indices: list[int], number: int) -> None:
+        self.signals.append((process_indices, number))
 
     def died(self) -> int:
         return -9
@@ -54,53 +54,53 @@ def forked() -> Forked:
 
 
 @pytest.fixture
-def crew(forked: Forked) -> Iterator[LocalProcesses]:
-    crew = LocalProcesses(cast(Spawner, forked), [0, 1, -1], timeout_s=5.0, host="alpha")
-    crew.start({"threads": 3}, -1)
-    yield crew
-    crew.end(0.0)
+def host_processes(forked: Forked) -> Iterator[LocalProcesses]:
+    host_processes = LocalProcesses(cast(Spawner, forked), [0, 1, -1], timeout_s=5.0, host="alpha")
+    host_processes.start({"threads": 3}, -1)
+    yield host_processes
+    host_processes.end(0.0)
 
 
-def test_last_words_come_before_the_news_of_the_end(forked: Forked, crew: LocalProcesses) -> None:
+def test_last_words_come_before_the_news_of_the_end(forked: Forked, host_processes: LocalProcesses) -> None:
     """CASE 21: the exit alone would say that it died without a reason. They may come after its line was looked at."""
-    forked.server.send({"type": "exited", "seat": 1, "status": 1})
+    forked.server.send({"type": "exited", "process_index": 1, "status": 1})
     forked.there[1].send({"type": "error", "message": "weights"})
     forked.there[1].close()
     came: list[tuple[int, dict[str, Any]]] = []
-    crew._hear_server(came)
+    host_processes._hear_server(came)
     assert came == [
         (1, {"type": "error", "message": "weights"}),
         (1, {"type": "exited", "status": 1, "phase": None, "step": None, "detail": ""}),
     ]
-    assert crew.receive() == []
+    assert host_processes.receive() == []
 
 
-def test_questions_come_after_what_was_said_before_them(forked: Forked, crew: LocalProcesses) -> None:
+def test_questions_come_after_what_was_said_before_them(forked: Forked, host_processes: LocalProcesses) -> None:
     forked.there[0].send({"type": "beat"})
     forked.asking[0].send({"type": "ask"})
-    assert crew.receive() == [(0, {"type": "beat"}), (0, {"type": "ask"})]
+    assert host_processes.receive() == [(0, {"type": "beat"}), (0, {"type": "ask"})]
 
 
-def test_answers_and_stops_go_where_they_are_read(forked: Forked, crew: LocalProcesses) -> None:
-    crew.tell(1, {"type": "stop", "reason": "callback"})
-    crew.tell(1, {"type": "leased", "value": None})
+def test_answers_and_stops_go_where_they_are_read(forked: Forked, host_processes: LocalProcesses) -> None:
+    host_processes.tell(1, {"type": "stop", "reason": "callback"})
+    host_processes.tell(1, {"type": "leased", "value": None})
     assert [message.body for message in forked.there[1].receive()] == [{"type": "stop", "reason": "callback"}]
     assert [message.body for message in forked.asking[1].receive()] == [{"type": "leased", "value": None}]
 
 
-def test_a_value_comes_as_itself(forked: Forked, crew: LocalProcesses) -> None:
+def test_a_value_comes_as_itself(forked: Forked, host_processes: LocalProcesses) -> None:
     fd = serialize({"loss": [1.0, 2.0]}, "the value")
     forked.there[0].send({"type": "value"}, (fd,))
     os.close(fd)
-    assert crew.receive() == [(0, {"type": "value", "value": {"loss": [1.0, 2.0]}})]
+    assert host_processes.receive() == [(0, {"type": "value", "value": {"loss": [1.0, 2.0]}})]
 
 
-def test_a_value_that_cannot_be_rebuilt(forked: Forked, crew: LocalProcesses) -> None:
+def test_a_value_that_cannot_be_rebuilt(forked: Forked, host_processes: LocalProcesses) -> None:
     fd = serialize(Fragile(), "the value")
     forked.there[0].send({"type": "value"}, (fd,))
     os.close(fd)
     with pytest.raises(ManyhandsError, match=r"worker 0 returned cannot be rebuilt here \(ZeroDivisionError"):
-        crew.receive()
+        host_processes.receive()
 
 
 class Fragile:
@@ -108,38 +108,38 @@ class Fragile:
         return divmod, (1, 0)
 
 
-def test_one_descriptor_tells_of_all(forked: Forked, crew: LocalProcesses) -> None:
-    (ready,) = crew.filenos()
+def test_one_descriptor_tells_of_all(forked: Forked, host_processes: LocalProcesses) -> None:
+    (ready,) = host_processes.filenos()
     assert not select.select([ready], [], [], 0)[0]
     forked.there[-1].send({"type": "beat"})
     assert select.select([ready], [], [], 0)[0]
-    assert crew.receive() == [(-1, {"type": "beat"})]
+    assert host_processes.receive() == [(-1, {"type": "beat"})]
     forked.there[-1].close()
-    assert crew.receive() == []
+    assert host_processes.receive() == []
     assert not select.select([ready], [], [], 0)[0]
 
 
-def test_whoever_is_gone_is_told_nothing(forked: Forked, crew: LocalProcesses) -> None:
+def test_whoever_is_gone_is_told_nothing(forked: Forked, host_processes: LocalProcesses) -> None:
     forked.there[0].close()
-    crew.tell(0, {"type": "stop", "reason": "callback"})
-    crew.tell(1, {"type": "stop", "reason": "callback"})
+    host_processes.tell(0, {"type": "stop", "reason": "callback"})
+    host_processes.tell(1, {"type": "stop", "reason": "callback"})
     assert [message.body for message in forked.there[1].receive()] == [{"type": "stop", "reason": "callback"}]
 
 
-def test_signals_are_for_workers_and_stacks_for_all(forked: Forked, crew: LocalProcesses) -> None:
-    crew.signal(signal.SIGTERM)
-    assert crew.stacks() == {0: "", 1: "", -1: ""}
+def test_signals_are_for_workers_and_stacks_for_all(forked: Forked, host_processes: LocalProcesses) -> None:
+    host_processes.signal(signal.SIGTERM)
+    assert host_processes.stacks() == {0: "", 1: "", -1: ""}
     assert forked.signals == [([0, 1], signal.SIGTERM), ([0, 1, -1], signal.SIGUSR1)]
 
 
-def test_all_know_their_seats_and_their_threads(forked: Forked, crew: LocalProcesses) -> None:
-    assert forked.shared == {"threads": 3, "seats": [0, 1, -1]}
+def test_all_know_their_seats_and_their_threads(forked: Forked, host_processes: LocalProcesses) -> None:
+    assert forked.shared == {"threads": 3, "process_indices": [0, 1, -1]}
 
 
-def test_a_dead_fork_server_is_named(forked: Forked, crew: LocalProcesses) -> None:
+def test_a_dead_fork_server_is_named(forked: Forked, host_processes: LocalProcesses) -> None:
     forked.server.close()
     with pytest.raises(WorkerFailed, match=r"fork server on alpha, .* was killed by signal 9 \(SIGKILL\)"):
-        crew.receive()
+        host_processes.receive()
 
 
 DUMP = """\

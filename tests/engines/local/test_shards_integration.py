@@ -34,13 +34,13 @@ def counts(worker: Worker, n: int = 1000, ticks: int = 10) -> list[float]:
     assert server is not None
     center = torch.zeros(n)
     server.initialize(center)
-    server.begin()
+    server.activate()
     worker.group.barrier()
     for _ in range(ticks):
         server.pull(center)
         server.push(torch.ones(n))
         server.tick()
-    server.park()
+    server.deactivate()
     worker.group.barrier()
     server.center(center)
     worker.group.barrier()
@@ -227,6 +227,7 @@ def test_shards_end_with_a_killed_driver(script: Callable[..., Script]) -> None:
     wait_until(lambda: not run.processes(), timeout_s=2.0)
 
 
+@pytest.mark.slow
 def test_shards_end_with_ctrl_c(script: Callable[..., Script]) -> None:
     """CASES 22, 28"""
     run = running(script)

@@ -21,7 +21,7 @@ class Log:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, program: Any) -> None:
         self.log: list[Any] = []
-        self.seat = 1
+        self.process_index = 1
         server, group = (SimpleNamespace(close=lambda name=name: self._close(name)) for name in ("server", "group"))
         worker = SimpleNamespace(rank=1, server=server, group=group)
         for name, value in {
@@ -49,7 +49,7 @@ class Log:
         self.log.append(message["type"] if message["type"] == "value" else message["error"])
 
     def run(self) -> int:
-        place = SimpleNamespace(seat=1, program=os.open(os.devnull, os.O_RDONLY), stacks=-1, threads=1)
+        place = SimpleNamespace(process_index=1, program=os.open(os.devnull, os.O_RDONLY), stacks=-1, threads=1)
         return worker_process.run(place)  # type: ignore[arg-type]
 
 

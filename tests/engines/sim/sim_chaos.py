@@ -136,7 +136,7 @@ class ServerWorld:
     def _work(self, rank: int, generation: int) -> None:
         client, shards, rows = self.servers.clients[rank], self.schedule.shards, self.schedule.rows
         client.initialize(torch.zeros(rows * shards, dtype=torch.float64))
-        client.begin()
+        client.activate()
         self.finished[rank] = [store._gate.finished(rank) for store in self.servers.stores]
         self.begun.come(rank)
         center, own, tick = torch.zeros(rows * shards, dtype=torch.float64), [], 0
@@ -157,7 +157,7 @@ class ServerWorld:
             client.tick()
             tick += 1
         del self.finished[rank]
-        client.park()
+        client.deactivate()
         client.close()
 
     def _nap(self, rank: int, tick: int) -> None:
@@ -223,7 +223,7 @@ class ServerWorld:
     def _check_pull(
         self, client: Any, rank: int, generation: int, tick: int, before: Any, center: Any, own: list[int]
     ) -> None:
-        (versions,) = client.said()["pulls"]
+        (versions,) = client.drain_journal()["pulls"]
         parts = center.view(self.schedule.shards, -1)
         assert bool((center >= before).all()), "a later pull has less in it"
         assert bool((parts[:, own] == 1).all()), f"of its own rows {own}, worker {rank} sees {parts[:, own].tolist()}"

@@ -39,10 +39,10 @@ def servers_of(
     seed: int = 0,
     timeout_s: float = math.inf,
 ) -> SimServers:
-    said = Faults.parse(faults)
+    output = Faults.parse(faults)
     wires = NetworkState(SimNetworkSpec.parse(network), workers, 1 if spec.one_shard else shards)
     return SimServers(
-        spec, workers, shards, timeline, wires, said.messages(seed), Compute.parse(compute), said, timeout_s
+        spec, workers, shards, timeline, wires, output.messages(seed), Compute.parse(compute), output, timeout_s
     )
 
 

@@ -32,9 +32,9 @@ class Asked(Observer):
 class World:
     def __init__(self, compute: str = "row=1", workers: int = 2) -> None:
         self.timeline, self.observer = Timeline(), Asked()
-        said = Compute.parse(compute)
-        self.desk = LeaseServer(self.timeline, self.observer, said.lease)
-        self.lines = [SimLine(self.desk, rank, said.pace(rank, 0)) for rank in range(workers)]
+        output = Compute.parse(compute)
+        self.lease_server = LeaseServer(self.timeline, self.observer, output.lease)
+        self.lines = [SimLine(self.lease_server, rank, output.pace(rank, 0)) for rank in range(workers)]
 
     def run(self, program: Callable[[SimLine, int], Any]) -> list[Any]:
         return run(
@@ -79,7 +79,10 @@ def test_a_pause_is_no_time_to_compute_in(pauses: list[tuple[float, float]], end
 
 def test_what_happens_at_a_step_happens_once_and_in_the_workers_turn() -> None:
     world, happened = World(), []
-    world.desk.at_step[1, 2] = [lambda: happened.append(world.timeline.running.name), lambda: world.timeline.sleep(5)]
+    world.lease_server.at_step[1, 2] = [
+        lambda: happened.append(world.timeline.running.name),
+        lambda: world.timeline.sleep(5),
+    ]
 
     def program(line: SimLine, rank: int) -> float:
         for phase, step in (("compute", 1), ("exchange", 2), ("compute", 2), ("compute", 2), ("compute", 3)):
@@ -89,7 +92,7 @@ def test_what_happens_at_a_step_happens_once_and_in_the_workers_turn() -> None:
 
     assert world.run(program) == [0.0, 5.0]
     assert happened == [1]
-    assert not world.desk.at_step
+    assert not world.lease_server.at_step
 
 
 def test_each_slice_is_leased_once_and_the_fast_take_from_the_slow() -> None:
@@ -108,7 +111,7 @@ def test_a_lease_takes_time() -> None:
 
 def test_others_wait_while_worker_0_trains_alone() -> None:
     world = World()
-    alone = Segment(epoch=0, first=0, until=3, parts=2, alone=2)
+    alone = Segment(epoch=0, first=0, until=3, parts=2, rank0_warmup_ticks=2)
     first, second = world.run(lambda line, rank: world.leases(line, alone))
     assert [time for time, _, _ in first][:2] == [0, 1]
     assert second[0][0] == 2
@@ -116,7 +119,7 @@ def test_others_wait_while_worker_0_trains_alone() -> None:
 
 def test_a_stop_ends_the_leases_of_all_also_of_those_who_wait() -> None:
     world = World()
-    alone = Segment(epoch=0, first=0, until=30, parts=2, alone=20)
+    alone = Segment(epoch=0, first=0, until=30, parts=2, rank0_warmup_ticks=20)
     world.timeline.at(3.5, lambda: setattr(world.observer, "reason", "enough"))
 
     def program(line: SimLine, rank: int) -> tuple[str, float]:
@@ -157,8 +160,8 @@ def test_a_pause_in_ones_own_turn_comes_before_the_next_work() -> None:
 def test_who_waits_too_long_for_worker_0_hears_it() -> None:
     """Not while it trains, however long that takes."""
     world = World("row=1")
-    world.desk.timeout_s = 3.0
-    alone = Segment(epoch=0, first=0, until=30, parts=2, alone=20)
+    world.lease_server.timeout_s = 3.0
+    alone = Segment(epoch=0, first=0, until=30, parts=2, rank0_warmup_ticks=20)
 
     def slow(line: SimLine, rank: int) -> None:
         for rows in (2,) * 5 + (50,):
@@ -170,23 +173,23 @@ def test_who_waits_too_long_for_worker_0_hears_it() -> None:
     assert (raised.value.operation, raised.value.seconds, world.timeline.now) == ("lease", 13.0, 13.0)
 
 
-def hooked(line: SimLine, said: list[str]) -> torch.Tensor:
+def hooked(line: SimLine, output: list[str]) -> torch.Tensor:
     with torch.enable_grad():
         y = torch.ones(1, requires_grad=True) * 2
     y.register_hook(
-        lambda gradient: line.after_backward(lambda: said.append(f"after {torch._C._current_graph_task_id()}"))
+        lambda gradient: line.after_backward(lambda: output.append(f"after {torch._C._current_graph_task_id()}"))
     )
     return y
 
 
 def test_a_backward_inside_of_another_ends_nothing() -> None:
     """As reentrant checkpoints have it: what waits for the end would run inside of the outer one."""
-    world, said = World(workers=1), []
+    world, output = World(workers=1), []
     line = world.lines[0]
 
     def inner(gradient: torch.Tensor) -> None:
-        hooked(line, said).backward()
-        said.append("inner is over")
+        hooked(line, output).backward()
+        output.append("inner is over")
 
     set_current(Worker(driver=line))
     try:
@@ -196,11 +199,11 @@ def test_a_backward_inside_of_another_ends_nothing() -> None:
             y.sum().backward()
     finally:
         set_current(None)
-    assert said == ["inner is over", "after -1"]
+    assert output == ["inner is over", "after -1"]
 
 
 def test_a_backward_that_raises_leaves_nothing_to_the_next() -> None:
-    world, said = World(workers=1), []
+    world, output = World(workers=1), []
     line = world.lines[0]
 
     def fails(gradient: torch.Tensor) -> None:
@@ -213,24 +216,24 @@ def test_a_backward_that_raises_leaves_nothing_to_the_next() -> None:
             y = x * 3
             y.register_hook(fails)
             z = y * 1
-            z.register_hook(lambda gradient: line.after_backward(lambda: said.append("stale")))
+            z.register_hook(lambda gradient: line.after_backward(lambda: output.append("stale")))
             with pytest.raises(ArithmeticError):
                 z.sum().backward()
-            hooked(line, said).sum().backward()
+            hooked(line, output).sum().backward()
     finally:
         set_current(None)
-    assert said == ["after -1"]
+    assert output == ["after -1"]
 
 
 def test_what_comes_after_a_backward_comes_when_autograd_is_done() -> None:
     """In the worker's turn, once, and in the order of asking; elsewhere inside of autograd's engine."""
-    world, said = World(workers=1), []
+    world, output = World(workers=1), []
     x = torch.ones(1, requires_grad=True)
 
     def backward() -> None:
         y = x * 2
-        y.register_hook(lambda gradient: line.after_backward(lambda: said.append(torch._C._current_graph_task_id())))
-        y.register_hook(lambda gradient: line.after_backward(lambda: said.append("second")))
+        y.register_hook(lambda gradient: line.after_backward(lambda: output.append(torch._C._current_graph_task_id())))
+        y.register_hook(lambda gradient: line.after_backward(lambda: output.append("second")))
         y.sum().backward()
 
     line = world.lines[0]
@@ -239,9 +242,9 @@ def test_what_comes_after_a_backward_comes_when_autograd_is_done() -> None:
     try:
         with backward_in_turn():
             backward()
-            assert said == [-1, "second"]
+            assert output == [-1, "second"]
             torch.autograd.backward((x * 2).sum())
-            assert said == [-1, "second"]
+            assert output == [-1, "second"]
     finally:
         set_current(None)
     assert torch.autograd.backward is plain

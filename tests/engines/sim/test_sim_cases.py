@@ -109,7 +109,7 @@ def test_a_ring_sends_what_the_formula_says(workers: int, n: int, total: int, me
         worker.group.all_reduce_(torch.full((n,), float(worker.rank)))
         return worker.group.ledger.as_dict()
 
-    sent = [said["all_reduce_"] for said in launch(program, workers, network="collective=ring")]
+    sent = [output["all_reduce_"] for output in launch(program, workers, network="collective=ring")]
     assert sum(one["bytes"] for one in sent) == total
     assert {one["messages"] for one in sent} == {messages}
     if n % workers == 0:
@@ -193,7 +193,7 @@ def test_a_bound_is_kept_and_used(bound: int) -> None:
         if worker.rank == 0:
             server.initialize(torch.zeros(4))
         worker.group.barrier()
-        server.begin()
+        server.activate()
         worker.group.barrier()
         for tick in range(12):
             server.pull(center)
@@ -205,7 +205,7 @@ def test_a_bound_is_kept_and_used(bound: int) -> None:
             done[worker.rank] = tick + 1
             gaps.append(max(done) - min(done))
             server.tick()
-        server.park()
+        server.deactivate()
 
     spec = ServerSpec(rule="add", bound=bound)
     launch(program, 4, spec, compute="row=1,jitter=exponential,3=5x", network="latency=10ms")
@@ -244,7 +244,7 @@ def test_a_dead_worker_blocks_at_the_bound_until_it_is_declared_lost() -> None:
         server, center = servers.clients[rank], torch.zeros(1)
         if rank == 0:
             server.initialize(torch.zeros(1))
-        server.begin()
+        server.activate()
         timeline.sleep(0.25)  # all have begun
         for tick in range(ticks):
             server.pull(center)
@@ -252,7 +252,7 @@ def test_a_dead_worker_blocks_at_the_bound_until_it_is_declared_lost() -> None:
             server.push(torch.ones(1))
             finished.append((timeline.now, rank, tick + 1))
             server.tick()
-        server.park()
+        server.deactivate()
 
     timeline.on_end = _raise_errors
     programs = [timeline.start(rank, lambda rank=rank: program(rank)) for rank in range(3)]  # type: ignore[misc]
@@ -273,6 +273,7 @@ def _raise_errors(program: Any) -> None:
         raise program.error
 
 
+@pytest.mark.slow
 def test_how_long_steps_take_with_backup_workers() -> None:
     """CASE 13: Exp(1) step times, ten workers, two to spare. Who is late finishes its stale gradient first: 1.7205, not 1.4290.
 

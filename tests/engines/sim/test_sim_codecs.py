@@ -135,7 +135,7 @@ def pushed(workers: int = 1, faults: str = "", at: float = 0.0, befall: Any = No
     def program(rank: int) -> float:
         client = servers.clients[rank]
         client.initialize(torch.zeros(1000))
-        client.begin()
+        client.activate()
         timeline.sleep(100.0 - timeline.now)
         client.push(Encoded(payloads, 1000, torch.float32))
         return timeline.now - 100.0

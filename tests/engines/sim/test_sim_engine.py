@@ -1,4 +1,4 @@
-"""Engine `sim` from outside: the exam, errors, faults, time, and all that `train` and `launch` promise."""
+"""Engine `sim` from outside: the conformance suite, errors, faults, time, and all that `train` and `launch` promise."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from manyhands.errors import BadInput, PeerLost, Unsupported, WorkerFailed
 from manyhands.events import Event
 from manyhands.replica.replica import Replica
 from manyhands.server.base import ServerSpec
-from manyhands.testing.engine_suite import ENGINE_EXAM
+from manyhands.testing.engine_suite import ENGINE_SUITE
 from manyhands.worker import Worker, current
 from plain import cross_entropy, flat, mlp, plain_loop, rows, task
 
@@ -51,14 +51,14 @@ def same(one: mh.Run, other: mh.Run) -> bool:
     return torch.equal(one.parameters, other.parameters) and one.metrics == other.metrics
 
 
-# -- the exam --------------------------------------------------------------------------------------------------------
+# -- the conformance suite --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("check", ENGINE_EXAM)
+@pytest.mark.parametrize("check", ENGINE_SUITE)
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_sim_passes(workers: int, check: str) -> None:
     """CASES 21, 28. What is killed here is a simulated worker: `faults=`, below, stands for SIGKILL."""
-    ENGINE_EXAM[check](Sim(), workers=workers)
+    ENGINE_SUITE[check](Sim(), workers=workers)
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------
@@ -107,9 +107,15 @@ def test_an_error_in_a_gradient_says_where() -> None:
 
     with pytest.raises(WorkerFailed, match="no such gradient") as raised:
         train(task=task(loss=loss))
-    said = raised.value
-    assert (said.rank, said.host, said.phase, said.step, said.error) == (1, "host1", "compute", 2, "ArithmeticError")
-    assert "in loss" in said.detail
+    shown = raised.value
+    assert (shown.rank, shown.host, shown.phase, shown.step, shown.error) == (
+        1,
+        "host1",
+        "compute",
+        2,
+        "ArithmeticError",
+    )
+    assert "in loss" in shown.detail
 
 
 def test_bad_counts_are_refused() -> None:
@@ -601,9 +607,9 @@ def test_others_are_quiet_and_the_caller_is_not(capsys: pytest.CaptureFixture[st
     assert mh.launch(program, workers=3, engine="sim", strategy="local-sgd") == ["0", "1", "2"]
     print("heard")
     torch.save(1, tmp_path / "after")
-    said = capsys.readouterr()
-    assert said.out == "I am 0\nheard\n"
-    assert said.err.count("print nothing to standard output") == 1
+    shown = capsys.readouterr()
+    assert shown.out == "I am 0\nheard\n"
+    assert shown.err.count("print nothing to standard output") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["after", "saved", "saved0", "saved1", "saved2"]
     assert torch.load(tmp_path / "saved") == 0
 

@@ -136,6 +136,7 @@ def digests() -> list[str]:
     return [hashlib.sha256(run.parameters.numpy().tobytes()).hexdigest() + repr(run.seconds) for run in runs]
 
 
+@pytest.mark.slow
 def test_the_machines_load_and_another_process_change_nothing() -> None:
     """The other process also hashes strings to other numbers, and starts its clock elsewhere."""
     quiet = digests()

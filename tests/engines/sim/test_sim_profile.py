@@ -46,9 +46,9 @@ def path(tmp_path):
 
 
 def changed(path, **changes):
-    said = json.loads(path.read_text())
-    said.update(changes)
-    path.write_text(json.dumps({name: value for name, value in said.items() if value is not None}))
+    output = json.loads(path.read_text())
+    output.update(changes)
+    path.write_text(json.dumps({name: value for name, value in output.items() if value is not None}))
     return path
 
 
@@ -80,9 +80,9 @@ def test_an_engine_reads_it_once_and_goes_by_what_it_read(path):
 
 
 def test_a_person_can_read_it(path):
-    said = json.loads(path.read_text())
-    assert (said["kind"], said["schema"]) == ("manyhands profile", 1)
-    assert said["networks"]["sockets"] == str(SimNetworkSpec.parse("lan,host0=bandwidth:1e8"))
+    output = json.loads(path.read_text())
+    assert (output["kind"], output["schema"]) == ("manyhands profile", 1)
+    assert output["networks"]["sockets"] == str(SimNetworkSpec.parse("lan,host0=bandwidth:1e8"))
 
 
 @pytest.mark.parametrize("networks", [{}, {"sockets": SimNetworkSpec()}])

@@ -1,4 +1,4 @@
-"""The simulated server takes the exam, also over a network that loses messages; its times and its faults."""
+"""The simulated server passes the conformance suite, also over a network that loses messages; its times and its faults."""
 
 import math
 import weakref
@@ -14,15 +14,15 @@ from manyhands.errors import ManyhandsError, PeerLost
 from manyhands.server.base import ServerSpec
 from manyhands.server.line import ShardLost
 from manyhands.server.store import InvalidCall
-from manyhands.testing.server_suite import SERVER_EXAM
+from manyhands.testing.server_suite import SERVER_SUITE
 
 ADD, IN_STEP = ServerSpec(rule="add"), ServerSpec(rule="add", bound=0)
 FREE, LOSSY = ("", ""), ("latency=1ms,bandwidth=1Mbit", "drop=0.1,duplicate=0.1,delay=0.1:0.5,reorder=0.1")
 
 
 @pytest.mark.parametrize(("network", "faults"), [FREE, LOSSY], ids=["free", "lossy"])
-@pytest.mark.parametrize("check", SERVER_EXAM.values(), ids=SERVER_EXAM)
-def test_exam(check, network, faults):
+@pytest.mark.parametrize("check", SERVER_SUITE.values(), ids=SERVER_SUITE)
+def test_conformance(check, network, faults):
     @contextmanager
     def open_servers(spec, workers, shards):
         with outside(servers_of(Timeline(), spec, workers, shards, network, faults)) as clients:
@@ -70,7 +70,7 @@ def taken(world, function):
 
 def ready(client, n=1000):
     client.initialize(torch.zeros(n))
-    client.begin()
+    client.activate()
 
 
 # -- time ------------------------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def test_ties_are_the_seeds():
             for _ in range(2):
                 world.sleep(1.0)
                 client.push(torch.ones(6))
-                log.append((rank, client.said()["pushes"][-1][0]))
+                log.append((rank, client.drain_journal()["pushes"][-1][0]))
 
         world.run(*[partial(program, rank) for rank in range(6)])
         return log
@@ -314,7 +314,7 @@ def test_a_shard_that_never_answers_is_lost_at_last():
     world = World(faults="drop=0.999999,retry=1", timeout_s=300)
 
     def program(client, world):
-        client.begin()
+        client.activate()
 
     with pytest.raises(ShardLost, match="did not answer for 300 s"):
         world.run(program)
@@ -584,7 +584,7 @@ def test_who_was_declared_lost_and_lives_is_refused():
         with pytest.raises(InvalidCall, match="declared lost"):
             client.pull(torch.zeros(1))
         with pytest.raises(InvalidCall, match="declared lost"):
-            client.begin()
+            client.activate()
         client.close()
 
     world.run(program)
@@ -621,7 +621,7 @@ def test_a_restarted_worker_begins_anew():
             client.push(torch.full((1,), float(1 + 100 * rank)))
             pushed.append(rank)
             client.tick()
-        client.park()
+        client.deactivate()
 
     def again():
         world.servers.restart(1)
@@ -637,13 +637,13 @@ def test_a_restarted_worker_begins_anew():
     store = world.servers.stores[0]
     assert store.center.tolist() == [float(sum(1 + 100 * rank for rank in pushed))]
     assert pushed.count(1) == 3
-    assert store._seats[1].generation == 1
+    assert store._process_indices[1].generation == 1
 
 
 def test_what_a_process_asked_before_it_was_restarted_is_forgotten():
     """Its `begin` was under way: nobody must wait for it."""
     world = World(ServerSpec(rule="add", bound=1), network="latency=5")
-    victim = world.start(0, lambda client, world: client.begin())
+    victim = world.start(0, lambda client, world: client.activate())
     world.timeline.at(1.0, victim.kill)
     world.timeline.at(2.0, lambda: world.servers.restart(0))
     while world.timeline.advance():

@@ -60,8 +60,8 @@ def test_mpiruns_processes_are_one_run(script: Path) -> None:
         port = free.getsockname()[1]
     done = mpirun(script, "-x", "MASTER_ADDR=127.0.0.1", "-x", f"MASTER_PORT={port}")
     assert done.returncode == 0, done.stderr
-    said = sorted(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
-    assert said == [["torchrun", 0, [0, 2, 0, 1.5]], ["torchrun", 1, [1, 2, 1, 1.5]]]
+    output = sorted(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+    assert output == [["torchrun", 0, [0, 2, 0, 1.5]], ["torchrun", 1, [1, 2, 1, 1.5]]]
 
 
 def test_without_a_place_to_meet_the_error_says_how(script: Path) -> None:

@@ -56,6 +56,7 @@ def torchrun(folder: Path, text: str, *arguments: str, workers: int = 2) -> subp
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own_process_group", [False, True])
 def test_workers_of_one_host_share_memory(tmp_path: Path, own_process_group: bool) -> None:
     import json
@@ -71,6 +72,7 @@ def test_workers_of_one_host_share_memory(tmp_path: Path, own_process_group: boo
     assert not list(tmp_path.glob("manyhands*"))
 
 
+@pytest.mark.slow
 def test_an_error_ends_all_ranks_and_is_shown(tmp_path: Path) -> None:
     done = torchrun(
         tmp_path,

@@ -31,7 +31,7 @@ def contestant(
     speed: float | None = 1.0,
     *,
     quality: str = "same",
-    said: str = "",
+    outcome: str = "",
     effective_rate: float | None = None,
     batch_size: int = 64,
     reached: float | None = None,
@@ -39,7 +39,7 @@ def contestant(
     """Its speed's interval is a tenth wide on each side; better or worse where 1 is not in it, unless `said` says otherwise."""
     ratio = None
     if speed is not None:
-        ratio = Ratio(middle=speed, low=0.9 * speed, high=1.1 * speed, said=said or _said(speed))
+        ratio = Ratio(middle=speed, low=0.9 * speed, high=1.1 * speed, outcome=outcome or _outcome(speed))
     rated = of if of.rate else replace(of, rate=0.1)
     effective = rated.rate if effective_rate is None else effective_rate
     return Contestant(
@@ -53,7 +53,7 @@ def contestant(
     )
 
 
-def _said(speed: float) -> str:
+def _outcome(speed: float) -> str:
     if 0.9 * speed > 1:
         return "better"
     return "worse" if 1.1 * speed < 1 else "unclear"

@@ -8,7 +8,7 @@ from measured_runs import measured
 from manyhands.evidence.advise import Advice, RunMeasurements, advise, all_advice
 
 
-def said(run: RunMeasurements, kind: str) -> Advice | None:
+def output(run: RunMeasurements, kind: str) -> Advice | None:
     return next((one for one in all_advice(run) if one.kind == kind), None)
 
 
@@ -44,25 +44,25 @@ def said(run: RunMeasurements, kind: str) -> Advice | None:
 def test_the_smallest_period_that_leaves_a_tenth(
     exchange: float, compute: float, more: dict[str, Any], says: str
 ) -> None:
-    advice = said(measured(exchange=exchange, compute=compute, **more), "exchange-bound")
+    advice = output(measured(exchange=exchange, compute=compute, **more), "exchange-bound")
     assert advice is not None
     assert says in advice.text
 
 
 def test_below_a_quarter_of_the_time_no_period_is_proposed() -> None:
-    assert said(measured(exchange=0.24, compute=0.76), "exchange-bound") is None
-    assert said(measured(exchange=0.25, compute=0.75), "exchange-bound") is not None
-    assert said(measured(exchange=0.25, compute=0.75, workers=1), "exchange-bound") is None
+    assert output(measured(exchange=0.24, compute=0.76), "exchange-bound") is None
+    assert output(measured(exchange=0.25, compute=0.75), "exchange-bound") is not None
+    assert output(measured(exchange=0.25, compute=0.75, workers=1), "exchange-bound") is None
 
 
 def test_the_prediction_is_what_the_slow_link_gave() -> None:
     """docs/benchmarks.md: allreduce 1.869 s a step, 0.1345 s of them computing; diloco:period=50 0.1668 s, so 11.2 times as fast."""
-    advice = said(measured(exchange=1.7346, compute=0.1345, steps=1, period=1.0), "exchange-bound")
+    advice = output(measured(exchange=1.7346, compute=0.1345, steps=1, period=1.0), "exchange-bound")
     assert advice is not None
     assert advice.numbers["period"] == 117  # 9 · 1.7346 / 0.1345 = 116.07
     assert advice.numbers["speedup"] == pytest.approx(1.8691 / (0.1345 + 1.7346 / 117))
     at_50 = measured(exchange=1.7346, compute=0.1345, steps=1, period=1.0, epoch_steps=50)
-    assert said(at_50, "exchange-bound").numbers["speedup"] == pytest.approx(11.2, rel=0.02)  # type: ignore[union-attr]
+    assert output(at_50, "exchange-bound").numbers["speedup"] == pytest.approx(11.2, rel=0.02)  # type: ignore[union-attr]
 
 
 LINK: dict[str, Any] = {"workers": 4, "steps": 10, "parameters": 3_250_000, "compute": 1.345, "exchange": 17.346}
@@ -70,7 +70,7 @@ LINK: dict[str, Any] = {"workers": 4, "steps": 10, "parameters": 3_250_000, "com
 
 def test_a_codec_on_a_slow_link_with_the_benchmarks_numbers() -> None:
     """3.25 M numbers, 19.5 MB a step and worker at 11.2 MB/s: the measured rows/s of powersgd:2 were 8.5 times allreduce's, of bf16 1.67."""
-    advice = said(measured(**LINK, sent_bytes=195e6), "compress")
+    advice = output(measured(**LINK, sent_bytes=195e6), "compress")
     assert advice is not None
     assert advice.text == (
         "slow link: it carries 11.2 MB/s. --strategy allreduce:compress=powersgd:2 is about 8.5x as fast; "
@@ -96,8 +96,8 @@ def test_a_codec_on_a_slow_link_with_the_benchmarks_numbers() -> None:
     ],
 )
 def test_no_codec_where_none_helps_or_none_is_taken(change: dict[str, Any]) -> None:
-    assert said(measured(**LINK, sent_bytes=195e6), "compress") is not None
-    assert said(measured(**{**LINK, "sent_bytes": 195e6, **change}), "compress") is None
+    assert output(measured(**LINK, sent_bytes=195e6), "compress") is not None
+    assert output(measured(**{**LINK, "sent_bytes": 195e6, **change}), "compress") is None
 
 
 def test_a_codec_is_proposed_from_a_tenth_faster_on() -> None:
@@ -110,22 +110,22 @@ def test_a_codec_is_proposed_from_a_tenth_faster_on() -> None:
         "sent_bytes": 4e7,
     }
     least = (4 * (1 - 1 / 1.1) + 0.81) / 0.98
-    advice = said(measured(**run, exchange=least + 0.001, compute=4 - least - 0.001), "compress")
+    advice = output(measured(**run, exchange=least + 0.001, compute=4 - least - 0.001), "compress")
     assert advice is not None
     assert advice.numbers["codec"] == "topk:0.01"
-    assert said(measured(**run, exchange=least - 0.001, compute=4 - least + 0.001), "compress") is None
+    assert output(measured(**run, exchange=least - 0.001, compute=4 - least + 0.001), "compress") is None
 
 
 def test_among_many_workers_bf16_may_be_the_best_alone() -> None:
     """topk goes to all 63 others, 0.64 of the bytes; a vector is no matrix; 5 - 0.37 s of 11 are won."""
     run: dict[str, Any] = {"workers": 64, "parameters": 1_000_000, "shapes": [(1_000_000,)], "sent_bytes": 1e8}
-    advice = said(measured(**run, exchange=10.0, compute=1.0), "compress")
+    advice = output(measured(**run, exchange=10.0, compute=1.0), "compress")
     assert advice is not None
     assert advice.text == "slow link: it carries 10 MB/s. --strategy allreduce:compress=bf16 is about 1.7x as fast."
 
 
 def test_pulls_of_a_server_are_not_compressed() -> None:
-    advice = said(measured(**LINK, sent_bytes=260e6, strategy="agn:window=1", server=True), "compress")
+    advice = output(measured(**LINK, sent_bytes=260e6, strategy="agn:window=1", server=True), "compress")
     assert advice is not None
     assert "--strategy agn:window=1,compress=powersgd:2" in advice.text
     round_s = 1.7346 * (1 + 0.015) / 2 + 3_250_000 * 18e-9
@@ -135,20 +135,20 @@ def test_pulls_of_a_server_are_not_compressed() -> None:
 def test_a_codec_between_processes_of_one_host_costs() -> None:
     """1 M numbers, 2 workers: 4 MB a round whole, at 1 ms and 1 GB/s 5 ms."""
     run: dict[str, Any] = {"strategy": "allreduce:compress=topk:0.01", "parameters": 1_000_000, "one_host": True}
-    advice = said(measured(**run, compute=0.5, exchange=0.5), "codec-costs")
+    advice = output(measured(**run, compute=0.5, exchange=0.5), "codec-costs")
     assert advice is not None
     assert advice.numbers["speedup"] == pytest.approx(1 / (0.5 + 10 * 0.005))
     assert "leave compress=topk:0.01 out, about 1.8x as fast." in advice.text
-    assert said(measured(**run, compute=1.0, exchange=0.149), "codec-costs") is None  # 1.149 / 1.05 = 1.094
-    assert said(measured(**run, compute=1.0, exchange=0.156), "codec-costs") is not None
-    assert said(measured(**{**run, "one_host": False}, compute=0.5, exchange=0.5), "codec-costs") is None
-    assert said(measured(**{**run, "strategy": "allreduce"}, compute=0.5, exchange=0.5), "codec-costs") is None
+    assert output(measured(**run, compute=1.0, exchange=0.149), "codec-costs") is None  # 1.149 / 1.05 = 1.094
+    assert output(measured(**run, compute=1.0, exchange=0.156), "codec-costs") is not None
+    assert output(measured(**{**run, "one_host": False}, compute=0.5, exchange=0.5), "codec-costs") is None
+    assert output(measured(**{**run, "strategy": "allreduce"}, compute=0.5, exchange=0.5), "codec-costs") is None
 
 
 def test_a_server_that_nobody_needs() -> None:
     """1 M numbers, 2 workers: all-reduce at 5 ms a step, and 5 % of computing for waiting."""
     run: dict[str, Any] = {"strategy": "downpour", "server": True, "parameters": 1_000_000, "one_host": True}
-    advice = said(measured(**run, compute=0.5, exchange=0.3, wait=0.2), "server-costs")
+    advice = output(measured(**run, compute=0.5, exchange=0.3, wait=0.2), "server-costs")
     assert advice is not None
     assert advice.numbers["speedup"] == pytest.approx(1 / (0.5 + 0.05 + 0.025))
     assert "costs 50 % of the time" in advice.text
@@ -159,9 +159,9 @@ def test_a_server_that_nobody_needs() -> None:
         {"server": False},
         {"strategy": "downpour:compress=bf16"},
     ):
-        assert said(measured(**{**run, **silent}, compute=0.5, exchange=0.3, wait=0.2), "server-costs") is None
-    assert said(measured(**run, compute=1.0, exchange=0.2), "server-costs") is None  # 1.2 / 1.1 = 1.09
-    assert said(measured(**run, compute=1.0, exchange=0.22), "server-costs") is not None
+        assert output(measured(**{**run, **silent}, compute=0.5, exchange=0.3, wait=0.2), "server-costs") is None
+    assert output(measured(**run, compute=1.0, exchange=0.2), "server-costs") is None  # 1.2 / 1.1 = 1.09
+    assert output(measured(**run, compute=1.0, exchange=0.22), "server-costs") is not None
 
 
 def test_exchange_speaks_before_what_wins_less() -> None:

@@ -44,11 +44,11 @@ def test_distribute_where_the_best_is_surely_faster() -> None:
 
 
 def test_the_surely_faster_goes_before_one_that_may_be() -> None:
-    assert first(allreduce(2.5, said="unclear"), allreduce(2.0, workers=4)).numbers["best"] == "allreduce on 4"
+    assert first(allreduce(2.5, outcome="unclear"), allreduce(2.0, workers=4)).numbers["best"] == "allreduce on 4"
 
 
 def test_stay_where_nothing_is_faster_and_say_why() -> None:
-    same: dict[str, Any] = {"speed": 1.0, "said": "same"}
+    same: dict[str, Any] = {"speed": 1.0, "outcome": "same"}
     assert first(allreduce(**same)).text.endswith(
         "allreduce on 2, is 1.00x (0.90x to 1.10x) as fast as solo by rows/s."
     )
@@ -77,14 +77,14 @@ def test_a_worse_metric_rules_out_unless_a_target_was_to_be_reached() -> None:
 
 
 def test_what_is_not_sure_is_not_decided() -> None:
-    advice = first(allreduce(1.5, said="unclear"))
+    advice = first(allreduce(1.5, outcome="unclear"))
     assert advice.kind == "undecided"
     assert "1.50x (1.35x to 1.65x) as fast as solo by rows/s; more --repeats may tell." in advice.text
-    once = replace(allreduce(1.5), speed=Ratio(middle=1.5, low=0.0, high=float("inf"), said="unclear"))
+    once = replace(allreduce(1.5), speed=Ratio(middle=1.5, low=0.0, high=float("inf"), outcome="unclear"))
     few = first(once, enough=False)
     assert few.kind == "undecided"
     assert "allreduce on 2, is 1.50x as fast" in few.text
-    assert first(allreduce(1.05, said="unclear")).kind == "stay"
+    assert first(allreduce(1.05, outcome="unclear")).kind == "stay"
 
 
 @pytest.mark.parametrize(
@@ -125,12 +125,12 @@ def test_a_reference_that_reached_the_target_now_and_then_decides_nothing() -> N
 
 
 def test_where_the_reference_varies_by_half_the_upper_end_of_an_interval_counts() -> None:
-    near = allreduce(1.05, said="unclear")
+    near = allreduce(1.05, outcome="unclear")
     assert first(near).kind == "stay"
     noisy = advise_comparison(compared(replace(solo(), varies=1.6), near))[0]
     assert noisy.kind == "undecided"
     assert "idle machine" in noisy.text
-    wide = allreduce(1.15, said="unclear")
+    wide = allreduce(1.15, outcome="unclear")
     assert first(wide, margin=0.2).kind == "stay"
     assert first(wide).kind == "undecided"
 

@@ -279,11 +279,11 @@ APART = [
 @given(runs())
 def test_no_line_contradicts_another_and_all_read_well(run: RunMeasurements) -> None:
     found = all_advice(run)
-    said = [one.kind for one in found]
-    assert len(said) == len(set(said)) >= 1
-    assert not ({"unmeasured", "fine"} & set(said)) or len(said) == 1
+    output = [one.kind for one in found]
+    assert len(output) == len(set(output)) >= 1
+    assert not ({"unmeasured", "fine"} & set(output)) or len(output) == 1
     for pair in APART:
-        assert not pair <= set(said)
+        assert not pair <= set(output)
     assert [one.wins for one in found] == sorted((one.wins for one in found), reverse=True)
     whole = " ".join(one.text for one in found)
     assert not ("set bound=0" in whole and "raise bound" in whole)

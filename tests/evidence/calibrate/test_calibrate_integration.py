@@ -40,12 +40,13 @@ def task(tmp_path: Path) -> str:
     return f"{path}:task"
 
 
+@pytest.mark.slow
 def test_all_is_measured_and_each_strategy_compared(local: Local, task: str) -> None:
-    said: list[str] = []
+    result: list[str] = []
     torch.manual_seed(3)
     before = torch.get_rng_state()
     names = ("allreduce", "local-sgd:period=4", "downpour")
-    found = calibrated(task, strategies=names, steps=16, quick=True, engine=local, say=said.append)
+    found = calibrated(task, strategies=names, steps=16, quick=True, engine=local, say=result.append)
     profile = found.profile
     assert (profile.task, profile.workers) == ("tiny", 2)
     assert profile.batch_sizes == (3, 6, 9)
@@ -63,10 +64,11 @@ def test_all_is_measured_and_each_strategy_compared(local: Local, task: str) -> 
         assert 0 < one.real_s <= one.slowest_s
         assert profile.errors[one.strategy] == round(one.worst, 4)
     assert profile.compute.request >= 0
-    assert len(said) == 4 + len(names)
+    assert len(result) == 4 + len(names)
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_profile_that_sim_takes(task: str, tmp_path: Path) -> None:
     path = tmp_path / "here.json"
     done = CliRunner().invoke(
@@ -87,6 +89,7 @@ def test_the_command_writes_a_profile_that_sim_takes(task: str, tmp_path: Path) 
     assert 10 < run.seconds < 11  # 5 steps of 2 rows each; the rest is the profile's network
 
 
+@pytest.mark.slow
 def test_a_period_that_the_steps_do_not_show_is_an_error(local: Local, task: str) -> None:
     with pytest.raises(mh.BadInput, match=r"local-sgd:period=50 .* too few .*--steps"):
         calibrated(task, strategies=["local-sgd:period=50"], steps=16, quick=True, engine=local, batch_size=4)

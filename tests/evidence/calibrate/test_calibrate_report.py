@@ -72,8 +72,8 @@ def test_a_large_error_is_pointed_out_and_a_machine_that_changed_its_speed() -> 
 
 
 def test_without_strategies_there_is_no_table() -> None:
-    said = text(replace(FOUND, predictions=(), codecs=()), "chars", Path("p.json"))
-    assert "No strategy was compared." in said
-    assert "simulated ms" not in said
-    assert "ms to encode" not in said
-    assert "\n\n\n" not in said
+    output = text(replace(FOUND, predictions=(), codecs=()), "chars", Path("p.json"))
+    assert "No strategy was compared." in output
+    assert "simulated ms" not in output
+    assert "ms to encode" not in output
+    assert "\n\n\n" not in output

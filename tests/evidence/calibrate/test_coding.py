@@ -93,7 +93,7 @@ def test_the_mean_of_equals_is_what_the_codec_leaves(text: str) -> None:
 
 
 def test_each_setting_has_its_turn_and_the_first_tick_of_each_is_left_out() -> None:
-    events = observe(PLACE, task(), _Coding(ticks=3), 3 * len(SETTINGS), said="codec")
+    events = observe(PLACE, task(), _Coding(ticks=3), 3 * len(SETTINGS), kind="codec")
     wanted = [
         (text, tick, rank) for i, text in enumerate(SETTINGS) for tick in (3 * i + 1, 3 * i + 2) for rank in (0, 1)
     ]

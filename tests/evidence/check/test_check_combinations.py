@@ -45,18 +45,18 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01)
 
 
-def found(causes: tuple[str, ...], said: list[str]) -> Checked:
+def found(causes: tuple[str, ...], output: list[str]) -> Checked:
     task = planted.task(model=model_with(causes), loss=loss_with(causes), optimizer=sgd)
-    return check(task, engine="sim", steps=1, say=said.append)
+    return check(task, engine="sim", steps=1, say=output.append)
 
 
 @pytest.mark.parametrize("causes", SETS, ids=" and ".join)
 def test_all_causes_are_named_and_shares_add_up(causes: tuple[str, ...]) -> None:
-    said: list[str] = []
-    checked = found(causes, said)
+    output: list[str] = []
+    checked = found(causes, output)
     findings = {one.kind: one for one in checked.findings if one.breaks}
     assert sorted(findings) == sorted(causes)
-    suspected = next(line for line in said if line.startswith("what makes the difference: "))
+    suspected = next(line for line in output if line.startswith("what makes the difference: "))
     assert set(suspected.partition(": ")[2].split(", ")) == set(causes)
     assert not checked.passed
     for one in findings.values():

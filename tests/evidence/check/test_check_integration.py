@@ -13,6 +13,7 @@ from manyhands.engines.local.engine import Local
 from manyhands.evidence.check.check import check
 
 
+@pytest.mark.slow
 def test_digits_pass_on_processes(local: Local) -> None:
     checked = check("digits", engine=local, steps=4)
     assert checked.passed
@@ -69,6 +70,7 @@ def test_what_only_processes_of_their_own_show_is_never_a_silent_pass(local: Loc
     assert not checked.passed
 
 
+@pytest.mark.slow
 def test_the_default_starts_processes_of_its_own_and_leaves_none() -> None:
     assert check(planted.task(), steps=2).passed
     assert mh.worker().size == 1

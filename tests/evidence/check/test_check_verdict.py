@@ -161,8 +161,8 @@ def test_what_cannot_be_sent_and_can_be_copied_is_proved_here() -> None:
 
 
 def test_the_text_of_a_clean_task() -> None:
-    said: list[str] = []
-    checked = check(planted.task(), engine="sim", steps=3, say=said.append)
+    output: list[str] = []
+    checked = check(planted.task(), engine="sim", steps=3, say=output.append)
     lines = checked.text().splitlines()
     assert lines[0].startswith("task: 2 workers of allreduce equal one worker, step by step: they differ by")
     assert "limit 1e-10, float64" in lines[0]
@@ -171,7 +171,7 @@ def test_the_text_of_a_clean_task() -> None:
     assert sum(line.split()[:1] in (["1"], ["2"], ["3"]) for line in lines) == 6
     assert "  - every row of the order is handed out once an epoch (41; 23 of 41)" in lines
     assert lines[-1].startswith("PASS")
-    assert any("3 steps with 2 workers, 12 rows each" in line for line in said)
+    assert any("3 steps with 2 workers, 12 rows each" in line for line in output)
 
 
 def test_the_text_of_a_finding() -> None:
@@ -185,12 +185,12 @@ def test_the_text_of_a_finding() -> None:
 
 def test_json_holds_all_of_it() -> None:
     checked = check(planted.task(model=planted.AtLeastEight, train_data=planted.rows(36)), engine="sim", steps=2)
-    said = events.from_json(checked.to_json())
-    assert said["passed"] is False
-    assert said["findings"][0]["kind"] == "fails-on-workers"
-    assert said["findings"][0]["places"][0]["line"] == planted.line_of("eight rows")
-    assert said["proofs"][0]["failure"]
-    assert said["limit"] == 1e-10
+    output = events.from_json(checked.to_json())
+    assert output["passed"] is False
+    assert output["findings"][0]["kind"] == "fails-on-workers"
+    assert output["findings"][0]["places"][0]["line"] == planted.line_of("eight rows")
+    assert output["proofs"][0]["failure"]
+    assert output["limit"] == 1e-10
 
 
 OWN_FILE = """\

@@ -9,7 +9,7 @@ from typing import Any
 
 from manyhands.evidence.compare.comparison import AdviceLine, Comparison, Difference, Point, Target, Trial, Variant
 
-ROWS, POINTS = 24_000, 12
+ROWS, VALIDATIONS = 24_000, 12
 SERVED = ("downpour", "dynsgd", "agn")
 HOSTILE = "<a href='//x.y'>z</a></script><script>window.broken = 1</script><img src=x onerror=\"window.broken = 2\"><a href='http://elsewhere.invalid/'>&lt;b&gt;%{x}</a>$x$ {{ 7 * 7 }} <!-- `|` **b** @somebody"
 SPECS = (
@@ -115,7 +115,7 @@ def _trial(variant: Variant, repeat: int, target: Target | None, fails: bool) ->
         * random.uniform(0.97, 1.03)
     )
     seconds, ahead = ROWS / speed, random.uniform(-0.02, 0.02) - 0.3 * lost
-    curve = tuple(_point(variant, at, seconds, ahead) for at in range(1, POINTS + 1))
+    curve = tuple(_point(variant, at, seconds, ahead) for at in range(1, VALIDATIONS + 1))
     reached = next((one for one in curve if target is not None and one.metrics["test_accuracy"] >= target.value), None)
     final = curve[-1]
     return Trial(
@@ -163,8 +163,8 @@ def _point(variant: Variant, at: int, seconds: float, ahead: float) -> Point:
     )
     apart = 2e-7 * at if variant.solo and apart is not None else apart
     return Point(
-        rows=ROWS * at // POINTS,
-        seconds=seconds * at / POINTS,
+        rows=ROWS * at // VALIDATIONS,
+        seconds=seconds * at / VALIDATIONS,
         metrics={"test_accuracy": reached, "test_loss": 1.2 * math.exp(-at / 4)},
         distance=apart,
     )
@@ -192,19 +192,19 @@ def _staleness(variant: Variant, random: Random) -> dict[int, int]:
 def _differences(variant: Variant) -> tuple[Difference, ...]:
     better = variant.workers >= 4
     ratio = (
-        {"middle": 1.61, "low": 1.52, "high": 1.7, "said": "better"}
+        {"middle": 1.61, "low": 1.52, "high": 1.7, "outcome": "better"}
         if better
-        else {"middle": 0.97, "low": 0.9, "high": 1.04, "said": "unclear"}
+        else {"middle": 0.97, "low": 0.9, "high": 1.04, "outcome": "unclear"}
     )
     time = (
-        {"middle": 0.62, "low": 0.58, "high": 0.7, "said": "better"}
+        {"middle": 0.62, "low": 0.58, "high": 0.7, "outcome": "better"}
         if better
-        else {"middle": 1.2, "low": 1.1, "high": 1.3, "said": "worse"}
+        else {"middle": 1.2, "low": 1.1, "high": 1.3, "outcome": "worse"}
     )
     metric = (
-        {"middle": -0.012, "low": -0.02, "high": -0.011, "said": "worse"}
+        {"middle": -0.012, "low": -0.02, "high": -0.011, "outcome": "worse"}
         if "diloco" in variant.strategy
-        else {"middle": 0.001, "low": -0.002, "high": 0.004, "said": "same"}
+        else {"middle": 0.001, "low": -0.002, "high": 0.004, "outcome": "same"}
     )
     return (
         Difference(of="rows_per_s", margin=0.05, **ratio),

@@ -28,8 +28,8 @@ def times(**parts: float) -> dict[str, float]:
 
 def labels(layout: dict[str, Any]) -> list[tuple[str, str]]:
     """[(name, what is said of it)]"""
-    said = [one["text"] for one in layout["annotations"]]
-    return list(zip(said[::2], said[1::2], strict=True))
+    output = [one["text"] for one in layout["annotations"]]
+    return list(zip(output[::2], output[1::2], strict=True))
 
 
 def test_times_are_shares_of_each_worker_stacked_from_compute_to_wait() -> None:

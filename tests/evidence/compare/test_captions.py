@@ -32,8 +32,8 @@ def of(field: str, values: dict[str, Any], **changes: Any) -> Comparison:
     return replace(made, trials=trials)
 
 
-def said(name: str, of_what: str, said_of: str) -> dict[str, tuple[Difference, ...]]:
-    return {name: (Difference(of=of_what, middle=1, low=1, high=1, margin=0, said=said_of),)}
+def output(name: str, of_what: str, said_of: str) -> dict[str, tuple[Difference, ...]]:
+    return {name: (Difference(of=of_what, middle=1, low=1, high=1, margin=0, outcome=said_of),)}
 
 
 def test_who_reaches_the_target_first_and_when_the_reference_does() -> None:
@@ -41,9 +41,9 @@ def test_who_reaches_the_target_first_and_when_the_reference_does() -> None:
     assert captions.metric_over_time(made) == (
         "allreduce on 2 reaches test_accuracy ≥ 0.95 first, after 1.00 s; solo, 4 threads after 2.00 s."
     )
-    unclear = replace(made, differences=said(TWO, "target_seconds", "unclear"))
+    unclear = replace(made, differences=output(TWO, "target_seconds", "unclear"))
     assert captions.metric_over_time(unclear).endswith("2.00 s (no difference seen between the two).")
-    better = replace(made, differences=said(TWO, "target_seconds", "better"))
+    better = replace(made, differences=output(TWO, "target_seconds", "better"))
     assert "no difference" not in captions.metric_over_time(better)
 
 
@@ -97,7 +97,7 @@ def test_rows_say_who_needs_fewest_and_ties_are_ties() -> None:
     ],
 )
 def test_a_final_metric_is_called_different_only_where_it_is(kinds: tuple[str, str], end: str) -> None:
-    differences = said(TWO, "test_accuracy", kinds[0]) | said(GOSSIP, "test_accuracy", kinds[1])
+    differences = output(TWO, "test_accuracy", kinds[0]) | output(GOSSIP, "test_accuracy", kinds[1])
     made = replace(of("target_rows", {}, target=None), differences=differences)
     assert captions.metric_over_rows(made).endswith(end)
 

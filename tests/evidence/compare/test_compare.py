@@ -33,7 +33,7 @@ def task(**fields: Any) -> mh.Task:
         ({"workers": 2}, "workers must be several numbers"),
         ({"workers": "12"}, "workers must be several numbers"),
         ({"repeats": 0}, "repeats must be a whole number"),
-        ({"points": 2.5}, "points must be a whole number"),
+        ({"validations": 2.5}, "validations must be a whole number"),
         ({"time_margin": -0.1}, "time_margin must be a share"),
         ({"metric_margin": float("nan")}, "metric_margin must be a share"),
         ({"target": "accuracy"}, "target must be METRIC=VALUE"),

@@ -23,7 +23,7 @@ def test_contestants_are_the_middle_of_their_repeats() -> None:
     (own,) = seen.several
     assert own.speed is not None
     assert own.speed.middle == pytest.approx((1.5 * 1.6 * 1.7) ** (1 / 3))
-    assert (own.speed.said, own.quality) == ("better", "worse")
+    assert (own.speed.outcome, own.quality) == ("better", "worse")
     measured = own.measured
     assert (measured.workers, measured.threads_per_worker, measured.strategy, measured.steps) == (2, 1, "downpour", 10)
     seconds = (measured.input_s, measured.compute_s, measured.exchange_s, measured.wait_s)
@@ -48,6 +48,11 @@ def test_with_a_target_the_speed_is_of_the_time_to_it_turned_over() -> None:
     speeds = {one.name: one.speed for one in seen.contestants}
     own = speeds["gossip on 2"]
     assert own is not None
-    assert (own.middle, own.low, own.high, own.said) == (pytest.approx(2), pytest.approx(2), pytest.approx(2), "better")
+    assert (own.middle, own.low, own.high, own.outcome) == (
+        pytest.approx(2),
+        pytest.approx(2),
+        pytest.approx(2),
+        "better",
+    )
     assert speeds["agn on 2"] is None
     assert made.advice[0].kind == "distribute"

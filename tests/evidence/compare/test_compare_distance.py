@@ -15,7 +15,7 @@ START = torch.zeros(2)
 
 
 def finished(
-    name: str, parameters: list[float] | None, *rows: int, said: tuple[int, ...] = (1, 2), failure: str = ""
+    name: str, parameters: list[float] | None, *rows: int, output: tuple[int, ...] = (1, 2), failure: str = ""
 ) -> FinishedTrial:
     weights = torch.tensor(parameters if parameters else [0.0, 0.0])
     return FinishedTrial(
@@ -27,7 +27,7 @@ def finished(
             curve=tuple(Point(rows=n, seconds=1.0, metrics={}) for n in rows),
         ),
         parameters=None if parameters is None else weights,
-        predictions=Predictions(CLASSES, torch.tensor(said)),
+        predictions=Predictions(CLASSES, torch.tensor(output)),
         sketches={n: sketch([weights]) for n in rows},
     )
 
@@ -46,9 +46,9 @@ def test_distance_and_cosine_by_hand() -> None:
 
 def test_every_trial_is_set_beside_the_references() -> None:
     repeat = [
-        finished("gossip on 2", [3.0, 4.0], 10, 20, said=(1, 5)),
+        finished("gossip on 2", [3.0, 4.0], 10, 20, output=(1, 5)),
         finished("solo", [3.0, 0.0], 10, 30),
-        finished("ensemble on 2", None, said=(1, 2)),
+        finished("ensemble on 2", None, output=(1, 2)),
         finished("easgd on 2", [9.0, 9.0], 10, failure="it broke"),
     ]
     own, solo, ensemble, failed = compared(repeat, "solo", START)

@@ -20,7 +20,7 @@ SAME, SLOW, BROKEN = "local-sgd:period=100 on 2", "slowed:period=100 on 2", "bro
 def found(apart: Local) -> Comparison:
     """Two that differ by a sleep, one like solo, one with a server, one that fails."""
     strategies = ["local-sgd:period=100", Slowed(period=100), "allreduce", "downpour", Broken()]
-    return compare(tiny(), strategies=strategies, engine=apart, points=2, threads_per_worker=1)
+    return compare(tiny(), strategies=strategies, engine=apart, validations=2, threads_per_worker=1)
 
 
 def test_a_strategy_that_sleeps_is_slower_by_what_it_sleeps(found: Comparison) -> None:
@@ -67,5 +67,5 @@ def test_solo_trains_in_a_process_of_its_own(apart: Local) -> None:
         return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
 
     task = tiny(loss=loss, evaluate=None, max_steps=5)
-    comparison = compare(task, strategies=["allreduce"], engine=apart, repeats=1, points=1, threads_per_worker=1)
+    comparison = compare(task, strategies=["allreduce"], engine=apart, repeats=1, validations=1, threads_per_worker=1)
     assert not any(trial.failure for trial in comparison.trials)

@@ -47,7 +47,7 @@ def told() -> dict[str, Any]:
         tiny(model=module),
         strategies=strategies,
         workers=(1, 2),
-        points=4,
+        validations=4,
         target="test_accuracy=0.8",
         engine=SIM,
         say=lines.append,
@@ -158,7 +158,9 @@ def test_the_callers_model_is_as_it_was(told: dict[str, Any]) -> None:
 
 def test_a_function_that_gives_one_model_again_and_again_begins_each_trial_with_it_as_it_was() -> None:
     model = nn.Linear(4, 2)
-    found = compare(tiny(model=lambda: model), strategies=["allreduce"], repeats=2, points=1, engine=SIM, shuffle=False)
+    found = compare(
+        tiny(model=lambda: model), strategies=["allreduce"], repeats=2, validations=1, engine=SIM, shuffle=False
+    )
     first, second = found.of("solo")
     assert first.metrics == second.metrics
 
@@ -181,19 +183,19 @@ def test_identical_strategies_are_not_called_different(seed: int) -> None:
 
 def test_different_ones_are_seen_to_be_different() -> None:
     slow = Sim(compute="row=1e-4,jitter=lognormal:0.2", network="latency=1ms")
-    found = compare(tiny(), strategies=["allreduce", "local-sgd:period=10"], engine=slow, points=2)
+    found = compare(tiny(), strategies=["allreduce", "local-sgd:period=10"], engine=slow, validations=2)
     rare, often = (
         found.difference("local-sgd:period=10 on 2", "rows_per_s"),
         found.difference("allreduce on 2", "rows_per_s"),
     )
     assert rare is not None
     assert often is not None
-    assert (rare.said, often.said) == ("better", "worse")
+    assert (rare.outcome, often.outcome) == ("better", "worse")
     assert found.verdict.startswith("On the simulated cluster: take local-sgd:period=10 on 2: ")
 
 
 def test_a_comparison_is_the_same_every_time() -> None:
-    first, second = (compare(tiny(), strategies=["downpour"], engine=SIM, points=2, repeats=1) for _ in range(2))
+    first, second = (compare(tiny(), strategies=["downpour"], engine=SIM, validations=2, repeats=1) for _ in range(2))
     assert [(t.variant, t.seconds, t.metrics) for t in first.trials] == [
         (t.variant, t.seconds, t.metrics) for t in second.trials
     ]
@@ -217,7 +219,7 @@ class Interrupting:
 
 def test_an_interrupted_comparison_has_its_whole_repeats() -> None:
     say = Interrupting(at=6)
-    found = compare(tiny(), strategies=["allreduce"], engine=SIM, points=1, repeats=4, say=say)
+    found = compare(tiny(), strategies=["allreduce"], engine=SIM, validations=1, repeats=4, say=say)
     assert not found.complete
     assert found.repeats == 2
     assert [trial.repeat for trial in found.trials] == [0, 0, 1, 1]
@@ -227,7 +229,7 @@ def test_an_interrupted_comparison_has_its_whole_repeats() -> None:
 
 def test_before_a_whole_repeat_an_interrupt_passes() -> None:
     with pytest.raises(KeyboardInterrupt):
-        compare(tiny(), strategies=["allreduce"], engine=SIM, points=1, say=Interrupting(at=2))
+        compare(tiny(), strategies=["allreduce"], engine=SIM, validations=1, say=Interrupting(at=2))
 
 
 def test_where_solo_fails_there_is_nothing_to_compare_with() -> None:
@@ -243,7 +245,7 @@ def test_where_solo_fails_there_is_nothing_to_compare_with() -> None:
     with pytest.raises(
         ManyhandsError, match="solo, with which all others are compared, failed in repeat 1: .*no more of it"
     ):
-        compare(tiny(loss=loss, evaluate=None), strategies=["allreduce"], engine=SIM, points=1, repeats=9)
+        compare(tiny(loss=loss, evaluate=None), strategies=["allreduce"], engine=SIM, validations=1, repeats=9)
 
 
 def test_a_task_that_cannot_train_at_all_ends_in_the_warm_up() -> None:
@@ -290,7 +292,7 @@ def test_a_stream_is_validated_at_its_epochs_ends() -> None:
 
 def test_a_batch_per_worker_makes_fewer_steps_of_the_same_rows() -> None:
     task = tiny(batch_size=None, batch_size_per_worker=12)
-    found = compare(task, strategies=["allreduce"], engine=SIM, repeats=1, points=5)
+    found = compare(task, strategies=["allreduce"], engine=SIM, repeats=1, validations=5)
     own, solo = found.of("allreduce on 2")[0], found.of("solo")[0]
     assert (own.rows, solo.rows, own.ticks, solo.ticks) == (ROWS, ROWS, 10, 20)
     assert [point.rows for point in own.curve] == [point.rows for point in solo.curve] == [48, 96, 144, 192, 240]
@@ -298,7 +300,7 @@ def test_a_batch_per_worker_makes_fewer_steps_of_the_same_rows() -> None:
 
 def test_the_default_leaves_out_what_this_engine_cannot() -> None:
     lines: list[str] = []
-    found = compare(tiny(), engine=SIM, repeats=1, points=1, say=lines.append)
+    found = compare(tiny(), engine=SIM, repeats=1, validations=1, say=lines.append)
     assert lines[0].startswith("left out: hogwild on 2: ")
     assert len(found.variants) == 6
     assert not any(found.failure(variant.name) for variant in found.variants)

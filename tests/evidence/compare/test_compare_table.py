@@ -59,7 +59,7 @@ def test_a_target_is_reached_or_not_or_in_some_repeats() -> None:
     found = cell(some, "Until test_accuracy ≥ 0.95", "time", "allreduce on 4")
     assert (found.text, found.lines, found.mark) == ("1.00 s", ("in 1 of 3 repeats",), "")
     never = changed(made, "allreduce on 4", target_seconds=None)
-    worse = Difference(of="target_seconds", middle=math.inf, low=math.inf, high=math.inf, margin=0.05, said="worse")
+    worse = Difference(of="target_seconds", middle=math.inf, low=math.inf, high=math.inf, margin=0.05, outcome="worse")
     never = replace(never, differences={"allreduce on 4": (worse,)})
     found = cell(never, "Until test_accuracy ≥ 0.95", "time", "allreduce on 4")
     assert (found.text, found.lines, found.mark) == ("not reached", (), "worse")
@@ -109,7 +109,7 @@ def test_costs_and_rows_without_effect() -> None:
 
 
 @pytest.mark.parametrize(
-    ("of", "numbers_of", "said"),
+    ("of", "numbers_of", "output"),
     [
         ("rows_per_s", (1.62, 1.55, 1.7), "1.62× [1.55, 1.70]"),
         ("test_loss", (-0.0021, -0.004, 0.008), "−0.0021 [−0.004, +0.008]"),
@@ -117,9 +117,9 @@ def test_costs_and_rows_without_effect() -> None:
         ("target_seconds", (math.nan, math.nan, math.nan), ""),
     ],
 )
-def test_intervals(of: str, numbers_of: tuple[float, float, float], said: str) -> None:
+def test_intervals(of: str, numbers_of: tuple[float, float, float], output: str) -> None:
     middle, low, high = numbers_of
-    assert interval(Difference(of=of, middle=middle, low=low, high=high, margin=0.05, said="unclear")) == said
+    assert interval(Difference(of=of, middle=middle, low=low, high=high, margin=0.05, outcome="unclear")) == output
 
 
 def test_a_failed_variant_leaves_the_columns_as_they_are() -> None:

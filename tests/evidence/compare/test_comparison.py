@@ -52,9 +52,9 @@ def test_what_no_comparison_wrote_is_refused(text: str) -> None:
 
 
 def test_an_unknown_field_is_refused() -> None:
-    said = json.loads(one().to_json())
+    output = json.loads(one().to_json())
     with pytest.raises(BadInput, match="of another version"):
-        Comparison.from_json(json.dumps({**said, "surprise": 1}))
+        Comparison.from_json(json.dumps({**output, "surprise": 1}))
 
 
 def test_it_is_loaded_from_a_file_or_its_directory(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_what_is_asked_of_it() -> None:
     assert "solo, 2 threads" not in made.differences
     difference = made.difference("downpour on 2", "target_seconds")
     assert difference is not None
-    assert difference.said == "worse"
+    assert difference.outcome == "worse"
     assert difference.different
     assert made.difference("downpour on 2", "no_such") is None
     assert made.of("downpour on 2")[0].worker_seconds == pytest.approx(2 * 1000 / 150)

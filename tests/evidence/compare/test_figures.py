@@ -222,8 +222,10 @@ def test_every_chart_of_a_comparison_is_drawn_and_uses_known_colours_only(draw: 
 def test_names_are_only_text(draw: Any) -> None:
     """plotly takes `<a>` and entities in texts, and `%{…}` in templates."""
     found = texts(drawn(draw, hostile()))
-    assert not [said for said in found if "<a" in said or "<img" in said or said in ("hovertemplate", "texttemplate")]
-    assert any(drawing.text(HOSTILE)[:9] in said for said in found)  # it is there, but for its tags
+    assert not [
+        output for output in found if "<a" in output or "<img" in output or output in ("hovertemplate", "texttemplate")
+    ]
+    assert any(drawing.text(HOSTILE)[:9] in output for output in found)  # it is there, but for its tags
 
 
 @pytest.mark.parametrize("draw", ALL, ids=lambda draw: draw.__name__)
@@ -242,4 +244,4 @@ def texts(value: Any) -> list[str]:
 
 
 def colours(value: Any) -> list[str]:
-    return [said for said in texts(value) if said.startswith(("#", "rgb"))]
+    return [output for output in texts(value) if output.startswith(("#", "rgb"))]

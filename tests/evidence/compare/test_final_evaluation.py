@@ -35,8 +35,8 @@ def task(**fields: Any) -> mh.Task:
 def classes(rows: int, right: int) -> tuple[Tensor, Tensor]:
     """Outputs of `rows` rows of 3 classes, of which the first `right` are right."""
     targets = torch.arange(rows) % 3
-    said = torch.where(torch.arange(rows) < right, targets, (targets + 1) % 3)
-    return nn.functional.one_hot(said, 3).float() * 9, targets
+    output = torch.where(torch.arange(rows) < right, targets, (targets + 1) % 3)
+    return nn.functional.one_hot(output, 3).float() * 9, targets
 
 
 def test_metrics_and_classes_of_all_rows_in_their_order() -> None:

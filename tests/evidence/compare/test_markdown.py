@@ -17,10 +17,10 @@ def parsed(text: str) -> list[Token]:
 
 def shown(tokens: list[Token]) -> list[str]:
     """What each block reads as."""
-    return [said(token) for token in tokens if token.type == "inline"]
+    return [output(token) for token in tokens if token.type == "inline"]
 
 
-def said(token: Token) -> str:
+def output(token: Token) -> str:
     children = token.children or []
     assert {child.type for child in children} <= {"text", "code_inline", "strong_open", "strong_close", "text_special"}
     return "".join(child.content for child in children).replace("\u200b", "")
@@ -35,7 +35,7 @@ def table(made: Comparison) -> list[list[str]]:
             rows.append([])
         inside = token.type in ("th_open", "td_open") or (inside and token.type not in ("th_close", "td_close"))
         if inside and token.type == "inline":
-            rows[-1].append(said(token))
+            rows[-1].append(output(token))
     return rows
 
 

@@ -123,7 +123,7 @@ def test_the_margin_of_a_metric_is_a_share_of_the_references_mean() -> None:
     difference = comparison.difference("allreduce on 2", "test_accuracy")
     assert difference is not None
     assert difference.margin == pytest.approx(0.008)
-    assert difference.said == "same"
+    assert difference.outcome == "same"
 
 
 def test_the_better_of_solos_variants_is_the_one_to_beat() -> None:

@@ -49,14 +49,15 @@ def comparisons(draw: st.DrawFn) -> Comparison:
     return found(rates, metrics, targets, target=target, failures=dict.fromkeys(failing, "it broke"))
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(comparisons())
 def test_verdict_and_advice_never_contradict_each_other(made: Comparison) -> None:
-    said = [one for one in made.advice if one.kind in DECISIONS]
-    if not said:
+    output = [one for one in made.advice if one.kind in DECISIONS]
+    if not output:
         assert not [one for one in made.variants if not one.solo and not made.failure(one.name)]
         return
-    (decision,) = said
+    (decision,) = output
     assert made.advice[0] == decision
     assert made.verdict.startswith(BEGINS[decision.kind])
     assert decision.text.lower().startswith({"undecided": "not decided"}.get(decision.kind, decision.kind))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.evidence.compare.probe import BUCKETS, Probe, fingerprint, probed, sketch, taken, told
+from manyhands.evidence.compare.probe import BUCKETS, Probe, as_metrics, fingerprint, probed, sketch, taken
 from manyhands.replica.evaluation import AveragedOutputs
 
 
@@ -64,7 +64,7 @@ def test_a_sketch_leaves_the_random_state_alone() -> None:
 
 def test_what_is_told_is_taken_out_whole() -> None:
     one = sketch([torch.randn(100)])
-    metrics = {f"validation_{name}": float(value) for name, (value, _) in told(one).items()}  # type: ignore[misc]
+    metrics = {f"validation_{name}": float(value) for name, (value, _) in as_metrics(one).items()}  # type: ignore[misc]
     metrics["validation_loss"] = 0.5
     back = taken(metrics, "validation_")
     assert back is not None

@@ -21,7 +21,7 @@ def task(**fields: object) -> mh.Task:
 
 
 @pytest.mark.parametrize(
-    ("fields", "ticks", "points", "expected"),
+    ("fields", "ticks", "validations", "expected"),
     [
         ({}, 100, 20, 5),
         ({"epochs": 3}, 41, 20, 6),
@@ -37,9 +37,9 @@ def task(**fields: object) -> mh.Task:
     ],
 )
 def test_about_so_many_points_a_trial(
-    fields: dict[str, int], ticks: int | None, points: int, expected: str | int
+    fields: dict[str, int], ticks: int | None, validations: int, expected: str | int
 ) -> None:
-    assert validate_every(task(**fields), ticks, points) == expected
+    assert validate_every(task(**fields), ticks, validations) == expected
 
 
 def test_the_time_left_is_told_from_the_trials_before() -> None:

@@ -73,13 +73,13 @@ def test_metrics_are_compared_as_differences_in_their_own_unit() -> None:
     found = difference([0.90, 0.92, 0.91], [0.95, 0.96, 0.97], of="test_accuracy", margin=0.01, higher=True)
     assert found.middle == pytest.approx(-0.05)
     assert found == Difference(
-        of="test_accuracy", middle=found.middle, low=found.low, high=found.high, margin=0.01, said="worse"
+        of="test_accuracy", middle=found.middle, low=found.low, high=found.high, margin=0.01, outcome="worse"
     )
     assert found.low < -0.06 < -0.04 < found.high < 0
 
 
 @pytest.mark.parametrize(
-    ("ratios", "said"),
+    ("ratios", "outcome"),
     [
         ([1.2, 1.2, 1.2], "worse"),  # all pairs differ by the same: Student's interval is a point
         ([1 / 1.2, 1 / 1.2, 1 / 1.2], "better"),
@@ -95,11 +95,11 @@ def test_metrics_are_compared_as_differences_in_their_own_unit() -> None:
         ([1.01, 1.0, 1.01], "same"),
     ],
 )
-def test_the_rule(ratios: list[float], said: str) -> None:
+def test_the_rule(ratios: list[float], outcome: str) -> None:
     ones = [1.0] * len(ratios)
-    assert difference(ratios, ones, **TIMES).said == said
-    other = {"better": "worse", "worse": "better"}.get(said, said)
-    assert difference(ratios, ones, of="rows_per_s", margin=0.05, higher=True).said == other
+    assert difference(ratios, ones, **TIMES).outcome == outcome
+    other = {"better": "worse", "worse": "better"}.get(outcome, outcome)
+    assert difference(ratios, ones, of="rows_per_s", margin=0.05, higher=True).outcome == other
 
 
 def test_the_wider_of_both_intervals_counts_on_either_side() -> None:
@@ -119,7 +119,7 @@ def test_the_margin_is_as_wide_downwards_as_upwards() -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "reference", "said", "middle"),
+    ("own", "reference", "outcome", "middle"),
     [
         ([None, None, None], [3.0, 4.0, 5.0], "worse", math.inf),
         ([None, None], [3.0, 4.0], "unclear", math.inf),  # too few repeats
@@ -131,24 +131,24 @@ def test_the_margin_is_as_wide_downwards_as_upwards() -> None:
     ],
 )
 def test_a_target_that_was_not_always_reached_is_never_better(
-    own: list[float | None], reference: list[float | None], said: str, middle: float
+    own: list[float | None], reference: list[float | None], outcome: str, middle: float
 ) -> None:
     found = difference(own, reference, of="target_seconds", margin=0.05, higher=False)
-    assert found.said == said
+    assert found.outcome == outcome
     assert found.middle == pytest.approx(middle, nan_ok=True)
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, 0.0, -1.0])
 def test_numbers_that_have_no_ratio_say_nothing(odd: float) -> None:
     found = difference([1.0, odd, 1.0], [1.0, 1.0, 1.0], **TIMES)
-    assert found.said == "unclear"
+    assert found.outcome == "unclear"
     assert math.isnan(found.middle)
 
 
 def test_pairs_are_of_the_same_repeat() -> None:
     drift = [1.0, 3.0, 9.0]
-    assert difference([1.2 * d for d in drift], drift, **TIMES).said == "worse"
-    assert difference([1.2 * d for d in drift], drift[::-1], **TIMES).said == "unclear"
+    assert difference([1.2 * d for d in drift], drift, **TIMES).outcome == "worse"
+    assert difference([1.2 * d for d in drift], drift[::-1], **TIMES).outcome == "unclear"
     with pytest.raises(ValueError, match="3 repeats of one and 2"):
         difference(drift, [1.0, 1.0], **TIMES)
 
@@ -163,7 +163,7 @@ def said_of(seeds: range, ratio: float, noise: float, repeats: int = 3) -> Count
         generator = np.random.default_rng(seed)
         drift = np.exp(generator.normal(0, 0.2, repeats))
         own, reference = (drift * np.exp(generator.normal(0, noise, repeats)) for _ in range(2))
-        counts[difference((ratio * own).tolist(), reference.tolist(), **TIMES).said] += 1
+        counts[difference((ratio * own).tolist(), reference.tolist(), **TIMES).outcome] += 1
     return counts
 
 

@@ -25,27 +25,27 @@ TARGETS: dict[str, Numbers] = {
 COMPARISON = found(RATES, METRICS, TARGETS, failures={"gossip on 2": "it broke"}, target=AIM)
 
 
-def line(said: str, start: str) -> str:
-    return next(one for one in said.split("\n") if one.startswith(start))
+def line(output: str, start: str) -> str:
+    return next(one for one in output.split("\n") if one.startswith(start))
 
 
-def words(said: str, start: str) -> str:
-    return " ".join(line(said, start).split())
+def words(output: str, start: str) -> str:
+    return " ".join(line(output, start).split())
 
 
 def test_a_line_says_what_a_variant_did() -> None:
-    said = text(COMPARISON)
-    assert words(said, TWO) == "solo, 2 threads 100 ±1 % 1.00x 2.00x 100 % 10 1,000 0.98 0 98.7 %"
-    own = line(said, "local-sgd:period=8 on 2")
+    output = text(COMPARISON)
+    assert words(output, TWO) == "solo, 2 threads 100 ±1 % 1.00x 2.00x 100 % 10 1,000 0.98 0 98.7 %"
+    own = line(output, "local-sgd:period=8 on 2")
     assert "165 ±3 %" in own
     assert "1.65x" in own  # the geometric mean
     assert "5 (1 never)" in own
     assert "0.98 =" in own
-    other = line(said, "downpour on 2")
+    other = line(output, "downpour on 2")
     assert "12,345" in other
     assert "never" in other
     assert "0.8 -" in other
-    assert words(said, "gossip on 2") == "gossip on 2 failed"
+    assert words(output, "gossip on 2") == "gossip on 2 failed"
 
 
 def test_the_second_table_says_what_it_cost() -> None:
@@ -66,24 +66,24 @@ def test_all_lines_fit(width: int) -> None:
 
 
 def test_a_narrow_terminal_keeps_what_matters_most() -> None:
-    said = text(COMPARISON, 80)
+    output = text(COMPARISON, 80)
     for title in ("variant", "rows/s", "2 threads", "seconds to", "accuracy"):
-        assert title in said
+        assert title in output
     for cell in ("12,345 ", "165 ±3 %", "1.65x", "5 (1 never)", "0.98 =", "local-sgd:period=8 on 2 "):
-        assert cell in said
+        assert cell in output
     for title in ("answers", "distance", "ciency"):
-        assert title not in said
+        assert title not in output
         assert title in text(COMPARISON, 120)
 
 
 def test_names_that_are_too_long_are_folded_not_cut() -> None:
     name = "my_own_strategies.py:Quantised:period=8,levels=4,warmup=100,compress=topk:0.01 on 2"
-    said = text(found({"solo": [1.0] * 3, name: [2.0] * 3}), 80)
-    assert max(map(len, said.split("\n"))) <= 80
-    assert "warmup=100" in said.replace("\n", "")
+    output = text(found({"solo": [1.0] * 3, name: [2.0] * 3}), 80)
+    assert max(map(len, output.split("\n"))) <= 80
+    assert "warmup=100" in output.replace("\n", "")
 
 
 def test_an_interrupted_and_simulated_comparison_says_so() -> None:
-    said = text(found({"solo": [1.0], "gossip on 2": [2.0]}, complete=False, simulated={"seed": "0"}))
-    assert "1 repeat, interrupted in 12 s" in said
-    assert "all seconds are virtual" in said
+    output = text(found({"solo": [1.0], "gossip on 2": [2.0]}, complete=False, simulated={"seed": "0"}))
+    assert "1 repeat, interrupted in 12 s" in output
+    assert "all seconds are virtual" in output

@@ -8,11 +8,11 @@ from manyhands.evidence.compare import wording
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "output"),
     [(12970, "12,970"), (0.98667, "0.9867"), (1234.6, "1,235"), (0.000012, "1.2e-05"), (math.nan, "not finite")],
 )
-def test_numbers_have_four_digits(value: float, said: str) -> None:
-    assert wording.number(value) == said
+def test_numbers_have_four_digits(value: float, output: str) -> None:
+    assert wording.number(value) == output
 
 
 def test_metrics_of_a_column_line_up() -> None:
@@ -25,24 +25,24 @@ def test_metrics_of_a_column_line_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "output"),
     [(0, "0"), (0.2, "0.20"), (2.4e-6, "2.4×10⁻⁶"), (12.3, "12"), (math.inf, "not finite"), (math.nan, "not finite")],
 )
-def test_distances_say_zero_only_where_it_is(value: float, said: str) -> None:
-    assert wording.small(value) == said
+def test_distances_say_zero_only_where_it_is(value: float, output: str) -> None:
+    assert wording.small(value) == output
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "output"),
     [(0.00041, "0.410 ms"), (3.2, "3.20 s"), (99.96, "1 min 40 s"), (125, "2 min 5 s"), (11530, "3 h 12 min")],
 )
-def test_seconds(value: float, said: str) -> None:
-    assert wording.seconds(value) == said
+def test_seconds(value: float, output: str) -> None:
+    assert wording.seconds(value) == output
 
 
-@pytest.mark.parametrize(("value", "said"), [(512, "512 B"), (61_200_000, "61.2 MB"), (5e9, "5.0 GB")])
-def test_sizes(value: float, said: str) -> None:
-    assert wording.size(value) == said
+@pytest.mark.parametrize(("value", "output"), [(512, "512 B"), (61_200_000, "61.2 MB"), (5e9, "5.0 GB")])
+def test_sizes(value: float, output: str) -> None:
+    assert wording.size(value) == output
 
 
 def test_ratios_and_shares() -> None:

@@ -53,7 +53,7 @@ class Heard(Observer):
         if event.type == "step":
             self.steps.append(event)
 
-    def said(self) -> Said:
+    def output(self) -> Said:
         in_order = sorted(self.steps, key=lambda event: (event.rank, event.time_s))
         return [(event.rank or 0, event.time_s, event.values["bytes"]) for event in in_order]
 
@@ -75,7 +75,7 @@ def in_full(
         workers=workers, server=strategy.server(), servers=servers, observer=heard, device="cpu", timeout_s=PATIENCE_S
     )
     Sim(network=network, compute=compute).launch(partial(work, plan), launch)
-    return heard.said()
+    return heard.output()
 
 
 def by_stand_in(
@@ -95,4 +95,4 @@ def by_stand_in(
     assert lengths.own * 10 < shape.padded
     plan = WorkerPlan(task=small, strategy=steady(strategy), validate_every=NEVER, checkpoint_every=NEVER)
     simulate(plan, workers, servers, SimNetworkSpec.parse(network), Compute.parse(compute), lengths, heard)
-    return heard.said()
+    return heard.output()

@@ -281,11 +281,16 @@ def test_a_strategy_that_exchanges_at_the_very_end_alone_says_so() -> None:
 # -- the whole ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_defaults_over_several_numbers_of_workers_and_what_is_said_meanwhile(tmp_path: Path) -> None:
-    path, said = tmp_path / "p.json", list[str]()
+    path, output = tmp_path / "p.json", list[str]()
     profile().save(path)
     found = estimate(
-        task(batch_size=None, batch_size_per_worker=6), profile=path, workers=[2, 8, 2], network="lan", say=said.append
+        task(batch_size=None, batch_size_per_worker=6),
+        profile=path,
+        workers=[2, 8, 2],
+        network="lan",
+        say=output.append,
     )
     assert [(one.workers, one.strategy) for one in found.estimates] == [
         (workers, spec)
@@ -293,20 +298,20 @@ def test_the_defaults_over_several_numbers_of_workers_and_what_is_said_meanwhile
         for spec in ("allreduce", "local-sgd", "diloco", "downpour", "easgd", "gossip")
     ]
     assert all(not one.refused for one in found.estimates)
-    assert said[0] == "the model's shape"
-    assert said[1] == "1 of 12: allreduce on 2 workers"
-    assert len(said) == 13
+    assert output[0] == "the model's shape"
+    assert output[1] == "1 of 12: allreduce on 2 workers"
+    assert len(output) == 13
     assert (found.parameters, found.rows, found.task) == (64 * 40 + 40 + 400 + 10, 240, "wide")
     assert found.network == SimNetworkSpec.parse("lan")
 
 
 def test_json_has_every_number_and_is_plain() -> None:
     found = estimate(task(), profile=profile(), workers=[2, 64], strategies=["allreduce"], network="lan")
-    said = json.loads(found.to_json())
-    assert said["format"] == 1
-    assert said["profile"]["errors"] == {"allreduce": 0.1, "local-sgd:period=4": -0.2}
-    assert (said["network"], said["servers"]) == (str(found.network), 1)
-    first, second = said["estimates"]
+    output = json.loads(found.to_json())
+    assert output["format"] == 1
+    assert output["profile"]["errors"] == {"allreduce": 0.1, "local-sgd:period=4": -0.2}
+    assert (output["network"], output["servers"]) == (str(found.network), 1)
+    first, second = output["estimates"]
     (one, other) = found.estimates
     assert one.step is not None
     assert one.bars is not None

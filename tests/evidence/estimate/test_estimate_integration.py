@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from manyhands.engines.local.engine import Local
 from manyhands.evidence.calibrate.calibrate import calibrated
 from manyhands.evidence.estimate.estimate import estimate
@@ -14,6 +16,7 @@ SLACK = 1.3
 """The bars are as wide as calibration was off; that simulation and this one are of other steps with other jitter."""
 
 
+@pytest.mark.slow
 def test_the_real_step_lies_within_the_bars(local: Local, tmp_path: Path) -> None:
     task, path = digits(), tmp_path / "here.json"
     found = calibrated(task, workers=2, strategies=["allreduce", "local-sgd:period=4"], quick=True, engine=local)

@@ -96,11 +96,11 @@ def task(): return declared()
 """
     train(local, folder, "downpour")
     own.write_text(code)
-    asked = json.loads((folder / "asked.json").read_text())
+    config = json.loads((folder / "config.json").read_text())
     names = {"task": f"{own}:task", "strategy": f"{own}:Mine"}
-    (folder / "asked.json").write_text(json.dumps(asked | {what: names[what]}))
+    (folder / "config.json").write_text(json.dumps(config | {what: names[what]}))
     result = json.loads((folder / "result.json").read_text())  # who puts code there can write this, too
-    result["sha256"]["asked.json"] = hashlib.sha256((folder / "asked.json").read_bytes()).hexdigest()
+    result["sha256"]["config.json"] = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
     (folder / "result.json").write_text(json.dumps(result))
     given = {"task": task()} if what == "strategy" else {}
     with pytest.raises(BadInput, match=rf"names {what} .*own\.py:.* --{what} "):
@@ -165,6 +165,7 @@ def test_what_the_journal_does_not_fit_is_told(local: Local, tmp_path: Path) -> 
         mh.replay(tmp_path / "run", task=task())
 
 
+@pytest.mark.slow
 def test_refused_by_name(local: Local, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="holds no finished run"):
         mh.replay(tmp_path / "nothing")

@@ -23,7 +23,7 @@ def store(workers: int, **options: Any) -> Store:
     made = Store(make_rule(ServerSpec(rule="rounds", options={**PLAIN, **options})), workers)
     made.initialize(torch.zeros(1, dtype=F64))
     for worker in range(workers):
-        made.begin(worker, 0)
+        made.activate(worker, 0)
         made.pull(worker)
     return made
 
@@ -124,10 +124,10 @@ def test_after_a_snapshot_is_restored_everybody_has_seen_its_center() -> None:
     push(0, 0.0)
     made.pull(0)
     for worker in range(3):
-        made.park(worker)
+        made.deactivate(worker)
     made.restore(*made.capture())
     for worker in range(3):
-        made.begin(worker, 0)
+        made.activate(worker, 0)
     made.rule.quorum = 2
     push(2, 6.0, 8.0)
     assert push(0, 3.0, 4.0) == (8 * 6 + 4 * 3) / 12
@@ -164,9 +164,9 @@ def test_a_round_is_closed_when_the_center_is_read_while_nobody_takes_part() -> 
     push(0, 4.0)
     push(1, 2.0)
     for worker in (0, 1):
-        made.park(worker)
+        made.deactivate(worker)
         assert float(made.read()) == 0.0
-    made.park(2)
+    made.deactivate(2)
     assert float(made.center) == 0.0
     assert [float(made.read()) for _ in range(2)] == [3.0, 3.0]
     assert made.version == 2
@@ -178,9 +178,9 @@ def test_who_parks_and_comes_back_pushes_into_the_round_that_is_open() -> None:
     push = Pusher(made)
     push(0, 4.0)
     for worker in range(2):
-        made.park(worker)
+        made.deactivate(worker)
     for worker in range(2):
-        made.begin(worker, 0)
+        made.activate(worker, 0)
     assert push(1, 2.0) == 1.5 * 3.0
 
 
@@ -189,11 +189,11 @@ def test_a_pull_while_nobody_takes_part_sees_the_closed_round() -> None:
     push = Pusher(made)
     push(0, 4.0, 2.0)
     for worker in range(2):
-        made.park(worker)
+        made.deactivate(worker)
     made.pull(1)
     assert float(made.center) == 4.0
     for worker in range(2):
-        made.begin(worker, 0)
+        made.activate(worker, 0)
     push(1, 9.0, 2.0)  # not late: it looked afterwards
     assert push(0, 3.0, 4.0) == 4.0 + (2 * 9 + 4 * 3) / 6
 
@@ -204,9 +204,9 @@ def test_last_pushes_are_of_one_round_whoever_is_in_it() -> None:
     for worker, update in ((0, 1.0), (1, 2.0)):
         made.push(worker, 1, torch.tensor([update], dtype=F64), 1.0, LAST)
     made.push(0, 2, torch.tensor([3.0], dtype=F64), 2.0, LAST)
-    made.park(0)
+    made.deactivate(0)
     assert float(made.center) == 0.0
-    made.park(1)
+    made.deactivate(1)
     assert float(made.read()) == 1.5 * (3 * 4.0 + 2.0) / 4
 
 
@@ -256,7 +256,7 @@ def test_when_the_last_one_that_a_round_waits_for_is_lost_it_is_over_at_once() -
 def test_a_worker_that_comes_back_is_waited_for_again() -> None:
     made = store(2, quorum=2)
     made.leave(1)
-    made.begin(1, 1)
+    made.activate(1, 1)
     push = Pusher(made)
     assert push(0, 2.0) == 0.0
     assert push(1, 4.0) == 3.0
@@ -270,7 +270,7 @@ def test_a_round_is_closed_into_the_memory_that_the_server_gives() -> None:
     Pusher(made)(0, 4.0)
     old = made.center
     for worker in range(2):
-        made.park(worker)
+        made.deactivate(worker)
     assert (float(made.read()), float(old)) == (4.0, 0.0)
 
 
@@ -295,7 +295,7 @@ def test_a_snapshot_has_the_open_round_and_goes_on_from_there(at: int) -> None:
         assert push(worker, update) == again(worker, update)
     for made in (first, second):
         for worker in range(3):
-            made.park(worker)
+            made.deactivate(worker)
     assert torch.equal(first.read(), second.read())
 
 
@@ -303,10 +303,10 @@ def test_a_snapshot_after_last_pushes_leaves_their_round_open() -> None:
     made, other = store(2), store(2)
     for worker in range(2):
         made.push(worker, 1, torch.ones(1, dtype=F64), 1.0, LAST)
-        made.park(worker)
+        made.deactivate(worker)
     other.restore(*made.capture())
     for worker in range(2):
-        other.begin(worker, 1)
+        other.activate(worker, 1)
     assert float(other.center) == 0.0
     other.pull(0)
     assert float(other.center) == 1.0

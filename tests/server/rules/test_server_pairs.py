@@ -21,7 +21,7 @@ def store_of(workers, start=(0.0,), bound=None, **options):
     store = Store(make_rule(ServerSpec(rule="pairs", options=options)), workers, bound)
     store.initialize(torch.tensor(start, dtype=F64))
     for worker in range(workers):
-        store.begin(worker, 0)
+        store.activate(worker, 0)
     return store
 
 
@@ -96,7 +96,7 @@ def test_all_shards_draw_the_same_partner():
 def test_who_has_not_begun_is_parked_or_lost_stays_in_the_mean_and_a_partner():
     store = store_of(3)
     push(store, 1, 1, 3.0)
-    store.park(1)
+    store.deactivate(1)
     store.leave(2)
     for number in range(1, 80):
         push(store, 0, number, 0.0)

@@ -192,7 +192,7 @@ class RingGroup(Group):
         check_peer(target, self.rank, self.size, "target")
         self._background.drain()
         self._links.begin("send", self.step)
-        self._post(_on_cpu(tensor), target)
+        self._queue(_on_cpu(tensor), target)
         self._leave(tensor, target)
 
     @override
@@ -208,7 +208,7 @@ class RingGroup(Group):
         check_swap(tensor, target, into, source, self.rank, self.size)
         self._background.drain()
         self._links.begin("swap", self.step)
-        self._post(_on_cpu(tensor), target)
+        self._queue(_on_cpu(tensor), target)
         self._take(into, source)
         self._leave(tensor, target)
 
@@ -240,7 +240,7 @@ class RingGroup(Group):
 
     # -- how ---------------------------------------------------------------------------------------------------------
 
-    def _post(self, flat: Tensor, target: int) -> None:
+    def _queue(self, flat: Tensor, target: int) -> None:
         """Give a message to its link; `flat` must stay as it is until all of it has left."""
         number = signature("send", flat.dtype)
         self._links[target].post(Frame(kind=SEND, elements=flat.nbytes, a=number, b=flat.numel()), bytes_of(flat))

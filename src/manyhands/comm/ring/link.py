@@ -143,7 +143,7 @@ class Link:
             if not self._read_ahead():
                 return None
         self._start += _NOTICE_BLOB
-        return _said(self._stage[self._start - _NOTICE_BLOB : self._start])
+        return _notice_of(self._stage[self._start - _NOTICE_BLOB : self._start])
 
     def last_notice(self) -> tuple[int, dict[str, Any]]:
         """(kind, what it says) if a notice is the last that came, whatever lies before it; else (0, {})."""
@@ -156,7 +156,7 @@ class Link:
             frame = unpack(last[:HEADER_BYTES])
             if frame.kind not in NOTICES or blob_length(last[:HEADER_BYTES]) != _NOTICE_BLOB:
                 return 0, {}
-            return frame.kind, _said(last[HEADER_BYTES:])
+            return frame.kind, _notice_of(last[HEADER_BYTES:])
         except FrameError:
             return 0, {}
 
@@ -224,16 +224,18 @@ def _let_go() -> None:
 os.register_at_fork(after_in_child=_let_go)
 
 
-def notice(kind: int, said: dict[str, Any]) -> Frame:
+def notice(kind: int, fields: dict[str, Any]) -> Frame:
     """A notice that says this; its texts are cut so that it fits."""
-    blob = json.dumps(said).encode()
+    blob = json.dumps(fields).encode()
     while len(blob) > _NOTICE_BLOB:
-        said = {name: value[: len(value) * 3 // 4] if isinstance(value, str) else value for name, value in said.items()}
-        blob = json.dumps(said).encode()
+        fields = {
+            name: value[: len(value) * 3 // 4] if isinstance(value, str) else value for name, value in fields.items()
+        }
+        blob = json.dumps(fields).encode()
     return Frame(kind=kind, blob=blob.ljust(_NOTICE_BLOB))
 
 
-def _said(blob: memoryview) -> dict[str, Any]:
+def _notice_of(blob: memoryview) -> dict[str, Any]:
     try:
         value = json.loads(bytes(blob))
     except ValueError as error:

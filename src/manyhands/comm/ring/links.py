@@ -96,10 +96,10 @@ class Links:
             if frame.kind not in NOTICES:
                 self._waiting_for.pop(rank, None)
                 return frame
-            said = self._until(link, link.notice)
+            fields = self._until(link, link.notice)
             if frame.kind != WAITING:
-                self._told(link, frame.kind, said)
-            self._waiting_for[rank] = int(said.get("for", rank))
+                self._end_by(link, frame.kind, fields)
+            self._waiting_for[rank] = int(fields.get("for", rank))
 
     def fill(self, rank: int, into: memoryview) -> None:
         """The peer's next bytes, until `into` is full."""
@@ -148,10 +148,10 @@ class Links:
         for link in self._links.values():
             link.shut()
 
-    def _farewell(self, kind: int, said: dict[str, Any]) -> None:
+    def _farewell(self, kind: int, fields: dict[str, Any]) -> None:
         deadline = time.perf_counter() + _FAREWELL_S
         for link in self._links.values():
-            link.post(notice(kind, said))
+            link.post(notice(kind, fields))
         while left := [link for link in self._links.values() if _pushed(link).full]:
             poll = select.poll()
             for link in left:
@@ -165,7 +165,7 @@ class Links:
 
     def _until(self, link: Link, attempt: Callable[[], T | None], sending: bool = False) -> T:
         """`attempt()`, as soon as it is not None, while posted frames leave."""
-        looks, most, since, sent, said = 0, 0, 0.0, link.sent, False
+        looks, most, since, sent, fields = 0, 0, 0.0, link.sent, False
         while True:
             try:
                 value = attempt()
@@ -191,11 +191,11 @@ class Links:
             since = since or now
             if now - since > self._timeout_s:
                 self._late(link, now - since)
-                since, said = now, False
-            elif now - since > self._timeout_s / 2 and not said:
-                said = True
+                since, fields = now, False
+            elif now - since > self._timeout_s / 2 and not fields:
+                fields = True
                 self._say_waiting(link)
-            self._sleep(link, sending, since + self._timeout_s * (1 if said else 0.5) - now)
+            self._sleep(link, sending, since + self._timeout_s * (1 if fields else 0.5) - now)
 
     def _looked(self, since: float) -> None:
         if since:
@@ -227,11 +227,11 @@ class Links:
         while cause not in seen:
             seen.add(cause)
             link = self._links[cause]
-            kind, said = link.last_notice()
+            kind, fields = link.last_notice()
             if kind in (GAVE_UP, LEFT):
-                self._told(link, kind, said)
+                self._end_by(link, kind, fields)
             if kind == WAITING:
-                cause = int(said.get("for", cause))
+                cause = int(fields.get("for", cause))
             elif not link.unread:
                 cause = self._waiting_for.get(cause, cause)
         if cause not in self._links:
@@ -249,22 +249,22 @@ class Links:
         if self._masks[link.rank] > 0:
             self._poll.unregister(link)
         self._masks[link.rank] = _DEAF
-        kind, said = link.last_notice()
+        kind, fields = link.last_notice()
         if kind == GAVE_UP:
-            self._told(link, kind, said)
+            self._end_by(link, kind, fields)
         if kind != LEFT:
             self._lost(link.rank, "is gone", 0.0)
 
-    def _told(self, link: Link, kind: int, said: dict[str, Any]) -> NoReturn:
+    def _end_by(self, link: Link, kind: int, fields: dict[str, Any]) -> NoReturn:
         """A peer left, or gave up: this worker cannot go on either."""
         if kind == LEFT:
             self._lost(link.rank, "left the group", 0.0)
-        if "text" in said:
-            raise self.fail(ManyhandsError(str(said["text"])))
-        rank, why = int(said.get("rank", -1)), str(said.get("why", "is gone"))
+        if "text" in fields:
+            raise self.fail(ManyhandsError(str(fields["text"])))
+        rank, why = int(fields.get("rank", -1)), str(fields.get("why", "is gone"))
         if "noticed" not in why:
             why = f"{why} (worker {self._names[link.rank]} noticed)"
-        raise self.fail(PeerLost(rank, str(said.get("host")), self._operation, self._step, 0.0, why))
+        raise self.fail(PeerLost(rank, str(fields.get("host")), self._operation, self._step, 0.0, why))
 
     def _lost(self, rank: int, why: str, seconds: float) -> NoReturn:
         name, host = self._names[rank], self._hosts[rank]

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from manyhands.data.batch import digest_of, rows_of, slice_rows
 from manyhands.data.readers.datasets import Collate, end_processes, set_epoch
-from manyhands.data.rng_scope import OwnRandom
+from manyhands.data.rng_scope import RngScope
 from manyhands.data.sharding import slice_of
 from manyhands.data.source import BY_OPTION, COMPARED, Loading, Reading, Slice, Slices, Source
 from manyhands.errors import BadInput
@@ -65,7 +65,7 @@ class Stream(Source):
         return self._read_shared(stream, reading)
 
     def _read_shared(self, stream: Iterable[Any], reading: Reading) -> Slices:
-        own = OwnRandom((reading.seed, reading.epoch))
+        own = RngScope((reading.seed, reading.epoch))
         for index, rows in enumerate(_chunks(stream, reading.batch_size, own)):
             if index < reading.first_tick:
                 continue
@@ -74,13 +74,13 @@ class Stream(Source):
             yield Slice(self._batch(rows[start:stop], own), stop - start, len(rows), index, reading.rank, digest)
 
     def _read_shard(self, shard: Iterable[Any], reading: Reading) -> Slices:
-        own = OwnRandom((reading.seed, reading.epoch, reading.rank))
+        own = RngScope((reading.seed, reading.epoch, reading.rank))
         start, stop = slice_of(reading.batch_size, reading.rank, reading.size)
         for index, rows in enumerate(_chunks(shard, stop - start, own, may_be_empty=True)):
             if index >= reading.first_tick:
                 yield Slice(self._batch(rows, own), len(rows), None, index, reading.rank)
 
-    def _batch(self, rows: list[Any], own: OwnRandom) -> Any:
+    def _batch(self, rows: list[Any], own: RngScope) -> Any:
         if not rows:
             return None
         with own:
@@ -118,7 +118,7 @@ class LoadedStream(Source):
     @override
     def slices(self, reading: Reading) -> Slices:
         set_epoch(self._loader.dataset, reading.epoch)
-        own = OwnRandom((reading.seed, reading.epoch))
+        own = RngScope((reading.seed, reading.epoch))
         with own:
             batches = iter(self._loader)
         try:
@@ -145,7 +145,7 @@ def _digest(batch: Any, reading: Reading, index: int) -> str:
     return digest_of(batch) if reading.size > 1 and index < reading.first_tick + COMPARED else ""
 
 
-def _chunks(stream: Iterable[Any], size: int, own: OwnRandom, may_be_empty: bool = False) -> Iterator[list[Any]]:
+def _chunks(stream: Iterable[Any], size: int, own: RngScope, may_be_empty: bool = False) -> Iterator[list[Any]]:
     """Rows in lists of `size`, the last one shorter; the stream's code runs under its own generators."""
     with own:
         rows = iter(stream)

@@ -1,4 +1,4 @@
-"""One run, seen from the driver: hears the crews of all hosts, lets the monitor judge, and acts on the verdict."""
+"""One run on the driver: receives messages from all hosts, gives them to the RunMonitor and acts on its verdict."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from manyhands.data import leases
 from manyhands.data.leases import End, Lease, Leases, Segment
 from manyhands.engines.base import LaunchSpec
 from manyhands.engines.descriptors import room_for_descriptors
-from manyhands.engines.driver.host_processes import HostProcesses, seats_of
-from manyhands.engines.driver.rendezvous import Rendezvous
+from manyhands.engines.driver.host_processes import HostProcesses, process_indices_of
 from manyhands.engines.driver.run_monitor import Failed, Failure, Hung, ProcessFinished, ProcessStatus, RunMonitor
 from manyhands.engines.local.fork_client import import_path
 from manyhands.engines.local.serialization import serialize
@@ -34,27 +33,47 @@ _POLL_S = 0.1
 _EXIT_GRACE_S = 0.5  # between a worker's last message and its exit
 
 
+class Rendezvous:
+    """Processes exchange values through the driver before they can reach each other. A name may be used again once complete."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, dict[int, Any]] = {}
+
+    def arrive(self, process_index: int, name: str, process_indices: list[int], value: Any) -> list[Any] | None:
+        """All values in the order of `process_indices` if this process is the last to arrive, else None."""
+        values = self._open.setdefault(name, {})
+        values[process_index] = value
+        if any(other not in values for other in process_indices):
+            return None
+        del self._open[name]
+        return [values[other] for other in process_indices]
+
+
 @dataclass
 class Driver:
     """Runs one program; afterwards no process and no descriptor of the run is left, however it ended."""
 
-    crews: Sequence[HostProcesses]
+    hosts: Sequence[HostProcesses]
     spec: LaunchSpec
     clock: Callable[[], float] = time.monotonic
     _values: dict[int, Any] = field(default_factory=dict, init=False)
     _news: deque[Event] = field(default_factory=deque, init=False)  # what the observer has not heard yet
     _leases: Leases = field(default_factory=Leases, init=False)
-    _meetings: Rendezvous = field(default_factory=Rendezvous, init=False)
+    _rendezvous: Rendezvous = field(default_factory=Rendezvous, init=False)
 
     def __post_init__(self) -> None:
         spec = self.spec
         self.monitor = RunMonitor(
             spec.workers, spec.timeout_s, self.clock(), spec.shards, awaited=spec.awaited, names=spec.name_of
         )
-        self._crew_of = {seat: crew for crew in self.crews for seat in crew.seats}
+        self._host_of = {
+            process_index: host_processes
+            for host_processes in self.hosts
+            for process_index in host_processes.process_indices
+        }
 
     def run(self, program: Any) -> list[Any]:
-        with room_for_descriptors(3 * len(self._crew_of) + 2 * len(self.crews)):
+        with room_for_descriptors(3 * len(self._host_of) + 2 * len(self.hosts)):
             try:
                 self._busy(partial(self._start, program))
                 self._listen()
@@ -67,13 +86,13 @@ class Driver:
     def _start(self, program: Any) -> None:
         fd = serialize(program, "the program")
         try:
-            for crew in self.crews:
-                crew.start(self._shared(), fd)
+            for host_processes in self.hosts:
+                host_processes.start(self._shared(), fd)
         finally:
             os.close(fd)
 
     def _shared(self) -> dict[str, Any]:
-        """What every process of the run is to know; a crew may say it in its host's own way."""
+        """What every process of the run is to know; a host may override it."""
         return {
             "size": self.spec.workers,
             "path": import_path(),
@@ -88,11 +107,11 @@ class Driver:
         }
 
     def _end(self, grace_s: float) -> None:
-        """All crews, also where one of them fails to; the first error is raised then."""
+        """End the processes of all hosts, also when one of them fails; then raise the first error."""
         failed: BaseException | None = None
-        for crew in self.crews:
+        for host_processes in self.hosts:
             try:
-                crew.end(grace_s)
+                host_processes.end(grace_s)
             except BaseException as error:  # noqa: BLE001 - a Ctrl-C included: the other hosts' processes must end first
                 failed = failed or error
         if failed is not None:
@@ -103,12 +122,12 @@ class Driver:
     def _listen(self) -> None:
         stopped = False
         with selectors.DefaultSelector() as selector:
-            for crew in self.crews:
-                for fd in crew.filenos():
-                    selector.register(fd, selectors.EVENT_READ, crew)
+            for host_processes in self.hosts:
+                for fd in host_processes.filenos():
+                    selector.register(fd, selectors.EVENT_READ, host_processes)
             while not self._finished():
-                for crew in dict.fromkeys(key.data for key, _ in selector.select(_POLL_S)):
-                    self._hear(crew)
+                for host_processes in dict.fromkeys(key.data for key, _ in selector.select(_POLL_S)):
+                    self._hear(host_processes)
                 self._tell_observer()
                 stopped = stopped or self._stop()
 
@@ -121,39 +140,39 @@ class Driver:
             raise self._hung(verdict)
         return isinstance(verdict, ProcessFinished)
 
-    def _hear(self, crew: HostProcesses) -> None:
-        for seat, body in crew.receive():
-            self._take(crew, seat, body)
+    def _hear(self, host_processes: HostProcesses) -> None:
+        for process_index, body in host_processes.receive():
+            self._take(host_processes, process_index, body)
 
-    def _take(self, crew: HostProcesses, seat: int, body: dict[str, Any]) -> None:
+    def _take(self, host_processes: HostProcesses, process_index: int, body: dict[str, Any]) -> None:
         now = self.clock()
         match body["type"]:
             case "beat":
-                self.monitor.beat(seat, body["phase"], body["step"], body["idle_s"], now)
+                self.monitor.beat(process_index, body["phase"], body["step"], body["idle_s"], now)
                 self._news.extend(Event(**event) for event in body["events"])
             case "lease":
-                self._lease(seat, Segment(**body["segment"]))
+                self._lease(process_index, Segment(**body["segment"]))
             case "ask":
                 self._tell_observer()  # all that was emitted before the question
                 value = self._observed(self.spec.observer.answer, Event(**body["event"]))
-                crew.tell(seat, {"type": "answer", "value": value})
-            case "meet":
-                self._meet(seat, body)
+                host_processes.tell(process_index, {"type": "answer", "value": value})
+            case "arrive":
+                self._arrived(process_index, body)
             case "value":
-                self._values[seat] = body.get("value")
-                self.monitor.returned(seat, now)
+                self._values[process_index] = body.get("value")
+                self.monitor.returned(process_index, now)
             case "started":
-                self.monitor.started(seat, now)
+                self.monitor.started(process_index, now)
             case "exited":
                 last = None if body["phase"] is None else (body["phase"], body["step"])
-                self.monitor.exited(seat, body["status"], crew.host, now, last, body["detail"])
+                self.monitor.exited(process_index, body["status"], host_processes.host, now, last, body["detail"])
             case "error":
-                self._raised(crew, seat, body)
+                self._raised(host_processes, process_index, body)
             case "lost":
-                self._lost(crew, seat, body)
+                self._lost(host_processes, process_index, body)
             case other:
                 raise ManyhandsError(
-                    f"{self.spec.name_of(seat)} on {crew.host} sent a message of unknown type {other!r}"
+                    f"{self.spec.name_of(process_index)} on {host_processes.host} sent a message of unknown type {other!r}"
                 )
 
     def _tell_observer(self) -> None:
@@ -166,13 +185,13 @@ class Driver:
         try:
             return self._busy(partial(hear, event))
         except FrameError as error:
-            seat = -1 if event.rank is None else event.rank
-            crew = self._crew_of.get(seat, self.crews[0])
-            where = f"{self.spec.name_of(seat)} on {crew.host}"
+            process_index = -1 if event.rank is None else event.rank
+            host_processes = self._host_of.get(process_index, self.hosts[0])
+            where = f"{self.spec.name_of(process_index)} on {host_processes.host}"
             raise WorkerFailed(
                 f"{where} sent an event that makes no sense: {error}. Does it run the same version of manyhands?",
-                rank=seat,
-                host=crew.host,
+                rank=process_index,
+                host=host_processes.host,
                 phase="",
                 step=event.step,
             ) from error
@@ -186,35 +205,40 @@ class Driver:
 
     # -- answering ---------------------------------------------------------------------------------------------------
 
-    def _lease(self, seat: int, segment: Segment) -> None:
+    def _lease(self, process_index: int, segment: Segment) -> None:
         try:
-            answer = self._leases.take(seat, segment)
+            answer = self._leases.take(process_index, segment)
         except AssertionError as error:
-            raise self._out_of_turn(seat, f"asked for rows out of turn ({error})") from error
-        self._leased(seat, answer)
+            raise self._out_of_turn(process_index, f"asked for rows out of turn ({error})") from error
+        self._leased(process_index, answer)
         self._release()
 
-    def _out_of_turn(self, seat: int, what: str) -> WorkerFailed:
-        known, host = self.monitor.seats[seat], self._crew_of[seat].host
-        message = f"{self.spec.name_of(seat)} on {host} {what}: do all hosts run the same version of manyhands?"
-        return WorkerFailed(message, rank=seat, host=host, phase=known.phase, step=known.step)
+    def _out_of_turn(self, process_index: int, what: str) -> WorkerFailed:
+        known, host = self.monitor.processes[process_index], self._host_of[process_index].host
+        message = (
+            f"{self.spec.name_of(process_index)} on {host} {what}: do all hosts run the same version of manyhands?"
+        )
+        return WorkerFailed(message, rank=process_index, host=host, phase=known.phase, step=known.step)
 
     def _release(self) -> None:
         """The answers to those who waited."""
         released, self._leases.released = self._leases.released, []
-        for seat, answer in released:
-            self._leased(seat, answer)
+        for process_index, answer in released:
+            self._leased(process_index, answer)
 
-    def _leased(self, seat: int, answer: Lease | End | None) -> None:
+    def _leased(self, process_index: int, answer: Lease | End | None) -> None:
         value = None if answer is None else leases.to_json(answer)
-        self._crew_of[seat].tell(seat, {"type": "leased", "value": value})
+        self._host_of[process_index].tell(process_index, {"type": "leased", "value": value})
 
-    def _meet(self, seat: int, body: dict[str, Any]) -> None:
-        if seat not in body["seats"] or not self._crew_of.keys() >= set(body["seats"]):
-            raise self._out_of_turn(seat, f"came to a meeting of seats {body['seats']}, which are not this run's")
-        values = self._meetings.come(seat, body["name"], body["seats"], body["value"])
-        for other in body["seats"] if values is not None else ():
-            self._crew_of[other].tell(other, {"type": "met", "name": body["name"], "values": values})
+    def _arrived(self, process_index: int, body: dict[str, Any]) -> None:
+        if process_index not in body["process_indices"] or not self._host_of.keys() >= set(body["process_indices"]):
+            raise self._out_of_turn(
+                process_index,
+                f"arrived at a rendezvous of the processes {body['process_indices']}, which are not this run's",
+            )
+        values = self._rendezvous.arrive(process_index, body["name"], body["process_indices"], body["value"])
+        for other in body["process_indices"] if values is not None else ():
+            self._host_of[other].tell(other, {"type": "complete", "name": body["name"], "values": values})
 
     def _stop(self) -> bool:
         reason = self._busy(self.spec.observer.stopping)
@@ -222,26 +246,26 @@ class Driver:
             self._leases.stop(reason)
             self._release()
             for rank in range(self.spec.workers):
-                self._crew_of[rank].tell(rank, {"type": "stop", "reason": reason})
+                self._host_of[rank].tell(rank, {"type": "stop", "reason": reason})
         if reason == PREEMPTED:
             # A script's own handler may have something to save; the loop of train() ignores the signal.
-            for crew in self.crews:
-                crew.signal(signal.SIGTERM)
+            for host_processes in self.hosts:
+                host_processes.signal(signal.SIGTERM)
         return bool(reason)
 
     # -- judging -----------------------------------------------------------------------------------------------------
 
-    def _raised(self, crew: HostProcesses, seat: int, body: dict[str, Any]) -> None:
+    def _raised(self, host_processes: HostProcesses, process_index: int, body: dict[str, Any]) -> None:
         fields = {name: value for name, value in body.items() if name != "type"}
         if not body["family"]:
-            place = f"{self.spec.name_of(seat)} on {crew.host} failed in phase {body['phase']} at step {body['step']}"
+            place = f"{self.spec.name_of(process_index)} on {host_processes.host} failed in phase {body['phase']} at step {body['step']}"
             fields["message"] = f"{place}: {body['error']}: {body['message']}"
         self.monitor.raised(Failure(**fields), self.clock())
 
-    def _lost(self, crew: HostProcesses, seat: int, body: dict[str, Any]) -> None:
+    def _lost(self, host_processes: HostProcesses, process_index: int, body: dict[str, Any]) -> None:
         phase, step = body["phase"], body["step"]
-        place = f"{self.spec.name_of(seat)} on {crew.host} is lost in phase {phase} at step {step}"
-        failure = Failure(rank=seat, phase=phase, step=step, message=f"{place}: {body['why']}")
+        place = f"{self.spec.name_of(process_index)} on {host_processes.host} is lost in phase {phase} at step {step}"
+        failure = Failure(rank=process_index, phase=phase, step=step, message=f"{place}: {body['why']}")
         self.monitor.raised(failure, self.clock())
 
     def _error(self, failure: Failure) -> Exception:
@@ -251,7 +275,7 @@ class Driver:
             family = ManyhandsError
         if failure.family and family not in (errors.PeerLost, WorkerFailed):
             error: ManyhandsError = family(failure.message)
-            where = f"{self.spec.name_of(failure.rank)} on {self._crew_of[failure.rank].host}"
+            where = f"{self.spec.name_of(failure.rank)} on {self._host_of[failure.rank].host}"
             error.add_note(f"raised by {where}:\n{failure.detail}")
             return error
         return self._failed(failure)
@@ -260,7 +284,7 @@ class Driver:
         error = WorkerFailed(
             failure.message,
             rank=failure.rank,
-            host=self._crew_of[failure.rank].host,
+            host=self._host_of[failure.rank].host,
             phase=failure.phase,
             step=failure.step,
             detail=failure.detail,
@@ -273,26 +297,31 @@ class Driver:
         """The error of a hang, judged once more by what the status pages say, as of the moment when it was seen."""
         now = self.clock()
         stacks = self._stacks()
-        for crew in self.crews:
-            for number, place in crew.where().items():
+        for host_processes in self.hosts:
+            for number, place in host_processes.where().items():
                 self.monitor.found(number, *place)
         again = self.monitor.verdict(now)
         verdict = again if isinstance(again, Hung) else verdict
-        seat, crew = self.monitor.seats[verdict.culprit], self._crew_of[verdict.culprit]
-        message = f"{self._how_it_hangs(verdict, crew, seat)} (timeout_s={self.spec.timeout_s:g}). Where every worker is follows"
+        status, host_processes = self.monitor.processes[verdict.culprit], self._host_of[verdict.culprit]
+        message = f"{self._how_it_hangs(verdict, host_processes, status)} (timeout_s={self.spec.timeout_s:g}). Where every worker is follows"
         if not verdict.silent_s:
             message += "; if the work is only slow, give a longer timeout_s"
         detail = f"{self.monitor.table(now)}\n\n{stacks}"
-        failure = Failure(rank=seat.number, phase=seat.phase, step=seat.step, message=f"{message}.", detail=detail)
+        failure = Failure(
+            rank=status.number, phase=status.phase, step=status.step, message=f"{message}.", detail=detail
+        )
         return self._failed(failure)
 
-    def _how_it_hangs(self, verdict: Hung, crew: HostProcesses, seat: ProcessStatus) -> str:
-        name, place = f"{self.spec.name_of(seat.number)} on {crew.host}", f"in phase {seat.phase} at step {seat.step}"
+    def _how_it_hangs(self, verdict: Hung, host_processes: HostProcesses, status: ProcessStatus) -> str:
+        name, place = (
+            f"{self.spec.name_of(status.number)} on {host_processes.host}",
+            f"in phase {status.phase} at step {status.step}",
+        )
         if not verdict.silent_s:
             return f"{name} made no progress for {verdict.seconds:.1f} s, {place}"
-        if self.monitor.is_silent(silent_s := crew.silent_s()):
+        if self.monitor.is_silent(silent_s := host_processes.silent_s()):
             return (
-                f"host {crew.host} is silent: nothing came from it for {silent_s:.1f} s, and {name} was last heard {place}. "
+                f"host {host_processes.host} is silent: nothing came from it for {silent_s:.1f} s, and {name} was last heard {place}. "
                 "Look whether that machine is up, and whether the network between is"
             )
         return (
@@ -301,9 +330,16 @@ class Driver:
         )
 
     def _stacks(self) -> str:
-        """Of all seats; a host that is silent is not asked."""
-        asked = [crew for crew in self.crews if not self.monitor.is_silent(crew.silent_s())]
-        stacks = {seat: stack for crew in asked for seat, stack in crew.stacks().items()}
+        """Of all processes; a silent host is not asked."""
+        asked = [
+            host_processes for host_processes in self.hosts if not self.monitor.is_silent(host_processes.silent_s())
+        ]
+        stacks = {
+            process_index: stack for host_processes in asked for process_index, stack in host_processes.stacks().items()
+        }
         missing = "(no stack: the process does not answer, or has ended)"
-        seats = seats_of(self.spec.workers, self.spec.shards)
-        return "\n\n".join(f"{self.spec.name_of(seat)}:\n{stacks.get(seat) or missing}" for seat in seats)
+        process_indices = process_indices_of(self.spec.workers, self.spec.shards)
+        return "\n\n".join(
+            f"{self.spec.name_of(process_index)}:\n{stacks.get(process_index) or missing}"
+            for process_index in process_indices
+        )

@@ -1,20 +1,20 @@
-"""The contract of a crew: the processes of one host, as the driver of a run sees them.
+"""The contract of the processes of one host, as the driver of a run sees them.
 
-A seat is a worker's rank, or -1 - s for server shard s. A crew carries messages, JSON objects, whether the host is this
-one (`LocalCrew`, over inherited sockets) or another (`RemoteCrew`, over a TLS channel to `manyhands join`). It judges
-nothing. From a seat come, each with its "type":
+A process index is a worker's rank, or -1 - s for server shard s. Messages are JSON objects, over inherited sockets on
+this host (`LocalProcesses`) and over a TLS channel to `manyhands join` on another (`RemoteProcesses`). Processes send,
+each with its "type":
 
     started                                     its process is there
     beat    phase, step, idle_s, events         a heartbeat, and what was emitted since the last
     ask     event                               -> answer {value}
     lease   segment                             -> leased {value}; value None: wait, another `leased` will come
-    meet    name, seats, value                  -> met {name, values}, in the order of `seats`, once all of them came
+    arrive  name, process_indices, value        at a rendezvous -> complete {name, values}, in that order, once all arrived
     value   value                               it returned, and what; nothing but `exited` follows
     error   (the fields of `Failure`)           it raised; nothing but `exited` follows
     exited  status, phase, step, detail         its process ended; where it was last, and the stack that a crash wrote
-    lost    why, phase, step                    its host is gone; where it was when it was last heard
+    lost    why, phase, step                    its host is gone; where its last heartbeat was
 
-To a seat go answer, leased, met, and stop {reason}.
+The driver sends answer, leased, complete and stop {reason}.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 
-def shard_of(seat: int) -> int:
-    """The server shard whose seat this is; its own inverse: also the seat of a shard."""
-    return -1 - seat
+def shard_of(process_index: int) -> int:
+    """The server shard of a process index, or the process index of a shard: the function is its own inverse."""
+    return -1 - process_index
 
 
-def name_of(seat: int) -> str:
-    """How messages call it: "worker 3", "server shard 0"."""
-    return f"worker {seat}" if seat >= 0 else f"server shard {shard_of(seat)}"
+def name_of(process_index: int) -> str:
+    """Its name in messages: "worker 3", "server shard 0"."""
+    return f"worker {process_index}" if process_index >= 0 else f"server shard {shard_of(process_index)}"
 
 
-def seats_of(workers: int, servers: int) -> list[int]:
-    """All seats of a run, in the order in which they are listed everywhere."""
+def process_indices_of(workers: int, servers: int) -> list[int]:
+    """All process indices of a run: workers in rank order, then shards."""
     return [*range(workers), *map(shard_of, range(servers))]
 
 
 class HostProcesses(ABC):
-    """Start, hear, tell, end. `receive` and `start` raise WorkerFailed when what carries the messages is gone itself."""
+    """`receive` and `start` raise WorkerFailed when the connection that carries the messages is gone."""
 
     host: str
-    seats: list[int]  # workers in rank order, then shards
+    process_indices: list[int]  # workers in rank order, then shards
 
     @abstractmethod
     def start(self, shared: dict[str, Any], program: int) -> None:
-        """Start all seats; `shared` is what all know of the run, `program` the descriptor of what `ship` wrote."""
+        """Start all processes. shared: the settings of the run. program: the descriptor of what `serialize` wrote."""
 
     @abstractmethod
     def filenos(self) -> list[int]:
@@ -54,11 +54,11 @@ class HostProcesses(ABC):
 
     @abstractmethod
     def receive(self) -> list[tuple[int, dict[str, Any]]]:
-        """What came, as (seat, body), without waiting: a seat's in the order of sending, `exited` the last."""
+        """The messages that arrived, as (process_index, body), without waiting; those of one process in order, `exited` last."""
 
     @abstractmethod
-    def tell(self, seat: int, body: dict[str, Any]) -> None:
-        """Send to a seat; one that is gone is passed over, the news of its end is on its way."""
+    def tell(self, process_index: int, body: dict[str, Any]) -> None:
+        """Send to a process. One that is gone is skipped: its `exited` is on the way."""
 
     @abstractmethod
     def signal(self, number: int) -> None:
@@ -66,11 +66,11 @@ class HostProcesses(ABC):
 
     @abstractmethod
     def stacks(self) -> dict[int, str]:
-        """Every seat's Python stack, "" where it does not answer within a second."""
+        """Every process's Python stack, "" where it does not answer within a second."""
 
     @abstractmethod
     def where(self) -> dict[int, tuple[str, int]]:
-        """The newest (phase, step) that is known of each seat, without waiting; newer than its heartbeats where a page tells."""
+        """The newest known (phase, step) of each process, without waiting; newer than its heartbeats where a page tells."""
 
     @abstractmethod
     def silent_s(self) -> float:

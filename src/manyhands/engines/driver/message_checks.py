@@ -1,6 +1,6 @@
-"""Which messages of a seat make sense, and which of a driver. Pure. What comes from another host is checked here before anybody acts on it.
+"""Which messages of a process are valid, and which of a driver. Pure. What comes from another host is checked here before anybody acts on it.
 
-The kinds of a seat's are those of crew.py, of a driver's those of remote_crew.py. Extra fields are left out of what is returned, so that nobody can come to rely on them.
+The types of a process's messages are listed in host_processes.py, those of a driver's in hosts/processes.py. Extra fields are left out of what is returned, so that nobody can come to rely on them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _MOST_TEXT = 1 << 20
 Check = Callable[[Any], Any]
 
 
-def checked(seat: int, body: Any) -> dict[str, Any]:
-    """A seat's message with those fields that its kind has; its texts hold no control characters. FrameError, saying what is wrong."""
+def checked(process_index: int, body: Any) -> dict[str, Any]:
+    """A process's message with those fields that its kind has; its texts hold no control characters. FrameError, saying what is wrong."""
     message = _of_kinds(_KINDS, body)
     kind = message["type"]
     said_of = [message, *message.get("events", []), message.get("event", {})]
-    if others := [one["rank"] for one in said_of if one.get("rank") not in (None, seat)]:
-        raise FrameError(f"a message of type {kind} of seat {others[0]} from seat {seat}")
+    if others := [one["rank"] for one in said_of if one.get("rank") not in (None, process_index)]:
+        raise FrameError(f"a message of type {kind} of process {others[0]} from process {process_index}")
     if kind == "value" and "value" in body:  # a shard returns none
         message["value"] = body["value"]
     return message
@@ -94,8 +94,8 @@ def _or_none(check: Check) -> Check:
     return lambda value: None if value is None else check(value)
 
 
-def _seats(value: Any) -> list[int]:
-    _expect(isinstance(value, list) and len(value) == len(set(map(_whole, value))), "different seats")
+def _process_indices(value: Any) -> list[int]:
+    _expect(isinstance(value, list) and len(value) == len(set(map(_whole, value))), "different process indices")
     return list(value)
 
 
@@ -139,13 +139,17 @@ def _texts(value: Any) -> dict[str, str]:
 def _shared(value: Any) -> dict[str, Any]:
     """What all processes of a run are to know, and which of them are here."""
     _expect(
-        isinstance(value, dict) and {"seats", "size", "threads", "timeout_s", "network"} <= value.keys(), "a launch"
+        isinstance(value, dict) and {"process_indices", "size", "threads", "timeout_s", "network"} <= value.keys(),
+        "a launch",
     )
-    _expect(len(_seats(value["seats"])) > 0 and is_whole(value["size"]), "seats, and how many workers there are")
+    _expect(
+        len(_process_indices(value["process_indices"])) > 0 and is_whole(value["size"]),
+        "process indices, and how many workers there are",
+    )
     _expect(_seconds(value["timeout_s"]) > 0 and (value["threads"] is None or is_whole(value["threads"])), "its limits")
     network = value["network"]
     _expect(isinstance(network, dict) and isinstance(network.get("hosts"), list), "hosts")
-    _expect(all(isinstance(_seats(ranks), list) for ranks in network["hosts"]), "each host's ranks")
+    _expect(all(isinstance(_process_indices(ranks), list) for ranks in network["hosts"]), "each host's ranks")
     names = network.get("names")
     _expect(isinstance(names, list) and all(isinstance(name, str) for name in names), "the hosts' names")
     return dict(value)
@@ -185,7 +189,7 @@ _KINDS: dict[str, dict[str, Check]] = {
     "beat": {"phase": _line, "step": _count, "idle_s": _seconds, "events": _events},
     "ask": {"event": _event},
     "lease": {"segment": _segment},
-    "meet": {"name": _line, "seats": _seats, "value": _anything},
+    "arrive": {"name": _line, "process_indices": _process_indices, "value": _anything},
     "value": {},
     "error": _FAILURE,
     "exited": {"status": _whole, "phase": _or_none(_line), "step": _or_none(_count), "detail": _lines},
@@ -193,7 +197,7 @@ _KINDS: dict[str, dict[str, Check]] = {
 
 _ORDERS: dict[str, dict[str, Check]] = {
     "launch": {"host": _line, "shared": _shared, "variables": _texts},
-    "tell": {"seat": _whole, "body": _object},
+    "to_process": {"process_index": _whole, "body": _object},
     "signal": {"number": _count},
     "stacks": {},
     "end": {"grace_s": _seconds},

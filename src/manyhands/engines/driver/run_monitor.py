@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from manyhands.engines.driver.host_processes import name_of, seats_of
+from manyhands.engines.driver.host_processes import name_of, process_indices_of
 
 WAITING = frozenset({"exchange", "wait"})
 """Phases in which a worker waits for its peers, or a shard for its workers: it is no culprit of a hang."""
@@ -21,7 +21,7 @@ USER = "user"
 START_S = 120.0
 """At least so long may the fork server take to load torch, on however slow a disk, whatever `timeout_s` is."""
 SILENT_S = 5.0
-"""Without a heartbeat for so long, or for a quarter of `timeout_s` where that is less, a seat is silent: heartbeats come four times a second."""
+"""Without a heartbeat for so long, or for a quarter of `timeout_s` where that is less, a process is silent: heartbeats come four times a second."""
 ROOT_CAUSE_WAIT_S = 0.5
 """After `PeerLost` from one worker, how long to wait for the death or the error that caused it."""
 LAST_WORDS_S = 1.0
@@ -34,7 +34,7 @@ class ProcessStatus:
 
     number: int
     progress_at: float  # the driver's clock, when (phase, step) last changed
-    heard_at: float  # when the last heartbeat came
+    last_beat_at: float  # when the last heartbeat came
     phase: str = "start"
     step: int = 0
     started: bool = False
@@ -44,14 +44,14 @@ class ProcessStatus:
         return max(0.0, now - self.progress_at)
 
     def unheard_s(self, now: float) -> float:
-        return max(0.0, now - self.heard_at)
+        return max(0.0, now - self.last_beat_at)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
     """Why a run failed. `error` is the class of the worker's exception, "" for a death; `family` the class to raise here."""
 
-    rank: int  # its seat, see crew.py
+    rank: int  # its process, see crew.py
     phase: str
     step: int
     message: str
@@ -84,7 +84,7 @@ class Hung:
 class RunMonitor:
     """Membership, last heartbeats and deadlines of one run. Times are seconds of one clock of the caller's choice.
 
-    awaited: the ranks whose return ends the run; None: all. names: how messages call a seat.
+    awaited: the ranks whose return ends the run; None: all. names: how messages call a process.
     """
 
     def __init__(
@@ -99,58 +99,69 @@ class RunMonitor:
         self._awaited = frozenset(range(workers) if awaited is None else awaited)
         self._returned: set[int] = set()
         self._name_of = names
-        self.seats = {seat: ProcessStatus(seat, now, now) for seat in seats_of(workers, servers)}
+        self.processes = {
+            process_index: ProcessStatus(process_index, now, now)
+            for process_index in process_indices_of(workers, servers)
+        }
         self.timeout_s = timeout_s
         self.generation = 0
         self._returned_at = now  # the last worker that did
         self._failures: list[tuple[float, Failure]] = []
 
-    def started(self, seat: int, now: float) -> None:
+    def started(self, process_index: int, now: float) -> None:
         """Its process is there: its deadline begins."""
-        known = self.seats[seat]
-        known.started, known.heard_at, known.progress_at = True, now, now
+        known = self.processes[process_index]
+        known.started, known.last_beat_at, known.progress_at = True, now, now
 
-    def beat(self, seat: int, phase: str, step: int, idle_s: float, now: float) -> None:
+    def beat(self, process_index: int, phase: str, step: int, idle_s: float, now: float) -> None:
         """A heartbeat: where it is, and for how many seconds already. A shard has nothing to do until somebody comes."""
-        known = self.seats[seat]
-        since = 0.0 if seat < 0 and phase in WAITING else idle_s
-        known.phase, known.step, known.heard_at, known.progress_at = phase, step, now, now - since
+        known = self.processes[process_index]
+        since = 0.0 if process_index < 0 and phase in WAITING else idle_s
+        known.phase, known.step, known.last_beat_at, known.progress_at = phase, step, now, now - since
 
-    def found(self, seat: int, phase: str, step: int) -> None:
+    def found(self, process_index: int, phase: str, step: int) -> None:
         """Where it is by its status page, which is newer than the last heartbeat of a process that was stopped."""
-        known = self.seats[seat]
+        known = self.processes[process_index]
         known.phase, known.step = phase, step
 
-    def returned(self, seat: int, now: float) -> None:
-        self.seats[seat].done = True
-        self._returned.add(seat)
-        self._returned_at = max(self._returned_at, now) if seat >= 0 else self._returned_at
+    def returned(self, process_index: int, now: float) -> None:
+        self.processes[process_index].done = True
+        self._returned.add(process_index)
+        self._returned_at = max(self._returned_at, now) if process_index >= 0 else self._returned_at
 
     def raised(self, failure: Failure, now: float) -> None:
         """One reported its own error: it will exit, and that exit is no news. What befalls one that has returned is none."""
-        if self.seats[failure.rank].done:
+        if self.processes[failure.rank].done:
             return
-        self.seats[failure.rank].done = True
+        self.processes[failure.rank].done = True
         self._failures.append((now, failure))
 
     def exited(
-        self, seat: int, status: int, host: str, now: float, last: tuple[str, int] | None = None, detail: str = ""
+        self,
+        process_index: int,
+        status: int,
+        host: str,
+        now: float,
+        last: tuple[str, int] | None = None,
+        detail: str = "",
     ) -> None:
         """A process ended, with `os.waitstatus_to_exitcode`'s status; a death unless it returned or raised.
 
         last: the phase and step that it left behind, newer than its last heartbeat; detail: the stack, if it left one.
         """
-        known = self.seats[seat]
+        known = self.processes[process_index]
         if last is not None:
             known.phase, known.step = last
-        message = f"{self._name_of(seat)} on {host} {how_it_ended(status)} in phase {known.phase} at step {known.step}"
-        self.raised(Failure(rank=seat, phase=known.phase, step=known.step, message=message, detail=detail), now)
+        message = f"{self._name_of(process_index)} on {host} {how_it_ended(status)} in phase {known.phase} at step {known.step}"
+        self.raised(
+            Failure(rank=process_index, phase=known.phase, step=known.step, message=message, detail=detail), now
+        )
 
     def excuse(self, seconds: float) -> None:
         """The driver itself was busy for so long and heard nobody: nobody's deadline runs meanwhile."""
-        for seat in self.seats.values():
-            seat.progress_at += seconds
-            seat.heard_at += seconds
+        for process in self.processes.values():
+            process.progress_at += seconds
+            process.last_beat_at += seconds
 
     def verdict(self, now: float) -> ProcessFinished | Failed | Hung | None:
         """What to do now; None: go on."""
@@ -160,7 +171,7 @@ class RunMonitor:
         if self._failures:
             return self._failed(now)
         if over:
-            told = all(seat.done for seat in self.seats.values()) or now - self._returned_at >= LAST_WORDS_S
+            told = all(process.done for process in self.processes.values()) or now - self._returned_at >= LAST_WORDS_S
             return ProcessFinished() if told else None
         return self._hung(now)
 
@@ -169,7 +180,7 @@ class RunMonitor:
             if not failure.secondary:
                 return Failed(failure) if self._counts(failure, now - at) else None
         at, first = self._failures[0]
-        waited = now - at >= ROOT_CAUSE_WAIT_S or all(seat.done for seat in self.seats.values())
+        waited = now - at >= ROOT_CAUSE_WAIT_S or all(process.done for process in self.processes.values())
         return Failed(first) if waited else None
 
     def _counts(self, failure: Failure, seconds: float) -> bool:
@@ -177,51 +188,53 @@ class RunMonitor:
         return failure.rank < 0 or failure.rank in self._awaited or seconds >= ROOT_CAUSE_WAIT_S
 
     def _hung(self, now: float) -> Hung | None:
-        running = [seat for seat in self.seats.values() if not seat.done]
-        compiling = [seat for seat in running if self._compiling(seat, now)]
-        stale = [seat for seat in running if self._stale(seat, now) and seat not in compiling]
-        busy = [seat for seat in stale if seat.phase not in WAITING]
+        running = [process for process in self.processes.values() if not process.done]
+        compiling = [process for process in running if self._compiling(process, now)]
+        stale = [process for process in running if self._stale(process, now) and process not in compiling]
+        busy = [process for process in stale if process.phase not in WAITING]
         if not stale or (compiling and not busy):  # whoever waits for a compiler waits for progress
             return None
-        if not busy and any(self._moving(seat, now) for seat in running):  # somebody is slow, and on the way
+        if not busy and any(self._moving(process, now) for process in running):  # somebody is slow, and on the way
             return None
         return self._suspect(running, stale, now)
 
     def _suspect(self, running: list[ProcessStatus], stale: list[ProcessStatus], now: float) -> Hung:
         """Whom to blame: first who sends no heartbeat, since all others may be waiting for it, whatever their phase says."""
-        silent = [seat for seat in running if self.is_silent(seat.unheard_s(now)) and seat.started]
+        silent = [process for process in running if self.is_silent(process.unheard_s(now)) and process.started]
         suspects = next(filter(None, (_at_work(silent), silent, _at_work(stale), _at_work(running), stale)))
-        culprit = max(suspects, key=lambda seat: seat.idle_s(now))
+        culprit = max(suspects, key=lambda process: process.idle_s(now))
         return Hung(culprit.number, culprit.idle_s(now), culprit.unheard_s(now) if silent else 0.0)
 
     def is_silent(self, seconds: float) -> bool:
         """Whether so many seconds without a sign of life are a silence."""
         return seconds >= min(SILENT_S, self.timeout_s / 4)
 
-    def _stale(self, seat: ProcessStatus, now: float) -> bool:
-        timeout_s = self.timeout_s if seat.started else max(self.timeout_s, START_S)
-        return seat.phase != USER and seat.idle_s(now) >= timeout_s
+    def _stale(self, process: ProcessStatus, now: float) -> bool:
+        timeout_s = self.timeout_s if process.started else max(self.timeout_s, START_S)
+        return process.phase != USER and process.idle_s(now) >= timeout_s
 
-    def _moving(self, seat: ProcessStatus, now: float) -> bool:
-        return seat.phase not in (*WAITING, USER) and not self._stale(seat, now)
+    def _moving(self, process: ProcessStatus, now: float) -> bool:
+        return process.phase not in (*WAITING, USER) and not self._stale(process, now)
 
-    def _compiling(self, seat: ProcessStatus, now: float) -> bool:
-        return seat.phase == COMPILING and now - seat.heard_at < self.timeout_s
+    def _compiling(self, process: ProcessStatus, now: float) -> bool:
+        return process.phase == COMPILING and now - process.last_beat_at < self.timeout_s
 
     def table(self, now: float) -> str:
         """rank | last step | phase | seconds since progress | since a heartbeat"""
         rows = [("rank", "last step", "phase", "seconds since progress", "since a heartbeat")]
-        for seat in self.seats.values():
-            idle, unheard = ("", "") if seat.done else (f"{seat.idle_s(now):.1f}", f"{seat.unheard_s(now):.1f}")
-            name = str(seat.number) if seat.number >= 0 else self._name_of(seat.number)
-            rows.append((name, str(seat.step), "returned" if seat.done else seat.phase, idle, unheard))
+        for process in self.processes.values():
+            idle, unheard = (
+                ("", "") if process.done else (f"{process.idle_s(now):.1f}", f"{process.unheard_s(now):.1f}")
+            )
+            name = str(process.number) if process.number >= 0 else self._name_of(process.number)
+            rows.append((name, str(process.step), "returned" if process.done else process.phase, idle, unheard))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(" | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 
-def _at_work(seats: list[ProcessStatus]) -> list[ProcessStatus]:
+def _at_work(processes: list[ProcessStatus]) -> list[ProcessStatus]:
     """Those of them that do not wait for others, as far as their phase tells."""
-    return [seat for seat in seats if seat.phase not in WAITING]
+    return [process for process in processes if process.phase not in WAITING]
 
 
 def how_it_ended(status: int) -> str:

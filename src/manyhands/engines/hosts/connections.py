@@ -33,10 +33,10 @@ def group_of(place: ProcessPlace, line: DriverLine) -> Group:
     if len(network.hosts) == place.size:
         return _ring(place, network, line, everyone, "ring")
     across = None
-    if place.seat in network.leaders:
+    if place.process_index in network.leaders:
         across = _ring(place, network, line, network.leaders, "ring")
     return HierarchicalGroup(
-        place.seat,
+        place.process_index,
         network.hosts,
         _inside(place, network),
         across,
@@ -51,7 +51,7 @@ def _inside(place: ProcessPlace, network: Network) -> Group:
     if len(here) == 1:
         return SoloGroup()
     return SharedMemoryGroup(
-        here.index(place.seat),
+        here.index(place.process_index),
         len(here),
         place.memory,
         lifelines=place.lifelines,
@@ -62,11 +62,11 @@ def _inside(place: ProcessPlace, network: Network) -> Group:
 
 def _ring(place: ProcessPlace, network: Network, line: DriverLine, members: list[int], purpose: str) -> RingGroup:
     """A group of the members, of which this worker is one. Its port is closed when all are connected."""
-    rank, hosts = members.index(place.seat), [network.host_names[member] for member in members]
+    rank, hosts = members.index(place.process_index), [network.host_names[member] for member in members]
     # Each connects to the lower ranks: the higher ones give up first, their error says whose port is shut.
     patience_s = _connect_s(place) * (1.5 - 0.5 * (rank + 1) / len(members))
     with closing(network.listener(place.timeout_s)) as listener:
-        addresses = [(str(host), int(port)) for host, port in line.meet(purpose, members, list(listener.address))]
+        addresses = [(str(host), int(port)) for host, port in line.rendezvous(purpose, members, list(listener.address))]
         channels = connect_all(
             rank,
             listener,
@@ -86,17 +86,17 @@ def shard_listener(place: ProcessPlace, line: DriverLine) -> Listener | None:
     if not remote:
         return None
     listener = _network(place).listener(last_resort_s(place))
-    line.meet(name_of(place.seat), [place.seat, *remote], list(listener.address))
+    line.rendezvous(name_of(place.process_index), [place.process_index, *remote], list(listener.address))
     return listener
 
 
 def shard_channel(place: ProcessPlace, line: DriverLine, shard: int) -> Channel:
     """This worker's connection to a shard on another host."""
-    network, seat = _network(place), shard_of(shard)
-    (host, port), *_ = line.meet(name_of(seat), [seat, *_remote(place)], None)
-    said = hello(place.seat, shard, place.servers, network.host_names[place.seat])
-    peer = f"{name_of(seat)} on {network.names[0]}"
-    sock = connect((host, port), said, **network.secret.proof, peer=peer, timeout_s=_connect_s(place)).detach()
+    network, process_index = _network(place), shard_of(shard)
+    (host, port), *_ = line.rendezvous(name_of(process_index), [process_index, *_remote(place)], None)
+    greeting = hello(place.process_index, shard, place.servers, network.host_names[place.process_index])
+    peer = f"{name_of(process_index)} on {network.names[0]}"
+    sock = connect((host, port), greeting, **network.secret.proof, peer=peer, timeout_s=_connect_s(place)).detach()
     os.register_at_fork(after_in_child=sock.close)  # a loader's process must not keep the connection open
     return Channel(sock, peer=peer, timeout_s=last_resort_s(place))
 

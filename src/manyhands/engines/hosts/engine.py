@@ -45,13 +45,13 @@ _ANYWHERE = ("0.0.0.0", "::", "")
 
 
 @dataclass
-class _Voice:
+class _Announcer:
     """Who is told how to join, and who came. All are equal: it is no option of the engine's."""
 
     say: Callable[[str], None] = field(default=LOG.warning, compare=False)  # a script's user must see it, too
 
-    def __reduce__(self) -> tuple[type[_Voice], tuple[()]]:
-        return _Voice, ()
+    def __reduce__(self) -> tuple[type[_Announcer], tuple[()]]:
+        return _Announcer, ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Hosts(Engine):
     """Workers of several hosts: this one listens, the others join it with the command that it prints.
 
     listen: an address of this host that the others reach. Other than loopback it needs TLS.
-    here: so many workers this host gives itself, at least one (worker 0 is here); default: half of them, rounded up.
+    local_workers: so many workers this host gives itself, at least one (worker 0 is here); default: half of them, rounded up.
     tls: on: every connection is encrypted, and both ends prove that they hold the run's credentials: the file that
         MANYHANDS_CREDENTIALS names, made where it is missing, else a file of this run's alone. off: both ends still prove
         that they hold the file, but whoever is on the way can read and change what is sent, the program included; on
@@ -75,18 +75,20 @@ class Hosts(Engine):
     name: ClassVar[str] = "hosts"
     serves: ClassVar[bool] = True
     listen: str = "127.0.0.1"
-    here: int | None = None
+    local_workers: int | None = None
     tls: bool = True
     ports: str = ""
     plain_network: bool = False
     wait_s: float = 600.0
-    voice: _Voice = field(default_factory=_Voice, init=False, repr=False, compare=False)
+    announcer: _Announcer = field(default_factory=_Announcer, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         from manyhands.engines.hosts.network import check_way, ports_of
 
-        if self.here is not None and not is_whole(self.here):
-            raise BadInput(f"here must be at least 1, not {self.here!r}: worker 0 and the driver are on one host")
+        if self.local_workers is not None and not is_whole(self.local_workers):
+            raise BadInput(
+                f"local_workers must be at least 1, not {self.local_workers!r}: worker 0 and the driver are on one host"
+            )
         check_seconds("wait_s", self.wait_s)
         if self.tls and self.plain_network:
             raise BadInput("plain_network is for tls off: leave it out, or say tls=off too")
@@ -99,27 +101,29 @@ class Hosts(Engine):
 
     @override
     def launch(self, program: Callable[[Worker], T], spec: LaunchSpec) -> list[T]:
-        here = self._check(spec)
+        local_workers = self._check(spec)
         if spec.workers == 1:
             from manyhands.engines.single_process import run_here
 
             return [run_here(program, spec)]
-        return self._launch(program, spec, here)
+        return self._launch(program, spec, local_workers)
 
     def _check(self, spec: LaunchSpec) -> int:
         """How many workers are here."""
         check_counts(spec)
-        here = math.ceil(spec.workers / 2) if self.here is None else self.here
-        if here > spec.workers:
-            raise BadInput(f"here={here} of {spec.workers} workers: give at most as many as there are in all")
+        local_workers = math.ceil(spec.workers / 2) if self.local_workers is None else self.local_workers
+        if local_workers > spec.workers:
+            raise BadInput(
+                f"local_workers={local_workers} of {spec.workers} workers: give at most as many as there are in all"
+            )
         if sys.platform != "linux":
             raise Unsupported(f"engine hosts needs Linux, this is {sys.platform}: on Windows use WSL2")
-        return here
+        return local_workers
 
-    def _launch(self, program: Any, spec: LaunchSpec, here: int) -> list[Any]:
+    def _launch(self, program: Any, spec: LaunchSpec, local_workers: int) -> list[Any]:
         from manyhands.engines.descriptors import room_for_descriptors
         from manyhands.engines.driver.driver import Driver
-        from manyhands.engines.driver.host_processes import seats_of, shard_of
+        from manyhands.engines.driver.host_processes import process_indices_of, shard_of
         from manyhands.engines.hosts.join_listener import JoinedHosts, Listening
         from manyhands.engines.local.fork_client import Spawner
         from manyhands.engines.local.processes import LocalProcesses
@@ -129,17 +133,21 @@ class Hosts(Engine):
             folder = Path(tempfile.gettempdir()) / f"manyhands-{secrets.token_hex(8)}"
             spawner = Spawner(leftover=folder)  # it loads torch while the others come
             stack.callback(spawner.close)
-            guests = stack.enter_context(JoinedHosts())
-            meeting = self._gathered(spec, here, guests, folder)
-            shards = [seat for seat in seats_of(spec.workers, spec.shards) if shard_of(seat) >= 0]
+            joined = stack.enter_context(JoinedHosts())
+            meeting = self._gathered(spec, local_workers, joined, folder)
+            shards = [
+                process_index
+                for process_index in process_indices_of(spec.workers, spec.shards)
+                if shard_of(process_index) >= 0
+            ]
             own = LocalProcesses(
                 spawner, [*meeting.hosts[0], *shards], spec.timeout_s, host=meeting.names[0], network=meeting.to_json()
             )
-            observer = Listening(spec.observer, guests.crews, "" if self.tls else self._without_tls())
-            guests.stopped = observer.stopping  # a host that was asked to end stops the others, too
-            return Driver([own, *guests.crews], replace(spec, observer=observer)).run(program)
+            observer = Listening(spec.observer, joined.hosts, "" if self.tls else self._without_tls())
+            joined.stopped = observer.stopping  # a host that was asked to end stops the others, too
+            return Driver([own, *joined.hosts], replace(spec, observer=observer)).run(program)
 
-    def _gathered(self, spec: LaunchSpec, here: int, guests: JoinedHosts, folder: Path) -> Network:
+    def _gathered(self, spec: LaunchSpec, local_workers: int, joined: JoinedHosts, folder: Path) -> Network:
         """This host's Network, once all workers are there; the crews of the others are in `guests`."""
         from manyhands.engines.hosts.join_listener import JoinListener, check_stop
         from manyhands.engines.hosts.message_channel import SILENCE_S
@@ -147,7 +155,7 @@ class Hosts(Engine):
         from manyhands.engines.hosts.roster import Offer, Roster
         from manyhands.transport.listener import Listener
 
-        roster = Roster(spec.workers, [Offer(socket.gethostname(), here)])
+        roster = Roster(spec.workers, [Offer(socket.gethostname(), local_workers)])
         deadline = time.monotonic() + self.wait_s
 
         def check() -> None:
@@ -168,23 +176,25 @@ class Hosts(Engine):
             )
             with contextlib.closing(listener):
                 if roster.missing:
-                    self.voice.say(f"{roster.text()}. {self._how_to_join(listener, roster, path)}")
-                JoinListener(listener, roster, guests, self.voice.say).wait(check)
+                    self.announcer.say(f"{roster.text()}. {self._how_to_join(listener, roster, path)}")
+                JoinListener(listener, roster, joined, self.announcer.say).wait(check)
                 address = listener.address[0]
         names = roster.names()
-        if address in _ANYWHERE and guests.crews:
-            came_by = [crew.local_address for crew in guests.crews]
+        if address in _ANYWHERE and joined.hosts:
+            came_by = [host_processes.local_address for host_processes in joined.hosts]
             address = _common_address(dict(zip(names[1:], came_by, strict=True)))
         meeting = Network(
-            hosts=roster.seats(),
+            hosts=roster.process_indices(),
             names=names,
             listen=address,
             ports=ports_of(self.ports),
             plain_network=self.plain_network,
             secret=secret,
         )
-        for crew, seats, name in zip(guests.crews, meeting.hosts[1:], meeting.names[1:], strict=True):
-            crew.take_seats(seats, name, {"hosts": meeting.hosts, "names": meeting.names})
+        for host_processes, process_indices, name in zip(
+            joined.hosts, meeting.hosts[1:], meeting.names[1:], strict=True
+        ):
+            host_processes.assign(process_indices, name, {"hosts": meeting.hosts, "names": meeting.names})
         return meeting
 
     @contextmanager

@@ -144,10 +144,10 @@ class Agent:
     spawner: Spawner
     say: Callable[[str], None]
     _program: int = -1
-    _crew: LocalProcesses | None = None
+    _processes: LocalProcesses | None = None
     _running: bool = False
     _preempted: str = ""
-    _told: bool = False
+    _warned: bool = False
     _over: str | None = field(default=None)  # how the run ended, "" is well
     _stopped: bool = False  # it was asked to end (SIGTERM), wherever that was
 
@@ -172,8 +172,8 @@ class Agent:
                 while self._over is None:
                     self._turn()
         finally:
-            if self._crew is not None:
-                self._crew.end(0.0)
+            if self._processes is not None:
+                self._processes.end(0.0)
             post.close()
             if self._program >= 0:
                 os.close(self._program)
@@ -194,11 +194,14 @@ class Agent:
     def _turn(self) -> None:
         """Wait for news of either side, and pass it on."""
         poll = select.poll()
-        for fd in [self._post.fileno(), *(self._crew.filenos() if self._crew is not None and self._running else [])]:
+        for fd in [
+            self._post.fileno(),
+            *(self._processes.filenos() if self._processes is not None and self._running else []),
+        ]:
             poll.register(fd, select.POLLIN)
         poll.poll(_POLL_S * 1000)
-        for letter in self._post.receive():
-            self._obey(letter)
+        for message in self._post.receive():
+            self._obey(message)
         self._relay()
         if self._preempted:
             self._pass_on_preemption()
@@ -209,10 +212,10 @@ class Agent:
                 else f"the driver at {self.offer.address} left before the run began ({self._post.lost})"
             )
 
-    def _obey(self, letter: HostMessage) -> None:
+    def _obey(self, message: HostMessage) -> None:
         """ManyhandsError for what no driver of this version sends: this host's workers end then."""
         try:
-            body = order(letter.body)
+            body = order(message.body)
             match body["type"]:
                 case "launch":
                     self._launch(body)
@@ -220,36 +223,40 @@ class Agent:
                     self._end(body["grace_s"])
                 case "over":
                     self._over, self._stopped = body["error"], body["preempted"]
-                case _ if self._crew is not None and self._running:
-                    self._order(self._crew, body)
+                case _ if self._processes is not None and self._running:
+                    self._order(self._processes, body)
         except FrameError as error:
             raise ManyhandsError(
                 f"the driver at {self.offer.address} sent {error}: does it run the same version of manyhands?"
             ) from error
 
-    def _order(self, crew: LocalProcesses, body: dict[str, Any]) -> None:
+    def _order(self, host_processes: LocalProcesses, body: dict[str, Any]) -> None:
         match body["type"]:
-            case "tell":
-                if body["seat"] not in crew.seats:
-                    raise FrameError(f"a message to seat {body['seat']}; here are {crew.seats}")
-                crew.tell(body["seat"], body["body"])
+            case "to_process":
+                if body["process_index"] not in host_processes.process_indices:
+                    raise FrameError(
+                        f"a message to process {body['process_index']}; here are {host_processes.process_indices}"
+                    )
+                host_processes.tell(body["process_index"], body["body"])
             case "signal":
-                crew.signal(body["number"])
+                host_processes.signal(body["number"])
             case "stacks":
-                stacks, where = crew.stacks(), crew.where()
+                stacks, where = host_processes.stacks(), host_processes.where()
                 self._send({"type": "stacks", "stacks": _by_name(stacks), "where": _by_name(where)})
 
     def _launch(self, body: dict[str, Any]) -> None:
-        if self._crew is not None or self._program < 0:
-            raise FrameError("a second launch" if self._crew is not None else "a launch without a program")
+        if self._processes is not None or self._program < 0:
+            raise FrameError("a second launch" if self._processes is not None else "a launch without a program")
         shared = body["shared"]
-        seats = shared["seats"]
-        ranks = [seat for seat in seats if seat >= 0]
+        process_indices = shared["process_indices"]
+        ranks = [process_index for process_index in process_indices if process_index >= 0]
         self.say(
             f"the run begins: of {shared['size']} workers, {', '.join(map(str, ranks))} {'is' if len(ranks) == 1 else 'are'} here"
         )
         network = self._network(shared["network"]).to_json()
-        self._crew = LocalProcesses(self.spawner, seats, shared["timeout_s"], host=body["host"], network=network)
+        self._processes = LocalProcesses(
+            self.spawner, process_indices, shared["timeout_s"], host=body["host"], network=network
+        )
         self._running = True
         own = {
             "threads": shared["threads"] or self.offer.threads,
@@ -258,7 +265,7 @@ class Agent:
             "environment": {**os.environ, **body["variables"]},
         }
         try:
-            self._crew.start({**shared, **own}, self._program)
+            self._processes.start({**shared, **own}, self._program)
         except ManyhandsError as error:
             self._failed(error)
 
@@ -274,11 +281,11 @@ class Agent:
         )
 
     def _relay(self) -> None:
-        if self._crew is None or not self._running:
+        if self._processes is None or not self._running:
             return
         try:
-            for seat, body in self._crew.receive():
-                self._pass_on(seat, body)
+            for process_index, body in self._processes.receive():
+                self._pass_on(process_index, body)
         except ManyhandsError as error:  # the fork server died, or a value cannot be read
             self._failed(error)
 
@@ -287,31 +294,33 @@ class Agent:
         self._running = False
         self._send({"type": "failed", "message": str(error)})
 
-    def _pass_on(self, seat: int, body: dict[str, Any]) -> None:
+    def _pass_on(self, process_index: int, body: dict[str, Any]) -> None:
         if body["type"] == "value" and "value" in body:
             try:
-                value, tensors = encode(body["value"], f"the value that worker {seat} returned")
-                self._send({"type": "seat", "seat": seat, "body": {**body, "value": value}}, tensors)
+                value, tensors = encode(body["value"], f"the value that worker {process_index} returned")
+                self._send(
+                    {"type": "from_process", "process_index": process_index, "body": {**body, "value": value}}, tensors
+                )
                 return
             except BadInput as error:
-                body = _refused(seat, error)
+                body = _refused(process_index, error)
         elif body["type"] == "error" and body["error"] in _IMPORTS and body["phase"] == "start":
             hint = f"the driver's program needs it on this host too: install it, or join in a folder that has it (now {os.getcwd()})"
             body = {**body, "message": f"{body['message']} ({hint})"}
-        self._send({"type": "seat", "seat": seat, "body": body})
+        self._send({"type": "from_process", "process_index": process_index, "body": body})
 
     def _end(self, grace_s: float) -> None:
         """The driver has heard all it wants: end the processes, then say so."""
-        if self._crew is not None:
-            self._crew.end(grace_s)
+        if self._processes is not None:
+            self._processes.end(grace_s)
         self._running = False
         self._send({"type": "idle"})
 
     def _pass_on_preemption(self) -> None:
-        if self._crew is None:
+        if self._processes is None:
             raise Preempted("asked to end (SIGTERM) before the run began")
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             self._send({"type": "preempted"})
 
     def _send(self, body: dict[str, Any], tensors: list[Tensor] | None = None) -> None:
@@ -319,16 +328,16 @@ class Agent:
             self._post.send(body, tensors or [])
 
 
-def _by_name(of_seats: dict[int, Any]) -> dict[str, Any]:
+def _by_name(of_processes: dict[int, Any]) -> dict[str, Any]:
     """As JSON has it, whose keys are strings."""
-    return {str(seat): value for seat, value in of_seats.items()}
+    return {str(process_index): value for process_index, value in of_processes.items()}
 
 
-def _refused(seat: int, error: BadInput) -> dict[str, Any]:
+def _refused(process_index: int, error: BadInput) -> dict[str, Any]:
     """The error of a worker whose value does not travel."""
     return {
         "type": "error",
-        "rank": seat,
+        "rank": process_index,
         "phase": "end",
         "step": 0,
         "message": str(error),

@@ -31,7 +31,7 @@ class JoinedHosts:
     """
 
     log: str = "see what `manyhands join` said there"
-    crews: list[RemoteProcesses] = field(default_factory=list)
+    hosts: list[RemoteProcesses] = field(default_factory=list)
     stopped: Callable[[], str] = str
 
     def __enter__(self) -> JoinedHosts:
@@ -40,8 +40,8 @@ class JoinedHosts:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         text = "" if error is None else (str(error).strip() or type(error).__name__).splitlines()[0][:500]
         preempted = isinstance(error, Preempted) or (error is None and self.stopped() == PREEMPTED)
-        for crew in self.crews:
-            crew.leave(text, preempted)
+        for host_processes in self.hosts:
+            host_processes.leave(text, preempted)
 
 
 @dataclass
@@ -50,7 +50,7 @@ class JoinListener:
 
     listener: Listener
     roster: Roster
-    guests: JoinedHosts
+    joined_hosts: JoinedHosts
     say: Callable[[str], None]
 
     def wait(self, check: Callable[[], None]) -> None:
@@ -65,26 +65,26 @@ class JoinListener:
 
     def _let_in(self) -> None:
         try:
-            channel, said = self.listener.accept(self._name, timeout_s=0.0)
+            channel, fields = self.listener.accept(self._name, timeout_s=0.0)
         except ChannelTimeout:  # it has not said yet who it is
             return
-        host = self.roster.name_of(said)
-        self.roster.offers.append(Offer(host, said["workers"], said["order"]))
-        self.guests.crews.append(RemoteProcesses(MessageChannel(channel), host, self.guests.log))
+        host = self.roster.name_of(fields)
+        self.roster.offers.append(Offer(host, fields["workers"], fields["order"]))
+        self.joined_hosts.hosts.append(RemoteProcesses(MessageChannel(channel), host, self.joined_hosts.log))
         self.say(self.roster.text())
 
-    def _name(self, said: dict[str, Any]) -> str:
-        if reason := self.roster.refusal(said):
+    def _name(self, fields: dict[str, Any]) -> str:
+        if reason := self.roster.refusal(fields):
             raise FrameError(reason)
-        return f"host {self.roster.name_of(said)}"
+        return f"host {self.roster.name_of(fields)}"
 
     def _see_off(self) -> None:
-        """A host that left before the start leaves its seats free."""
-        crews, offers = self.guests.crews, self.roster.offers
-        own = len(offers) - len(crews)  # the driver's host itself does not come through the door
-        for i in reversed([i for i, crew in enumerate(crews) if not crew.here()]):
-            crew, offer = crews.pop(i), offers.pop(own + i)
-            crew.leave("")
+        """Drop hosts that left before the start; their places are free again."""
+        hosts, offers = self.joined_hosts.hosts, self.roster.offers
+        own = len(offers) - len(hosts)  # the driver's host itself does not come through the door
+        for i in reversed([i for i, host_processes in enumerate(hosts) if not host_processes.here()]):
+            host_processes, offer = hosts.pop(i), offers.pop(own + i)
+            host_processes.leave("")
             self.say(f"{offer.host} left again: {self.roster.text()}")
 
 
@@ -100,7 +100,7 @@ class Listening(Observer):
     """The caller's observer, and a joined host that was asked to end (SIGTERM) stops the run as if this one had been."""
 
     observer: Observer
-    crews: Sequence[RemoteProcesses]
+    hosts: Sequence[RemoteProcesses]
     warning: str = ""  # goes behind the run's first event
 
     @override
@@ -116,4 +116,6 @@ class Listening(Observer):
 
     @override
     def stopping(self) -> str:
-        return self.observer.stopping() or (PREEMPTED if any(crew.preempted for crew in self.crews) else "")
+        return self.observer.stopping() or (
+            PREEMPTED if any(host_processes.preempted for host_processes in self.hosts) else ""
+        )

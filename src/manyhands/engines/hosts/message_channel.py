@@ -1,6 +1,6 @@
 """Letters between the driver and a host that joined its run: JSON with tensors beside it, over a channel.
 
-A thread takes in what comes, so that the owner has one descriptor to wait on and never waits for half a letter; another
+A thread takes in what comes, so that the owner has one descriptor to wait on and never waits for half a message; another
 says every few seconds that this end lives. So both ends notice within the channel's timeout when the other host, or the
 network, is gone. Nothing is unpickled here.
 """
@@ -34,7 +34,7 @@ MAX_LETTER_BYTES = 1 << 28  # of JSON: the events of a quarter of a second are t
 MAX_TENSORS = 1 << 20
 MAX_DIMENSIONS = 64  # torch's own limit
 MAX_TENSOR_BYTES = 16 << 30
-"""Of all tensors of a letter. The program is the largest: data of such a size comes to a host as files, not with it."""
+"""Of all tensors of a message. The program is the largest: data of such a size comes to a host as files, not with it."""
 
 _LETTER, _LONG, _TENSOR = 1, 2, 3
 _DTYPES = {
@@ -51,7 +51,7 @@ Memory = Callable[[dict[str, Any], int], Tensor]
 
 
 def travels(tensor: Tensor) -> bool:
-    """Whether a tensor of this kind can go beside a letter."""
+    """Whether a tensor of this kind can go with a message."""
     return tensor.layout == torch.strided and not tensor.is_quantized and tensor.dtype in _DTYPES.values()
 
 
@@ -76,8 +76,8 @@ class MessageChannel:
         self.lost = ""
         self.local_address = _local_address(channel)
         self._memory = memory or _own_memory
-        self._came: deque[HostMessage | str] = deque()  # a text: the reason of the end
-        self._heard_at = time.monotonic()  # when the last letter came, one that says "alive" too
+        self._received: deque[HostMessage | str] = deque()  # a text: the reason of the end
+        self._heard_at = time.monotonic()  # when the last message came, one that says "alive" too
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._sending = threading.Lock()
         self._closing = threading.Event()
@@ -93,7 +93,7 @@ class MessageChannel:
         return self._bell
 
     def silent_s(self) -> float:
-        """For how many seconds no letter has come. The other end sends one every ALIVE_S at least."""
+        """For how many seconds no message has come. The other end sends one every ALIVE_S at least."""
         return time.monotonic() - self._heard_at
 
     def send(self, body: dict[str, Any], tensors: Sequence[Tensor] = ()) -> None:
@@ -124,25 +124,25 @@ class MessageChannel:
         """What came, without waiting; see `lost`."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
-        letters: list[HostMessage] = []
-        while self._came:
-            one = self._came.popleft()
+        messages: list[HostMessage] = []
+        while self._received:
+            one = self._received.popleft()
             if isinstance(one, HostMessage):
-                letters.append(one)
+                messages.append(one)
             else:
                 self.lost = self.lost or one
-        return letters
+        return messages
 
     def wait(self, timeout_s: float) -> list[HostMessage]:
         """What came within so many seconds, as soon as anything did; see `lost`."""
         deadline = time.monotonic() + timeout_s
         poll = select.poll()
         poll.register(self._bell, select.POLLIN)
-        letters = self.receive()
-        while not letters and not self.lost and (left := deadline - time.monotonic()) > 0:
+        messages = self.receive()
+        while not messages and not self.lost and (left := deadline - time.monotonic()) > 0:
             poll.poll(left * 1000)
-            letters = self.receive()
-        return letters
+            messages = self.receive()
+        return messages
 
     def close(self) -> None:
         """The other end learns it at once. Idempotent."""
@@ -160,10 +160,10 @@ class MessageChannel:
     def _take_in(self) -> None:
         try:
             while True:
-                letter = self._next()
+                message = self._next()
                 self._heard_at = time.monotonic()
-                if letter.body["type"] != "alive":
-                    self._ring(letter)
+                if message.body["type"] != "alive":
+                    self._ring(message)
         except ChannelTimeout:
             self._ring(f"nothing came for {SILENCE_S:.0f} s")
         except ChannelClosed as error:
@@ -178,7 +178,7 @@ class MessageChannel:
                 self.send({"type": "alive"})
 
     def _ring(self, one: HostMessage | str) -> None:
-        self._came.append(one)
+        self._received.append(one)
         os.eventfd_write(self._bell, 1)
 
     def _next(self) -> HostMessage:
@@ -189,7 +189,7 @@ class MessageChannel:
             self.channel.receive_into(data)
             text = data.numpy().tobytes()
         elif frame.kind != _LETTER or frame.elements:
-            raise FrameError(f"expected a letter, not kind {frame.kind} with {frame.elements} elements")
+            raise FrameError(f"expected a message, not kind {frame.kind} with {frame.elements} elements")
         body = json.loads(text)
         if not isinstance(body, dict) or not isinstance(body.get("type"), str):
             raise FrameError("expected an object with a type")

@@ -1,6 +1,6 @@
 """The crew of another host, as the driver sees it: an agent there (`manyhands join`) has the processes, a post joins us.
 
-Letters to the agent: launch (with the program), tell, signal, stacks, end, over. From it: seat (what a seat said), stacks,
+Messages to the agent: launch (with the program), to_process, signal, stacks, end, over. From it: from_process, stacks,
 idle (everything of the run is gone there), preempted (it was asked to end), failed (its fork server died).
 """
 
@@ -43,12 +43,12 @@ class RemoteProcesses(HostProcesses):
 
     def __init__(self, post: MessageChannel, host: str, log: str = "see what `manyhands join` said there") -> None:
         self.host, self._log = host, log
-        self.seats: list[int] = []  # when all hosts are there
+        self.process_indices: list[int] = []  # when all hosts are there
         self.preempted = False
         self.network: dict[str, Any] = {}
         self._post = post
-        self._came: list[tuple[int, dict[str, Any]]] = []
-        self._where: dict[int, tuple[str, int]] = {}  # seat -> the last (phase, step) heard
+        self._received: list[tuple[int, dict[str, Any]]] = []
+        self._where: dict[int, tuple[str, int]] = {}  # process index -> (phase, step) of its last heartbeat
         self._gone = False  # its end was told
         self._ended = False
 
@@ -56,7 +56,7 @@ class RemoteProcesses(HostProcesses):
     def start(self, shared: dict[str, Any], program: int) -> None:
         """The program goes through this process's memory as it lies in its file: nothing is unpickled or copied."""
         body = {name: value for name, value in shared.items() if name not in OWN}
-        body |= {"seats": self.seats, "network": self.network}
+        body |= {"process_indices": self.process_indices, "network": self.network}
         variables = {
             name: value for name, value in os.environ.items() if name.startswith(PREFIX) and name != CREDENTIALS
         }
@@ -69,53 +69,55 @@ class RemoteProcesses(HostProcesses):
 
     @override
     def receive(self) -> list[tuple[int, dict[str, Any]]]:
-        for letter in self._post.receive():
-            self._take(letter)
+        for message in self._post.receive():
+            self._take(message)
         if self._post.lost and not self._gone and not self._ended:
             self._gone = True
-            self._came += [(seat, self._lost(seat)) for seat in self.seats]
-        came, self._came = self._came, []
+            self._received += [(process_index, self._lost(process_index)) for process_index in self.process_indices]
+        came, self._received = self._received, []
         return came
 
-    def _take(self, letter: HostMessage) -> None:
+    def _take(self, message: HostMessage) -> None:
         """WorkerFailed, naming the host, for what makes no sense: it must not end the driver with an error of its own."""
-        body, kind = letter.body, letter.body["type"]
-        if kind == "seat" and body.get("seat") in self.seats:
-            seat: int = body["seat"]
+        body, kind = message.body, message.body["type"]
+        if kind == "from_process" and body.get("process_index") in self.process_indices:
+            process_index: int = body["process_index"]
             try:
-                self._came.append((seat, self._said(seat, body.get("body"), letter.tensors)))
+                self._received.append(
+                    (process_index, self._checked_message(process_index, body.get("body"), message.tensors))
+                )
             except (FrameError, ManyhandsError) as error:
-                raise self._nonsense(f"{name_of(seat)} sent {error}", seat) from error
+                raise self._nonsense(f"{name_of(process_index)} sent {error}", process_index) from error
         elif kind == "preempted":
             self.preempted = True
         elif kind == "failed":
-            message = printable(body.get("message"), 10_000, keep="\n\t")
-            raise WorkerFailed(message, rank=-1, host=self.host, phase="start", step=0)
+            text = printable(body.get("message"), 10_000, keep="\n\t")
+            raise WorkerFailed(text, rank=-1, host=self.host, phase="start", step=0)
 
-    def _nonsense(self, what: str, seat: int = -1) -> WorkerFailed:
-        phase, step = self._where.get(seat, ("start", 0))
+    def _nonsense(self, what: str, process_index: int = -1) -> WorkerFailed:
+        phase, step = self._where.get(process_index, ("start", 0))
         message = (
             f"host {self.host} sent what makes no sense: {what}. Does it run the same version of manyhands? {self._log}"
         )
-        return WorkerFailed(message, rank=seat, host=self.host, phase=phase, step=step)
+        return WorkerFailed(message, rank=process_index, host=self.host, phase=phase, step=step)
 
-    def _said(self, seat: int, body: Any, tensors: list[Tensor]) -> dict[str, Any]:
-        message = checked(seat, body)
+    def _checked_message(self, process_index: int, body: Any, tensors: list[Tensor]) -> dict[str, Any]:
+        message = checked(process_index, body)
         if message["type"] == "beat":
-            self._where[seat] = (message["phase"], message["step"])
+            self._where[process_index] = (message["phase"], message["step"])
         if "value" in message and message["type"] == "value":
             return {**message, "value": decode(message["value"], tensors)}
         return message
 
-    def _lost(self, seat: int) -> dict[str, Any]:
-        """The news that the whole host is gone, for one of its seats."""
-        phase, step = self._where.get(seat, ("start", 0))
+    def _lost(self, process_index: int) -> dict[str, Any]:
+        """The message that the whole host is gone, for one of its processes."""
+        phase, step = self._where.get(process_index, ("start", 0))
         why = f"the connection to its host ended ({self._post.lost}); {self._log}"
         return {"type": "lost", "why": why, "phase": phase, "step": step}
 
     @override
-    def tell(self, seat: int, body: dict[str, Any]) -> None:
-        self._send({"type": "tell", "seat": seat, "body": body})
+    def tell(self, process_index: int, body: dict[str, Any]) -> None:
+        self._send({"type": "to_process", "process_index": process_index, "body": body})
 
     @override
     def signal(self, number: int) -> None:
@@ -126,8 +128,15 @@ class RemoteProcesses(HostProcesses):
         self._send({"type": "stacks"})
         answer = self._wait_for("stacks", _STACKS_S)
         found, places = (_object(answer, "stacks"), _object(answer, "where"))
-        self._where |= {seat: place for seat in self.seats if (place := _place(places.get(str(seat)))) is not None}
-        return {seat: printable(found.get(str(seat), ""), 1 << 20, keep="\n\t") for seat in self.seats}
+        self._where |= {
+            process_index: place
+            for process_index in self.process_indices
+            if (place := _place(places.get(str(process_index)))) is not None
+        }
+        return {
+            process_index: printable(found.get(str(process_index), ""), 1 << 20, keep="\n\t")
+            for process_index in self.process_indices
+        }
 
     @override
     def where(self) -> dict[int, tuple[str, int]]:
@@ -143,7 +152,7 @@ class RemoteProcesses(HostProcesses):
         if self._ended:
             return
         self._ended = True
-        if not self.seats or self._post.lost:  # never started, or lost: the agent ends what it has by itself
+        if not self.process_indices or self._post.lost:  # never started, or lost: the agent ends what it has by itself
             return
         self._send({"type": "end", "grace_s": grace_s})
         if self._wait_for("idle", grace_s + _END_S) is None:
@@ -158,9 +167,9 @@ class RemoteProcesses(HostProcesses):
         self._send({"type": "over", "error": error, "preempted": preempted})
         self._post.close()
 
-    def take_seats(self, seats: list[int], host: str, network: dict[str, Any]) -> None:
+    def assign(self, process_indices: list[int], host: str, network: dict[str, Any]) -> None:
         """All hosts are there: this one's ranks, how messages name it, and who is where."""
-        self.seats, self.host, self.network = seats, host, network
+        self.process_indices, self.host, self.network = process_indices, host, network
 
     @property
     def local_address(self) -> str:
@@ -176,10 +185,10 @@ class RemoteProcesses(HostProcesses):
         """The agent's answer, or None, at once where the host is silent; what comes before it is kept."""
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0 and not self._post.lost and self.silent_s() < _QUIET_S:
-            letters = self._post.wait(min(left, _LOOK_S))
-            found = [letter.body for letter in letters if letter.body["type"] == type]
-            for letter in letters:
-                self._take(letter)
+            messages = self._post.wait(min(left, _LOOK_S))
+            found = [message.body for message in messages if message.body["type"] == type]
+            for message in messages:
+                self._take(message)
             if found:
                 return found[0]
         return None
@@ -201,7 +210,7 @@ def _object(answer: dict[str, Any] | None, name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _place(said: Any) -> tuple[str, int] | None:
+def _place(sent: Any) -> tuple[str, int] | None:
     """(phase, step), where it is one."""
-    right = isinstance(said, list) and len(said) == 2 and isinstance(said[0], str) and is_whole(said[1], 0)
-    return (printable(said[0]), said[1]) if right else None
+    right = isinstance(sent, list) and len(sent) == 2 and isinstance(sent[0], str) and is_whole(sent[1], 0)
+    return (printable(sent[0]), sent[1]) if right else None

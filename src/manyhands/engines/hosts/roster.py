@@ -57,36 +57,36 @@ class Roster:
         return self.workers - sum(offer.workers for offer in self.offers)
 
     @staticmethod
-    def name_of(said: dict[str, Any]) -> str:
+    def name_of(fields: dict[str, Any]) -> str:
         """A host's own name as messages and logs show it."""
-        return printable(said["host"], 64)
+        return printable(fields["host"], 64)
 
-    def refusal(self, said: dict[str, Any]) -> str:
+    def refusal(self, fields: dict[str, Any]) -> str:
         """Why whoever says this hello cannot join, or "" """
-        if said.get("purpose") != JOIN or not isinstance(said.get("host"), str) or not said["host"]:
+        if fields.get("purpose") != JOIN or not isinstance(fields.get("host"), str) or not fields["host"]:
             return "this is the driver of a run, which takes hosts that join: start `manyhands join`"
-        if not is_whole(said.get("workers")):
-            return f"a host joins with at least one worker, not {said.get('workers')!r}"
-        if not is_whole(said.get("order"), least=0):
-            return f"a host's place in the order is a whole number, not {said.get('order')!r}"
-        if said.get("versions") != versions():
-            return f"versions differ: the driver has {listed(versions())}, this host {listed(said.get('versions'))}; install the same"
+        if not is_whole(fields.get("workers")):
+            return f"a host joins with at least one worker, not {fields.get('workers')!r}"
+        if not is_whole(fields.get("order"), least=0):
+            return f"a host's place in the order is a whole number, not {fields.get('order')!r}"
+        if fields.get("versions") != versions():
+            return f"versions differ: the driver has {listed(versions())}, this host {listed(fields.get('versions'))}; install the same"
         if not self.missing:
             return f"all {self.workers} workers are here already"
-        if said["workers"] > self.missing:
+        if fields["workers"] > self.missing:
             return (
                 f"{self.missing} of {self.workers} workers {'is' if self.missing == 1 else 'are'} missing, "
-                f"not {said['workers']}: join with --workers {self.missing}"
+                f"not {fields['workers']}: join with --workers {self.missing}"
             )
         return ""
 
-    def seats(self) -> list[list[int]]:
+    def process_indices(self) -> list[list[int]]:
         """Ranks by host."""
-        seats, first = [], 0
+        process_indices, first = [], 0
         for offer in self.offers:
-            seats.append(list(range(first, first + offer.workers)))
+            process_indices.append(list(range(first, first + offer.workers)))
             first += offer.workers
-        return seats
+        return process_indices
 
     def names(self) -> list[str]:
         """Hosts, as messages name them: by their own name, numbered where several have the same."""

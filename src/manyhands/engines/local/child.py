@@ -30,8 +30,8 @@ _PR_SET_PDEATHSIG = 1
 class ProcessPlace:
     """Everything that a process of a run inherits. The descriptors are its own from now on."""
 
-    seat: int  # a worker's rank, or -1 - s for server shard s
-    seats: Sequence[int]  # of this host
+    process_index: int  # a worker's rank, or -1 - s for server shard s
+    process_indices: Sequence[int]  # of this host
     size: int  # workers of the run, on all hosts
     path: list[str]  # sys.path, and so on: the driver as it is at the launch, the fork server may be older
     argv: list[str]
@@ -58,7 +58,7 @@ class ProcessPlace:
 
     @property
     def workers_here(self) -> list[int]:
-        return [seat for seat in self.seats if seat >= 0]
+        return [process_index for process_index in self.process_indices if process_index >= 0]
 
 
 def die_with(parent: int) -> None:
@@ -80,7 +80,7 @@ def open_line(place: ProcessPlace) -> DriverLine:
         ControlSocket(place.questions),
         2 * place.timeout_s,
         Status(place.status),
-        seat=place.seat,
+        process_index=place.process_index,
     )
     os.close(place.status)
     line.start()
@@ -128,7 +128,7 @@ def report(error: BaseException, line: DriverLine, below: str) -> dict[str, Any]
     phase, step = line.where()
     return {
         "type": "error",
-        "rank": line.seat,
+        "rank": line.process_index,
         "phase": phase,
         "step": step,
         "message": _text(error),

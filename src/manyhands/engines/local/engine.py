@@ -100,13 +100,13 @@ class Local(Engine):
 
     def _launch(self, program: Callable[[Worker], T], spec: LaunchSpec) -> list[Any]:
         from manyhands.engines.driver.driver import Driver
-        from manyhands.engines.driver.host_processes import seats_of
+        from manyhands.engines.driver.host_processes import process_indices_of
         from manyhands.engines.local.processes import LocalProcesses
 
         spawner = self._slot.take()
         try:
-            crew = LocalProcesses(spawner, seats_of(spec.workers, spec.shards), spec.timeout_s)
-            return Driver([crew], spec).run(program)
+            host_processes = LocalProcesses(spawner, process_indices_of(spec.workers, spec.shards), spec.timeout_s)
+            return Driver([host_processes], spec).run(program)
         finally:
             self._slot.give_back(spawner)
 

@@ -47,7 +47,7 @@ class Spawner:
             )
         self.wire, there = ControlSocket.pair()
         self._scratch = _folder()
-        self._pids: dict[int, int] = {}  # seat -> pid of processes not known to be gone
+        self._pids: dict[int, int] = {}  # process index -> pid of processes not known to be gone
         self._process = _start(there.detach(), [str(folder) for folder in (self._scratch, leftover) if folder])
         self.wire.sock.settimeout(_END_S)
 
@@ -60,9 +60,9 @@ class Spawner:
         self._pids.clear()
         self.wire.send({"type": "launch", **shared, "scratch": self._scratch}, [program, *_streams()])
 
-    def fork(self, seat: int, line: int, questions: int, stacks: int, status: int) -> None:
-        """Have a seat forked, with copies of these descriptors."""
-        self.wire.send({"type": "fork", "seat": seat}, [line, questions, stacks, status])
+    def fork(self, process_index: int, line: int, questions: int, stacks: int, status: int) -> None:
+        """Have a process forked, with copies of these descriptors."""
+        self.wire.send({"type": "fork", "process_index": process_index}, [line, questions, stacks, status])
 
     def receive(self) -> list[ControlMessage]:
         """News of the run's processes; raises `Closed` when the server died."""
@@ -73,14 +73,14 @@ class Spawner:
 
     def _note(self, body: dict[str, Any]) -> None:
         if body["type"] == "started":
-            self._pids[body["seat"]] = body["pid"]
+            self._pids[body["process_index"]] = body["pid"]
         elif body["type"] == "exited":
-            self._pids.pop(body["seat"], None)
+            self._pids.pop(body["process_index"], None)
 
-    def signal(self, seats: Iterable[int], number: int) -> None:
+    def signal(self, process_indices: Iterable[int], number: int) -> None:
         """By way of the server, so that one that is about to be forked gets it too."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self.wire.send({"type": "signal", "seats": list(seats), "number": number})
+            self.wire.send({"type": "signal", "process_indices": list(process_indices), "number": number})
 
     def end_run(self, grace_s: float) -> None:
         """When this returns, every process of the run is gone; the server is ready for the next, or dead."""

@@ -3,12 +3,12 @@
 It runs no code of the user's and never touches a GPU. The workers get the program as a descriptor and unpickle it
 themselves, so the caller's main is never imported again. Messages from the driver (see control.py):
 
-    launch  what all processes of a run share, their seats in the order of forking; descriptors: program[, stdout, stderr]
-    fork    fork a seat; descriptors: its two lines to the driver, its file for stacks, its page for phase and step
-    signal  send a signal to the processes of these seats
+    launch  what all processes of a run share, their process indices in the order of forking; descriptors: program[, stdout, stderr]
+    fork    fork a process; descriptors: its two lines to the driver, its file for stacks, its page for phase and step
+    signal  send a signal to these processes
     end     the run is over: kill whoever is left after `grace_s`
 
-and to it: `started` (seat, pid), `exited` (seat, status), `idle` (everything of the run is gone).
+and to it: `started` (process_index, pid), `exited` (process_index, status), `idle` (everything of the run is gone).
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ class ForkServerRun:
 
     @property
     def workers(self) -> list[int]:
-        return [seat for seat in self.body["seats"] if seat >= 0]
+        return [process_index for process_index in self.body["process_indices"] if process_index >= 0]
 
     @property
     def shards(self) -> list[int]:
-        return [shard_of(seat) for seat in self.body["seats"] if seat < 0]
+        return [shard_of(process_index) for process_index in self.body["process_indices"] if process_index < 0]
 
     def connect(self) -> None:
         """Make what the workers of this host share, and a socket pair for each of them and each shard."""
@@ -106,20 +106,20 @@ class ForkServerRun:
             worker, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             self.channels[rank, shard] = worker.detach(), server.detach()
 
-    def keep(self, seat: int) -> dict[int, int]:
+    def keep(self, process_index: int) -> dict[int, int]:
         """In a child: close what is others'; what remains of the channels, by shard or by rank.
 
         The end of a file must mean the death of its owner, so nobody may hold another's end.
         """
         kept = {}
         for (rank, shard), (worker, server) in self.channels.items():
-            mine = {rank: (shard, worker), shard_of(shard): (rank, server)}.get(seat)
+            mine = {rank: (shard, worker), shard_of(shard): (rank, server)}.get(process_index)
             if mine is not None:
                 kept[mine[0]] = mine[1]
             for fd in {worker, server} - {mine[1] if mine is not None else -1}:
                 os.close(fd)
         self.channels = {}
-        if seat < 0:
+        if process_index < 0:
             program, *streams = self.fds
             self.fds = streams
             for fd in [program, *self.memory, *(end for pipe in self.lifelines for end in pipe)]:
@@ -140,7 +140,7 @@ class ForkServer:
     def __init__(self, wire: ControlSocket, leftovers: Sequence[str] = ()) -> None:
         self._wire = wire
         self._leftovers = leftovers  # of a driver that may be killed: the run's private key, say
-        self._seats: dict[int, int] = {}  # pid -> seat of processes not yet reaped
+        self._process_indices: dict[int, int] = {}  # pid -> index of processes not yet reaped
         self._run: ForkServerRun | None = None
         self._wakeup, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._inherited = (self._wakeup, wakeup)
@@ -177,7 +177,7 @@ class ForkServer:
         """The driver is gone, and with it everything ends."""
         for folder in self._leftovers:
             remove(folder)  # it is gone already where the driver ended by itself
-        for pid in list(self._seats):
+        for pid in list(self._process_indices):
             os.killpg(pid, signal.SIGKILL)
         deadline = time.monotonic() + _LAST_S
         while kill_children() and time.monotonic() < deadline:
@@ -198,22 +198,24 @@ class ForkServer:
 
     def _fork(self, message: ControlMessage) -> None:
         assert self._run is not None
-        parent, seat = os.getpid(), message.body["seat"]
+        parent, process_index = os.getpid(), message.body["process_index"]
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # it waits until the child has a handler for it
         pid = os.fork()
         if pid == 0:
-            self._become(parent, seat, message.fds)
+            self._become(parent, process_index, message.fds)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         with contextlib.suppress(ProcessLookupError, PermissionError):  # the child does it too, whoever comes first
             os.setpgid(pid, pid)
-        self._seats[pid] = seat
+        self._process_indices[pid] = process_index
         for fd in message.fds:
             os.close(fd)
-        self._wire.send({"type": "started", "seat": seat, "pid": pid})
-        if seat == self._run.body["seats"][-1]:  # all have their memory, lifelines and channels: now nobody else has
+        self._wire.send({"type": "started", "process_index": process_index, "pid": pid})
+        if (
+            process_index == self._run.body["process_indices"][-1]
+        ):  # all have their memory, lifelines and channels: now nobody else has
             self._run.close()
 
-    def _become(self, parent: int, seat: int, fds: list[int]) -> NoReturn:
+    def _become(self, parent: int, process_index: int, fds: list[int]) -> NoReturn:
         """In the child: leave everything of the fork server's behind, and never return to its code."""
         assert self._run is not None
         code = 1
@@ -229,28 +231,28 @@ class ForkServer:
             self._wire.close()
             for fd in self._inherited:
                 os.close(fd)
-            code = _run(_place(self._run, seat, fds))
+            code = _run(_place(self._run, process_index, fds))
         except BaseException:  # noqa: BLE001 - nothing may return into the fork server's loop
             traceback.print_exc()
         finally:
             os._exit(code)
 
     def _signal(self, message: ControlMessage) -> None:
-        for pid, seat in self._seats.items():
-            if seat in message.body["seats"]:
+        for pid, process_index in self._process_indices.items():
+            if process_index in message.body["process_indices"]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, message.body["number"])
 
     def _end(self, message: ControlMessage) -> None:
         """Give the processes a moment to exit, then kill their groups and what they left; answer when all are gone."""
         deadline = time.monotonic() + message.body["grace_s"]
-        while self._seats and (left := deadline - time.monotonic()) > 0:
+        while self._process_indices and (left := deadline - time.monotonic()) > 0:
             select.select([self._wakeup], [], [], left)
             self._drain_wakeup()
             self._reap()
-        for pid in self._seats:
+        for pid in self._process_indices:
             os.killpg(pid, signal.SIGKILL)
-        while self._seats or kill_children():
+        while self._process_indices or kill_children():
             select.select([self._wakeup], [], [], 0.1)
             self._drain_wakeup()
             self._reap()
@@ -270,32 +272,34 @@ class ForkServer:
         """
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-                seat = self._seats.get(ended.si_pid)
-                if seat is not None:
+                process_index = self._process_indices.get(ended.si_pid)
+                if process_index is not None:
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(ended.si_pid, signal.SIGKILL)
                 _, status = os.waitpid(ended.si_pid, 0)
-                if seat is not None:
-                    del self._seats[ended.si_pid]
-                    self._wire.send({"type": "exited", "seat": seat, "status": os.waitstatus_to_exitcode(status)})
+                if process_index is not None:
+                    del self._process_indices[ended.si_pid]
+                    self._wire.send(
+                        {"type": "exited", "process_index": process_index, "status": os.waitstatus_to_exitcode(status)}
+                    )
 
 
 def _run(place: ProcessPlace) -> int:
     """The exit code of a worker or of a shard."""
     from manyhands.engines.local import shard_process, worker_process
 
-    return worker_process.run(place) if place.seat >= 0 else shard_process.run(place)
+    return worker_process.run(place) if place.process_index >= 0 else shard_process.run(place)
 
 
-def _place(run: ForkServerRun, seat: int, fds: list[int]) -> ProcessPlace:
-    """What a seat inherits, with the four descriptors that are its alone."""
+def _place(run: ForkServerRun, process_index: int, fds: list[int]) -> ProcessPlace:
+    """What a process inherits, with its own four descriptors."""
     from manyhands.engines.local.child import ProcessPlace
 
-    channels = run.keep(seat)
-    program, *streams = run.fds if seat >= 0 else [-1, *run.fds]
+    channels = run.keep(process_index)
+    program, *streams = run.fds if process_index >= 0 else [-1, *run.fds]
     line, questions, stacks, status = fds
     return ProcessPlace(
-        seat=seat,
+        process_index=process_index,
         program=program,
         streams=streams,
         line=socket.socket(fileno=line),

@@ -43,9 +43,9 @@ class DriverLine(DriverClient):
         questions: ControlSocket,
         timeout_s: float,
         status: Status | None = None,
-        seat: int = 0,
+        process_index: int = 0,
     ) -> None:
-        self.seat = seat
+        self.process_index = process_index
         self._wire, self._questions, self._status = wire, questions, status
         self._timeout_s = max(timeout_s, ANSWER_S)
         self._now = ("start", 0)
@@ -86,10 +86,10 @@ class DriverLine(DriverClient):
             self._question({"type": "lease", "segment": vars(segment)}, "a request for rows")["value"]
         )
 
-    def meet(self, name: str, seats: Sequence[int], value: Any) -> list[Any]:
-        """Bring a value (JSON) to the meeting of these seats, this one among them; all their values, in that order."""
-        question = {"type": "meet", "name": name, "seats": list(seats), "value": value}
-        values: list[Any] = self._question(question, f"the meeting {name!r}")["values"]
+    def rendezvous(self, name: str, process_indices: Sequence[int], value: Any) -> list[Any]:
+        """A rendezvous of these processes, this one among them: give a value (JSON), get all values in their order."""
+        question = {"type": "arrive", "name": name, "process_indices": list(process_indices), "value": value}
+        values: list[Any] = self._question(question, f"the rendezvous {name!r}")["values"]
         return values
 
     def _question(self, question: dict[str, Any], what: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ _STACKS_S = 1.0
 
 @dataclass
 class ProcessLine:
-    """This end of one seat: its wires (see DriverLine), its page of phase and step, and the file that its stacks go to."""
+    """This end of one process: its wires (see DriverLine), its page of phase and step, and the file that its stacks go to."""
 
     wire: ControlSocket
     questions: ControlSocket
@@ -56,14 +56,14 @@ class LocalProcesses(HostProcesses):
     def __init__(
         self,
         spawner: Spawner,
-        seats: Sequence[int],
+        process_indices: Sequence[int],
         timeout_s: float,
         host: str = "",
         network: dict[str, Any] | None = None,
     ) -> None:
         self.host = host or socket.gethostname()
         self._network = network
-        self.seats = list(seats)
+        self.process_indices = list(process_indices)
         self._spawner = spawner
         self._timeout_s = timeout_s
         self._lines: dict[int, ProcessLine] = {}
@@ -77,30 +77,30 @@ class LocalProcesses(HostProcesses):
         """
         self._ready = select.epoll()
         self._ready.register(self._spawner.wire, select.EPOLLIN)
-        workers = [seat for seat in self.seats if seat >= 0]
+        workers = [process_index for process_index in self.process_indices if process_index >= 0]
         threads = threads_per_worker(max(1, len(workers)), shared["threads"])
         try:
-            own: dict[str, Any] = {"seats": self.seats, "threads": threads}
+            own: dict[str, Any] = {"process_indices": self.process_indices, "threads": threads}
             if self._network is not None:
                 own["network"] = self._network
             self._spawner.launch({**shared, **own}, program)
-            for seat in self.seats:
-                self._fork(seat)
+            for process_index in self.process_indices:
+                self._fork(process_index)
         except (BrokenPipeError, ConnectionResetError):
             raise self._server_died() from None
 
-    def _fork(self, seat: int) -> None:
+    def _fork(self, process_index: int) -> None:
         wire, there = ControlSocket.pair()
         questions, askers = ControlSocket.pair()
         page = status_page.create()
         try:
             with there, askers:
                 stacks = os.memfd_create("manyhands-stacks", os.MFD_CLOEXEC)
-                self._lines[seat] = ProcessLine(wire, questions, stacks, Status(page))
+                self._lines[process_index] = ProcessLine(wire, questions, stacks, Status(page))
                 for line in (wire, questions):
                     line.sock.settimeout(self._timeout_s)
                     self._listen().register(line, select.EPOLLIN)
-                self._spawner.fork(seat, there.fileno(), askers.fileno(), stacks, page)
+                self._spawner.fork(process_index, there.fileno(), askers.fileno(), stacks, page)
         finally:
             os.close(page)
 
@@ -116,19 +116,19 @@ class LocalProcesses(HostProcesses):
     def receive(self) -> list[tuple[int, dict[str, Any]]]:
         came: list[tuple[int, dict[str, Any]]] = []
         ready = {fd for fd, _ in self._listen().poll(0)}
-        for seat, line in self._lines.items():
+        for process_index, line in self._lines.items():
             if line.wire.fileno() in ready or line.questions.fileno() in ready:
-                self._drain(seat, came)
+                self._drain(process_index, came)
         if self._spawner.wire.fileno() in ready:
             self._hear_server(came)
         return came
 
-    def _drain(self, seat: int, came: list[tuple[int, dict[str, Any]]]) -> None:
-        """Take what this seat has sent: its questions last, they were asked after all the rest that is here."""
-        line = self._lines[seat]
+    def _drain(self, process_index: int, came: list[tuple[int, dict[str, Any]]]) -> None:
+        """Take what this process has sent: its questions last, they were asked after all the rest that is here."""
+        line = self._lines[process_index]
         asked = self._all_of(line.questions)
-        said = self._all_of(line.wire)
-        came += [(seat, self._opened(seat, message)) for message in [*said, *asked]]
+        own = self._all_of(line.wire)
+        came += [(process_index, self._opened(process_index, message)) for message in [*own, *asked]]
 
     def _all_of(self, wire: ControlSocket) -> list[ControlMessage]:
         """What has come on a wire; once its other end is gone it is closed."""
@@ -141,18 +141,18 @@ class LocalProcesses(HostProcesses):
             wire.close()
         return messages
 
-    def _opened(self, seat: int, message: ControlMessage) -> dict[str, Any]:
+    def _opened(self, process_index: int, message: ControlMessage) -> dict[str, Any]:
         if not message.fds:
             return message.body
-        return {**message.body, "value": self.open_value(seat, message.fds[0])}
+        return {**message.body, "value": self.open_value(process_index, message.fds[0])}
 
-    def open_value(self, seat: int, fd: int) -> Any:
+    def open_value(self, process_index: int, fd: int) -> Any:
         """What a worker returned, from the descriptor that it sent, which is closed here."""
         try:
             return deserialize(fd, mapped=False)  # copied: it outlives the run, and no descriptor may
         except Exception as error:  # what a user's __setstate__ raises
             raise ManyhandsError(
-                f"the value that worker {seat} returned cannot be rebuilt here ({type(error).__name__}: {error}): return numbers, arrays or tensors"
+                f"the value that worker {process_index} returned cannot be rebuilt here ({type(error).__name__}: {error}): return numbers, arrays or tensors"
             ) from error
         finally:
             os.close(fd)
@@ -164,20 +164,20 @@ class LocalProcesses(HostProcesses):
             raise self._server_died() from None
         for body, _ in messages:
             if body["type"] == "started":
-                came.append((body["seat"], {"type": "started"}))
+                came.append((body["process_index"], {"type": "started"}))
             elif body["type"] == "exited":
-                seat = body["seat"]
-                self._drain(seat, came)  # its last words come before the news of its end
-                came.append((seat, self._end_of(seat, body["status"])))
+                process_index = body["process_index"]
+                self._drain(process_index, came)  # its last words come before the news of its end
+                came.append((process_index, self._end_of(process_index, body["status"])))
 
-    def _end_of(self, seat: int, status: int) -> dict[str, Any]:
-        line = self._lines[seat]
+    def _end_of(self, process_index: int, status: int) -> dict[str, Any]:
+        line = self._lines[process_index]
         phase, step = line.status.read() or (None, None)
         return {"type": "exited", "status": status, "phase": phase, "step": step, "detail": line.stack()}
 
     @override
-    def tell(self, seat: int, body: dict[str, Any]) -> None:
-        line = self._lines[seat]
+    def tell(self, process_index: int, body: dict[str, Any]) -> None:
+        line = self._lines[process_index]
         wire = line.wire if body["type"] == "stop" else line.questions
         if wire.fileno() >= 0:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -185,24 +185,24 @@ class LocalProcesses(HostProcesses):
 
     @override
     def signal(self, number: int) -> None:
-        self._spawner.signal([seat for seat in self.seats if seat >= 0], number)
+        self._spawner.signal([process_index for process_index in self.process_indices if process_index >= 0], number)
 
     @override
     def stacks(self) -> dict[int, str]:
         """A signal has the interpreter write them, even where the global lock is held."""
-        self._spawner.signal(self.seats, signal.SIGUSR1)
+        self._spawner.signal(self.process_indices, signal.SIGUSR1)
         deadline, before = time.monotonic() + _STACKS_S, None
         while (sizes := [os.fstat(line.stacks).st_size for line in self._lines.values()]) != before or 0 in sizes:
             if time.monotonic() > deadline:
                 break
             before = sizes
             time.sleep(0.05)
-        return {seat: line.stack() for seat, line in self._lines.items()}
+        return {process_index: line.stack() for process_index, line in self._lines.items()}
 
     @override
     def where(self) -> dict[int, tuple[str, int]]:
-        pages = {seat: line.status.read() for seat, line in self._lines.items()}
-        return {seat: place for seat, place in pages.items() if place is not None}
+        pages = {process_index: line.status.read() for process_index, line in self._lines.items()}
+        return {process_index: place for process_index, place in pages.items() if place is not None}
 
     @override
     def silent_s(self) -> float:

@@ -30,7 +30,7 @@ def run(place: ProcessPlace) -> int:
         assert place.server is not None
         serve(
             ServerSpec(**place.server),
-            shard=shard_of(place.seat),
+            shard=shard_of(place.process_index),
             shards=place.servers,
             workers=place.size,
             channels=_channels(place),

@@ -69,12 +69,12 @@ def _reseed() -> None:
 
 
 def _worker(place: ProcessPlace, line: DriverLine) -> Worker:
-    host, local_rank = socket.gethostname(), place.workers_here.index(place.seat)
+    host, local_rank = socket.gethostname(), place.workers_here.index(place.process_index)
     device = pick_device(place.device, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # what a script calls "cuda" is this worker's own
     worker = Worker(
-        rank=place.seat,
+        rank=place.process_index,
         size=place.size,
         host=host,
         device=device,
@@ -106,7 +106,12 @@ def _group(place: ProcessPlace, host: str, line: DriverLine, device: torch.devic
         return group_of(place, line)
     timeout_s = last_resort_s(place)
     group = SharedMemoryGroup(
-        place.seat, place.size, place.memory, lifelines=place.lifelines, hosts=[host] * place.size, timeout_s=timeout_s
+        place.process_index,
+        place.size,
+        place.memory,
+        lifelines=place.lifelines,
+        hosts=[host] * place.size,
+        timeout_s=timeout_s,
     )
     if device.type == "cuda":
         from manyhands.comm.device_group import has_own_gpu, nccl_group  # loads torch.distributed

@@ -17,7 +17,7 @@ from manyhands.comm.ledger import Ledger
 from manyhands.engines.sim.shard import HELD, Act, Read, Request, ShardCall
 from manyhands.errors import BadInput, PeerLost
 from manyhands.server.base import Encoded, Pushed, Server, ServerState
-from manyhands.server.said import PushJournal
+from manyhands.server.journal import PushJournal
 from manyhands.server.sharding import (
     check_encoded,
     check_length,
@@ -44,7 +44,7 @@ class SimServer(Server):
         self._calls = 0
         self._sequence = 0
         self._ticks = 0  # finished ones, for messages
-        self._said = PushJournal()
+        self._journal = PushJournal()
         self._closed = False
 
     @override
@@ -59,12 +59,12 @@ class SimServer(Server):
         self._add("initialize", center)
 
     @override
-    def begin(self) -> None:
-        self._tell("begin", lambda store: store.begin(self._worker, self._generation))
+    def activate(self) -> None:
+        self._tell("activate", lambda store: store.activate(self._worker, self._generation))
 
     @override
     def pull(self, into: Tensor) -> None:
-        self._said.pulled(self._read("pull", into, lambda store: store.pull(self._worker)))
+        self._journal.pulled(self._read("pull", into, lambda store: store.pull(self._worker)))
 
     @override
     def push(self, update: Tensor | Encoded, weight: float = 1.0, bits: int = 0) -> Pushed:
@@ -74,8 +74,8 @@ class SimServer(Server):
         def act(part: Tensor, store: Store) -> Any:
             given = part if isinstance(update, Tensor) else self._codec().decode(part, len(store.center), update.dtype)
             reply = store.push(self._worker, sequence, given, weight, bits)
-            said = reply.reply if isinstance(reply, Duplicate) else reply
-            return HELD if isinstance(said, Held) and store.rule.answers else said
+            original = reply.reply if isinstance(reply, Duplicate) else reply
+            return HELD if isinstance(original, Held) and store.rule.answers else original
 
         acts: list[Act] = [partial(act, part) for part in parts]
         decode_s = self._coded(update) if isinstance(update, Encoded) else ()
@@ -85,7 +85,7 @@ class SimServer(Server):
         pushed = pushed_of(replies)
         if pushed.answer is not None:
             self._add("answer", pushed.answer)
-        self._said.pushed(replies, weight, answered=pushed.answer is not None)
+        self._journal.pushed(replies, weight, answered=pushed.answer is not None)
         return pushed
 
     @override
@@ -102,8 +102,8 @@ class SimServer(Server):
         return go.bits
 
     @override
-    def park(self) -> None:
-        self._tell("park", lambda store: store.park(self._worker))
+    def deactivate(self) -> None:
+        self._tell("deactivate", lambda store: store.deactivate(self._worker))
 
     @override
     def center(self, into: Tensor) -> None:
@@ -125,15 +125,15 @@ class SimServer(Server):
         self._ask_all("restore", acts, sizes)
 
     @override
-    def said(self) -> dict[str, Any]:
-        return self._said.take()
+    def drain_journal(self) -> dict[str, Any]:
+        return self._journal.take()
 
     @override
     def close(self) -> None:
         if not self._closed:
             self._closed = True
             with suppress(PeerLost, InvalidCall):  # there is nobody to say goodbye to
-                self.park()
+                self.deactivate()
 
     # -- all shards ----------------------------------------------------------------------------------------------------
 

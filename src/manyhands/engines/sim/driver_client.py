@@ -76,24 +76,26 @@ class LeaseServer:
 class SimLine(InProcess):
     """One worker's."""
 
-    def __init__(self, desk: LeaseServer, rank: int, pace: ComputeSpeed) -> None:
+    def __init__(self, lease_server: LeaseServer, rank: int, pace: ComputeSpeed) -> None:
         super().__init__(
-            desk.observer, clock=lambda: desk.timeline.now, poll_s=0
+            lease_server.observer, clock=lambda: lease_server.timeline.now, poll_s=0
         )  # a stop is heard at the very next tick
-        self._desk, self._rank, self._pace = desk, rank, pace
+        self._lease_server, self._rank, self._pace = lease_server, rank, pace
         self._after_backward: list[Callable[[], None]] = []
         self._backwards = 0  # that this worker is in: one inside of the other with reentrant checkpoints
 
     @override
     def progress(self, phase: str, step: int) -> None:
         super().progress(phase, step)
-        if self._desk.at_step and phase == "compute":
-            for happen in self._desk.at_step.pop((self._rank, step), ()):
+        if self._lease_server.at_step and phase == "compute":
+            for happen in self._lease_server.at_step.pop((self._rank, step), ()):
                 happen()
 
     @override
     def computed(self, rows: int) -> None:
-        self._desk.timeline.work(self._pace.seconds(rows))  # also without rows: a pause of this worker's passes here
+        self._lease_server.timeline.work(
+            self._pace.seconds(rows)
+        )  # also without rows: a pause of this worker's passes here
 
     @override
     def after_backward(self, action: Callable[[], None]) -> None:
@@ -116,7 +118,7 @@ class SimLine(InProcess):
 
     @override
     def lease(self, segment: Segment) -> Lease | End:
-        return self._desk.lease(self._rank, segment, self.should_stop(), self.step)
+        return self._lease_server.lease(self._rank, segment, self.should_stop(), self.step)
 
 
 @contextmanager

@@ -126,7 +126,7 @@ class Simulation:
             self.timeline, Costs(self.wires, spec.workers), self.wires, spec.workers, spec.timeout_s
         )
         self.servers = self._servers()
-        self.desk = LeaseServer(self.timeline, spec.observer, self.compute.lease, spec.timeout_s)
+        self.lease_server = LeaseServer(self.timeline, spec.observer, self.compute.lease, spec.timeout_s)
         self.workers: dict[int, Worker] = {}  # by rank, as the next two
         self.lines: dict[int, SimLine] = {}
         self.programs: dict[int, SimProgram] = {}
@@ -163,7 +163,7 @@ class Simulation:
     # -- workers -----------------------------------------------------------------------------------------------------
 
     def _start(self, program: Callable[[Worker], T], rank: int, generation: int = 0, at: float = 0.0) -> None:
-        line = SimLine(self.desk, rank, self.compute.pace(rank, self.seed))
+        line = SimLine(self.lease_server, rank, self.compute.pace(rank, self.seed))
         worker = Worker(
             rank=rank,
             size=self.spec.workers,
@@ -233,7 +233,7 @@ class Simulation:
             self.timeline.at(fault.time or 0.0, partial(self._befall_shard, -1 - fault.node, fault))
         elif fault.step is not None:
             happen = partial(self._befall_itself, program, fault)
-            self.desk.at_step.setdefault((fault.node, fault.step), []).append(happen)
+            self.lease_server.at_step.setdefault((fault.node, fault.step), []).append(happen)
         else:
             self.timeline.at(fault.time or 0.0, partial(self._befall, program, fault))
 

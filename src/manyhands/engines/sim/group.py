@@ -93,19 +93,19 @@ class SimGroup(TimedGroup):
     @override
     def send(self, tensor: Tensor, target: int) -> None:
         check_peer(target, self.rank, self.size, "target")
-        letter = PendingMessage(signature("send", tensor.dtype), flattened(tensor).clone())
-        self._meeting.post(letter, self.rank, target, self.step)
+        message = PendingMessage(signature("send", tensor.dtype), flattened(tensor).clone())
+        self._meeting.send(message, self.rank, target, self.step)
         self.ledger.add("send", tensor.nbytes)
 
     @override
     def receive_(self, tensor: Tensor, source: int) -> None:
         check_peer(source, self.rank, self.size, "source")
         number = signature("send", tensor.dtype)
-        letter, waited_s = self._meeting.take(source, self.rank, self.step)
+        message, waited_s = self._meeting.take(source, self.rank, self.step)
         self.waited_s += waited_s
-        if (letter.number, letter.data.numel()) != (number, tensor.numel()):
-            raise self._meeting.refuse(letter, number, tensor.numel(), source, self.rank, self.step)
-        tensor.detach().copy_(letter.data.view(tensor.shape))
+        if (message.number, message.data.numel()) != (number, tensor.numel()):
+            raise self._meeting.refuse(message, number, tensor.numel(), source, self.rank, self.step)
+        tensor.detach().copy_(message.data.view(tensor.shape))
 
     @override
     def swap(self, tensor: Tensor, target: int, into: Tensor, source: int) -> None:

@@ -42,8 +42,8 @@ class SimLink:
             _expect_bandwidth(self.bandwidth, "bandwidth")
 
     def __str__(self) -> str:
-        said = {"latency": self.latency, "bandwidth": self.bandwidth}
-        return "/".join(f"{name}:{shown(value)}" for name, value in said.items() if value is not None)
+        options = {"latency": self.latency, "bandwidth": self.bandwidth}
+        return "/".join(f"{name}:{shown(value)}" for name, value in options.items() if value is not None)
 
 
 @dataclass(frozen=True, kw_only=True)

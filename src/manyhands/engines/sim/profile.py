@@ -54,28 +54,28 @@ class Profile:
 
     def save(self, path: Path) -> None:
         """Write it as JSON; the file is whole or, if that fails (OSError), not there."""
-        said: dict[str, Any] = {"kind": _KIND, "schema": _SCHEMA}
-        said |= {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        said |= {
+        content: dict[str, Any] = {"kind": _KIND, "schema": _SCHEMA}
+        content |= {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        content |= {
             "networks": {name: str(network) for name, network in self.networks.items()},
             "compute": str(self.compute),
             "batch_sizes": list(self.batch_sizes),
             "machine": dict(self.machine),
             "errors": dict(self.errors),
         }
-        write_whole(Path(path), (json.dumps(said, indent=2, allow_nan=False) + "\n").encode())
+        write_whole(Path(path), (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
 
     @classmethod
     def load(cls, path: Path) -> Self:
         """What `save` wrote. Raises BadInput for a file that is not there, is no profile, or is of another schema."""
-        said = _read(Path(path))
+        content = _read(Path(path))
         known = {entry.name for entry in fields(cls)}
-        if said.keys() != known:
-            lacks = [f"lacks {name}" for name in sorted(known - said.keys())]
-            more = [f"has {name}, which is unknown" for name in sorted(said.keys() - known)]
+        if content.keys() != known:
+            lacks = [f"lacks {name}" for name in sorted(known - content.keys())]
+            more = [f"has {name}, which is unknown" for name in sorted(content.keys() - known)]
             raise BadInput(f"profile {path} {', '.join(lacks + more)}: {_AGAIN}")
         try:
-            return cls(**_values(said))
+            return cls(**_values(content))
         except BadInput as error:
             raise BadInput(f"profile {path} is damaged: {error}; {_AGAIN}") from error
 
@@ -83,19 +83,19 @@ class Profile:
 def _read(path: Path) -> dict[str, Any]:
     """Its entries, without kind and schema."""
     try:
-        said = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except OSError as error:
         raise BadInput(
             f"profile {path} cannot be read ({error.strerror}): give the path of one, or {_AGAIN}"
         ) from error
     except ValueError as error:
         raise BadInput(f"profile {path} is no JSON ({error}): {_AGAIN}") from error
-    if not isinstance(said, dict) or said.pop("kind", None) != _KIND:
+    if not isinstance(content, dict) or content.pop("kind", None) != _KIND:
         raise BadInput(f"{path} is not a profile of manyhands: {_AGAIN}")
-    schema = said.pop("schema", None)
+    schema = content.pop("schema", None)
     if schema != _SCHEMA:
         raise BadInput(f"profile {path} has schema {schema!r}, and this version reads {_SCHEMA}: {_AGAIN}")
-    return said
+    return content
 
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
@@ -116,17 +116,17 @@ _INNER: dict[str, type | tuple[type, ...]] = {
 }
 
 
-def _values(said: Mapping[str, Any]) -> dict[str, Any]:
+def _values(content: Mapping[str, Any]) -> dict[str, Any]:
     """The fields, of the types that they have; BadInput where JSON has another."""
-    for name, value in said.items():
+    for name, value in content.items():
         inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         if not _is(value, _TYPES[name]) or not all(_is(one, _INNER[name]) for one in inner):
             raise BadInput(f"{name} is of another type: {json.dumps(value)[:80]}")
     return {
-        **said,
-        "networks": {name: SimNetworkSpec.parse(text) for name, text in said["networks"].items()},
-        "compute": Compute.parse(said["compute"]),
-        "batch_sizes": tuple(said["batch_sizes"]),
+        **content,
+        "networks": {name: SimNetworkSpec.parse(text) for name, text in content["networks"].items()},
+        "compute": Compute.parse(content["compute"]),
+        "batch_sizes": tuple(content["batch_sizes"]),
     }
 
 

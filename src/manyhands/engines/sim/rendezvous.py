@@ -84,7 +84,7 @@ class PendingMessage:
 
 @dataclass(slots=True, eq=False)
 class PendingWait:
-    """A rank that waits: for a collective's last arrival and its end, or for another rank's letter."""
+    """A rank that waits: for a collective's last arrival and its end, or for another rank's message."""
 
     cell: Future[None]
     name: str
@@ -201,22 +201,22 @@ class SimRendezvous:
         if gone:
             raise self._fail(self._lost(min(gone), "left the group"))(call.name, call.step, 0.0)
 
-    # -- letters -----------------------------------------------------------------------------------------------------
+    # -- messages -----------------------------------------------------------------------------------------------------
 
-    def post(self, letter: PendingMessage, source: int, target: int, step: int) -> None:
-        """Give a letter to the network."""
+    def send(self, message: PendingMessage, source: int, target: int, step: int) -> None:
+        """Give a message to the network."""
         self.check("send", step)
         now = self.timeline.now
-        letter.arrives_at = self.wires.send(source, target, letter.data.nbytes, now)
-        letter.sent_at = now
+        message.arrives_at = self.wires.send(source, target, message.data.nbytes, now)
+        message.sent_at = now
         wait = self._waits.get(target)
         if wait is not None and wait.source == source and wait.is_for_somebody:
-            wait.until = letter
-            self.timeline.at(letter.arrives_at, lambda: wait.cell.set(None))
-        self._mail.setdefault((source, target), deque()).append(letter)
+            wait.until = message
+            self.timeline.at(message.arrives_at, lambda: wait.cell.set(None))
+        self._mail.setdefault((source, target), deque()).append(message)
 
     def take(self, source: int, target: int, step: int) -> tuple[PendingMessage, float]:
-        """The next letter from a rank, when it is here; and the seconds until it was sent."""
+        """The next message from a rank, once it has arrived; and the seconds until it was sent."""
         self.check("receive_", step)
         now = self.timeline.now
         box = self._mail.setdefault((source, target), deque())
@@ -227,20 +227,20 @@ class SimRendezvous:
             if box:
                 self.timeline.at(box[0].arrives_at, lambda: wait.cell.set(None))
             self._wait(target, wait)
-        letter = box.popleft()
-        assert letter.sent_at is not None
-        return letter, max(0.0, letter.sent_at - now)
+        message = box.popleft()
+        assert message.sent_at is not None
+        return message, max(0.0, message.sent_at - now)
 
     def refuse(
-        self, letter: PendingMessage, number: int, n: int, source: int, target: int, step: int
+        self, message: PendingMessage, number: int, n: int, source: int, target: int, step: int
     ) -> ManyhandsError:
-        """The error of a rank that expected another letter; the group is unusable."""
-        message = (
+        """The error of a rank that expected another message; the group is unusable."""
+        text = (
             f"worker {target} expected {describe(number, n)} from worker {source} at step {step}; "
-            f"{describe(letter.number, letter.data.nbytes // itemsize(letter.number))} came: "
+            f"{describe(message.number, message.data.nbytes // itemsize(message.number))} came: "
             "give send and receive_ tensors of the same shape and dtype"
         )
-        return self._fail(lambda name, step, seconds: ManyhandsError(message))("receive_", step, 0.0)
+        return self._fail(lambda name, step, seconds: ManyhandsError(text))("receive_", step, 0.0)
 
     # -- those who will not come -------------------------------------------------------------------------------------
 

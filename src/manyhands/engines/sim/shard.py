@@ -302,7 +302,7 @@ class SimShard:
     def restart_worker(self, worker: int, generation: int) -> None:
         """A worker's process is a new one: what is still under way from the old one is ignored; it begins anew."""
         self._forget(worker, (generation, 0))
-        self.store.park(worker)
+        self.store.deactivate(worker)
         self._deliver()
 
     def _forget(self, worker: int, key: tuple[int, float]) -> None:

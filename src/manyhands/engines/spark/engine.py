@@ -86,10 +86,10 @@ class Spark(Engine):
             listener, stage = self._opened(session.addresses(spark), spec)
             with contextlib.closing(listener):
                 job = stack.enter_context(Job(spark, stage, spec.workers))
-                guests = stack.enter_context(JoinedHosts("see the executor's log in Spark's own pages"))
-                self._gather(spec, listener, job, guests)
-            observer = Listening(spec.observer, guests.crews)
-            return Driver(guests.crews, replace(spec, observer=observer)).run(program)
+                joined = stack.enter_context(JoinedHosts("see the executor's log in Spark's own pages"))
+                self._gather(spec, listener, job, joined)
+            observer = Listening(spec.observer, joined.hosts)
+            return Driver(joined.hosts, replace(spec, observer=observer)).run(program)
 
     def _opened(self, addresses: tuple[str, str], spec: LaunchSpec) -> tuple[Listener, Stage]:
         """Where the executors come to, and what they are told. addresses: of this host to listen at, and by which executors call it."""
@@ -113,9 +113,9 @@ class Spark(Engine):
             readers=spec.workers if spec.roles is None else spec.roles.trainers,
         )
 
-    def _gather(self, spec: LaunchSpec, listener: Listener, job: Job, guests: JoinedHosts) -> None:
-        """Until all workers are there; then their hosts have seats, in the order of their Spark tasks."""
-        from manyhands.engines.driver.host_processes import seats_of, shard_of
+    def _gather(self, spec: LaunchSpec, listener: Listener, job: Job, joined: JoinedHosts) -> None:
+        """Until all workers are there; then their hosts get process indices, in the order of their Spark tasks."""
+        from manyhands.engines.driver.host_processes import process_indices_of, shard_of
         from manyhands.engines.hosts.join_listener import JoinListener, check_stop
         from manyhands.engines.hosts.roster import Roster
 
@@ -130,13 +130,17 @@ class Spark(Engine):
                     "pages show the job manyhands); give a longer wait_s"
                 )
 
-        JoinListener(listener, roster, guests, LOG.info).wait(check)
-        both = sorted(zip(roster.offers, guests.crews, strict=True), key=lambda pair: pair[0].order)
-        roster.offers[:], guests.crews[:] = [offer for offer, _ in both], [crew for _, crew in both]
-        shards = [seat for seat in seats_of(spec.workers, spec.shards) if shard_of(seat) >= 0]
-        hosts, names = roster.seats(), roster.names()
-        for i, crew in enumerate(guests.crews):
-            crew.take_seats(hosts[i] + (shards if i == 0 else []), names[i], {"hosts": hosts, "names": names})
+        JoinListener(listener, roster, joined, LOG.info).wait(check)
+        both = sorted(zip(roster.offers, joined.hosts, strict=True), key=lambda pair: pair[0].order)
+        roster.offers[:], joined.hosts[:] = [offer for offer, _ in both], [host_processes for _, host_processes in both]
+        shards = [
+            process_index
+            for process_index in process_indices_of(spec.workers, spec.shards)
+            if shard_of(process_index) >= 0
+        ]
+        hosts, names = roster.process_indices(), roster.names()
+        for i, host_processes in enumerate(joined.hosts):
+            host_processes.assign(hosts[i] + (shards if i == 0 else []), names[i], {"hosts": hosts, "names": names})
 
     def _secret(self) -> Secret:
         """Of this run alone; it travels to the executors in the job's closure, by whatever way Spark itself protects."""

@@ -49,7 +49,7 @@ class Job:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """When this returns, no Spark task of the run is left. What Spark says of its own failure is added to the error."""
         self._thread.join(_END_S if error is None else _OWN_WORD_S)
-        told = "" if self._error is None else why(self._error)
+        reason = "" if self._error is None else why(self._error)
         deadline = time.monotonic() + _END_S
         while self._thread.is_alive() and time.monotonic() < deadline:
             with contextlib.suppress(Exception):  # of a session that is gone: nothing of it runs then
@@ -57,8 +57,8 @@ class Job:
             self._thread.join(_AGAIN_S)
         if self._thread.is_alive():
             LOG.warning("the Spark job %s does not end: look for it in Spark's own pages", self._tag)
-        if error is not None and told:
-            error.add_note(f"Spark says: {told}")
+        if error is not None and reason:
+            error.add_note(f"Spark says: {reason}")
 
     def _run(self, table: DataFrame, stage: Stage) -> None:
         try:
@@ -95,10 +95,10 @@ def check_executors(spark: SparkSession, workers: int) -> None:
     """Raise BadInput for executors of other versions, before Spark computes any row for them."""
     table = spark.range(0, workers, 1, workers)
     try:
-        told = [json.loads(row[SAID]) for row in table.mapInArrow(told_versions, SCHEMA).collect()]
+        reason = [json.loads(row[SAID]) for row in table.mapInArrow(told_versions, SCHEMA).collect()]
     except Exception as error:
         raise ManyhandsError(f"the executors cannot work for a run: {why(error)}") from error
-    for host, found in told:
+    for host, found in reason:
         check_versions(host, found, versions())
 
 
@@ -122,9 +122,9 @@ def why(error: BaseException) -> str:
         if known in text:
             return said
     lines = [line.strip() for line in text.splitlines()]
-    told = [line for line in lines if _SAYS_WHY.match(line)]
-    own = [line for line in told if not line.startswith(("org.apache.", "py4j.", "java."))]
-    chosen = own[-1:] or told[:1] or [line for line in lines if line][:1] or [type(error).__name__]
+    reason = [line for line in lines if _SAYS_WHY.match(line)]
+    own = [line for line in reason if not line.startswith(("org.apache.", "py4j.", "java."))]
+    chosen = own[-1:] or reason[:1] or [line for line in lines if line][:1] or [type(error).__name__]
     return chosen[0][:500]
 
 

@@ -72,7 +72,7 @@ class Torchrun(Engine):
     """
 
     name: ClassVar[str] = "torchrun"
-    in_place: ClassVar[bool] = True
+    spmd: ClassVar[bool] = True
 
     @override
     def launch(self, program: Callable[[Worker], T], spec: LaunchSpec) -> list[T]:

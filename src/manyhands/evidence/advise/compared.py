@@ -19,7 +19,7 @@ class Ratio:
     low: float
     high: float
     """The interval of the middle, 95 %."""
-    said: str
+    outcome: str
     """better | worse | same | unclear"""
 
     def __str__(self) -> str:
@@ -60,9 +60,9 @@ class Contestant:
         return self.speed.middle if math.isfinite(self.speed.middle) else 0.0
 
     @property
-    def said(self) -> str:
+    def outcome(self) -> str:
         """Of its speed: better | worse | same | unclear."""
-        return "unclear" if self.speed is None else self.speed.said
+        return "unclear" if self.speed is None else self.speed.outcome
 
     @property
     def threads(self) -> int:
@@ -144,7 +144,7 @@ class Compared:
             return Decision(kind="undecided", why="repeats", best=nearest)
         if self.base.reached is not None and self.base.reached < 1:
             return self._who_reached()
-        if faster := next((one for one in self.fit if one.said == "better"), None):
+        if faster := next((one for one in self.fit if one.outcome == "better"), None):
             return Decision(kind="distribute", why="faster", best=faster)
         if unclear := next(filter(self._may_be_worth_it, self.fit), None):
             return Decision(kind="undecided", why="unclear", best=unclear)
@@ -159,7 +159,7 @@ class Compared:
 
     def _may_be_worth_it(self, one: Contestant) -> bool:
         """Where the reference varies by half, the upper end of the interval counts: the middle says little."""
-        if one.speed is None or one.said != "unclear":
+        if one.speed is None or one.outcome != "unclear":
             return False
         seen = one.speed.high if self.base.varies >= VARIES else one.speed.middle
         return seen >= max(WORTH, 1 + self.margin)

@@ -39,10 +39,10 @@ def _distribute(c: Compared) -> Advice:
     decision = c.decision
     kind, best = decision.kind, decision.best
     numbers = {"best": None if best is None else best.name} | ({"speedup": best.times} if best and best.times else {})
-    said = {"distribute": "distribute", "stay": "stay with one process", "undecided": "not decided"}[kind]
+    summary = {"distribute": "distribute", "stay": "stay with one process", "undecided": "not decided"}[kind]
     why = _because(c, decision.why, best)
     wins = share_won(best.times) if kind == "distribute" and best and best.times else 0.0
-    return Advice(kind=kind, text=f"{said}: {why}", numbers=numbers, wins=wins)
+    return Advice(kind=kind, text=f"{summary}: {why}", numbers=numbers, wins=wins)
 
 
 def _because(c: Compared, why: str, best: Contestant | None) -> str:
@@ -166,10 +166,10 @@ def _threads_or_processes(c: Compared) -> Iterator[Advice]:
     if c.base.threads == 1 or c.to_target or not rivals:
         return
     rival = rivals[0]
-    if rival.said == "better":
+    if rival.outcome == "better":
         text = f"processes use these cores better than threads: {rival.name} is {times(rival.times)} as fast as {c.reference}{_gain(c)}."
         yield Advice(kind="processes", text=text, numbers={"speedup": rival.times})
-    if rival.said == "worse":
+    if rival.outcome == "worse":
         text = f"threads use these cores better than processes: {c.reference} is {times(1 / rival.times)} as fast as {rival.name}."
         yield Advice(kind="threads-win", text=text, numbers={"speedup": 1 / rival.times})
 

@@ -65,7 +65,7 @@ def coded(place: ObservedOn, task: Task, ticks: int) -> tuple[Coded, ...]:
     """Of each of SETTINGS that the task has gradients for, by so many ticks of each worker."""
     found: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     ticks += _WARM
-    for event in observe(place, task, _Coding(ticks=ticks), ticks * len(SETTINGS), said="codec"):
+    for event in observe(place, task, _Coding(ticks=ticks), ticks * len(SETTINGS), kind="codec"):
         found[event.values["codec"]].append(event.values)
     return tuple(_median(text, samples) for text, samples in found.items())
 
@@ -131,11 +131,11 @@ class _Coding(Strategy):
         if setting != state.setting:
             state.setting = setting
             state.sent = CompressedState(**compressing.remembered(options, replica, worker))
-        own, heard = replica.gradients.clone(), replica.control_bits
+        own, control_bits = replica.gradients.clone(), replica.control_bits
         group = _Alike(worker)
         compressing.mean_gradients(options, replica, replace(worker, group=group), state.sent)
         group.stop()
-        replica.control_bits = heard  # the others', by whom all workers stop at the same tick
+        replica.control_bits = control_bits  # the others', by whom all workers stop at the same tick
         replica.gradients.copy_(own)
         if counts:
             worker.emit(

@@ -214,11 +214,11 @@ class _ServerProgram:
         server.initialize(center)
         answer = None
         if worker.rank == 0:
-            requests = [_seconds(server.begin) for _ in range(_REPEATS)]
+            requests = [_seconds(server.activate) for _ in range(_REPEATS)]
             pairs = [
                 (_seconds(lambda: server.pull(center)), _seconds(lambda: server.push(center))) for _ in range(_REPEATS)
             ]
-            server.park()
+            server.deactivate()
             pulls, pushes = zip(*pairs[_WARM:], strict=True)
             answer = Served(
                 elements,

@@ -53,20 +53,20 @@ class ObservedOn:
 class _EventKeeper(Observer):
     """Keeps what workers say, on the workers' own clocks: those of one host are one clock."""
 
-    said: str  # events of this type
+    kind: str  # events of this type
     events: list[Event] = field(default_factory=list)
 
     @override
     def event(self, event: Event) -> None:
-        if event.type == self.said:
+        if event.type == self.kind:
             self.events.append(event)
 
 
-def observe(place: ObservedOn, task: Task, strategy: Strategy, steps: int, said: str = "step") -> list[Event]:
+def observe(place: ObservedOn, task: Task, strategy: Strategy, steps: int, kind: str = "step") -> list[Event]:
     """Train so many steps (global batches) without validation or checkpoints; the workers' events of type `said`, as they came."""
-    heard = _EventKeeper(said)
-    train_before(heard, place, task, strategy, steps)
-    return heard.events
+    kept = _EventKeeper(kind)
+    train_before(kept, place, task, strategy, steps)
+    return kept.events
 
 
 def train_before(observer: Observer, place: ObservedOn, task: Task, strategy: Strategy, steps: int) -> None:

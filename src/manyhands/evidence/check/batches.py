@@ -71,8 +71,8 @@ class Subject:
         self.restore()
         rng.seed_all(seed)
         before = positions()
-        lens = FunctionMode(double=self.double, without=without, guarded=memory_of(self.model), look=look, after=after)
-        with lens:
+        mode = FunctionMode(double=self.double, without=without, guarded=memory_of(self.model), look=look, after=after)
+        with mode:
             mean, weight = self._loss(batch)
             moved = tuple(name for name, state in positions().items() if state != before[name])
             mean.reshape(()).backward()
@@ -82,7 +82,7 @@ class Subject:
             loss=float(mean.detach()),
             weight=weight,
             gradient=self._gradient(),
-            seen=tuple(lens.seen),
+            seen=tuple(mode.seen),
             changed=changed,
             buffers=buffers,
             moved=moved,
@@ -101,9 +101,9 @@ class Subject:
         """(parameters that `evaluate` changes, what wrote to them)"""
         self.restore()
         self.model.eval()
-        with torch.no_grad(), FunctionMode(double=self.double, look=True, guarded=memory_of(self.model)) as lens:
+        with torch.no_grad(), FunctionMode(double=self.double, look=True, guarded=memory_of(self.model)) as mode:
             self.task.metrics(self.model, in_double(batch) if self.double else batch)
-        return _changed(self._parameters, dict(self.model.named_parameters())), tuple(lens.seen)
+        return _changed(self._parameters, dict(self.model.named_parameters())), tuple(mode.seen)
 
     def restore(self) -> None:
         """Parameters and buffers as they were built; training mode, no gradients."""

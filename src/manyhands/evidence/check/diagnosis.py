@@ -92,8 +92,8 @@ class Judgement:
         """Findings, those that explain most before the others; at least one. The shares of those that have one add up to 1."""
         limit = self.ablation.limit
         if self.ablation.difference(frozenset()) <= limit:
-            told = [one.finding for one in self.suspects if one.kind in PROVEN_ELSEWHERE | {"data-order"}]
-            return told or [self.failure or _only_there(self.measured)]
+            kept = [one.finding for one in self.suspects if one.kind in PROVEN_ELSEWHERE | {"data-order"}]
+            return kept or [self.failure or _only_there(self.measured)]
         everything = frozenset(one.remedy for one in self.suspects if one.remedy)
         if self.ablation.difference(everything) > limit:
             everything = self._extended(everything)
@@ -109,12 +109,12 @@ class Judgement:
         """Whether something stays that no trial can take away: then what is left is what it makes, or what it hides."""
         stays = [one for one in self.findings if one.kind in STAYING]
         for i, one in enumerate(stays):
-            told = replace(
+            kept = replace(
                 one, severity=BREAKS, text=f"{one.text} {_BEHIND}", unjudged=f"it cannot be told from {stays[0].kind}"
             )
             if not i:
-                told = replace(told, alone=(one.alone or 0.0) + rest, unjudged="")
-            self.findings[self.findings.index(one)] = told
+                kept = replace(kept, alone=(one.alone or 0.0) + rest, unjudged="")
+            self.findings[self.findings.index(one)] = kept
         return bool(stays)
 
     def _extended(self, everything: frozenset[str]) -> frozenset[str]:

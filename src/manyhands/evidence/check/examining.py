@@ -19,7 +19,7 @@ from manyhands.evidence.check.findings import BREAKS, NOTE, Finding, SourceLocat
 from manyhands.evidence.check.function_mode import Seen
 from manyhands.evidence.check.interventions import BATCH_NORM, DROPOUT, IN_PLACE, RANDOMNESS
 from manyhands.evidence.check.operations import OperationLog, OperationRecord, first_change
-from manyhands.evidence.check.rank_access import asked_for_workers
+from manyhands.evidence.check.rank_access import rank_reads
 from manyhands.evidence.check.trial_config import BUFFERS, REBUILT, WORKERS
 
 SETTLED = frozenset([BATCH_NORM, DROPOUT, RANDOMNESS, IN_PLACE])
@@ -254,7 +254,7 @@ class Examination:
 
     def _workers(self) -> None:
         """Whether anything asks which worker this is."""
-        with asked_for_workers() as lines:
+        with rank_reads() as lines:
             subject = self._another()
             subject.measure(self.batch, without=SETTLED)
             optimizer = self.task.optimizer(subject.model)

@@ -79,17 +79,17 @@ def examine_loss(examination: Examination) -> None:
         remedy = SLICES if law.constant else SUMMED
         examination.add("summed-loss", remedy, [_sum_of(examination) or loss], text, **numbers)
     elif law.kind == OTHER_WEIGHT:
-        text = _OTHER_WEIGHT.format(said=_said(examination), **numbers)
+        text = _OTHER_WEIGHT.format(said=_weight_text(examination), **numbers)
         examination.add("wrong-weight", SLICES, [loss], text, **numbers)
     else:
         mixing = _mixing(examination)
         by = "" if mixing is None else f" (first seen after {mixing.function})"
         at = loss if mixing is None or mixing.place is None else mixing.place
         examination.add("coupled-rows", SLICES, [at], _COUPLED.format(by=by, **numbers), **numbers)
-        _beside_coupling(examination, numbers)
+        _add_summed_loss(examination, numbers)
 
 
-def _beside_coupling(examination: Examination, numbers: dict[str, Any]) -> None:
+def _add_summed_loss(examination: Examination, numbers: dict[str, Any]) -> None:
     """Where rows depend on each other, no law says whether the loss adds up or by what its mean is; the sums in it say the first."""
     sums = _sums_over_rows(examination)
     if sums:
@@ -156,7 +156,7 @@ def _law(examination: Examination, tolerance: float) -> Law | None:
     return None
 
 
-def _said(examination: Examination) -> str:
+def _weight_text(examination: Examination) -> str:
     first, rows = examination.first, rows_of(examination.batch)
     assert first is not None
     return f"{first.weight:g} for {rows} rows" if first.weight != rows else f"its {rows} rows"

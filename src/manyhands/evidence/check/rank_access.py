@@ -28,7 +28,7 @@ class _Listening(Worker):
 
 
 @contextmanager
-def asked_for_workers() -> Iterator[list[SourceLocation]]:
+def rank_reads() -> Iterator[list[SourceLocation]]:
     """The user's lines that ask, within."""
     before, worker = current(), _Listening()
     worker.lines = []

@@ -198,8 +198,8 @@ def _loss(task: Task, setting: TrialConfig) -> Any:
 def seen_through(setting: TrialConfig, model: nn.Module) -> Iterator[None]:
     """Within, the user's code computes as the setting has it."""
     functions = setting.without & FUNCTIONS
-    lens = FunctionMode(double=setting.double, without=functions, guarded=memory_of(model))
-    with alone(WORKERS in setting.without), lens:
+    mode = FunctionMode(double=setting.double, without=functions, guarded=memory_of(model))
+    with alone(WORKERS in setting.without), mode:
         yield
 
 

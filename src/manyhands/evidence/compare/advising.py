@@ -48,7 +48,7 @@ def _contestant(comparison: Comparison, name: str, base: str) -> Contestant:
         name=name,
         measured=_measured(comparison, name, trials),
         speed=_ratio(measures.faster(comparison, name, base)) if other and paired else None,
-        quality=quality.said if other else "",
+        quality=quality.outcome if other else "",
         effective_rate=trials[0].effective_rate,
         batch_size=trials[0].batch_size,
         reached=None if comparison.target is None else sum(one is not None for one in own) / len(own),
@@ -64,7 +64,7 @@ def _ratio(found: Difference) -> Ratio | None:
     middle, low, high = found.middle, found.low, found.high
     if not HIGHER[found.of]:
         middle, low, high = 1 / middle, 1 / high, 1 / low if low else math.inf
-    return Ratio(middle=middle, low=low, high=high, said=found.said)
+    return Ratio(middle=middle, low=low, high=high, outcome=found.outcome)
 
 
 def _measured(comparison: Comparison, name: str, trials: Sequence[Trial]) -> RunMeasurements:

@@ -40,8 +40,8 @@ def time_split(comparison: Comparison) -> Figure | None:
     for variant, workers in found.items():
         mean = sum(sum(times.values()) for times in workers) / len(workers)
         share = means.shares_of_time(comparison, variant.name)["compute"]
-        said = f"{wording.seconds(mean)}, {wording.percent(share)} compute"
-        labels += drawing.above(at - 0.5, wording.label(variant.name, SHORT), said)
+        label = f"{wording.seconds(mean)}, {wording.percent(share)} compute"
+        labels += drawing.above(at - 0.5, wording.label(variant.name, SHORT), label)
         for rank in picked(workers, len(found)):
             bars.append(Bar(at, variant.name, rank, workers[rank]))
             at += 1
@@ -99,7 +99,7 @@ def bytes_sent(comparison: Comparison) -> Figure | None:
     sent = {one: means.of_variant(comparison, one.name, lambda trial: trial.bytes) for one in drawing.shown(comparison)}
     if not any(found and found.high for found in sent.values()):
         return None
-    return _bars(comparison, sent, lambda _, found: drawing.said(found, wording.size))
+    return _bars(comparison, sent, lambda _, found: drawing.text_of_mean(found, wording.size))
 
 
 def memory(comparison: Comparison) -> Figure | None:

@@ -75,19 +75,19 @@ def _sure(comparison: Comparison, name: str, compared: str) -> str:
 
 def _different(comparison: Comparison) -> str:
     """Whose final metric differs from the reference's; where nobody's does, whether that is known to be so."""
-    said = {name: _said(comparison, name) for name in comparison.differences}
-    kinds = {kind: [name for name in said if said[name] == kind] for kind in ("better", "worse")}
+    outcomes = {name: _outcome(comparison, name) for name in comparison.differences}
+    kinds = {kind: [name for name in outcomes if outcomes[name] == kind] for kind in ("better", "worse")}
     found = [f"{kind}: {wording.named(names)}" for kind, names in kinds.items() if names]
     if found:
         return f"Against {comparison.reference}, {', '.join(found)}."
-    if said and all(one == "same" for one in said.values()):
+    if outcomes and all(one == "same" for one in outcomes.values()):
         return f"That is the same as of {comparison.reference} for all, within the margin."
-    return f"No difference from {comparison.reference} was seen." if said else ""
+    return f"No difference from {comparison.reference} was seen." if outcomes else ""
 
 
-def _said(comparison: Comparison, name: str) -> str:
+def _outcome(comparison: Comparison, name: str) -> str:
     found = comparison.difference(name, comparison.metric)
-    return "" if found is None else found.said
+    return "" if found is None else found.outcome
 
 
 # -- distance from solo ----------------------------------------------------------------------------------------------------------
@@ -175,11 +175,11 @@ def speed_up(comparison: Comparison) -> str:
     best = max(known, key=lambda one: known[one])
     one, share = solos[0].name, wording.percent(known[best] / means.ideal(comparison, best))
     if known[best] < 1:
-        said = f"No variant is as fast as {one}; the nearest, {best.name}, reaches {wording.times(known[best])} of it, {share} of the ideal"
+        text = f"No variant is as fast as {one}; the nearest, {best.name}, reaches {wording.times(known[best])} of it, {share} of the ideal"
     else:
-        said = f"{best.name} is fastest, {wording.times(known[best])} as fast as {one}, {share} of the ideal"
+        text = f"{best.name} is fastest, {wording.times(known[best])} as fast as {one}, {share} of the ideal"
     threads = found[solos[-1]] if len(solos) > 1 else None
-    return f"{said}; {solos[-1].name} alone gets {wording.times(threads)}." if threads else f"{said}."
+    return f"{text}; {solos[-1].name} alone gets {wording.times(threads)}." if threads else f"{text}."
 
 
 def staleness(comparison: Comparison) -> str:
@@ -204,10 +204,10 @@ def bytes_sent(comparison: Comparison) -> str:
         return ""
     rows = means.middles(comparison, lambda trial: trial.rows)
     most, least = max(sent, key=sent.__getitem__), min(sent, key=sent.__getitem__)
-    said = f"{most} sends {wording.size(sent[most])}, {wording.size(sent[most] / max(1, rows[most]))} for each row"
+    text = f"{most} sends {wording.size(sent[most])}, {wording.size(sent[most] / max(1, rows[most]))} for each row"
     if most == least:
-        return f"{said}."
-    return f"{said}; {least} sends {wording.size(sent[least])}, {_part_of(sent[least] / sent[most])}."
+        return f"{text}."
+    return f"{text}; {least} sends {wording.size(sent[least])}, {_part_of(sent[least] / sent[most])}."
 
 
 def memory(comparison: Comparison) -> str:

@@ -84,11 +84,11 @@ def charts(comparison: Comparison) -> list[tuple[Chart, ...]]:
             chart(bars.memory, captions.memory, "How much memory does a worker need?"),
         ),
     )
-    told = [
+    measured = [
         tuple(one for one in group if one.figure or (one.name == "distance_over_rows" and one.reading))
         for group in groups
     ]
-    return [group for group in told if group]
+    return [group for group in measured if group]
 
 
 def left_out(comparison: Comparison) -> str:

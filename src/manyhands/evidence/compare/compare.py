@@ -31,7 +31,7 @@ from manyhands.training.config import check_place, task_from
 
 __all__ = ["DEFAULT", "compare", "with_findings"]
 
-POINTS = 20
+VALIDATIONS = 20
 
 
 def compare(
@@ -47,7 +47,7 @@ def compare(
     threads_per_worker: int | None = None,
     time_margin: float = 0.05,
     metric_margin: float = 0.01,
-    points: int = POINTS,
+    validations: int = VALIDATIONS,
     timeout_s: float = 300.0,
     say: Callable[[str], None] = lambda line: None,
     progress: Callback | None = None,
@@ -68,7 +68,7 @@ def compare(
     engine: "auto", local, sim or hosts. Local workers have a process of their own each, solo too.
     threads_per_worker: of the others than solo; default: usable cores // workers.
     time_margin, metric_margin: what counts as a difference: shares, of a time and of solo's metric.
-    points: about so many validations a trial; raise it for a finer time to target, lower it where validation is slow.
+    validations: about so many validations a trial; raise it for a finer time to target, lower it where validation is slow.
     say: called with a line before each trial. progress: a callback that every trial tells, such as mh.Progress().
 
     A trial that fails does not end the comparison: it is reported, and its variant not tried again. Ctrl-C after at least
@@ -79,7 +79,7 @@ def compare(
     """
     own = task_from(task, task_fields)
     aim = metric.target_of(target)
-    counts = _checked(workers, repeats, points, time_margin, metric_margin)
+    counts = _checked(workers, repeats, validations, time_margin, metric_margin)
     check_place(device, threads_per_worker)
     metric.check_data(own, aim)
     place = _place_of(engine)
@@ -100,7 +100,7 @@ def compare(
             entries=entries,
             engine=warm,
             repeats=repeats,
-            points=points,
+            validations=validations,
             target=aim,
             time_margin=time_margin,
             metric_margin=metric_margin,
@@ -140,7 +140,7 @@ def _differences(comparison: Comparison, name: str) -> tuple[Difference, ...]:
 
 
 def _checked(
-    workers: Iterable[int], repeats: int, points: int, time_margin: float, metric_margin: float
+    workers: Iterable[int], repeats: int, validations: int, time_margin: float, metric_margin: float
 ) -> Sequence[int]:
     if isinstance(workers, int | str):
         raise BadInput(f"workers must be several numbers, such as (1, 2, 4), not {workers!r}")
@@ -150,7 +150,7 @@ def _checked(
     for count in counts:
         check_count("workers", count)
     check_count("repeats", repeats)
-    check_count("points", points)
+    check_count("validations", validations)
     for name, margin in (("time_margin", time_margin), ("metric_margin", metric_margin)):
         if not (margin >= 0 and math.isfinite(margin)):
             raise BadInput(f"{name} must be a share of at least 0, such as 0.05, not {margin!r}")
@@ -159,7 +159,7 @@ def _checked(
 
 def _place_of(engine: Engine | str) -> Engine:
     found = engines.engine_of(engine)
-    if found.in_place:
+    if found.spmd:
         raise Unsupported(
             f"compare starts each trial's workers itself, which engine {found.name} does not let it: call it outside of manyhands run and torchrun"
         )

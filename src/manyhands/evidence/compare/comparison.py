@@ -135,12 +135,12 @@ class Difference:
     """The interval of the middle, 95 %."""
     margin: float
     """What counts as a difference: of ratios a share, of metrics in its own unit."""
-    said: str
+    outcome: str
     """better | worse | same (inside the margin) | unclear (no difference seen)"""
 
     @property
     def different(self) -> bool:
-        return self.said in ("better", "worse")
+        return self.outcome in ("better", "worse")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,13 +223,13 @@ class Comparison:
         """Raises BadInput for what no `to_json` of this version wrote."""
         unknown = f"this is no {NUMBERS} of a comparison, or one of another version: compare again"
         try:
-            said = events.from_json(text)
+            values = events.from_json(text)
         except ValueError:
             raise BadInput(unknown) from None
-        if not isinstance(said, dict) or said.pop("format", None) != FORMAT:
+        if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
             raise BadInput(unknown)
         try:
-            return cls(**{**said, **_parts(said)})
+            return cls(**{**values, **_parts(values)})
         except (KeyError, TypeError) as missing:
             raise BadInput(f"{unknown} ({missing})") from None
 
@@ -262,21 +262,28 @@ def load(path: str | Path) -> Comparison:
     return Comparison.from_json((given / NUMBERS if given.is_dir() else given).read_text())
 
 
-def _parts(said: dict[str, Any]) -> dict[str, Any]:
+def _parts(values: dict[str, Any]) -> dict[str, Any]:
     """The fields of a Comparison that JSON does not hold as they are."""
     return {
-        "shapes": tuple(tuple(one) for one in said["shapes"]),
-        "variants": tuple(Variant(**one) for one in said["variants"]),
-        "trials": tuple(_trial(one) for one in said["trials"]),
-        "target": None if said["target"] is None else Target(**said["target"]),
-        "differences": {name: tuple(Difference(**one) for one in found) for name, found in said["differences"].items()},
-        "advice": tuple(AdviceLine(**one) for one in said["advice"]),
+        "shapes": tuple(tuple(one) for one in values["shapes"]),
+        "variants": tuple(Variant(**one) for one in values["variants"]),
+        "trials": tuple(_trial(one) for one in values["trials"]),
+        "target": None if values["target"] is None else Target(**values["target"]),
+        "differences": {
+            name: tuple(Difference(**one) for one in found) for name, found in values["differences"].items()
+        },
+        "advice": tuple(AdviceLine(**one) for one in values["advice"]),
     }
 
 
-def _trial(said: dict[str, Any]) -> Trial:
+def _trial(values: dict[str, Any]) -> Trial:
     known = {one.name for one in fields(Trial)}
-    curve = tuple(Point(**point) for point in said["curve"])
-    staleness = {int(versions): pushes for versions, pushes in said["staleness"].items()}
-    more = {"curve": curve, "staleness": staleness, "timing": tuple(said["timing"]), "memory": tuple(said["memory"])}
-    return Trial(**{name: value for name, value in said.items() if name in known} | more)
+    curve = tuple(Point(**point) for point in values["curve"])
+    staleness = {int(versions): pushes for versions, pushes in values["staleness"].items()}
+    more = {
+        "curve": curve,
+        "staleness": staleness,
+        "timing": tuple(values["timing"]),
+        "memory": tuple(values["memory"]),
+    }
+    return Trial(**{name: value for name, value in values.items() if name in known} | more)

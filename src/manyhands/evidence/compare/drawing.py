@@ -52,7 +52,7 @@ def seconds_axis(comparison: Comparison) -> Json:
     return {"title": {"text": f"{'virtual ' if comparison.simulated else ''}seconds of training"}}
 
 
-def said(found: Mean | None, say: Callable[[float], str]) -> str:
+def text_of_mean(found: Mean | None, say: Callable[[float], str]) -> str:
     """`0.97 (0.96–0.98)`"""
     if found is None:
         return wording.NOT_FINITE

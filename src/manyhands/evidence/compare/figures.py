@@ -110,7 +110,7 @@ def _powers(least: int, most: int, zeros: bool) -> Json:
     ticks = [(power, wording.power(power)) for power in powers] + ([(least, "0")] if zeros else [])
     return {
         "tickvals": [10.0**power for power, _ in ticks],
-        "ticktext": [said for _, said in ticks],
+        "ticktext": [label for _, label in ticks],
         "range": [least - 0.15, most + 0.15],
     }
 
@@ -143,7 +143,7 @@ def _line(course: Course, x: Sequence[float], own: Json, look: style.Look, say: 
         "line": {"color": look.colour, "dash": look.dash, "width": look.width},
         "marker": {"symbol": look.symbol, "size": 6, "color": look.colour},
         "hovertext": [
-            f"<b>{own['name']}</b><br>{drawing.text(drawing.said(value, say))}<br>{wording.seconds(seconds)}, {wording.number(rows)} rows"
+            f"<b>{own['name']}</b><br>{drawing.text(drawing.text_of_mean(value, say))}<br>{wording.seconds(seconds)}, {wording.number(rows)} rows"
             for value, seconds, rows in zip(course.values, course.seconds, course.rows, strict=True)
         ],
         "hoverinfo": "text",
@@ -249,7 +249,7 @@ def _strategy(comparison: Comparison, points: Sequence[tuple[Variant, Mean]], pl
         "line": {"color": own[0].colour, "width": own[0].width},
         "marker": {"symbol": [one.symbol for one in own], "size": 8, "color": own[0].colour},
         "hovertext": [
-            f"<b>{drawing.text(variant.name)}</b><br>{drawing.said(spread, wording.times)}"
+            f"<b>{drawing.text(variant.name)}</b><br>{drawing.text_of_mean(spread, wording.times)}"
             for variant, spread in points
         ],
         "hoverinfo": "text",

@@ -88,7 +88,7 @@ def _say(cell: Callable[[Variant], table.TableCell]) -> Say:
 
 def _legend(comparison: Comparison) -> str:
     """What the signs of the table mean, where it has any."""
-    marks = {one.said for found in comparison.differences.values() for one in found}
+    marks = {one.outcome for found in comparison.differences.values() for one in found}
     if not marks:
         return ""
     against = f"against {code(comparison.reference)}: ▲ better, ▼ worse, = the same within the margin, no sign: no difference seen"

@@ -139,7 +139,7 @@ def faster(comparison: Comparison, name: str, base: str) -> Difference:
 def better_solo(comparison: Comparison) -> str:
     """What others have to beat: solo with all threads, the reference, unless one thread is surely better."""
     first, reference = solos(comparison)[0].name, comparison.reference
-    return first if first != reference and faster(comparison, first, reference).said == "better" else reference
+    return first if first != reference and faster(comparison, first, reference).outcome == "better" else reference
 
 
 def speed_up(comparison: Comparison, name: str) -> SpeedUp:

@@ -67,7 +67,7 @@ class Probe:
         if bits == self._seen:
             return metrics
         self._seen = bits
-        return metrics | told(sketch(weights))
+        return metrics | as_metrics(sketch(weights))
 
 
 def probed(task: Task) -> Task:
@@ -100,7 +100,7 @@ def sketch(weights: Sequence[Tensor]) -> Sketch:
     return Sketch(buckets, math.sqrt(square))
 
 
-def told(one: Sketch) -> dict[str, Measure]:
+def as_metrics(one: Sketch) -> dict[str, Measure]:
     """As metrics, with weight 1."""
     values = {_ENTRY.format(i): value for i, value in enumerate(one.buckets)} | {
         _NORM: torch.tensor(one.norm, dtype=torch.float64)

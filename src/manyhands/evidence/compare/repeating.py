@@ -35,7 +35,7 @@ class Repeating:
     entries: list[TrialEntry]
     engine: Engine
     repeats: int
-    points: int
+    validations: int
     target: Target | None
     time_margin: float
     metric_margin: float
@@ -106,7 +106,7 @@ class Repeating:
                 entry,
                 self._engine_of(entry),
                 repeat=repeat,
-                validate_every=validate_every(task, known.ticks_of(entry, task), self.points),
+                validate_every=validate_every(task, known.ticks_of(entry, task), self.validations),
                 target=self.target,
                 judged=judged,
             )
@@ -165,14 +165,14 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
-def validate_every(task: Task, ticks_per_epoch: int | None, points: int) -> str | int:
+def validate_every(task: Task, ticks_per_epoch: int | None, validations: int) -> str | int:
     """What `train` takes, for about so many validations; at ends of epochs where there are at least as many of them."""
     if ticks_per_epoch is None:
         return "epoch"
     total = min(ticks_per_epoch * task.epochs, task.max_steps or math.inf)
-    epochs = total / ticks_per_epoch / points  # between two validations
+    epochs = total / ticks_per_epoch / validations  # between two validations
     if epochs < 1:
-        return max(1, round(total / points))
+        return max(1, round(total / validations))
     return "epoch" if epochs < 2 else ticks_per_epoch * math.floor(epochs)
 
 

@@ -59,7 +59,7 @@ def facts(comparison: Comparison) -> dict[str, Any]:
         "looks": style.looks(comparison),
         "dashes": style.DASHES,
         "failed": lambda name: failed(comparison, name),
-        "said": table.SAID,
+        "outcomes": table.OUTCOMES,
         "charts": charts(comparison),
         "left_out": left_out(comparison),
         "method": method(comparison),

@@ -80,16 +80,16 @@ def difference(own: Numbers, reference: Numbers, *, of: str, margin: float, high
     missing = len(own) - len(pairs)
     if missing and not any(a is not None for a in own) and all(b is not None for b in reference):
         enough = len(own) >= LEAST_PAIRS
-        return _said(of, (math.inf, math.inf, math.inf), margin, "worse" if enough else "unclear")
+        return _difference(of, (math.inf, math.inf, math.inf), margin, "worse" if enough else "unclear")
     ratio = of in HIGHER
     if not pairs or any(not _usable(value, ratio) for pair in pairs for value in pair):
-        return _said(of, (math.nan, math.nan, math.nan), margin, "unclear")
+        return _difference(of, (math.nan, math.nan, math.nan), margin, "unclear")
     found = [math.log(a / b) if ratio else a - b for a, b in pairs]
     reach = math.log1p(margin) if ratio else margin
-    said = "unclear" if missing else judged(found, reach, higher)
+    outcome = "unclear" if missing else judged(found, reach, higher)
     numbers = (fmean(found), *interval(found))
     middle, low, high = (math.exp(number) for number in numbers) if ratio else numbers
-    return _said(of, (middle, low, high), margin, said)
+    return _difference(of, (middle, low, high), margin, outcome)
 
 
 def judged(differences: Sequence[float], margin: float, higher: bool) -> str:
@@ -162,6 +162,6 @@ def _usable(value: float, ratio: bool) -> bool:
     return math.isfinite(value) and (value > 0 or not ratio)
 
 
-def _said(of: str, numbers: tuple[float, float, float], margin: float, said: str) -> Difference:
+def _difference(of: str, numbers: tuple[float, float, float], margin: float, outcome: str) -> Difference:
     middle, low, high = numbers
-    return Difference(of=of, middle=middle, low=low, high=high, margin=margin, said=said)
+    return Difference(of=of, middle=middle, low=low, high=high, margin=margin, outcome=outcome)

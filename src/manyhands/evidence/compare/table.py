@@ -10,7 +10,7 @@ from manyhands.evidence.compare import means, measures, wording
 from manyhands.evidence.compare.comparison import Comparison, Difference, Trial, Variant
 from manyhands.evidence.compare.statistics import HIGHER, Mean
 
-SAID = {"better": "better", "worse": "worse", "same": "same", "unclear": "no difference seen"}
+OUTCOMES = {"better": "better", "worse": "worse", "same": "same", "unclear": "no difference seen"}
 NOTHING = "–"
 
 
@@ -23,7 +23,7 @@ class TableCell:
     lines: tuple[str, ...] = ()
     """In small letters below it: what the repeats lie between, the interval of a difference."""
     mark: str = ""
-    """A key of SAID, or ""."""
+    """A key of OUTCOMES, or ""."""
     title: str = ""
     """What the mark rests on, in a sentence."""
 
@@ -211,8 +211,8 @@ def _cost(comparison: Comparison) -> tuple[TableColumn, ...]:
 
 
 def _between(found: Mean, say: Callable[[float], str]) -> tuple[str, ...]:
-    said = wording.between(found.low, found.high, say)
-    return (said,) if said else ()
+    bounds = wording.between(found.low, found.high, say)
+    return (bounds,) if bounds else ()
 
 
 def _missing(found: Mean) -> tuple[str, ...]:
@@ -227,7 +227,7 @@ def _marked(cell: TableCell, comparison: Comparison, variant: Variant, compared:
     return TableCell(
         text=cell.text,
         lines=(*cell.lines, *filter(None, [interval(found)])),
-        mark=found.said,
+        mark=found.outcome,
         title=_rests_on(found, comparison),
     )
 
@@ -251,8 +251,8 @@ def interval(difference: Difference) -> str:
 def _rests_on(difference: Difference, comparison: Comparison) -> str:
     margin = wording.percent(difference.margin) if is_ratio(difference) else f"{difference.margin:.3g}"
     what = "as a multiple of" if is_ratio(difference) else "as a difference from"
-    said = interval(difference) or "not in every repeat"
-    return f"{SAID[difference.said]}: {said}, mean and 95 % interval, {what} {comparison.reference}; up to {margin} is no difference."
+    bounds = interval(difference) or "not in every repeat"
+    return f"{OUTCOMES[difference.outcome]}: {bounds}, mean and 95 % interval, {what} {comparison.reference}; up to {margin} is no difference."
 
 
 def _three(value: float) -> str:

@@ -199,7 +199,7 @@ def _metric(comparison: Comparison, name: str) -> str:
 
 def _sign(comparison: Comparison, name: str, of: str) -> str:
     found = comparison.difference(name, of)
-    return "  " if found is None else f" {SIGNS[found.said]}"
+    return "  " if found is None else f" {SIGNS[found.outcome]}"
 
 
 def _share(trials: Sequence[Trial], part: str) -> str:

@@ -19,10 +19,10 @@ def verdict(comparison: Comparison) -> str:
     """
     seen = compared(comparison)
     only_solo = all(variant.solo for variant in comparison.variants)
-    said = _only_solo(comparison) if only_solo else SENTENCES[seen.decision.why](comparison, seen)
+    sentence = _only_solo(comparison) if only_solo else SENTENCES[seen.decision.why](comparison, seen)
     if comparison.simulated:
-        said = f"On the simulated cluster: {said[0].lower()}{said[1:]}"
-    return f"{said}{_varies(comparison, seen)}"
+        sentence = f"On the simulated cluster: {sentence[0].lower()}{sentence[1:]}"
+    return f"{sentence}{_varies(comparison, seen)}"
 
 
 # -- a sentence for each reason of a decision -----------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def _tried(comparison: Comparison) -> tuple[int, int]:
 
 def _lossy(c: Compared) -> list[Contestant]:
     """Those that are faster, and lose too much of the metric."""
-    return [one for one in c.rivals if one.said == "better" and one not in c.fit]
+    return [one for one in c.rivals if one.outcome == "better" and one not in c.fit]
 
 
 def _as_words(solo: str) -> str:
@@ -179,7 +179,7 @@ def _nearest(comparison: Comparison, one: Contestant) -> str:
         return "which it never reached"
     if one.speed is None:
         return f"not there {_in_some(comparison, one)}" if comparison.target is not None else "its speed is not known"
-    between = f", between {one.speed.low:.2f}x and {one.speed.high:.2f}x" if one.said == "unclear" else ""
+    between = f", between {one.speed.low:.2f}x and {one.speed.high:.2f}x" if one.outcome == "unclear" else ""
     return f"{one.times:.2f}x{between}"
 
 

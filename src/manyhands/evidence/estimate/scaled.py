@@ -60,7 +60,7 @@ def simulate(
         worker.group.ledger = ScaledLedger(lengths)
         if worker.server is not None:
             worker.server.ledger = ScaledLedger(lengths)
-        Loop(plan.own(), worker).run()
+        Loop(plan.copy_for_thread(), worker).run()
 
     with _quiet(), backward_in_turn():
         ScaledSimulation(engine, launch, lengths).run(program)

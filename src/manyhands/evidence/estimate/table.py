@@ -66,11 +66,11 @@ def _print(console: Console, workers: int, estimates: list[Estimate]) -> None:
         for one in predicted:
             table.add_row(*_cells(one))
         console.print(table)
-    said: dict[str, list[str]] = {}
+    notes: dict[str, list[str]] = {}
     for one in estimates:
         for line in [one.refused] if one.refused else one.notes:
-            said.setdefault(line, []).append(one.strategy)
-    for line, strategies in said.items():
+            notes.setdefault(line, []).append(one.strategy)
+    for line, strategies in notes.items():
         whose = "all" if len(strategies) == len(estimates) > 1 else ", ".join(strategies)
         console.print(f"  {whose}: {line}", soft_wrap=True)
 

@@ -31,7 +31,7 @@ from manyhands.task import Task
 from manyhands.training.config import every, keep_of, task_from
 from manyhands.training.loop import work
 from manyhands.training.plan import Outcome, WorkerPlan
-from manyhands.training.run_directory import ASKED, FINAL, RESULT, read_result
+from manyhands.training.run_directory import CONFIG_FILE, FINAL, RESULT, read_result
 from manyhands.units import printable
 from manyhands.worker import Worker
 
@@ -70,14 +70,14 @@ def replay(
     ones repeat by their seed alone, and hogwild has none.
     """
     folder = path_of(directory)
-    asked, result = _read(folder, ASKED), _read(folder, RESULT)
-    read_result(folder, (ASKED, FINAL))
-    named = _named(asked, folder, "strategy", strategies.CATALOGUE) if strategy is None else strategy
+    config, result = _read(folder, CONFIG_FILE), _read(folder, RESULT)
+    read_result(folder, (CONFIG_FILE, FINAL))
+    named = _named(config, folder, "strategy", strategies.CATALOGUE) if strategy is None else strategy
     rule = strategy_of(named)
     spec = rule.server()
     if spec is None:
         raise Unsupported(_why_not(rule.name, leases=rule.leasing() is not None))
-    workers, info = asked["workers"], result["info"]
+    workers, info = config["workers"], result["info"]
     if sum(event.type == "start" for event in event_log.read(folder / event_log.FILE)) > 1:
         raise Unsupported(f"the run in {folder} was resumed, and only a run of one launch can be replayed")
     read_result(folder, (event_log.FILE,))
@@ -92,17 +92,17 @@ def replay(
             f"the run in {folder} read a stream and was stopped ({info['stopped']}): where each worker stood is not recorded"
         )
     plan = WorkerPlan(
-        task=task_from(_named(asked, folder, "task", tasks.CATALOGUE) if task is None else task, asked["fields"]),
+        task=task_from(_named(config, folder, "task", tasks.CATALOGUE) if task is None else task, config["fields"]),
         strategy=rule,
-        validate_every=every("validate_every", asked["validate_every"]),
-        checkpoint_every=every("checkpoint_every", asked["checkpoint_every"]),
-        nonfinite=asked["nonfinite"],
+        validate_every=every("validate_every", config["validate_every"]),
+        checkpoint_every=every("checkpoint_every", config["checkpoint_every"]),
+        nonfinite=config["nonfinite"],
     )
-    plan = replace(plan, keep=keep_of(asked["keep"], plan.task))
+    plan = replace(plan, keep=keep_of(config["keep"], plan.task))
     turns = ThreadTurns()
     stores = Stores(
         spec,
-        make_stores(spec, workers=workers, shards=asked["servers"]),
+        make_stores(spec, workers=workers, shards=config["servers"]),
         journal,
         turns,
         rule.leasing() is not None,
@@ -173,9 +173,9 @@ def _read(folder: AnyPath, name: str) -> dict[str, Any]:
         ) from None
 
 
-def _named(asked: dict[str, Any], folder: AnyPath, what: str, catalogue: Mapping[str, str]) -> str:
+def _named(config: dict[str, Any], folder: AnyPath, what: str, catalogue: Mapping[str, str]) -> str:
     """The task or strategy that the run's directory names, where manyhands has it. BadInput for a file, which would be imported."""
-    given = asked[what]
+    given = config[what]
     if given is None:
         raise BadInput(
             f"the run in {folder} was given its {what} as an object, which no file can hold: call mh.replay(directory, {what}=…) with the same"

@@ -73,9 +73,9 @@ class ReplayServer(Server):
             self._all.call(shard, lambda store: store.initialize(parts[shard]))  # noqa: B023 - called at once
 
     @override
-    def begin(self) -> None:
+    def activate(self) -> None:
         for shard in range(len(self._all.stores)):
-            self._all.call(shard, lambda store: store.begin(self._rank, 0))
+            self._all.call(shard, lambda store: store.activate(self._rank, 0))
 
     @override
     def pull(self, into: Tensor) -> None:
@@ -127,18 +127,18 @@ class ReplayServer(Server):
     def tick(self, bits: int = 0) -> int:
         if self._all.ordered:
             return bits  # the journal is what the gate allowed
-        heard = bits
+        or_of_bits = bits
         for shard in range(len(self._all.stores)):
             reply = self._all.call(shard, lambda store: store.tick(self._rank, bits))
             go = self._all.answer(shard, self._rank) if isinstance(reply, WaitForGate) else reply
             assert isinstance(go, Go)
-            heard = go.bits
-        return heard
+            or_of_bits = go.bits
+        return or_of_bits
 
     @override
-    def park(self) -> None:
+    def deactivate(self) -> None:
         for shard in range(len(self._all.stores)):
-            self._all.call(shard, lambda store: store.park(self._rank))
+            self._all.call(shard, lambda store: store.deactivate(self._rank))
 
     @override
     def center(self, into: Tensor) -> None:
@@ -154,7 +154,7 @@ class ReplayServer(Server):
         raise NotImplementedError("a replay begins at the beginning")
 
     @override
-    def said(self) -> dict[str, Any]:
+    def drain_journal(self) -> dict[str, Any]:
         return {}
 
     @override

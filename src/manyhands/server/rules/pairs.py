@@ -26,7 +26,7 @@ class PairsRule(Rule):
     3. The answer is x_i. What others do to x_i from then on, worker i finds at its next push.
 
     The center is the mean of all N vectors, kept up by update / N at each push. A worker that has not begun stands at the
-    first center; one that is parked or lost stays in the mean, and a partner: what it learned is not lost, and those that
+    first center; one that is inactive or lost stays in the mean, and a partner: what it learned is not lost, and those that
     go on draw it along. Each counts the same, whatever its pushes weigh. The pushes of one round come one after the other, in rank order.
 
     Memory: 2·N·n, each worker's vector and its last answer.

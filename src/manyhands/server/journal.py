@@ -1,4 +1,4 @@
-"""What a worker's client says of its pulls and pushes, for the journal: the same from every kind of client."""
+"""A client's record of its pulls and pushes, the same for every kind of client."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from manyhands.server.store import Applied, Dropped, Held
 
 
 class PushJournal:
-    """Collects until `take`; see `Server.said` for what the lists mean."""
+    """Collects until `take`; see `Server.drain_journal` for what the lists mean."""
 
     def __init__(self) -> None:
         self._lists: dict[str, list[Any]] = {"pulls": [], "pushes": [], "staleness": [], "behind": []}
@@ -34,6 +34,6 @@ class PushJournal:
 
     def take(self) -> dict[str, Any]:
         """What was collected since the last time, without empty lists."""
-        said = {name: values for name, values in self._lists.items() if values}
+        drained = {name: values for name, values in self._lists.items() if values}
         self._lists = {name: [] for name in self._lists}
-        return said
+        return drained
