@@ -3,7 +3,7 @@
     python benchmarks/results.py [--quick] [--only digits] [--reports DIRECTORY]
     python benchmarks/results.py --draw                       # findings, page and plots again, from the trials of an earlier run
 
-Writes docs/results.md whole, its plots, and what was measured to docs/results/*.json, which `comparing.load` reads. Let the
+Writes docs/results.md whole, its plots, and what was measured to docs/results/*.json, which `report.load` reads. Let the
 machine be idle meanwhile: about ten minutes on two cores.
 """
 
@@ -20,8 +20,9 @@ from typing import Any
 import manyhands as mh
 from manyhands.evidence.compare import means
 from manyhands.evidence.compare.compare import VALIDATIONS, with_findings
-from manyhands.evidence.compare.comparison import NUMBERS, Comparison, load
+from manyhands.evidence.compare.comparison import NUMBERS, Comparison
 from manyhands.evidence.compare.markdown import markdown
+from manyhands.evidence.compare.report import load, save
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE, PLOTS, FOUND = DOCS / "results.md", DOCS / "plots", DOCS / "results"
@@ -85,7 +86,7 @@ def main() -> None:
             keep(one, found)
             print(f"{one.task}: {time.monotonic() - begun:.0f} s", flush=True)
             if args.reports:
-                print(f"report: {found.save(args.reports / one.task)}")
+                print(f"report: {save(found, args.reports / one.task)}")
     found_of = {one.task: with_findings(load(FOUND / f"{one.task}.json")) for one in ALL}
     for one in ALL:
         keep(one, found_of[one.task])

@@ -36,8 +36,8 @@ from torch.nn.parallel import DistributedDataParallel
 import manyhands as mh
 from manyhands.data.feed import Slice
 from manyhands.strategies import strategy_of
-from manyhands.training.loop import Loop
 from manyhands.training.plan import WorkerPlan
+from manyhands.training.worker import make_loop
 
 WORKERS = 2
 VARIANTS = ("floor", "ddp", "train", "prepare")
@@ -128,7 +128,7 @@ def steps_of(name: str) -> tuple[dict[str, Callable[[], None]], Callable[[], Non
     _, optimizer = mh.prepare(prepared, optimizer_of(prepared), strategy="allreduce")
     task = mh.Task(model=make, loss=loss_of, optimizer=optimizer_of, train_data=whole, batch_size=rows * WORKERS)
     worker = mh.worker()
-    loop = Loop(WorkerPlan(task=task, strategy=strategy_of("allreduce")), worker)
+    loop = make_loop(WorkerPlan(task=task, strategy=strategy_of("allreduce")), worker)
     loop.input_s = 0.0
     slice_ = Slice(batch=batch, rows=rows, global_rows=rows * WORKERS, index=0)
     steps = {

@@ -17,8 +17,8 @@ from manyhands.events import Event
 from manyhands.server.in_process import InProcessServers
 from manyhands.strategies import strategy_of
 from manyhands.testing.threads import Meeting, ThreadGroup
-from manyhands.training.loop import work
 from manyhands.training.plan import Outcome, WorkerPlan
+from manyhands.training.worker import work
 from manyhands.worker import Alone, Worker
 
 

@@ -94,6 +94,7 @@ def _show(found: Comparison, text: str, folder: Path, markdown: str | None) -> N
     """The table where a person looks, the files, and the Markdown where it was asked for."""
     from manyhands.evidence.compare.comparison import NUMBERS
     from manyhands.evidence.compare.markdown import markdown as as_markdown
+    from manyhands.evidence.compare.report import save
 
     typer.echo(text, err=markdown == STANDARD_OUTPUT)
     if markdown == STANDARD_OUTPUT:
@@ -101,7 +102,7 @@ def _show(found: Comparison, text: str, folder: Path, markdown: str | None) -> N
     elif markdown is not None:
         Path(markdown).write_text(as_markdown(found) + "\n")
     try:
-        written = f"report: {found.save(folder).resolve()}"
+        written = f"report: {save(found, folder).resolve()}"
     except BadInput as no_page:
         written = f"numbers: {(folder / NUMBERS).resolve()}; {no_page}"
     typer.echo(written, err=markdown == STANDARD_OUTPUT)

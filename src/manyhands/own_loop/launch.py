@@ -147,8 +147,8 @@ class _Call:
     timeout_s: float
 
     def __call__(self, worker: Worker) -> Any:
+        from manyhands.own_loop.first_steps import warning_if_unprepared
         from manyhands.own_loop.rank_zero import mute_nonzero_ranks
-        from manyhands.own_loop.unprepared import warning_if_unprepared
 
         worker.driver.progress(USER, 0)
         if worker.shares_process:
@@ -168,8 +168,8 @@ class _Script:
     timeout_s: float
 
     def __call__(self, worker: Worker) -> None:
+        from manyhands.own_loop.first_steps import warning_if_unprepared
         from manyhands.own_loop.rank_zero import mute_nonzero_ranks
-        from manyhands.own_loop.unprepared import warning_if_unprepared
 
         worker.driver.progress(USER, 0)
         mute_nonzero_ranks(worker, self.timeout_s)

@@ -15,9 +15,8 @@ from manyhands.engines.base import LaunchSpec
 from manyhands.engines.single_process import pick_device
 from manyhands.own_loop.launch import launched_strategy
 from manyhands.own_loop.loader import PreparedLoader
-from manyhands.own_loop.pair import Pair
 from manyhands.own_loop.rank_zero import mute_nonzero_ranks
-from manyhands.own_loop.session import Session
+from manyhands.own_loop.session import Pair, Session
 from manyhands.strategies import strategy_of
 from manyhands.strategies.base import Strategy
 from manyhands.worker import Worker, current

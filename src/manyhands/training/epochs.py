@@ -4,24 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import closing
-from typing import TYPE_CHECKING
 
 from manyhands.data.feed import Slice
 from manyhands.data.leases import End, Lease, Segment
 from manyhands.data.source import COMPARED, check_digests
 from manyhands.errors import BadInput
 from manyhands.strategies.base import Leasing
-
-if TYPE_CHECKING:
-    from manyhands.training.loop import Loop
+from manyhands.training.loop import Loop
 
 EMPTY = Slice(batch=None, rows=0, global_rows=None, index=-1)
-
-
-def epochs_of(loop: Loop) -> LockstepEpochs | AsyncEpochs:
-    """As the strategy has it."""
-    leasing = loop.plan.strategy.leasing()
-    return LockstepEpochs(loop) if leasing is None else AsyncEpochs(loop, leasing)
 
 
 class LockstepEpochs:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,13 +15,12 @@ from manyhands import rng
 from manyhands.data.feed import Feed, Slice
 from manyhands.data.sources import open_source
 from manyhands.engines import cores
-from manyhands.errors import BadInput, Unsupported
+from manyhands.errors import BadInput
 from manyhands.recording.run import environment
 from manyhands.replica import fingerprint
 from manyhands.replica.replica import MORE, STOP, Replica
 from manyhands.server.staleness import StalenessMonitor, watch
 from manyhands.signals import PREEMPTED
-from manyhands.training.epochs import epochs_of
 from manyhands.training.plan import Outcome, TrainingPosition, WorkerPlan, build_model, global_batch
 from manyhands.training.saving import Saver
 from manyhands.training.validation import Validator
@@ -29,40 +29,17 @@ from manyhands.worker import Worker
 COLLECT_EVERY = 1000  # ticks, after which rank 0 hears of the others where every rank is its own driver
 
 
-def work(plan: WorkerPlan, worker: Worker) -> Outcome | None:
-    """Train on this worker; a collective of all workers of the run.
+class Epochs(Protocol):
+    """How the workers go through an epoch, see epochs.py."""
 
-    None on ranks that nobody asks (all but the first, unless every rank is a driver of its own), and where rank 0 found
-    the run finished.
-    """
-    if worker.generation:
-        raise Unsupported(
-            f"worker {worker.rank} was restarted, and nobody can join a training that goes on: let faults kill or pause it"
-        )
-    if worker.shares_process:
-        plan = plan.copy_for_thread()
-    worker.driver.progress("start", 0)
-    if plan.every_rank_returns and any(worker.group.all_gather_json(plan.finished)):
-        return None
-    loop = Loop(plan, worker)
-    try:
-        loop.run()
-        outcome = loop.outcome()
-        return outcome if worker.rank == 0 or plan.every_rank_returns else None
-    finally:
-        loop.replica.layout.detach()
-
-
-def work_as_dict(plan: WorkerPlan, worker: Worker) -> dict[str, Any] | None:
-    """The fields of what `work` returns: an object of a class does not travel from another host."""
-    outcome = work(plan, worker)
-    return None if outcome is None else vars(outcome)
+    def epoch(self) -> bool:
+        """Train until the epoch's rows are out (True), or until something stops it."""
 
 
 class Loop:
-    """The state of one worker's training."""
+    """The state of one worker's training. epochs: makes the way through an epoch, of this loop."""
 
-    def __init__(self, plan: WorkerPlan, worker: Worker) -> None:
+    def __init__(self, plan: WorkerPlan, worker: Worker, epochs: Callable[[Loop], Epochs]) -> None:
         self.plan, self.worker, self.task = plan, worker, plan.task
         many = not plan.strategy.needs.one_model
         rng.seed_all(plan.task.seed, worker.rank if many else 0)
@@ -90,7 +67,7 @@ class Loop:
             test=self._feed_of(plan.task.test_data),
         )
         self.saver = Saver(plan, worker, self.replica, self.train_feed, self.total_ticks())
-        self.pace = epochs_of(self)
+        self.epochs = epochs(self)
         self.spec = plan.strategy.server() if worker.server is not None else None
         self.staleness = self._watch()
         if plan.resume_from is not None:
@@ -174,7 +151,7 @@ class Loop:
         self.replica.model.train()
         if self.worker_callback is not None:
             self.worker_callback.on_epoch_start(epoch)
-        complete = self.pace.epoch()
+        complete = self.epochs.epoch()
         if self.reason:
             self.flush()  # what closing the open window pushes is lost again when the run is resumed
             self.save()  # before that, so that a resumed run goes on as if never interrupted

@@ -32,9 +32,9 @@ from manyhands.strategies.base import Strategy
 from manyhands.task import Task
 from manyhands.training import run_directory
 from manyhands.training.config import TrainConfig, check_place, checks_of, every, keep_of, task_from
-from manyhands.training.loop import work, work_as_dict
 from manyhands.training.plan import Outcome, WorkerPlan
 from manyhands.training.run_directory import CHECKPOINTS, Opened, answer, finished_run, models_of, open_directory
+from manyhands.training.worker import work, work_as_dict
 from manyhands.worker import Worker
 
 LOG = logging.getLogger("manyhands")

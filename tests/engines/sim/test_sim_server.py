@@ -87,8 +87,8 @@ def test_calls_take_a_message_there_and_back():
             "push": lambda: client.push(vector),
             "pull": lambda: client.pull(vector),
             "center": lambda: client.center(vector),
-            "begin": client.begin,
-            "park": client.park,
+            "activate": client.activate,
+            "deactivate": client.deactivate,
             "capture": client.capture,
         }
         return {name: taken(world, call) for name, call in calls.items()}

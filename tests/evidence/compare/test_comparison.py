@@ -8,7 +8,8 @@ import pytest
 from by_numbers import found
 
 from manyhands.errors import BadInput
-from manyhands.evidence.compare.comparison import Comparison, Point, Target, load
+from manyhands.evidence.compare.comparison import Comparison, Point, Target
+from manyhands.evidence.compare.report import load
 
 AIM = Target(metric="test_accuracy", value=0.97, higher=True)
 

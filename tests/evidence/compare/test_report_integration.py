@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from synthetic import SPECS, comparison, hostile
 
-from manyhands.evidence.compare.comparison import Comparison, load
-from manyhands.evidence.compare.report import html
+from manyhands.evidence.compare.comparison import Comparison
+from manyhands.evidence.compare.report import html, load, save
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright, of the extra dev, is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -62,7 +62,7 @@ def browser() -> Iterator["playwright.Browser"]:
 def saved(browser: "playwright.Browser", tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
     """Everything that a comparison may have, saved and opened."""
     made = comparison(SPECS, (2, 4), fails=("allreduce on 2",))
-    path = made.save(tmp_path_factory.mktemp("report"))
+    path = save(made, tmp_path_factory.mktemp("report"))
     assert load(path.parent) == made
     opened = opened_in(browser, path, DESKTOP)
     yield opened

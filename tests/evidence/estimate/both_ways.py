@@ -19,8 +19,8 @@ from manyhands.evidence.estimate.scaled import PATIENCE_S, simulate
 from manyhands.evidence.estimate.shape import reading_plan, shape_of
 from manyhands.evidence.estimate.stand_in import NEVER, stand_in, steady
 from manyhands.strategies import strategy_of
-from manyhands.training.loop import work
 from manyhands.training.plan import WorkerPlan
+from manyhands.training.worker import work
 
 CODECS = "bf16=2ns/1ns,topk=15ns/1ns,onebit=3ns/1ns,int8=4ns/1ns,qsgd=20ns/4ns,powersgd=5ns/3ns/2ns/1ns"
 COMPUTE = f"row=1e-3,step=1ms,jitter=lognormal:0.1,1=1.5x,lease=1e-4,request=3e-5,merge=1e-9,{CODECS}"

@@ -20,8 +20,8 @@ from manyhands.evidence.calibrate.fit import spread, step_seconds
 from manyhands.strategies import spec_of
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task
-from manyhands.training.loop import work
 from manyhands.training.plan import WorkerPlan
+from manyhands.training.worker import work
 
 WARM = 4  # first ticks of a run that nobody counts: memory is taken, caches fill
 LEAST_BLOCK = 8  # ticks whose mean is one sample of a step's time

@@ -20,8 +20,8 @@ from manyhands.evidence.check.reading import handed_out
 from manyhands.evidence.check.recording import Trace, Watched
 from manyhands.evidence.check.trial_config import SLICES, WORKERS, TrialConfig, arranged
 from manyhands.task import Task
-from manyhands.training.loop import work
 from manyhands.training.plan import WorkerPlan
+from manyhands.training.worker import work
 from manyhands.worker import Worker
 
 SMALL = 1e-4

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import Any, Self
 
 from manyhands import events
-from manyhands.checkpoint.checkpoints import write_whole
 from manyhands.errors import BadInput
 
 FORMAT = 1
-REPORT, NUMBERS = "report.html", "report.json"
+NUMBERS = "report.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,34 +229,6 @@ class Comparison:
             return cls(**{**values, **_parts(values)})
         except (KeyError, TypeError) as missing:
             raise BadInput(f"{unknown} ({missing})") from None
-
-    def save(self, directory: str | Path) -> Path:
-        """Write report.json and report.html into `directory`, made where it is missing; the report's path.
-
-        Raises OSError; and BadInput, after report.json is written, where the extra `report` is not installed: the page can be
-        made of that file later.
-        """
-        from manyhands.evidence.compare.report import html, missing
-
-        folder = Path(directory)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / NUMBERS, (self.to_json() + "\n").encode())
-        if lacking := missing():
-            raise BadInput(f"{lacking}: {page_later(folder)}")
-        write_whole(folder / REPORT, html(self).encode())
-        return folder / REPORT
-
-
-def page_later(folder: Path) -> str:
-    """How to make the page of a report.json that was written without it."""
-    make = f"from manyhands.evidence.compare.comparison import load; load({str(folder)!r}).save({str(folder)!r})"
-    return f"run pip install 'manyhands[report]', then python -c {shlex.quote(make)}"
-
-
-def load(path: str | Path) -> Comparison:
-    """The comparison in a report.json, or in a directory that has one. Raises BadInput, OSError."""
-    given = Path(path)
-    return Comparison.from_json((given / NUMBERS if given.is_dir() else given).read_text())
 
 
 def _parts(values: dict[str, Any]) -> dict[str, Any]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from manyhands.checkpoint.checkpoints import write_whole
 from manyhands.errors import BadInput
 from manyhands.evidence.compare import means, statistics, style, table, wording
 from manyhands.evidence.compare.charts import charts, left_out
@@ -16,8 +19,33 @@ from manyhands.evidence.compare.comparison import NUMBERS, Comparison, Trial
 if TYPE_CHECKING:
     from markupsafe import Markup
 
+PAGE = "report.html"
 NEEDED = ("plotly", "jinja2")  # the extra `report`
 SCRIPT_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+
+
+def save(comparison: Comparison, directory: str | Path) -> Path:
+    """Write report.json and report.html into `directory`, which is created where it is missing; the page's path.
+
+    Raises OSError; and BadInput, after report.json is written, where the extra `report` is not installed: the page can be
+    made from that file later.
+    """
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / NUMBERS, (comparison.to_json() + "\n").encode())
+    if lacking := missing():
+        later = (
+            f"from manyhands.evidence.compare.report import load, save; save(load({str(folder)!r}), {str(folder)!r})"
+        )
+        raise BadInput(f"{lacking}: run pip install 'manyhands[report]', then python -c {shlex.quote(later)}")
+    write_whole(folder / PAGE, html(comparison).encode())
+    return folder / PAGE
+
+
+def load(path: str | Path) -> Comparison:
+    """The comparison in a report.json, or in a directory that has one. Raises BadInput, OSError."""
+    given = Path(path)
+    return Comparison.from_json((given / NUMBERS if given.is_dir() else given).read_text())
 
 
 def missing() -> str:

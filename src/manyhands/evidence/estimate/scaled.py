@@ -22,8 +22,8 @@ from manyhands.engines.sim.engine import Sim, Simulation
 from manyhands.engines.sim.group import SimRendezvous
 from manyhands.engines.sim.network import NetworkState, SimNetworkSpec
 from manyhands.evidence.estimate.lengths import Lengths, Piece
-from manyhands.training.loop import Loop
 from manyhands.training.plan import WorkerPlan
+from manyhands.training.worker import make_loop
 from manyhands.worker import Worker
 
 PATIENCE_S = float(MOST_SECONDS)
@@ -60,7 +60,7 @@ def simulate(
         worker.group.ledger = ScaledLedger(lengths)
         if worker.server is not None:
             worker.server.ledger = ScaledLedger(lengths)
-        Loop(plan.copy_for_thread(), worker).run()
+        make_loop(plan.copy_for_thread(), worker).run()
 
     with _quiet(), backward_in_turn():
         ScaledSimulation(engine, launch, lengths).run(program)

@@ -29,9 +29,9 @@ from manyhands.strategies import strategy_of
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task
 from manyhands.training.config import every, keep_of, task_from
-from manyhands.training.loop import work
 from manyhands.training.plan import Outcome, WorkerPlan
 from manyhands.training.run_directory import CONFIG_FILE, FINAL, RESULT, read_result
+from manyhands.training.worker import work
 from manyhands.units import printable
 from manyhands.worker import Worker
 

@@ -1,0 +1,48 @@
+"""What each worker of a training run executes."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from manyhands.errors import Unsupported
+from manyhands.training.epochs import AsyncEpochs, LockstepEpochs
+from manyhands.training.loop import Loop
+from manyhands.training.plan import Outcome, WorkerPlan
+from manyhands.worker import Worker
+
+
+def work(plan: WorkerPlan, worker: Worker) -> Outcome | None:
+    """Train on this worker; a collective of all workers of the run.
+
+    None on ranks that nobody asks (all but the first, unless every rank is a driver of its own), and where rank 0 found
+    the run finished.
+    """
+    if worker.generation:
+        raise Unsupported(
+            f"worker {worker.rank} was restarted, and nobody can join a training that goes on: let faults kill or pause it"
+        )
+    if worker.shares_process:
+        plan = plan.copy_for_thread()
+    worker.driver.progress("start", 0)
+    if plan.every_rank_returns and any(worker.group.all_gather_json(plan.finished)):
+        return None
+    loop = make_loop(plan, worker)
+    try:
+        loop.run()
+        outcome = loop.outcome()
+        return outcome if worker.rank == 0 or plan.every_rank_returns else None
+    finally:
+        loop.replica.layout.detach()
+
+
+def work_as_dict(plan: WorkerPlan, worker: Worker) -> dict[str, Any] | None:
+    """The fields of what `work` returns: an object of a class does not travel from another host."""
+    outcome = work(plan, worker)
+    return None if outcome is None else vars(outcome)
+
+
+def make_loop(plan: WorkerPlan, worker: Worker) -> Loop:
+    """The loop of this worker, with the strategy's way through an epoch."""
+    leasing = plan.strategy.leasing()
+    return Loop(plan, worker, LockstepEpochs if leasing is None else partial(AsyncEpochs, leasing=leasing))
