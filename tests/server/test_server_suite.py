@@ -60,8 +60,8 @@ def lets_everybody_go(original, self, worker, slowest):
 
 def own_pushes_are_stale(original, self, pushes):
     original(self, pushes)
-    for seat in self._seats:
-        seat.own = 0
+    for state in self._states:
+        state.own = 0
 
 
 def counts_the_center_as_a_pull(original, self, into):

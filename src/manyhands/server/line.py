@@ -51,7 +51,7 @@ class Line:
         self.channel = channel
         self._shard, self._hosts, self._memory_from = shard, hosts, memory_from
         self._peer = channel.peer if "shard" in channel.peer else f"server shard {shard}, {channel.peer}"
-        self._asked = ("begin", 0, 0.0)  # operation, step, when
+        self._asked = ("activate", 0, 0.0)  # operation, step, when
         self._window: BufferReader | None = None
         self._outbox: Tensor | None = None  # [n]
         self._stage: Tensor | None = None  # [n] for vectors that no socket takes

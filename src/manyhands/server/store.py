@@ -112,7 +112,7 @@ class Store:
         """Where the next version is written: the center itself, or memory [n] that nobody reads. The server may set it."""
         self._center: Tensor | None = None
         self._gate = Gate(workers, bound)
-        self._seats = [_WorkerState() for _ in range(workers)]
+        self._states = [_WorkerState() for _ in range(workers)]
         self._steps = Steps(workers)
         self._held: list[Push] = []  # bound 0: of the open tick
         self._open_tick = 0  # that they belong to
@@ -155,17 +155,17 @@ class Store:
         A newer generation starts with sequence 1, as of a worker that has the current center. Refused: an older one, and
         the generation in which the worker was declared lost.
         """
-        seat = self._checked(worker)
-        if generation < seat.generation or (seat.lost and generation == seat.generation):
+        state = self._checked(worker)
+        if generation < state.generation or (state.lost and generation == state.generation):
             raise InvalidCall(
-                f"worker {worker} begins in generation {generation}, expected one after {seat.generation}"
-                f"{', in which it was declared lost' if seat.lost else ''}: a lost worker comes back in a newer generation"
+                f"worker {worker} begins in generation {generation}, expected one after {state.generation}"
+                f"{', in which it was declared lost' if state.lost else ''}: a lost worker comes back in a newer generation"
             )
-        if generation > seat.generation:
+        if generation > state.generation:
             self.deactivate(worker)
-            restored = seat.stale if seat.generation < 0 else None  # what a snapshot says that it pulled
-            self._seats[worker] = seat = _WorkerState()
-            seat.generation, seat.pulled, seat.stale = generation, self.version, restored
+            restored = state.stale if state.generation < 0 else None  # what a snapshot says that it pulled
+            self._states[worker] = state = _WorkerState()
+            state.generation, state.pulled, state.stale = generation, self.version, restored
             self._steps.at[worker] = self.version
             self.rule.look(worker)
             self._count()
@@ -180,11 +180,11 @@ class Store:
 
     def pull(self, worker: int) -> int:
         """The version of `center`, which the caller reads before its next call. Refused before `initialize`."""
-        seat, center = self._checked(worker), self.read()
-        seat.pulled, seat.own = self.version, 0
+        state, center = self._checked(worker), self.read()
+        state.pulled, state.own = self.version, 0
         self.rule.look(worker)
         if self.rule.keeps_pulled:
-            seat.stale = center.clone() if seat.stale is None else seat.stale.copy_(center)
+            state.stale = center.clone() if state.stale is None else state.stale.copy_(center)
         return self.version
 
     def push(
@@ -194,19 +194,19 @@ class Store:
 
         `update` is the caller's again afterwards. Refused: a worker that takes no part, an older sequence number, a gap.
         """
-        seat = self._checked(worker)
-        if sequence == seat.sequence and seat.reply is not None:
-            return Duplicate(seat.reply)
+        state = self._checked(worker)
+        if sequence == state.sequence and state.reply is not None:
+            return Duplicate(state.reply)
         self._taking_part(worker, "pushes")
-        if sequence != seat.sequence + 1:
+        if sequence != state.sequence + 1:
             raise InvalidCall(
-                f"worker {worker} pushes number {sequence}, expected {seat.sequence + 1}: "
+                f"worker {worker} pushes number {sequence}, expected {state.sequence + 1}: "
                 "each push is sent in order, and again only until it is answered"
             )
         self._check(update, weight, bits)
-        push = Push(worker=worker, generation=seat.generation, update=update, weight=weight, bits=bits)
-        reply = self._receive(seat, push)
-        seat.sequence, seat.reply = sequence, reply
+        push = Push(worker=worker, generation=state.generation, update=update, weight=weight, bits=bits)
+        reply = self._receive(state, push)
+        state.sequence, state.reply = sequence, reply
         self._settle()
         own = self._own(worker)
         return own if isinstance(own, Applied | Dropped) else reply
@@ -241,7 +241,7 @@ class Store:
                 "a snapshot is taken while nobody trains, but pushes are held: all workers call `deactivate` first"
             )
         numbers = {"version": self.version, **self.rule.numbers()}
-        kept = {f"pulled {worker}": seat.stale for worker, seat in enumerate(self._seats) if seat.stale is not None}
+        kept = {f"pulled {worker}": state.stale for worker, state in enumerate(self._states) if state.stale is not None}
         return {"center": self.center, **kept, **self.rule.vectors()}, numbers
 
     def restore(self, vectors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
@@ -263,26 +263,26 @@ class Store:
         self.version = numbers["version"]
         self.rule.load(self._center, vectors, numbers)
         self._steps = Steps(self.workers)
-        for worker, seat in enumerate(self._seats):
-            seat.pulled, seat.own = self.version, 0
+        for worker, state in enumerate(self._states):
+            state.pulled, state.own = self.version, 0
             kept = vectors.get(f"pulled {worker}")
-            seat.stale = None if kept is None else kept.clone()
+            state.stale = None if kept is None else kept.clone()
             self._steps.at[worker] = self.version
 
     def _checked(self, worker: int) -> _WorkerState:
         if not 0 <= worker < self.workers:
             raise InvalidCall(f"a worker is a rank in range({self.workers}); got {worker}")
-        return self._seats[worker]
+        return self._states[worker]
 
     def _taking_part(self, worker: int, what: str) -> _WorkerState:
-        seat = self._checked(worker)
+        state = self._checked(worker)
         if worker not in self._gate.active:
             raise InvalidCall(
                 f"worker {worker} {what}, but is not active (deactivated, or lost): it calls `activate` first"
             )
-        if self._gate.is_waiting(worker) or (self.rule.answers and isinstance(seat.reply, Held)):
+        if self._gate.is_waiting(worker) or (self.rule.answers and isinstance(state.reply, Held)):
             raise InvalidCall(f"worker {worker} {what} before its last call was answered: one call at a time")
-        return seat
+        return state
 
     def _check(self, update: Tensor, weight: float, bits: int) -> None:
         check_mean(update, weight, bits)
@@ -292,9 +292,9 @@ class Store:
                 f"a push here has {len(center)} elements of {center.dtype}; got {list(update.shape)} of {update.dtype}"
             )
 
-    def _receive(self, seat: _WorkerState, push: Push) -> Applied | Held | Dropped:
-        push.staleness = self.version - seat.pulled - seat.own
-        push.pulled = seat.stale
+    def _receive(self, state: _WorkerState, push: Push) -> Applied | Held | Dropped:
+        push.staleness = self.version - state.pulled - state.own
+        push.pulled = state.stale
         if isinstance(self.rule, QuorumRule):
             return self._receive_step(push)
         if self.bound == 0:
@@ -361,7 +361,7 @@ class Store:
             self._center = new
             self.version += 1
         for worker in {push.worker for push in live}:
-            self._seats[worker].own += 1
+            self._states[worker].own += 1
         if self.rule.answers:
             for push in pushes:
                 push.answer = torch.zeros_like(push.update) if push.answer is None else push.answer
@@ -369,8 +369,8 @@ class Store:
     def _applied(self, push: Push) -> Applied:
         if push.answer is None:
             return Applied(self.version, push.staleness)
-        seat = self._seats[push.worker]
-        seat.pulled, seat.own = self.version, 0  # an answer shows the worker the center as a pull does
+        state = self._states[push.worker]
+        state.pulled, state.own = self.version, 0  # an answer shows the worker the center as a pull does
         return Applied(self.version, push.staleness, push.answer, push.weight, push.bits)
 
     def _decide(self) -> None:
@@ -385,7 +385,7 @@ class Store:
         self.version += 1
         decided = Decided(self.version, live[0].answer if live else None, sum(push.weight for push in live), bits)
         for push in self._steps.decide(step, decided):
-            self._seats[push.worker].own += 1
+            self._states[push.worker].own += 1
             if push.update is not decided.mean:
                 self._spare.append(push.update)
             reply = Applied(self.version, push.staleness, decided.mean, decided.weight, decided.bits)
@@ -393,15 +393,15 @@ class Store:
 
     def _remember(self, push: Push, reply: Applied) -> None:
         """The real answer to a push that was Held, unless the worker that sent it is gone."""
-        seat = self._seats[push.worker]
-        if seat.generation != push.generation:
+        state = self._states[push.worker]
+        if state.generation != push.generation:
             return
-        seat.reply = reply
+        state.reply = reply
         if self.rule.answers and push.worker in self._gate.active:
             self.released.append((push.worker, reply))
 
     def _count(self) -> None:
-        self.rule.expect([worker for worker, seat in enumerate(self._seats) if not seat.lost])
+        self.rule.expect([worker for worker, state in enumerate(self._states) if not state.lost])
 
     def _own(self, worker: int) -> Reply | None:
         """Take out what this call released for its own caller."""

@@ -52,9 +52,9 @@ def test_the_group_keeps_its_promises(schedule):
 
 
 def forgets_the_sequence(original, store, worker, sequence, update, weight, bits):
-    process_index = store._process_indices[worker]
-    if process_index.reply is not None and sequence == process_index.sequence:
-        process_index.sequence, process_index.reply = sequence - 1, None
+    state = store._states[worker]
+    if state.reply is not None and sequence == state.sequence:
+        state.sequence, state.reply = sequence - 1, None
     return original(store, worker, sequence, update, weight, bits)
 
 
@@ -63,7 +63,7 @@ def off_by_one(original, gate, worker, slowest):
 
 
 def waits_for_the_lost(original, store, worker):
-    store._process_indices[worker].lost = True
+    store._states[worker].lost = True
 
 
 def forgets_what_is_held(original, store):
@@ -165,7 +165,7 @@ def test_what_a_schedule_says_happens():
     )
     world = ServerWorld(schedule)
     world.run()
-    assert world.servers.stores[0]._process_indices[1].generation == 1
+    assert world.servers.stores[0]._states[1].generation == 1
     assert world.programs[1].ended
     assert not world.programs[1].killed
     assert (

@@ -94,7 +94,7 @@ def test_calls_take_a_message_there_and_back():
         return {name: taken(world, call) for name, call in calls.items()}
 
     (times,) = world.run(program)
-    assert times == pytest.approx({"push": 6, "pull": 6, "center": 6, "begin": 2, "park": 2, "capture": 6})
+    assert times == pytest.approx({"push": 6, "pull": 6, "center": 6, "activate": 2, "deactivate": 2, "capture": 6})
 
 
 def test_only_who_is_first_sends_its_center():
@@ -637,7 +637,7 @@ def test_a_restarted_worker_begins_anew():
     store = world.servers.stores[0]
     assert store.center.tolist() == [float(sum(1 + 100 * rank for rank in pushed))]
     assert pushed.count(1) == 3
-    assert store._process_indices[1].generation == 1
+    assert store._states[1].generation == 1
 
 
 def test_what_a_process_asked_before_it_was_restarted_is_forgotten():
