@@ -109,7 +109,7 @@ def loses_a_letter(original, meeting, message, source, target, step):
         (SimShard, "_handle", handles_late_copies, check_server, SERVER_SCHEDULES),
         (SimShard, "_be_back", forgets_its_store, check_server, SERVER_SCHEDULES),
         (SimRendezvous, "lose", tells_nobody, check_group, GROUP_SCHEDULES),
-        (SimRendezvous, "post", loses_a_letter, check_group, GROUP_SCHEDULES),
+        (SimRendezvous, "send", loses_a_letter, check_group, GROUP_SCHEDULES),
         (group, "_reduce", misses_one, check_group, GROUP_SCHEDULES),
     ],
 )
