@@ -8,6 +8,7 @@ os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
 )  # before torch is imported: tests share the cores, and OpenMP's threads spin
 
+import gc
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,6 +40,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for group in filter(None, map(GROUPS.get, item.path.parts)):
             item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+
+
+def pytest_collection_finish() -> None:
+    """Collections of garbage, which some tests and `prepare` ask for, need not look at what was imported and collected."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -156,5 +156,5 @@ def test_callbacks_hear_what_worker_0_remembers() -> None:
     there.best, there.stopped_epoch, there.lost = np.float32(0.5), 4, {"a": [1, None]}
     output = _remembered(there)
     assert pickle.loads(pickle.dumps(output))["best"] == 0.5
-    KerasCallbacks((here,)).hear([output])
+    KerasCallbacks((here,)).on_result([output])
     assert (here.best, here.stopped_epoch, here.lost, here.params) == (0.5, 4, {"a": [1, None]}, None)

@@ -250,7 +250,7 @@ def test_silent_and_slow_peers_hold_up_nobody(monkeypatch, caplog):
 
 
 def test_a_flood_crowds_out_its_own(monkeypatch):
-    monkeypatch.setattr(module, "_MOST_VISITORS", 4)
+    monkeypatch.setattr(module, "_MOST_PENDING", 4)
     with serving() as served:
         flood = [served.raw() for _ in range(12)]
         assert _until_the_end(flood[0]) == b""

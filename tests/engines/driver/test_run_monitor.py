@@ -110,6 +110,14 @@ def test_who_sends_no_heartbeat_is_blamed_before_those_that_wait_for_it(phase: s
     assert monitor.verdict(11.5) == Hung(1, 10.5, silent_s=9.5)
 
 
+def test_of_several_silent_ones_the_longest_silent_is_blamed() -> None:
+    """On busy cores others' heartbeats are late, too, and they have waited for it for longer than it has stood still."""
+    monitor = started(3)
+    for rank, idle_s, now in ((1, 0.0, 1.0), (0, 7.5, 8.0), (2, 10.9, 11.4)):
+        monitor.beat(rank, "checkpoint", 4, idle_s, now=now)
+    assert monitor.verdict(11.5) == Hung(1, 10.5, silent_s=10.5)
+
+
 def test_of_several_silent_ones_the_status_pages_tell_who_waits() -> None:
     """Their last heartbeats were sent from `compute`; the pages, which stopped processes leave behind, are newer."""
     monitor = started(3)

@@ -31,7 +31,7 @@ class Meeting:
     def __init__(self, shut: list[Any]) -> None:
         self.shut = shut
 
-    def meet(self, name: str, process_indices: Sequence[int], value: Any) -> list[Any]:
+    def rendezvous(self, name: str, process_indices: Sequence[int], value: Any) -> list[Any]:
         return [self.shut, value]
 
 

@@ -21,16 +21,16 @@ USER = "user"
 START_S = 120.0
 """At least so long may the fork server take to load torch, on however slow a disk, whatever `timeout_s` is."""
 SILENT_S = 5.0
-"""Without a heartbeat for so long, or for a quarter of `timeout_s` where that is less, a process is silent: heartbeats come four times a second."""
+"""A process without a heartbeat (one every 0.25 s) for so long, or for `timeout_s` / 4 where that is less, is silent."""
 ROOT_CAUSE_WAIT_S = 0.5
 """After `PeerLost` from one worker, how long to wait for the death or the error that caused it."""
 LAST_WORDS_S = 1.0
-"""After the last worker returned that must, how long to wait for the others, and for the shards, which it has told goodbye."""
+"""How long to wait for the other processes after the last worker returned that the run waits for."""
 
 
 @dataclass
 class ProcessStatus:
-    """What is known of one worker, or of a shard of the server (see crew.py)."""
+    """What is known of one worker, or of a shard of the server (see host_processes.py)."""
 
     number: int
     progress_at: float  # the driver's clock, when (phase, step) last changed
@@ -51,7 +51,7 @@ class ProcessStatus:
 class Failure:
     """Why a run failed. `error` is the class of the worker's exception, "" for a death; `family` the class to raise here."""
 
-    rank: int  # its process, see crew.py
+    rank: int  # its process index, see host_processes.py
     phase: str
     step: int
     message: str
@@ -171,8 +171,10 @@ class RunMonitor:
         if self._failures:
             return self._failed(now)
         if over:
-            told = all(process.done for process in self.processes.values()) or now - self._returned_at >= LAST_WORDS_S
-            return ProcessFinished() if told else None
+            all_done = (
+                all(process.done for process in self.processes.values()) or now - self._returned_at >= LAST_WORDS_S
+            )
+            return ProcessFinished() if all_done else None
         return self._hung(now)
 
     def _failed(self, now: float) -> Failed | None:
@@ -199,10 +201,13 @@ class RunMonitor:
         return self._suspect(running, stale, now)
 
     def _suspect(self, running: list[ProcessStatus], stale: list[ProcessStatus], now: float) -> Hung:
-        """Whom to blame: first who sends no heartbeat, since all others may be waiting for it, whatever their phase says."""
+        """Blame the process without heartbeats for longest: all others may wait for it, whatever their phase is.
+
+        Where all send heartbeats, blame the one without progress for longest, those that wait for peers last.
+        """
         silent = [process for process in running if self.is_silent(process.unheard_s(now)) and process.started]
         suspects = next(filter(None, (_at_work(silent), silent, _at_work(stale), _at_work(running), stale)))
-        culprit = max(suspects, key=lambda process: process.idle_s(now))
+        culprit = max(suspects, key=lambda one: (one.unheard_s(now) if silent else 0.0, one.idle_s(now)))
         return Hung(culprit.number, culprit.idle_s(now), culprit.unheard_s(now) if silent else 0.0)
 
     def is_silent(self, seconds: float) -> bool:

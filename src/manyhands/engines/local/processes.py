@@ -48,7 +48,7 @@ class ProcessLine:
 
 
 class LocalProcesses(HostProcesses):
-    """See Crew. The fork server is the caller's, and ready for another crew after `end`.
+    """See HostProcesses. The fork server is the caller's, and ready for another run after `end`.
 
     timeout_s bounds every send; network: how this host's processes reach those of others, where there are any.
     """
