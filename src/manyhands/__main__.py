@@ -1,4 +1,4 @@
-"""The command `manyhands`, and `python -m manyhands`: signals have their answers before anything is imported that takes time."""
+"""The command `manyhands`, and `python -m manyhands`. Signal handlers are set before slow imports."""
 
 from __future__ import annotations
 

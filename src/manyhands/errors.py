@@ -12,7 +12,7 @@ class ManyhandsError(Exception):
 
 
 class BadInput(ManyhandsError, ValueError):
-    """The caller asked for something that cannot be: a wrong value, file or combination. Raised before any process starts."""
+    """An invalid value, file or combination. Raised before any process starts."""
 
     exit_code = 2
 
@@ -31,7 +31,7 @@ def is_whole(value: object, least: int = 1) -> TypeGuard[int]:
 
 
 def whole_of(text: str) -> int | None:
-    """The whole number that a text says; None where it says none. (`isdigit` says yes to "²" and to 5,000 digits, `int` no.)"""
+    """The whole number that a text states, else None. (`isdigit` accepts "²" and 5,000 digits; `int` does not.)"""
     try:
         return int(text)
     except ValueError:
@@ -74,7 +74,7 @@ class WorkerFailed(ManyhandsError):
 
 
 class CallbackFailed(ManyhandsError):
-    """A callback raised when it was told of the end of a run that is complete: `run` is what train() would have returned."""
+    """A callback raised at the end of a complete run: `run` is what train() would have returned."""
 
     def __init__(self, message: str, run: Any = None) -> None:
         super().__init__(message)
@@ -82,6 +82,6 @@ class CallbackFailed(ManyhandsError):
 
 
 class Preempted(ManyhandsError):
-    """The run was asked to stop (SIGTERM) and did, after a checkpoint where it has a run directory: it can be resumed."""
+    """The run stopped on request (SIGTERM), after a checkpoint where it has a run directory: it can be resumed."""
 
     exit_code = 75

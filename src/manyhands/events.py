@@ -37,7 +37,7 @@ class Event:
 
     @classmethod
     def from_json(cls, line: str | bytes) -> Event:
-        """What `to_json` wrote, whatever its values are. ValueError for anything else: a file or a peer may hold anything."""
+        """The inverse of `to_json`. ValueError for anything else: a file or a peer may hold anything."""
         try:
             said = from_json(line)
         except RecursionError:
@@ -50,12 +50,12 @@ class Event:
         return cls(**said)
 
     def check_values(self) -> None:
-        """ValueError where it lacks values that this type has, or has them wrong: of what a run and its callbacks are told (docs/events.md)."""
+        """ValueError where an event lacks values of its type, or has them wrong (docs/events.md)."""
         _check(_VALUES.get(self.type, {}), self.values)
 
 
 def to_json(value: Any) -> str:
-    """Compact, valid JSON. JSON has no NaN: such numbers become the strings "NaN", "Infinity", "-Infinity", as in protobuf's JSON."""
+    """Compact, valid JSON. NaN and infinities become "NaN", "Infinity", "-Infinity", as in protobuf's JSON."""
     try:
         return json.dumps(value, separators=(",", ":"), allow_nan=False)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Spec strings: `name`, `name:option=value,…`, `path.py:Name:option=value,…` — and back from a dataclass to its string."""
+"""Spec strings `name:option=value,…` and `path.py:Name:option=value,…`, and a dataclass's spec string."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def split_commas(text: str) -> list[str]:
 
 
 def split_list(text: str) -> list[str]:
-    """A list of specs: `solo,local-sgd:period=8,warmup=3,allreduce` is three; an item with `=` before any `:` goes on with the one before."""
+    """A list of specs: `solo,local-sgd:period=8,warmup=3` is two; `=` before any `:` continues the one before."""
     specs: list[str] = []
     for item in split_commas(text):
         before_colon = item.split(":", 1)[0]
@@ -116,7 +116,7 @@ def _convert_bool(name: str, text: str) -> bool:
 
 
 def options_of(maker: Callable[..., Any]) -> dict[str, Any]:
-    """{option: annotation, or its default's type} of a dataclass's fields or a function's parameters; `**fields` stands for those of Task."""
+    """{option: annotation or the default's type} of a dataclass or function; `**fields` stands for Task's fields."""
     hints = get_type_hints(maker if is_dataclass(maker) or inspect.isroutine(maker) else maker.__init__)
     if is_dataclass(maker):
         return {f.name: hints[f.name] for f in fields(maker) if f.init}
@@ -132,7 +132,7 @@ def options_of(maker: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _type_of(default: Any) -> Any:
-    """What an option without annotation takes: its default's type, so that `width=64` for `def make(width=32)` is a number."""
+    """The type of an option without annotation is its default's: `width=64` is a number for `def make(width=32)`."""
     return type(default) if type(default) in (bool, int, float, str) else Any
 
 

@@ -22,7 +22,7 @@ Loss = Callable[[nn.Module, Any], Measure]
 
 @dataclass(frozen=True)
 class Summed:
-    """Metrics that are no means over rows (an AUC, a perplexity): what to add up over batches and workers, and what it says."""
+    """Metrics that are no means over rows (AUC, perplexity): what to sum over batches and workers, and the result."""
 
     sums: Tensor
     """[k] of this batch."""
@@ -36,24 +36,24 @@ Evaluate = Callable[[nn.Module, Any], Metrics]
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is trained. Every field is data or a function, so that each worker can build the same thing from the same seed."""
+    """What is trained. Every field is data or a function, so that each worker can build it from the same seed."""
 
     model: nn.Module | Callable[[], nn.Module]
-    """A module, which holds the final weights afterwards; or a function that builds one, called on every worker under `seed`."""
+    """A module, which holds the final weights afterwards; or a function that builds one on every worker."""
     loss: Loss
-    """(model, batch) -> the mean over the batch, or (mean, weight) where the mean's denominator is not the number of rows."""
+    """(model, batch) -> the mean over the batch, or (mean, weight) if the mean does not divide by the rows."""
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     """(model) -> its optimizer."""
     train_data: Any
-    """Dataset, dict or tuple of equally long arrays, DataLoader, IterableDataset, DataFrame, path, or a function giving one."""
+    """Dataset, dict or tuple of equally long arrays, DataLoader, IterableDataset, DataFrame, path, or a function."""
     validation_data: Any = None
     """Rows on which `evaluate` runs during training."""
     test_data: Any = None
     """Rows on which `evaluate` runs once, with the final parameters."""
     evaluate: Evaluate | None = None
-    """(model, batch) -> {name: mean, (mean, weight) or Summed}, one forward for all metrics. Default: {"loss": loss}."""
+    """(model, batch) -> {name: mean, (mean, weight) or Summed}, in one forward. Default: {"loss": loss}."""
     batch_size: int | None = None
-    """GLOBAL rows a step: rank r of N takes rows [r·b//N, (r+1)·b//N) of each global batch. Default 64, or a DataLoader's own."""
+    """GLOBAL rows a step: rank r of N gets rows [r·b//N, (r+1)·b//N). Default: 64, or a DataLoader's own."""
     batch_size_per_worker: int | None = None
     """The other way to say it; the global batch is then this times the number of workers."""
     micro_batch_size: int | None = None
@@ -71,7 +71,7 @@ class Task:
     order: Callable[[int], Any] | None = None
     """epoch -> row indices, for weighted or curriculum sampling. Default: mh.epoch_order(rows, seed, epoch)."""
     loader_processes: int = 0
-    """Processes that load rows for each worker; raise it when the summary says input-bound and rows cost Python time."""
+    """Processes that load rows for each worker; raise it if the summary says input-bound and rows take Python time."""
     seed: int = 0
     """Of initial parameters, order and dropout."""
     shuffle: bool = True
@@ -79,7 +79,7 @@ class Task:
     collate: Callable[[list[Any]], Any] | None = None
     """[row, …] -> batch. Default: torch's default_collate."""
     worker_callback: WorkerCallbackFactory | None = None
-    """Code of its own beside the loop on the workers (`mh.keras.task` gives its callbacks so); `callbacks` of train() run on the driver."""
+    """Callbacks on every worker (`mh.keras.task` uses them); `callbacks` of train() run on the driver."""
     name: str = "task"
     """How the summary calls it."""
 
@@ -133,7 +133,7 @@ class Task:
 
     @classmethod
     def supervised(cls, *, criterion: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy, **task_fields: Any) -> Self:
-        """A task on (inputs, targets) batches: loss = criterion(model(inputs), targets), a mean; accuracy where targets are classes."""
+        """A task on (inputs, targets) batches: loss = criterion(model(inputs), targets); accuracy for class targets."""
         check_fields(task_fields)
         reduction = _argument(criterion, "reduction", "mean")
         if reduction not in ("mean", "batchmean"):  # batchmean: KL divergence's name for the mean over rows
@@ -169,7 +169,7 @@ def _check_count(field: str, value: Any) -> None:
 
 @dataclass(frozen=True)
 class SupervisedLoss:
-    """criterion(model(inputs), targets) for (inputs, targets) batches, with the weight that the criterion's mean divides by."""
+    """criterion(model(inputs), targets) of (inputs, targets) batches, with the weight that its mean divides by."""
 
     criterion: Callable[[Tensor, Tensor], Tensor]
 

@@ -160,7 +160,7 @@ def within_reach(saved: Checkpoint, group: Group) -> Iterator[Checkpoint]:
 
 
 def discard_newer(folder: AnyPath, tick: int, warn: Warn = lambda message: None) -> None:
-    """Remove checkpoints newer than `tick`, at which a run goes on: `newest` passed them over, and they must not count as kept."""
+    """Remove checkpoints newer than `tick`, where the run resumes: `newest` rejected them, and they must not count."""
     for path in _folders(folder):
         if _tick(path) > tick:
             _remove(path, warn)
@@ -259,7 +259,7 @@ def digest_of(path: AnyPath) -> str:
 
 
 def _begin(folder: AnyPath, tick: int, claim: Claim | None, warn: Warn) -> str:
-    """Make the empty folder `_partial`; its token. Elsewhere than on a disk it is the final one, once what was never finished is gone."""
+    """Make the empty folder `_partial`; its token. On a URL it is the final folder, cleared of unfinished files."""
     if claim is not None:
         claim.check()
     token = secrets.token_hex(_TOKEN_BYTES)
@@ -318,7 +318,7 @@ def _finish(partial: AnyPath, final: AnyPath, manifest: bytes, warn: Warn) -> No
 
 
 def _remove(path: AnyPath, warn: Warn) -> None:
-    """A folder with all in it, a file, or a link itself. What the file system refuses to remove stays, and `warn` is told."""
+    """Remove a folder with its contents, a file, or a link itself; `warn` names what cannot be removed."""
     if isinstance(path, RemotePath):
         path.remove()
         return

@@ -107,7 +107,7 @@ class LaunchLock:
             self.exclusive = True
 
     def claim(self, least: int) -> Claim:
-        """Write down that this process works here from now on. Its number is above all before it, and at least `least`."""
+        """Record that this process owns the run directory. Its number exceeds all earlier ones, and `least` - 1."""
         before = claim_in(self.directory)
         number = max(least, 1 if before is None else before.number + 1)
         own = Claim(directory=self.directory, number=number, host=socket.gethostname(), pid=os.getpid())

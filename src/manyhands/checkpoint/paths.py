@@ -1,4 +1,4 @@
-"""Paths on a file system that fsspec reaches (hdfs://, s3://, …), with those methods of `pathlib.Path` that a run directory needs."""
+"""Paths of fsspec file systems (hdfs://, s3://, …) with the methods of `pathlib.Path` that a run directory needs."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class RemotePath:
 
     @contextmanager
     def _reached(self, action: str) -> Iterator[tuple[AbstractFileSystem, str]]:
-        """(file system, path there), without anything that was listed before. Its errors, of a type for each store, become one of ours."""
+        """(file system, path there), without cached listings. Errors of every store become one of ours."""
         try:
             system, path = _opened(self.url)
             system.invalidate_cache()

@@ -1,4 +1,4 @@
-"""What a checkpoint of a training run holds: a replica, its strategy's state, random state and place, by name and unpadded."""
+"""The content of a checkpoint: a replica, its strategy's state, random state and position, by name and unpadded."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def _difference(sources: dict[str, Tensor], targets: dict[str, Tensor]) -> str:
 
 
 def _mean_parameters(parts: list[dict[str, Tensor]], weights: list[float]) -> dict[str, Tensor]:
-    """The ranks' parameters under their names in a checkpoint: their weighted mean, or themselves where they are equal."""
+    """The ranks' parameters by name: their weighted mean, or the parameters themselves where they are equal."""
     shares = [weight / sum(weights) if any(weights) else 1 / len(weights) for weight in weights]
     return {name: _mean([part[name] for part in parts], shares) for name in parts[0] if name.startswith("parameters/")}
 
@@ -224,7 +224,7 @@ def _check_optimizer(declaration: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def _changes(declaration: dict[str, Any], now: dict[str, Any], schedules: bool) -> list[str]:
-    """`lr was 0.1 and is 0.05`: each hyperparameter that the task says otherwise, once. schedules: the schedule's own too."""
+    """`lr was 0.1 and is 0.05`: each hyperparameter that the task changed, once. schedules: include the schedule's."""
     given = [
         [group | {"lr": group.get("initial_lr", group.get("lr"))} for group in one["groups"]]
         for one in (declaration, now)
@@ -252,7 +252,7 @@ def _short(value: Any) -> str:
 
 
 def _steps_of(schedule: dict[str, Any] | None, tick: int) -> int:
-    """How often a saved schedule was stepped; a ChainedScheduler does not count, its members do. None: the run had none."""
+    """How often a saved schedule was stepped; of a ChainedScheduler its members count. None: there was no schedule."""
     if schedule is None:
         return tick
     while "last_epoch" not in schedule:
@@ -268,7 +268,7 @@ def _restore_optimizer(
     now: list[dict[str, Any]],
     rescheduled: bool,
 ) -> None:
-    """Per-parameter state, and of the hyperparameters those that the task says as it did (`said`, `now`) and that no new schedule moves."""
+    """Per-parameter state, and the hyperparameters that the task did not change and no new schedule moves."""
     for group, values, then, today in zip(
         replica.optimizer.param_groups, saved["groups"], declaration, now, strict=True
     ):
@@ -289,7 +289,7 @@ def _restore_optimizer(
 
 
 def _placed(kind: str, value: Any, p: Tensor, counts_on_device: bool) -> Any:
-    """State in aligned memory of its own, on its parameter's device; `step` is on the CPU unless it is counted on the device."""
+    """State in its own aligned memory on its parameter's device; `step` is on the CPU unless the device counts it."""
     if not isinstance(value, Tensor):
         return value
     if kind == "step":
@@ -361,7 +361,7 @@ def _difference_of(field: str, there: dict[str, list[int]], here: dict[str, list
 
 
 def _plain(value: Any) -> Any:
-    """JSON for hyperparameters and scheduler states; what JSON cannot hold (functions) is left to be rebuilt by the task."""
+    """JSON for hyperparameters and scheduler states. Functions, which JSON cannot hold, are rebuilt by the task."""
     if isinstance(value, Tensor | np.ndarray | np.generic):
         return _plain(value.tolist())
     if isinstance(value, dict):
@@ -382,7 +382,7 @@ _COUNTS = "pairs of a Counter"  # MultiStepLR counts its milestones by number
 
 
 def _unpacked(value: Any) -> Any:
-    """What `_plain` packed, at any depth (SequentialLR's state holds its schedulers'); tuples stay lists, but for keys."""
+    """The inverse of `_plain`, at any depth (SequentialLR nests schedulers); tuples stay lists, except as keys."""
     if isinstance(value, list):
         return [_unpacked(item) for item in value]
     if not isinstance(value, dict):

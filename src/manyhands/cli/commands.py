@@ -1,4 +1,4 @@
-"""The command `manyhands`: parses, calls the library, prints. Torch is imported by the commands that need it, not by --help."""
+"""The command `manyhands`: parses, calls the library, prints. Commands import torch only when they need it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INTERRUPTED = 130
 
 
 class Commands(TyperGroup):
-    """All commands, with manyhands' errors as one clear message and an exit code: 1 failed, 2 bad input, 75 preempted, 130 Ctrl-C."""
+    """All commands. Errors are one message and an exit code: 1 failed, 2 bad input, 75 preempted, 130 Ctrl-C."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that the arguments name."""

@@ -16,7 +16,7 @@ WIDE = (torch.float32, torch.float64)
 
 
 def check_mean(tensor: Tensor, weight: float, bits: int, lost: Tensor | None = None) -> None:
-    """BadInput unless `tensor` can be averaged, `weight` is finite and not negative, `bits` is a non-negative int, and `lost` fits."""
+    """BadInput unless `tensor` can be averaged, `weight` is finite and >= 0, `bits` is an int >= 0, and `lost` fits."""
     if tensor.dtype not in MEAN_DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in MEAN_DTYPES)
         raise BadInput(

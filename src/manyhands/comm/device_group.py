@@ -33,7 +33,7 @@ INTERFACE = "NCCL_SOCKET_IFNAME"  # nccl's variable: where it listens
 
 
 def has_own_gpu(wanted: str, workers_here: int, gpus: int) -> bool:
-    """Whether each of a host's workers computes on a GPU that no other uses. wanted: auto, cuda, or one device for all."""
+    """Whether each worker of a host computes on a GPU of its own. wanted: auto, cuda, or one device for all."""
     if wanted in ("auto", "cuda"):
         return 0 < workers_here <= gpus
     return wanted.startswith("cuda") and workers_here == 1
@@ -268,7 +268,7 @@ class _Mean(Work):
 
 
 def nccl_group(host: Group, device: torch.device, timeout_s: float) -> Group:
-    """A DeviceGroup over nccl for workers of one host, `device` each its own; `host` where this torch has no nccl. A collective."""
+    """A DeviceGroup over nccl for workers of one host with a `device` each; `host` without nccl. A collective."""
     if not all(host.all_gather_json(dist.is_nccl_available())):
         return host
     os.environ.setdefault(INTERFACE, "lo")  # all are on this host, and nccl's sockets know no secret
@@ -279,7 +279,7 @@ def nccl_group(host: Group, device: torch.device, timeout_s: float) -> Group:
 
 
 def store_of(host: Group) -> Store:
-    """Where the ranks' backends find each other: a file without a name, of rank 0's, for as long as that lives. A collective."""
+    """Where the ranks' backends find each other: an unnamed file of rank 0's, while it lives. A collective."""
     path = None
     if host.rank == 0:
         path = f"/proc/{os.getpid()}/fd/{os.memfd_create('manyhands-store', os.MFD_CLOEXEC)}"

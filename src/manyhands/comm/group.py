@@ -28,7 +28,7 @@ class MeanResult:
 
 
 class Work(ABC):
-    """A mean that was started; the tensor must not be touched before `wait()` returned. Handles are waited for in the order they were started."""
+    """A mean under way. Do not touch the tensor before `wait()` returned; wait in the order of starting."""
 
     @abstractmethod
     def wait(self) -> MeanResult: ...

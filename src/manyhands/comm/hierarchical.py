@@ -203,7 +203,7 @@ class HierarchicalGroup(Group):
 
     @override
     def close(self) -> None:
-        """As the contract says. A mean under way that does not end within seconds keeps its sockets until the process ends."""
+        """As the contract. A mean that does not end within seconds keeps its sockets until the process ends."""
         self._error = self._error or ManyhandsError("this group was closed; make a new one")
         if self._background.close(_CLOSING_S):
             for group in (self.across, self._direct, self.local):

@@ -42,7 +42,7 @@ class Meeting:
 
 
 class ThreadGroup(Group):
-    """The naive group: every operation swaps whole tensors, and computes on all of them. The reference for the fast ones."""
+    """The naive group: every operation exchanges whole tensors. The reference for the fast groups."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.meeting, self.rank, self.size, self.ledger = meeting, rank, meeting.size, Ledger()

@@ -1,4 +1,4 @@
-"""The group over torch.distributed: gloo between CPUs, nccl between GPUs with a gloo group for control words beside it."""
+"""The group over torch.distributed: gloo between CPUs, nccl between GPUs with a gloo group for control words."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ class _Mean(Work):
             self._summed = dist.all_reduce(self._shares, group=self._group.group_for(self._shares), async_op=True)
 
     def _weighted(self, weight: float) -> Tensor:
-        """[n] weight·tensor: in the tensor's own memory where that can be undone or need not be, else in other memory."""
+        """[n] weight·tensor: in the tensor's own memory where that can be undone or need not be, else in new memory."""
         dtype = _summed_as(self._tensor.dtype) if self._lost is None else self._lost.dtype
         flat = flattened(self._tensor)
         if not weight:  # zeros, not 0·tensor, which may be NaN; and if all have weight 0 the tensor stays as it is

@@ -157,7 +157,7 @@ class SharedRows(Source):
         return [min(int(end), reading.size) for end in np.cumsum([0, *self._workers])]
 
     def _shares(self, reading: Reading) -> list[int]:
-        """Rows of each host in a full global batch: those of its ranks together. BadInput where rows lie on a host that nobody reads on."""
+        """Rows of each host in a full global batch, over its ranks. BadInput for rows on a host without readers."""
         bounds = [slice_of(reading.batch_size, rank, reading.size)[0] for rank in range(reading.size)]
         bounds.append(reading.batch_size)
         shares = [bounds[stop] - bounds[start] for start, stop in pairwise(self._ends(reading))]

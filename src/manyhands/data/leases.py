@@ -172,7 +172,7 @@ def from_json(values: dict[str, Any]) -> Lease | End:
 
 
 def foreseen(segment: Segment, rank: int) -> Iterator[Lease]:
-    """The leases of a worker's own queues, in the order in which it gets them; what others take from their backs is left out then."""
+    """The leases of a worker's own queues in the order in which it gets them, without those that others take."""
     leases, rank0_warmup_ticks = Leases(), replace(segment, rank0_warmup_ticks=0)
     while isinstance(lease := leases.take(rank, rank0_warmup_ticks), Lease) and segment.owner(lease.part) == rank:
         yield lease

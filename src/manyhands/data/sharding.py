@@ -1,4 +1,4 @@
-"""Who reads which rows: the order of an epoch, and every worker's slice of each global batch. Pure: no torch, no state."""
+"""Who reads which rows: the order of an epoch, and each worker's slice of a global batch. Pure functions."""
 
 from __future__ import annotations
 

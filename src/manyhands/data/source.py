@@ -142,7 +142,7 @@ class Planned(Source):
 
     @abstractmethod
     def samples(self, count: int) -> Sequence[Any] | None:
-        """About so many rows, as a Pick names them, the same ones on all workers; None where only a sampler of the user's can name rows."""
+        """About so many rows, as a Pick, the same on all workers; None where only a user's sampler can name rows."""
 
     def load_here(self, pick: Pick, reading: Reading) -> Slice:
         """Load one slice in this process, the same bits as `load`."""

@@ -60,7 +60,7 @@ def open_source(data: Any, *, collate: Collate | None = None, loader_processes: 
 
 
 def is_function(data: Any) -> bool:
-    """Whether `data` is a function that gives data, so that `open_source` calls it; a dataset that can be called is none."""
+    """Whether `data` is a function that returns data, to be called by `open_source`; callable datasets are not."""
     return callable(data) and not (
         isinstance(data, Dataset | DataLoader | DistributedFrame) or _has_rows(data) or _has_columns(data)
     )
@@ -139,7 +139,7 @@ def _anew(make: Callable[[], Iterable[Any]], first: Iterable[Any]) -> Callable[[
 
 
 class Once:
-    """A function that gives data, called once for all workers of a process; what can be read through only once is made anew."""
+    """A function that returns data, called once a process; what can be read only once is made anew."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make

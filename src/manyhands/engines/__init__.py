@@ -1,4 +1,4 @@
-"""Engines: where workers run. One engine is one module here and one row of the catalogue. Importing this loads nothing else."""
+"""Engines: where workers run. One engine is one module here and one row of the catalogue; imports are lazy."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def check_brings(engine: Engine) -> None:
 
 
 class Engine(ABC):
-    """Where workers run. An engine is a frozen dataclass whose fields are its options; it knows nothing of algorithms."""
+    """Where workers run: a frozen dataclass whose fields are its options. It does not know strategies."""
 
     name: ClassVar[str]
     spmd: ClassVar[bool] = (
@@ -140,7 +140,7 @@ class Engine(ABC):
         return {}
 
     def check(self, spec: LaunchSpec) -> None:  # noqa: B027
-        """Raise BadInput or Unsupported for what cannot be, before anything is written or started; `launch` would refuse it too."""
+        """Raise BadInput or Unsupported before anything is written or started, as `launch` would."""
 
     @abstractmethod
     def launch(self, program: Callable[[Worker], T], spec: LaunchSpec) -> list[T]:

@@ -182,7 +182,7 @@ class Member:
 
 
 def met(worker: Worker, roles: Roles) -> tuple[Cluster, dict[str, str]]:
-    """This process's place and variables, once all have an address; collective. Ports are free again when it returns, everywhere."""
+    """This process's Cluster and variables, once all addresses are known; collective. Ports are free again then."""
     with bound(worker.address, worker.ports or _quiet_ports()) as sock:
         own = [format_address(sock.getsockname()[:2]), worker.rank - worker.local_rank]
         everyone = worker.group.all_gather_json(own)
@@ -209,7 +209,7 @@ def _quiet_ports() -> tuple[int, int] | None:
 
 @contextmanager
 def _environment(found: Mapping[str, str]) -> Iterator[None]:
-    """Within, these variables, and none of the others that `variables` can give: who started the driver may have set some."""
+    """Within, these variables replace all that `variables` can set: whoever started the driver may have set some."""
     before = {name: os.environ.pop(name) for name in NAMES if name in os.environ}
     os.environ.update(found)
     try:

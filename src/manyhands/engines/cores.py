@@ -90,7 +90,7 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def _upwards(mount: Path, path: str, quota: Callable[[Path], float | None]) -> Iterator[float]:
-    """Quotas of a group and of all groups above it. Inside a container the path may not exist: then only the mount counts."""
+    """Quotas of a group and its parents. In a container the path may not exist; then only the mount counts."""
     group = mount / path.lstrip("/")
     for folder in [group, *group.parents]:
         if not folder.is_relative_to(mount):

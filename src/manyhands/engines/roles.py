@@ -1,4 +1,4 @@
-"""Who is what in the cluster of another framework: how many of each role, in which order, and whose return ends the run. Pure."""
+"""Roles in another framework's cluster: how many of each, in which order, and whose return ends the run."""
 
 from __future__ import annotations
 

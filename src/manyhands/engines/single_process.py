@@ -83,7 +83,7 @@ def as_current(worker: Worker) -> Iterator[None]:
 
 
 def threads_in_callers_process(workers_here: int, wanted: int | None) -> int:
-    """As wanted; else of the host's only worker what the process has, so that it computes what the caller's own loop would."""
+    """As wanted; else, for a host's only worker, the process's own number, so that results equal a plain loop's."""
     return wanted or (torch.get_num_threads() if workers_here == 1 else threads_per_worker(workers_here))
 
 

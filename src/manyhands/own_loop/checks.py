@@ -16,7 +16,7 @@ from manyhands.strategies.base import Strategy
 
 
 def check_arguments(model: Any, optimizer: Any, strategy: Strategy) -> None:
-    """Raise BadInput for what is no model or optimizer, or not plain; Unsupported for a strategy that `prepare` cannot run."""
+    """BadInput for what is no model or optimizer; Unsupported for a strategy that `prepare` cannot run."""
     if not isinstance(model, nn.Module):
         raise BadInput(
             f"prepare takes (model, optimizer, *loaders): the model must be an nn.Module, not {type(model).__name__}"
@@ -63,7 +63,7 @@ def _check_strategy(strategy: Strategy) -> None:
 
 
 def check_step(optimizer: torch.optim.Optimizer, own: set[int]) -> None:
-    """Raise Unsupported for what would let several workers drift apart in this step; `own`: ids of the prepared parameters."""
+    """Unsupported for what would let workers diverge in this step; `own`: ids of the prepared parameters."""
     if "found_inf" in vars(optimizer):  # put there by a GradScaler, for an optimizer that `_step_supports_amp_scaling`
         raise Unsupported(
             "GradScaler decides on each worker by itself whether to step, and workers must step together: train in bfloat16, "
@@ -79,7 +79,7 @@ def check_step(optimizer: torch.optim.Optimizer, own: set[int]) -> None:
 
 
 def facts_of(replica: Replica, strategy: Strategy) -> fingerprint.Facts:
-    """The code and the libraries of this worker's program; its rates too where every step is to be the same on all workers."""
+    """The code and libraries of this worker's program; its rates too where every step must be equal on all workers."""
     facts = fingerprint.of_code(replica.model, replica.optimizer)
     return facts | (fingerprint.of_optimizer(replica.optimizer) if strategy.needs.mean_gradient else {})
 

@@ -76,7 +76,7 @@ class FirstSteps:
         self._own: int | None = None  # checksum of this step's own gradients
 
     def collected(self, gradients: Tensor, weight_known: bool) -> None:
-        """gradients: this worker's own [D'], before any exchange. weight_known: a loader or the user gave their weight."""
+        """gradients: this worker's [D'] before any exchange. weight_known: a loader or the user gave their weight."""
         if not self._left:
             return
         if weight_known:

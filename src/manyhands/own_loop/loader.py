@@ -130,7 +130,7 @@ class PreparedLoader(Iterable[Any]):
         return self._cut_each(first, batches, own)
 
     def _cut_each(self, first: Any, batches: Iterator[Any], own: RngScope) -> Iterator[Share]:
-        """The first rank's generators afterwards stand where one process's would, unless the loop itself drew from them."""
+        """Rank 0's generators end where one process's would, unless the loop itself drew numbers."""
         rank, size = self.session.worker.rank, self.session.worker.size
         with own.in_place() if rank == 0 else nullcontext():
             batch, compared = first, 1

@@ -16,7 +16,7 @@ from manyhands.errors import BadInput
 
 
 def plan_of(loader: DataLoader[Any]) -> list[list[Any]]:
-    """The pass's global batches as lists of what the sampler gives; draws the numbers that iterating `loader` would draw."""
+    """The pass's global batches as lists of the sampler's items; draws the numbers that `loader` would draw."""
     sampler: Any = loader.batch_sampler
     try:
         expected = len(sampler)

@@ -47,7 +47,7 @@ def _turn_bars_and_trackers_off() -> None:
 
 @contextmanager
 def only_first_speaks(size: int) -> Iterator[None]:
-    """As `quiet_other_ranks`, where all workers take turns in this process: within, what happens depends on whose turn it is."""
+    """As `mute_nonzero_ranks` for workers that take turns in this process: the current worker's rank decides."""
     if size == 1:
         yield
         return

@@ -1,4 +1,4 @@
-"""The prepared models, optimizers and loaders of one process: the weight of the batch at hand, and who exchanges when."""
+"""The prepared models, optimizers and loaders of one process: batch weights, and who exchanges when."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Session:
         self.pairs: WeakSet[Pair] = WeakSet()
         self.iterations: WeakSet[Iteration] = WeakSet()
         self.counts_weights = worker.size > 1 or worker.shares_process
-        """Alone, a weight matters only once the user states one; where time is simulated, rows are what a gradient costs."""
+        """Alone, a weight matters once the user states one; in simulated time, rows are the cost of a gradient."""
         self.first_losses = FirstLosses(worker)
         self._prepared = 0
         self._began = False
@@ -417,7 +417,7 @@ class Silence:
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def turn(self, on: bool) -> None:
-        """While on, backward adds zeros to every gradient, whatever it computed, a NaN too. For graphs that exist already as well."""
+        """While on, backward adds zeros to every gradient, whatever it computed, NaN too; existing graphs included."""
         if on and not self._hooks:
             self._hooks = [
                 p.register_hook(lambda gradient, i=i: self._zeros(gradient, i)) for i, p in enumerate(self._parameters)

@@ -43,12 +43,12 @@ def source_of(own: Changes, first: Changes, passed: bool) -> FileSource:
 
 
 def is_own(own: Changes, first: Changes, passed: bool) -> bool:
-    """Whether a path belongs to the rank that wrote it: closed here, and not written by the first rank, which has passed by."""
+    """Whether a path belongs to the rank that wrote it: closed here, and not written by the first rank."""
     return passed and own.begun == own.closed > 0 and not first.begun
 
 
 def is_trackers(path: str) -> bool:
-    """Whether a tracker wrote it under a name with the process's number in it: the first rank's tracker has written its own."""
+    """Whether a tracker wrote it under a name with this process's number: the first rank's has its own."""
     return os.path.basename(path).startswith("events.out.tfevents.")
 
 

@@ -1,4 +1,4 @@
-"""The folder in which the ranks of one file system keep what they tell each other about files, and the other ranks' copies."""
+"""The folder where ranks of one file system keep messages about files, and the copies of ranks other than 0."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Folder:
         return {path for path, owner in self._owners.owners.items() if owner == str(rank)}
 
     def lock(self, name: str, how: int) -> int | None:
-        """A lock on `name` as a descriptor, to be closed; None where others hold one that excludes it and `how` does not wait."""
+        """A lock on `name` as a descriptor to close; None where another lock excludes it and `how` does not wait."""
         fd = os.open(f"{self.root}/{name}", os.O_RDWR | os.O_CLOEXEC)
         try:
             fcntl.flock(fd, how)

@@ -1,4 +1,4 @@
-"""What one rank did to files, a line a change: appended by all processes of that rank, read by its peers on the same disk."""
+"""One rank's changes to files, a line each: written by all its processes, read by peers on the same disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BEGUN, CLOSED, GONE, UNDONE, ENDED = "begun", "closed", "gone", "undone", "ended
 
 
 class FileJournal:
-    """`note` appends a line with one write, which other processes' lines never mix with. `read` takes in what is new."""
+    """`note` appends a line with one write, which cannot mix with other processes' lines. `read` reads new lines."""
 
     def __init__(self, path: str) -> None:
         self._path, self._fd = path, -1  # opened with the first line, by whichever process

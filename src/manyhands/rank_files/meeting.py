@@ -90,7 +90,7 @@ def _begin(group: Group, timeout_s: float) -> View:
 
 @contextmanager
 def kept_apart(size: int, rank_now: Callable[[], int | None]) -> Iterator[None]:
-    """Within, as `keep_apart` for ranks that take turns in this process, where nobody waits for another; None: no rank's turn."""
+    """As `keep_apart`, for ranks that take turns in this process, without waiting; None: no rank's turn."""
     folder = Folder.make(tempfile.gettempdir(), 0)
     private, turns = Private(folder.root), CollectiveCounts(folder)
     views: dict[int, View] = {0: FirstView(folder, 0, turns)}

@@ -92,7 +92,7 @@ class _File(io.FileIO):
 
 
 class Patches:
-    """`install` replaces the functions, `remove` puts them back. view: whose view it is now; None: nobody's, all as it was."""
+    """`install` replaces the functions, `remove` restores them. view: the current rank's view; None: no change."""
 
     def __init__(self, view: Callable[[], View | None], private: Private) -> None:
         self._view_now, self._private = view, private
@@ -155,7 +155,7 @@ class Patches:
         return None if view is None or view.over else view
 
     def _path(self, given: Any, follow: bool = False) -> str | None:
-        """The absolute path that ranks share, its folder resolved; None: to be left alone. follow: a link at its end, too."""
+        """The absolute path that ranks share, its folder resolved; None: not shared. follow: a final link, too."""
         if isinstance(given, int):
             return None
         try:

@@ -89,7 +89,7 @@ def remove(folder: Folder, path: str, rank: int) -> None:
 
 
 def place(folder: Folder, path: str, rank: int, *, complete: bool) -> str:
-    """Move a rank's copy of a path to where it belongs; where it went. What the first rank makes meanwhile is not replaced."""
+    """Move a rank's copy of a path to its final place, which is returned. The first rank's files are kept."""
     copy, taken = folder.copies(rank) + path, not folder.claim(path, rank)
     to = destination(path, rank, exists=os.path.lexists(path), taken=taken, complete=complete)
     os.makedirs(os.path.dirname(to), exist_ok=True)

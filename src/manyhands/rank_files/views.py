@@ -28,7 +28,7 @@ _POLL_S = 0.001
 
 
 class View(ABC):
-    """Of one rank. Every write is `begin`, the write itself at the path that it gave, and `end`, or `undo` where it failed."""
+    """One rank's view. A write is `begin`, the write at the path it returns, and `end`, or `undo` if it failed."""
 
     def __init__(self, folder: Folder, rank: int, turns: CollectiveCounts) -> None:
         self.folder, self.rank, self.turns = folder, rank, turns
@@ -281,7 +281,7 @@ class OtherView(View):
         return copy
 
     def _is_behind(self, path: str) -> bool:
-        """Whether the first rank has changed the path more often, so that what is, or is not, there is the first's doing."""
+        """Whether the first rank changed the path more often, so that its present state is the first rank's."""
         self._first.read()
         return self._first.of(path).begun > self.journal.of(path).begun
 

@@ -36,7 +36,7 @@ class EventLog:
 
     @as_given()  # it is no file of a script's, whichever rank writes it
     def __init__(self, path: AnyPath, claim: Claim | None = None) -> None:
-        """claim: the launch that writes; nothing more is written once another has the run directory (ManyhandsError)."""
+        """claim: of the launch that writes; ManyhandsError once another launch has the run directory."""
         self._path, self._claim = path, claim
         self._pending: list[str] = []
         self._flushed_s = 0.0

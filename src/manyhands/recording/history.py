@@ -55,7 +55,7 @@ class History:
             pass
 
     def rows_of(self, steps: Iterable[tuple[Event, int]]) -> Iterator[dict[str, Any]]:
-        """Take steps, each with the number of workers that its launch had, 0 where nobody knows it; a row for each complete tick."""
+        """Take steps with the number of workers of their launch (0: unknown); a row for each complete step."""
         ranks = set()
         for event, workers in steps:
             if event.type == "closing":
@@ -92,7 +92,7 @@ class History:
         return dict(sorted(sum(self._staleness.values(), Counter()).items()))
 
     def gain(self) -> float | None:
-        """The newest estimate of rate times largest curvature of a push, of the worker with the largest; None without one."""
+        """The newest estimate of rate times largest curvature of a push, over workers; None without one."""
         return max(self._gain.values(), default=None)
 
     def _take(self, event: Event) -> None:
@@ -146,7 +146,7 @@ def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 
 def row_of(step: int, tick: int, reports: list[Event], workers: int) -> dict[str, Any]:
-    """One row of `Run.history`, the run's `step`-th: what the workers that made this tick reported of it (docs/events.md lists the columns)."""
+    """Row `step` of `Run.history`: what the workers that made this step reported (docs/events.md lists the columns)."""
     values = [report.values for report in reports]
     sharing = workers if "lease" in values[0] else len(values)
     row: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The driver's ear during `train()`: writes down every event, puts the workers' numbers together, asks the callbacks."""
+"""The driver's observer during `train()`: records every event, combines workers' numbers, calls callbacks."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Recorder(Observer):
         self._take(self._event("warning", message=message), begins=False)
 
     def stop(self, reason: str) -> None:
-        """Ask all workers to stop at the same step. Only sets a field: signal handlers may call it. The first reason stays."""
+        """Ask all workers to stop at the same step. Signal handlers may call it. The first reason stays."""
         self._reason = self._reason or reason
 
     def complete(self, run: Run) -> None:

@@ -47,7 +47,7 @@ class Run:
     """A row of numbers a tick, all workers together (docs/events.md); pandas.DataFrame takes it as it is. Of runs of more than
     32,768 ticks a row is of several, as its column `ticks` says; events.jsonl has them all (`read_history`)."""
     rows: dict[str, Any]
-    """Rows consumed: {"total": int, "workers": [int, …], "unused": int}; the unused had their gradient dropped or skipped."""
+    """Rows consumed: {"total", "workers": [one a worker], "unused": with a dropped or skipped gradient}."""
     timing: dict[str, float]
     """Seconds of the training loop, mean over workers: {"input", "compute", "exchange", "wait"}."""
     timing_of_workers: list[dict[str, float]] = field(default_factory=list)
@@ -160,7 +160,7 @@ class Run:
     # -- on disk -----------------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        """All but tensors and history (whose truth is events.jsonl), as result.json has it; NaN as in docs/events.md."""
+        """All but tensors and history (which is in events.jsonl), as in result.json; NaN as in docs/events.md."""
         return events.to_json({f.name: getattr(self, f.name) for f in fields(self) if f.name not in _ELSEWHERE})
 
     @classmethod
@@ -189,7 +189,7 @@ class Run:
         return cls(**values, **tensors, history=history.rows, directory=directory)
 
     def save(self, path: AnyPath) -> None:
-        """Write `to_json` to a file: whole, synced and renamed into place, or not at all (OSError; a RemotePath's ManyhandsError)."""
+        """Write `to_json` to a file: whole, synced and renamed into place, or not at all (OSError, ManyhandsError)."""
         write_whole(path, (self.to_json() + "\n").encode())
 
     def _facts(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ Lines = list[tuple[str, str]]  # (label, text); an empty label goes on with the 
 
 
 def text(facts: dict[str, Any], advice: Advice) -> str:
-    """The summary of a run. facts: the fields of Run but for its tensors and history, and `ticks`, how many rows that has."""
+    """The summary of a run. facts: the fields of Run without tensors and history, and `ticks`, its length."""
     body = [
         line
         for label, content in lines(facts)
@@ -109,7 +109,7 @@ def _simulated(facts: dict[str, Any]) -> Lines:
 
 
 def _cores(facts: dict[str, Any]) -> Lines:
-    """Where workers have more threads than there are cores: several workers, or hosts that joined, may share one machine's."""
+    """Where workers have more threads than cores: several workers, or joined hosts, may share one machine."""
     info = facts["info"]
     if not info.get("device", "cpu").startswith("cpu"):
         return []
@@ -197,7 +197,7 @@ def _medians(medians: dict[int, int]) -> str:
 
 
 def blocks(histogram: Mapping[int, int]) -> str:
-    """A column for each staleness from 0 to the largest, as high as its count; several share one where there are more than BAR."""
+    """A column for each staleness, as high as its count; several share one where there are more than BAR."""
     width = -(-(max(histogram) + 1) // BAR)
     columns = [0] * (max(histogram) // width + 1)
     for versions, pushes in histogram.items():

@@ -49,14 +49,14 @@ NEGATED = frozenset(("neg", "negative"))  # what such a name means is anybody's 
 
 
 def higher_is_better(metric: str) -> bool | None:
-    """Which way a metric gets better, read off the words of its name (`validation_f1_macro`); None where they do not say."""
+    """Which way a metric gets better, from the words of its name (`validation_f1_macro`); None if unknown."""
     words = set(re.split(r"[^a-z0-9]+", metric.casefold()))
     higher, lower = bool(words & HIGHER), bool(words & LOWER)
     return None if higher == lower or words & NEGATED else higher
 
 
 class AveragedOutputs(nn.Module):
-    """An ensemble as one model: its output is the mean of the members' outputs (tensors, or tuples and dicts of them)."""
+    """An ensemble as one model: its output is the mean of the members' outputs (tensors, tuples, dicts)."""
 
     def __init__(self, members: list[nn.Module]) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def _mean_of(outputs: list[Any]) -> Any:
 
 
 def mean_buffers(model: nn.Module, group: Group) -> dict[str, Tensor]:
-    """A copy of the model's buffers: floating and complex ones averaged over the group, integer and bool ones their maximum."""
+    """A copy of the model's buffers: floating and complex ones averaged over the group, others their maximum."""
     mean = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     if group.size > 1:
         for buffer in mean.values():
@@ -91,7 +91,7 @@ def mean_buffers(model: nn.Module, group: Group) -> dict[str, Tensor]:
 
 @contextmanager
 def holding(replica: Replica, parameters: Tensor, buffers: dict[str, Tensor]) -> Iterator[nn.Module]:
-    """The replica's model in evaluation mode with these parameters [D'] and buffers; everything is put back afterwards."""
+    """The replica's model in evaluation mode with these parameters [D'] and buffers; all is restored afterwards."""
     model = replica.model
     modes = [(module, module.training) for module in model.modules()]
     own = None if parameters is replica.parameters else replica.parameters.clone()

@@ -38,7 +38,7 @@ ROWS = 4  # of each source that are read and compared
 CLOSE = 1e-3
 """Means of rows nearer than this are alike: decoders and vector units of other machines round otherwise."""
 ROUNDING = 1e-4
-"""Replicas nearer than this, as a share of their norm, differ by rounding: other vector units, other versions of a library."""
+"""Replicas nearer than this, as a share of their norm, differ by rounding: other vector units or libraries."""
 
 _ALWAYS = ("torch", "numpy")
 _PATH = re.compile(r"[~/\\]|[A-Za-z]:[/\\]")
@@ -180,7 +180,7 @@ def _roots(namespaces: Iterable[dict[str, Any]]) -> Iterator[str]:
 
 
 def of_settings(**settings: Any) -> Facts:
-    """Numbers and texts; of a dataclass its class and such fields, of anything else its class: a repr may hold addresses, or a set's order."""
+    """Numbers and texts; of a dataclass its class and such fields, else the class: a repr may hold addresses."""
     return {name.replace("_", " "): _setting(value) for name, value in settings.items()}
 
 
@@ -267,7 +267,7 @@ def _read(source: Planned, pick: Pick, reading: Reading) -> list[dict[str, Any]]
 
 
 def _column(column: Any) -> dict[str, Any]:
-    """A column in few numbers, its mean and its slope. Texts are exact, without paths; of other objects only the kind counts."""
+    """A column as its mean and slope. Texts are exact, without paths; of other objects only the kind counts."""
     if isinstance(column, list | tuple):
         texts = ["a path" if isinstance(value, str) and _PATH.match(value) else repr(value) for value in column]
         return {"of": texts, "means": [], "size": 0.0}

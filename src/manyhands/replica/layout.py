@@ -68,7 +68,7 @@ class Layout:
             p.grad = None
 
     def check_attached(self, model: nn.Module, vector: Tensor) -> None:
-        """Raise Unsupported, by name, if something replaced a parameter of `model` or re-pointed it away from `vector`."""
+        """Unsupported, by name, if a parameter of `model` was replaced or no longer lies in `vector`."""
         now, start, item = dict(model.named_parameters()), vector.data_ptr(), self.dtype.itemsize
         moved = [
             name

@@ -102,7 +102,7 @@ class Replica:
         return self.layout.named(vector)
 
     def alias_parameters(self, vector: Tensor) -> None:
-        """Have the parameters be `vector` [D'], which already holds their values: another worker's, in memory of both."""
+        """Make `vector` [D'], which holds their values, the parameters' memory: another worker's, shared by both."""
         for p, view in zip(self.layout.parameters, self.layout.views(vector), strict=True):
             p.data = view
         self.parameters = vector
@@ -182,7 +182,7 @@ class Replica:
         self.collect(scale)
 
     def collect(self, scale: float | None = None) -> None:
-        """Gather every `.grad` into `gradients` (times `scale`), zero the untouched slices, make `.grad` views of it."""
+        """Gather every `.grad` into `gradients` (times `scale`), zero missing slices, make `.grad` views of it."""
         self._mean = None
         if self._buckets is not None:
             self._buckets.flush(scale)
@@ -393,7 +393,7 @@ def _steps_of(schedule: Any) -> int:
 
 
 class _Buckets:
-    """Cuts the gradients into slices and hands each out once all of its parameters have their gradient, last layers first."""
+    """Cuts the gradients into slices and hands out each once its parameters have gradients, last layers first."""
 
     def __init__(self, replica: Replica, callback: Callable[[Tensor], None]) -> None:
         self._replica, self._callback = replica, callback

@@ -19,7 +19,7 @@ from manyhands.comm.ledger import Ledger
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSpec:
-    """The server that a strategy wants, as plain data (it travels as JSON). Its first center is the first worker's parameters."""
+    """The server that a strategy wants, as plain data (JSON). Its first center is the first worker's parameters."""
 
     rule: str  # how a push is merged: a name of `rules.RULES`
     bound: int | None = None  # stale-synchronous parallel's bound; None: fully asynchronous
@@ -78,7 +78,7 @@ class Server(ABC):
 
     @abstractmethod
     def activate(self) -> None:
-        """Take part: from now on the gate counts this worker, with as many finished ticks as the slowest that takes part (0 alone)."""
+        """The gate counts this worker from now on, with the finished ticks of the slowest active one (0 alone)."""
 
     @abstractmethod
     def pull(self, into: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""A worker's server that lives elsewhere: shards behind channels. Every request goes to all shards before the first answer is awaited."""
+"""The client of shards behind channels. Every request goes to all shards before the first answer is awaited."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ServedServer(Server):
 
     @override
     def initialize(self, center: Tensor) -> None:
-        """As the contract says. Who wins at the first shard gives to all: parts of two workers' centers are never mixed."""
+        """As the contract. The first worker at the first shard gives to all: parts of two centers are never mixed."""
         parts = self._parts("initialize", center)
         with self._turn():
             wins = True

@@ -154,7 +154,7 @@ class Connection:
         return self._inbox
 
     def _decoded(self, frame: Frame) -> Tensor:
-        """[n] what a payload stands for. BadInput for none of this server's codec, before memory is taken where its length tells."""
+        """[n] a decoded payload. BadInput for other codecs, before memory is taken where its length tells."""
         codec, center = codec_for(self._shard.spec), self._shard.memory
         if frame.dtype != torch.uint8:
             raise BadInput(f"a payload is a number of bytes (uint8); got {frame.elements} of {frame.dtype}")

@@ -1,4 +1,4 @@
-"""The server in the workers' own process: for a run of one worker, tests, replay and simulation. The stores are the real ones."""
+"""The server in the workers' process: for one worker, tests, replay and simulation. The stores are the real ones."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class VersionedBuffer:
         return self.buffers[next(index for index in range(self.slots) if index not in taken)]
 
     def close(self) -> None:
-        """Let go of the descriptor; the memory goes with the last tensor in it, here and in every worker. Idempotent."""
+        """Close the descriptor; the memory lives as long as a tensor in it, here and in every worker. Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

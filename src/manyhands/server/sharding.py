@@ -1,4 +1,4 @@
-"""How the server's full vectors [D'] lie on its shards: contiguous ranges, cut and joined here for every kind of client."""
+"""How full vectors [D'] lie on the shards: contiguous ranges, cut and joined here for every kind of client."""
 
 from __future__ import annotations
 

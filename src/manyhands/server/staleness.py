@@ -26,12 +26,12 @@ RULES = ("add", "staleness", "distance")  # of the server, that add what the wor
 
 
 def limit(staleness: int) -> float:
-    """What rate times largest curvature must stay below, for a quadratic to converge at this fixed delay: 2, 1, .618, .445, …"""
+    """The limit of rate times curvature at which a quadratic converges with a fixed delay: 2, 1, .618, .445, …"""
     return 2 * math.sin(math.pi / (2 * (2 * staleness + 1)))
 
 
 def max_stable_staleness(gain: float) -> int:
-    """The largest staleness that `gain`, rate times largest curvature, can bear; -1 where it is too much even without any."""
+    """The largest staleness that is stable at `gain`, rate times largest curvature; -1 where none is."""
     if gain >= limit(0):
         return -1
     staleness = 0
@@ -148,7 +148,7 @@ class Curvature:
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """Sums of products over a window, of positions x, gradients g and steps u along one direction, without mean and drift."""
+    """Sums of products over a window: positions x, gradients g, steps u along one direction, centred, detrended."""
 
     xx: float
     xg: float
@@ -180,7 +180,7 @@ class StalenessMonitor:
     """One worker's eye on whether the rate can bear its updates' staleness; says so once."""
 
     def __init__(self, *, rank: int, workers: int, share: float = 1.0, fades: bool = False) -> None:
-        """`share`: how much of a worker's own way a push moves the center. `fades`: the server divides that by staleness + 1 itself."""
+        """share: how far a push moves the center along a worker's step. fades: the server divides by staleness + 1."""
         self.curvature = Curvature()
         self.staleness: Counter[int] = Counter()
         self._rank, self._workers, self._share, self._fades = rank, workers, share, fades
@@ -214,12 +214,12 @@ class StalenessMonitor:
         return self._warning(gain, stale)
 
     def news(self) -> dict[str, float]:
-        """{"gain": rate times largest curvature of a push} where `record` found a new one since the last call, for the step's event."""
+        """{"gain": rate times largest curvature of a push} if `record` found a new one since the last call."""
         news, self._news = self._news, {}
         return news
 
     def _of_push(self, gain: float, stale: int) -> float:
-        """Rate times curvature of a push: a window of steps contracts by (1 - gain)^steps, and `share` of that goes into the center."""
+        """Rate times curvature of a push: a window of steps contracts by (1 - gain)^steps; the center by `share` of it."""
         way = 1 - (1 - gain) ** self._window() if gain < 2 else gain  # from 2 on the worker diverges by itself
         return self._weight(stale) * way
 

@@ -48,7 +48,7 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """It waits for its round: the real answer will be in `released` (rules that answer), or nothing more comes (others, at bound 0)."""
+    """The push waits for its round: its answer will be in `released`, or nothing follows (rules without answers)."""
 
     version: int = 0  # at bound 0: that its round will make
     staleness: int = 0
@@ -109,7 +109,7 @@ class Store:
         self.released: list[tuple[int, Reply]] = []
         """(worker, what it gets) for calls answered Held or Wait before; the server takes and clears it."""
         self.next_buffer: Callable[[], Tensor] = lambda: self.center
-        """Where the next version is written: the center itself, or memory [n] that nobody reads. The server may set it."""
+        """Where the next version is written: the center itself, or unread memory [n]. The server may set it."""
         self._center: Tensor | None = None
         self._gate = Gate(workers, bound)
         self._states = [_WorkerState() for _ in range(workers)]
@@ -126,14 +126,14 @@ class Store:
 
     @property
     def center(self) -> Tensor:
-        """[n] the newest version. It is changed in place only where `next_buffer` gives itself back. To look at it: `read`."""
+        """[n] the newest version, changed in place only where `next_buffer` returns itself. Use `read` to read it."""
         if self._center is None:
             raise InvalidCall("there is no center yet: wait until a worker has offered the first")
         return self._center
 
     @property
     def slowest(self) -> int | None:
-        """The worker that others wait for, for messages: of those who take part, the first that has finished the fewest ticks."""
+        """The worker that others wait for, for messages: of the active ones the first with the fewest ticks."""
         return self.slowest_but(())
 
     def slowest_but(self, waiting: Collection[int]) -> int | None:

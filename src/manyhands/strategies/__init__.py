@@ -82,7 +82,7 @@ def strategy_of(given: Strategy | str) -> Strategy:
 
 
 def described(given: str) -> dict[str, Any]:
-    """{options: all with their values, own_pace} of a strategy of the catalogue, by its spec; {} of one of the user's own."""
+    """{options: all with their values, own_pace} of a catalogued strategy's spec; {} of a user's own."""
     if spec.parse(given)[0] not in CATALOGUE:
         return {}
     strategy = strategy_of(given)

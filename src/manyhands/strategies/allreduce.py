@@ -48,7 +48,7 @@ class AllReduce(Strategy):
     """
 
     overlap: bool = False
-    """Send slices while backward still computes the rest. Turn it on where the link is slow and cores, or a GPU, are free meanwhile."""
+    """Send slices while backward runs. Worth it where the link is slow and cores, or a GPU, are free meanwhile."""
     compress: str = "none"
     """The codec of gradients: topk:FRACTION, onebit, threshold:TAU[:CLIP], powersgd:RANK, qsgd:BITS, bf16, int8, or none.
     Give one where the link is what a step waits for."""

@@ -34,7 +34,7 @@ class Needs:
 
 @dataclass(frozen=True, kw_only=True)
 class Leasing:
-    """Every worker goes at its own pace: rows are leased slice by slice, and workers meet at the ends of epochs only."""
+    """Asynchronous workers: rows are leased slice by slice, and workers meet only at the ends of epochs."""
 
     rank0_warmup_ticks: int = 0  # worker 0 trains alone for the first so many ticks of the run, then the others start
 
@@ -44,7 +44,7 @@ class State:
     """What a strategy remembers between ticks: tensors [D'], numbers. Checkpointed per rank, by field name."""
 
     def merge(self, others: list[Self], rank: int, size: int) -> Self:
-        """This rank's state when a checkpoint of len(others) ranks is resumed with `size` ranks. Default: the first's."""
+        """This rank's state when a checkpoint of len(others) ranks is resumed with `size` ranks. Default: rank 0's."""
         return others[rank] if len(others) == size else others[0]
 
     def weight_of_window(self) -> float:
@@ -81,16 +81,16 @@ class Strategy(ABC):
         return None
 
     def leasing(self) -> Leasing | None:
-        """None: all workers make the same ticks, in step. Else nothing in `exchange` may wait for the others, nor call the group."""
+        """None: all workers make the same ticks. Else `exchange` may neither wait for others nor call the group."""
         return None
 
     def rate_factor(self, workers: int) -> float:
-        """How far one global batch moves the one answer, in steps of the rate: 1 where workers average, N where they add."""
+        """How far one global batch moves the answer, in steps of the rate: 1 if workers average, N if they add."""
         return 1.0
 
     @abstractmethod
     def start(self, replica: Replica, worker: Worker) -> State:
-        """Agree on the initial parameters; called once, before the first tick, also when a checkpoint will be loaded."""
+        """Agree on the initial parameters; called once, before the first step, also before loading a checkpoint."""
 
     def before_backward(self, replica: Replica, worker: Worker, state: Any) -> None:  # noqa: B027
         """Prepare the gradient: move to a look-ahead point, begin to overlap. Most strategies do nothing here."""

@@ -257,7 +257,7 @@ def _remember(
     grad_mask: int,
     weight: float = 1.0,
 ) -> None:
-    """What was not sent of the parameters of `grad_mask` waits, without weight all that did; what is not finite leaves no trace."""
+    """Unsent parts of the `grad_mask` parameters wait, all without weight; non-finite values leave no trace."""
     if state.residual is None or own is None:
         return
     left = (whole if weight else state.residual) - _without(layout, own, grad_mask)
@@ -304,7 +304,7 @@ def _draws(state: CompressedState, rank: int) -> torch.Generator:
 
 
 def _matrices(layout: Layout) -> Iterator[tuple[int, int, int]]:
-    """(start, rows, columns) of all parameters of two or more dimensions, as they lie in memory: the outermost is the rows."""
+    """(start, rows, columns) of parameters of two or more dimensions; the outermost dimension is the rows."""
     for offset, shape, stride in zip(layout.offsets, layout.shapes, layout.strides, strict=True):
         if len(shape) > 1 and shape.numel():
             rows = max(zip(stride, shape, strict=True))[1]

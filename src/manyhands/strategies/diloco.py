@@ -65,14 +65,14 @@ class DiLoCo(Strategy):
     outer_rate: float = 0.7
     """Of the outer step; the paper's. Lower it when the loss jumps after an exchange."""
     outer_momentum: float = 0.9
-    """Nesterov's, below 1; the paper's. A steady way is gone 1 / (1 - outer_momentum) times as far: lower it when runs have few rounds."""
+    """Nesterov's, < 1. A constant direction is amplified 1 / (1 - outer_momentum)-fold: lower it for few rounds."""
     via: Literal["group", "server"] = "group"
     """`group`: all in step. `server`: every worker at its own pace; take it where some are late, or may be."""
     streaming: int = 0
     """Fragments that are synced in turn; 0: all at once. Raise it when the link is the bottleneck: the most that is sent at
     once falls as much, while `overlap` is at most period/streaming."""
     overlap: int | None = None
-    """With streaming: steps that a fragment is on its way (τ); none is 1. Raise it while the summary shows time for exchange."""
+    """With streaming: steps that a fragment is under way (τ). Raise it while the summary shows exchange time."""
     mixing: float | None = None
     """With streaming: the share of its own parameters that a worker keeps when a fragment has come (α); none is 0.5, and 0 with
     overlap=0, where no step is missed. 0 takes the center over whole. Lower it when replicas drift apart."""

@@ -1,4 +1,4 @@
-"""Distance: each weight of an update counts the less, the farther the center has moved from what the update was made for."""
+"""Distance: a weight of an update counts the less, the farther the center has moved since it was computed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Distance(Windowed):
     """Steps between pushes. Raise it when exchange takes long or training is unstable, lower it when it learns slowly: N workers
     move the center up to N / window steps for each global batch. The default makes that 1 with four workers."""
     rate: float = 1e-3
-    """How far is far: a weight that others have moved by its square root enters by half. Lower it when staleness spoils training."""
+    """The scale: a weight that others moved by its square root counts half. Lower it if staleness hurts training."""
 
     name: ClassVar[str] = "distance"
     source: ClassVar[str] = "On Scalable Deep Learning and Parallelizing Gradient Descent, Hermans, 2017"

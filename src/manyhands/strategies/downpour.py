@@ -37,7 +37,7 @@ class DownpourState(CompressedState):
 
     @override
     def merge(self, others: list[DownpourState], rank: int, size: int) -> DownpourState:
-        """With another number of ranks, all begin anew from the center: what was not pushed yet is lost, but for the residuals."""
+        """With another number of ranks, all start at the center: unpushed updates are lost, except residuals."""
         if len(others) == size:
             return others[rank]
         self.accrued.zero_()
@@ -67,7 +67,7 @@ class Downpour(Strategy):
     """
 
     push_every: int = 1
-    """Steps between pushes. Raise it when exchange takes long, lower it when accuracy falls; with pull_every, the paper's own is 1."""
+    """Steps between pushes. Raise it if exchange takes long, lower it if accuracy falls; the paper uses 1."""
     pull_every: int = 1
     """Steps between pulls. Raise it together with push_every: a center that is pulled late is stale."""
     rule: str = "add"
@@ -77,9 +77,9 @@ class Downpour(Strategy):
     """The rate of that rule; none is 1 for sgd (with which it adds), and torch's own default for the others (adagrad: 0.01). Lower it
     when the loss explodes; `add` has none."""
     outer_momentum: float = 0.0
-    """Momentum of rule sgd or rmsprop. Raise it when progress is slow and steady; staleness acts like momentum by itself."""
+    """Momentum of rule sgd or rmsprop. Raise it if progress is slow and steady; staleness acts like momentum."""
     bound: int | None = None
-    """How many ticks the fastest may be ahead; `none`: any. Lower it when staleness spoils training, 0 is synchronous."""
+    """How many ticks the fastest may be ahead; `none`: any. Lower it if staleness hurts; 0 is synchronous."""
     warmup: int = 0
     """Ticks of worker 0 alone at the start of the run; raise it when training is unstable at its beginning."""
     compress: str = "none"

@@ -44,5 +44,5 @@ class DynSGD(Windowed):
 
     @override
     def rate_factor(self, workers: int) -> float:
-        """Workers of one speed see a staleness of N - 1, and their updates enter with weight 1/N; at bound 0 with weight 1."""
+        """Workers of equal speed see a staleness of N - 1: their updates weigh 1/N; at bound 0 they weigh 1."""
         return float(workers) if self.bound == 0 else 1.0

@@ -43,7 +43,7 @@ class EAMSGD(Elastic):
     """
 
     momentum: float = 0.5
-    """The paper's δ. Raise it with plain SGD (the paper takes 0.99 and lowers the rate as much); lower it when the loss explodes."""
+    """The paper's δ. Raise it with plain SGD (the paper: 0.99 at a lower rate); lower it if the loss explodes."""
 
     name: ClassVar[str] = "eamsgd"
     source: ClassVar[str] = "Deep learning with Elastic Averaging SGD, Zhang, Choromanska, LeCun, 2015"

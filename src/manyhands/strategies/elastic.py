@@ -34,7 +34,7 @@ class ElasticState(State):
 
     @override
     def merge(self, others: list[ElasticState], rank: int, size: int) -> ElasticState:
-        """With another number of ranks, a new window: via server all go on from the center, via group from the workers' mean."""
+        """With another number of ranks, a new window: via server from the center, via group from the mean."""
         if len(others) == size:
             return replace(others[rank], memory=self.memory)
         return replace(others[0], ticks=0, weight=0.0, inside=False, memory=self.memory)
@@ -54,9 +54,9 @@ class Elastic(Strategy):
     """Where the center lies: on a server, each worker at its own pace; or on every rank, with all in step. Take `group` where
     there is no server, or where runs are to be the same bit for bit."""
     bound: int | None = None
-    """Via server: how many ticks the fastest may be ahead; `none`: any. Lower it when one worker falls far behind, 0 is synchronous."""
+    """Via server: how many ticks the fastest may be ahead; `none`: any. Lower it for stragglers; 0 is synchronous."""
     warmup: int = 0
-    """Via server: ticks of worker 0 alone at the start of the run; raise it when training is unstable at its beginning."""
+    """Via server: ticks of worker 0 alone at the start of the run; raise it if the start is unstable."""
 
     consistency: ClassVar[str] = "elastic"
 
@@ -120,7 +120,7 @@ class Elastic(Strategy):
         return serving.center(replica, worker) if self.via == "server" else state.center
 
     def _difference(self, replica: Replica, worker: Worker, state: ElasticState, x: Tensor) -> Tensor | None:
-        """alpha·(x - center), by which the center has moved; None for a worker without rows in this window, which takes no part."""
+        """alpha·(x - center), by which the center moved; None for a worker without rows in this window."""
         alpha, weight = self._alpha(worker.size), state.weight
         state.ticks, state.weight = 0, 0.0
         if self.via == "group":

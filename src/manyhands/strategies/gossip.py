@@ -87,11 +87,11 @@ class Gossip(Strategy):
     """How what comes is weighed. `push-sum` lets everybody send without being sent as much: on `random` each pushes to
     one drawn out of all; on `ring` to the right only."""
     period: int = 1
-    """Steps between rounds; the default is the papers'. Raise it when exchange takes long, lower it when replicas drift apart."""
+    """Steps between rounds. Raise it if exchange takes long, lower it if replicas drift apart; the papers use 1."""
     seed: int = 0
     """Of the draws of `random` and `pairs`. Change it to see how much a result depends on who met whom."""
     bound: int | None = None
-    """With `pairs`: how many ticks the fastest may be ahead; `none`: any. Lower it when one worker falls far behind, 0 is synchronous."""
+    """With `pairs`: how many ticks the fastest may be ahead; `none`: any. Lower it for stragglers."""
 
     name: ClassVar[str] = "gossip"
     source: ClassVar[str] = (

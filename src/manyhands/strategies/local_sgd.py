@@ -49,9 +49,9 @@ class LocalSGD(Strategy):
     """
 
     period: int | Literal["end"] = 8
-    """Steps between averages; `end`: one average, at the end of training. Raise it when exchange takes long, lower it when accuracy falls."""
+    """Steps between averages; `end`: one average, at the end. Raise it if exchange takes long."""
     optimizer_state: Literal["averaged", "kept", "reset"] = "averaged"
-    """Momentum and moments at an average: averaged too (costs as many bytes again per vector), kept by each worker, or reset."""
+    """Momentum and moments at an average: averaged too (as many bytes again per vector), kept, or reset."""
     warmup: int = 0
     """Steps of all-reduce before the first window; raise it when training is unstable at the start."""
 

@@ -1,4 +1,4 @@
-"""Gossip in pairs, each worker at its own pace: the workers' half. They meet at the server: see server/rules/pairs.py."""
+"""Asynchronous gossip in pairs, the workers' half. They exchange through the server, see server/rules/pairs.py."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PairsState(State):
 
     @override
     def merge(self, others: list[PairsState], rank: int, size: int) -> PairsState:
-        """With another number of ranks, the open windows become one that all have, which moves the answer as they would have."""
+        """With another number of ranks, the open windows become one window of all, with the same effect on the answer."""
         if len(others) == size:
             return others[rank]
         start = torch.stack([other.start for other in others]).mean(0)

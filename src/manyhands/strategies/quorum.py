@@ -30,7 +30,7 @@ class QuorumState(CompressedState):
 
     @override
     def merge(self, others: list[QuorumState], rank: int, size: int) -> QuorumState:
-        """A checkpoint is of one tick of all: nobody is behind it. With another number of ranks, each takes the mean of what was left out."""
+        """A checkpoint is of one tick of all ranks. With another number of ranks, each takes the mean of the late parts."""
         if len(others) == size:
             return replace(others[rank], behind=0)
         return replace(others[0], behind=0, residual=self.shared(others, size, adds=False))

@@ -65,7 +65,7 @@ class GroupState(CompressedState):
 
     @override
     def merge(self, others: list[GroupState], rank: int, size: int) -> GroupState:
-        """With another number of ranks the windows stay open, and what was under way has the mean that it would have had."""
+        """With another number of ranks the windows stay open, and parts under way keep their mean."""
         if len(others) == size:
             return others[rank]
         first = others[0]
@@ -207,7 +207,7 @@ def _use_mean(
 
 
 def outer_step(center: Tensor, momentum: Tensor, gradient: Tensor, rate: float, factor: float) -> None:
-    """SGD with Nesterov momentum, as torch.optim.SGD(nesterov=True) has it, in place; `gradient` is scratch afterwards."""
+    """SGD with Nesterov momentum as torch.optim.SGD(nesterov=True), in place; `gradient` is scratch afterwards."""
     if factor:
         momentum.mul_(factor).add_(gradient)
         gradient.add_(momentum, alpha=factor)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Window(CompressedState):
-    """What this worker did since it last pulled: it steps alone for a window, pushes what came of it, and pulls again."""
+    """A worker's steps since its last pull: it steps alone for a window, pushes the result, and pulls again."""
 
     start: Tensor  # [D'] the center that it pulled
     ticks: int = 0
@@ -29,7 +29,7 @@ class Window(CompressedState):
 
     @override
     def merge(self, others: list[Window], rank: int, size: int) -> Window:
-        """With another number of ranks, a new window from the center: what was not pushed yet is lost, but for the residuals."""
+        """With another number of ranks, a new window from the center: unpushed updates are lost, except residuals."""
         if len(others) == size:
             return others[rank]
         return replace(others[0], residual=self.shared(others, size, adds=True), ticks=0, steps=0, fresh=False)
@@ -47,7 +47,7 @@ class Window(CompressedState):
         self.ticks += 1
 
     def close(self, replica: Replica, worker: Worker, options: Compressing, *, divide: bool = False) -> None:
-        """Push what the steps of the window moved, or (`divide`) their mean; the next gradient is taken at the center again."""
+        """Push the sum of the window's steps, or (`divide`) their mean; the next gradient is taken at the center."""
         if self.steps:
             update = torch.sub(replica.parameters, self.start, out=self.start)  # its memory is free until the next pull
             if divide and self.steps > 1:
@@ -63,7 +63,7 @@ class Windowed(Strategy):
     window: int
     """Steps between pushes."""
     bound: int | None = None
-    """How many ticks the fastest may be ahead; `none`: any. Lower it when staleness spoils training, 0 is synchronous."""
+    """How many ticks the fastest may be ahead; `none`: any. Lower it if staleness hurts; 0 is synchronous."""
     warmup: int = 0
     """Ticks of worker 0 alone at the start of the run; raise it when training is unstable at its beginning."""
     compress: str = "none"

@@ -1,4 +1,4 @@
-"""Ready-made real tasks, by name: `digits`, `digits:batch_size=32,epochs=5`, `chars`. Loaded when they are asked for."""
+"""Ready-made tasks by name: `digits`, `digits:batch_size=32,epochs=5`, `chars`. Loaded when asked for."""
 
 from __future__ import annotations
 

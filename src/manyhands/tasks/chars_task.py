@@ -52,7 +52,7 @@ def chars(**fields: Any) -> Task:
 
 
 class CharsNet(nn.Module):
-    """A causal transformer, pre-norm, without dropout: uint8 or int64 [rows, context] -> logits [rows, context, ALPHABET]."""
+    """A causal transformer, pre-norm, no dropout: uint8 or int64 [rows, context] -> [rows, context, ALPHABET]."""
 
     def __init__(self, width: int = 128, heads: int = 4, layers: int = 4, context: int = CONTEXT) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def warmup_then_cosine(optimizer: torch.optim.Optimizer, total_steps: int) -> to
 
 
 def windows(text: np.ndarray[Any, np.dtype[np.uint8]]) -> Windows:
-    """(characters, those that follow): uint8 [rows, CONTEXT] each, views of `text` without a copy; a rest is left out."""
+    """(characters, those that follow): uint8 [rows, CONTEXT] each, views of `text`; a rest is left out."""
     rows = (len(text) - 1) // CONTEXT
     before, after = torch.from_numpy(text[: rows * CONTEXT]), torch.from_numpy(text[1 : rows * CONTEXT + 1])
     return before.view(rows, CONTEXT), after.view(rows, CONTEXT)

@@ -62,7 +62,7 @@ class DigitsNet(nn.Sequential):
 
 
 def smoothed_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy against targets that leave LABEL_SMOOTHING to the other digits; validation and test use the plain one."""
+    """Cross-entropy with LABEL_SMOOTHING over the other digits; validation and test use the plain one."""
     return F.cross_entropy(outputs, targets, label_smoothing=LABEL_SMOOTHING)
 
 

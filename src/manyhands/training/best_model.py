@@ -15,7 +15,7 @@ from manyhands.replica.replica import Replica
 
 @dataclass
 class BestModel:
-    """`last`, or `best:METRIC`: the highest accuracy, auc, f1, …, the lowest loss, error, …; `best:max:METRIC`, `best:min:METRIC` say it outright."""
+    """`last`, or `best:METRIC` (highest accuracy, auc, …, lowest loss, error, …); `best:max:METRIC`, `best:min:METRIC`."""
 
     metric: str = ""  # "": keep the last
     higher: bool = False

@@ -91,7 +91,7 @@ class TrainConfig:
             self.task.worker_callback.check(self.strategy.needs.one_model)
 
     def _check_data(self) -> None:
-        """Open what is at hand (a function that gives data is called on the workers alone), and check the batch size."""
+        """Open the data on the driver, except functions, which only workers call, and check the batch size."""
         if isinstance(self.task.model, nn.Module):
             Layout(self.task.model)
         own = None

@@ -44,7 +44,7 @@ class LockstepEpochs:
         return True
 
     def _turns(self, slices: Iterator[Slice]) -> Generator[Slice, None, None]:
-        """The slices of an epoch, timed; on a stream, empty ones after the last until a round hears that nobody has more."""
+        """The slices of an epoch, timed; on a stream, empty ones after the last until no rank has any."""
         loop, sized = self._loop, self._sized
         ahead = self._next(slices)
         while sized or ahead is not None or loop.anybody:
@@ -117,7 +117,7 @@ class AsyncEpochs:
         self._meet(segment)
 
     def _activate(self) -> int:
-        """All take part before anybody's first tick; but where worker 0 trains alone, for so many ticks, the others come later."""
+        """All activate before the first tick; while worker 0 trains its warm-up ticks alone, the others wait."""
         loop = self._loop
         rank0_warmup_ticks: int = max(
             0, self._leasing.rank0_warmup_ticks - loop.worker.group.all_gather_json(loop.place.own_ticks)[0]
@@ -159,7 +159,7 @@ class AsyncEpochs:
     # -- a segment ---------------------------------------------------------------------------------------------------
 
     def _take(self, segment: Segment) -> Lease | End:
-        """The driver's answer; whoever wants to stop (its time is up) tells the driver, which ends the segment for all."""
+        """The driver's answer; a worker that wants to stop tells the driver, which ends the segment for all."""
         loop = self._loop
         if loop.wants_stop() and not loop.worker.driver.should_stop() and not self._stop_requested:
             self._stop_requested = True

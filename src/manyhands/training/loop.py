@@ -164,7 +164,7 @@ class Loop:
         self._end_epoch(epoch)
 
     def turn(self, part: Slice, tick: int, **values: Any) -> None:
-        """One tick: gradient, exchange, gate, and their record under the number of the global batch; `values` are added to it."""
+        """One tick: gradient, exchange, gate, and the step's event with `values`, numbered by global batch."""
         replica, worker, clock = self.replica, self.worker, self.worker.clock
         replica.begin_tick()
         replica.tick = self.place.own_ticks
@@ -247,7 +247,7 @@ class Loop:
             self.worker.emit("step", **values)
 
     def _server_values(self) -> dict[str, Any]:
-        """Pulls, pushes and their staleness since the last step event; warns where updates are too stale for the rate."""
+        """Pulls, pushes and staleness since the last step event; warns if updates are too stale for the rate."""
         if self.worker.server is None:
             return {}
         drained = self.worker.server.drain_journal()
@@ -293,7 +293,7 @@ class Loop:
         self.flush()
 
     def _judged_answer(self) -> Tensor | None:
-        """[D'] the answer, if it was validated at this very tick, and closing the round may move it; a server tells by its pushes."""
+        """[D'] the answer, if it was validated at this tick and closing the round may move it."""
         judged = self.worker.server is None and self.judge.judged == self.place.tick
         return self._answer().clone() if judged else None
 
@@ -301,7 +301,7 @@ class Loop:
         return self.plan.strategy.consensus(self.replica, self.worker, self.state)
 
     def _after_the_last_push(self, own: bool) -> None:
-        """The center may be another than the one that was validated; and the journal hears of pushes that no tick's record takes."""
+        """The center may differ from the validated one, and pushes after the last step event must be recorded."""
         if self.judge.judged == self.place.tick and any(self.worker.group.all_gather_json(own)):
             self.judge.judged = -1
         if own and self._pending is None:

@@ -1,4 +1,4 @@
-"""The run directory as train() opens and closes it: refused, fresh, resumed or finished; and a Run's model out of values."""
+"""The run directory as train() opens and closes it: refused, fresh, resumed or finished; a Run's model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _UNFINISHED = re.compile(
 
 @dataclass
 class Opened:
-    """A run directory that train() may use, or why it may not; a context manager around the launch, which holds its lock."""
+    """A run directory that train() may use, or why not; as a context manager it holds its lock."""
 
     finished: dict[str, Any] | None = None  # the result of the finished run that lies there, if there is no more to do
     refusal: str = ""
@@ -132,7 +132,7 @@ def _remove_partials(directory: AnyPath) -> None:
 
 
 def _result_in(directory: AnyPath, warn: Callable[[str], None]) -> dict[str, Any] | None:
-    """The result of a finished run; None where there is none, or one that is damaged while there are checkpoints to go on from."""
+    """The result of a finished run; None without one, or if it is damaged and checkpoints can be resumed."""
     if not (directory / RESULT).exists():
         return None
     try:
@@ -200,7 +200,7 @@ def _has_more_to_do(task: Task, info: dict[str, Any]) -> bool:
 
 
 def note(directory: AnyPath, config: dict[str, Any], task_fields: dict[str, Any]) -> None:
-    """Write down what train() was called with, so that `replay` can call it again; a task that no text names is null."""
+    """Record the arguments of train(), so that `replay` can repeat it; a task without a name is null."""
     try:
         text = json.dumps(config | {"fields": task_fields}, indent=1)
     except TypeError:  # a field is an object: whoever replays gives it
@@ -249,7 +249,7 @@ def finished_run(config: TrainConfig, saved: dict[str, Any] | None = None) -> Ru
 
 
 def write(directory: AnyPath, run: Run, states: list[State]) -> None:
-    """The final parameters, then result.json, last, with everybody's SHA-256: a directory that has it is a finished run's."""
+    """The final parameters, then result.json with all SHA-256: a directory that has it is of a finished run."""
     tensors: dict[str, Tensor] = {}
     for i, (parameters, buffers) in enumerate(states):
         tensors |= {f"{i}/parameters/{name}": tensor.contiguous() for name, tensor in parameters.items()}

@@ -65,7 +65,7 @@ class Saver:
             self.worker.emit("checkpoint", tick=place.tick, step=place.tick, path=str(path), seconds=seconds)
 
     def _sync_events(self) -> None:
-        """A collective: all events that the checkpoint counts are on the disk before its manifest is, whoever dies next."""
+        """A collective: all events that the checkpoint counts are on disk before its manifest."""
         worker = self.worker
         worker.driver.collect(worker.group)
         if worker.rank:
@@ -78,11 +78,11 @@ class Saver:
         self.worker.emit("warning", step=self.replica.step, message=message)
 
     def _keeps_best(self) -> bool:
-        """Whether this rank's checkpoint holds what is best: rank 0's is everybody's, an ensemble's member is its own."""
+        """Whether this rank's checkpoint holds the best model: rank 0's holds everybody's, a member its own."""
         return self.worker.rank == 0 or not self.plan.strategy.needs.one_model
 
     def resume(self, saved: Checkpoint, state: State) -> tuple[State, TrainingPosition]:
-        """Put replica, server and keep back where the checkpoint stood; the strategy's state, and where the loop stands."""
+        """Restore replica, server and best model from a checkpoint; the strategy's state and the position."""
         with checkpoints.within_reach(saved, self.worker.group) as there:
             return self._resume(there, state)
 

@@ -312,7 +312,7 @@ class _Training:
 def _agree(
     group: Group, refusal: str, directory: AnyPath | None, tick: int | None, claim: Claim | None
 ) -> Claim | None:
-    """A collective: rank 0's claim on the run directory; BadInput on all ranks where rank 0 refuses it, or where they see different ones."""
+    """A collective: rank 0's claim on the run directory; BadInput on all ranks if refused, or if they differ."""
     own_claim = None if claim is None else [claim.number, claim.host, claim.pid]
     own = {
         "refusal": refusal,

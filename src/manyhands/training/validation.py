@@ -52,7 +52,7 @@ class Validator:
 
     @contextmanager
     def showing(self, state: StrategyState) -> Iterator[None]:
-        """The model holds the consensus as it is now, to be looked at; raises Unsupported where that changed its parameters."""
+        """The model holds the current consensus, read-only; Unsupported if its parameters were changed."""
         consensus = self.plan.strategy.consensus(self.replica, self.worker, state)
         with evaluation.holding(self.replica, consensus, self._buffers()):
             before = self.replica.parameters.clone()
@@ -66,7 +66,7 @@ class Validator:
     def answer(
         self, state: StrategyState, test: bool, worker_callback: WorkerCallback | None = None
     ) -> tuple[list[State], dict[str, float], Any]:
-        """The consensus, or the best that was kept, where it is wanted, its metrics, and what worker 0's callback returned."""
+        """The consensus, or the best model if wanted; its metrics; and what worker 0's callback returned."""
         keep = self.plan.keep
         consensus = self.plan.strategy.consensus(self.replica, self.worker, state)
         buffers = self._buffers()
@@ -85,7 +85,7 @@ class Validator:
     def _ended(
         self, worker_callback: WorkerCallback, parameters: Tensor, buffers: dict[str, Tensor]
     ) -> tuple[Any, bool, Tensor, dict[str, Tensor]]:
-        """(what worker 0's callback returned, whether it changed the answer, the answer's parameters [D'] and buffers)"""
+        """(what worker 0's callback returned, whether it changed the answer, the answer's [D'] and buffers)"""
         group = self.worker.group
         with evaluation.holding(self.replica, parameters, buffers) as model:
             before = self.replica.parameters.clone()
@@ -117,7 +117,7 @@ class Validator:
         return {prefix + name: value for name, value in metrics.items()}
 
     def _states(self, parameters: Tensor, buffers: dict[str, Tensor]) -> list[State]:
-        """On the ranks that want them: the answer's values, or each ensemble member's, on the CPU, in memory of their own."""
+        """On ranks that return them: the answer's values, or each member's of an ensemble, copied to the CPU."""
         wanted = self.worker.rank == 0 or self.plan.every_rank_returns
         if self.plan.strategy.needs.one_model:
             return [(_own(self.replica.named(parameters)), _own(buffers))] if wanted else []

@@ -33,7 +33,7 @@ def is_loopback(host: str) -> bool:
 
 
 def bound(host: str, ports: tuple[int, int] | None) -> socket.socket:
-    """A TCP socket that listens on any free port, or the first free one of (first, last). BadInput where there is none."""
+    """A TCP socket that listens on any free port, or the first free one of (first, last). BadInput without one."""
     try:
         family, _, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except socket.gaierror as error:

@@ -140,7 +140,7 @@ class Channel:
             self._left()
 
     def receive_fds(self, n: int) -> list[int]:
-        """As many descriptors as `send_fds` gave, close-on-exec, the caller's to close. FrameError for another number."""
+        """As many descriptors as `send_fds` sent, close-on-exec, the caller's to close. FrameError for another number."""
         self._check_unix(n)
         room = socket.CMSG_SPACE(n * array.array("i").itemsize)
         try:
@@ -184,7 +184,7 @@ class Channel:
         self._left()
 
     def _left(self) -> None:
-        """After `close`, the last to leave gives the descriptor back: its number may be another socket's a moment later."""
+        """After `close`, the last user closes the descriptor: its number may soon be another socket's."""
         if not self._closed:
             return
         with self._leaving:

@@ -98,7 +98,7 @@ class Credentials:
         return cls.load(Path(path)) if path else None
 
     def save(self, path: Path) -> None:
-        """Write a new file, mode 0600 from its first byte on. BadInput where something is there, a dangling link too."""
+        """Write a new file, mode 0600 from its first byte. BadInput where a file, or a dangling link, exists."""
         try:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except FileExistsError as error:

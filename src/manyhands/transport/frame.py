@@ -47,7 +47,7 @@ _ITEMSIZE = tuple(dtype.itemsize for dtype in DTYPES)
 
 
 class FrameError(Exception):
-    """What came is no frame, or not the one that may come now. The connection is closed; the peer is named once in the log."""
+    """The bytes are no valid frame here. The connection is closed, and the peer is logged once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ def header(frame: Frame, dtype: torch.dtype, elements: int, generation: int) -> 
 
 
 def unpack(header: bytes | bytearray | memoryview) -> Frame:
-    """The frame, its blob empty (`blob_length` tells how many bytes of it follow). FrameError, whatever the bytes are."""
+    """The frame without its blob (`blob_length` bytes follow). FrameError for invalid bytes."""
     if len(header) != HEADER_BYTES:
         raise FrameError(f"a frame's header has {HEADER_BYTES} bytes; got {len(header)}")
     magic, version, kind, number, zero, size, zeros, generation, sequence, elements, weight, a, b = _HEADER.unpack(

@@ -105,7 +105,7 @@ def listen_to(sock: socket.socket, proof: Proof, generation: int, check: Check) 
 
 
 def refuse(sock: socket.socket, why: str) -> Steps[None]:
-    """Tell a peer that was not taken, then listen until it leaves: a socket closed with unread bytes would eat the words."""
+    """Refuse a peer, then read until it leaves: closing with unread bytes would discard the refusal."""
     shaken = isinstance(sock, ssl.SSLSocket) and sock.version() is not None
     send = (
         sock.send if shaken else partial(socket.socket.send, sock)

@@ -57,7 +57,7 @@ def one_host(sock: socket.socket) -> bool:
 
 
 def shut_down(sock: socket.socket, how: int) -> None:
-    """Shut down a connection (`socket.SHUT_WR`, `SHUT_RDWR`), also under TLS; nothing where it is not connected any more."""
+    """Shut down a connection (`socket.SHUT_WR`, `SHUT_RDWR`), also under TLS; nothing if not connected."""
     with suppress(OSError):
         socket.socket.shutdown(sock, how)  # SSLSocket's own would go on in plain text
 

@@ -85,7 +85,7 @@ class LinearCodec(Codec):
     def mean_(
         self, group: Group, vector: Tensor, weight: float, bits: int, hints: Hints = NO_HINTS, own: Tensor | None = None
     ) -> MeanResult:
-        """As `compressed_mean_` says, which calls it on groups of several, `own` included. It calls `encoded` and `decoded`."""
+        """As `compressed_mean_`, which calls it on groups of several ranks, `own` included."""
 
 
 class TimedGroup(Group):
@@ -100,7 +100,7 @@ class TimedGroup(Group):
 
     @abstractmethod
     def decoded(self, codec: Codec, n: int, nbytes: int, payloads: int) -> None:
-        """So many payloads, of so many bytes together, have become the mean [n]. Linear codecs decode one, the mean's."""
+        """Payloads of so many bytes together became the mean [n]. Linear codecs decode one payload, the mean's."""
 
 
 def encoded(group: Group, codec: Codec, n: int, nbytes: int) -> None:

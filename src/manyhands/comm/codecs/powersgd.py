@@ -139,7 +139,7 @@ class PowerSGD(LinearCodec):
         return sum(self.rank * (m.rows + m.columns) - m.rows * m.columns for m in matrices) + n
 
     def _table(self, payload: Tensor, n: int) -> tuple[list[Matrix], int]:
-        """The matrices of a payload, and where the factors begin. BadInput where they do not lie in range(n) one after the other."""
+        """The matrices of a payload, and the offset of the factors. BadInput unless they lie in range(n), in order."""
         count = int(numbers_of(payload, 0, 1, torch.int32))
         if not 0 <= count <= n // _SMALLEST or len(payload) < _HEAD * (1 + 3 * count):
             raise BadInput(

@@ -34,7 +34,7 @@ class Threshold(Codec):
     tau: float
     """In the units of what is sent. Lower it when the loss stalls, raise it where the link is slow."""
     clip: float | None = 5.0
-    """The most steps for which a value may go on being sent; the rest is lost. None: nothing is lost, and what is sent may be old."""
+    """The most steps for which a value may go on being sent; the rest is lost. None: nothing is lost."""
 
     form: ClassVar[str] = "threshold:TAU[:CLIP]"
     source: ClassVar[str] = "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing, Strom, 2015"

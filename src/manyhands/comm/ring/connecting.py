@@ -1,4 +1,4 @@
-"""How the channels of a ring come to be: each worker knows all addresses, connects to the lower ranks, and lets the higher ones in."""
+"""The channels of a ring: each worker knows all addresses, connects to lower ranks and accepts higher ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether to look again before sleeping: worth it where the peer answers from another core, a loss where it needs this one."""
+"""Whether to poll again before sleeping: worth it where the peer runs on another core, a loss on the same one."""
 
 from __future__ import annotations
 

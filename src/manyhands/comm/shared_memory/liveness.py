@@ -1,4 +1,4 @@
-"""How a worker notices that a peer's process is gone, however it ended: the kernel closes what only that process held."""
+"""Notices that a peer's process is gone, however it ended: the kernel closes what only that process held."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Mailbox:
             self._lay(data, start, signature, target, step)
 
     def receive(self, data: Tensor, signature: int, source: int, step: int) -> None:
-        """Fill `data` (uint8 [n], any device) with what `source` sends. Raises ManyhandsError when that is something else."""
+        """Fill `data` (uint8 [n], any device) with what `source` sends; ManyhandsError if that is something else."""
         for start in _starts(data):
             self._take(data, start, signature, source, step)
 

@@ -115,7 +115,7 @@ class Arena:
         return offset
 
     def allocate(self, n: int, dtype: torch.dtype) -> Tensor:
-        """Zeros [n] in this rank's own memory, which goes back to the system when the last tensor that lies in it is gone."""
+        """Zeros [n] in this rank's own memory, which is returned to the system with the last tensor that uses it."""
         if n == 0:
             return torch.empty(0, dtype=dtype)
         nbytes = n * dtype.itemsize
@@ -129,7 +129,7 @@ class Arena:
         return torch.frombuffer(lent, dtype=dtype, count=n)
 
     def keep(self, offset: int) -> None:
-        """What `allocate` gave around `offset` stays while any process maps it: peers hold it, and nothing tells when they let go."""
+        """What `allocate` gave around `offset` stays while any process maps it: nothing tells when peers release it."""
         self._finalizers[max(start for start in self._finalizers if start <= offset)].detach()
 
     def _take_back(self) -> None:
@@ -166,7 +166,7 @@ class Arena:
 
 
 def _give_back(mapped: mmap.mmap, start: int, end: int, released: deque[tuple[int, int]], owner: int) -> None:
-    """Nobody of this process holds these bytes: their pages go to the system, and read as zeros when they are lent again."""
+    """No tensor of this process uses these bytes: their pages are returned, and read as zeros when lent again."""
     if os.getpid() == owner:  # a loader's process, forked from the worker, has let go of its own references only
         mapped.madvise(mmap.MADV_REMOVE, start, end - start)
         released.append((start, end))

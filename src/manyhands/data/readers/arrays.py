@@ -50,7 +50,7 @@ class Columns(Indexed):
 
     @override
     def in_background(self, reading: Reading) -> bool:
-        """Only for large gathers: neighbouring rows are views, and a `collate` of the user's own may draw random numbers."""
+        """Only for large gathers: neighbouring rows are views, and a user's `collate` may draw random numbers."""
         gathers = reading.shuffle or reading.order is not None
         start, stop = slice_of(reading.batch_size, reading.rank, reading.size)
         return gathers and self._collate is None and self._row_bytes * (stop - start) > BACKGROUND_BYTES

@@ -132,7 +132,7 @@ def set_epoch(data: Any, epoch: int) -> None:
 
 
 def end_processes(batches: Iterator[Any]) -> None:
-    """End the processes of a DataLoader's iterator now. Dropping it does the same, but only once no traceback holds it."""
+    """End a DataLoader iterator's processes now. Dropping it does so only once no traceback holds it."""
     if hasattr(batches, "_shutdown_workers"):
         batches._shutdown_workers()
 

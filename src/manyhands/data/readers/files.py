@@ -1,4 +1,4 @@
-"""Data in files: `.npz`, `.npy` and `.txt` of this machine; `.parquet`, `.tfrecord` and folders of them, also elsewhere by URL."""
+"""Files: `.npz`, `.npy` and `.txt` of this machine; `.parquet`, `.tfrecord` and folders of them, also by URL."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Lines(Indexed):
 
 
 def _places(file: BinaryIO) -> tuple[int, np.ndarray[Any, np.dtype[np.int64]]]:
-    """(lines, the places at which lines 0, 16, 32, … start), read a piece at a time: a mapping would count as this process's memory."""
+    """(lines, offsets of lines 0, 16, 32, …), read in pieces: a mapping would count as this process's memory."""
     lines, at, last = 0, 0, b"\n"
     starts = [np.zeros(1, np.int64)]
     while piece := file.read(_PIECE):

@@ -1,4 +1,4 @@
-"""DataLoaders of the user's own: their sampler, collate function and processes are kept; each worker loads its share."""
+"""The user's DataLoaders keep their sampler, collate function and processes; each worker loads its share."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _BY_NUMBER = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRan
 
 
 def open_loader(loader: DataLoader[Any], collate: Collate | None = None, processes: int = 0) -> Source:
-    """The source that a DataLoader is. Raises BadInput for a DistributedSampler: sharing rows out is manyhands' part."""
+    """The source that a DataLoader is. BadInput for a DistributedSampler: manyhands deals the rows out itself."""
     refuse_distributed(loader)
     if collate is not None:
         raise BadInput(

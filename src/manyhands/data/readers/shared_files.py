@@ -43,7 +43,7 @@ _LOGS = {
     "a Hudi table": re.compile(r"/\.hoodie(_partition_metadata)?(/|$)"),
     "the output of a Spark stream": re.compile(r"/_spark_metadata(/|$)"),
 }
-"""What keeps a log of which of its files count: the others in its folder hold rows that were removed, replaced or never committed."""
+"""A log that says which files count: the others in its folder were removed, replaced or never committed."""
 
 _BATCH_BYTES = 16 << 20
 _BATCH_ROWS = 65536
@@ -69,7 +69,7 @@ def find(paths: Sequence[str | Path], kinds: str = KINDS) -> tuple[str, ...]:
 
 
 def types_of(files: Sequence[str]) -> dict[str, pa.DataType]:
-    """{column: Arrow type} of the first file that has any, of TFRecord its first record's. Raises BadInput where none has."""
+    """{column: Arrow type} of the first file that has any; for TFRecord of its first record. BadInput without one."""
     for file in files:
         if types := table_file(file).types():
             return types
@@ -96,12 +96,12 @@ def together(counts: Sequence[Sequence[int]]) -> list[int]:
 
 
 def dealt(rows: Sequence[int], part: int, parts: int) -> list[tuple[int, int, int]]:
-    """(file, first row, end) of the rows [part·R // parts, (part + 1)·R // parts) of a table of R, `rows` in each file."""
+    """(file, first row, end) of rows [part·R // parts, (part + 1)·R // parts) of a table of R; `rows` of each file."""
     return list(_overlaps(rows, *slice_of(sum(rows), part, parts)))
 
 
 def _overlaps(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """(i, first, end) of what [start, stop) takes of each piece, where pieces of these sizes lie one after the other."""
+    """(i, first, end): what [start, stop) takes of each piece, where pieces of these sizes are concatenated."""
     for i, (size, end) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
         begin = end - size
         first, last = max(start, begin) - begin, min(stop, end) - begin
@@ -153,7 +153,7 @@ def columns_of(files: Sequence[str], what: str) -> dict[str, np.ndarray[Any, Any
 
 
 def filesystem(url: str) -> tuple[Any, str]:
-    """fsspec's file system of a URL or path, and the path in it. Raises BadInput for one that nobody knows, or whose package is missing."""
+    """fsspec's file system of a URL or path, and the path in it. BadInput if unknown, or its package is missing."""
     from fsspec.core import url_to_fs
     from fsspec.registry import known_implementations
 
@@ -232,7 +232,7 @@ def _inside(fs: Any, folder: str, kinds: str) -> list[str]:
 
 
 def _url(fs: Any, path: str, place: str, file: str) -> str:
-    """The URL of a file that `path` led to: with the host or account in it, which its place in the file system may not have."""
+    """The URL of a file found under `path`, with the host or account that its path in the file system lacks."""
     stem = path.rstrip("/")
     if "://" in path and stem.endswith(place):
         return stem.removesuffix(place) + file

@@ -1,4 +1,4 @@
-"""Tables of other libraries: pandas DataFrames, Arrow tables and Parquet, Hugging Face datasets. None is imported before it is needed."""
+"""Tables: pandas DataFrames, Arrow tables and Parquet, Hugging Face datasets. Each is imported when needed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def frame_columns(frame: pd.DataFrame) -> dict[str, np.ndarray[Any, Any]]:
-    """{column name: array [rows]} of a DataFrame; its index is left out. Raises BadInput for a nullable column with gaps."""
+    """{column name: array [rows]} of a DataFrame, without its index. BadInput for a nullable column with gaps."""
     columns = {}
     for name, column in frame.items():
         if (
@@ -61,7 +61,7 @@ def arrow_columns(table: pa.Table, what: str) -> dict[str, np.ndarray[Any, Any]]
 
 
 def arrow_array(column: Any, what: str) -> np.ndarray[Any, Any]:
-    """[rows, …] of an Arrow array. Raises BadInput, naming `what`, for missing values and for lists of different lengths."""
+    """[rows, …] of an Arrow array. BadInput, naming `what`, for missing values and lists of different lengths."""
     import pyarrow as pa
 
     if column.null_count:

@@ -44,7 +44,7 @@ Feature = tuple[int, list[bytes]]  # the kind, and the values as they are encode
 
 
 def count(file: BinaryIO, what: str) -> int:
-    """Records in a file, by their lengths alone: of one that is not packed, no data is decoded. For errors see `read`."""
+    """The number of records in a file, by their lengths; data of an unpacked file is not decoded. Errors as `read`."""
     records = _Records(file, what)
     while records.skip():
         pass
@@ -171,7 +171,7 @@ def _crc32c() -> Callable[[bytes], int]:
 
 
 def _example(data: bytes) -> dict[str, bytes]:
-    """The features of an Example in their order, each a message still. Of a name that comes twice the last counts, as in protocol buffers."""
+    """An Example's features in order, still encoded. The last of equal names counts, as in protocol buffers."""
     found: dict[str, bytes] = {}
     for features in _messages(data, 1):
         for entry in _messages(features, 1):

@@ -34,7 +34,7 @@ _EXIT_GRACE_S = 0.5  # between a worker's last message and its exit
 
 
 class Rendezvous:
-    """Processes exchange values through the driver before they can reach each other. A name may be used again once complete."""
+    """Processes exchange values through the driver before they can reach each other. Names can be reused."""
 
     def __init__(self) -> None:
         self._open: dict[str, dict[int, Any]] = {}
@@ -197,7 +197,7 @@ class Driver:
             ) from error
 
     def _busy(self, call: Callable[[], T]) -> T:
-        """What takes the driver's own time, as the observer or a program of many bytes, is no silence of the workers'."""
+        """Time that the driver itself takes, in an observer or for a large program, is no silence of the workers."""
         began = self.clock()
         value = call()
         self.monitor.excuse(self.clock() - began)

@@ -54,7 +54,7 @@ class HostProcesses(ABC):
 
     @abstractmethod
     def receive(self) -> list[tuple[int, dict[str, Any]]]:
-        """The messages that arrived, as (process_index, body), without waiting; those of one process in order, `exited` last."""
+        """The messages that arrived, as (process_index, body), without waiting; in order, `exited` last."""
 
     @abstractmethod
     def tell(self, process_index: int, body: dict[str, Any]) -> None:
@@ -70,7 +70,7 @@ class HostProcesses(ABC):
 
     @abstractmethod
     def where(self) -> dict[int, tuple[str, int]]:
-        """The newest known (phase, step) of each process, without waiting; newer than its heartbeats where a page tells."""
+        """The newest known (phase, step) of each process, without waiting; status pages are newer than heartbeats."""
 
     @abstractmethod
     def silent_s(self) -> float:
@@ -78,4 +78,4 @@ class HostProcesses(ABC):
 
     @abstractmethod
     def end(self, grace_s: float) -> None:
-        """When this returns, every process of the run on this host is gone, and every descriptor of the run's. Idempotent."""
+        """On return every process of the run on this host and every descriptor of the run is gone. Idempotent."""

@@ -23,7 +23,7 @@ Check = Callable[[Any], Any]
 
 
 def checked(process_index: int, body: Any) -> dict[str, Any]:
-    """A process's message with those fields that its kind has; its texts hold no control characters. FrameError, saying what is wrong."""
+    """A process's message with the fields of its type, without control characters. FrameError says what is wrong."""
     message = _of_kinds(_KINDS, body)
     kind = message["type"]
     said_of = [message, *message.get("events", []), message.get("event", {})]

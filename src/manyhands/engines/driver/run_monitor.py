@@ -49,7 +49,7 @@ class ProcessStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why a run failed. `error` is the class of the worker's exception, "" for a death; `family` the class to raise here."""
+    """Why a run failed. error: the class of the worker's exception, "" for a death. family: the class raised here."""
 
     rank: int  # its process index, see host_processes.py
     phase: str
@@ -114,7 +114,7 @@ class RunMonitor:
         known.started, known.last_beat_at, known.progress_at = True, now, now
 
     def beat(self, process_index: int, phase: str, step: int, idle_s: float, now: float) -> None:
-        """A heartbeat: where it is, and for how many seconds already. A shard has nothing to do until somebody comes."""
+        """A heartbeat: the phase, and the seconds without progress. A waiting shard has nothing to do."""
         known = self.processes[process_index]
         since = 0.0 if process_index < 0 and phase in WAITING else idle_s
         known.phase, known.step, known.last_beat_at, known.progress_at = phase, step, now, now - since
@@ -130,7 +130,7 @@ class RunMonitor:
         self._returned_at = max(self._returned_at, now) if process_index >= 0 else self._returned_at
 
     def raised(self, failure: Failure, now: float) -> None:
-        """One reported its own error: it will exit, and that exit is no news. What befalls one that has returned is none."""
+        """A process reported its own error; its exit then says nothing new. Errors after its return are ignored."""
         if self.processes[failure.rank].done:
             return
         self.processes[failure.rank].done = True

@@ -107,7 +107,7 @@ def host_names(place: ProcessPlace) -> list[str]:
 
 
 def _connect_s(place: ProcessPlace) -> float:
-    """How long to try to connect. The driver's deadline is longer: else it would say that the work is slow, and not whose port is shut."""
+    """How long to try to connect: less than the driver's deadline, whose error would not name the shut port."""
     return min(_MOST_CONNECT_S, place.timeout_s / 2)
 
 

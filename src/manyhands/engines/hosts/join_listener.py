@@ -1,4 +1,4 @@
-"""How a driver gathers the hosts of a run: a door that lets them in until all workers are there, and guests who hear how it ended."""
+"""The driver's side of `manyhands join`: accepts hosts until all workers are there, and tells them the end."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def check_stop(observer: Observer, waiting_for: str) -> None:
 
 @dataclass
 class Listening(Observer):
-    """The caller's observer, and a joined host that was asked to end (SIGTERM) stops the run as if this one had been."""
+    """The caller's observer; SIGTERM at a joined host stops the run as SIGTERM here does."""
 
     observer: Observer
     hosts: Sequence[RemoteProcesses]

@@ -34,7 +34,7 @@ MAX_LETTER_BYTES = 1 << 28  # of JSON: the events of a quarter of a second are t
 MAX_TENSORS = 1 << 20
 MAX_DIMENSIONS = 64  # torch's own limit
 MAX_TENSOR_BYTES = 16 << 30
-"""Of all tensors of a message. The program is the largest: data of such a size comes to a host as files, not with it."""
+"""The most bytes of a message's tensors. The program is the largest: training data comes as files."""
 
 _LETTER, _LONG, _TENSOR = 1, 2, 3
 _DTYPES = {

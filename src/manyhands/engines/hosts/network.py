@@ -64,7 +64,7 @@ PLAIN_RISK = (
 
 
 def check_way(host: str, *, tls: bool, plain_network: bool) -> None:
-    """BadInput where what is sent to or from this host's address may leave the machine, neither encrypted nor allowed to."""
+    """BadInput where traffic of this address may leave the machine neither encrypted nor explicitly allowed."""
     if not (tls or plain_network or _is_loopback(host)):
         raise BadInput(
             f"{host} can be reached from other machines, and without TLS whoever is on the way reads and changes what is "

@@ -39,7 +39,7 @@ _END_S = 20.0
 
 
 class RemoteProcesses(HostProcesses):
-    """See Crew. `preempted`: the joined host was asked to end (SIGTERM there). log: where its own words are, for the error."""
+    """See HostProcesses. preempted: the joined host got SIGTERM. log: where its own output is, for errors."""
 
     def __init__(self, post: MessageChannel, host: str, log: str = "see what `manyhands join` said there") -> None:
         self.host, self._log = host, log
@@ -78,7 +78,7 @@ class RemoteProcesses(HostProcesses):
         return came
 
     def _take(self, message: HostMessage) -> None:
-        """WorkerFailed, naming the host, for what makes no sense: it must not end the driver with an error of its own."""
+        """WorkerFailed, naming the host, for invalid messages: they must not end the driver with another error."""
         body, kind = message.body, message.body["type"]
         if kind == "from_process" and body.get("process_index") in self.process_indices:
             process_index: int = body["process_index"]

@@ -17,7 +17,7 @@ JOIN = "join"
 
 
 def versions() -> dict[str, str]:
-    """What must be the same on all hosts of a run: the program travels as Python's own code, and results must not differ."""
+    """What must be equal on all hosts of a run: the program travels as Python code, and results must not differ."""
     from manyhands import __version__
 
     major, minor, _ = platform.python_version_tuple()
@@ -47,7 +47,7 @@ class Offer:
 
 @dataclass
 class Roster:
-    """Offers in the order of their coming, the driver's own first where it gives workers; each host's ranks are contiguous."""
+    """Offers in order of arrival, the driver's own first where it has workers; a host's ranks are contiguous."""
 
     workers: int  # of the whole run
     offers: list[Offer] = field(default_factory=list)

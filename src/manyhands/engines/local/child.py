@@ -1,4 +1,4 @@
-"""What the processes of a run have in common, workers and shards: what they inherit, how they begin, how they report an error."""
+"""What workers and shards have in common: what they inherit, how they start, how they report an error."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def die_with(parent: int) -> None:
 
 
 def last_resort_s(place: ProcessPlace) -> float:
-    """How long peers wait for each other: the driver judges before. Its error shows every stack, and it knows who compiles."""
+    """How long peers wait for each other. The driver decides earlier: it shows every stack, and sees compilers."""
     return 20 * place.timeout_s + 600
 
 

@@ -1,4 +1,4 @@
-"""Engine `local`: the processes of this machine, forked from a small server of our own. One worker runs right here, unless told apart."""
+"""Engine `local`: processes of this machine, forked from a fork server. One worker runs in this process."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class Spawner:
         return self.kill()
 
     def kill(self) -> int:
-        """As `close`, by force: also after the server itself was killed, when nobody else ends its workers' children."""
+        """As `close`, by force: also after the server was killed, when nothing else ends its workers' children."""
         self._process.kill()
         for pid in self._pids.values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -128,7 +128,7 @@ class Spawner:
 
 
 def _folder() -> str:
-    """A folder for the sockets and files of multiprocessing, which killed processes leave there; "" where there is no place for one."""
+    """A folder for multiprocessing's sockets and files, which killed processes leave there; "" if impossible."""
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) > _LONGEST_FOLDER:
         folder = "/tmp"
@@ -169,7 +169,7 @@ def _start(there: int, leftovers: Sequence[str]) -> subprocess.Popen[bytes]:
 
 
 def import_path() -> list[str]:
-    """sys.path, with the empty entry (a notebook's, or stdin's) spelled out: another process may be in another folder."""
+    """sys.path with its empty entry (a notebook's, or stdin's) spelled out: other processes have other folders."""
     return [entry or os.getcwd() for entry in sys.path if isinstance(entry, str)]
 
 

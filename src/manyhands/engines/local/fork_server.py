@@ -50,7 +50,7 @@ _LAST_S = 5.0  # to end what workers left, when the driver is gone
 
 
 def main(fd: int, leftovers: Sequence[str] = ()) -> None:
-    """Serve the driver at the other end of the socket `fd` until it closes it or dies; then remove the folders `leftovers`."""
+    """Serve the driver at the socket `fd` until it closes it or dies; then remove the folders `leftovers`."""
     _fill_standard_descriptors()
     for number in (
         signal.SIGINT,

@@ -1,4 +1,4 @@
-"""The line of a worker, or of a shard, to the driver: a thread that says four times a second where it is, and carries events."""
+"""The connection of a worker or shard to the driver: a thread sends heartbeats and events four times a second."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class ControlSocket:
             self.sock.sendall(memoryview(frame)[sent:])
 
     def receive(self, wait: bool = True) -> list[ControlMessage]:
-        """The messages that are complete after one read (none, maybe, or nothing came); `Closed` once the other end is gone."""
+        """The complete messages after one read, perhaps none; raises `Closed` once the other end is gone."""
         if not wait and not self.readable(0):
             return []
         try:
@@ -78,7 +78,7 @@ class ControlSocket:
         return self._complete()
 
     def _recv(self) -> tuple[bytes, list[int]]:
-        """`socket.recv_fds`, which has no way (its `flags` do nothing) to keep the descriptors from a program's children."""
+        """`socket.recv_fds`, with descriptors that a program's children do not inherit (its `flags` cannot do that)."""
         fds = array.array("i")
         data, ancillary, _, _ = self.sock.recvmsg(_CHUNK, _ROOM, socket.MSG_CMSG_CLOEXEC)
         for level, kind, payload in ancillary:

@@ -15,12 +15,12 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """From now on the kernel makes this process the parent of whatever its descendants leave, in sessions of their own too."""
+    """The kernel makes this process the parent of its descendants' orphans, those in other sessions too."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def kill_children(but: Collection[int] = ()) -> bool:
-    """Kill the children that live, adopted ones included; whether there were any. Theirs are children of this process next time."""
+    """Kill the living children, adopted ones included; whether there were any. Theirs are adopted next time."""
     found = [pid for pid in _children() if pid not in but and not _settles(pid)]
     for pid in found:
         with contextlib.suppress(ProcessLookupError):

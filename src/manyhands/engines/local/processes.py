@@ -28,7 +28,7 @@ _STACKS_S = 1.0
 
 @dataclass
 class ProcessLine:
-    """This end of one process: its wires (see DriverLine), its page of phase and step, and the file that its stacks go to."""
+    """The driver's end of one process: its sockets, its status page, and the file for its stacks."""
 
     wire: ControlSocket
     questions: ControlSocket

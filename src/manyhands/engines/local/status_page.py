@@ -1,4 +1,4 @@
-"""Where a worker is, in a page that its driver maps too: after a sudden death the last phase and step are still there."""
+"""A worker's phase and step in a page that its driver maps too: they survive its sudden death."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def run(place: ProcessPlace) -> int:
 
 
 def _reseed() -> None:
-    """All workers were forked from one process: without this they would draw the same numbers. (`random` does it by itself.)"""
+    """Seed NumPy: all workers were forked from one process. (`random` does it by itself.)"""
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()
@@ -90,7 +90,7 @@ def _worker(place: ProcessPlace, line: DriverLine) -> Worker:
 
 
 def _reached(place: ProcessPlace) -> dict[str, Any]:
-    """Where workers of other hosts reach what listens here, as the Worker says it; without other hosts its defaults hold."""
+    """The address at which workers of other hosts reach this one's ports; the defaults without other hosts."""
     if place.network is None:
         return {}
     ports = place.network["ports"]

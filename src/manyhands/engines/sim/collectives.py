@@ -216,7 +216,7 @@ class TreeCost(Algorithm):
 
     @override
     def all_gather(self, elements: int, item: int) -> Cost:
-        """At step k a rank passes on the 2^k tensors that it has to the one 2^k before it; at the last, what is missing."""
+        """At step k a rank passes its 2^k tensors to the rank 2^k before it; at the last step, what is missing."""
         nbytes = elements * item
         return self.alike(self._doubling(nbytes), (self.size - 1) * nbytes, self.depth)
 

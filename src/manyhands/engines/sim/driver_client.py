@@ -1,4 +1,4 @@
-"""Each simulated worker's line to the driver, which is this very process: leases, stops, events, and faults that a step sets off."""
+"""Each simulated worker's DriverClient: leases, stops, events, and faults that a step triggers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LeaseServer:
     """The driver's side of all lines: one hands out the leases, in virtual time."""
 
     def __init__(self, timeline: Timeline, observer: Observer, lease_s: float, timeout_s: float = 300.0) -> None:
-        """lease_s: what a lease costs the worker that asks. timeout_s: who waits while worker 0 takes none for so long gets PeerLost."""
+        """lease_s: the cost of asking for a lease. timeout_s: PeerLost after waiting so long for worker 0's warmup."""
         self.timeline, self.observer, self.lease_s, self.timeout_s = timeline, observer, lease_s, timeout_s
         self.leases = Leases()
         self.at_step: dict[tuple[int, int], list[Callable[[], None]]] = {}

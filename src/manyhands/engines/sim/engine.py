@@ -47,7 +47,7 @@ class Sim(Engine):
     network: str | SimNetworkSpec = ""
     """What messages cost: latency=1e-3,bandwidth=1e9,workers_per_host=4 …; free without it."""
     compute: str | Compute = ""
-    """What gradients cost: row=1e-4,step=1e-3,jitter=lognormal:0.2,3=5x (worker 3 is 5 times slower); and codecs: topk=15ns/1ns."""
+    """Costs of gradients: row=1e-4,step=1e-3,jitter=lognormal:0.2,3=5x (worker 3: 5 times slower); topk=15ns/1ns."""
     faults: str | Faults = ""
     """What goes wrong: kill=2@step:100,pause=1@2.5s+3,drop=0.01 …; nothing without it."""
     seed: int = 0
@@ -202,7 +202,7 @@ class Simulation:
             self.timeline.at(self.timeline.now + self.faults.notice_s, partial(self._declare_lost, program.name))
 
     def _raise(self, error: BaseException) -> None:
-        """A worker's error; or, where it only says that somebody did not come, the death of whom nobody had heard of yet."""
+        """A worker's error; or, where it only names a missing peer, that peer's death, which explains it."""
         killed = self._killed() if isinstance(error, PeerLost) and not isinstance(error, ShardLost) else None
         if killed is not None:
             raise self._lost(killed) from error

@@ -122,7 +122,7 @@ class Faults:
         return ",".join(parts)
 
     def check(self, workers: int, shards: int, *, rejoins: bool = True) -> None:
-        """Raise BadInput or Unsupported for what cannot befall so many workers and shards. rejoins: a restarted worker can take part."""
+        """BadInput or Unsupported for faults that such a run cannot have. rejoins: a restarted worker can take part."""
         for fault in self.planned:
             _check_there(fault, workers, shards)
             if fault.what == "restart" and fault.node >= 0 and not rejoins:
@@ -149,7 +149,7 @@ class Messages:
         self._faults, self._generator = faults, random.Random(f"{seed} messages")
 
     def copies(self) -> list[float]:
-        """How many seconds later than it should each copy of the next message arrives: [0.0] as it should; [] it is lost."""
+        """How many seconds late each copy of the next message arrives: [0.0] on time; [] it is lost."""
         faults, happens = self._faults, self._happens
         if happens(faults.drop):
             return []

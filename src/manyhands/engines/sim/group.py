@@ -1,4 +1,4 @@
-"""The group of simulated workers: real tensors, the arithmetic of workers on one host, and the time of the simulated network."""
+"""The group of simulated workers: real tensors, the arithmetic of one host, the time of the simulated network."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ class _Started(Work):
 
 
 def _reduce(calls: Sequence[CollectiveCall], shares: Sequence[float | None] | None) -> None:
-    """Replace all ranks' tensors by the sum of tensor·share, in rank order; piece by piece, so that they stay in the cache."""
+    """Replace all ranks' tensors by the sum of tensor·share in rank order, in pieces that stay in the cache."""
     flats = [flattened(call.tensor) for call in calls]
     n, length, lost = calls[0].n, CHUNK // calls[0].tensor.itemsize, calls[0].lost
     for start in range(0, n, length):

@@ -85,7 +85,7 @@ def copied(state: Isolated) -> Isolated:
 
 
 class Generator(np.random.MT19937):
-    """A worker's own. While `brief`, its state is told without the 624 numbers, which nobody needs who asks for the gauss that waits."""
+    """The random state of a worker. While `brief`, without its 624 numbers, which the pending gauss does not need."""
 
     brief = False
 
@@ -112,7 +112,7 @@ def _gauss(generator: np.random.MT19937) -> float | None:
 
 
 def _set_inference(wanted: bool) -> None:
-    """PyTorch only has a guard for it, which puts the other mode back when it is dropped: one is kept until the mode is another again."""
+    """PyTorch has only a guard, which restores the other mode when dropped: one is kept until the mode changes."""
     global _guard
     _guard = None
     if torch.is_inference_mode_enabled() != wanted:

@@ -1,4 +1,4 @@
-"""Collectives as this project's own groups do them, with their ways by size, and to the byte what their ledgers count."""
+"""Collectives as manyhands' own groups do them: algorithms by size, and bytes as their ledgers count them."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class SharedMemoryCost(Algorithm):
         return network.local_latency + 8 * nbytes / network.local_bandwidth
 
     def spread(self, elements: int, item: int) -> float:
-        """Seconds of a mean in which one rank alone counts: each reads its slice from it, and writes it to all others."""
+        """Seconds of a mean in which one rank alone has weight: each reads its slice and writes it to all others."""
         return self._moving(elements * item)
 
     def _moving(self, nbytes: int) -> float:

@@ -1,4 +1,4 @@
-"""Where the simulated workers of a group meet: who has come to which collective, when it is over, and who will never come."""
+"""Where the simulated workers of a group meet: arrivals at collectives, their completion, and lost ranks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class CollectiveCall:
 
 
 Run = Callable[[Sequence[CollectiveCall]], tuple[Cost, Any]]
-"""All ranks' calls, in rank order -> what the collective costs, and its result; the ranks' tensors are worked on in place."""
+"""All ranks' calls in rank order -> the collective's cost and result; the ranks' tensors are changed in place."""
 
 
 class Round:
@@ -125,7 +125,7 @@ class SimRendezvous:
         self._watched = False
 
     def check(self, name: str, step: int) -> None:
-        """Raise what made the group unusable, if anything did; Killed for a rank that was killed: the dead say nothing."""
+        """Raise what made the group unusable, if anything did; Killed for a rank that was killed."""
         if self.timeline.is_dead:
             raise Killed
         if self._failure is not None:
@@ -249,7 +249,7 @@ class SimRendezvous:
         self._fail(self._lost(rank, "is gone"))
 
     def leave(self, rank: int) -> None:
-        """A rank is done with the group; idempotent. Who waits for it gets PeerLost, and so does who comes to wait for it."""
+        """A rank closed its group; idempotent. Ranks that wait for it, now or later, get PeerLost."""
         if self.timeline.is_dead:  # a death is not a goodbye
             return
         self._closed.add(rank)

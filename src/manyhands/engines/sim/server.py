@@ -88,7 +88,7 @@ class SimServers:
     # -- what befalls workers and shards -----------------------------------------------------------------------------
 
     def lose(self, worker: int) -> None:
-        """Declare a worker lost: nobody waits for it any more; what is still under way from it is ignored. Idempotent."""
+        """Declare a worker lost: nobody waits for it, and its messages under way are ignored. Idempotent."""
         self._lost.add(worker)
         call = self._open.get(worker)
         if call is not None:
@@ -101,7 +101,7 @@ class SimServers:
                 shard.tell(partial(shard.expect_no_center, error))
 
     def restart(self, worker: int) -> None:
-        """A worker has a new process: `clients[worker]` is a new client, of the next generation; what the old one asked is forgotten."""
+        """A worker has a new process: `clients[worker]` is a new client, of the next generation."""
         self._lost.discard(worker)
         self._open.pop(worker, None)
         self._generations[worker] += 1
@@ -116,7 +116,7 @@ class SimServers:
         self.shards[shard].pause(seconds)
 
     def restart_shard(self, shard: int, seconds: float) -> None:
-        """It is gone for so long. What is under way to or from it is lost, and sent again when it is back; its store is kept, as on a disk."""
+        """The shard is gone for a while. Messages under way are lost and sent again later; its store is kept."""
         self.shards[shard].restart(seconds, partial(self._is_back, shard))
 
     def kill_shard(self, shard: int) -> None:
@@ -183,7 +183,7 @@ class SimServers:
     # -- deadlines ---------------------------------------------------------------------------------------------------
 
     def _watch(self, since: float) -> None:
-        """Look at the open calls when one of which nothing was heard since then is late. One look is planned at a time."""
+        """Check the open calls once the oldest silence may exceed the deadline. One check is planned at a time."""
         if not self._watched and self.timeout_s < math.inf:
             self._watched = True
             self.timeline.at(max(self.timeline.now, since + self.timeout_s), self._look)
@@ -230,7 +230,7 @@ class SimServers:
 
 
 class SimServer(Server):
-    """One worker's client: each call is a request to every shard, for whose answers the worker waits in virtual time."""
+    """One worker's client: each call is a request to every shard, whose answers it awaits in virtual time."""
 
     def __init__(self, servers: SimServers, worker: int, generation: int) -> None:
         self.ledger = Ledger()
@@ -244,7 +244,7 @@ class SimServer(Server):
 
     @override
     def initialize(self, center: Tensor) -> None:
-        """As the contract says. Who is first at the first shard gives to all: parts of two workers' centers are never mixed."""
+        """As the contract. The first worker at the first shard gives to all: parts of two centers are never mixed."""
         (first,) = self._ask("initialize", [Request(0, self._offer)])
         if not first:
             self._ask_all("initialize", [lambda store: None] * self.shards, needs_center=True)
@@ -387,7 +387,7 @@ class SimServer(Server):
         return [request.answer for request in requests]
 
     def _offer(self, store: Store) -> bool:
-        """Whether this worker gives the first center: who is first, also if its process ended meanwhile and is a new one."""
+        """Whether this worker gives the first center: the first to offer, also after its process was replaced."""
         servers = self._servers
         if servers.giver is None and not store.initialized:
             servers.giver = self._worker
@@ -404,7 +404,7 @@ class SimServer(Server):
         return parts_of(update.detach(), self.shards)
 
     def _coded(self, update: Encoded) -> list[float]:
-        """Let the time pass in which this worker has encoded an update; the seconds that each shard's part takes to decode."""
+        """Wait for this worker's encoding of an update; the seconds that each shard needs to decode its part."""
         codec, compute = self._codec(), self._servers.compute
         self._servers.timeline.work(compute.coding(codec, self._worker).encoding(update.n, update.nbytes))
         parts = zip(lengths_of(update), update.parts, strict=True)
@@ -414,7 +414,7 @@ class SimServer(Server):
         return codec_for(self._servers.spec)
 
     def _check(self, shape: Sequence[int], what: str, dtype: torch.dtype | None = None) -> None:
-        """BadInput, before anything travels, for a vector that is not the center's like; where there is no center yet, the shards say so."""
+        """BadInput, before sending, for a vector unlike the center; without a center yet, the shards check."""
         stores = self._servers.stores
         if not all(store.initialized for store in stores):
             return

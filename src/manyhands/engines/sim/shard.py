@@ -1,4 +1,4 @@
-"""One simulated shard of the server: a real store behind a queue, that workers reach by messages which take time and can be lost."""
+"""One simulated shard: a real store behind a queue; messages to it take time and can be lost."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Request:
         needs_center: bool = False,
         again: bool = False,
     ) -> None:
-        """sends: bytes to the shard. work: bytes that it goes through. decode_s: seconds before that. again: the store itself knows copies."""
+        """sends: bytes to the shard. work: bytes processed there. decode_s: before that. again: may be repeated."""
         self.shard, self.act, self.sends, self.work, self.decode_s = shard, act, sends, work, decode_s
         self.needs_center, self.again = needs_center, again
         self.call: ShardCall
@@ -329,7 +329,7 @@ class SimShard:
         self._break_down()
 
     def restart(self, seconds: float, back: Callable[[], None]) -> None:
-        """What is under way to or from this shard is lost; its store is kept, as on a disk. `back` is called when it is."""
+        """Messages under way to and from this shard are lost; its store is kept. `back` is called when it is back."""
         self._break_down()
         self._is_down = True
         self._free_at = max(self._free_at, self._timeline.now + seconds)

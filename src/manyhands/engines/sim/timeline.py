@@ -147,7 +147,7 @@ class Timeline:
         self.programs: list[SimProgram] = []
         self.left = 0  # programs that have not ended
         self.on_end: Callable[[SimProgram], None] = lambda program: None
-        """Called when a program has ended, by itself, by an error or killed; an error that this raises ends the timeline."""
+        """Called when a program ended, by itself, by an error or killed; an error raised here ends the timeline."""
         self._heap: list[tuple[float, float, int, Due]] = []
         self._ties = random.Random(seed)
         self._count = 0
@@ -172,7 +172,7 @@ class Timeline:
         return due
 
     def run(self) -> None:
-        """Until all programs have ended. Raises Stuck where none can go on, and what `on_end` raises; then all programs are killed, without `on_end`."""
+        """Run all programs to their end. Raises Deadlock, and what `on_end` raises; other programs are then killed."""
         self._outside = capture()
         try:
             self._run()

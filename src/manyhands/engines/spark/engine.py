@@ -92,7 +92,7 @@ class Spark(Engine):
             return Driver(joined.hosts, replace(spec, observer=observer)).run(program)
 
     def _opened(self, addresses: tuple[str, str], spec: LaunchSpec) -> tuple[Listener, Stage]:
-        """Where the executors come to, and what they are told. addresses: of this host to listen at, and by which executors call it."""
+        """The listener for executors and their settings. addresses: to listen at, and for executors to connect to."""
         from manyhands.engines.hosts.message_channel import SILENCE_S
         from manyhands.engines.hosts.roster import versions
         from manyhands.engines.spark.stage import Stage
@@ -143,7 +143,7 @@ class Spark(Engine):
             host_processes.assign(hosts[i] + (shards if i == 0 else []), names[i], {"hosts": hosts, "names": names})
 
     def _secret(self) -> Secret:
-        """Of this run alone; it travels to the executors in the job's closure, by whatever way Spark itself protects."""
+        """The secret of this run; it travels in the job's closure, protected as Spark protects closures."""
         from manyhands.engines.hosts.secret import Secret
 
         with tempfile.TemporaryDirectory(prefix="manyhands-") as folder:

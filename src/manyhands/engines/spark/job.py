@@ -47,7 +47,7 @@ class Job:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """When this returns, no Spark task of the run is left. What Spark says of its own failure is added to the error."""
+        """On return no Spark task of the run is left. Spark's description of its own failure is added to the error."""
         self._thread.join(_END_S if error is None else _OWN_WORD_S)
         reason = "" if self._error is None else why(self._error)
         deadline = time.monotonic() + _END_S

@@ -87,7 +87,7 @@ class Stage:
         return Spool(frame.kept, self.memory_bytes // len(self.frames), _folder())
 
     def _counts(self, context: Any, partition: int, tasks: int) -> list[dict[str, Any]]:
-        """What every Spark task says of its share of the files: the rows, which all need to know their parts; nothing without files."""
+        """Every Spark task's share of the files and its rows, which all tasks need; nothing without files."""
         if not any(frame.files for frame in self.frames):
             return []
 

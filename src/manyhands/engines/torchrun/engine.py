@@ -1,4 +1,4 @@
-"""Engine `torchrun`: this process is a worker already, started by torchrun, mpirun, srun, or anything that sets their variables."""
+"""Engine `torchrun`: this process is already a worker, started by torchrun, mpirun, srun or a like launcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launchers that start this process as one of several: what each calls rank and size, in torchrun's words. Imports nothing heavy."""
+"""The variables of launchers that start this process as one of several, in torchrun's terms. Imports are light."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the rules about a comparison look at: plain data, made of a Comparison by whoever advises; and what the comparison decides."""
+"""The data behind the advice on a comparison, and the comparison's one decision."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Compared:
 
     @property
     def fit(self) -> list[Contestant]:
-        """The rivals that may be taken, the fastest first: a worse metric rules out, unless the time to a target is compared."""
+        """The rivals that may be recommended, fastest first: a worse metric rules out, except for time to target."""
         return [one for one in self.rivals if self.to_target or one.quality != "worse"]
 
     @property

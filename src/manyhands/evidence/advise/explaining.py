@@ -151,7 +151,7 @@ def _drift(one: Contestant, base: Contestant) -> Advice | None:
 
 
 def _unequal(one: Contestant, base: Contestant) -> Advice | None:
-    """All-reduce computes what one process computes, to rounding (docs/guarantees.md), unless the model looks at other rows too."""
+    """All-reduce equals one process to rounding (docs/guarantees.md), unless the model mixes rows."""
     if one.measured.name not in ("allreduce", "quorum"):
         return None
     text = "it should compute what one process computes: `manyhands check` finds what in the model depends on the split of the rows."

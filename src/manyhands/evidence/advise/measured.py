@@ -169,7 +169,7 @@ class Advice:
     text: str
     numbers: dict[str, Any]
     wins: float = 0.0
-    """Share of the time that heeding it wins, as predicted; 1 where all of it is at stake, 0 where nothing is promised."""
+    """Predicted share of the time that following it saves; 1 where all is at stake, 0 without a promise."""
 
 
 def ms(seconds: float) -> str:

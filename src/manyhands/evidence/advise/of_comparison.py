@@ -27,7 +27,7 @@ OF_A_RUN = (
 
 
 def advise_comparison(compared: Compared) -> list[Advice]:
-    """All that applies: whether to distribute, then what wins most first. Empty where nothing ran on several workers."""
+    """All advice that applies: whether to distribute, then by gain. Empty if nothing ran on several workers."""
     if not compared.several:
         return []
     found = [advice for rule in RULES for advice in rule(compared)]
@@ -119,7 +119,7 @@ def _tried(advice: Advice, best: Contestant, c: Compared) -> bool:
 
 
 def _explained(c: Compared) -> Iterator[Advice]:
-    """Why others are worse (explaining.py). It wins what they are faster than the best that is not, or than one process."""
+    """Why others are worse (explaining.py). The gain is their speed over the best that is not worse."""
     for one in c.several:
         advice = explain(one, c.base) if one.quality == "worse" else None
         if advice is not None:
@@ -127,7 +127,7 @@ def _explained(c: Compared) -> Iterator[Advice]:
 
 
 def _compression(c: Compared) -> Iterator[Advice]:
-    """Of a strategy with codecs and without: whether the fastest codec makes it 1.1 times as fast, or as slow, beyond both intervals."""
+    """A strategy with and without codecs: whether the fastest codec changes the speed 1.1-fold, beyond intervals."""
     for plain in c.several:
         coded = [one for one in c.several if one.measured.codec != "none" and _alike(one.measured, plain.measured)]
         if plain.measured.codec != "none" or not coded:

@@ -158,7 +158,7 @@ def _why_uneven(m: RunMeasurements, numbers: dict[str, Any]) -> str:
 
 
 def _wait_less(m: RunMeasurements) -> str:
-    """By the options that the strategy has: a bound that is not set holds nobody back, so that workers wait only where all meet."""
+    """By the strategy's options: without a bound nobody is held back, and workers wait only where all meet."""
     if m.near_limit:
         return "take fewer workers"
     if m.options.get("bound") is not None:

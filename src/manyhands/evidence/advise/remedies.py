@@ -88,7 +88,7 @@ def bytes_left(codec: CodecCost, workers: int, shapes: Sequence[Sequence[int]], 
 
 
 def low_rank(shapes: Sequence[Sequence[int]], rank: int = 2) -> float:
-    """The share of these parameters' numbers that PowerSGD of this rank sends; of unknown ones that of a transformer."""
+    """The share of these parameters that PowerSGD of this rank sends; a transformer's where shapes are unknown."""
     numbers = sum(prod(shape) for shape in shapes)
     if not numbers:
         return LOW_RANK
@@ -96,7 +96,7 @@ def low_rank(shapes: Sequence[Sequence[int]], rank: int = 2) -> float:
 
 
 def _sent(shape: Sequence[int], rank: int) -> int:
-    """Numbers that PowerSGD sends of a parameter: the outermost dimension is the rows, and what is no matrix goes as it is."""
+    """Numbers that PowerSGD sends of a parameter: the first dimension is the rows; vectors are sent whole."""
     if len(shape) < 2:
         return prod(shape)
     rows, columns = shape[0], prod(shape[1:])

@@ -64,7 +64,7 @@ class Bar(NamedTuple):
 
 
 def picked(workers: Sequence[Mapping[str, float]], variants: int) -> list[int]:
-    """The ranks of a variant's workers that are drawn: all, or as many as there is room for, from the least to the most compute."""
+    """The ranks of a variant that are drawn: all, or as many as fit, from the least to the most compute."""
     places = room(variants)
     if len(workers) <= places:
         return list(range(len(workers)))
@@ -145,7 +145,7 @@ def _bars(
 
 
 def staleness(comparison: Comparison) -> Figure | None:
-    """How many versions late pushes were, in shares of all pushes: a histogram a variant, one below the other, on one axis."""
+    """Staleness of pushes as shares of all pushes: one histogram a variant, on one axis."""
     found = {one: means.staleness(comparison, one.name) for one in drawing.shown(comparison)}
     found = {one: histogram for one, histogram in found.items() if histogram}
     if not found:

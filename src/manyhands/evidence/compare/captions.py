@@ -1,4 +1,4 @@
-"""What to read from each chart, in a sentence or two made of the comparison's own numbers; "" where there is nothing to say."""
+"""A sentence or two for each chart, made of the comparison's numbers; "" where there is nothing to say."""
 
 from __future__ import annotations
 

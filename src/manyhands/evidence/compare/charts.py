@@ -1,4 +1,4 @@
-"""The charts of the report: each a question, the sentence that answers it from the data, and the figure that shows it."""
+"""The charts of the report: each a question, the sentence that answers it, and the figure."""
 
 from __future__ import annotations
 

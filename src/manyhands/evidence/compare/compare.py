@@ -123,7 +123,7 @@ def _tried(comparison: Comparison) -> list[str]:
 
 
 def _differences(comparison: Comparison, name: str) -> tuple[Difference, ...]:
-    """From the reference: in rows a second, seconds, time to target, and every final metric whose name says which way is better."""
+    """Differences from the reference: rows/s, seconds, time to target, and every final metric with a direction."""
     ways: dict[str, bool | None] = {
         of: higher for of, higher in HIGHER.items() if of != "target_seconds" or comparison.target is not None
     }
@@ -185,7 +185,7 @@ def _possible(
 
 @contextmanager
 def _warm(engine: Engine, own: bool) -> Iterator[Engine]:
-    """The engine for all trials; local workers are forked from one warm server, and also a single one has its own process."""
+    """The engine for all trials; local workers, a single one too, are forked from one warm server."""
     with ExitStack() as stack:
         if isinstance(engine, Local) and (own or not engine.apart):
             engine = stack.enter_context(Local(apart=True))

@@ -1,4 +1,4 @@
-"""What a comparison found: plain data, written to and read from report.json; the report, the table and the verdict are made of it."""
+"""The result of a comparison as plain data, stored in report.json; report, table and verdict are made of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Variant:
     threads: int
     """Of each worker."""
     name: str
-    """Unique among the variants: `solo, 2 threads`, `local-sgd:period=8 on 4`; a spec that is given twice ends in `(2)`."""
+    """Unique among the variants: `solo, 2 threads`, `local-sgd:period=8 on 4`; a repeated spec ends in `(2)`."""
 
     @property
     def solo(self) -> bool:
@@ -46,7 +46,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One run of one variant. Seconds of the loop are means over workers, as in `Run.timing`; validations are not in them."""
+    """One run of one variant. Seconds are means over workers, as in `Run.timing`, without validations."""
 
     variant: str
     """Its name."""
@@ -73,7 +73,7 @@ class Trial:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """At the end: train_*, validation_*, test_*."""
     target_seconds: float | None = None
-    """Of the loop, until the target was reached; None where it was not, or there is none. Between two validations: a straight line."""
+    """Seconds of the loop until the target, interpolated between validations; None where it was not reached."""
     target_rows: float | None = None
     distance: float | None = None
     """Of the final parameters from solo's of the same repeat, |p - s| / |s|, exact; 0 is bit-equal."""
@@ -185,7 +185,7 @@ class Comparison:
     simulated: Mapping[str, str] = field(default_factory=dict)
     """The cluster's options where seconds are virtual; empty: they are real."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Of the task, as the warm-up's run has them: how many processes load its rows, and whether gradients are clipped."""
+    """Of the task, from the warm-up run: how many processes load its rows, and whether gradients are clipped."""
     machine: Mapping[str, Any] = field(default_factory=dict)
     """As `manyhands.recording.run.environment()` has it, with processor, engine, device and when."""
     seconds: float = 0.0

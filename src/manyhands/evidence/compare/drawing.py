@@ -70,7 +70,7 @@ def above(at: float, name: str, value: str) -> list[Json]:
 def level(
     value: float, name: str, *, colour: str = style.MUTED[0], side: str = "left", over: bool = True, log: bool = False
 ) -> Json:
-    """A line across the chart, and what it says: at the left or right side, over it or under it; `log`: of a logarithmic axis."""
+    """A line across the chart with its text at the left or right, above or below; `log`: a logarithmic axis."""
     shape = {
         "type": "line",
         "xref": "paper",

@@ -104,7 +104,7 @@ def _from_zero(lines: Sequence[Json]) -> Json:
 
 
 def _powers(least: int, most: int, zeros: bool) -> Json:
-    """At most seven ticks of a logarithmic axis; with `zeros` the least power stands for zero, which has no place on one."""
+    """At most seven ticks of a logarithmic axis; with `zeros` the least power stands for zero."""
     every = max(1, math.ceil((most - least) / 6))
     powers = [power for power in range(most, least - 1, -every) if not zeros or power > least]
     ticks = [(power, wording.power(power)) for power in powers] + ([(least, "0")] if zeros else [])

@@ -1,4 +1,4 @@
-"""The last look at a trial's model, in the driver, the same for all variants: metrics of the training rows, and what it predicts."""
+"""The final evaluation of a trial's model in the driver, the same for all variants: metrics and predictions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Predictions:
     values: Tensor
 
     def agreement(self, other: Predictions) -> float | None:
-        """Share of equal classes; of outputs 1 - |o - s| / |s|, at least 0. None where they are not of the same kind and number."""
+        """Share of equal classes; of outputs 1 - |o - s| / |s|, at least 0. None where they cannot be compared."""
         if self.of != other.of or len(self.values) != len(other.values) or not len(self.values):
             return None
         if self.of == CLASSES:
@@ -52,7 +52,7 @@ class Looked:
 
     metrics: dict[str, float]
     predictions: Predictions | None
-    """None where the task's `evaluate` calls the model in no way that gives a tensor with a row for each of the batch's."""
+    """None where the task's `evaluate` never calls the model for a tensor with a row for each of the batch's."""
 
 
 def look(task: Task, model: nn.Module, data: Any, device: torch.device, rows: int = ROWS) -> Looked:
@@ -144,7 +144,7 @@ def _tensors(outputs: Any) -> list[Tensor]:
 
 
 def _class_axis(outputs: Tensor, batch: list[Any]) -> int | None:
-    """Which axis of the outputs counts two classes or more: that without which their shape is that of integers in the batch; None: no such."""
+    """The axis of the outputs over two classes or more, by the shape of integers in the batch; None: no such axis."""
     targets = {
         tuple(column.shape)
         for column in batch

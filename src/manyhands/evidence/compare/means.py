@@ -1,4 +1,4 @@
-"""What the report shows of a comparison's trials: means and what the repeats lie between, courses over a run, shares of time. Pure."""
+"""Aggregates of trials for the report: means with the repeats' range, curves over a run, shares of time. Pure."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def most_memory(trial: Trial) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """A number at each validation: the validations of repeats lie at the same rows, so the first belongs to the first."""
+    """A number at each validation: the validations of repeats are at the same rows, and are averaged in order."""
 
     rows: tuple[float, ...]
     """Means over repeats, as are the seconds."""
@@ -73,7 +73,7 @@ def _seconds(points: Sequence[Point]) -> float:
 
 
 def curve_metric(comparison: Comparison) -> str:
-    """The metric that is drawn over a run: the target's, else the judged one, else its nearest kin that was validated; or ""."""
+    """The metric drawn over a run: the target's, else the judged one, else the nearest validated one; or ""."""
     known = {name for trial in comparison.trials for point in trial.curve for name in point.metrics}
     kin = [prefix + bare(comparison.metric) for prefix in ("test_", "validation_", "train_", "")]
     wanted = [*([comparison.target.metric] if comparison.target else []), comparison.metric, *kin]
@@ -137,7 +137,7 @@ def staleness(comparison: Comparison, name: str) -> dict[int, int]:
 
 
 def drawn(comparison: Comparison, most: int) -> tuple[Variant, ...]:
-    """At most so many variants, in their order: solo, then those that did best by the target, or else by the judged metric."""
+    """At most so many variants, in order: solo, then the best by the target, else by the judged metric."""
     ended = [variant for variant in comparison.variants if comparison.of(variant.name)]
     solos = [variant for variant in ended if variant.solo]
     others = sorted((variant for variant in ended if not variant.solo), key=lambda one: _rank(comparison, one.name))

@@ -23,7 +23,7 @@ class SpeedUp:
     one_thread: float | None
     all_threads: float | None
     efficiency: float | None
-    """Of what is ideal against one thread: 1 is as many times as fast as there are threads in all, or as workers where solo has one variant only."""
+    """Speed-up over one thread as a share of the ideal: of all threads, or of workers if solo has one variant."""
 
 
 # -- one trial -------------------------------------------------------------------------------------------------------
@@ -44,7 +44,7 @@ def until(history: Sequence[Mapping[str, Any]]) -> Callable[[int], tuple[int, fl
 
 
 def curve(history: Sequence[Mapping[str, Any]], validations: Iterable[tuple[int, Mapping[str, float]]]) -> list[Point]:
-    """The validations of a run as points. validations: (the last tick before it, metrics); of several at the same rows the last counts."""
+    """The validations of a run as points. validations: (step before it, metrics); the last at equal rows counts."""
     at, points = until(history), dict[int, Point]()
     for tick, metrics in validations:
         rows, seconds = at(tick)
@@ -94,7 +94,7 @@ def _between(first: float, second: float, share: float) -> float:
 
 
 def numbers(comparison: Comparison, name: str, of: str) -> list[float | None]:
-    """A variant's numbers by repeat. of: rows_per_s, seconds, target_seconds, or a metric's name; None where there is none."""
+    """A variant's numbers by repeat. of: rows_per_s, seconds, target_seconds, or a metric's name."""
     read: Callable[[Trial], float | None] = (
         (lambda trial: getattr(trial, of)) if of in HIGHER else (lambda trial: trial.metrics.get(of))
     )
@@ -109,7 +109,7 @@ def middle(comparison: Comparison, name: str, of: str) -> float | None:
 
 
 def differ(comparison: Comparison, name: str, reference: str, of: str, higher: bool) -> Difference:
-    """How one variant differs from another, repeat by repeat; of metrics the margin is a share of the reference's mean."""
+    """How one variant differs from another, repeat by repeat; a metric's margin is a share of the reference's mean."""
     own, other = numbers(comparison, name, of), numbers(comparison, reference, of)
     margin = comparison.time_margin
     if of not in HIGHER:
@@ -118,7 +118,7 @@ def differ(comparison: Comparison, name: str, reference: str, of: str, higher: b
 
 
 def ratio(comparison: Comparison, name: str, reference: str, of: str = "rows_per_s") -> float | None:
-    """Of their means, variant / reference; None where one of them lacks a repeat, which would make it a ratio of other repeats."""
+    """The ratio of their means, variant / reference; None where one lacks a repeat that the other has."""
     if not all(numbers(comparison, name, of)) or not all(numbers(comparison, reference, of)):
         return None
     own, other = middle(comparison, name, of), middle(comparison, reference, of)

@@ -16,7 +16,7 @@ _TARGET = re.compile(r"\s*([^\s<>=≤≥]+)\s*(<=|>=|≤|≥|=)\s*([^\s<>=≤≥
 
 
 def target_of(given: Target | str | None) -> Target | None:
-    """`test_accuracy=0.97`, `test_loss<=1.8`, `validation_reward>=0.9`. Raises BadInput for anything else, and where `=` leaves open which way is better."""
+    """`test_accuracy=0.97`, `test_loss<=1.8`. BadInput for anything else, or where `=` leaves the direction open."""
     if given is None or isinstance(given, Target):
         return given
     match = _TARGET.fullmatch(given)
@@ -64,7 +64,7 @@ def on_test(task: Task, target: Target | None) -> bool:
 
 
 def swapped(task: Task) -> Task:
-    """The task with its validation and test rows in each other's place; `renamed` puts the names of metrics right again."""
+    """The task with validation and test rows exchanged; `renamed` restores the metrics' names."""
     return task.with_fields(validation_data=task.test_data, test_data=task.validation_data)
 
 

@@ -42,7 +42,7 @@ class Sketch:
     norm: float  # of the parameters, exact
 
     def distance(self, other: Sketch) -> float | None:
-        """|p - s| / |s|, estimated; the standard error is 1 / sqrt(2 · BUCKETS) of it. 0 for equal parameters; None where |s| is 0."""
+        """|p - s| / |s|, estimated with a relative standard error of 1 / sqrt(2 · BUCKETS); None where |s| is 0."""
         return float((self.buckets - other.buckets).norm()) / other.norm if other.norm else None
 
 
@@ -76,7 +76,7 @@ def probed(task: Task) -> Task:
 
 
 def fingerprint(weights: Sequence[Tensor]) -> int:
-    """A number made of the bits of these tensors, by sums of their words: what a training step changes, it tells all but certainly."""
+    """A checksum of the bits of these tensors: it changes, almost surely, with every training step."""
     total = 0
     for weight in weights:
         words = (torch.view_as_real(weight) if weight.is_complex() else weight).detach().contiguous().reshape(-1)

@@ -50,7 +50,7 @@ class Repeating:
         return [entry for entry in self.entries if entry.variant.solo][-1]
 
     def run(self) -> Comparison:
-        """All that was measured, without findings. Raises what `train` raises in the warm-up; ManyhandsError where solo fails."""
+        """All measurements, without findings. Raises as `train` in the warm-up; ManyhandsError where solo fails."""
         began = time.monotonic()
         self.say("warming up")
         known = warm_up(self.setting, self.reference, self._engine_of(self.reference))

@@ -1,4 +1,4 @@
-"""A comparison as one HTML file that needs nothing else: the verdict, the table, the charts, the method. The page is report.html.jinja."""
+"""A comparison as one self-contained HTML file, from report.html.jinja: verdict, table, charts, method."""
 
 from __future__ import annotations
 

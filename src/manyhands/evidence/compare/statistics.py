@@ -147,7 +147,7 @@ def t_quantile(freedom: int) -> float:
 
 
 def t_within(t: float, freedom: int) -> float:
-    """P(|Student's t| ≤ t), t ≥ 0: Abramowitz and Stegun, Handbook of Mathematical Functions, 1964, 26.7.3 and 26.7.4."""
+    """P(|Student's t| ≤ t), t ≥ 0: Abramowitz, Stegun, Handbook of Mathematical Functions, 1964, 26.7.3-4."""
     angle = math.atan(t / math.sqrt(freedom))
     odd = freedom % 2
     term = math.sin(angle) * (math.cos(angle) if odd else 1.0)

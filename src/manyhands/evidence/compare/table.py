@@ -1,4 +1,4 @@
-"""The table of a comparison: a row for each variant, a column for each thing measured; the report and the pull request show it."""
+"""The table of a comparison: a row for each variant, a column for each measure."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def of_trials(
     compared: str = "",
     geometric: bool = False,
 ) -> Callable[[Variant], TableCell]:
-    """The cell of a number that each trial has; `compared`: what its difference is called; `geometric`: the mean of rates and times."""
+    """The cell of a number of each trial; `compared`: its difference's name; `geometric`: for rates and times."""
 
     def cell(variant: Variant) -> TableCell:
         found = means.of_variant(comparison, variant.name, of, geometric)
@@ -238,7 +238,7 @@ def is_ratio(difference: Difference) -> bool:
 
 
 def interval(difference: Difference) -> str:
-    """`1.62× [1.55, 1.70]`, `+0.002 [−0.004, +0.008]`; without brackets where one repeat gives no interval, "" where there is no ratio."""
+    """`1.62× [1.55, 1.70]`, `+0.002 [−0.004, +0.008]`; no brackets for a single repeat, "" without a ratio."""
     say = wording.times if is_ratio(difference) else wording.signed
     if not math.isfinite(difference.middle):
         return ""

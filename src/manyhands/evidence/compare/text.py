@@ -37,7 +37,7 @@ class _Column:
 
 
 def text(comparison: Comparison, width: int = WIDTH) -> str:
-    """Two tables, the verdict and the first line of advice, at most `width` columns wide; columns are left out rather than cut."""
+    """Two tables, the verdict and the first advice, `width` columns at most; columns are dropped, not cut."""
     width = max(NARROWEST, min(width, WIDTH))
     legend = LEGEND.format(base=comparison.reference.replace(", ", " with "))
     parts = [

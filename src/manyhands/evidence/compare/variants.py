@@ -1,4 +1,4 @@
-"""What is compared, and in which order: solo and every strategy on so many workers. Pure, but for the engine's own checks."""
+"""What is compared, in which order: solo and every strategy on each number of workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from manyhands.strategies.solo import Solo
 from manyhands.training.config import TrainConfig
 
 DEFAULT = ("solo", "allreduce", "local-sgd:period=8", "gossip", "downpour", "dynsgd", "hogwild")
-"""One of each kind: the mean of every gradient, means of parameters now and then, neighbours, a server, one that weighs staleness, shared memory."""
+"""One of each kind: mean of gradients, periodic means, neighbours, server, staleness-aware, shared memory."""
 _TRIES = 200  # orders that are drawn for a repeat, of which the best is taken
 
 

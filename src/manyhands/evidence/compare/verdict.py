@@ -1,4 +1,4 @@
-"""The sentence or two that a comparison comes to: its one decision (evidence/advise/compared.py), in words and numbers. Pure."""
+"""A comparison's decision (evidence/advise/compared.py) as a sentence or two with numbers."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _only_solo(comparison: Comparison) -> str:
 
 
 def _varies(comparison: Comparison, c: Compared) -> str:
-    """A sentence where the one to beat, or the one that the table compares with, itself varies by half from repeat to repeat."""
+    """A warning where the variant to beat, or the reference, varies by half from repeat to repeat."""
     noisy = [
         one.name for one in c.contestants if one.name in (c.reference, comparison.reference) and one.varies >= VARIES
     ]

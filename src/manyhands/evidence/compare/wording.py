@@ -89,7 +89,7 @@ def named(names: Sequence[str], most: int = NAMED) -> str:
 
 
 def label(name: str, most: int = LABEL) -> str:
-    """A name that fits into a chart on a phone: its middle is left out where it is longer; the end says how many workers."""
+    """A name short enough for a chart on a phone: the middle is cut, the end says how many workers."""
     if len(name) <= most:
         return name
     tail = most // 3

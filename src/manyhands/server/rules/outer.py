@@ -26,7 +26,7 @@ ELEMENTWISE = (
     "Rprop",
     "ASGD",
 )
-"""The torch optimizers that treat every weight by itself: the others cannot be split over shards, nor see a flat vector."""
+"""The elementwise torch optimizers: others cannot be split over shards, nor use a flat vector."""
 
 
 @dataclass(kw_only=True)

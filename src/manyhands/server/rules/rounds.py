@@ -1,4 +1,4 @@
-"""Rounds with a quorum: one outer step a round, over pushes that come whenever their workers are ready. Pure: no clock, no thread."""
+"""Rounds with a quorum: one outer step a round, over pushes that arrive at any time. Pure: no clock, no thread."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class AddRule(Rule):
 
 @dataclass(kw_only=True)
 class StalenessRule(Rule):
-    """center += update / (staleness + 1). Heterogeneity-aware Distributed Parameter Servers, Jiang, Cui, Zhang, Yu, 2017 (DynSGD)."""
+    """center += update / (staleness + 1). Heterogeneity-aware Distributed Parameter Servers, Jiang et al., 2017."""
 
     @override
     def merge(self, old: Tensor, new: Tensor, pushes: Sequence[Push]) -> None:
