@@ -40,14 +40,14 @@ def sigterm_to(stop: Callable[[str], None]) -> Iterator[None]:
 
 
 def end_by_sigterm() -> None:
-    """From now on SIGTERM ends this command with exit code 75, outside of `sigterm_to`; a library that is being imported may swallow
-    the exception, then the run that follows stops at its start."""
+    """From now on SIGTERM ends this command with exit code 75, outside of `sigterm_to`; a library that is being
+    imported may swallow the exception, then the run that follows stops at its start."""
     signal.signal(signal.SIGTERM, _end)
 
 
 def leave_sigterm_to_the_system() -> None:
-    """Where SIGTERM ended this command, it ends the process at once, as in `python script.py`; also while a library waits for other processes,
-    where no handler of Python's is called."""
+    """Where SIGTERM ended this command, it ends the process at once, as in `python script.py`; also while a library
+    waits for other processes, where no handler of Python's is called."""
     if signal.getsignal(signal.SIGTERM) is _end:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

@@ -39,7 +39,8 @@ class WorkerCallback(ABC):
 
     @abstractmethod
     def on_end(self) -> Any:
-        """The model holds the answer, in evaluation mode; worker 0 may change it. Not called when the run was preempted.
+        """The model holds the answer, in evaluation mode; worker 0 may change it. Not called when the run was
+        preempted.
 
         Returns a JSON value; `WorkerCallbackFactory.on_result` receives worker 0's.
         """

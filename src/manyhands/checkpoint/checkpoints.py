@@ -4,11 +4,11 @@ A checkpoint is a folder `step-00000120/` of one safetensors and one JSON file a
 last, with every file's SHA-256. It is made under a temporary name, synced, then renamed. The newest two are kept;
 those newer than the one being saved were passed over at resume, because they are damaged, and are removed.
 
-A manifest also has the number of the launch that wrote it (see `launch_lock`). What lies in the folder under other names
-than a checkpoint's is neither read nor removed.
+A manifest also has the number of the launch that wrote it (see `launch_lock`). What lies in the folder under other
+names than a checkpoint's is neither read nor removed.
 
-Elsewhere than on a disk (a `RemotePath`) nothing can be renamed into place, and every rank puts its own files where they
-are to lie: there a folder without a manifest is not finished, and no checkpoint.
+Elsewhere than on a disk (a `RemotePath`) nothing can be renamed into place, and every rank puts its own files where
+they are to lie: there a folder without a manifest is not finished, and no checkpoint.
 """
 
 from __future__ import annotations
@@ -101,12 +101,13 @@ def save(
 ) -> AnyPath:
     """Write this rank's part of a checkpoint; a collective. Returns where it lies, the same on all ranks.
 
-    claim: the launch that writes; ManyhandsError where another has the run directory by now. warn: is told what cannot be removed.
+    claim: the launch that writes; ManyhandsError where another has the run directory by now. warn: is told what cannot
+        be removed.
     A rank on a host that does not see rank 0's folder on a disk sends its part there. OSError (a full disk, say) and a
     RemotePath's ManyhandsError pass through: no checkpoint under the final name exists then.
 
-    No rank writes where another one tells it to: every rank knows `folder` and the names of all files, and takes from the
-    others a random token, lengths within `_most_bytes`, and digests. ManyhandsError for anything else.
+    No rank writes where another one tells it to: every rank knows `folder` and the names of all files, and takes from
+    the others a random token, lengths within `_most_bytes`, and digests. ManyhandsError for anything else.
     """
     final = folder / _name(tick)
     token = _begin(folder, tick, claim, warn) if group.rank == 0 else ""
@@ -130,8 +131,8 @@ def save(
 def within_reach(saved: Checkpoint, group: Group) -> Iterator[Checkpoint]:
     """The checkpoint as this rank can read it, within; a collective.
 
-    Hosts that do not see its folder get a copy from the first rank that does, which is gone afterwards. What comes has to
-    be what `saved` says (ManyhandsError).
+    Hosts that do not see its folder get a copy from the first rank that does, which is gone afterwards. What comes has
+    to be what `saved` says (ManyhandsError).
     """
     seen = _holds(saved)
     everyone = group.all_gather_json([seen, saved.tick, saved.digest])
@@ -170,8 +171,8 @@ def newest(folder: AnyPath, warn: Warn) -> Checkpoint | None:
     """The newest checkpoint whose every file is what its manifest says; each damaged one is named to `warn`.
 
     Of two launches at once, on a file system without locks, the later launch's is the newer one. None where there is no
-    checkpoint at all; BadInput where there are some and all are damaged. A file system that does not answer is no damage
-    (ManyhandsError).
+    checkpoint at all; BadInput where there are some and all are damaged. A file system that does not answer is no
+    damage (ManyhandsError).
     """
     folders = _folders(folder)
     for path in sorted(folders, key=lambda path: (_launch(path), _tick(path)), reverse=True):

@@ -1,4 +1,5 @@
-"""One driver at a time works in a run directory: a lock on its `launch.json`, and a number that every checkpoint carries.
+"""One driver at a time works in a run directory: a lock on its `launch.json`, and a number that every checkpoint
+carries.
 
 The lock is flock's, which ends with the process that holds it, however that ends. `launch.json` says whose it is:
 {number, host, pid}. Where a file system has no locks the number alone decides: the later launch has the directory, and

@@ -24,7 +24,8 @@ PARTIAL = ".partial"  # ends the name of a file that is being written
 
 @dataclass(frozen=True)
 class RemotePath:
-    """A file or folder by its URL; its text is that URL. Nothing is held open between two calls, so it goes to other processes as it is.
+    """A file or folder by its URL; its text is that URL. Nothing is held open between two calls, so it goes to other
+    processes as it is.
 
     Each process reaches the file system with the credentials of its own environment. Methods raise FileNotFoundError
     where what they read is not there, and ManyhandsError for anything else that the file system says.
@@ -100,7 +101,8 @@ class RemotePath:
     def write_whole(self, source: BinaryIO) -> None:
         """All of `source`, under the name with `PARTIAL` at its end first: under its own there is never a part of it.
 
-        Who is killed before the last may leave it under that name alone, since not every file system replaces a file by renaming.
+        Who is killed before the last may leave it under that name alone, since not every file system replaces a file by
+        renaming.
         """
         partial = self.with_name(self.name + PARTIAL)
         with partial._reached("write") as (system, path), system.open(path, "wb") as file:
@@ -159,7 +161,8 @@ def open_regular(path: AnyPath) -> Iterator[io.BufferedReader]:
 
 
 def path_of(given: str | AnyPath) -> AnyPath:
-    """What a user names a run directory by: a local path (file:///… is one, too), or the URL of a file system that fsspec knows.
+    """What a user names a run directory by: a local path (file:///… is one, too), or the URL of a file system that
+    fsspec knows.
 
     Raises BadInput for a protocol that is unknown, or whose package is not installed; nothing is connected to.
     """

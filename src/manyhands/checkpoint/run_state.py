@@ -70,15 +70,16 @@ def restore(
 ) -> tuple[State, dict[str, Any]]:
     """Put this rank back where the checkpoint stood; returns its strategy state and `place`.
 
-    Raises BadInput, and has changed nothing, where the strategy's state is of other fields or shapes, as other options make them.
+    Raises BadInput, and has changed nothing, where the strategy's state is of other fields or shapes, as other options
+    make them.
 
     With as many ranks as it was written by, bit for bit. With another number: the strategy's own `merge`, which may
     refuse (nothing has changed then); the mean of the written replicas, weighted by what each counted in its open
     window (equal ones, as synchronous strategies have, are kept as they are); rank 0's optimizer and schedule; each
     rank's random state as it is now. Where `total`, the number of steps planned, is another than it was, the schedule
     is the new one's, wound on to the same step. So it is where the task says other hyperparameters than it did when the
-    checkpoint's run began: the task's are used, and `warn` is told which they are. What the task says as it did stays as
-    the checkpoint has it, moved by the schedule or by whatever else. Another class of optimizer is a BadInput.
+    checkpoint's run began: the task's are used, and `warn` is told which they are. What the task says as it did stays
+    as the checkpoint has it, moved by the schedule or by whatever else. Another class of optimizer is a BadInput.
     """
     same = checkpoint.ranks == size
     parts = [checkpoint.tensors(r) for r in ([rank] if same else range(checkpoint.ranks))]
@@ -332,7 +333,8 @@ def _check_state(
 ) -> None:
     """BadInput, by field, where the state that was saved is another than the strategy has now.
 
-    What may be None (a residual, which one worker alone does not have) may be missing when the number of ranks is not the `same`.
+    What may be None (a residual, which one worker alone does not have) may be missing when the number of ranks is not
+    the `same`.
     """
     known = {field.name for field in fields(state)}
     optional = set() if same else {field.name for field in fields(state) if field.default is None}

@@ -28,10 +28,11 @@ def compressed_mean_(
 ) -> MeanResult:
     """`Group.mean_`, of what the codec leaves of each rank's `vector` [n]. A collective.
 
-    The same bits on every rank; a rank of weight 0 gets the others' mean, and what it held does not count; total weight 0
-    leaves every vector as it was. With one rank nothing is encoded. `own` [n] gets what this rank put into the mean, for
-    error feedback: what its payload stands for (zeros without weight), less what was lost where it rounded the mean. The
-    weighted mean of all ranks' `own` is the mean; for a rank without weight, it counts as much as the others on average.
+    The same bits on every rank; a rank of weight 0 gets the others' mean, and what it held does not count; total weight
+    0 leaves every vector as it was. With one rank nothing is encoded. `own` [n] gets what this rank put into the mean,
+    for error feedback: what its payload stands for (zeros without weight), less what was lost where it rounded the
+    mean. The weighted mean of all ranks' `own` is the mean; for a rank without weight, it counts as much as the others
+    on average.
 
     Payloads of linear codecs are averaged as they travel. All others go to everybody, (size - 1) payloads from each
     rank, and are added up in rank order; those of no fixed length are padded to the longest, and what pads is sent too.

@@ -1,8 +1,8 @@
 """The group of workers on one host that each have a GPU of their own: tensors on it go from GPU to GPU, by nccl.
 
 Words (weights, bits, JSON), tensors on the CPU and messages between two ranks go through the host group, which these
-workers have anyway: so nothing but nccl itself listens, on the loopback interface, and every operation begins with the host
-group's rendezvous, which notices a lost peer and a mismatch before the GPUs wait for each other.
+workers have anyway: so nothing but nccl itself listens, on the loopback interface, and every operation begins with the
+host group's rendezvous, which notices a lost peer and a mismatch before the GPUs wait for each other.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ def has_own_gpu(wanted: str, workers_here: int, gpus: int) -> bool:
 class DeviceGroup(Group):
     """The ranks of `host` (the group's own from now on), which also meet in `backend`, a backend of torch.distributed.
 
-    Means, sums, all_gather and broadcast_ of tensors on `device` go through the backend; all else through `host`, tensors
-    of the device staged in its memory. A mean is the sum of tensor·(weight/total); 16-bit numbers are added up in float32.
+    Means, sums, all_gather and broadcast_ of tensors on `device` go through the backend; all else through `host`,
+    tensors of the device staged in its memory. A mean is the sum of tensor·(weight/total); 16-bit numbers are added up
+    in float32.
 
     Ledger: what this rank sends in a ring, whichever algorithm the backend takes, as `TorchGroup` counts it.
-    Besides the errors of every group: ManyhandsError, on every rank, when one calls another operation than the others, or
-    with another n, dtype or source; the group is unusable from then on.
+    Besides the errors of every group: ManyhandsError, on every rank, when one calls another operation than the others,
+    or with another n, dtype or source; the group is unusable from then on.
     """
 
     def __init__(self, host: Group, backend: Any, device: torch.device, timeout_s: float = 300.0) -> None:

@@ -72,9 +72,9 @@ class Group(ABC):
         weight 0 receives the others' mean, and what it held does not count, NaN included. With one rank nothing is
         multiplied. `bits` is any non-negative int; the OR of all comes back. n may be 0 (then only words travel).
 
-        `lost` [n], of a wider dtype, is given on all ranks or on none, for a tensor of 16-bit numbers. It gets what rounding
-        the mean took away, every part of it on one rank and zeros on the others: the mean and all ranks' `lost` add up to the
-        mean in the dtype of `lost`.
+        `lost` [n], of a wider dtype, is given on all ranks or on none, for a tensor of 16-bit numbers. It gets what
+        rounding the mean took away, every part of it on one rank and zeros on the others: the mean and all ranks'
+        `lost` add up to the mean in the dtype of `lost`.
         """
         return self.start_mean_(tensor, weight, bits, lost).wait()
 
@@ -105,9 +105,9 @@ class Group(ABC):
     def swap(self, tensor: Tensor, target: int, into: Tensor, source: int) -> None:
         """`send` to `target` and `receive_` from `source`, both at once where the group can; of one shape and dtype.
 
-        The two may be one rank. Ranks that swap with one another, in pairs, circles or lines (at whose ends one only sends,
-        and one only receives), never wait in a circle, also where a `send` waits for its target: here the lower of the
-        two ranks sends first.
+        The two may be one rank. Ranks that swap with one another, in pairs, circles or lines (at whose ends one only
+        sends, and one only receives), never wait in a circle, also where a `send` waits for its target: here the lower
+        of the two ranks sends first.
         """
         check_swap(tensor, target, into, source, self.rank, self.size)
         if self.rank < target:
@@ -126,7 +126,8 @@ class Group(ABC):
         """Every rank's JSON value (of any length), in rank order."""
 
     def share(self, tensor: Tensor, owner: int) -> Tensor:
-        """`owner`'s memory for `tensor` [n], which is one that `allocate` gave: the same memory on all ranks, without locks.
+        """`owner`'s memory for `tensor` [n], which is one that `allocate` gave: the same memory on all ranks, without
+        locks.
 
         Same order and arguments on all ranks. Raises Unsupported where ranks have no memory in common.
         """

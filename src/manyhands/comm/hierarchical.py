@@ -33,7 +33,8 @@ class HierarchicalGroup(Group):
 
     layout: the ranks of each host, in order: ((0, 1), (2, 3, 4)). local: this host's group, in that order. across: the
     leaders' ring, on each host's first rank only, whose `names` are the leaders' ranks. direct: a group of all ranks
-    for `send` and `receive_` between hosts; without it they raise Unsupported. All three are this group's own from now on.
+    for `send` and `receive_` between hosts; without it they raise Unsupported. All three are this group's own from now
+    on.
     hosts: names by host, for messages.
 
     A mean is taken on each host, weighted by its workers, then between hosts, weighted by their totals; so each share

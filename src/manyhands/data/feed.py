@@ -26,10 +26,10 @@ class Feed:
     Over all ranks, each index of an epoch's order is handed out exactly once. Everything depends on (seed, epoch, rank,
     size, batch size) alone: the same arguments give the same bits, from any first tick on.
 
-    Where the source draws no random numbers and reading costs more than a thread's hand-over (large gathers, files, Hugging Face
-    datasets), a thread reads two batches ahead. A Dataset's own code runs in the caller's thread, because a thread that
-    drew from the process's generators would make the model's dropout depend on timing; `loader_processes` takes it
-    into processes, with generators of their own.
+    Where the source draws no random numbers and reading costs more than a thread's hand-over (large gathers, files,
+    Hugging Face datasets), a thread reads two batches ahead. A Dataset's own code runs in the caller's thread, because
+    a thread that drew from the process's generators would make the model's dropout depend on timing; `loader_processes`
+    takes it into processes, with generators of their own.
     """
 
     def __init__(
@@ -45,7 +45,8 @@ class Feed:
         device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable
         threads: bool = True,
     ) -> None:
-        """`batch_size` is global; default: the source's own, else 64. `order`: epoch -> row indices, the same on all ranks.
+        """`batch_size` is global; default: the source's own, else 64. `order`: epoch -> row indices, the same on all
+        ranks.
         threads: whether a thread may read ahead.
 
         Raises BadInput for fewer than one row a worker, a rank not in range(size), and what the source cannot do.
@@ -71,7 +72,8 @@ class Feed:
     def epoch(self, epoch: int, first_tick: int = 0) -> Slices:
         """This worker's slices of an epoch from `first_tick` on.
 
-        Sized: exactly one a tick, some empty. Unsized: until this worker's rows are out. Earlier ticks are not loaded (a
+        Sized: exactly one a tick, some empty. Unsized: until this worker's rows are out. Earlier ticks are not loaded
+            (a
         stream reads and drops them). Closing the generator, or dropping it, ends threads and processes at once.
         """
         reading = self._of_epoch(epoch, first_tick)
@@ -83,7 +85,8 @@ class Feed:
                 yield self._here(part)
 
     def leased(self, segment: Segment, take: Callable[[], Lease | End]) -> Generator[Slice, None, End]:
-        """The slices that `take()` leases to this worker, one after the other, until it gives the End, which is returned.
+        """The slices that `take()` leases to this worker, one after the other, until it gives the End, which is
+        returned.
 
         Sized: the slices are those of `epoch`, with `segment.parts` in place of the number of workers; all workers
         together get each exactly once. A lease is taken only when its slice is asked for, so that what nobody has begun

@@ -1,7 +1,8 @@
-"""A distributed DataFrame as training data: the driver names its columns, an engine brings its rows to the workers' hosts.
+"""A distributed DataFrame as training data: the driver names its columns, an engine brings its rows to the workers'
+hosts.
 
-On the driver a `DistributedFrame` holds the DataFrame. To the workers it travels without it, and opens there the pool of rows that the
-engine has filled on their host.
+On the driver a `DistributedFrame` holds the DataFrame. To the workers it travels without it, and opens there the pool
+of rows that the engine has filled on their host.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ VARIABLE = "MANYHANDS_POOL"
 class DistributedFrame:
     """Columns of a table: rows of (features, label), (features, label, weight), or of features alone.
 
-    table: a DataFrame, whose rows are brought; None on a worker. files: URLs (`shared_files.find`) that the hosts read themselves
+    table: a DataFrame, whose rows are brought; None on a worker. files: URLs (`shared_files.find`) that the hosts read
+        themselves
     instead.
     """
 
@@ -132,8 +134,9 @@ class HostRows(Indexed):
 class SharedRows(Source):
     """Rows on several hosts. Every host's workers share that host's rows, in an order of each epoch's own.
 
-    A host's part of a global batch is as large as its workers' together; where its rows end sooner than another's, the last
-    batches are smaller, and weights keep the mean what it is. So every row counts once an epoch, and none travels twice.
+    A host's part of a global batch is as large as its workers' together; where its rows end sooner than another's, the
+    last batches are smaller, and weights keep the mean what it is. So every row counts once an epoch, and none travels
+    twice.
     """
 
     kind: ClassVar[str] = "frame"

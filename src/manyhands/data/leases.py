@@ -1,8 +1,9 @@
-"""Who trains which slice, where every worker goes at its own pace: slices of global batches are leased, each exactly once.
+"""Who trains which slice, where every worker goes at its own pace: slices of global batches are leased, each exactly
+once.
 
-Each global batch has `parts` slices; part p of all batches is a queue. A worker takes its own queue from the front; when
-that is empty, it takes from the back of the queue that has most left, so that at an epoch's end nobody waits for rows of
-a straggler that nobody has begun. Pure: no clock, no thread.
+Each global batch has `parts` slices; part p of all batches is a queue. A worker takes its own queue from the front;
+when that is empty, it takes from the back of the queue that has most left, so that at an epoch's end nobody waits for
+rows of a straggler that nobody has begun. Pure: no clock, no thread.
 """
 
 from __future__ import annotations

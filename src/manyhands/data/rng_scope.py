@@ -13,9 +13,11 @@ import torch
 
 
 class RngScope:
-    """`with own:` runs code under CPU generators (torch, numpy, Python) that go on where they stood at the last `with own:`.
+    """`with own:` runs code under CPU generators (torch, numpy, Python) that go on where they stood at the last `with
+    own:`.
 
-    Outside, the process's generators stand as if that code had not run. A swap costs tens of microseconds, for once a batch.
+    Outside, the process's generators stand as if that code had not run. A swap costs tens of microseconds, for once a
+    batch.
     """
 
     def __init__(self, key: tuple[int, ...]) -> None:
@@ -33,7 +35,8 @@ class RngScope:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within, the process's generators go a way of their own, and not the one that is drawn from here a second time.
+        """Within, the process's generators go a way of their own, and not the one that is drawn from here a second
+        time.
 
         Afterwards, if nobody else drew from them, they go on from where this state stands, as if there had been one.
         """

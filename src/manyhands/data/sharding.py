@@ -20,8 +20,8 @@ _held: WeakValueDictionary[Hashable, Indices] = WeakValueDictionary()
 def epoch_order(rows: int, seed: int, epoch: int) -> Indices:
     """The order in which manyhands hands out the rows of an epoch: a permutation [rows] of range(rows), int64.
 
-    It depends on its three arguments alone (and on numpy: `default_rng((seed, epoch)).permutation`), so that a plain loop
-    reproduces a run:
+    It depends on its three arguments alone (and on numpy: `default_rng((seed, epoch)).permutation`), so that a plain
+    loop reproduces a run:
 
         order = torch.from_numpy(mh.epoch_order(len(x), seed, epoch))
         for i in range(0, len(x), batch_size):
@@ -47,7 +47,8 @@ def shared(make: Callable[[*Arguments], Indices], *arguments: *Arguments) -> Ind
 
 
 def slice_of(b: int, rank: int, size: int) -> tuple[int, int]:
-    """(start, stop) of `rank`'s share of a global batch of `b` rows: [r·b//N, (r+1)·b//N), empty for some ranks if b < N.
+    """(start, stop) of `rank`'s share of a global batch of `b` rows: [r·b//N, (r+1)·b//N), empty for some ranks if b <
+    N.
 
     Shares of neighbouring ranks touch, cover range(b), and differ by one row at most.
     """

@@ -89,8 +89,8 @@ class Loading:
 
     processes: int = 0
     option: str = ""
-    """`--loader-processes`, or `num_workers` of a DataLoader; "" where more would do nothing: rows lie in memory or in files
-    that are read as columns, or one process reads all of a stream."""
+    """`--loader-processes`, or `num_workers` of a DataLoader; "" where more would do nothing: rows lie in memory or in
+    files that are read as columns, or one process reads all of a stream."""
 
 
 BY_OPTION = "--loader-processes"

@@ -34,11 +34,11 @@ ACCEPTED = (
 def open_source(data: Any, *, collate: Collate | None = None, loader_processes: int = 0) -> Source:
     """The source that `data` is; opened by every worker for itself.
 
-    data: one of ACCEPTED. A tuple or dict is columns, a list is rows. A function is called here, on every worker; where it
-        gives an iterator (a generator), it is called anew for each epoch.
+    data: one of ACCEPTED. A tuple or dict is columns, a list is rows. A function is called here, on every worker; where
+        it gives an iterator (a generator), it is called anew for each epoch.
     collate: [row, …] -> batch, instead of torch's default_collate, or of gathering columns.
-    loader_processes: processes that load the rows of a Dataset or stream; what lies in memory needs none and starts none.
-        A DataLoader's own `num_workers` comes first.
+    loader_processes: processes that load the rows of a Dataset or stream; what lies in memory needs none and starts
+        none. A DataLoader's own `num_workers` comes first.
 
     Raises BadInput for anything else, for arrays of different lengths, and for no rows at all.
     """

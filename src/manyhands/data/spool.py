@@ -1,7 +1,8 @@
 """Rows that come once, as Arrow batches, kept for many epochs: plain columns in memory, and on disk beyond a budget.
 
 Whoever receives rows (a Spark task) appends them to a `Spool`. Its files have no names, so that nothing is left of them
-however their owner ends; the workers of the host open them through /proc, and map them: no row is copied between processes.
+however their owner ends; the workers of the host open them through /proc, and map them: no row is copied between
+processes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class SpoolColumn:
     def of(self, batch: pa.RecordBatch) -> Array:
         """[rows, …]. Several sources are put side by side in the last dimension: numbers count as one value a row.
 
-        Raises BadInput for missing values, lists of different lengths, what is no number, and fractions in a column of whole numbers.
+        Raises BadInput for missing values, lists of different lengths, what is no number, and fractions in a column of
+        whole numbers.
         """
         arrays = [arrow_array(batch.column(source), f"column {source!r}") for source in self.sources]
         for source, array in zip(self.sources, arrays, strict=True):

@@ -1,4 +1,5 @@
-"""Another framework's own cluster on an engine's processes: TensorFlow, torch.distributed, JAX, whose programs run unchanged.
+"""Another framework's own cluster on an engine's processes: TensorFlow, torch.distributed, JAX, whose programs run
+unchanged.
 
 Each process binds a free port at the address where the others reach it, and all addresses go round. Then every process
 has the variables that the frameworks read, and calls the user's function. What they say to each other is theirs: these
@@ -78,12 +79,14 @@ class Cluster:
     def rows(
         self, batch_size: int, *, epochs: int = 1, shuffle: bool = True, seed: int = 0, drop_remainder: bool = False
     ) -> Iterator[Any]:
-        """This process's batches of what `Engine.run` was given as rows: numpy arrays [batch_size, …] in the data's own structure.
+        """This process's batches of what `Engine.run` was given as rows: numpy arrays [batch_size, …] in the data's own
+        structure.
 
         All who train together get every row once an epoch, in an order of each epoch's own.
 
         batch_size: rows of this process. At an epoch's end there are smaller ones, and not as many in every process.
-        drop_remainder: only whole batches, and equally many in every process: what programs that meet after each batch need.
+        drop_remainder: only whole batches, and equally many in every process: what programs that meet after each batch
+            need.
 
         Raises BadInput where no rows were given, and in a process that does not train.
         """

@@ -33,11 +33,12 @@ class Share:
 class PreparedLoader(Iterable[Any]):
     """Iterates this worker's share of each global batch of `plain`, the user's own loader, whose batch size is global.
 
-    With one worker it gives what `plain` gives. With several, rank r of N gets rows [r·b//N, (r+1)·b//N) of each batch of
-    b rows: a DataLoader over a map-style dataset loads these rows alone; a stream, a DataLoader without automatic batches or
-    with an `__iter__` of its own, and any other iterable of batches is read whole by every worker, and each batch is cut:
-    as long as the loop itself draws no random numbers, these are one process's batches, also where the loader draws them.
-    Workers whose first batches of a pass differ raise BadInput. All workers get equally many batches in rank 0's random order. A worker without rows gets a stand-in of two rows of the batch, of weight 0.
+    With one worker it gives what `plain` gives. With several, rank r of N gets rows [r·b//N, (r+1)·b//N) of each batch
+    of b rows: a DataLoader over a map-style dataset loads these rows alone; a stream, a DataLoader without automatic
+    batches or with an `__iter__` of its own, and any other iterable of batches is read whole by every worker, and each
+    batch is cut: as long as the loop itself draws no random numbers, these are one process's batches, also where the
+    loader draws them. Workers whose first batches of a pass differ raise BadInput. All workers get equally many batches
+    in rank 0's random order. A worker without rows gets a stand-in of two rows of the batch, of weight 0.
 
     Once exhausted, the open rounds of all models that took a step during the pass are finished, and these models hold
     the consensus, on all workers. After a `break` nothing is finished yet: the next pass does it first, or `finish()`.

@@ -36,31 +36,32 @@ def prepare(model: M, optimizer: O, *loaders: Iterable[Any], strategy: Strategy 
         model, optimizer, loader = mh.prepare(model, optimizer, loader)
 
     Call it on all workers alike, after the model is on its device and before training. It gives back the same model,
-    whose parameters and buffers are rank 0's; the same optimizer, whose `step()` is now the strategy's exchange (learning
-    rates, schedulers built before or after, `zero_grad` and `state_dict` work as ever); and for each loader one that gives
-    this worker's share of each batch (see `PreparedLoader`): the user's batch size is the global one. Several pairs of
-    model and optimizer (a GAN's) are prepared one by one. Prepare only loaders of training data: a loader that is not
-    prepared gives every worker everything, which is right for validation. In its first steps a loop without a prepared
-    loader's batch compares the workers' gradients; if all are equal, they train on the same rows, and a warning says so.
+    whose parameters and buffers are rank 0's; the same optimizer, whose `step()` is now the strategy's exchange
+    (learning rates, schedulers built before or after, `zero_grad` and `state_dict` work as ever); and for each loader
+    one that gives this worker's share of each batch (see `PreparedLoader`): the user's batch size is the global one.
+    Several pairs of model and optimizer (a GAN's) are prepared one by one. Prepare only loaders of training data: a
+    loader that is not prepared gives every worker everything, which is right for validation. In its first steps a loop
+    without a prepared loader's batch compares the workers' gradients; if all are equal, they train on the same rows,
+    and a warning says so.
 
     strategy: how the workers agree. None: what `manyhands run` or `launch` said, else the variable MANYHANDS_STRATEGY,
     else allreduce. Under allreduce `.grad` holds the workers' mean as soon as `backward()` returns, so that clipping
     and accumulation are exact; under strategies that exchange parameters it is the worker's own. `local-sgd:period=end`
     averages at the end of each pass over a prepared loader.
 
-    Without a loader: numbers that a script draws itself (`torch.randint` for rows) are equal on all ranks up to the first
-    backward, where all then hold the same batch, and differ after it, for dropout's sake, so that N workers train on N
-    times the batch. Three lines make it one process's batch:
+    Without a loader: numbers that a script draws itself (`torch.randint` for rows) are equal on all ranks up to the
+    first backward, where all then hold the same batch, and differ after it, for dropout's sake, so that N workers train
+    on N times the batch. Three lines make it one process's batch:
 
         ix = torch.randint(n, (batch_size,), generator=draws)  # draws = torch.Generator().manual_seed(0), alike on all
         ix = ix.tensor_split(mh.worker().size)[mh.worker().rank]  # this worker's part
         mh.weight(len(ix))  # before backward(): as many rows count
 
     All workers must call `backward()`, `step()` and the loader equally often. A loss whose mean does not divide by the
-    batch's rows says so with `mh.weight(w)` before `backward()`. A loss that is a sum over rows takes 1/N of one process's
-    step, and a warning names it in the first steps where its graph shows it: divide it by the rows, or keep the sum by
-    `mh.weight(1)` and `(loss * mh.worker().size).backward()`. With several workers a gradient that is not finite
-    raises ManyhandsError in `step()`; alone, as in a plain script, nobody looks.
+    batch's rows says so with `mh.weight(w)` before `backward()`. A loss that is a sum over rows takes 1/N of one
+    process's step, and a warning names it in the first steps where its graph shows it: divide it by the rows, or keep
+    the sum by `mh.weight(1)` and `(loss * mh.worker().size).backward()`. With several workers a gradient that is not
+    finite raises ManyhandsError in `step()`; alone, as in a plain script, nobody looks.
 
     Raises BadInput for what is no model, optimizer or loader, a wrapped model (DistributedDataParallel), a
     DistributedSampler, a batch_size of less than one row a worker, an optimizer over parameters of another module, and
@@ -100,7 +101,8 @@ def weight(w: float) -> None:
     """State what the loss of this step is a mean over, where that is not the batch's rows: tokens, class weights.
 
     Call it before `backward()`; it holds until the next `step()` or batch, whichever comes first. 0: this worker's
-    gradient does not count. 1 on all workers, with `loss * mh.worker().size`, is the remedy for a loss that is a sum. Raises BadInput for a negative or infinite number; `step()` does if it came after `backward()`.
+    gradient does not count. 1 on all workers, with `loss * mh.worker().size`, is the remedy for a loss that is a sum.
+    Raises BadInput for a negative or infinite number; `step()` does if it came after `backward()`.
     """
     session().state_weight(float(w))
 

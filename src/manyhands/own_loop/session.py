@@ -204,7 +204,8 @@ class Pair:
 
     Where the strategy applies the mean gradient, the mean is taken at the end of each backward: clipping, logging and
     editing `.grad` before `step()` then see what one worker would see. Gradients that several backwards accumulate stay
-    exact: the mean of (mean before + own new gradient) is the mean before + the mean of the new ones, whatever the weights.
+    exact: the mean of (mean before + own new gradient) is the mean before + the mean of the new ones, whatever the
+        weights.
     """
 
     def __init__(

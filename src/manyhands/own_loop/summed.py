@@ -33,7 +33,8 @@ class Sum:
 
 
 def sums_of(loss: Tensor) -> list[Sum]:
-    """The sums that a scalar loss consists of, of data; those of parameters alone (penalties) are left out, and so is what a divisor may make a mean.
+    """The sums that a scalar loss consists of, of data; those of parameters alone (penalties) are left out, and so is
+    what a divisor may make a mean.
 
     What is not known is left out: functions of the user's own, compiled code, small factors.
     """

@@ -19,8 +19,8 @@ PREFIX = "manyhands-files-"
 class Folder:
     """`root` holds for each rank a journal and, of ranks other than the first, a tree of copies by absolute path.
 
-    The first rank's turns (how many collectives it has begun) lie in a page that all map. Every rank holds a shared lock as
-    long as it lives, which the system drops with its process: who gets the exclusive one is the last.
+    The first rank's turns (how many collectives it has begun) lie in a page that all map. Every rank holds a shared
+    lock as long as it lives, which the system drops with its process: who gets the exclusive one is the last.
     """
 
     def __init__(self, root: str, first: int) -> None:

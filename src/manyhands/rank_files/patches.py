@@ -1,9 +1,10 @@
 """The functions that take paths, replaced: what they write and read is where this rank's view has it.
 
-Replaced are `open`, the functions of `os` and `shutil` that change or look up paths, torch's and safetensors' own, which
-write in C, and wherever a loaded module holds one of them under a name of its own. NumPy, pathlib, logging, zipfile and
-most others call these. What gets past them is named, by an audit hook. Files that this rank alone knows (made by
-`tempfile`), caches, devices, pipes and sockets are left alone, and so are descriptors and paths relative to one.
+Replaced are `open`, the functions of `os` and `shutil` that change or look up paths, torch's and safetensors' own,
+which write in C, and wherever a loaded module holds one of them under a name of its own. NumPy, pathlib, logging,
+zipfile and most others call these. What gets past them is named, by an audit hook. Files that this rank alone knows
+(made by `tempfile`), caches, devices, pipes and sockets are left alone, and so are descriptors and paths relative to
+one.
 """
 
 from __future__ import annotations
@@ -444,9 +445,11 @@ def _errors_name(given: Any, view: View) -> Iterator[None]:
 
 
 def _replace(replaced: dict[int, tuple[Any, Any]]) -> None:
-    """Whatever the name: `tarfile` has an `open` of its own. In all modules of the user's, and in those libraries' that are known for it.
+    """Whatever the name: `tarfile` has an `open` of its own. In all modules of the user's, and in those libraries' that
+    are known for it.
 
-    Not in `posix`, by which Python imports. To look through all libraries would copy their pages into each forked process.
+    Not in `posix`, by which Python imports. To look through all libraries would copy their pages into each forked
+    process.
     """
     for name, module in list(sys.modules.items()):
         names = getattr(module, "__dict__", {})  # what lies there need not be a module

@@ -1,7 +1,7 @@
 """A path as a rank has it: the first rank's writes are noted, another rank's go to its copy, which it also reads.
 
-Methods are called with absolute paths whose folders are resolved, under `as_given`. Functions that take paths and return
-nothing have the names and arguments of those in `os` and `shutil` for which they stand.
+Methods are called with absolute paths whose folders are resolved, under `as_given`. Functions that take paths and
+return nothing have the names and arguments of those in `os` and `shutil` for which they stand.
 """
 
 from __future__ import annotations
@@ -389,7 +389,8 @@ class OtherView(View):
 
     @override
     def turn(self) -> None:
-        """What the first rank has not begun to write when it begins this collective is this rank's own, and goes to its place.
+        """What the first rank has not begun to write when it begins this collective is this rank's own, and goes to its
+        place.
 
         So whoever reads it after the collective, the first rank say, finds it.
         """

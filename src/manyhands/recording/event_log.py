@@ -164,8 +164,8 @@ def files_in(directory: AnyPath) -> list[AnyPath]:
 def read(path: AnyPath, warn: Callable[[str], None] | None = None) -> Iterator[Event]:
     """The events of a file, in the order written, one at a time; a half line at the end is left out.
 
-    Lines that are no events are left out too, and told to `warn` once all is read; without it the first is a BadInput, as
-    is a file that cannot be read.
+    Lines that are no events are left out too, and told to `warn` once all is read; without it the first is a BadInput,
+    as is a file that cannot be read.
     """
     damaged, first = 0, ""
     with ExitStack() as stack:
@@ -209,11 +209,12 @@ def steps_that_count(
     left: Left | None = None,
     warn: Callable[[str], None] | None = None,
 ) -> Iterator[Counted]:
-    """The `step` and `closing` events of all launches that wrote these files, without those that a resumed launch did again.
+    """The `step` and `closing` events of all launches that wrote these files, without those that a resumed launch did
+    again.
 
     A launch begins with `start`, whose tick is where it goes on; its `left`, where rows are leased and the epoch was
-    interrupted, says which slices of earlier ticks it does. before_tick, left: where the next launch will go on. The files
-    are those of `files_in`, which are read twice, an event at a time. warn: as in `read`.
+    interrupted, says which slices of earlier ticks it does. before_tick, left: where the next launch will go on. The
+    files are those of `files_in`, which are read twice, an event at a time. warn: as in `read`.
     """
     starts = _starts(files[0]) if files else []
     if before_tick is not None:

@@ -1,7 +1,7 @@
 """The `step` events of all workers, put together: a row of numbers a tick, and the sums over a run.
 
-A tick is complete when all workers reported it. Where rows were leased, a tick is a global batch, made slice by slice by
-whoever got a lease: it is complete when all its slices were reported, and ticks are complete in any order.
+A tick is complete when all workers reported it. Where rows were leased, a tick is a global batch, made slice by slice
+by whoever got a lease: it is complete when all its slices were reported, and ticks are complete in any order.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ MOST_ROWS = 1 << 15  # that are kept; a row takes about a kilobyte
 class History:
     """Rows of a run, in the order in which its ticks became complete.
 
-    Memory is bounded: `rows` holds at most MOST_ROWS of them. When there are more, neighbours become one row, whose column
-    `ticks` says of how many ticks it is, and later rows are of as many.
+    Memory is bounded: `rows` holds at most MOST_ROWS of them. When there are more, neighbours become one row, whose
+    column `ticks` says of how many ticks it is, and later rows are of as many.
     """
 
     def __init__(self, workers: int) -> None:

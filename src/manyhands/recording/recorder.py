@@ -34,7 +34,8 @@ class Recorder(Observer):
 
     workers: how many report each tick. directory: where events.jsonl goes, or None. clock: steady seconds.
     simulated: the workers' clocks are one clock of its own, which this recorder goes by.
-    rank: of the process this one records in, where every rank is its own driver (None: one driver for all). Each writes a
+    rank: of the process this one records in, where every rank is its own driver (None: one driver for all). Each writes
+        a
     file of its own as events happen; rank 0 hears those of the others later, for history and callbacks.
     claim: the launch that writes in the directory; may be set until the first event.
     """
@@ -91,7 +92,8 @@ class Recorder(Observer):
     def preload(self, tick: int, left: event_log.Left | None = None, rows: int | None = None) -> None:
         """Take over the history of the launches before, up to the checkpoint at `tick` from which this one goes on.
 
-        left: (epoch, by part [front, back)) of a leased epoch that was interrupted, the slices of earlier ticks still to do.
+        left: (epoch, by part [front, back)) of a leased epoch that was interrupted, the slices of earlier ticks still
+            to do.
         rows: that the checkpoint counts as consumed; where the events have others, or are damaged, a warning says so.
         """
         self._tick = tick

@@ -44,8 +44,9 @@ class Run:
     metrics: dict[str, float]
     """{"validation_loss", "test_accuracy", …}"""
     history: list[dict[str, Any]]
-    """A row of numbers a tick, all workers together (docs/events.md); pandas.DataFrame takes it as it is. Of runs of more than
-    32,768 ticks a row is of several, as its column `ticks` says; events.jsonl has them all (`read_history`)."""
+    """A row of numbers a tick, all workers together (docs/events.md); pandas.DataFrame takes it as it is. Of runs of
+    more than 32,768 ticks a row is of several, as its column `ticks` says; events.jsonl has them all
+    (`read_history`)."""
     rows: dict[str, Any]
     """Rows consumed: {"total", "workers": [one a worker], "unused": with a dropped or skipped gradient}."""
     timing: dict[str, float]
@@ -53,8 +54,9 @@ class Run:
     timing_of_workers: list[dict[str, float]] = field(default_factory=list)
     """The same by rank: who computes longer than the others is slower."""
     memory_of_workers: list[int] = field(default_factory=list)
-    """By rank, the most bytes that its process had resident, Python and PyTorch among them; on a GPU, the most allocated there.
-    Of one worker in the caller's process, all of that process. Empty where workers share a process (engine sim)."""
+    """By rank, the most bytes that its process had resident, Python and PyTorch among them; on a GPU, the most
+    allocated there. Of one worker in the caller's process, all of that process. Empty where workers share a process
+    (engine sim)."""
     ledger: dict[str, dict[str, int]]
     """What all workers sent: {operation: {"bytes", "messages"}}."""
     staleness: dict[int, int] = field(default_factory=dict)
@@ -64,19 +66,20 @@ class Run:
     seconds: float
     """Of the launch, from the call of `train()` to its result."""
     steps: int
-    """Optimizer steps of one worker. At the workers' own pace (info["own_pace"]) those of worker 0 alone, while max_steps,
-    validate_every and checkpoint_every count global batches."""
+    """Optimizer steps of one worker. At the workers' own pace (info["own_pace"]) those of worker 0 alone, while
+    max_steps, validate_every and checkpoint_every count global batches."""
     rounds: int
     """Exchanges among replicas; at the workers' own pace those of worker 0."""
     generations: int = 1
     """Memberships the run had; 1 where no worker was lost or joined."""
     directory: AnyPath | None = None
-    """Of events.jsonl, checkpoints and result.json; None where nothing was written. Where run_dir was a URL, a RemotePath,
-    whose text is that URL."""
+    """Of events.jsonl, checkpoints and result.json; None where nothing was written. Where run_dir was a URL, a
+    RemotePath, whose text is that URL."""
     info: dict[str, Any] = field(default_factory=dict)
-    """What ran: task, strategy, engine, workers, device, threads, batch_size, batch_size_per_worker, rate, effective_rate,
-    total_steps, parameters, own_pace (whether workers go at their own), stopped ("" or why it ended early), warnings, command, host, cores, versions; with a server, gain:
-    rate times largest curvature of a push, as the gradients showed it last (docs/events.md)."""
+    """What ran: task, strategy, engine, workers, device, threads, batch_size, batch_size_per_worker, rate,
+    effective_rate, total_steps, parameters, own_pace (whether workers go at their own), stopped ("" or why it ended
+    early), warnings, command, host, cores, versions; with a server, gain: rate times largest curvature of a push, as
+    the gradients showed it last (docs/events.md)."""
 
     def __post_init__(self) -> None:
         self.info = {**environment(), **self.info}
@@ -137,15 +140,17 @@ class Run:
         batch_size: int = 256,
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> Any:
-        """The model's outputs for all rows of `data`, in row order, on the CPU: a tensor [rows, …], or a tuple or dict of such.
+        """The model's outputs for all rows of `data`, in row order, on the CPU: a tensor [rows, …], or a tuple or dict
+        of such.
 
-        data: anything that a task takes as data. A batch of it that is a pair counts as (inputs, targets), and the model
-        gets the inputs; any other batch goes to the model as it is. forward: (model, batch) -> outputs does it otherwise.
-        A DataLoader stands for its dataset: every row of it once, in the dataset's order, whatever its sampler and
-        `drop_last` say, loaded by its own collate function and processes; one with an `__iter__` of its own gives what it gives,
-        in its order. collate: [row, …] -> batch, as the task's, for
-        rows that torch's default_collate cannot join; a BadInput beside a DataLoader, which has its own.
-        In evaluation mode and without gradients; the model is left in the mode it was in.
+        data: anything that a task takes as data. A batch of it that is a pair counts as (inputs, targets), and the
+            model
+        gets the inputs; any other batch goes to the model as it is. forward: (model, batch) -> outputs does it
+        otherwise. A DataLoader stands for its dataset: every row of it once, in the dataset's order, whatever its
+        sampler and `drop_last` say, loaded by its own collate function and processes; one with an `__iter__` of its own
+        gives what it gives, in its order. collate: [row, …] -> batch, as the task's, for rows that torch's
+        default_collate cannot join; a BadInput beside a DataLoader, which has its own. In evaluation mode and without
+        gradients; the model is left in the mode it was in.
         """
         from manyhands.data.feed import Feed
         from manyhands.data.sources import open_source
@@ -165,9 +170,11 @@ class Run:
 
     @classmethod
     def from_json(cls, saved: str | dict[str, Any], *, directory: AnyPath | None = None, **tensors: Any) -> Self:
-        """The Run that wrote this JSON (text, or what json.loads made of it); its history is read from the directory's events.jsonl.
+        """The Run that wrote this JSON (text, or what json.loads made of it); its history is read from the directory's
+        events.jsonl.
 
-        tensors: model, models and parameters, as in the constructor. BadInput for JSON that is no run's; where events are
+        tensors: model, models and parameters, as in the constructor. BadInput for JSON that is no run's; where events
+            are
         damaged, info["warnings"] says so.
         """
         values = _values_of(saved)
@@ -218,7 +225,8 @@ def _values_of(saved: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def read_history(directory: str | AnyPath) -> Iterator[dict[str, Any]]:
-    """A row for each tick of the run in a directory, read from its events one at a time, however many there are (docs/events.md).
+    """A row for each tick of the run in a directory, read from its events one at a time, however many there are
+    (docs/events.md).
 
     `Run.history` is the same, but for runs of more than 32,768 ticks, which it sums up. Ticks that not all workers made
     come last. BadInput where events are missing or damaged.

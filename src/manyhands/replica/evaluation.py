@@ -140,7 +140,8 @@ def _fill_buffers(model: nn.Module, buffers: dict[str, Tensor]) -> None:
 def evaluate(
     task: Task, model: nn.Module, feed: Feed, group: Group, progress: Callable[[int], None]
 ) -> dict[str, float]:
-    """The task's metrics over all rows of `feed`, the same on every rank: weighted means over batches and ranks, or of their sums.
+    """The task's metrics over all rows of `feed`, the same on every rank: weighted means over batches and ranks, or of
+    their sums.
 
     progress: called with each batch's number.
     """

@@ -1,7 +1,8 @@
 """What must be alike on all workers: code, versions, settings and rows before the first tick, parameters later.
 
-A worker's facts are a dict of JSON values by what they are called in an error. All workers gather them by one collective and raise the same
-error. Facts leave out what may lawfully differ: paths, addresses of objects, functions and their closures, rows that each worker reads for itself.
+A worker's facts are a dict of JSON values by what they are called in an error. All workers gather them by one
+collective and raise the same error. Facts leave out what may lawfully differ: paths, addresses of objects, functions
+and their closures, rows that each worker reads for itself.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def compare(worker: Worker, facts: Callable[[], Facts]) -> None:
 
 
 def differences(worker: Worker, facts: Callable[[], Facts]) -> str:
-    """A collective: whose facts are not worker 0's, and which; "" where all are alike. A fact that only one of them has is none.
+    """A collective: whose facts are not worker 0's, and which; "" where all are alike. A fact that only one of them has
+    is none.
 
     Workers of one process have the same code and data: they look at nothing.
     """
@@ -95,7 +97,8 @@ def _shown(value: Any) -> str:
 
 
 def of_code(*used: Any) -> Facts:
-    """{"code of my": digest, "version of numpy": "2.1.0"}: of the user's modules that are loaded, and of the libraries that they or `used` come from.
+    """{"code of my": digest, "version of numpy": "2.1.0"}: of the user's modules that are loaded, and of the libraries
+    that they or `used` come from.
 
     Comments, layout and line numbers are no part of a digest, nor are constants that are absolute paths.
     """
@@ -245,8 +248,8 @@ def _plain(value: Any) -> Any:
 def of_rows(source: Source, what: str, seed: int) -> Facts:
     """How many rows there are, and a few of them, where all workers are to see the same ones.
 
-    They are read twice under one seed: where they differ from themselves they tell nothing. A stream is left alone: each
-    worker reads its own part. The process's generators stand afterwards as they did.
+    They are read twice under one seed: where they differ from themselves they tell nothing. A stream is left alone:
+    each worker reads its own part. The process's generators stand afterwards as they did.
     """
     if not isinstance(source, Planned):
         return {}
@@ -285,7 +288,8 @@ def _column(column: Any) -> dict[str, Any]:
 
 
 def compare_replicas(worker: Worker, parameters: Tensor, facts: Facts, step: int) -> None:
-    """A collective: ManyhandsError on all workers where parameters [D'] that should be equal are not; a warning where only rounding differs.
+    """A collective: ManyhandsError on all workers where parameters [D'] that should be equal are not; a warning where
+    only rounding differs.
 
     One pass over the parameters and one small message; where sums differ, worker 0's parameters travel to all.
     """

@@ -28,8 +28,9 @@ class OptimizerState:
         self._known = 0  # bits: parameters that have state on every rank
 
     def average(self, group: Group, weight: float, grad_mask: int) -> None:
-        """Replace every vector by the weighted mean over ranks. A parameter's numbers (`step`, NAdam's `mu_product`) all
-        become those of the rank that has stepped it most, the lowest of several; without a `step`, each the largest.
+        """Replace every vector by the weighted mean over ranks. A parameter's numbers (`step`, NAdam's `mu_product`)
+        all become those of the rank that has stepped it most, the lowest of several; without a `step`, each the
+        largest.
 
         One rank alone is left as it is.
         grad_mask: bits, the same on all ranks: the parameters that any rank has stepped since the last call.

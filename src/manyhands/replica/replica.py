@@ -356,7 +356,8 @@ class Replica:
             self._step_schedule()
 
     def _finite(self) -> bool:
-        # The sum costs a twentieth of isfinite().all(), and is finite only if every element is; it may overflow by itself.
+        # The sum costs a twentieth of isfinite().all(), and is finite only if every element is; it may overflow by
+        # itself.
         return bool(self.gradients.sum().isfinite()) or bool(self.gradients.isfinite().all())
 
     def _not_finite(self) -> ManyhandsError:

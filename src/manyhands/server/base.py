@@ -1,8 +1,8 @@
 """The contract of the server: what a strategy wants of it, and how a worker reaches it as `worker.server`.
 
-A worker calls `activate`, then in every step any of `pull` and `push` followed by `tick`, and `deactivate` when it has no
-rows left. `center`, `capture` and `restore` are called while no worker trains. Only one thread of a worker calls them. None waits for ever: a server that is gone, or does not
-answer for `timeout_s`, raises PeerLost.
+A worker calls `activate`, then in every step any of `pull` and `push` followed by `tick`, and `deactivate` when it has
+no rows left. `center`, `capture` and `restore` are called while no worker trains. Only one thread of a worker calls
+them. None waits for ever: a server that is gone, or does not answer for `timeout_s`, raises PeerLost.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ class Server(ABC):
 
         pulls: for each, [version of each shard]
         pushes: for each, [version that it made of each shard], or None where it was dropped
-        staleness: for each push that was applied, how many versions others made since this worker's pull; the largest of the shards
+        staleness: for each push that was applied, how many versions others made since this worker's pull; the largest
+            of the shards
         behind: for each push that was dropped, its `Pushed.behind`
         Empty lists are left out.
         """

@@ -25,7 +25,8 @@ from manyhands.transport.frame import Frame, to_json
 
 
 class ServedServer(Server):
-    """What a worker gets as `worker.server`. Raises ShardLost (a PeerLost) as soon as a shard is gone; then it is unusable.
+    """What a worker gets as `worker.server`. Raises ShardLost (a PeerLost) as soon as a shard is gone; then it is
+    unusable.
 
     channels: to each shard, in order; this server's from now on. Where one is a Unix socket, vectors go through memory.
     hosts: of the workers, by rank, for messages.

@@ -21,7 +21,8 @@ class PushJournal:
     def pushed(self, replies: Sequence[Applied | Held | Dropped], weight: float, answered: bool = False) -> None:
         """A push got these replies, one of each shard, and an answer or none.
 
-        One of weight 0 has no staleness; where nothing was answered either, it made no version, and is noted as dropped.
+        One of weight 0 has no staleness; where nothing was answered either, it made no version, and is noted as
+        dropped.
         """
         if isinstance(first := replies[0], Dropped):
             self._lists["behind"].append(first.behind)

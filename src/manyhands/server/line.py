@@ -68,7 +68,8 @@ class Line:
             self.channel.send(Frame(kind=kind, **fields), None if vector is None else self._portable(vector))
 
     def answer(self, *kinds: Kind, meanwhile: Callable[[], None] = lambda: None) -> Frame:
-        """The answer's frame, one of these kinds; `meanwhile` is called twice a second while the shard waits for others.
+        """The answer's frame, one of these kinds; `meanwhile` is called twice a second while the shard waits for
+        others.
 
         Raises ShardLost, PeerLost for a worker that was waited for too long, BadInput and Refused where the request was
         refused.

@@ -1,9 +1,9 @@
 """What a worker and a server shard say to each other: the kinds of frames, and what their fields mean.
 
-A request is answered by one frame, before which any number of WAIT may come: the shard lives, the answer has to wait for
-other workers. Vectors have the shard's n elements. A connection is one worker's, so no frame says whose it is. Where both
-sit on one host, memory passed by descriptor carries the vectors instead (see published.py), and frames have none. A
-payload is what `ServerSpec.compress` makes of an update, as uint8, and always behind its frame.
+A request is answered by one frame, before which any number of WAIT may come: the shard lives, the answer has to wait
+for other workers. Vectors have the shard's n elements. A connection is one worker's, so no frame says whose it is.
+Where both sit on one host, memory passed by descriptor carries the vectors instead (see published.py), and frames have
+none. A payload is what `ServerSpec.compress` makes of an update, as uint8, and always behind its frame.
 
 | request | carries                            | answer                                                                   |
 |---------|------------------------------------|--------------------------------------------------------------------------|
@@ -24,8 +24,8 @@ payload is what `ServerSpec.compress` makes of an update, as uint8, and always b
 | GOODBYE |                                    | none: the connection ends                                                |
 
 DROPPED has in b how many steps this worker is behind. The answer to a push comes with weight and bits; `sequence` tells
-where its vector is (`VectorPlace`). REFUSED (JSON: error, message) answers what cannot be right; LATE (JSON: worker, seconds)
-what waited for that worker too long, -1 for all.
+where its vector is (`VectorPlace`). REFUSED (JSON: error, message) answers what cannot be right; LATE (JSON: worker,
+seconds) what waited for that worker too long, -1 for all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""One shard of the server as a pure state machine: no clock, no thread, no socket. Whoever serves it calls it one call at a time.
+"""One shard of the server as a pure state machine: no clock, no thread, no socket. Whoever serves it calls it one call
+at a time.
 
 What a call releases besides its own answer (a gate that opens, a round that is complete) lies in `released` afterwards.
 
@@ -8,10 +9,10 @@ Pushes are merged in one of three ways:
   have pushed in it or finished it), and become one version in rank order: the workers' speeds cannot be seen. For that,
   all who are to be in step must have begun before the first of them pushes: they meet in between.
 - by steps, with `quorum`: see steps.py.
-A rule may keep what was merged for a later version (`rounds`). That round is closed when the center is read while nobody
-takes part, or after the last pushes before a meeting, so that it has all that was pushed; not when they park, since who
-parks to meet the others may push what it has begun.
-A push of weight 0 changes nothing in any rule, whatever it holds.
+A rule may keep what was merged for a later version (`rounds`). That round is closed when the center is read while
+nobody takes part, or after the last pushes before a meeting, so that it has all that was pushed; not when they park,
+since who parks to meet the others may push what it has begun. A push of weight 0 changes nothing in any rule, whatever
+it holds.
 """
 
 from __future__ import annotations
@@ -152,8 +153,8 @@ class Store:
     def activate(self, worker: int, generation: int) -> None:
         """Take part, with as many finished ticks as the slowest (0 alone). Again in the same generation: goes on.
 
-        A newer generation starts with sequence 1, as of a worker that has the current center. Refused: an older one, and
-        the generation in which the worker was declared lost.
+        A newer generation starts with sequence 1, as of a worker that has the current center. Refused: an older one,
+        and the generation in which the worker was declared lost.
         """
         state = self._checked(worker)
         if generation < state.generation or (state.lost and generation == state.generation):
@@ -172,8 +173,8 @@ class Store:
         self._gate.activate(worker)
 
     def read(self) -> Tensor:
-        """[n] the center for whoever asks now. While nobody takes part, or after last pushes, the open round is closed first,
-        without a version of its own: no push is between."""
+        """[n] the center for whoever asks now. While nobody takes part, or after last pushes, the open round is closed
+        first, without a version of its own: no push is between."""
         if self.rule.open and (self.rule.ended or not self._gate.active):
             self._close()
         return self.center
@@ -190,9 +191,11 @@ class Store:
     def push(
         self, worker: int, sequence: int, update: Tensor, weight: float, bits: int
     ) -> Applied | Held | Dropped | Duplicate:
-        """Merge `update` [n], exactly once: sequence numbers of a generation are 1, 2, 3, …; the last may be sent again.
+        """Merge `update` [n], exactly once: sequence numbers of a generation are 1, 2, 3, …; the last may be sent
+        again.
 
-        `update` is the caller's again afterwards. Refused: a worker that takes no part, an older sequence number, a gap.
+        `update` is the caller's again afterwards. Refused: a worker that takes no part, an older sequence number, a
+        gap.
         """
         state = self._checked(worker)
         if sequence == state.sequence and state.reply is not None:
@@ -232,9 +235,11 @@ class Store:
         self.deactivate(worker)
 
     def capture(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Vectors [n] by name, the store's own memory, to be read before the next call; and numbers (JSON). Changes nothing.
+        """Vectors [n] by name, the store's own memory, to be read before the next call; and numbers (JSON). Changes
+        nothing.
 
-        Sequence numbers and clocks belong to a launch, and are left out; so does what workers pulled, where no rule keeps it.
+        Sequence numbers and clocks belong to a launch, and are left out; so does what workers pulled, where no rule
+        keeps it.
         """
         if self._held or self._steps.pushes:
             raise InvalidCall(

@@ -43,18 +43,18 @@ class AllReduce(Strategy):
     2. All gradients are replaced by their mean, weighted by what the loss counts.
     3. Every worker applies the same step to the same parameters.
 
-    N workers equal one worker with the same task, up to the rounding of sums. With `compress`, step 2 is the mean of what
-    the codec leaves of each gradient; with one worker nothing is compressed.
+    N workers equal one worker with the same task, up to the rounding of sums. With `compress`, step 2 is the mean of
+    what the codec leaves of each gradient; with one worker nothing is compressed.
     """
 
     overlap: bool = False
     """Send slices while backward runs. Worth it where the link is slow and cores, or a GPU, are free meanwhile."""
     compress: str = "none"
-    """The codec of gradients: topk:FRACTION, onebit, threshold:TAU[:CLIP], powersgd:RANK, qsgd:BITS, bf16, int8, or none.
-    Give one where the link is what a step waits for."""
+    """The codec of gradients: topk:FRACTION, onebit, threshold:TAU[:CLIP], powersgd:RANK, qsgd:BITS, bf16, int8, or
+    none. Give one where the link is what a step waits for."""
     feedback: bool | None = None
-    """Whether what a codec leaves out is added to the next gradient. `none`: as its paper, all but qsgd do. Turn it off to save a vector
-    of memory, and see whether it still learns."""
+    """Whether what a codec leaves out is added to the next gradient. `none`: as its paper, all but qsgd do. Turn it off
+    to save a vector of memory, and see whether it still learns."""
 
     name: ClassVar[str] = "allreduce"
     source: ClassVar[str] = "Revisiting Distributed Synchronous SGD, Chen, Pan, Monga, Bengio, Jozefowicz, 2016"

@@ -108,7 +108,8 @@ class Strategy(ABC):
     def agreed(self, replica: Replica, state: Any) -> Tensor | None:
         """[D'] what all replicas hold alike between this tick and the next; None: nothing is promised now.
 
-        A run compares it at checkpoints, and raises where replicas have drifted apart. All ranks answer None, or none does.
+        A run compares it at checkpoints, and raises where replicas have drifted apart. All ranks answer None, or none
+        does.
         """
         return replica.parameters if self.needs.mean_gradient else None
 

@@ -1,9 +1,9 @@
 """What strategies with the options `compress` and `feedback` share: what is sent, what waits, and what was lost.
 
-Error feedback: what a codec leaves out of a gradient or an update stays in the worker's residual, and is added to its next
-one. What rounding a mean of 16-bit numbers loses waits in the residual of the worker that rounded it. So all that was
-applied and the residuals are all gradients. A push or mean that does not count (weight 0, dropped) sends nothing of the
-residual, and a gradient that is not finite leaves it as it was. A parameter takes part only where somebody has a
+Error feedback: what a codec leaves out of a gradient or an update stays in the worker's residual, and is added to its
+next one. What rounding a mean of 16-bit numbers loses waits in the residual of the worker that rounded it. So all that
+was applied and the residuals are all gradients. A push or mean that does not count (weight 0, dropped) sends nothing of
+the residual, and a gradient that is not finite leaves it as it was. A parameter takes part only where somebody has a
 gradient for it; until then its residual waits.
 """
 
@@ -56,7 +56,8 @@ class CompressedState(State):
     def shared(self, others: list[Any], size: int, *, adds: bool) -> Tensor | None:
         """For `merge` with another number of ranks: the residual of each, so that nothing is lost.
 
-        adds: what workers send adds up, and each takes its part of the sum; else it is averaged, and each takes the mean.
+        adds: what workers send adds up, and each takes its part of the sum; else it is averaged, and each takes the
+            mean.
         """
         if self.residual is None:
             return None
@@ -198,7 +199,8 @@ def push(
 
 
 def push_gradients(options: Compressing, replica: Replica, worker: Worker, state: CompressedState) -> Pushed:
-    """`Server.push` of the replica's gradients, compressed, for rules that answer with a mean of all. With one worker nothing is.
+    """`Server.push` of the replica's gradients, compressed, for rules that answer with a mean of all. With one worker
+    nothing is.
 
     The answer's bits say which parameters it is for; the answer is 0 elsewhere.
     """

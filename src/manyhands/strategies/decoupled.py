@@ -1,4 +1,5 @@
-"""DiLoCo over a server: every worker pushes what its windows moved, at its own pace, and goes on from the newest center.
+"""DiLoCo over a server: every worker pushes what its windows moved, at its own pace, and goes on from the newest
+center.
 
 Source: Decoupled DiLoCo for Resilient Distributed Pre-training, Douillard et al., 2026. Which pushes are a round is the
 server's: `manyhands.server.rules.rounds`; with bound=0, those of a tick.

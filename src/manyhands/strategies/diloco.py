@@ -38,30 +38,33 @@ class DiLoCo(Strategy):
     2. The pseudo-gradient is the weighted mean over workers of center - parameters.
     3. The center takes one step of SGD with Nesterov momentum along it, and all workers go on from there.
 
-    With outer_rate=1 and outer_momentum=0 it is local SGD (optimizer_state=kept); with period=1 and plain SGD inside, Nesterov
-    SGD on the mean gradient.
+    With outer_rate=1 and outer_momentum=0 it is local SGD (optimizer_state=kept); with period=1 and plain SGD inside,
+    Nesterov SGD on the mean gradient.
 
     streaming=P: Streaming DiLoCo with overlapping communication, Douillard et al., 2025. The parameters are cut into P
-    fragments, synced one after the other, each every `period` steps. A fragment's mean is on its way for `overlap` steps; the
-    outer step is then made, and the worker's fragment becomes mixing·own + (1 - mixing)·center.
+    fragments, synced one after the other, each every `period` steps. A fragment's mean is on its way for `overlap`
+    steps; the outer step is then made, and the worker's fragment becomes mixing·own + (1 - mixing)·center.
 
-    via=server: Decoupled DiLoCo for Resilient Distributed Pre-training, Douillard et al., 2026. Workers push what they moved
-    in `period` steps and go on at once, from the center if it is a new one, else from where they are. Rounds are made by the
-    server of what has come: see `manyhands.server.rules.rounds`. With bound=0 it is the form over the group.
+    via=server: Decoupled DiLoCo for Resilient Distributed Pre-training, Douillard et al., 2026. Workers push what they
+    moved in `period` steps and go on at once, from the center if it is a new one, else from where they are. Rounds are
+    made by the server of what has come: see `manyhands.server.rules.rounds`. With bound=0 it is the form over the
+    group.
 
     compress=: pseudo-gradients, or pushes, travel by a codec, with error feedback; centers travel whole.
 
-    Deviations: means are weighted by what the loss counts (the papers: equal shards; Decoupled DiLoCo tokens times tokens a
-    step). An epoch's end closes the window, however short, so that what is validated has all rows; a round in which nobody
-    had rows changes nothing, the momentum included. Fragments are contiguous, the paper's take every P-th layer; means of
-    fragments are not quantized; that mixing is 0.5 by default is a choice of ours, the paper's value was not confirmed. Via
-    server all parameters are one fragment; a push counts rows / (1 + rounds since its worker saw the center, its own left
-    out); the grace is counted in pushes, where the paper's is a time that adapts: so a run can be replayed.
+    Deviations: means are weighted by what the loss counts (the papers: equal shards; Decoupled DiLoCo tokens times
+        tokens a
+    step). An epoch's end closes the window, however short, so that what is validated has all rows; a round in which
+    nobody had rows changes nothing, the momentum included. Fragments are contiguous, the paper's take every P-th layer;
+    means of fragments are not quantized; that mixing is 0.5 by default is a choice of ours, the paper's value was not
+    confirmed. Via server all parameters are one fragment; a push counts rows / (1 + rounds since its worker saw the
+    center, its own left out); the grace is counted in pushes, where the paper's is a time that adapts: so a run can be
+    replayed.
     """
 
     period: int = 16
-    """Steps between exchanges (the papers' H). Raise it when exchange takes long: language models bore 500. Lower it when accuracy
-    falls, or when an epoch has few windows."""
+    """Steps between exchanges (the papers' H). Raise it when exchange takes long: language models bore 500. Lower it
+    when accuracy falls, or when an epoch has few windows."""
     outer_rate: float = 0.7
     """Of the outer step; the paper's. Lower it when the loss jumps after an exchange."""
     outer_momentum: float = 0.9
@@ -69,27 +72,27 @@ class DiLoCo(Strategy):
     via: Literal["group", "server"] = "group"
     """`group`: all in step. `server`: every worker at its own pace; take it where some are late, or may be."""
     streaming: int = 0
-    """Fragments that are synced in turn; 0: all at once. Raise it when the link is the bottleneck: the most that is sent at
-    once falls as much, while `overlap` is at most period/streaming."""
+    """Fragments that are synced in turn; 0: all at once. Raise it when the link is the bottleneck: the most that is
+    sent at once falls as much, while `overlap` is at most period/streaming."""
     overlap: int | None = None
     """With streaming: steps that a fragment is under way (τ). Raise it while the summary shows exchange time."""
     mixing: float | None = None
-    """With streaming: the share of its own parameters that a worker keeps when a fragment has come (α); none is 0.5, and 0 with
-    overlap=0, where no step is missed. 0 takes the center over whole. Lower it when replicas drift apart."""
+    """With streaming: the share of its own parameters that a worker keeps when a fragment has come (α); none is 0.5,
+    and 0 with overlap=0, where no step is missed. 0 takes the center over whole. Lower it when replicas drift apart."""
     quorum: int | None = None
-    """Via server: so many workers make a round (K); none is more than half, the fewest that no two rounds can have without a
-    worker in common. Raise it when rounds have too little in them, lower it when many workers are late."""
+    """Via server: so many workers make a round (K); none is more than half, the fewest that no two rounds can have
+    without a worker in common. Raise it when rounds have too little in them, lower it when many workers are late."""
     grace: int | None = None
-    """Via server: how long a round with its quorum waits for the others, in pushes of workers that are in it already; none is 1,
-    about `period` steps of the fastest. 0 does not wait."""
+    """Via server: how long a round with its quorum waits for the others, in pushes of workers that are in it already;
+    none is 1, about `period` steps of the fastest. 0 does not wait."""
     bound: int | None = None
     """Via server: how many ticks the fastest may be ahead; `none`: any. 0 is synchronous."""
     compress: str = "none"
-    """The codec of what is exchanged: topk:FRACTION, onebit, threshold:TAU[:CLIP], powersgd:RANK, qsgd:BITS, bf16, int8, or none.
-    Give one where the link is what a window waits for; not together with streaming."""
+    """The codec of what is exchanged: topk:FRACTION, onebit, threshold:TAU[:CLIP], powersgd:RANK, qsgd:BITS, bf16,
+    int8, or none. Give one where the link is what a window waits for; not together with streaming."""
     feedback: bool | None = None
-    """Whether what a codec leaves out is added to the next exchange. `none`: as its paper, all but qsgd do. Turn it off to save a
-    vector of memory, and see whether it still learns."""
+    """Whether what a codec leaves out is added to the next exchange. `none`: as its paper, all but qsgd do. Turn it off
+    to save a vector of memory, and see whether it still learns."""
 
     name: ClassVar[str] = "diloco"
     source: ClassVar[str] = "DiLoCo: Distributed Low-Communication Training of Language Models, Douillard et al., 2023"
@@ -127,9 +130,10 @@ class DiLoCo(Strategy):
     def rate_factor(self, workers: int) -> float:
         """Along a steady way, with equally fast workers, within an epoch.
 
-        Over the group all means are used. With mixing, a fragment keeps that share of what its center is ahead or behind; of
-        what is stepped while it is on its way, it keeps that share too. Over a server without grace, rounds of K pushes come
-        N/K times as often. With unequal workers it is more, up to `workers` times: what one pushes twice in a round adds up.
+        Over the group all means are used. With mixing, a fragment keeps that share of what its center is ahead or
+        behind; of what is stepped while it is on its way, it keeps that share too. Over a server without grace, rounds
+        of K pushes come N/K times as often. With unequal workers it is more, up to `workers` times: what one pushes
+        twice in a round adds up.
         """
         factor = self.outer_rate / (1 - self.outer_momentum)
         if self.via == "group":

@@ -31,8 +31,9 @@ class Distance(Windowed):
     """
 
     window: int = 4
-    """Steps between pushes. Raise it when exchange takes long or training is unstable, lower it when it learns slowly: N workers
-    move the center up to N / window steps for each global batch. The default makes that 1 with four workers."""
+    """Steps between pushes. Raise it when exchange takes long or training is unstable, lower it when it learns slowly:
+    N workers move the center up to N / window steps for each global batch. The default makes that 1 with four
+    workers."""
     rate: float = 1e-3
     """The scale: a weight that others moved by its square root counts half. Lower it if staleness hurts training."""
 

@@ -49,7 +49,8 @@ class DownpourState(CompressedState):
 class Downpour(Strategy):
     """Asynchronous SGD with a parameter server.
 
-    Source: Large Scale Distributed Deep Networks, Jeffrey Dean, Greg Corrado, Rajat Monga, Kai Chen, Matthieu Devin, Mark
+    Source: Large Scale Distributed Deep Networks, Jeffrey Dean, Greg Corrado, Rajat Monga, Kai Chen, Matthieu Devin,
+        Mark
     Mao, Marc'Aurelio Ranzato, Andrew Senior, Paul Tucker, Ke Yang, Quoc Le, Andrew Ng, 2012 (DistBelief).
 
     1. Every `pull_every` steps, pull the center into the parameters.
@@ -59,11 +60,12 @@ class Downpour(Strategy):
 
     N workers move the center N times as far as one: the paper adds, it does not average.
 
-    Deviations: pushing updates is the default, so that any optimizer's step reaches the center as it is; for plain SGD that is
+    Deviations: pushing updates is the default, so that any optimizer's step reaches the center as it is; for plain SGD
+        that is
     the paper's sum of gradients times its rate. A pull that comes before a push leaves the own unpushed updates in the
     parameters, where the paper overwrites them: a worker always sees what it did. (Gradients are no updates: with
-    `adagrad` such a pull overwrites.) After a push without a pull the worker steps on from where it is, as in the paper.
-    Momentum and moments stay with the worker when it pulls. What an epoch's end finds accrued is pushed.
+    `adagrad` such a pull overwrites.) After a push without a pull the worker steps on from where it is, as in the
+    paper. Momentum and moments stay with the worker when it pulls. What an epoch's end finds accrued is pushed.
     """
 
     push_every: int = 1
@@ -71,11 +73,12 @@ class Downpour(Strategy):
     pull_every: int = 1
     """Steps between pulls. Raise it together with push_every: a center that is pulled late is stale."""
     rule: str = "add"
-    """What the server does with a push: add the update; `adagrad` takes gradients, as the paper does, where the rate is hard to
-    choose; any elementwise torch optimizer (sgd, adam, …) takes a step along the update, where adding is unstable."""
+    """What the server does with a push: add the update; `adagrad` takes gradients, as the paper does, where the rate is
+    hard to choose; any elementwise torch optimizer (sgd, adam, …) takes a step along the update, where adding is
+    unstable."""
     outer_rate: float | None = None
-    """The rate of that rule; none is 1 for sgd (with which it adds), and torch's own default for the others (adagrad: 0.01). Lower it
-    when the loss explodes; `add` has none."""
+    """The rate of that rule; none is 1 for sgd (with which it adds), and torch's own default for the others (adagrad:
+    0.01). Lower it when the loss explodes; `add` has none."""
     outer_momentum: float = 0.0
     """Momentum of rule sgd or rmsprop. Raise it if progress is slow and steady; staleness acts like momentum."""
     bound: int | None = None
@@ -86,8 +89,8 @@ class Downpour(Strategy):
     """The codec of pushes: topk:FRACTION, onebit, threshold:TAU[:CLIP], powersgd:RANK, qsgd:BITS, bf16, int8, or none.
     Give one where the link is what a step waits for."""
     feedback: bool | None = None
-    """Whether what a codec leaves out is added to the next push. `none`: as its paper, all but qsgd do. Turn it off to save a vector
-    of memory, and see whether it still learns."""
+    """Whether what a codec leaves out is added to the next push. `none`: as its paper, all but qsgd do. Turn it off to
+    save a vector of memory, and see whether it still learns."""
 
     name: ClassVar[str] = "downpour"
     source: ClassVar[str] = (

@@ -21,14 +21,15 @@ class EASGD(Elastic):
     Source: Deep learning with Elastic Averaging SGD, Sixin Zhang, Anna Choromanska, Yann LeCun, 2015.
 
     1. The gradient g is taken at the worker's own parameters x.
-    2. Every `period` steps, the elastic difference alpha·(x - center) is taken at that same x, and the center moves by it.
-    3. x becomes x - (the optimizer's step) - the difference.
+    2. Every `period` steps, the elastic difference alpha·(x - center) is taken at that same x, and the center moves by
+    it. 3. x becomes x - (the optimizer's step) - the difference.
 
-    The center is the answer: workers never take it over, they are drawn to it. On a server each worker meets the center when
-    it comes there (the paper's asynchronous form); with bound=0 or via=group, all differences are taken from
-    one center and added up (the synchronous form), and both ways are the same algorithm.
+    The center is the answer: workers never take it over, they are drawn to it. On a server each worker meets the center
+    when it comes there (the paper's asynchronous form); with bound=0 or via=group, all differences are taken from one
+    center and added up (the synchronous form), and both ways are the same algorithm.
 
-    Deviations: any optimizer instead of plain SGD. The paper exchanges at steps 0, τ, 2τ, …, here at τ, 2τ, … (the first would
+    Deviations: any optimizer instead of plain SGD. The paper exchanges at steps 0, τ, 2τ, …, here at τ, 2τ, … (the
+        first would
     be of nothing); a window that an epoch's end cuts short is closed by an exchange too, without a gradient. A worker
     without rows in a window takes no part in its exchange.
     """

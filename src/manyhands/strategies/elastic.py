@@ -45,14 +45,15 @@ class Elastic(Strategy):
     """The options and the exchange of both; the files beside this one say where in a step it comes."""
 
     period: int = 4
-    """Steps between exchanges (the paper's τ). Raise it when exchange takes long: the replicas explore more; lower it when the
-    center learns slowly."""
+    """Steps between exchanges (the paper's τ). Raise it when exchange takes long: the replicas explore more; lower it
+    when the center learns slowly."""
     alpha: float | None = None
-    """How strongly a worker and the center attract each other at an exchange; none is 0.9 / N, so that all N together move the
-    center by 0.9 of its distance from their mean. Raise it when the replicas drift apart, lower it when the center oscillates."""
+    """How strongly a worker and the center attract each other at an exchange; none is 0.9 / N, so that all N together
+    move the center by 0.9 of its distance from their mean. Raise it when the replicas drift apart, lower it when the
+    center oscillates."""
     via: Literal["server", "group"] = "server"
-    """Where the center lies: on a server, each worker at its own pace; or on every rank, with all in step. Take `group` where
-    there is no server, or where runs are to be the same bit for bit."""
+    """Where the center lies: on a server, each worker at its own pace; or on every rank, with all in step. Take `group`
+    where there is no server, or where runs are to be the same bit for bit."""
     bound: int | None = None
     """Via server: how many ticks the fastest may be ahead; `none`: any. Lower it for stragglers; 0 is synchronous."""
     warmup: int = 0

@@ -53,9 +53,9 @@ class Gossip(Strategy):
 
     Source: Can Decentralized Algorithms Outperform Centralized Algorithms? A Case Study for Decentralized Parallel
     Stochastic Gradient Descent, Xiangru Lian, Ce Zhang, Huan Zhang, Cho-Jui Hsieh, Wei Zhang, Ji Liu, 2017 (D-PSGD).
-    Push-sum: Stochastic Gradient Push for Distributed Deep Learning, Mahmoud Assran, Nicolas Loizou, Nicolas Ballas, Michael
-    Rabbat, 2019 (SGP). Pairs: Asynchronous Decentralized Parallel Stochastic Gradient Descent, Xiangru Lian, Wei Zhang,
-    Ce Zhang, Ji Liu, 2018 (AD-PSGD).
+    Push-sum: Stochastic Gradient Push for Distributed Deep Learning, Mahmoud Assran, Nicolas Loizou, Nicolas Ballas,
+    Michael Rabbat, 2019 (SGP). Pairs: Asynchronous Decentralized Parallel Stochastic Gradient Descent, Xiangru Lian,
+    Wei Zhang, Ce Zhang, Ji Liu, 2018 (AD-PSGD).
 
     Doubly stochastic, W of the graph:
     1. The gradient g_i is taken at the worker's own x_i.
@@ -69,20 +69,24 @@ class Gossip(Strategy):
     1. The gradient is taken at x_i as of the worker's last exchange, and the optimizer takes its step.
     2. Every `period` steps, i and one other worker become their mean, in one go, and i moves by what its steps were.
 
-    The answer is the mean of all replicas, each counting the same whatever its rows (with push-sum, by mass), which no mixing
-    moves; replicas never take it over. A worker without rows in a tick mixes like any other; with `pairs` it does not begin an exchange.
+    The answer is the mean of all replicas, each counting the same whatever its rows (with push-sum, by mass), which no
+    mixing moves; replicas never take it over. A worker without rows in a tick mixes like any other; with `pairs` it
+    does not begin an exchange.
 
-    Deviations: any optimizer, whose state stays with its worker, instead of plain SGD. A window that an epoch's end cuts short
-    is closed by a round. On streams a round begins with everybody's control words, so that a round before which nobody had rows mixes
-    nothing, and the end of the rows is heard at once; where the number of ticks is known no round asks anybody but neighbours. So a
-    round on such data mixes also where the loss counted nothing on any worker: the replicas come closer, the answer stays. With `pairs` the paper's workers
-    talk to each other; here they meet at the server, since a group knows no one-sided operation, and any two may meet.
+    Deviations: any optimizer, whose state stays with its worker, instead of plain SGD. A window that an epoch's end
+        cuts short
+    is closed by a round. On streams a round begins with everybody's control words, so that a round before which nobody
+    had rows mixes nothing, and the end of the rows is heard at once; where the number of ticks is known no round asks
+    anybody but neighbours. So a round on such data mixes also where the loss counted nothing on any worker: the
+    replicas come closer, the answer stays. With `pairs` the paper's workers talk to each other; here they meet at the
+    server, since a group knows no one-sided operation, and any two may meet.
     """
 
     graph: Literal["exponential", "ring", "random", "pairs"] = "exponential"
-    """Who mixes with whom in a round. `exponential`: one peer, at 1, 2, 4, … ranks' distance in turn; the default since it sends the
-    least and comes closest to the mean: with 2^m workers, all the way in m rounds. `ring`: both neighbours, for links between
-    neighbours only. `random`: a matching drawn anew. `pairs`: any two, each worker at its own pace, where some are slow."""
+    """Who mixes with whom in a round. `exponential`: one peer, at 1, 2, 4, … ranks' distance in turn; the default since
+    it sends the least and comes closest to the mean: with 2^m workers, all the way in m rounds. `ring`: both
+    neighbours, for links between neighbours only. `random`: a matching drawn anew. `pairs`: any two, each worker at its
+    own pace, where some are slow."""
     weights: Literal["doubly-stochastic", "push-sum"] = "doubly-stochastic"
     """How what comes is weighed. `push-sum` lets everybody send without being sent as much: on `random` each pushes to
     one drawn out of all; on `ring` to the right only."""

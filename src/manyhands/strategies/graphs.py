@@ -31,9 +31,10 @@ def edges(graph: Graph, size: int, number: int, *, one_way: bool = False, seed: 
     Without `one_way` rows sum to 1 too (doubly stochastic): the mean of all is preserved, each counting the same.
 
     ring: a third to each neighbour; with two workers, a half. D-PSGD, Lian et al., 2017. One way: a half to the right.
-    exponential: a half to the worker 2^k further on, k = number modulo ceil(log2 size): one peer a round. The mean of 2^m
-        workers is exact after m rounds. Stochastic Gradient Push, Assran et al., 2019; Exponential Graph is Provably
-        Efficient for Decentralized Deep Training, Ying et al., 2021. It is one way, and doubly stochastic all the same.
+    exponential: a half to the worker 2^k further on, k = number modulo ceil(log2 size): one peer a round. The mean of
+        2^m workers is exact after m rounds. Stochastic Gradient Push, Assran et al., 2019; Exponential Graph is
+        Provably Efficient for Decentralized Deep Training, Ying et al., 2021. It is one way, and doubly stochastic all
+        the same.
     random: a matching, drawn from seed and number: half and half; of an odd number one worker sits out. One way: each
         sends a half to one worker drawn out of all others, so that some get much and some nothing.
     """
@@ -93,8 +94,9 @@ def _round_of(graph: Graph, size: int, phase: int, one_way: bool, seed: int) -> 
 def in_turns(messages: list[Edge]) -> list[list[Edge]]:
     """The messages, each in the first turn in which its source does not send yet, nor its target receive.
 
-    Nobody waits in a circle: whoever is in the earliest turn that is not over meets ranks that are in it too, or will be;
-    and within a turn a `swap` is one (see `Group.swap`). Each graph that is a permutation is one turn, a ring both ways two.
+    Nobody waits in a circle: whoever is in the earliest turn that is not over meets ranks that are in it too, or will
+    be; and within a turn a `swap` is one (see `Group.swap`). Each graph that is a permutation is one turn, a ring both
+    ways two.
     """
     turns: list[list[Edge]] = []
     busy: list[tuple[set[int], set[int]]] = []  # by turn: who sends, who receives

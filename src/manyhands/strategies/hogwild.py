@@ -30,9 +30,10 @@ class Hogwild(Strategy):
     The order of reads and writes is nowhere recorded: such a run cannot be replayed, and no two are the same bits.
     N workers move the parameters N times as far as one.
 
-    Deviations: any optimizer instead of plain SGD, momentum and moments being each worker's own. The paper's analysis is for
-    sparse gradients, which rarely touch the same weights; with dense ones every step of one worker meets those of the others,
-    which with few workers goes well in practice. Buffers (batch-norm statistics) are each worker's own.
+    Deviations: any optimizer instead of plain SGD, momentum and moments being each worker's own. The paper's analysis
+        is for
+    sparse gradients, which rarely touch the same weights; with dense ones every step of one worker meets those of the
+    others, which with few workers goes well in practice. Buffers (batch-norm statistics) are each worker's own.
     """
 
     warmup: int = 0

@@ -58,14 +58,15 @@ class Quorum(Strategy):
     """
 
     backups: int = 0
-    """How many workers a step does not wait for. Raise it when a few of many workers are often late (the summary's wait). The price is
-    their rows, of few workers a large share: so the default waits for all, and is then exact and the same every time."""
+    """How many workers a step does not wait for. Raise it when a few of many workers are often late (the summary's
+    wait). The price is their rows, of few workers a large share: so the default waits for all, and is then exact and
+    the same every time."""
     compress: str = "none"
-    """The codec of pushes (the mean comes back as it is): topk:FRACTION, onebit, threshold:TAU[:CLIP], powersgd:RANK, qsgd:BITS, bf16, int8, or none.
-    Give one where the link is what a step waits for."""
+    """The codec of pushes (the mean comes back as it is): topk:FRACTION, onebit, threshold:TAU[:CLIP], powersgd:RANK,
+    qsgd:BITS, bf16, int8, or none. Give one where the link is what a step waits for."""
     feedback: bool | None = None
-    """Whether what a codec leaves out is added to the next gradient. `none`: as its paper, all but qsgd do. Turn it off to save a vector
-    of memory, and see whether it still learns."""
+    """Whether what a codec leaves out is added to the next gradient. `none`: as its paper, all but qsgd do. Turn it off
+    to save a vector of memory, and see whether it still learns."""
 
     name: ClassVar[str] = "quorum"
     source: ClassVar[str] = "Revisiting Distributed Synchronous SGD, Chen, Pan, Monga, Bengio, Jozefowicz, 2016"

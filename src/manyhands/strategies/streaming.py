@@ -143,8 +143,8 @@ def turn(schedule: Schedule, replica: Replica, worker: Worker, state: GroupState
 def close(schedule: Schedule, replica: Replica, worker: Worker, state: GroupState) -> None:
     """Use what is under way, then sync all fragments that were stepped since, one by one.
 
-    Of the fragment that is due at the last tick nothing is left: with overlap its mean is under way, and is used as ever
-    (so that with mixing a worker keeps a share of its own there); without, it has just been synced.
+    Of the fragment that is due at the last tick nothing is left: with overlap its mean is under way, and is used as
+    ever (so that with mixing a worker keeps a share of its own there); without, it has just been synced.
     """
     if not state.ticks:
         return

@@ -70,8 +70,8 @@ class Windowed(Strategy):
     """The codec of pushes: topk:FRACTION, onebit, threshold:TAU[:CLIP], powersgd:RANK, qsgd:BITS, bf16, int8, or none.
     Give one where the link is what a step waits for."""
     feedback: bool | None = None
-    """Whether what a codec leaves out is added to the next push. `none`: as its paper, all but qsgd do. Turn it off to save a vector
-    of memory, and see whether it still learns."""
+    """Whether what a codec leaves out is added to the next push. `none`: as its paper, all but qsgd do. Turn it off to
+    save a vector of memory, and see whether it still learns."""
 
     consistency: ClassVar[str] = "async / bounded"
     divides: ClassVar[bool]  # a window is pushed as the mean of its steps, not as their sum

@@ -1,7 +1,7 @@
 """The task `chars`: a small transformer predicts the next character of the Python standard library's own source.
 
-Every machine that runs Python has this text. Files are taken in the order of their names until MAX_CHARACTERS; so the text
-depends on the Python version, and numbers of different versions compare only roughly.
+Every machine that runs Python has this text. Files are taken in the order of their names until MAX_CHARACTERS; so the
+text depends on the Python version, and numbers of different versions compare only roughly.
 """
 
 from __future__ import annotations

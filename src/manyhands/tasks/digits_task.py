@@ -1,7 +1,8 @@
 """The task `digits`: a small convolutional network reads 1,797 handwritten digits, scans of 8x8 pixels.
 
 Data: "Optical Recognition of Handwritten Digits", E. Alpaydin and C. Kaynak (1998), UCI Machine Learning Repository,
-https://doi.org/10.24432/C50P49, licensed CC BY 4.0; the bundled `digits.csv.gz` is its test set, as scikit-learn ships it.
+https://doi.org/10.24432/C50P49, licensed CC BY 4.0; the bundled `digits.csv.gz` is its test set, as scikit-learn ships
+it.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ class WorkerPlan:
     finished: bool = False  # rank 0 found a finished run: nobody trains
 
     def copy_for_thread(self) -> WorkerPlan:
-        """The same for one of several workers of a process: modules are its own where the task holds any, and no processes
-        load its rows."""
+        """The same for one of several workers of a process: modules are its own where the task holds any, and no
+        processes load its rows."""
         task = self.task.with_fields(loader_processes=0) if self.task.loader_processes else self.task
         for name in ("loss", "evaluate"):
             if isinstance(module := getattr(task, name), nn.Module):

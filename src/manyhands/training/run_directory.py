@@ -59,8 +59,8 @@ class Opened:
 def open_directory(config: TrainConfig, resume: bool) -> Opened:
     """The run directory, locked; nothing on other ranks.
 
-    Raises BadInput instead of a refusal where nobody else has to hear why, and ManyhandsError where a file system elsewhere
-    cannot be reached.
+    Raises BadInput instead of a refusal where nobody else has to hear why, and ManyhandsError where a file system
+    elsewhere cannot be reached.
     """
     if config.directory is None or not config.owns_run_dir:
         return Opened()

@@ -67,15 +67,17 @@ def train(
     strategy, engine: an object or its spec string. Engine "auto" is the launcher that started this process (torchrun,
         `manyhands run`), else `local`.
     workers: None is one per visible GPU, else 1. One worker runs in the calling process.
-    threads_per_worker: None is usable cores / workers; one worker, in the calling process, keeps that process's own number.
+    threads_per_worker: None is usable cores / workers; one worker, in the calling process, keeps that process's own
+        number.
     servers: shards of the parameter server, for strategies that have one.
-    run_dir: events, checkpoints and result go there; None writes nothing. An existing one needs `resume=True`. A path, or
-        the URL of a file system that fsspec knows ("hdfs://…", "s3://…"), with the credentials of each host's environment.
+    run_dir: events, checkpoints and result go there; None writes nothing. An existing one needs `resume=True`. A path,
+        or the URL of a file system that fsspec knows ("hdfs://…", "s3://…"), with the credentials of each host's
+        environment.
     resume: go on from the newest checkpoint. Starts on an empty directory; returns a finished run as it is, unless
         more epochs or steps are asked for than it had.
     validate_every, checkpoint_every: "epoch", or a number of steps.
-    check_replicas_every: compare the replicas every so many steps too, and not only before each checkpoint, where the strategy
-        keeps them equal; a run whose replicas have drifted apart ends with an error that names the worker.
+    check_replicas_every: compare the replicas every so many steps too, and not only before each checkpoint, where the
+        strategy keeps them equal; a run whose replicas have drifted apart ends with an error that names the worker.
     keep: "last", or "best:METRIC" (see Keep).
     nonfinite: "raise", or "skip" steps whose gradient is not finite (their rows count as unused).
     max_seconds: stop all workers at the same step after so long.
@@ -83,8 +85,8 @@ def train(
     task_fields: any field of Task, overriding the task's.
 
     Raises BadInput (and its kinds) for what cannot be, before any process starts where that can be known; WorkerFailed
-    when a worker raises, dies or hangs; Preempted after SIGTERM; CallbackFailed, which holds the Run, where a callback raises in
-    `on_end`.
+    when a worker raises, dies or hangs; Preempted after SIGTERM; CallbackFailed, which holds the Run, where a callback
+    raises in `on_end`.
     """
     config = TrainConfig(
         task=task_from(task, task_fields),
@@ -254,7 +256,8 @@ class _Training:
     def _together(self, worker: Worker) -> Outcome | None:
         """The program where every worker makes this very call, once they have met.
 
-        Until then SIGTERM ends this process: torchrun sends it where a peer has failed, and nothing else would end the wait.
+        Until then SIGTERM ends this process: torchrun sends it where a peer has failed, and nothing else would end the
+        wait.
         """
         self._obey_sigterm()
         start = self.plan.resume_from

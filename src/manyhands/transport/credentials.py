@@ -1,7 +1,8 @@
 """The run's own key and self-signed certificate: whoever has them belongs to the run, nobody else is let in.
 
-Made with `cryptography` (extra `hosts`), which is imported only here. A credentials file is PEM, mode 0600; the variable
-MANYHANDS_CREDENTIALS names it. Both sides of a connection present the same certificate and accept no other (TLS 1.3).
+Made with `cryptography` (extra `hosts`), which is imported only here. A credentials file is PEM, mode 0600; the
+variable MANYHANDS_CREDENTIALS names it. Both sides of a connection present the same certificate and accept no other
+(TLS 1.3).
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ class Credentials:
     def load(cls, path: Path) -> Self:
         """From a file that nobody but this user (or root) can read or write. BadInput for any other, and when expired.
 
-        The open file is judged, not its name: a link to such a file (a mounted secret) is as good, and cannot be swapped.
+        The open file is judged, not its name: a link to such a file (a mounted secret) is as good, and cannot be
+        swapped.
         """
         data = read_private(path)
         blocks = {match[1]: match[0] for match in _BLOCK.finditer(data)}

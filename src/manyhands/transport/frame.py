@@ -1,4 +1,5 @@
-"""A frame: a fixed header of HEADER_BYTES, a small blob, and the raw bytes of a tensor. No pickle, no schema that grows.
+"""A frame: a fixed header of HEADER_BYTES, a small blob, and the raw bytes of a tensor. No pickle, no schema that
+grows.
 
 Header (little-endian): magic, version, kind, dtype, a zero, blob length, four zeros, generation, sequence, elements,
 weight, two numbers. All of it is checked before any memory is taken: `unpack` raises FrameError for a wrong magic or

@@ -1,9 +1,9 @@
 """The first words on a TCP connection, for both sides: who proves what, before anything else is read.
 
 With credentials: TLS 1.3, each side's certificate checked; the hello (JSON) of the connecting side; the welcome, or a
-refusal with its reason. Without: an opening frame; a challenge of the listening side; the hello, with a challenge and a proof
-that its sender holds the run's token; the welcome, with the other side's proof. The token itself never travels, and what was
-heard on one connection opens no second one.
+refusal with its reason. Without: an opening frame; a challenge of the listening side; the hello, with a challenge and a
+proof that its sender holds the run's token; the welcome, with the other side's proof. The token itself never travels,
+and what was heard on one connection opens no second one.
 
 Each side is a generator that never blocks: it yields what it waits for (select.POLLIN, select.POLLOUT), so that one
 thread can hold many such conversations, and a silent peer holds up nobody.

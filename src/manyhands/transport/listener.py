@@ -54,8 +54,8 @@ class Listener:
     """A bound address. Strangers are closed and named once in the log (logger `manyhands`); the listener goes on.
 
     host: a name or address of this machine. Loopback unless told otherwise.
-    credentials, token: exactly one of them. Credentials: TLS. A token (16 bytes or more, as secret as a key): plain TCP,
-        `tls=off`: BadInput unless the address is loopback or `plain_network` is set, since what follows the hello
+    credentials, token: exactly one of them. Credentials: TLS. A token (16 bytes or more, as secret as a key): plain
+        TCP, `tls=off`: BadInput unless the address is loopback or `plain_network` is set, since what follows the hello
         can then be read and changed by whoever is on the way.
     ports: (first, last), None: any free one; `address` tells which it became.
     generation: a hello of an older one is refused; may be raised while the listener lives.

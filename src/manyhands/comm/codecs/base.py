@@ -1,7 +1,7 @@
 """The contract of a codec: a vector as few bytes, and back. Codecs are pure: what they must remember is the caller's.
 
-A payload is a uint8 tensor on the CPU with a layout that each codec's docstring gives, numbers little-endian. What comes
-from a network is checked by `lengths` before memory is taken for it, and by `decode` before it is believed.
+A payload is a uint8 tensor on the CPU with a layout that each codec's docstring gives, numbers little-endian. What
+comes from a network is checked by `lengths` before memory is taken for it, and by `decode` before it is believed.
 """
 
 from __future__ import annotations

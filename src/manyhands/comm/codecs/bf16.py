@@ -66,7 +66,8 @@ class BF16(LinearCodec):
 def _to_own(total: float, weight: float, size: int) -> float:
     """What the mean's rounding is multiplied by, to come back in a later mean through this rank's share alone.
 
-    With the same weights it comes back whole. A share far below the average is taken for passing (a last, short batch): with
-    a usual share the next time, its rounding would come back many times too large. So it counts as half the average at least.
+    With the same weights it comes back whole. A share far below the average is taken for passing (a last, short batch):
+    with a usual share the next time, its rounding would come back many times too large. So it counts as half the
+    average at least.
     """
     return min(total / weight, 2.0 * size) if weight else float(size)

@@ -20,10 +20,12 @@ class OneBit(Codec):
     Source: 1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training of Speech DNNs,
     Frank Seide, Hao Fu, Jasha Droppo, Gang Li, Dong Yu, 2014: one bit a value, with error feedback.
 
-    Deviation: one scale for all, as in Error Feedback Fixes SignSGD and other Gradient Compression Schemes, Sai Praneeth
+    Deviation: one scale for all, as in Error Feedback Fixes SignSGD and other Gradient Compression Schemes, Sai
+        Praneeth
     Karimireddy, Quentin Rebjock, Sebastian U. Stich, Martin Jaggi, 2019, where the paper has two for each column.
 
-    Payload of ceil(n/8) + b bytes: the scale in the vector's dtype of b bytes, then a bit a value, 1 for a negative one.
+    Payload of ceil(n/8) + b bytes: the scale in the vector's dtype of b bytes, then a bit a value, 1 for a negative
+    one.
     """
 
     form: ClassVar[str] = "onebit"

@@ -42,10 +42,11 @@ class PowerSGD(LinearCodec):
     3. Q = Mᵀ·P becomes the mean over the workers, and P·Qᵀ stands for the mean of M.
 
     Error feedback takes P·Qᵀ with the worker's own Q, as in the paper. Over a server there is no mean: each worker has
-    factors of its own. Deviations: a column of Q that became 0, or not finite, stays what it was; matrices that would not
-    become smaller, rows·columns ≤ rank·(rows + columns), are sent as they are.
+    factors of its own. Deviations: a column of Q that became 0, or not finite, stays what it was; matrices that would
+    not become smaller, rows·columns ≤ rank·(rows + columns), are sent as they are.
 
-    Payload: 32-bit numbers: how many matrices there are, then start, rows, columns of each; then, in the vector's dtype,
+    Payload: 32-bit numbers: how many matrices there are, then start, rows, columns of each; then, in the vector's
+        dtype,
     each P and Q, then the rest of the vector. Without `Hints.matrices` all is rest.
     """
 
@@ -160,7 +161,8 @@ class PowerSGD(LinearCodec):
 
 
 def orthonormal(p: Tensor) -> Tensor:
-    """[rows, rank] -> columns of length 1, at right angles, in the same order; 0 for one that depends on those before it.
+    """[rows, rank] -> columns of length 1, at right angles, in the same order; 0 for one that depends on those before
+    it.
 
     Gram-Schmidt, each column projected twice: once leaves what rounding makes of nearly dependent columns.
     """

@@ -18,7 +18,8 @@ BUCKET = 512
 
 @dataclass(frozen=True)
 class QSGD(Codec):
-    """In each bucket of 512 values, |v| becomes scale·level/s, level one of 0 … s = 2^(bits - 1) - 1, rounded up or down at random: right on average.
+    """In each bucket of 512 values, |v| becomes scale·level/s, level one of 0 … s = 2^(bits - 1) - 1, rounded up or
+    down at random: right on average.
 
     Source: QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding, Dan Alistarh, Demjan Grubic, Jerry
     Li, Ryota Tomioka, Milan Vojnovic, 2017. Its scale here is the largest magnitude of a bucket, as in its experiments,
@@ -26,8 +27,8 @@ class QSGD(Codec):
 
     Deviation: levels are packed in as many bits as they take, where the paper's Elias code makes small ones shorter.
 
-    Payload of b·ceil(n/512) + ceil(n·bits/8) bytes: the scales in the vector's dtype of b bytes, then the levels, lowest
-    bit first, of each value the level and above it the sign.
+    Payload of b·ceil(n/512) + ceil(n·bits/8) bytes: the scales in the vector's dtype of b bytes, then the levels,
+    lowest bit first, of each value the level and above it the sign.
     """
 
     bits: int

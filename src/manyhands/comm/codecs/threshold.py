@@ -22,8 +22,8 @@ class Threshold(Codec):
     """Values of magnitude `tau` and more are sent as +tau or -tau, all others as 0. What is left waits in the residual.
 
     Source: Scalable Distributed DNN Training Using Commodity GPU Cloud Computing, Nikko Strom, 2015. Deeplearning4j's
-    gradient sharing sends the same, and clips the residual to [-clip·tau, clip·tau], every fifth step by default, so that
-    no value is sent for more than `clip` steps after its gradient; its default is 5.
+    gradient sharing sends the same, and clips the residual to [-clip·tau, clip·tau], every fifth step by default, so
+    that no value is sent for more than `clip` steps after its gradient; its default is 5.
 
     Deviations: residuals are clipped at every step; tau is fixed, where Deeplearning4j may adapt it.
 

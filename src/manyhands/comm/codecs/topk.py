@@ -22,10 +22,11 @@ class TopK(Codec):
     """The k values of largest magnitude as they are, k = max(1, ceil(fraction·n)); all others are 0.
 
     Source: Sparsified SGD with Memory, Sebastian U. Stich, Jean-Baptiste Cordonnier, Martin Jaggi, 2018; with error
-    feedback. Deep Gradient Compression, Lin, Han, Mao, Wang, Dally, 2018, sends the same, and corrects and clips momentum
-    and warms up the fraction besides, which is not done here.
+    feedback. Deep Gradient Compression, Lin, Han, Mao, Wang, Dally, 2018, sends the same, and corrects and clips
+    momentum and warms up the fraction besides, which is not done here.
 
-    Payload of k·(b + 4) bytes: k values in the vector's dtype of b bytes, then their k places as 32-bit numbers, ascending.
+    Payload of k·(b + 4) bytes: k values in the vector's dtype of b bytes, then their k places as 32-bit numbers,
+    ascending.
     """
 
     fraction: float

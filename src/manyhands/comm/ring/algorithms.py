@@ -1,4 +1,5 @@
-"""How a sum travels: three ways with the same traffic, 2·(size-1)·n elements over all ranks, and the same bits everywhere.
+"""How a sum travels: three ways with the same traffic, 2·(size-1)·n elements over all ranks, and the same bits
+everywhere.
 
 - swap, two workers, small: each sends all it has; one step, both compute the same.
 - direct, small: worker j gets everybody's piece j, adds them up and gives the sum to all; two steps.
@@ -9,8 +10,8 @@
 Which one is a matter of the number of bytes, the dtype and the size of the group. What travels first is as it was: the
 receiver multiplies by the sender's share, so that nothing waits for the weights, which are on their way to all at the
 same time. 16-bit numbers are added up in float32 and rounded once, which the ring would do at every hop: where there is
-more than one hop, they travel directly, whatever their number. Where two compute the same (swap), products are rounded before they are added: whether
-a multiply-add is fused is a matter of the processor.
+more than one hop, they travel directly, whatever their number. Where two compute the same (swap), products are rounded
+before they are added: whether a multiply-add is fused is a matter of the processor.
 """
 
 from __future__ import annotations
@@ -193,7 +194,8 @@ class Ring(Exchange):
 
 
 def add_up(pieces: Sequence[Tensor], shares: Shares, into: Tensor, lost: Tensor | None = None) -> None:
-    """`into` [m] becomes the sum of piece·share in rank order, with one rounding of 16-bit numbers; `lost` [m] gets what that took away.
+    """`into` [m] becomes the sum of piece·share in rank order, with one rounding of 16-bit numbers; `lost` [m] gets
+    what that took away.
 
     The pieces' memory is used up; `into` may be one of them.
     """

@@ -1,4 +1,5 @@
-"""A link: one peer's connection in a group of sockets. It never blocks: what is posted leaves when it can, what came is pulled.
+"""A link: one peer's connection in a group of sockets. It never blocks: what is posted leaves when it can, what came is
+pulled.
 
 On a link travel frames (transport/frame.py) of these kinds, each complete before the next begins, so that a notice can
 follow any of them:

@@ -3,7 +3,8 @@
 Whatever it waits for, it goes on sending what was posted to any peer, so that no two workers wait for each other's
 full buffers. It spins briefly, then sleeps in poll. A peer that dies is noticed by all, since all are linked with all.
 When one falls silent, each worker that has waited half of `timeout_s` tells the others for whom; at the end of it the
-chain of those words leads to the one that says nothing, the cause. Whoever knows first tells the others why it gives up.
+chain of those words leads to the one that says nothing, the cause. Whoever knows first tells the others why it gives
+up.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What ranks tell each other beside tensors: counters and operation headers, in a region at the start of each rank's memory.
+"""What ranks tell each other beside tensors: counters and operation headers, in a region at the start of each rank's
+memory.
 
 A region has one writer, its rank. First come counters, each on a cache line of its own, then a ring of slots with the
 headers of the operations under way.

@@ -13,7 +13,8 @@ class LivenessPipes:
 
     pipes: (read end, write end) by rank, -1 for an end that this process does not have. They belong to this object
     from now on; the write ends of peers and the own read end, inherited by a fork, are closed at once.
-    Instead of a read end any descriptor will do on which poll() reports an event once the rank is gone (a socket, a pidfd).
+    Instead of a read end any descriptor will do on which poll() reports an event once the rank is gone (a socket, a
+    pidfd).
     """
 
     def __init__(self, rank: int, pipes: Sequence[tuple[int, int]]) -> None:

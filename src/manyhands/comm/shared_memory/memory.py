@@ -1,7 +1,8 @@
 """Memory that the workers of one host share: one sparse memfd per rank, mapped by all of them.
 
 Nothing has a name, so nothing can be left behind and a small /dev/shm does not matter. A page costs memory once it is
-written; the kernel takes everything back when the last mapping is gone, and what `allocate` gave as soon as nobody holds it.
+written; the kernel takes everything back when the last mapping is gone, and what `allocate` gave as soon as nobody
+holds it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class SharedMemory:
 
     @staticmethod
     def create(size: int) -> list[int]:
-        """One memfd per rank, for `SharedMemoryGroup` on all `size` workers (inherited by fork, or passed by SCM_RIGHTS).
+        """One memfd per rank, for `SharedMemoryGroup` on all `size` workers (inherited by fork, or passed by
+        SCM_RIGHTS).
 
         The descriptors are close-on-exec and the caller's: it closes them once the workers have theirs.
         Raises ManyhandsError where the system has no memory to lend.

@@ -23,8 +23,9 @@ BACKGROUND_BYTES = (
 class Columns(Indexed):
     """Columns of equally many rows; a batch is the same structure with rows gathered, bit-equal to `x[order[i:i+b]]`.
 
-    Numeric arrays become tensors of their own dtype without a copy (read-only and memory-mapped ones are copied batch by
-    batch); strings and objects stay numpy arrays. Neighbouring rows (shuffle=False) are views of the data, as `x[i:j]` is.
+    Numeric arrays become tensors of their own dtype without a copy (read-only and memory-mapped ones are copied batch
+    by batch); strings and objects stay numpy arrays. Neighbouring rows (shuffle=False) are views of the data, as
+    `x[i:j]` is.
     """
 
     def __init__(self, data: Any, collate: Callable[[list[Any]], Any] | None = None, what: str = "the data") -> None:

@@ -23,9 +23,9 @@ class RowLoader:
     """Turns row indices into batches by calling the user's dataset and collate function.
 
     Without processes, rows load in the caller's thread and draw from its generators, as in a plain loop, so that random
-    augmentation stays bit-equal to one; no thread reads ahead. With processes, each slice is loaded with generators seeded
-    by (seed, epoch, part, tick): what a row draws depends neither on timing nor on how many processes there are, and a
-    resumed epoch draws the same. Only a `worker_init_fn` of the user's own takes that over.
+    augmentation stays bit-equal to one; no thread reads ahead. With processes, each slice is loaded with generators
+    seeded by (seed, epoch, part, tick): what a row draws depends neither on timing nor on how many processes there are,
+    and a resumed epoch draws the same. Only a `worker_init_fn` of the user's own takes that over.
     """
 
     dataset: Any

@@ -23,9 +23,11 @@ KINDS = f".npz, .npy, .txt, {shared_files.KINDS}"
 
 
 def open_file(path: str | Path, collate: Collate | None = None) -> Source:
-    """The source that a file is, by its suffix. path: a path, `~` at home; a table's also a glob, or a URL that fsspec knows.
+    """The source that a file is, by its suffix. path: a path, `~` at home; a table's also a glob, or a URL that fsspec
+    knows.
 
-    Raises BadInput for a path that is not there or of another kind, and for storage of which the package is not installed.
+    Raises BadInput for a path that is not there or of another kind, and for storage of which the package is not
+    installed.
     """
     what = str(path)
     suffix = Path(what).suffix.lower()
@@ -61,7 +63,8 @@ def _numpy(path: Path) -> Any:
 class Lines(Indexed):
     """A text file, UTF-8: a row is a line without its end; a batch is a list of strings, or what `collate` makes of it.
 
-    The file stays memory-mapped: a worker holds half a byte a line, the place of every sixteenth. An empty line is a row.
+    The file stays memory-mapped: a worker holds half a byte a line, the place of every sixteenth. An empty line is a
+    row.
     """
 
     def __init__(self, path: Path, collate: Collate | None = None) -> None:

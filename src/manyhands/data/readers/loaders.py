@@ -45,7 +45,8 @@ def open_loader(loader: DataLoader[Any], collate: Collate | None = None, process
 
 
 def is_indexed(loader: DataLoader[Any]) -> bool:
-    """Whether its batches are what its sampler, dataset and collate function make, so that any of their rows can be loaded alone.
+    """Whether its batches are what its sampler, dataset and collate function make, so that any of their rows can be
+    loaded alone.
 
     A subclass that iterates in a way of its own (accelerate's, torchdata's) is to be iterated.
     """
@@ -68,9 +69,9 @@ def refuse_distributed(loader: DataLoader[Any]) -> None:
 class Loader(RowSource):
     """A DataLoader over a map-style dataset: `batch_size` is its own (a batch sampler's largest) and counts as global.
 
-    Its sampler is iterated once an epoch with all generators (its own, torch's, numpy's, Python's) seeded by (seed, epoch)
-    and put back afterwards, so that every worker sees the same batches and a resumed run the same order. Rows load as
-    `RowLoader` says; `persistent_workers` is not kept: processes start with each epoch and end with it.
+    Its sampler is iterated once an epoch with all generators (its own, torch's, numpy's, Python's) seeded by (seed,
+    epoch) and put back afterwards, so that every worker sees the same batches and a resumed run the same order. Rows
+    load as `RowLoader` says; `persistent_workers` is not kept: processes start with each epoch and end with it.
     """
 
     rows: int

@@ -1,8 +1,8 @@
 """Tables in files that every host sees, Parquet and TFRecord: found by fsspec's URLs, dealt by ranges of rows.
 
-All files together are one table, in the order in which they were found. Each of N readers takes a range of its rows, so that
-their shares are even whatever the files look like. How many rows a file has is read once, by one of the readers: from the footer of
-a Parquet file; a TFRecord file has none, and its records are counted from length to length.
+All files together are one table, in the order in which they were found. Each of N readers takes a range of its rows, so
+that their shares are even whatever the files look like. How many rows a file has is read once, by one of the readers:
+from the footer of a Parquet file; a TFRecord file has none, and its records are counted from length to length.
 """
 
 from __future__ import annotations
@@ -51,14 +51,15 @@ _READS_AT_ONCE = 8  # footers: each is a few round trips to the storage, and lit
 
 
 def find(paths: Sequence[str | Path], kinds: str = KINDS) -> tuple[str, ...]:
-    """The URLs of the files that paths, globs and folders name; those of one glob or folder in the order of their names.
+    """The URLs of the files that paths, globs and folders name; those of one glob or folder in the order of their
+    names.
 
-    A name that begins with `_` or `.` inside a folder is none of the table's (`_SUCCESS`, `.part.crc`). kinds: what the error says that
-    can be read.
+    A name that begins with `_` or `.` inside a folder is none of the table's (`_SUCCESS`, `.part.crc`). kinds: what the
+    error says that can be read.
 
-    Raises BadInput for a path that is not there, a folder without such files, a folder or glob in a table whose log says which
-    files count (Delta, Iceberg, Hudi, the output of a Spark stream), files of another kind, of both kinds, or named twice, and
-    for storage of which the package is not installed.
+    Raises BadInput for a path that is not there, a folder without such files, a folder or glob in a table whose log
+    says which files count (Delta, Iceberg, Hudi, the output of a Spark stream), files of another kind, of both kinds,
+    or named twice, and for storage of which the package is not installed.
     """
     files = [file for path in paths for file in _found(str(path), kinds)]
     if twice := [file for file, n in Counter(files).items() if n > 1]:
@@ -114,7 +115,8 @@ def read(
 ) -> Iterator[pa.RecordBatch]:
     """One reader's part of the table, in order, a bounded number of bytes at a time; of columns `names` alone.
 
-    rows: in each file, as they were counted. Raises BadInput for what cannot be read, and for a file that has changed since.
+    rows: in each file, as they were counted. Raises BadInput for what cannot be read, and for a file that has changed
+        since.
     """
     for i, start, stop in dealt(rows, part, parts):
         seen = 0

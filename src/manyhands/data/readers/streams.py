@@ -29,9 +29,10 @@ class Stream(Source):
     stream that can be cut into shards (`shard(num_shards=, index=)`, as Hugging Face's) and has at least one for each
     worker is cut instead: each worker reads its own, in slices of its share of the batch size.
 
-    The stream draws from generators of its own, seeded by (seed, epoch), the same on all workers (by rank too where they
-    read shards), so that a stream which shuffles gives every worker the same order, and a resumed epoch the same rows.
-    Rows load in the caller's thread; with `processes` one process reads ahead (several would each read everything).
+    The stream draws from generators of its own, seeded by (seed, epoch), the same on all workers (by rank too where
+    they read shards), so that a stream which shuffles gives every worker the same order, and a resumed epoch the same
+    rows. Rows load in the caller's thread; with `processes` one process reads ahead (several would each read
+    everything).
     """
 
     def __init__(self, rows: Callable[[], Iterable[Any]], collate: Collate | None = None, processes: int = 0) -> None:

@@ -33,7 +33,8 @@ def frame_columns(frame: pd.DataFrame) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def parquet_columns(paths: Sequence[str], filesystem: Any, what: str) -> dict[str, np.ndarray[Any, Any]]:
-    """{column name: array} of Parquet files, one after the other. filesystem: pyarrow's or fsspec's, in which the paths are.
+    """{column name: array} of Parquet files, one after the other. filesystem: pyarrow's or fsspec's, in which the paths
+    are.
 
     All columns are loaded into this worker's memory: for more than that holds, stream instead (Hugging Face's
     `load_dataset("parquet", data_files=…, streaming=True)`).
@@ -83,7 +84,8 @@ class HuggingFace(Indexed):
     """A Hugging Face dataset: rows are read in batches (`dataset[indices]`), a dict of columns.
 
     Columns come as the format that was set on it gives them; without one, as torch tensors (whole numbers int64, others
-    float32, strings as lists). It is read ahead in a thread, unless the user's own code (a transform, collate) takes part.
+    float32, strings as lists). It is read ahead in a thread, unless the user's own code (a transform, collate) takes
+    part.
     """
 
     def __init__(self, dataset: datasets.Dataset, collate: Callable[[list[Any]], Any] | None = None) -> None:

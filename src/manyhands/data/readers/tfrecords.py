@@ -1,7 +1,8 @@
 """TFRecord files of `tf.train.Example`, read without TensorFlow: records, then their features as Arrow columns.
 
-A record is, little-endian: its length (8 bytes), the masked CRC32C of these (4), its bytes, their masked CRC32C (4). Source:
-"TFRecords Format Details", TensorFlow's guide `python_io`. Its bytes are a protocol buffer (tensorflow/core/example/*.proto):
+A record is, little-endian: its length (8 bytes), the masked CRC32C of these (4), its bytes, their masked CRC32C (4).
+Source: "TFRecords Format Details", TensorFlow's guide `python_io`. Its bytes are a protocol buffer
+(tensorflow/core/example/*.proto):
 
     Example { Features features = 1 }       Features { map<string, Feature> feature = 1 }
     Feature { oneof { BytesList bytes_list = 1, FloatList float_list = 2, Int64List int64_list = 3 } }
@@ -56,12 +57,12 @@ def read(
 ) -> Iterator[pa.RecordBatch]:
     """The records [start, stop) as batches of at most BATCH_ROWS rows, or BATCH_BYTES and one record.
 
-    file: at its beginning, in binary, seekable; plain or gzip'ed. what: its name in errors. names: the features wanted; None:
-        those of the first record.
+    file: at its beginning, in binary, seekable; plain or gzip'ed. what: its name in errors. names: the features wanted;
+        None: those of the first record.
     A feature of one value in all rows of a batch is a number (or bytes) a row, else a list.
 
-    Raises BadInput, naming file and record (the first is record 0), for what is cut off or damaged, no Example, or without a
-    wanted feature; and where google-crc32c is missing.
+    Raises BadInput, naming file and record (the first is record 0), for what is cut off or damaged, no Example, or
+    without a wanted feature; and where google-crc32c is missing.
     """
     records = _Records(file, what)
     while records.number < start and records.skip():

@@ -1,6 +1,8 @@
-"""Which messages of a process are valid, and which of a driver. Pure. What comes from another host is checked here before anybody acts on it.
+"""Which messages of a process are valid, and which of a driver. Pure. What comes from another host is checked here
+before anybody acts on it.
 
-The types of a process's messages are listed in host_processes.py, those of a driver's in hosts/processes.py. Extra fields are left out of what is returned, so that nobody can come to rely on them.
+The types of a process's messages are listed in host_processes.py, those of a driver's in hosts/processes.py. Extra
+fields are left out of what is returned, so that nobody can come to rely on them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""How the processes of several hosts come together: addresses go round through the driver, then each connects to those it needs.
+"""How the processes of several hosts come together: addresses go round through the driver, then each connects to those
+it needs.
 
 Inside a host the fork server has given its workers shared memory already. Between hosts the first worker of each, its
 leader, is linked with all other leaders; for messages from one worker to another all are linked with all; a worker on
-another host than the server's is linked with every shard. Every connection begins with both ends' proof that they hold the run's secret, and a hello that says who comes and what for.
+another host than the server's is linked with every shard. Every connection begins with both ends' proof that they hold
+the run's secret, and a hello that says who comes and what for.
 """
 
 from __future__ import annotations

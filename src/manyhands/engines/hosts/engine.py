@@ -59,12 +59,14 @@ class Hosts(Engine):
     """Workers of several hosts: this one listens, the others join it with the command that it prints.
 
     listen: an address of this host that the others reach. Other than loopback it needs TLS.
-    local_workers: so many workers this host gives itself, at least one (worker 0 is here); default: half of them, rounded up.
+    local_workers: so many workers this host gives itself, at least one (worker 0 is here); default: half of them,
+        rounded up.
     tls: on: every connection is encrypted, and both ends prove that they hold the run's credentials: the file that
-        MANYHANDS_CREDENTIALS names, made where it is missing, else a file of this run's alone. off: both ends still prove
-        that they hold the file, but whoever is on the way can read and change what is sent, the program included; on
-        loopback only, unless plain_network says otherwise.
-    ports: "7000-7100", to listen on; default: any that are free. Every host needs one a worker, this one also one a shard.
+        MANYHANDS_CREDENTIALS names, made where it is missing, else a file of this run's alone. off: both ends still
+        prove that they hold the file, but whoever is on the way can read and change what is sent, the program included;
+        on loopback only, unless plain_network says otherwise.
+    ports: "7000-7100", to listen on; default: any that are free. Every host needs one a worker, this one also one a
+        shard.
     plain_network: with tls off, also on addresses other than loopback.
     wait_s: how long to wait for the others.
 
@@ -199,7 +201,8 @@ class Hosts(Engine):
 
     @contextmanager
     def _secret(self, folder: Path) -> Iterator[tuple[Secret, Path]]:
-        """The run's secret and the file that holds it; one of this run's alone lies in `folder`, and is gone afterwards.
+        """The run's secret and the file that holds it; one of this run's alone lies in `folder`, and is gone
+        afterwards.
 
         The fork server removes the folder where this process is killed meanwhile.
         """

@@ -76,7 +76,8 @@ def join(
 ) -> None:
     """Give workers to the run at `offer.address`, until it is over; then nothing of it is left on this host.
 
-    say: gets a line where there is news for the user. secret: the run's; None: in the file that MANYHANDS_CREDENTIALS names.
+    say: gets a line where there is news for the user. secret: the run's; None: in the file that MANYHANDS_CREDENTIALS
+        names.
     spawner: a fork server that was started for this; it is closed here.
     Raises ManyhandsError with the driver's reason where it refuses, and with the run's error where it fails; Preempted
     after SIGTERM (the driver is told, and stops the run where it can be resumed).

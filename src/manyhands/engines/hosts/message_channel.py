@@ -1,8 +1,8 @@
 """Letters between the driver and a host that joined its run: JSON with tensors beside it, over a channel.
 
-A thread takes in what comes, so that the owner has one descriptor to wait on and never waits for half a message; another
-says every few seconds that this end lives. So both ends notice within the channel's timeout when the other host, or the
-network, is gone. Nothing is unpickled here.
+A thread takes in what comes, so that the owner has one descriptor to wait on and never waits for half a message;
+another says every few seconds that this end lives. So both ends notice within the channel's timeout when the other
+host, or the network, is gone. Nothing is unpickled here.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ class MessageChannel:
         return time.monotonic() - self._heard_at
 
     def send(self, body: dict[str, Any], tensors: Sequence[Tensor] = ()) -> None:
-        """Waits for a slow reader as long as the channel allows. ChannelClosed, ChannelTimeout when the other end is gone.
+        """Waits for a slow reader as long as the channel allows. ChannelClosed, ChannelTimeout when the other end is
+        gone.
 
         BadInput for more than MAX_TENSOR_BYTES: nothing was sent then.
         """

@@ -1,7 +1,7 @@
 """How the processes of one host reach those of the others: who is where, on which address to listen, with what secret.
 
-It travels as JSON inside one host only, over inherited sockets; a joined host makes its own from what the driver says of
-the others. The key never leaves the host on which its file lies.
+It travels as JSON inside one host only, over inherited sockets; a joined host makes its own from what the driver says
+of the others. The key never leaves the host on which its file lies.
 """
 
 from __future__ import annotations

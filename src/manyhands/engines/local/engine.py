@@ -60,8 +60,8 @@ class Local(Engine):
     """
 
     apart: bool = False
-    """Whether one worker has a process of its own, too; without, it runs in the caller's, where a breakpoint works. Turn it on to
-    measure one worker as several are."""
+    """Whether one worker has a process of its own, too; without, it runs in the caller's, where a breakpoint works.
+    Turn it on to measure one worker as several are."""
 
     name: ClassVar[str] = "local"
     serves: ClassVar[bool] = True

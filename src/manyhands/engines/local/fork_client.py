@@ -37,7 +37,8 @@ _LONGEST_FOLDER = 107 - len("/mh-12345678/listener-12345678")
 class Spawner:
     """One fork server. `start` returns at once; the server loads torch meanwhile.
 
-    leftover: a folder of this run that is to be gone when this process ends, also by SIGKILL: the server removes it then.
+    leftover: a folder of this run that is to be gone when this process ends, also by SIGKILL: the server removes it
+        then.
     """
 
     def __init__(self, leftover: Path | None = None) -> None:

@@ -1,12 +1,13 @@
-"""A small fork server: a fresh interpreter that loads torch once and then forks workers and shards, which start at once.
+"""A small fork server: a fresh interpreter that loads torch once and then forks workers and shards, which start at
+once.
 
 It runs no code of the user's and never touches a GPU. The workers get the program as a descriptor and unpickle it
 themselves, so the caller's main is never imported again. Messages from the driver (see control.py):
 
-    launch  what all processes of a run share, their process indices in the order of forking; descriptors: program[, stdout, stderr]
-    fork    fork a process; descriptors: its two lines to the driver, its file for stacks, its page for phase and step
-    signal  send a signal to these processes
-    end     the run is over: kill whoever is left after `grace_s`
+    launch  what all processes of a run share, their process indices in the order of forking; descriptors: program[,
+    stdout, stderr] fork    fork a process; descriptors: its two lines to the driver, its file for stacks, its page for
+    phase and step signal  send a signal to these processes end     the run is over: kill whoever is left after
+    `grace_s`
 
 and to it: `started` (process_index, pid), `exited` (process_index, status), `idle` (everything of the run is gone).
 """
@@ -266,7 +267,8 @@ class ForkServer:
             os.read(self._wakeup, 4096)
 
     def _reap(self) -> None:
-        """Tell of workers that ended, and kill the children they left: while its leader is unreaped, a group's number is safe.
+        """Tell of workers that ended, and kill the children they left: while its leader is unreaped, a group's number
+        is safe.
 
         What they left in sessions of its own was adopted: it lives until the run's end, and is only reaped here.
         """

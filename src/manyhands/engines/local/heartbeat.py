@@ -30,7 +30,8 @@ ANSWER_S = 600.0
 
 
 class DriverLine(DriverClient):
-    """Heartbeats and events go over `wire`, questions and their answers over `questions`; phase and step into `status` besides.
+    """Heartbeats and events go over `wire`, questions and their answers over `questions`; phase and step into `status`
+    besides.
 
     The thread that asks reads its answer itself, which is why questions have a wire of their own: a lease is asked for
     at every tick. `timeout_s` is how long the driver may leave either unread, if more than ANSWER_S. Once the driver is

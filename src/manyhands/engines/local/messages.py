@@ -1,4 +1,5 @@
-"""Messages between driver, fork server and workers of one host: JSON frames and descriptors over an inherited socket pair.
+"""Messages between driver, fork server and workers of one host: JSON frames and descriptors over an inherited socket
+pair.
 
 A frame is four bytes of length, then the JSON object; descriptors travel beside it (SCM_RIGHTS). The sockets have no
 name and are inherited or handed over, so nobody else can reach them.

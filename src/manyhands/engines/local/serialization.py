@@ -1,12 +1,14 @@
 """A Python object, functions included, as one anonymous file: pickle protocol 5 with its big buffers beside the stream.
 
-`serialize` writes it, `deserialize` reads it in another process of the same host. The memory of tensors and arrays travels out of
+`serialize` writes it, `deserialize` reads it in another process of the same host. The memory of tensors and arrays
+travels out of
 band: a worker maps it privately, copy on write, so that N workers share one copy of the training data in memory, and
 whoever writes to a tensor gets pages of its own. Tensors on one storage stay on one storage.
 
 The file has no name and goes over inherited sockets only, between a driver and the workers that it started itself.
-That is why pickle is allowed here. One thing only arrives from a network: the program, on a host that joined a run, from
-a driver that proved to hold the run's credentials (joining.py). What comes back from such a host is never unpickled.
+That is why pickle is allowed here. One thing only arrives from a network: the program, on a host that joined a run,
+from a driver that proved to hold the run's credentials (joining.py). What comes back from such a host is never
+unpickled.
 """
 
 from __future__ import annotations

@@ -58,7 +58,8 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Faults:
-    """All that goes wrong. Frozen, so that it is an engine's option. The probabilities are of each message to or from a server.
+    """All that goes wrong. Frozen, so that it is an engine's option. The probabilities are of each message to or from a
+    server.
 
     `str()` gives what `parse` reads. Raises BadInput where a number makes no sense.
     """
@@ -92,9 +93,10 @@ class Faults:
     def parse(cls, text: str) -> Self:
         """`kill=2@step:100,pause=1@2.5s+3,restart=shard0@4s+0.5,drop=0.01,delay=0.1:0.5,retry=0.2,notice=1`
 
-        kill, pause and restart: of worker 2, or shard0 of the server, at a step that the worker begins or at a time, and
-        for how long; as many as wanted. drop, duplicate, delay (with its mean seconds), reorder: the probability for
-        each message to or from a server. Times are seconds, or 2s, 10ms. Raises BadInput, and UnknownName for an option.
+        kill, pause and restart: of worker 2, or shard0 of the server, at a step that the worker begins or at a time,
+        and for how long; as many as wanted. drop, duplicate, delay (with its mean seconds), reorder: the probability
+        for each message to or from a server. Times are seconds, or 2s, 10ms. Raises BadInput, and UnknownName for an
+        option.
         """
         planned: list[Fault] = []
         changes: dict[str, Any] = {}

@@ -37,13 +37,15 @@ class SimGroup(TimedGroup):
     collective before it is over, and the time has passed that its algorithm takes on this network: see `Costs`. A mean
     that was started travels while its worker computes. `waited_s` ends with the last arrival; what follows is exchange.
 
-    send leaves at once, of any size: the message waits for this worker's network card, not the worker. share: any tensor.
-    What codecs compute takes what `compute` says (nothing without it), before what they send leaves and after it has come.
-    Ledger: what this rank sends in the algorithm that `Costs` chose; words (weights, bits, JSON, barriers) are not counted.
+    send leaves at once, of any size: the message waits for this worker's network card, not the worker. share: any
+    tensor. What codecs compute takes what `compute` says (nothing without it), before what they send leaves and after
+    it has come.
+    Ledger: what this rank sends in the algorithm that `Costs` chose; words (weights, bits, JSON, barriers) are not
+        counted.
 
     Besides the errors of every group: ManyhandsError, on every rank, as soon as one calls another operation than the
-    others, or with another n, dtype or source; the group is unusable from then on. After PeerLost the tensors of operations
-    that were under way hold what they held, or the result.
+    others, or with another n, dtype or source; the group is unusable from then on. After PeerLost the tensors of
+    operations that were under way hold what they held, or the result.
     """
 
     def __init__(self, meeting: SimRendezvous, rank: int, compute: Compute | None = None) -> None:

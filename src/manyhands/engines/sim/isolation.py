@@ -1,9 +1,10 @@
-"""What each simulated worker has for itself although all are in one process: random state, modes, default dtype, whose turn it is.
+"""What each simulated worker has for itself although all are in one process: random state, modes, default dtype, whose
+turn it is.
 
 PyTorch keeps the modes in the thread, and it, numpy and Python keep their generators in the process, so that all of it
 would leak from one worker into the next: it is swapped when another worker's turn comes. That happens at every step of
-every worker, so it has to be cheap: numpy's generator is exchanged as an object, since putting its state back takes as long
-again as all the rest. What is left to all in common, docs/simulate.md says.
+every worker, so it has to be cheap: numpy's generator is exchanged as an object, since putting its state back takes as
+long again as all the rest. What is left to all in common, docs/simulate.md says.
 """
 
 from __future__ import annotations

@@ -191,8 +191,8 @@ class NetworkState:
         """When a message that is given to the network at `at` has arrived (seconds); it occupies both cards meanwhile.
 
         Between hosts it starts when both cards are free, and arrives after 8·bytes/bandwidth + latency; each card is
-        occupied for 8·bytes/(its own bandwidth). A way with a bandwidth of its own has a queue behind the cards, so that
-        one slow way holds up no other. On one host nothing queues. First come is first called.
+        occupied for 8·bytes/(its own bandwidth). A way with a bandwidth of its own has a queue behind the cards, so
+        that one slow way holds up no other. On one host nothing queues. First come is first called.
         """
         here, there = self.host_of(source), self.host_of(target)
         way, bits = self.way(here, there), 8 * bytes

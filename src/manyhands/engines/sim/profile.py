@@ -24,7 +24,8 @@ _LOCAL = "local"
 class Profile:
     """What a task costs on a machine. Frozen; `load(path)` of what `save(path)` wrote is equal to it.
 
-    networks: by name. `local`, which is always there: hosts like this machine, each with as many workers as were measured;
+    networks: by name. `local`, which is always there: hosts like this machine, each with as many workers as were
+        measured;
     local_latency and local_bandwidth are those of the group in shared memory, latency and bandwidth those of sockets on
     this machine, which no network between two machines beats. Others are for reading, and for `network=`.
     """

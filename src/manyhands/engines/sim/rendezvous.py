@@ -108,8 +108,9 @@ class PendingWait:
 class SimRendezvous:
     """What the ranks of one simulated group share.
 
-    A collective begins when the last rank has come and the group's previous one is over; it takes what `costs` says. The
-    i-th calls of all ranks meet. timeout_s: who waits for a rank for so long gets PeerLost, and the group is unusable.
+    A collective begins when the last rank has come and the group's previous one is over; it takes what `costs` says.
+    The i-th calls of all ranks meet. timeout_s: who waits for a rank for so long gets PeerLost, and the group is
+    unusable.
     """
 
     def __init__(self, timeline: Timeline, costs: Costs, wires: NetworkState, size: int, timeout_s: float) -> None:

@@ -42,16 +42,20 @@ class SimServers:
     """The shards and, in `clients`, each worker's `Server`, which only that worker's program calls, in its turn.
 
     A call is one request to each shard and one answer of each; the worker waits until it has them all. After
-    `compute.request` seconds of its worker's own a request takes its time on the wires, waits until the shard has handled what came before, and is handled in `compute.merge` seconds
-    a byte of a push or of the center. An encoded push takes its worker the codec's seconds before it leaves, and at the shard
-    those of decoding, at the same time as others, before it stands in line. A pull is written into the worker's tensor, and a push read from it, then.
+    `compute.request` seconds of its worker's own a request takes its time on the wires, waits until the shard has
+    handled what came before, and is handled in `compute.merge` seconds a byte of a push or of the center. An encoded
+    push takes its worker the codec's seconds before it leaves, and at the shard those of decoding, at the same time as
+    others, before it stands in line. A pull is written into the worker's tensor, and a push read from it, then.
     `waited_s` is what the shards say: how long they held answers back for other workers.
 
-    messages: what happens to each message, None where nothing does. Then a request is sent again `faults.retry_s` after its
-    last copy, or the last answer to it, was to arrive; not while it waits at its shard, since that would change nothing. Its
-    copies are known by its number, pushes by the store. `initialize` sends the center to a shard only if this worker is first.
+    messages: what happens to each message, None where nothing does. Then a request is sent again `faults.retry_s` after
+        its
+    last copy, or the last answer to it, was to arrive; not while it waits at its shard, since that would change
+    nothing. Its copies are known by its number, pushes by the store. `initialize` sends the center to a shard only if
+    this worker is first.
 
-    timeout_s: a call that waits for other workers for so long, while none of them does anything, gets PeerLost, and one of
+    timeout_s: a call that waits for other workers for so long, while none of them does anything, gets PeerLost, and one
+        of
     which nothing is heard for so long ShardLost; what is on its way takes the time that it takes. inf: never.
 
     Ledger: as of served servers, each request once; what is sent again is counted as "resent".

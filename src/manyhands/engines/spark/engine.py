@@ -40,7 +40,8 @@ class Spark(Engine):
     listen: an address of this host that the executors reach; default: spark.driver.host.
     tls: as of engine hosts: without, only on loopback, unless plain_network says otherwise.
     plain_network: with tls off, also on addresses other than loopback.
-    memory_mb: rows of a DataFrame that each worker's Spark task keeps in memory, in MB; the others lie on the executor's disk.
+    memory_mb: rows of a DataFrame that each worker's Spark task keeps in memory, in MB; the others lie on the
+        executor's disk.
     wait_s: how long to wait until the Spark tasks have begun and have read the rows.
 
     Workers of one host share memory, hosts form a ring. Shards of a server are in the first host. What workers return

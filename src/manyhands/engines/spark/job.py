@@ -129,8 +129,8 @@ def why(error: BaseException) -> str:
 
 
 def rows_of(spark: SparkSession, frames: Sequence[DistributedFrame], workers: int, readers: int) -> DataFrame:
-    """All rows of all frames with a table and the place of each, dealt evenly to the first `readers` of one partition a worker;
-    without any, partitions with nothing of use."""
+    """All rows of all frames with a table and the place of each, dealt evenly to the first `readers` of one partition a
+    worker; without any, partitions with nothing of use."""
     tables = {i: frame.table for i, frame in enumerate(frames) if not frame.files}
     if not tables:
         return spark.range(0, workers, 1, workers)
@@ -146,8 +146,8 @@ def rows_of(spark: SparkSession, frames: Sequence[DistributedFrame], workers: in
 def _dealt(spark: SparkSession, table: DataFrame, workers: int, readers: int) -> DataFrame:
     """Every partition's rows in turn to all readers, beginning anywhere.
 
-    By a key instead of `repartition(workers)`, which sorts all rows first, so that a shuffle that is read again deals them as
-    before; this stage is never read again in part.
+    By a key instead of `repartition(workers)`, which sorts all rows first, so that a shuffle that is read again deals
+    them as before; this stage is never read again in part.
     """
     from pyspark.sql import functions as F
 

@@ -1,7 +1,7 @@
 """Spark tasks of one host: who they are, and how they wait for the first of them, the host's agent.
 
-A barrier among Spark tasks lasts a second, as Spark looks once a second whether it is over. So nothing is asked by a barrier
-that is known otherwise.
+A barrier among Spark tasks lasts a second, as Spark looks once a second whether it is over. So nothing is asked by a
+barrier that is known otherwise.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The hosts of a stage's Spark tasks, by partition. What has memory in common is a host: a machine, or a container of YARN's,
-    whose limit of memory is its own."""
+    """The hosts of a stage's Spark tasks, by partition. What has memory in common is a host: a machine, or a container
+    of YARN's, whose limit of memory is its own."""
 
     hosts: tuple[str, ...]
 
@@ -37,7 +37,8 @@ class Neighbours:
         return [i for i, host in enumerate(self.hosts) if host == self.hosts[partition]]
 
     def apart(self, spaces: Sequence[str]) -> str:
-        """Why partitions of one host cannot work together, or "": they have an address in common, and see other processes.
+        """Why partitions of one host cannot work together, or "": they have an address in common, and see other
+        processes.
 
         spaces: of each partition (`process_space`).
         """

@@ -1,8 +1,9 @@
-"""What runs in each Spark task of the barrier stage: bring the partition's rows, then give the host's workers to the run.
+"""What runs in each Spark task of the barrier stage: bring the partition's rows, then give the host's workers to the
+run.
 
-All Spark tasks keep the rows of their partition, or of their part of the files that they read themselves. The first one of each
-host is its agent (`manyhands join`'s), whose worker processes share memory and see all of the host's rows. The others wait, so
-that their cores stay the run's, until it is over.
+All Spark tasks keep the rows of their partition, or of their part of the files that they read themselves. The first one
+of each host is its agent (`manyhands join`'s), whose worker processes share memory and see all of the host's rows. The
+others wait, so that their cores stay the run's, until it is over.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class Stage:
     def run(self, batches: Iterator[pa.RecordBatch]) -> dict[str, Any]:
         """Give this Spark task's part. {} when the run is over, {"refused": why} where it could not begin.
 
-        Spark may begin the stage again after one of its tasks failed. Once the run has begun nobody can join it any more,
-        and the driver cancels the job: nothing is trained twice.
+        Spark may begin the stage again after one of its tasks failed. Once the run has begun nobody can join it any
+        more, and the driver cancels the job: nothing is trained twice.
         """
         from pyspark import BarrierTaskContext
 

@@ -35,7 +35,8 @@ def host_identity() -> str:
 def adopt(group: Group, hosts: Sequence[str], timeout_s: float) -> SharedMemoryGroup:
     """A SharedMemoryGroup of the same ranks as `group`; a collective, for ranks of one host. `group` stays open.
 
-    Raises ManyhandsError when a peer does not come within `timeout_s`, or goes away meanwhile; nothing is left open then.
+    Raises ManyhandsError when a peer does not come within `timeout_s`, or goes away meanwhile; nothing is left open
+    then.
     """
     deadline = time.monotonic() + timeout_s
     if group.rank == 0:

@@ -37,8 +37,8 @@ class Contestant:
     measured: RunMeasurements
     """As of one run: strategy, workers, threads, split of time, bytes, period, rate, staleness."""
     speed: Ratio | None
-    """Against the reference, by what Compared.speed_of says; None of the reference itself, and where a repeat of one of the two did not
-    reach the target."""
+    """Against the reference, by what Compared.speed_of says; None of the reference itself, and where a repeat of one of
+    the two did not reach the target."""
     quality: str
     """The final metric against the reference's: better | worse | same | unclear; "" of the reference itself."""
     effective_rate: float

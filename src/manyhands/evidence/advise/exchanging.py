@@ -32,12 +32,14 @@ PERIODS = {
 
 
 def exchange_bound(m: RunMeasurements) -> Advice | None:
-    """Exchange takes at least 25 %: the smallest period that leaves it 10 % makes 1 / (1 - 0.25·2/3) = 1.2 times the speed.
+    """Exchange takes at least 25 %: the smallest period that leaves it 10 % makes 1 / (1 - 0.25·2/3) = 1.2 times the
+    speed.
 
-    Up to 30 steps local SGD (Local SGD Converges Fast and Communicates Little, Stich, 2018), with the optimizers' state kept:
-    a round then sends what an all-reduce sends. From 30 on DiLoCo: Distributed Low-Communication Training of Language Models,
-    Douillard et al., 2023. The price of 700 steps in 14 rounds: 5 to 6 % more test loss (benchmarks/slow_links.py, a transformer).
-    Longer windows make late pushes later: where they may not be, it is silent.
+    Up to 30 steps local SGD (Local SGD Converges Fast and Communicates Little, Stich, 2018), with the optimizers' state
+    kept: a round then sends what an all-reduce sends. From 30 on DiLoCo: Distributed Low-Communication Training of
+    Language Models, Douillard et al., 2023. The price of 700 steps in 14 rounds: 5 to 6 % more test loss
+    (benchmarks/slow_links.py, a transformer). Longer windows make late pushes later: where they may not be, it is
+    silent.
     """
     share = m.share(m.exchange_s)
     if not m.worth_sharing or share < EXCHANGE_SHARE or m.near_limit:
@@ -80,8 +82,9 @@ def _price(m: RunMeasurements, period: int) -> str:
 def compress(m: RunMeasurements) -> Advice | None:
     """A codec would make it 1.1 times as fast: the bytes it leaves, at the link's measured rate, and what it computes.
 
-    Seconds a number: bf16 37 ns, powersgd:2 18 ns, topk:0.01 81 ns (benchmarks/slow_links.py), so that no link above 0.5 GB/s
-    gains. A round of less than 1 MB a worker is mostly delay (benchmarks/ring.py). Sources of the codecs: docs/strategies.md.
+    Seconds a number: bf16 37 ns, powersgd:2 18 ns, topk:0.01 81 ns (benchmarks/slow_links.py), so that no link above
+    0.5 GB/s gains. A round of less than 1 MB a worker is mostly delay (benchmarks/ring.py). Sources of the codecs:
+    docs/strategies.md.
     """
     takes_one = m.name in COMPRESSING and not any(option in m.strategy for option in NO_CODEC_WITH)
     if not (m.worth_sharing and takes_one and m.codec == "none" and m.parameters):
@@ -111,10 +114,11 @@ def _with(codec: CodecCost, m: RunMeasurements) -> float:
 
 
 def codec_costs(m: RunMeasurements) -> Advice | None:
-    """A codec between workers of one host, whose exchange without it, at 1 ms a round and 1 GB/s, would make it 1.1 times as fast.
+    """A codec between workers of one host, whose exchange without it, at 1 ms a round and 1 GB/s, would make it 1.1
+    times as fast.
 
-    On one host a mean of 100 MB takes 8 to 18 ms (benchmarks/all_reduce.py), a push and pull of it 29 ms (benchmarks/server.py), and
-    a round 1 ms beside its bytes (benchmarks/step.py, MLP).
+    On one host a mean of 100 MB takes 8 to 18 ms (benchmarks/all_reduce.py), a push and pull of it 29 ms
+    (benchmarks/server.py), and a round 1 ms beside its bytes (benchmarks/step.py, MLP).
     """
     if not m.worth_sharing or m.codec == "none" or not m.one_host or not m.parameters:
         return None
@@ -129,9 +133,11 @@ def codec_costs(m: RunMeasurements) -> Advice | None:
 
 
 def server_costs(m: RunMeasurements) -> Advice | None:
-    """A server between equally fast workers of one host, where all-reduce in each step, as slow as above, would make it 1.1 times as fast.
+    """A server between equally fast workers of one host, where all-reduce in each step, as slow as above, would make it
+    1.1 times as fast.
 
-    A server saves waiting; equal workers of all-reduce wait 2 to 3 % of a step (benchmarks/step.py), and 5 % are charged.
+    A server saves waiting; equal workers of all-reduce wait 2 to 3 % of a step (benchmarks/step.py), and 5 % are
+    charged.
     """
     if not m.worth_sharing or not (m.server and m.one_host and m.even and m.parameters) or m.codec != "none":
         return None

@@ -18,8 +18,8 @@ BEHIND = {
     "distance": ("it divides a window's update by its steps", "take window=1"),
     "dynsgd": ("it divides updates by how late they are", "take downpour"),
 }
-"""Strategies whose answer is behind in short runs: why, and what helps. By how much depends on the task: docs/advice.md has what
-benchmarks/accuracy.py measured on one, and no line of advice quotes it."""
+"""Strategies whose answer is behind in short runs: why, and what helps. By how much depends on the task: docs/advice.md
+has what benchmarks/accuracy.py measured on one, and no line of advice quotes it."""
 ELASTIC = ("easgd", "eamsgd")
 
 
@@ -48,9 +48,10 @@ def _dropped(one: Contestant, base: Contestant) -> Advice | None:
 def _batch(one: Contestant, base: Contestant) -> Advice | None:
     """The global batch is at least 1.5 times as large, so that there are as many times fewer steps.
 
-    With a rate that was not raised as much: Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour, Goyal et al., 2017: k times
-    the batch wants k times the rate, after a warm-up; √k with Adam (On the SDEs and Scaling Rules for Adaptive Gradient
-    Algorithms, Malladi, Lyu, Panigrahi, Arora, 2022). With one that was: An Empirical Model of Large-Batch Training,
+    With a rate that was not raised as much: Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour, Goyal et al.,
+    2017: k times the batch wants k times the rate, after a warm-up; √k with Adam (On the SDEs and Scaling Rules for
+    Adaptive Gradient Algorithms, Malladi, Lyu, Panigrahi, Arora, 2022). With one that was: An Empirical Model of
+    Large-Batch Training,
     McCandlish, Kaplan, Amodei, 2018: beyond a critical batch, larger ones hardly save steps.
     """
     grew, raised = one.batch_size / base.batch_size, one.measured.rate / (base.measured.rate or 1.0)
@@ -68,9 +69,10 @@ def _batch(one: Contestant, base: Contestant) -> Advice | None:
 def _rate(one: Contestant, base: Contestant) -> Advice | None:
     """A global batch moves the answer at least 1.5 times as far as one process's does: N times where N workers add.
 
-    Large Scale Distributed Deep Networks, Dean et al., 2012; DiLoCo, Douillard et al., 2023: outer_rate / (1 - outer_momentum) times along a
-    steady way, which few rounds do not bear (8 % more test loss after 8 rounds; with half the momentum 5.8 % after 14 and 1.3 % after 60: benchmarks/slow_links.py).
-    Late updates bear less than their share, limit(τ) / limit(0) of the rate (staleness.py).
+    Large Scale Distributed Deep Networks, Dean et al., 2012; DiLoCo, Douillard et al., 2023: outer_rate / (1 -
+    outer_momentum) times along a steady way, which few rounds do not bear (8 % more test loss after 8 rounds; with half
+    the momentum 5.8 % after 14 and 1.3 % after 60: benchmarks/slow_links.py). Late updates bear less than their share,
+    limit(τ) / limit(0) of the rate (staleness.py).
     """
     far = _far(one, base)
     m = one.measured
@@ -138,7 +140,8 @@ def _codec(one: Contestant, base: Contestant) -> Advice | None:
 def _drift(one: Contestant, base: Contestant) -> Advice | None:
     """Replicas drift apart between averages; √steps is the period that is surely borne, up to a constant.
 
-    Local SGD Converges Fast and Communicates Little, Stich, 2018; ours: 5 % more loss with 50 of 700 steps (benchmarks/slow_links.py).
+    Local SGD Converges Fast and Communicates Little, Stich, 2018; ours: 5 % more loss with 50 of 700 steps
+    (benchmarks/slow_links.py).
     """
     m = one.measured
     if m.period < 2:

@@ -158,9 +158,11 @@ def _apart(faster: Contestant, slower: Contestant) -> bool:
 
 
 def _threads_or_processes(c: Compared) -> Iterator[Advice]:
-    """With as many threads in all: whether the fastest on several workers is faster than one process, or slower, beyond the interval.
+    """With as many threads in all: whether the fastest on several workers is faster than one process, or slower, beyond
+    the interval.
 
-    benchmarks/step.py: two workers of one thread were 1.2 times as fast as one process with two (a CNN, a transformer), or 0.7 (an MLP).
+    benchmarks/step.py: two workers of one thread were 1.2 times as fast as one process with two (a CNN, a transformer),
+    or 0.7 (an MLP).
     """
     rivals = [one for one in c.several if one.measured.one_host and one.threads == c.base.threads and one.times]
     if c.base.threads == 1 or c.to_target or not rivals:

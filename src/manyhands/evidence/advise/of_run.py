@@ -36,7 +36,8 @@ def _unmeasured(m: RunMeasurements) -> Advice:
 
 
 def _unstable(m: RunMeasurements) -> Advice | None:
-    """Rate times curvature of a push is at 80 % or more of what its staleness bears: 2·sin(π / (2(2τ + 1))), see staleness.py.
+    """Rate times curvature of a push is at 80 % or more of what its staleness bears: 2·sin(π / (2(2τ + 1))), see
+    staleness.py.
 
     Beyond it a quadratic diverges, and all of the time is lost.
     """
@@ -92,9 +93,10 @@ def _too_short(m: RunMeasurements) -> Advice | None:
     """Several workers, each computing under 10 ms a step.
 
     What a step costs whatever its rows (calling the model's operators, the optimizer, one exchange) is 1 to 3 ms on
-    CPUs: at 10 ms that is already a tenth to a third of the step, and it does not shrink with more workers. A step of 2.9 ms
-    took 35 % longer where two workers exchanged (benchmarks/step.py, MLP). It wins what is left where one process computes
-    the shares of all, one after the other.
+    CPUs: at 10 ms that is already a tenth to a third of the step, and it does not shrink with more workers. A step of
+        2.9 ms
+    took 35 % longer where two workers exchanged (benchmarks/step.py, MLP). It wins what is left where one process
+    computes the shares of all, one after the other.
     """
     if not m.too_short:
         return None
@@ -135,8 +137,8 @@ def _threads(m: RunMeasurements) -> Advice | None:
 def _stragglers(m: RunMeasurements) -> Advice | None:
     """Workers wait for the slowest at least 15 % of the time: 1 / (1 - 0.15) = 1.18 times as fast if they were even.
 
-    Equal workers wait 2 to 3 % of a step (benchmarks/step.py). One that computes 10 % longer than the mean is named; below
-    that it is jitter. Where threads share cores, that rule speaks.
+    Equal workers wait 2 to 3 % of a step (benchmarks/step.py). One that computes 10 % longer than the mean is named;
+    below that it is jitter. Where threads share cores, that rule speaks.
     """
     share = m.share(m.wait_s)
     if not m.worth_sharing or share < WAIT_SHARE or _threads(m) is not None:
@@ -174,8 +176,8 @@ def _wait_less(m: RunMeasurements) -> str:
 def _few_rows(m: RunMeasurements) -> Advice | None:
     """Workers compute 1 to 3 rows a step, in under 20 ms: a row then costs more than one of 32.
 
-    benchmarks/rows.py has by how much for an MLP, a CNN and a transformer; of another model that is not known, so the line
-    promises nothing. Large rows fill a step alone.
+    benchmarks/rows.py has by how much for an MLP, a CNN and a transformer; of another model that is not known, so the
+    line promises nothing. Large rows fill a step alone.
     """
     if not m.worth_sharing or m.simulated or not 0 < m.rows_per_step < 4 or m.compute_per_step_s >= FEW_ROWS_STEP_S:
         return None
@@ -189,7 +191,8 @@ def _few_rows(m: RunMeasurements) -> Advice | None:
 def _unused_rows(m: RunMeasurements) -> Advice | None:
     """More than 10 % of the rows had no effect: the time that they took is lost.
 
-    b backups of N workers cost b/N of the rows: Revisiting Distributed Synchronous SGD, Chen, Pan, Monga, Bengio, Jozefowicz, 2016.
+    b backups of N workers cost b/N of the rows: Revisiting Distributed Synchronous SGD, Chen, Pan, Monga, Bengio,
+    Jozefowicz, 2016.
     """
     if m.unused <= UNUSED_SHARE:
         return None

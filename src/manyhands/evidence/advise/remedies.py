@@ -31,7 +31,8 @@ def share_won(times_as_fast: float) -> float:
 
 
 def period_for(round_s: float, rest_s: float, epoch_steps: int | None = None) -> int:
-    """The smallest period that leaves exchange 10 % of the time or less; at most 500, or an epoch's steps, where a window ends.
+    """The smallest period that leaves exchange 10 % of the time or less; at most 500, or an epoch's steps, where a
+    window ends.
 
     round_s: seconds of a round. rest_s: seconds of a step without it. A step then takes rest_s + round_s / period, and
     exchange is a tenth of that from period = 9·round_s / rest_s on.
@@ -59,8 +60,8 @@ class CodecCost:
 
     spec: str
     seconds_per_number: float
-    """Of the vector that is sent, in a round. What benchmarks/slow_links.py's rows/s leave beside computing and the bytes on the
-    link, over 3.25 M numbers: four workers on two cores, so an upper end."""
+    """Of the vector that is sent, in a round. What benchmarks/slow_links.py's rows/s leave beside computing and the
+    bytes on the link, over 3.25 M numbers: four workers on two cores, so an upper end."""
 
 
 CODECS = (

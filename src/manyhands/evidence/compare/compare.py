@@ -53,29 +53,31 @@ def compare(
     progress: Callback | None = None,
     **task_fields: Any,
 ) -> Comparison:
-    """Train a task under several strategies, repeatedly and alternating, and say which is best, and whether it is worth it.
+    """Train a task under several strategies, repeatedly and alternating, and say which is best, and whether it is worth
+    it.
 
-    Solo, one process, is always among them: with one thread, and with all cores. In every repeat each variant trains once,
-    on the same rows from the same seed (task.seed + repeat), in an order that is drawn anew. docs/compare.md says what is
-    measured, and when two variants count as different.
+    Solo, one process, is always among them: with one thread, and with all cores. In every repeat each variant trains
+    once, on the same rows from the same seed (task.seed + repeat), in an order that is drawn anew. docs/compare.md says
+    what is measured, and when two variants count as different.
 
     task, task_fields, servers, device, timeout_s: as `train` takes them.
     strategies: which, besides solo; one that is given twice is two variants, which ought not to differ.
     workers: each strategy runs on each of these numbers above 1, and on 1 only where no other is given.
     repeats: with fewer than 3 nothing is called different.
-    target: a metric's value whose time is measured, "test_accuracy=0.97", "test_loss<=1.8"; it is then the metric to judge
-        by, else test_accuracy, test_loss or what the task has.
+    target: a metric's value whose time is measured, "test_accuracy=0.97", "test_loss<=1.8"; it is then the metric to
+        judge by, else test_accuracy, test_loss or what the task has.
     engine: "auto", local, sim or hosts. Local workers have a process of their own each, solo too.
     threads_per_worker: of the others than solo; default: usable cores // workers.
     time_margin, metric_margin: what counts as a difference: shares, of a time and of solo's metric.
-    validations: about so many validations a trial; raise it for a finer time to target, lower it where validation is slow.
+    validations: about so many validations a trial; raise it for a finer time to target, lower it where validation is
+        slow.
     say: called with a line before each trial. progress: a callback that every trial tells, such as mh.Progress().
 
-    A trial that fails does not end the comparison: it is reported, and its variant not tried again. Ctrl-C after at least
-    one whole repeat returns what is complete.
+    A trial that fails does not end the comparison: it is reported, and its variant not tried again. Ctrl-C after at
+    least one whole repeat returns what is complete.
 
-    Raises BadInput (and its kinds) for what cannot be, before any process starts where that can be known; ManyhandsError
-    where solo fails; Preempted after SIGTERM.
+    Raises BadInput (and its kinds) for what cannot be, before any process starts where that can be known;
+    ManyhandsError where solo fails; Preempted after SIGTERM.
     """
     own = task_from(task, task_fields)
     aim = metric.target_of(target)

@@ -40,8 +40,8 @@ class Point:
     """Of training until then: the loop's own time, without validations and start-up."""
     metrics: Mapping[str, float]
     distance: float | None = None
-    """Of the parameters from solo's at the same rows and of the same repeat, |p - s| / |s|; an estimate (see probe.py). None
-    where solo has no point at these rows."""
+    """Of the parameters from solo's at the same rows and of the same repeat, |p - s| / |s|; an estimate (see probe.py).
+    None where solo has no point at these rows."""
 
 
 @dataclass(frozen=True, kw_only=True)

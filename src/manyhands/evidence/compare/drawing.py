@@ -1,7 +1,8 @@
 """What the charts of a comparison share: axes, labels, the escaping of names, the one place that makes a plotly figure.
 
-They read on a phone and on white or black: names stand above bars, colours are those of style.py, texts are precomputed and escaped,
-because plotly takes a part of HTML and templates in them. Lines of a variant share its place as `legendgroup`.
+They read on a phone and on white or black: names stand above bars, colours are those of style.py, texts are precomputed
+and escaped, because plotly takes a part of HTML and templates in them. Lines of a variant share its place as
+`legendgroup`.
 """
 
 from __future__ import annotations

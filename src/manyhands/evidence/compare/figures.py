@@ -165,8 +165,8 @@ def _band(course: Course, x: Sequence[float], own: Json, look: style.Look) -> li
 
 
 def speed_up(comparison: Comparison) -> Figure | None:
-    """Speed-up against solo with one thread, by workers: a line a strategy, and the ideal, which is as many times as fast as it
-    has threads more."""
+    """Speed-up against solo with one thread, by workers: a line a strategy, and the ideal, which is as many times as
+    fast as it has threads more."""
     base = next(iter(measures.solos(comparison)), None)
     found = {} if base is None else _by_strategy(comparison, base)
     if base is None or not found:

@@ -56,8 +56,8 @@ class Looked:
 
 
 def look(task: Task, model: nn.Module, data: Any, device: torch.device, rows: int = ROWS) -> Looked:
-    """Metrics over the first batches with `rows` rows, in the data's own order (a shuffling DataLoader's: that of seed 0), and
-    the predictions of the first NUMBERS numbers.
+    """Metrics over the first batches with `rows` rows, in the data's own order (a shuffling DataLoader's: that of seed
+    0), and the predictions of the first NUMBERS numbers.
 
     The model is moved to `device` and left in evaluation mode.
     """

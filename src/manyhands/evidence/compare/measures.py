@@ -67,8 +67,8 @@ def rows_per_s(history: Sequence[Mapping[str, Any]]) -> float:
 def reached(points: Sequence[Point], target: Target) -> tuple[float, float] | None:
     """(seconds, rows) until a curve reaches the target; None where it never does.
 
-    It does at the first point that is at least as good. Between that and the point before: a straight line. A target that
-    the very first point reaches counts from there, since nobody knows the metric before.
+    It does at the first point that is at least as good. Between that and the point before: a straight line. A target
+    that the very first point reaches counts from there, since nobody knows the metric before.
     """
     before: Point | None = None
     for point in points:

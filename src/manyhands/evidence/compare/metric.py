@@ -81,10 +81,11 @@ def _other(name: str) -> str:
 
 
 def metric_of(names: list[str], target: Target | None) -> tuple[str, bool]:
-    """(the metric to judge by, whether more is better): the target's; else test_accuracy, test_loss, another of test; then of
-    validation; then of train.
+    """(the metric to judge by, whether more is better): the target's; else test_accuracy, test_loss, another of test;
+    then of validation; then of train.
 
-    names: all that a trial measures. Raises BadInput for a target that is not among them, and where no name of the first
+    names: all that a trial measures. Raises BadInput for a target that is not among them, and where no name of the
+        first
     kind that there is says which way is better.
     """
     if target is not None:

@@ -1,16 +1,19 @@
 """How far a run's parameters are from another's, told with every validation: a sketch of them among the metrics.
 
-A count sketch of a vector p [D] is k sums: every weight p_i is added, with a random sign σ_i, to a random one of k buckets.
-Signs and buckets are the same in all runs, so that the difference of two sketches is the sketch of the difference, and
+A count sketch of a vector p [D] is k sums: every weight p_i is added, with a random sign σ_i, to a random one of k
+buckets. Signs and buckets are the same in all runs, so that the difference of two sketches is the sketch of the
+difference, and
 
     |sketch(p) - sketch(s)|² has the mean |p - s|²  and a variance of at most 2 |p - s|⁴ / k,
 
-since the cross terms 2 Σ_{i<j} σ_i σ_j d_i d_j [same bucket] have mean 0 and variance 2 / k · (|d|⁴ - Σ d_i⁴). So the standard
-error of the estimated distance is at most about 1 / sqrt(2k) of it: 3.1 % with k = 512. Parameters that are equal have equal
-sketches.
+since the cross terms 2 Σ_{i<j} σ_i σ_j d_i d_j [same bucket] have mean 0 and variance 2 / k · (|d|⁴ - Σ d_i⁴). So the
+standard error of the estimated distance is at most about 1 / sqrt(2k) of it: 3.1 % with k = 512. Parameters that are
+equal have equal sketches.
 
-Sources: Finding Frequent Items in Data Streams, Moses Charikar, Kevin Chen, Martin Farach-Colton, 2002 (the sketch); The Space
-Complexity of Approximating the Frequency Moments, Noga Alon, Yossi Matias, Mario Szegedy, 1996 (its norm as an estimate).
+Sources: Finding Frequent Items in Data Streams, Moses Charikar, Kevin Chen, Martin Farach-Colton, 2002 (the sketch);
+    The Space
+Complexity of Approximating the Frequency Moments, Noga Alon, Yossi Matias, Mario Szegedy, 1996 (its norm as an
+estimate).
 Deviation: one row of buckets, no median of several, since the norm is wanted and no single weight.
 """
 
@@ -50,9 +53,10 @@ class Sketch:
 class Probe:
     """A task's `evaluate` that also tells a sketch of the model's trainable parameters, once for each set of them.
 
-    A pass over the validation rows has the same parameters from its first batch to its last; where the bits are those of
-    the batch before, nothing is told. Every rank that has rows tells the same sketch with weight 1, so that their mean is
-    it. Ensembles, which have many sets of parameters, tell none. Goes to workers as the task's other functions do.
+    A pass over the validation rows has the same parameters from its first batch to its last; where the bits are those
+    of the batch before, nothing is told. Every rank that has rows tells the same sketch with weight 1, so that their
+    mean is it. Ensembles, which have many sets of parameters, tell none. Goes to workers as the task's other functions
+    do.
     """
 
     measure: Evaluate

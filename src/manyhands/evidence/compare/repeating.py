@@ -126,8 +126,8 @@ class Repeating:
         self.say(f"{trial.variant} failed, and is not tried again: {trial.failure}")
 
     def _engine_of(self, entry: TrialEntry) -> Engine:
-        """For the next launch. Each simulated one has a seed of its own, or repeats would differ by rows alone; solo beside
-        engine hosts is on this one."""
+        """For the next launch. Each simulated one has a seed of its own, or repeats would differ by rows alone; solo
+        beside engine hosts is on this one."""
         self._launches += 1
         if isinstance(self.engine, Sim):
             return replace(self.engine, seed=self.engine.seed + self._launches)

@@ -27,8 +27,8 @@ SCRIPT_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsa
 def save(comparison: Comparison, directory: str | Path) -> Path:
     """Write report.json and report.html into `directory`, which is created where it is missing; the page's path.
 
-    Raises OSError; and BadInput, after report.json is written, where the extra `report` is not installed: the page can be
-    made from that file later.
+    Raises OSError; and BadInput, after report.json is written, where the extra `report` is not installed: the page can
+    be made from that file later.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)

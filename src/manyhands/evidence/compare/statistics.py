@@ -1,9 +1,10 @@
 """When two variants count as different: repeats in pairs, two intervals of their mean, and a margin. Pure.
 
-Sources: An Introduction to the Bootstrap, Bradley Efron and Robert J. Tibshirani, 1993 (chapter 13: percentile intervals);
+Sources: An Introduction to the Bootstrap, Bradley Efron and Robert J. Tibshirani, 1993 (chapter 13: percentile
+    intervals);
 What Teachers Should Know About the Bootstrap, Tim C. Hesterberg, The American Statistician 69 (4), 2015 (percentile
-intervals of small samples are too narrow, by about sqrt((n - 1) / n) and a normal quantile where Student's belongs, which is
-why Student's interval is asked, too).
+intervals of small samples are too narrow, by about sqrt((n - 1) / n) and a normal quantile where Student's belongs,
+which is why Student's interval is asked, too).
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ class Mean:
 
 
 def mean(values: Iterable[float | None], geometric: bool = False) -> Mean | None:
-    """None where no value is finite. What is compared as ratios has the geometric mean: the ratio of two such means is the
-    mean of the ratios, so that a table's numbers are those that its ratios are made of. Everything else has the arithmetic one.
+    """None where no value is finite. What is compared as ratios has the geometric mean: the ratio of two such means is
+    the mean of the ratios, so that a table's numbers are those that its ratios are made of. Everything else has the
+    arithmetic one.
     """
     given = list(values)
     finite = [value for value in given if value is not None and math.isfinite(value)]
@@ -58,8 +60,8 @@ def mean(values: Iterable[float | None], geometric: bool = False) -> Mean | None
 def difference(own: Numbers, reference: Numbers, *, of: str, margin: float, higher: bool) -> Difference:
     """How `own` differs from `reference`, where the i-th numbers of both are of the same repeat.
 
-    of: rows_per_s, seconds or target_seconds are compared as ratios (the mean is geometric, `margin` a share, and 5 % more
-        counts like 5 % less); anything else as differences, with `margin` in its own unit.
+    of: rows_per_s, seconds or target_seconds are compared as ratios (the mean is geometric, `margin` a share, and 5 %
+        more counts like 5 % less); anything else as differences, with `margin` in its own unit.
     higher: whether more is better.
 
     1. Of each pair, d = log(own / reference), or own - reference.
@@ -70,9 +72,9 @@ def difference(own: Numbers, reference: Numbers, *, of: str, margin: float, high
     6. Same: it lies inside the margin, and there are at least 3 pairs.
     7. Unclear, no difference seen: anything else.
 
-    target_seconds may be None, where the target was not reached: then nothing is better, and worse is who reached it in no
-    repeat where the reference did in all; the middle is of the pairs where both reached it (infinite where it is worse, NaN
-    where there are none).
+    target_seconds may be None, where the target was not reached: then nothing is better, and worse is who reached it in
+    no repeat where the reference did in all; the middle is of the pairs where both reached it (infinite where it is
+    worse, NaN where there are none).
     """
     if len(own) != len(reference):
         raise ValueError(f"{of}: {len(own)} repeats of one and {len(reference)} of the other")

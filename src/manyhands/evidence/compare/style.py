@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from manyhands.evidence.compare.comparison import Comparison
 
-# As (on white, on black). Found by a search that keeps all of them, and solo's ink, apart for people who see all colours, no red, no green
+# As (on white, on black). Found by a search that keeps all of them, and solo's ink, apart for people who see all
+# colours, no red, no green
 # or no blue; the test of this file measures by how much, and the contrast with the page.
 INK = ("#1b1f24", "#e9ecef")  # solo
 HUES = (

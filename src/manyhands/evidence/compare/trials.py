@@ -113,7 +113,8 @@ class Known:
 
 
 def warm_up(setting: TrialSetup, entry: TrialEntry, engine: Engine) -> Known:
-    """Train for a few steps, so that no trial is the first to load and fill what is empty; and see what the task is like.
+    """Train for a few steps, so that no trial is the first to load and fill what is empty; and see what the task is
+    like.
 
     Raises what `train` raises.
     """
@@ -141,7 +142,8 @@ def try_once(
     target: Target | None,
     judged: str,
 ) -> FinishedTrial:
-    """Train a variant once. What fails in it is the trial's `failure`; raises Preempted, and what is no error of the trial's.
+    """Train a variant once. What fails in it is the trial's `failure`; raises Preempted, and what is no error of the
+    trial's.
 
     judged: the metric to judge by; a trial that ends with one that is not finite, or with such a loss, has failed.
     """

@@ -101,8 +101,8 @@ def _check(entry: TrialEntry, setting: TrialSetup, engine: Engine) -> None:
 
 
 def orders(count: int, repeats: int, seed: int) -> list[list[int]]:
-    """For each repeat a permutation of range(count), drawn so that as far as possible none is first twice, and none comes
-    twice after the same one: a drift of the machine, or what one trial leaves to the next, hits all alike.
+    """For each repeat a permutation of range(count), drawn so that as far as possible none is first twice, and none
+    comes twice after the same one: a drift of the machine, or what one trial leaves to the next, hits all alike.
     """
     generator = np.random.default_rng(seed)
     pairs: Counter[tuple[int, int]] = Counter()  # (-1, i): i was first

@@ -12,10 +12,11 @@ from manyhands.evidence.compare.statistics import LEAST_PAIRS
 
 
 def verdict(comparison: Comparison) -> str:
-    """Whether to distribute, and how: what was seen, with its numbers, and no more; and whether the reference itself varies by half.
+    """Whether to distribute, and how: what was seen, with its numbers, and no more; and whether the reference itself
+    varies by half.
 
-    With a target the time to it decides; else rows a second (all trials train on the same rows), among those whose final
-    metric is not worse. They have to beat the better of solo's variants.
+    With a target the time to it decides; else rows a second (all trials train on the same rows), among those whose
+    final metric is not worse. They have to beat the better of solo's variants.
     """
     seen = compared(comparison)
     only_solo = all(variant.solo for variant in comparison.variants)

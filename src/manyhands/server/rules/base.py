@@ -1,8 +1,8 @@
 """The contract of a rule: how a server merges pushes into the center.
 
-A rule works on one shard [n] and out of place: `merge` reads the old center and writes the next into `new`, which may be
-the old one itself where nobody reads it meanwhile. All pushes of a merge become one version; they come in rank order,
-and none has weight 0. What a rule must remember (momentum, sums) are its `vectors` [n] and `numbers`.
+A rule works on one shard [n] and out of place: `merge` reads the old center and writes the next into `new`, which may
+be the old one itself where nobody reads it meanwhile. All pushes of a merge become one version; they come in rank
+order, and none has weight 0. What a rule must remember (momentum, sums) are its `vectors` [n] and `numbers`.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Rule(ABC):
         return False
 
     def close(self, old: Tensor, new: Tensor) -> None:  # noqa: B027
-        """Write what they come to into `new`: they are `complete`, or somebody reads the center after they `ended`, or while
-        nobody takes part."""
+        """Write what they come to into `new`: they are `complete`, or somebody reads the center after they `ended`, or
+        while nobody takes part."""
 
     def vectors(self) -> dict[str, Tensor]:
         """What the rule remembers, by name, each [n]."""

@@ -17,7 +17,8 @@ from manyhands.server.rules.base import Push, Rule
 
 @dataclass(kw_only=True)
 class PairsRule(Rule):
-    """A push of worker i carries what its steps moved: i and a partner j become their mean, then i moves; i is the answer.
+    """A push of worker i carries what its steps moved: i and a partner j become their mean, then i moves; i is the
+    answer.
 
     Asynchronous Decentralized Parallel Stochastic Gradient Descent, Lian, Zhang, Zhang, Liu, 2018 (AD-PSGD).
 
@@ -25,9 +26,10 @@ class PairsRule(Rule):
     2. x_j ← (x_i + x_j) / 2, and x_i ← the same + update. Nothing comes between: a store takes one call at a time.
     3. The answer is x_i. What others do to x_i from then on, worker i finds at its next push.
 
-    The center is the mean of all N vectors, kept up by update / N at each push. A worker that has not begun stands at the
-    first center; one that is inactive or lost stays in the mean, and a partner: what it learned is not lost, and those that
-    go on draw it along. Each counts the same, whatever its pushes weigh. The pushes of one round come one after the other, in rank order.
+    The center is the mean of all N vectors, kept up by update / N at each push. A worker that has not begun stands at
+    the first center; one that is inactive or lost stays in the mean, and a partner: what it learned is not lost, and
+    those that go on draw it along. Each counts the same, whatever its pushes weigh. The pushes of one round come one
+    after the other, in rank order.
 
     Memory: 2·N·n, each worker's vector and its last answer.
     """

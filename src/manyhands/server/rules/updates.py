@@ -45,11 +45,13 @@ class StalenessRule(Rule):
 
 @dataclass(kw_only=True)
 class DistanceRule(Rule):
-    """Per weight, center += update / ((center - pulled)² / rate + 1): what moved far since the worker's pull moves less.
+    """Per weight, center += update / ((center - pulled)² / rate + 1): what moved far since the worker's pull moves
+    less.
 
-    On Scalable Deep Learning and Parallelizing Gradient Descent, Hermans, 2017, chapter "Asynchronous Distributed Adaptive
-    Gradients", in the form that spares the network: the server keeps a copy of the center that each worker pulled, N·D of
-    memory. The distance is taken weight by weight, as the author's dist-keras does. Who never pulled has no distance.
+    On Scalable Deep Learning and Parallelizing Gradient Descent, Hermans, 2017, chapter "Asynchronous Distributed
+    Adaptive Gradients", in the form that spares the network: the server keeps a copy of the center that each worker
+    pulled, N·D of memory. The distance is taken weight by weight, as the author's dist-keras does. Who never pulled has
+    no distance.
     """
 
     rate: float
@@ -75,15 +77,16 @@ class DistanceRule(Rule):
 
 @dataclass(kw_only=True)
 class ElasticRule(Rule):
-    """A push of weight w carries the worker's parameters x: difference = alpha·w·(x - center); center += difference, which is the answer.
+    """A push of weight w carries the worker's parameters x: difference = alpha·w·(x - center); center += difference,
+    which is the answer.
 
     Deep Learning with Elastic Averaging SGD, Zhang, Choromanska, LeCun, 2015. Pushes of one round are all compared with
     the same old center, then added in rank order (the paper's synchronous form).
     """
 
     alpha: float = 1.0
-    """Times a push's weight: how strongly worker and center attract each other. With N workers in a round, who subtract their
-    answers, their mean and the center come closer below alpha = 2/(N + 1), and drift ever further apart above."""
+    """Times a push's weight: how strongly worker and center attract each other. With N workers in a round, who subtract
+    their answers, their mean and the center come closer below alpha = 2/(N + 1), and drift ever further apart above."""
     answers: ClassVar[bool] = True
     _answers: dict[int, Tensor] = field(init=False, repr=False, default_factory=dict)  # by worker, [n]
 
@@ -106,8 +109,8 @@ class ElasticRule(Rule):
 class AdagradRule(Rule):
     """A push carries an accumulated gradient g: sum += g²; center -= rate·g / (sqrt(sum) + eps).
 
-    Adaptive Subgradient Methods for Online Learning and Stochastic Optimization, Duchi, Hazan, Singer, 2011; on a server:
-    Large Scale Distributed Deep Networks, Dean et al., 2012.
+    Adaptive Subgradient Methods for Online Learning and Stochastic Optimization, Duchi, Hazan, Singer, 2011; on a
+    server: Large Scale Distributed Deep Networks, Dean et al., 2012.
     """
 
     rate: float = 0.01
@@ -140,10 +143,12 @@ class AdagradRule(Rule):
 
 @dataclass(kw_only=True)
 class QuorumRule(Rule):
-    """A push carries a gradient; the first `workers - backups` of a step make the weighted mean, which is everybody's answer.
+    """A push carries a gradient; the first `workers - backups` of a step make the weighted mean, which is everybody's
+    answer.
 
-    Revisiting Distributed Synchronous SGD, Chen, Monga, Bengio, Jozefowicz, 2016. The center stays: every worker applies
-    the mean with an optimizer of its own. Which pushes are of one step, and which come late, is decided in steps.py.
+    Revisiting Distributed Synchronous SGD, Chen, Monga, Bengio, Jozefowicz, 2016. The center stays: every worker
+    applies the mean with an optimizer of its own. Which pushes are of one step, and which come late, is decided in
+    steps.py.
     """
 
     backups: int = 0
