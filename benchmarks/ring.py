@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from machine import bytes_of, facts
 
-from manyhands.comm.ring.connecting import connect_all
+from manyhands.comm.ring.links import connect_all
 from manyhands.comm.ring.group import RingGroup
 from manyhands.transport.listener import Listener
 

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from manyhands.rank_files.folder import CollectiveCounts, Folder
-from manyhands.rank_files.guard import as_given
+from manyhands.rank_files.folder import CollectiveCounts, Folder, as_given
 from manyhands.rank_files.patches import Patches, Private
 from manyhands.rank_files.views import FirstView, OtherView, View
 

@@ -1,5 +1,7 @@
 """A listener on real sockets: who is let in, who is not, and that it goes on whatever comes."""
 
+from __future__ import annotations
+
 import errno
 import logging
 import select
@@ -13,12 +15,13 @@ import torch
 from socket_pairs import aside, credentials
 
 from manyhands.errors import BadInput
+from manyhands.transport import listener
 from manyhands.transport import listener as module
 from manyhands.transport.channel import ChannelClosed, ChannelTimeout
 from manyhands.transport.credentials import Credentials
 from manyhands.transport.frame import Frame, FrameError, pack, to_json
 from manyhands.transport.hello import Proof, speak_to
-from manyhands.transport.listener import Listener, _drive, connect
+from manyhands.transport.listener import Listener, RejectedPeers, _drive, connect
 
 TOKEN = b"0123456789abcdef"
 PROOFS = {"tls": lambda: {"credentials": credentials()}, "plain": lambda: {"credentials": None, "token": TOKEN}}
@@ -443,3 +446,24 @@ def test_somebody_listens_and_says_nothing():
 def test_a_hello_has_a_limit():
     with pytest.raises(BadInput, match="at most 65536"):
         connect(("127.0.0.1", 1), {"x": "y" * 70_000}, credentials=None, token=TOKEN, peer="s", timeout_s=0.1)
+
+
+# -- rejected ----------------------------------------------------------------------------------------------------------
+
+
+def test_once_for_each_address(caplog):
+    named = RejectedPeers()
+    for address in ["10.0.0.1", "10.0.0.2", "10.0.0.1"]:
+        named.name(address, "garbage")
+    assert [record.args[0] for record in caplog.records] == ["10.0.0.1", "10.0.0.2"]
+    assert {(record.name, record.levelno) for record in caplog.records} == {("manyhands", logging.WARNING)}
+
+
+def test_a_flood_of_addresses_ends_with_a_word(caplog, monkeypatch):
+    monkeypatch.setattr(listener, "MOST_NAMED", 3)
+    named = RejectedPeers()
+    for number in range(10):
+        named.name(f"fe80::{number}", "garbage" * 1000)
+    assert len(caplog.records) == 3
+    assert "no further one is named" in caplog.records[-1].getMessage()
+    assert len(caplog.records[-1].getMessage()) < 500

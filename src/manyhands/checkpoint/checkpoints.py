@@ -37,7 +37,7 @@ from manyhands.checkpoint.launch_lock import Claim
 from manyhands.checkpoint.paths import PARTIAL, AnyPath, RemotePath, open_regular
 from manyhands.comm.group import Group
 from manyhands.errors import BadInput, ManyhandsError, is_whole
-from manyhands.rank_files.guard import as_given
+from manyhands.rank_files.folder import as_given
 
 KEPT = 2
 FORMAT = 2

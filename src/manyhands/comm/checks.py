@@ -1,4 +1,7 @@
-"""What every group refuses, in the same words."""
+"""What all groups share: checks of arguments, flat views of tensors, and the signature of an operation.
+
+A signature is an operation as one number: ranks compare it, and a message names both sides where they differ.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import torch
 from torch import Tensor
 
 from manyhands.errors import BadInput
+from manyhands.transport.frame import DTYPES
 
 MEAN_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 WIDE = (torch.float32, torch.float64)
@@ -85,3 +89,53 @@ def json_bytes(value: Any) -> bytes:
 def bits_bytes(bits: int) -> bytes:
     """`bits` as little-endian bytes, none for 0."""
     return bits.to_bytes((bits.bit_length() + 7) // 8, "little") if bits else b""
+
+
+def flattened(tensor: Tensor) -> Tensor:
+    """[n] the elements in order: a view where the tensor is contiguous, else a copy. Its stride is 1."""
+    flat = tensor.detach().reshape(-1).contiguous()
+    return flat.as_strided((len(flat),), (1,))  # up to one element counts as contiguous with any stride
+
+
+def restore(flat: Tensor, tensor: Tensor) -> None:
+    """Copy what `flattened` gave back into the tensor, where it was a copy."""
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(flat.view(tensor.shape))
+
+
+OPERATIONS = (
+    "mean_",
+    "all_reduce_",
+    "all_gather",
+    "reduce_scatter",
+    "broadcast_",
+    "barrier",
+    "all_gather_json",
+    "send",
+)
+_OPERATION = {name: number for number, name in enumerate(OPERATIONS)}
+_DTYPE = {dtype: number for number, dtype in enumerate(DTYPES)}
+
+
+def signature(operation: str, dtype: torch.dtype = torch.uint8, source: int = 0) -> int:
+    """One number for (operation, dtype, source). BadInput for a dtype that cannot travel."""
+    number = _DTYPE.get(dtype)
+    if number is None:
+        names = ", ".join(str(known).removeprefix("torch.") for known in DTYPES)
+        raise BadInput(f"{operation} takes tensors of {names}; got {dtype}: convert or view it as one of these first")
+    return _OPERATION[operation] | number << 8 | source << 16
+
+
+def describe(number: int, n: int) -> str:
+    """The operation of a signature on n elements, in words."""
+    operation = OPERATIONS[number & 0xFF]
+    if operation in ("barrier", "all_gather_json"):
+        return operation
+    dtype = str(DTYPES[number >> 8 & 0xFF]).removeprefix("torch.")
+    source = f" from worker {number >> 16}" if operation == "broadcast_" else ""
+    return f"{operation}{source} of {n} {dtype}"
+
+
+def itemsize(number: int) -> int:
+    """Bytes an element of a signature's dtype."""
+    return DTYPES[number >> 8 & 0xFF].itemsize

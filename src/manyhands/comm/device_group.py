@@ -19,12 +19,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, Store
 from typing_extensions import override
 
-from manyhands.comm.checks import check_mean, check_rank, check_sum, slice_of
-from manyhands.comm.flat import flattened, restore
+from manyhands.comm.checks import check_mean, check_rank, check_sum, describe, flattened, restore, signature, slice_of
 from manyhands.comm.group import Done, Group, MeanResult, Work
 from manyhands.comm.ledger import Ledger
 from manyhands.comm.reducing import added_up_as, shares_of
-from manyhands.comm.signature import describe, signature
 from manyhands.errors import ManyhandsError, PeerLost
 
 _SUMMED = (torch.float32, torch.float64, torch.int32, torch.int64)  # what every backend adds up

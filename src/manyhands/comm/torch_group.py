@@ -23,10 +23,11 @@ from manyhands.comm.checks import (
     check_rank,
     check_sum,
     check_swap,
+    flattened,
     json_bytes,
+    restore,
     slice_of,
 )
-from manyhands.comm.flat import flattened, restore
 from manyhands.comm.group import Group, MeanResult, Work
 from manyhands.comm.ledger import Ledger
 from manyhands.errors import BadInput, ManyhandsError, PeerLost

@@ -8,6 +8,10 @@ import os
 import shutil
 import struct
 import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from manyhands.rank_files.journal import FileJournal
@@ -89,3 +93,34 @@ class CollectiveCounts:
     def tell(self) -> None:
         """On the first rank: the own number is what the others see."""
         _TURNS.pack_into(self._page, 0, self.own)
+
+
+class _Depth(threading.local):
+    depth = 0
+
+
+_here = _Depth()
+
+
+@contextmanager
+def as_given() -> Iterator[None]:
+    """Within, this thread's writes go where they say, on every rank: each writes parts of one checkpoint, say."""
+    _here.depth += 1
+    try:
+        yield
+    finally:
+        _here.depth -= 1
+
+
+def pause(seconds: float) -> None:
+    """Sleep, and leave `as_given` meanwhile: a signal handler of the script's runs now, and may save something."""
+    depth, _here.depth = _here.depth, 0
+    try:
+        time.sleep(seconds)
+    finally:
+        _here.depth = depth
+
+
+def is_as_given() -> bool:
+    """Whether this thread is inside `as_given`."""
+    return _here.depth > 0

@@ -18,8 +18,7 @@ from manyhands.comm.group import Group
 from manyhands.comm.ledger import Ledger
 from manyhands.errors import ManyhandsError
 from manyhands.rank_files import settling
-from manyhands.rank_files.folder import CollectiveCounts, Folder
-from manyhands.rank_files.guard import as_given
+from manyhands.rank_files.folder import CollectiveCounts, Folder, as_given
 from manyhands.rank_files.patches import Patches, Private
 from manyhands.rank_files.views import FirstView, OtherView, View
 

@@ -28,7 +28,7 @@ import safetensors
 import torch
 
 from manyhands.rank_files.deciding import caches, is_shared
-from manyhands.rank_files.guard import as_given, is_as_given
+from manyhands.rank_files.folder import as_given, is_as_given
 from manyhands.rank_files.views import OtherView, View
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND

@@ -19,8 +19,7 @@ from typing import Any
 from typing_extensions import override
 
 from manyhands.rank_files.deciding import FileSource, governing, is_own, is_trackers, source_of
-from manyhands.rank_files.folder import CollectiveCounts, Folder
-from manyhands.rank_files.guard import pause
+from manyhands.rank_files.folder import CollectiveCounts, Folder, pause
 from manyhands.rank_files.journal import BEGUN, CLOSED, ENDED, GONE, UNDONE
 from manyhands.rank_files.settling import place, remove
 

@@ -18,7 +18,7 @@ from manyhands.checkpoint.launch_lock import Claim
 from manyhands.checkpoint.paths import PARTIAL, AnyPath, RemotePath, open_regular
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.events import Event
-from manyhands.rank_files.guard import as_given
+from manyhands.rank_files.folder import as_given
 
 FILE = "events.jsonl"
 FLUSH_EVERY_S = 1.0

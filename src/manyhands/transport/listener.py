@@ -7,6 +7,7 @@ without credentials (TLS), both sides prove to each other that they hold the run
 from __future__ import annotations
 
 import errno
+import logging
 import select
 import selectors
 import socket
@@ -33,7 +34,7 @@ from manyhands.transport.hello import (
     speak_to,
     wrapped,
 )
-from manyhands.transport.rejected import RejectedPeers
+from manyhands.units import printable
 
 HELLO_S = 10.0  # a peer has so long from its connection to the end of its hello, however it spreads its bytes
 _FAREWELL_S = 2.0  # and one that was refused so long to hear why
@@ -301,3 +302,24 @@ def _drive(steps: Steps[None], sock: socket.socket, deadline: float) -> None:
         poll.register(sock, events)
         if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
             raise TimeoutError("it took the connection but did not answer")
+
+
+LOG = logging.getLogger("manyhands")
+MOST_NAMED = 1000  # one IPv6 network alone has 2^64 addresses
+
+
+class RejectedPeers:
+    """Names each address once; only one thread uses it."""
+
+    def __init__(self) -> None:
+        self._named: set[str] = set()
+
+    def name(self, address: str, why: str) -> None:
+        """Say in the log who was refused, unless it was said before."""
+        if address in self._named or len(self._named) >= MOST_NAMED:
+            return
+        self._named.add(address)
+        more = "" if len(self._named) < MOST_NAMED else f" ({MOST_NAMED} addresses by now: no further one is named)"
+        LOG.warning(
+            "refused a connection from %s: %s. Others from there are not named%s", address, printable(why, 300), more
+        )

@@ -8,8 +8,8 @@ import torch
 from meshes import mesh, ring
 from threads import in_threads
 
+from manyhands.comm.checks import signature
 from manyhands.comm.ring.link import ARRIVE, SEND, WAITING, Link, notice
-from manyhands.comm.signature import signature
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.transport.frame import Frame
 

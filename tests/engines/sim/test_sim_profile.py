@@ -4,8 +4,7 @@ import math
 import pytest
 
 from manyhands.engines.base import LaunchSpec
-from manyhands.engines.sim.coding import Coding
-from manyhands.engines.sim.compute import Compute
+from manyhands.engines.sim.compute import Coding, Compute
 from manyhands.engines.sim.engine import Sim
 from manyhands.engines.sim.network import SimNetworkSpec
 from manyhands.engines.sim.profile import Profile

@@ -5,7 +5,7 @@ import torch
 
 from manyhands.comm.codecs import CODECS, Hints, codec_of
 from manyhands.comm.compressed import compressed_mean_
-from manyhands.engines.sim.coding import Coding
+from manyhands.engines.sim.compute import Coding
 from manyhands.engines.sim.engine import Sim
 from manyhands.evidence.calibrate import coding
 from manyhands.evidence.calibrate.coding import SETTINGS, Coded, _Alike, _Coding, coded, codings

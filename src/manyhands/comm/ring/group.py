@@ -25,10 +25,13 @@ from manyhands.comm.checks import (
     check_rank,
     check_sum,
     check_swap,
+    describe,
+    flattened,
     json_bytes,
+    restore,
+    signature,
     slice_of,
 )
-from manyhands.comm.flat import flattened, restore
 from manyhands.comm.group import Group, MeanResult, Work
 from manyhands.comm.ledger import Ledger
 from manyhands.comm.reducing import shares_of
@@ -36,8 +39,7 @@ from manyhands.comm.ring.algorithms import DIRECT_BYTES, Exchange, Shares, add_u
 from manyhands.comm.ring.link import ARRIVE, SEND, Link
 from manyhands.comm.ring.links import Links
 from manyhands.comm.ring.transfer import Scratch, Transfer
-from manyhands.comm.shared_memory.waiting import never_busy
-from manyhands.comm.signature import describe, signature
+from manyhands.comm.shared_memory.synchronisation import never_busy
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.transport.channel import Channel
 from manyhands.transport.frame import Frame, bytes_of

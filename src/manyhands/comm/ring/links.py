@@ -14,13 +14,16 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
+from manyhands.comm.checks import check_rank
 from manyhands.comm.ring.link import GAVE_UP, LEFT, NOTICES, RDHUP, WAITING, Link, LinkEnded, notice
-from manyhands.comm.ring.spinning import Spinning
 from manyhands.errors import ManyhandsError, PeerLost
+from manyhands.transport.channel import Channel, ChannelClosed, ChannelTimeout
+from manyhands.transport.credentials import Credentials
 from manyhands.transport.frame import Frame, FrameError
+from manyhands.transport.listener import Listener, connect
 
 _LOOKS = 100  # at a socket, some 1.5 µs each, before sleeping in poll
 _FAREWELL_S = 0.2  # at most, to get a last notice out
@@ -284,3 +287,105 @@ def _reason(error: ManyhandsError) -> dict[str, Any]:
     if isinstance(error, PeerLost):
         return {"rank": error.rank, "host": error.host, "why": error.why}
     return {"text": str(error)}
+
+
+_SHORT_S = 1e-3  # who slept longer waited for a late peer, which says nothing about spinning
+_FAILURES = 3  # in a row, after which spinning pauses
+_PAUSE = 64  # waits
+
+
+class Spinning:
+    """most: looks at most before sleeping. In the hands of one thread."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._failures, self._paused = most, 0, 0
+
+    def looks(self) -> int:
+        """For the wait that begins: so many looks before sleeping, at least one."""
+        if self._paused:
+            self._paused -= 1
+            return 1
+        return self._most
+
+    def found(self) -> None:
+        """A look after the first found what it waited for."""
+        self._failures = 0
+
+    def slept(self, seconds: float) -> None:
+        """No look found it, and it came so long after."""
+        if seconds < _SHORT_S and not self._paused:
+            self._failures += 1
+            if self._failures == _FAILURES:
+                self._failures, self._paused = 0, _PAUSE
+
+
+def connect_all(
+    rank: int,
+    listener: Listener,
+    addresses: Sequence[tuple[str, int]],
+    *,
+    credentials: Credentials | None,
+    token: bytes | None = None,
+    hosts: Sequence[str] = (),
+    names: Sequence[int] = (),
+    purpose: str = "ring",
+    generation: int = 0,
+    timeout_s: float = 300.0,
+) -> dict[int, Channel]:
+    """A channel to every other rank, by rank: for `RingGroup`. All ranks call it with the same addresses.
+
+    listener: this rank's, whose address all others know as addresses[rank]; it stays open. credentials, token: its own.
+    purpose, generation: a connection that was meant for something else, or for another membership, is refused.
+    hosts, names: for messages, as of `RingGroup`. PeerLost names the first rank that was not there within timeout_s.
+    """
+    check_rank(rank, size := len(addresses), "rank")
+    hosts, names = list(hosts) or [host for host, _ in addresses], list(names) or list(range(size))
+    called = [f"worker {name} on {host}" for name, host in zip(names, hosts, strict=True)]
+    hello = {"purpose": purpose, "rank": rank, "generation": generation}
+    channels: dict[int, Channel] = {}
+    start, wanted = time.monotonic(), 0
+
+    def left_s() -> float:
+        return max(0.01, start + timeout_s - time.monotonic())
+
+    try:
+        for wanted in range(rank):
+            channels[wanted] = connect(
+                addresses[wanted],
+                hello,
+                credentials=credentials,
+                token=token,
+                peer=called[wanted],
+                generation=generation,
+                timeout_s=left_s(),
+            )
+        while len(channels) < size - 1:
+            wanted = next(peer for peer in range(rank + 1, size) if peer not in channels)
+            channel, said = listener.accept(lambda said: _peer_of(said, hello, channels, called), left_s())
+            channels[said["rank"]] = channel
+    except (ChannelTimeout, ChannelClosed) as error:
+        raise PeerLost(
+            names[wanted],
+            hosts[wanted],
+            f"connecting the {purpose}",
+            0,
+            time.monotonic() - start,
+            f"could not be connected ({error})",
+        ) from error
+    finally:
+        if len(channels) < size - 1:
+            for channel in channels.values():
+                channel.close()
+    return channels
+
+
+def _peer_of(said: dict[str, Any], own: dict[str, Any], channels: Container[int], called: Sequence[str]) -> str:
+    """The name of who said this hello. FrameError unless it is one of a higher rank for the same, and not here yet."""
+    peer, rank, purpose, generation = said.get("rank"), own["rank"], own["purpose"], own["generation"]
+    if (said.get("purpose"), said.get("generation")) != (purpose, generation):
+        raise FrameError(f"expected a worker for {purpose} of generation {generation}; it said {said}")
+    if not isinstance(peer, int) or not rank < peer < len(called) or peer in channels:
+        raise FrameError(
+            f"expected a worker of rank {rank + 1} to {len(called) - 1} that is not here yet; it said {said}"
+        )
+    return called[peer]

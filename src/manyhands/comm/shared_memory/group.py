@@ -23,20 +23,18 @@ from manyhands.comm.checks import (
     check_rank,
     check_sum,
     check_swap,
+    flattened,
     json_bytes,
+    restore,
+    signature,
     slice_of,
 )
-from manyhands.comm.flat import flattened, restore
 from manyhands.comm.group import Group, MeanResult, Work
 from manyhands.comm.ledger import Ledger
 from manyhands.comm.reducing import reduce_everywhere, shares_of, sum_of
-from manyhands.comm.shared_memory.counters import Header, SharedCounters
-from manyhands.comm.shared_memory.liveness import LivenessPipes
-from manyhands.comm.shared_memory.mailbox import Mailbox
+from manyhands.comm.shared_memory.collectives import CollectiveRounds, Mailbox, Operation, Places
 from manyhands.comm.shared_memory.memory import Arena, SharedMemory
-from manyhands.comm.shared_memory.rounds import CollectiveRounds, Operation, Places
-from manyhands.comm.shared_memory.waiting import Waiting, never_busy
-from manyhands.comm.signature import signature
+from manyhands.comm.shared_memory.synchronisation import Header, LivenessPipes, SharedCounters, Waiting, never_busy
 from manyhands.errors import ManyhandsError, Unsupported
 
 __all__ = ["SharedMemory", "SharedMemoryGroup"]

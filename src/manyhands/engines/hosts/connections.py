@@ -14,8 +14,8 @@ from contextlib import closing
 
 from manyhands.comm.group import Group
 from manyhands.comm.hierarchical import HierarchicalGroup
-from manyhands.comm.ring.connecting import connect_all
 from manyhands.comm.ring.group import RingGroup
+from manyhands.comm.ring.links import connect_all
 from manyhands.comm.shared_memory.group import SharedMemoryGroup
 from manyhands.comm.solo import SoloGroup
 from manyhands.engines.driver.host_processes import name_of, shard_of

@@ -15,6 +15,7 @@ and to it: `started` (process_index, pid), `exited` (process_index, status), `id
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import importlib
 import itertools
@@ -24,19 +25,21 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from manyhands.engines.descriptors import raise_limit_of_descriptors
 from manyhands.engines.driver.host_processes import shard_of
 from manyhands.engines.local.fork_client import remove
 from manyhands.engines.local.messages import Closed, ControlMessage, ControlSocket
-from manyhands.engines.local.orphans import adopt_orphans, kill_children
+from manyhands.rank_files import settling
 from manyhands.signals import note_sigterm
 
 if TYPE_CHECKING:
     from manyhands.engines.local.child import ProcessPlace
+
 
 _PRELOAD = (
     "torch",
@@ -313,3 +316,38 @@ def _place(run: ForkServerRun, process_index: int, fds: list[int]) -> ProcessPla
         channels=channels,
         **run.body,
     )
+
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> None:
+    """The kernel makes this process the parent of its descendants' orphans, those in other sessions too."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def kill_children(but: Collection[int] = ()) -> bool:
+    """Kill the living children, adopted ones included; whether there were any. Theirs are adopted next time."""
+    found = [pid for pid in _children() if pid not in but and not _settles(pid)]
+    for pid in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return bool(found)
+
+
+def _settles(pid: int) -> bool:
+    """Whether it waits for the run's ranks to be gone, to settle their files: it ends by itself then."""
+    try:
+        return settling.__name__.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _children() -> list[int]:
+    own, found = os.getpid(), []
+    for entry in os.scandir("/proc"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            if entry.name.isdigit():
+                state, parent = Path(entry.path, "stat").read_text().rpartition(")")[2].split()[:2]
+                found += [int(entry.name)] if int(parent) == own and state != "Z" else []
+    return found

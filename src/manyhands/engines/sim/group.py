@@ -10,14 +10,23 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.comm.checks import check_mean, check_peer, check_rank, check_sum, check_swap, json_bytes, slice_of
+from manyhands.comm.checks import (
+    check_mean,
+    check_peer,
+    check_rank,
+    check_sum,
+    check_swap,
+    flattened,
+    json_bytes,
+    restore,
+    signature,
+    slice_of,
+)
 from manyhands.comm.codecs import Codec
 from manyhands.comm.codecs.base import TimedGroup
-from manyhands.comm.flat import flattened, restore
 from manyhands.comm.group import MeanResult, Work
 from manyhands.comm.ledger import Ledger
 from manyhands.comm.reducing import CHUNK, reduce_everywhere, shares_of, sum_of
-from manyhands.comm.signature import signature
 from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.costs import Cost
 from manyhands.engines.sim.rendezvous import CollectiveCall, PendingMessage, Round, Run, SimRendezvous

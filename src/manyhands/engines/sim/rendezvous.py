@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from manyhands.comm.checks import describe, itemsize
 from manyhands.comm.ledger import Ledger
-from manyhands.comm.signature import describe, itemsize
 from manyhands.engines.sim.costs import Cost, Costs
 from manyhands.engines.sim.network import NetworkState
 from manyhands.engines.sim.timeline import Future, Killed, Timeline

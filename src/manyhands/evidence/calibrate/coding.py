@@ -22,7 +22,7 @@ from manyhands.comm.codecs import Codec, codec_of
 from manyhands.comm.codecs.base import TimedGroup
 from manyhands.comm.group import Work
 from manyhands.comm.solo import SoloGroup
-from manyhands.engines.sim.coding import Coding
+from manyhands.engines.sim.compute import Coding
 from manyhands.evidence.calibrate.fit import two_terms
 from manyhands.evidence.calibrate.observe import ObservedOn, observe
 from manyhands.replica.replica import Replica

@@ -14,8 +14,8 @@ import torch
 
 from manyhands import rng
 from manyhands.comm.group import Group
-from manyhands.comm.ring.connecting import connect_all
 from manyhands.comm.ring.group import RingGroup
+from manyhands.comm.ring.links import connect_all
 from manyhands.data.leases import Segment
 from manyhands.engines.driver.run_monitor import USER
 from manyhands.engines.sim.costs import Cost, Costs

@@ -13,8 +13,7 @@ from manyhands.comm.checks import json_bytes, slice_of
 from manyhands.comm.codecs import Codec, codec_of
 from manyhands.comm.codecs.base import LinearCodec
 from manyhands.comm.codecs.powersgd import PowerSGD
-from manyhands.engines.sim.coding import Coding
-from manyhands.engines.sim.compute import Compute
+from manyhands.engines.sim.compute import Coding, Compute
 from manyhands.errors import Unsupported
 from manyhands.evidence.estimate.shape import Matrix, Shape
 from manyhands.evidence.estimate.stand_in import CODEC, codec_named

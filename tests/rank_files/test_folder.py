@@ -3,7 +3,7 @@ from __future__ import annotations
 import signal
 import threading
 
-from manyhands.rank_files.guard import as_given, is_as_given, pause
+from manyhands.rank_files.folder import as_given, is_as_given, pause
 
 
 def test_it_is_this_threads_alone_and_nests() -> None:

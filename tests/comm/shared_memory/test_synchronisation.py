@@ -6,11 +6,17 @@ import threading
 
 import pytest
 
-from manyhands.comm.shared_memory import waiting as waiting_module
-from manyhands.comm.shared_memory.counters import ARRIVED, CLOSED, STATE, Header, SharedCounters
-from manyhands.comm.shared_memory.liveness import LivenessPipes
+from manyhands.comm.shared_memory import synchronisation as waiting_module
 from manyhands.comm.shared_memory.memory import Arena, SharedMemory
-from manyhands.comm.shared_memory.waiting import Waiting
+from manyhands.comm.shared_memory.synchronisation import (
+    ARRIVED,
+    CLOSED,
+    STATE,
+    Header,
+    LivenessPipes,
+    SharedCounters,
+    Waiting,
+)
 from manyhands.errors import PeerLost
 
 

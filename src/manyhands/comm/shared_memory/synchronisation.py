@@ -1,0 +1,268 @@
+"""How ranks of one host wait for each other: shared counters, liveness of peers, and waiting with a deadline.
+
+`SharedCounters` is a region at the start of each rank's memory. It has one writer, its rank: counters first, each on a
+cache line of its own, then a ring of slots with the headers of the operations under way. A counter only grows, and
+Python writes it by a plain 8-byte store. x86 makes stores visible in program order, so whoever sees a counter also sees
+what was written before it; elsewhere `fence` sees to that.
+
+`Waiting` spins briefly, then yields, then sleeps, and never waits for ever. `LivenessPipes` notice that a peer's process
+is gone, however it ended: the kernel closes what only that process held.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import platform
+import select
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from manyhands.comm.shared_memory.memory import Arena
+from manyhands.errors import ManyhandsError, PeerLost
+
+# counters, as indices of 8-byte words; 128 bytes apart, since processors fetch cache lines in pairs
+_LINE = 16
+ARRIVED = 0  # operations begun
+READY = _LINE  # rounds of staged data laid out for the others
+DONE = 2 * _LINE  # rounds in which this rank has moved its part
+STATE = 3 * _LINE  # OPEN, CLOSED, or CLOSED + 1 + the rank because of which this one gave up
+_FIRST_PAIR = 4
+
+OPEN, CLOSED = 0, 1
+
+OUTSTANDING = 64  # operations that a rank may have begun and not finished
+_SLOTS = 2 * OUTSTANDING  # a peer is at most so many operations behind, so no header is overwritten before all read it
+_SLOT = 1024
+_HEADER = struct.Struct("<QQdqQ")
+_BLOB = 64
+INLINE = _SLOT - _BLOB  # bytes that fit beside a header
+
+
+class Header(NamedTuple):
+    """What a rank says when it arrives at an operation."""
+
+    signature: int  # operation, dtype and source, as one number: equal on all ranks
+    n: int  # elements
+    weight: float
+    offset: int  # where the tensor lies in the rank's memory; -1: outside, so that it has to be staged
+    blob: int  # bytes that travel beside the tensor
+
+
+class SharedCounters:
+    """All ranks' regions, as one of them sees them. `words[rank][index]` is a counter."""
+
+    def __init__(self, arena: Arena, size: int) -> None:
+        self.rank, self.size = arena.rank, size
+        counters = 8 * _LINE * (_FIRST_PAIR + 2 * size)
+        start = arena.reserve(counters)
+        assert start == 0, "the board comes first in an arena"
+        self._slots = arena.reserve(_SLOTS * _SLOT)
+        end = self._slots + _SLOTS * _SLOT
+        self._regions = [memoryview(memory)[:end] for memory in arena.maps]
+        self.words = [region[:counters].cast("Q") for region in self._regions]
+        self._own = self.words[self.rank]
+
+    def sent(self, target: int) -> int:
+        """Index of the counter of chunks that a rank laid out for `target`."""
+        return _LINE * (_FIRST_PAIR + target)
+
+    def taken(self, source: int) -> int:
+        """Index of the counter of chunks that a rank took from `source`."""
+        return _LINE * (_FIRST_PAIR + self.size + source)
+
+    def raise_to(self, index: int, value: int) -> None:
+        """Set one of this rank's counters. What it stands for must be written, and `fence`d, before."""
+        self._own[index] = value
+
+    def write(self, sequence: int, header: Header, blob: bytes) -> None:
+        """Lay out the header of operation `sequence`, and the blob if it fits; ARRIVED makes it known."""
+        region, place = self._regions[self.rank], self._place(sequence)
+        _HEADER.pack_into(region, place, *header)
+        if blob and len(blob) <= INLINE:
+            region[place + _BLOB : place + _BLOB + len(blob)] = blob
+
+    def read(self, rank: int, sequence: int) -> Header:
+        """The header of a rank that has arrived at operation `sequence`."""
+        return Header(*_HEADER.unpack_from(self._regions[rank], self._place(sequence)))
+
+    def inline(self, rank: int, sequence: int, length: int) -> bytes:
+        """The blob beside that header, where its length is at most INLINE."""
+        start = self._place(sequence) + _BLOB
+        return bytes(self._regions[rank][start : start + length])
+
+    def give_up(self, because_of: int) -> None:
+        """Tell all ranks that this one will not go on, because of a rank (its own, too)."""
+        self._own[STATE] = CLOSED + 1 + because_of
+
+    def close(self) -> None:
+        """Say that this rank leaves, unless it gave up before; then let go of the memory. Idempotent."""
+        if not self.words:
+            return
+        if self._own[STATE] == OPEN:
+            self._own[STATE] = CLOSED
+        for view in [*self.words, *self._regions]:
+            view.release()
+        self.words, self._regions = [], []
+
+    def _place(self, sequence: int) -> int:
+        return self._slots + sequence % _SLOTS * _SLOT
+
+
+class LivenessPipes:
+    """One pipe a rank: all peers hold its read end, the rank alone its write end; when it dies, the read ends hang up.
+
+    pipes: (read end, write end) by rank, -1 for an end that this process does not have. They belong to this object
+    from now on; the write ends of peers and the own read end, inherited by a fork, are closed at once.
+    Instead of a read end any descriptor will do on which poll() reports an event once the rank is gone (a socket, a
+    pidfd).
+    """
+
+    def __init__(self, rank: int, pipes: Sequence[tuple[int, int]]) -> None:
+        self._ranks = {read: peer for peer, (read, _) in enumerate(pipes) if peer != rank and read >= 0}
+        self._own = pipes[rank][1] if pipes else -1
+        for peer, (read, write) in enumerate(pipes):
+            _close(read if peer == rank else write)
+        self._poll = select.poll()
+        for fd in self._ranks:
+            self._poll.register(fd, select.POLLIN)
+        _leave_to_parent(self)
+
+    def gone(self) -> list[int]:
+        """The ranks whose process has ended."""
+        return sorted(self._ranks[fd] for fd, _ in self._poll.poll(0))
+
+    def close(self) -> None:
+        """Close all descriptors: to the peers it looks as if this process had ended. Idempotent."""
+        for fd in [self._own, *self._ranks]:
+            _close(fd)
+        self._own, self._ranks, self._poll = -1, {}, select.poll()
+
+
+def _close(fd: int) -> None:
+    if fd >= 0:
+        os.close(fd)
+
+
+def _leave_to_parent(lifelines: LivenessPipes) -> None:
+    """A process that the worker forks (to load data, say) must not keep it alive in the eyes of its peers."""
+    reference = weakref.ref(lifelines)
+
+    def close_in_child() -> None:
+        held = reference()
+        if held is not None:
+            held.close()
+
+    os.register_at_fork(after_in_child=close_in_child)
+
+
+_SPINS = 60  # reads of a counter, some 3 µs; on a core that the two share, all of it is lost
+_YIELD_S = 1e-3
+_SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 1e-3
+
+_ORDERED_STORES = platform.machine() in ("x86_64", "AMD64", "i686")
+_lock = threading.Lock()
+
+
+def fence() -> None:
+    """Order all earlier loads and stores before all later ones; nothing to do on x86, where counters need no more.
+
+    A release (end of the first block) followed by an acquire (start of the second) is not reordered on Arm and Power.
+    """
+    if not _ORDERED_STORES:
+        with _lock:
+            pass
+        with _lock:
+            pass
+
+
+def never_busy(rank: int) -> bool:
+    """The default of `busy`: silence is silence."""
+    return False
+
+
+class Waiting:
+    """Waits for counters on the board, with a deadline and an eye on whether the peers live.
+
+    timeout_s: without progress of the awaited counter for so long, its rank counts as lost, unless `busy(rank)` says
+    that it is known to be at work (a long compile); then it gets as long again.
+    """
+
+    def __init__(
+        self,
+        board: SharedCounters,
+        lifelines: LivenessPipes,
+        hosts: Sequence[str],
+        timeout_s: float,
+        busy: Callable[[int], bool] = never_busy,
+    ) -> None:
+        self._board, self._lifelines, self._hosts = board, lifelines, hosts
+        self._timeout_s, self._busy = timeout_s, busy
+        self._error: ManyhandsError | None = None
+        alone = board.size <= len(os.sched_getaffinity(0))
+        self._spins = _SPINS if alone else 1  # more workers than cores: a spin keeps the awaited peer from its core
+
+    def check(self) -> None:
+        """Raise the error that made the group unusable, if one did."""
+        if self._error is not None:
+            raise copy.copy(self._error)
+
+    def fail(self, error: ManyhandsError) -> ManyhandsError:
+        """Remember, unless there was one before, the error after which the group is unusable; returns it."""
+        self._error = self._error or copy.copy(error)  # a copy, since a raised error holds its frames and their tensors
+        return error
+
+    def until(self, rank: int, index: int, target: int, operation: str, step: int) -> None:
+        """Return once counter `index` of `rank` is at least `target`.
+
+        Raises PeerLost for any rank that died or gave up, and for `rank` when it left the group or made no progress
+        for timeout_s. Other ranks learn of it from the board.
+        """
+        words = self._board.words[rank]
+        for _ in range(self._spins):
+            if words[index] >= target:
+                break
+        else:
+            self._slowly(rank, index, target, operation, step)
+        fence()
+
+    def _slowly(self, rank: int, index: int, target: int, operation: str, step: int) -> None:
+        words = self._board.words[rank]
+        start = progress = time.perf_counter()
+        seen = words[index]
+        no_files = select.poll()  # one of this wait's own: two threads may not share it
+        while words[index] < target:
+            now = time.perf_counter()
+            if now - start < _YIELD_S:
+                os.sched_yield()
+                no_files.poll(0)  # lets go of the GIL, which sched_yield does not; time.sleep(0) takes 65 µs
+                continue
+            if words[index] != seen or (now - progress > self._timeout_s and self._busy(rank)):
+                seen, progress = words[index], now
+            lost = self._lost(rank) or (now - progress > self._timeout_s and (rank, _silent(self._timeout_s)))
+            if lost and words[index] < target:  # it may have raised the counter right before it left
+                self._board.give_up(lost[0])
+                raise self.fail(PeerLost(lost[0], self._hosts[lost[0]], operation, step, now - start, lost[1]))
+            time.sleep(min(_LONGEST_SLEEP_S, max(_SHORTEST_SLEEP_S, (now - start) / 16)))
+
+    def _lost(self, awaited: int) -> tuple[int, str] | None:
+        """(rank, why) of a peer without which this rank would wait in vain."""
+        states = [words[STATE] for words in self._board.words]
+        for rank, state in enumerate(states):
+            if state > CLOSED:
+                cause = state - CLOSED - 1
+                return cause, "gave up" if cause == rank else f"is gone (worker {rank} noticed)"
+        if states[awaited] == CLOSED:
+            return awaited, "left the group"
+        for rank in self._lifelines.gone():
+            if self._board.words[rank][STATE] == OPEN:
+                return rank, "is gone"
+        return None
+
+
+def _silent(timeout_s: float) -> str:
+    return f"showed no progress for {timeout_s:g} s"
