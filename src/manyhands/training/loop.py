@@ -59,7 +59,7 @@ class Loop:
         self._check_due = False  # replicas are compared as soon as they are promised to be equal
         self.reason = ""
         self.began = worker.clock()
-        self.judge = Validator(
+        self.validator = Validator(
             plan,
             worker,
             self.replica,
@@ -138,7 +138,7 @@ class Loop:
             self._epoch()
         if self.reason and self.saver.saved != self.place.tick:
             self.save()
-        if self.reason != PREEMPTED and self.judge.judged != self.place.tick:
+        if self.reason != PREEMPTED and self.validator.validated_at != self.place.tick:
             self.validate(last=True)  # the newest metrics are those of the final parameters
 
     def finished(self) -> bool:
@@ -283,7 +283,7 @@ class Loop:
         if worker.server is not None:
             self._after_the_last_push(worker.server.ledger.total_bytes > pushed)
         elif answer is not None and not torch.equal(answer, self._answer()):
-            self.judge.judged = -1
+            self.validator.validated_at = -1
         wait_s = self._waited_s() - wait_s
         if self._pending is not None:
             self._pending["exchange_s"] += worker.clock() - start - wait_s
@@ -294,7 +294,7 @@ class Loop:
 
     def _judged_answer(self) -> Tensor | None:
         """[D'] the answer, if it was validated at this tick and closing the round may move it."""
-        judged = self.worker.server is None and self.judge.judged == self.place.tick
+        judged = self.worker.server is None and self.validator.validated_at == self.place.tick
         return self._answer().clone() if judged else None
 
     def _answer(self) -> Tensor:
@@ -302,8 +302,8 @@ class Loop:
 
     def _after_the_last_push(self, own: bool) -> None:
         """The center may differ from the validated one, and pushes after the last step event must be recorded."""
-        if self.judge.judged == self.place.tick and any(self.worker.group.all_gather_json(own)):
-            self.judge.judged = -1
+        if self.validator.validated_at == self.place.tick and any(self.worker.group.all_gather_json(own)):
+            self.validator.validated_at = -1
         if own and self._pending is None:
             tick = (
                 self.place.tick if self.reason else max(0, self.place.tick - 1)
@@ -362,7 +362,7 @@ class Loop:
 
     def validate(self, last: bool = False) -> None:
         """Judge, and tell; a stop that is answered after the last tick says nothing any more."""
-        metrics, best = self.judge.validate(self.place, self.state)
+        metrics, best = self.validator.validate(self.place, self.state)
         if metrics:
             self.worker.driver.collect(self.worker.group)
             answer = self._ask("validation", metrics=metrics, best=best)
@@ -373,8 +373,8 @@ class Loop:
         if self.plan.validate_every == "epoch":
             self.validate()
         if self.worker_callback is not None:
-            metrics = self.plan.keep.newest if self.judge.judged == self.place.tick else {}
-            with self.judge.showing(self.state):
+            metrics = self.plan.keep.newest if self.validator.validated_at == self.place.tick else {}
+            with self.validator.showing(self.state):
                 ends = self.worker_callback.on_epoch_end(epoch, metrics)
             self.reason = self.reason or ("callback" if ends else "")
         if self.plan.checkpoint_every == "epoch" or self.place.epoch == self.task.epochs or self.finished():
@@ -421,7 +421,7 @@ class Loop:
         Where workers step alone for a while, each may have a rate of its own: that is a warning.
         """
         strategy, worker = self.plan.strategy, self.worker
-        fingerprint.compare(worker, self.judge.facts)
+        fingerprint.compare(worker, self.validator.facts)
         if not strategy.needs.one_model:
             return
         if strategy.needs.mean_gradient:
@@ -482,7 +482,7 @@ class Loop:
         worker, replica = self.worker, self.replica
         worker.driver.progress("end", replica.step)
         over = self.reason != PREEMPTED
-        states, metrics, callback_result = self.judge.answer(
+        states, metrics, callback_result = self.validator.answer(
             self.state, test=over, worker_callback=self.worker_callback if over else None
         )
         worker.driver.collect(worker.group)

@@ -44,7 +44,7 @@ class Validator:
         """Validation metrics of the consensus as it is now, offered to `keep`; ({}, False) without validation data."""
         if self.validation is None:
             return {}, False
-        self.judged = place.tick
+        self.validated_at = place.tick
         consensus = self.plan.strategy.consensus(self.replica, self.worker, state)
         buffers = self._buffers()
         metrics = self._evaluate(self.validation, consensus, buffers, "validation_")
