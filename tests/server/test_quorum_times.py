@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from manyhands.server.base import ServerSpec
-from manyhands.server.rules.updates import make_rule
+from manyhands.server.rules import make_rule
 from manyhands.server.store import Applied, Dropped, Store
 
 WORKERS, BACKUPS, STEPS = 10, 2, 5000

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from manyhands.server.base import ServerSpec
-from manyhands.server.rules.updates import make_rule
+from manyhands.server.rules import make_rule
 from manyhands.server.store import Store
 
 LIMITS = [2, 1, 0.618034, 0.445042, 0.347296]

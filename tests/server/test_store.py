@@ -8,7 +8,7 @@ from torch import tensor
 
 from manyhands.errors import BadInput
 from manyhands.server.base import ServerSpec
-from manyhands.server.rules.updates import make_rule
+from manyhands.server.rules import make_rule
 from manyhands.server.store import Applied, Dropped, Duplicate, Go, Held, InvalidCall, Store, WaitForGate
 
 

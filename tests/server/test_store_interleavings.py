@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.server.base import ServerSpec
-from manyhands.server.rules.updates import make_rule
+from manyhands.server.rules import make_rule
 from manyhands.server.store import Applied, Duplicate, Go, Held, Store, WaitForGate
 
 WORKERS = 3

@@ -14,7 +14,7 @@ from manyhands.comm.checks import MEAN_DTYPES
 from manyhands.errors import BadInput
 from manyhands.server.base import ServerSpec
 from manyhands.server.published import VersionedBuffer
-from manyhands.server.rules.updates import make_rule
+from manyhands.server.rules import make_rule
 from manyhands.server.store import Applied, Dropped, Duplicate, Held, InvalidCall, Reply, Store
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from manyhands.comm.checks import slice_of
 from manyhands.comm.codecs import Codec, codec_of
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.server.base import Encoded, Pushed, ServerSpec, ServerState
-from manyhands.server.rules.updates import make_rule
+from manyhands.server.rules import make_rule
 from manyhands.server.store import Applied, Dropped, Held, Store
 
 

@@ -28,7 +28,7 @@ from manyhands.comm.checks import check_mean
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.server.gate import Gate
 from manyhands.server.rules.base import Push, Rule
-from manyhands.server.rules.updates import QuorumRule
+from manyhands.server.rules.quorum import QuorumRule
 from manyhands.server.steps import Decided, Steps
 
 

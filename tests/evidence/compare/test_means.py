@@ -9,7 +9,7 @@ from synthetic import comparison
 
 from manyhands.evidence.compare import means
 from manyhands.evidence.compare.comparison import Comparison, Point, Trial, Variant
-from manyhands.evidence.compare.statistics import Mean, mean
+from manyhands.evidence.compare.significance import Mean, mean
 
 
 def test_what_is_not_finite_is_counted_apart() -> None:

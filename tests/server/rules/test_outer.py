@@ -5,9 +5,9 @@ import torch
 
 from manyhands.errors import BadInput
 from manyhands.server.base import ServerSpec
+from manyhands.server.rules import make_rule
 from manyhands.server.rules.base import Push
 from manyhands.server.rules.outer import ELEMENTWISE
-from manyhands.server.rules.updates import make_rule
 
 
 def made(**options):

@@ -10,8 +10,8 @@ import torch
 
 from manyhands.errors import BadInput
 from manyhands.server.base import ServerSpec
+from manyhands.server.rules import make_rule
 from manyhands.server.rules.rounds import LAST
-from manyhands.server.rules.updates import make_rule
 from manyhands.server.store import Applied, Store
 
 F64 = torch.float64

@@ -8,11 +8,11 @@ each with its "type":
     beat    phase, step, idle_s, events         a heartbeat, and what was emitted since the last
     ask     event                               -> answer {value}
     lease   segment                             -> leased {value}; value None: wait, another `leased` will come
-    arrive  name, process_indices, value        at a rendezvous -> complete {name, values}, in that order, once all
-    arrived value   value                               it returned, and what; nothing but `exited` follows error   (the
-    fields of `Failure`)           it raised; nothing but `exited` follows exited  status, phase, step, detail
-    its process ended; where it was last, and the stack that a crash wrote lost    why, phase, step
-    its host is gone; where its last heartbeat was
+    arrive  name, process_indices, value        -> complete {name, values}, in that order, once all arrived
+    value   value                               it returned, and what; nothing but `exited` follows
+    error   (the fields of `Failure`)           it raised; nothing but `exited` follows
+    exited  status, phase, step, detail         its process ended; where it was last, and the stack that a crash wrote
+    lost    why, phase, step                    its host is gone; where its last heartbeat was
 
 The driver sends answer, leased, complete and stop {reason}.
 """

@@ -1,13 +1,12 @@
-"""A small fork server: a fresh interpreter that loads torch once and then forks workers and shards, which start at
-once.
+"""A small fork server: a fresh interpreter that loads torch once and then forks workers and shards, which start at once.
 
 It runs no code of the user's and never touches a GPU. The workers get the program as a descriptor and unpickle it
 themselves, so the caller's main is never imported again. Messages from the driver (see control.py):
 
-    launch  what all processes of a run share, their process indices in the order of forking; descriptors: program[,
-    stdout, stderr] fork    fork a process; descriptors: its two lines to the driver, its file for stacks, its page for
-    phase and step signal  send a signal to these processes end     the run is over: kill whoever is left after
-    `grace_s`
+    launch  the run's settings, its process indices in the order of forking; descriptors: program[, stdout, stderr]
+    fork    fork a process; descriptors: its two lines to the driver, its file for stacks, its page for phase and step
+    signal  send a signal to these processes
+    end     the run is over: kill whoever is left after `grace_s`
 
 and to it: `started` (process_index, pid), `exited` (process_index, status), `idle` (everything of the run is gone).
 """

@@ -11,7 +11,7 @@ from typing import Any
 from manyhands.evidence.advise import Compared, Contestant, Ratio, RunMeasurements, advise_comparison, of_task
 from manyhands.evidence.compare import measures
 from manyhands.evidence.compare.comparison import AdviceLine, Comparison, Difference, Trial
-from manyhands.evidence.compare.statistics import HIGHER, LEAST_PAIRS, mean
+from manyhands.evidence.compare.significance import HIGHER, LEAST_PAIRS, mean
 from manyhands.recording.history import PARTS
 from manyhands.strategies import described
 

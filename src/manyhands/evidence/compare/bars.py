@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from manyhands.evidence.compare import drawing, means, style, wording
 from manyhands.evidence.compare.comparison import Comparison, Variant
 from manyhands.evidence.compare.drawing import Json
-from manyhands.evidence.compare.statistics import Mean
+from manyhands.evidence.compare.significance import Mean
 from manyhands.server.staleness import quantile
 
 if TYPE_CHECKING:

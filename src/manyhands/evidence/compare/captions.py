@@ -10,7 +10,7 @@ import numpy as np
 from manyhands.evidence.compare import means, measures, wording
 from manyhands.evidence.compare.comparison import Comparison, Trial
 from manyhands.evidence.compare.means import Course
-from manyhands.evidence.compare.statistics import HIGHER
+from manyhands.evidence.compare.significance import HIGHER
 from manyhands.server.staleness import quantile
 
 T = TypeVar("T")

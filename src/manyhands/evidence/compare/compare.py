@@ -20,7 +20,7 @@ from manyhands.evidence.compare import measures, metric
 from manyhands.evidence.compare.advising import advice
 from manyhands.evidence.compare.comparison import Comparison, Difference, Target
 from manyhands.evidence.compare.repeating import Repeating
-from manyhands.evidence.compare.statistics import HIGHER
+from manyhands.evidence.compare.significance import HIGHER
 from manyhands.evidence.compare.trials import TrialEntry, TrialSetup
 from manyhands.evidence.compare.variants import DEFAULT, entries_of, refusals, threads_of
 from manyhands.evidence.compare.verdict import verdict

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from manyhands.evidence.compare import means, style, wording
 from manyhands.evidence.compare.comparison import Comparison, Variant
-from manyhands.evidence.compare.statistics import Mean
+from manyhands.evidence.compare.significance import Mean
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure

@@ -13,7 +13,7 @@ from manyhands.evidence.compare import drawing, means, measures, style, wording
 from manyhands.evidence.compare.comparison import Comparison, Point, Variant
 from manyhands.evidence.compare.drawing import HEIGHT, Json
 from manyhands.evidence.compare.means import Course
-from manyhands.evidence.compare.statistics import Mean
+from manyhands.evidence.compare.significance import Mean
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure

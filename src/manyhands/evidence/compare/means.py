@@ -9,7 +9,7 @@ from statistics import fmean
 
 from manyhands.evidence.compare import measures
 from manyhands.evidence.compare.comparison import Comparison, Point, Trial, Variant
-from manyhands.evidence.compare.statistics import Mean, mean
+from manyhands.evidence.compare.significance import Mean, mean
 from manyhands.recording.history import PARTS
 
 PREFIXES = ("train_", "validation_", "test_")

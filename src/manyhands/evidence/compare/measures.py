@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from manyhands.evidence.compare.comparison import Comparison, Difference, Point, Target, Trial, Variant
-from manyhands.evidence.compare.statistics import HIGHER, difference, mean
+from manyhands.evidence.compare.significance import HIGHER, difference, mean
 from manyhands.recording.history import PARTS
 
 WARM_SHARE, WARM_LEAST = 0.05, 3  # first ticks that a rate leaves out: memory is taken, caches fill

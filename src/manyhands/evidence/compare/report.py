@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from manyhands.checkpoint.checkpoints import write_whole
 from manyhands.errors import BadInput
-from manyhands.evidence.compare import means, statistics, style, table, wording
+from manyhands.evidence.compare import means, significance, style, table, wording
 from manyhands.evidence.compare.charts import charts, left_out
 from manyhands.evidence.compare.comparison import NUMBERS, Comparison, Trial
 
@@ -178,7 +178,7 @@ def method(comparison: Comparison) -> list[str]:
         "Large numbers in the table are means over repeats, of times and rates the geometric ones: the ratio of two of them is the mean of the "
         "repeats' ratios. Below them stand the least and the most; brackets hold the 95 % interval of the mean of the pairs, from a paired "
         "bootstrap or Student's t, whichever is wider.",
-        f"A number is called better or worse only where there are at least {statistics.LEAST_PAIRS} repeats and the whole interval is beyond "
+        f"A number is called better or worse only where there are at least {significance.LEAST_PAIRS} repeats and the whole interval is beyond "
         f"the margin ({times} for times and rates, {metrics} of the reference's value for metrics), and the same only where all of it is "
         "within; otherwise no difference was seen (docs/compare.md has more).",
     ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from manyhands.evidence.compare import means, measures, wording
 from manyhands.evidence.compare.comparison import Comparison, Difference, Trial, Variant
-from manyhands.evidence.compare.statistics import HIGHER, Mean
+from manyhands.evidence.compare.significance import HIGHER, Mean
 
 OUTCOMES = {"better": "better", "worse": "worse", "same": "same", "unclear": "no difference seen"}
 NOTHING = "–"

@@ -13,7 +13,7 @@ from rich.table import Table
 from manyhands import units
 from manyhands.evidence.compare import means, measures
 from manyhands.evidence.compare.comparison import Comparison, Trial
-from manyhands.evidence.compare.statistics import HIGHER, Mean, mean
+from manyhands.evidence.compare.significance import HIGHER, Mean, mean
 from manyhands.recording.history import PARTS
 from manyhands.server.staleness import quantile
 

@@ -8,7 +8,7 @@ from manyhands.evidence.advise import VARIES, Compared, Contestant
 from manyhands.evidence.compare import measures, wording
 from manyhands.evidence.compare.advising import compared
 from manyhands.evidence.compare.comparison import Comparison
-from manyhands.evidence.compare.statistics import LEAST_PAIRS
+from manyhands.evidence.compare.significance import LEAST_PAIRS
 
 
 def verdict(comparison: Comparison) -> str:

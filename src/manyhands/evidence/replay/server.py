@@ -14,7 +14,7 @@ from manyhands.comm.ledger import Ledger
 from manyhands.evidence.replay.journal import ReplayJournal
 from manyhands.evidence.replay.turns import ThreadTurns
 from manyhands.server.base import Encoded, Pushed, Server, ServerSpec, ServerState
-from manyhands.server.rules.updates import QuorumRule
+from manyhands.server.rules.quorum import QuorumRule
 from manyhands.server.sharding import codec_for, lengths_of, parts_of
 from manyhands.server.store import Applied, Dropped, Go, Held, Reply, Store, WaitForGate
 

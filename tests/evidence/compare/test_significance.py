@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from manyhands.evidence.compare.comparison import Difference
-from manyhands.evidence.compare.statistics import (
+from manyhands.evidence.compare.significance import (
     EXACT,
     bootstrap,
     difference,
