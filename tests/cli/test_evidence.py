@@ -25,9 +25,13 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     def compare(task: str, **options: Any) -> Any:
         asked.update(options, task=task)
         options["say"]("trial 1 of 1")
-        return SimpleNamespace(save=lambda folder: asked.setdefault("folder", folder) / "report.html")
+        return SimpleNamespace()
 
     monkeypatch.setattr("manyhands.evidence.compare.compare.compare", compare)
+    monkeypatch.setattr(
+        "manyhands.evidence.compare.report.save",
+        lambda found, folder: asked.setdefault("folder", folder) / "report.html",
+    )
     monkeypatch.setattr("manyhands.evidence.compare.text.text", lambda found: "the table")
     monkeypatch.setattr("manyhands.evidence.compare.markdown.markdown", lambda found: "| the | table |")
     return asked

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from manyhands.evidence.compare.comparison import Point, Trial
+from manyhands.evidence.compare.distance import compared, cosine, distance
 from manyhands.evidence.compare.final_evaluation import CLASSES, Predictions
-from manyhands.evidence.compare.probe import compared, cosine, distance, sketch
+from manyhands.evidence.compare.probe import sketch
 from manyhands.evidence.compare.trials import FinishedTrial
 
 START = torch.zeros(2)

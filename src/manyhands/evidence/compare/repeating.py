@@ -19,8 +19,8 @@ from manyhands.engines.local.engine import Local
 from manyhands.engines.sim.engine import Sim
 from manyhands.errors import ManyhandsError
 from manyhands.evidence.compare.comparison import Comparison, Target, Trial
+from manyhands.evidence.compare.distance import compared
 from manyhands.evidence.compare.metric import metric_of
-from manyhands.evidence.compare.probe import compared
 from manyhands.evidence.compare.trials import Known, TrialEntry, TrialSetup, start_of, try_once, warm_up
 from manyhands.evidence.compare.variants import orders
 from manyhands.recording.run import environment
