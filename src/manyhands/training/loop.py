@@ -294,8 +294,8 @@ class Loop:
 
     def _judged_answer(self) -> Tensor | None:
         """[D'] the answer, if it was validated at this tick and closing the round may move it."""
-        judged = self.worker.server is None and self.validator.validated_at == self.place.tick
-        return self._answer().clone() if judged else None
+        validated = self.worker.server is None and self.validator.validated_at == self.place.tick
+        return self._answer().clone() if validated else None
 
     def _answer(self) -> Tensor:
         return self.plan.strategy.consensus(self.replica, self.worker, self.state)

@@ -30,7 +30,7 @@ class Validator:
     replica: Replica
     validation: Feed | None
     test: Feed | None
-    judged: int = -1  # the tick of the newest validation
+    validated_at: int = -1  # the tick of the newest validation
 
     def facts(self) -> fingerprint.Facts:
         """What must be alike on all workers: the rows that are judged by."""
