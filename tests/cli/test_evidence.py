@@ -20,6 +20,10 @@ def invoke(*words: str) -> Any:
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What `compare` is asked for; its report is empty."""
+    from manyhands.evidence.compare.comparison import Comparison
+    from manyhands.evidence.compare.report import PAGE
+    from manyhands.evidence.compare.report import save as real_save
+
     asked: dict[str, Any] = {}
 
     def compare(task: str, **options: Any) -> Any:
@@ -28,10 +32,11 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return SimpleNamespace()
 
     monkeypatch.setattr("manyhands.evidence.compare.compare.compare", compare)
-    monkeypatch.setattr(
-        "manyhands.evidence.compare.report.save",
-        lambda found, folder: asked.setdefault("folder", folder) / "report.html",
-    )
+
+    def save(found: Any, folder: Path) -> Path:
+        return real_save(found, folder) if isinstance(found, Comparison) else asked.setdefault("folder", folder) / PAGE
+
+    monkeypatch.setattr("manyhands.evidence.compare.report.save", save)
     monkeypatch.setattr("manyhands.evidence.compare.text.text", lambda found: "the table")
     monkeypatch.setattr("manyhands.evidence.compare.markdown.markdown", lambda found: "| the | table |")
     return asked
