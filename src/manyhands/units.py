@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 _UNITS = (("GB", 10**9), ("MB", 10**6), ("KB", 10**3))
 
 
@@ -28,6 +30,12 @@ def size(nbytes: float) -> str:
         if nbytes >= least:
             return f"{nbytes / least:,.1f} {unit}"
     return f"{nbytes:.0f} B"
+
+
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """`a, b, c, d and 3 more`"""
+    shown = ", ".join(names[:most])
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
 
 
 def printable(text: object, most: int = 200, keep: str = "") -> str:

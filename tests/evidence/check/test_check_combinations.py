@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import manyhands as mh
 from manyhands.evidence.check.check import check
-from manyhands.evidence.check.findings import Checked
+from manyhands.evidence.check.report import Checked
 
 BATCH_NORM, DROPOUT, COUPLED, SUMMED, WEIGHTED = "batch-norm", "dropout", "coupled-rows", "summed-loss", "wrong-weight"
 TOGETHER = (BATCH_NORM, DROPOUT, COUPLED, SUMMED)
