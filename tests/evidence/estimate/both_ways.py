@@ -15,9 +15,8 @@ from manyhands.engines.sim.engine import Sim
 from manyhands.engines.sim.network import SimNetworkSpec
 from manyhands.events import Event
 from manyhands.evidence.estimate.lengths import Lengths
-from manyhands.evidence.estimate.scaled import PATIENCE_S, simulate
+from manyhands.evidence.estimate.scaled import NEVER, PATIENCE_S, simulate, stand_in, steady_state
 from manyhands.evidence.estimate.shape import reading_plan, shape_of
-from manyhands.evidence.estimate.stand_in import NEVER, stand_in, steady
 from manyhands.strategies import strategy_of
 from manyhands.training.loop import work
 from manyhands.training.plan import WorkerPlan
@@ -91,8 +90,8 @@ def by_stand_in(
     heard, strategy, shape = Heard(), strategy_of(spec), shape_of(given)
     reading = reading_plan(given, open_source(given.train_data), workers)
     lengths = Lengths(shape, strategy, workers=workers, servers=servers, rows=reading.batch_size / workers)
-    small = stand_in(given, shape, reading, lengths.own).with_fields(max_steps=steps)
-    assert lengths.own * 10 < shape.padded
-    plan = WorkerPlan(task=small, strategy=steady(strategy), validate_every=NEVER, checkpoint_every=NEVER)
+    small = stand_in(given, shape, reading, lengths.stand_in_length).with_fields(max_steps=steps)
+    assert lengths.stand_in_length * 10 < shape.padded
+    plan = WorkerPlan(task=small, strategy=steady_state(strategy), validate_every=NEVER, checkpoint_every=NEVER)
     simulate(plan, workers, servers, SimNetworkSpec.parse(network), Compute.parse(compute), lengths, heard)
     return heard.said()
