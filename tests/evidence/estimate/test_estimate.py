@@ -250,7 +250,10 @@ def test_what_no_strategy_could_take_is_an_error() -> None:
 
 def test_notes_say_what_a_number_does_not_rest_on() -> None:
     close = estimate(task(), profile=profile(task="chars"), workers=[4], strategies=["allreduce"])
-    assert ["of task chars, not of wide" in close.notes[0], "as close as sockets" in close.notes[1]] == [True, True]
+    assert ["of task chars, not of wide" in close.notes[0], "latency and bandwidth of sockets" in close.notes[1]] == [
+        True,
+        True,
+    ]
     described = estimate(task(), profile=profile(), workers=[4], strategies=["allreduce"], network="lan")
     assert described.notes == ()
     inside = estimate(

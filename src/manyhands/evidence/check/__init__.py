@@ -1,4 +1,4 @@
-"""`check()`: prove that N workers of allreduce equal one on a task, or find out what keeps them apart. For `cli` and users.
+"""`check()`: prove that N workers of allreduce equal one on a task, or name what keeps them apart. For `cli`, users.
 
 check.py             the entry, and the two proofs
 inspection.py        what can be checked without training: rows.py the data, then model and optimizer,

@@ -1,10 +1,10 @@
 """`check`: prove on a task of the user's own that N workers of allreduce equal one, or name what keeps them apart.
 
-The proof runs the code that trains: the same loop, replica, strategy and exchange as in every run, first with one worker,
-then with N. After each step the loss, the mean gradient and the parameters are compared. Workers are processes, as in
-training: each has its own copy of the task, its own generators and modules, and the exchange goes through shared memory.
-Simulated workers (engine `sim`) take turns in this process and start faster; causes are tried on them. If a task cannot
-be sent to processes, simulated workers make the proof, and the report says so.
+The proof runs the code that trains: the same loop, replica, strategy and exchange as in every run, first with one
+worker, then with N. After each step the loss, the mean gradient and the parameters are compared. Workers are processes,
+as in training: each has its own copy of the task, its own generators and modules, and the exchange goes through shared
+memory. Simulated workers (engine `sim`) take turns in this process and start faster; causes are tried on them. If a
+task cannot be sent to processes, simulated workers make the proof, and the report says so.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def _merged(suspects: list[Suspect]) -> list[Suspect]:
     return list(merged.values())
 
 
-# -- the proofs -----------------------------------------------------------------------------------------------------------
+# -- the proofs --------------------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -149,7 +149,7 @@ def unsendable_fields(task: Task) -> list[Finding]:
     return found
 
 
-# -- one trial ------------------------------------------------------------------------------------------------------------
+# -- one trial ---------------------------------------------------------------------------------------------------------
 
 BUFFERS, FOREIGN, WORKERS, REBUILT, DATA = "buffers", "foreign-parameters", "depends-on-workers", "not-rebuilt", "data"
 SUMMED, SLICES = "summed-loss", "slices"

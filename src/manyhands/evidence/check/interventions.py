@@ -178,7 +178,7 @@ def _to_float64(value: Any) -> Any:
     return value
 
 
-# -- calls and what replaces them -----------------------------------------------------------------------------------------
+# -- calls and what replaces them --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -350,7 +350,7 @@ def _lower_bound(call: FunctionCall) -> int:
     return int(given) if given is not None else bounds[0] if len(bounds) > 1 else 0
 
 
-# -- the first operation in which two passes differ -----------------------------------------------------------------------
+# -- the first operation in which two passes differ --------------------------------------------------------------------
 
 NOISE = 1e-7
 """Sums of the same rows in another batch may differ by rounding."""

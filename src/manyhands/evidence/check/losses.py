@@ -187,7 +187,7 @@ def _mixing(examination: Examination) -> OperationRecord | None:
     return first_mixing(*logs)
 
 
-# -- metrics ---------------------------------------------------------------------------------------------------------------
+# -- metrics -----------------------------------------------------------------------------------------------------------
 
 
 def examine_metrics(copies: Copies, double: bool, batch: Any) -> tuple[list[Finding], list[str]]:
@@ -229,7 +229,7 @@ def _metric(subject: Subject, name: str, batch: Any, where: tuple[SourceLocation
     )
 
 
-# -- the kind of aggregation ----------------------------------------------------------------------------------------------
+# -- the kind of aggregation -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

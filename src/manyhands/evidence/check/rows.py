@@ -227,7 +227,7 @@ def _only_class(batch: Any) -> int | None:
     return int(leaves[-1][0]) if bool((leaves[-1] == leaves[-1][0]).all()) else None
 
 
-# -- what workers read ----------------------------------------------------------------------------------------------------
+# -- what workers read -------------------------------------------------------------------------------------------------
 
 
 def source_of(task: Task) -> Source:

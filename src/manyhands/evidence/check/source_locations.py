@@ -100,7 +100,7 @@ def in_text(traceback: str) -> SourceLocation | None:
     return next((SourceLocation(file, int(line)) for file, line in reversed(lines) if is_users(file)), None)
 
 
-# -- functions -----------------------------------------------------------------------------------------------------------
+# -- functions ---------------------------------------------------------------------------------------------------------
 
 
 def of_function(given: Any) -> SourceLocation | None:
@@ -172,7 +172,7 @@ def _unwrapped(given: Any) -> Any:
     return given
 
 
-# -- layers --------------------------------------------------------------------------------------------------------------
+# -- layers ------------------------------------------------------------------------------------------------------------
 
 
 def of_module(model: nn.Module, name: str, make: Any = None) -> SourceLocation | None:

@@ -99,7 +99,7 @@ def with_solo_rates(config: TrialConfig, solo: Trace) -> TrialConfig:
     return replace(config, rates=tuple(solo.rates)) if WORKERS in config.without else config
 
 
-# -- what is recorded -----------------------------------------------------------------------------------------------------
+# -- what is recorded --------------------------------------------------------------------------------------------------
 
 Rates = tuple[dict[str, Any], ...]  # the options of each parameter group
 
@@ -243,7 +243,7 @@ def _rates(optimizer: torch.optim.Optimizer) -> Rates:
     )
 
 
-# -- differences ----------------------------------------------------------------------------------------------------------
+# -- differences -------------------------------------------------------------------------------------------------------
 
 
 def step_differences(solo: Trace, ranks: Sequence[Trace]) -> tuple[Step, ...]:

@@ -1,19 +1,20 @@
 """Error bars of a prediction, from the errors of calibration's own predictions.
 
-For each strategy that calibration tried on W workers, a profile has e = predicted / measured step - 1 of the run with the
-largest error. The prediction was off by the factor q = max(1 + e, 1 / (1 + e)). The rule:
+For each strategy that calibration tried on W workers, a profile has e = predicted / measured step - 1 of the run with
+the largest error. The prediction was off by the factor q = max(1 + e, 1 / (1 + e)). The rule:
 
-1. A strategy that was tried has its own q, any other the largest q of all. q is at least 1 + FLOOR: it is one sample, and
-   two calibrations of the same idle machine differ by nearly as much.
+1. A strategy that was tried has its own q, any other the largest q of all. q is at least 1 + FLOOR: it is one sample,
+   and two calibrations of the same idle machine differ by nearly as much.
 2. A prediction for N workers with r rows a tick each is log2(N / W) doublings of workers away from the measurement, and
    as many doublings of rows as r lies outside the measured batch sizes. Halvings count as well.
 3. Each doubling may be as wrong again as the measurement, in the same direction. So with n doublings the true time is
    assumed to lie between t / f and t · f, f = q^(1 + n).
-4. Of a strategy that was not tried, only computing was measured. The rest of a step (exchange, leases, waiting), a share s
-   of it by the prediction, may take half as long or twice: f is multiplied by 1 + s. In a short step s is large.
+4. Of a strategy that was not tried, only computing was measured. The rest of a step (exchange, leases, waiting), a
+   share s of it by the prediction, may take half as long or twice: f is multiplied by 1 + s. In a short step s is
+   large.
 
-Errors of independent doublings would partly cancel, and the exponent would grow with the root of n. They are not assumed
-to be independent: what a model leaves out, it leaves out every time.
+Errors of independent doublings would partly cancel, and the exponent would grow with the root of n. They are not
+assumed to be independent: what a model leaves out, it leaves out every time.
 """
 
 from __future__ import annotations

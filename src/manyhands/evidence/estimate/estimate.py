@@ -105,7 +105,7 @@ class Estimates:
     compute: Compute
     servers: int
     solo_rows_per_s: float
-    """Of one worker of the profile: it computes at the same time as the others did in the calibration, without exchange."""
+    """Of one worker of the profile, which computes while the others of the calibration do, without exchange."""
     estimates: tuple[Estimate, ...]
     notes: tuple[str, ...] = ()
 
@@ -149,11 +149,11 @@ def estimate(
 ) -> Estimates:
     """Predict time, efficiency and bytes of each strategy on each number of workers.
 
-    Each is simulated as engine `sim` would with this profile, until the mean time of a step is steady. A stand-in of few
-    numbers replaces the model, and costs what the model would (see docs/estimate.md). Nothing is trained.
+    Each is simulated as engine `sim` would with this profile, until the mean time of a step is steady. A stand-in of
+    few numbers replaces the model, and costs what the model would (see docs/estimate.md). Nothing is trained.
 
-    task, task_fields: as in `train`. profile: of `calibrate`, or the path of one. workers: numbers of workers. steps: to
-    simulate of each, instead of until it is steady. network, compute: override the profile's, as in `Sim`. servers:
+    task, task_fields: as in `train`. profile: of `calibrate`, or the path of one. workers: numbers of workers. steps:
+    to simulate of each, instead of until it is steady. network, compute: override the profile's, as in `Sim`. servers:
     shards of the parameter server, if there is one. say: called with a line about each stage.
 
     Raises BadInput for arguments that no strategy accepts. If one strategy or one number of workers is impossible, its

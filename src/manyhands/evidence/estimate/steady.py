@@ -69,8 +69,8 @@ class SteadyStep:
 class SteadyObserver(Observer):
     """Measures the steps of a training in blocks: whole rounds of exchange, or whole epochs if they are short.
 
-    Training stops when the relative error of the blocks' mean is below ENOUGH or, with `steps`, after that many steps; at
-    the latest after MOST_WORKER_STEPS. As in a calibration, the first steps are not measured.
+    Training stops when the relative error of the blocks' mean is below ENOUGH or, with `steps`, after that many steps;
+    at the latest after MOST_WORKER_STEPS. As in a calibration, the first steps are not measured.
     """
 
     def __init__(self, workers: int, ticks_per_epoch: int | None, steps: int | None = None) -> None:
