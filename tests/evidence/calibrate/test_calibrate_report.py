@@ -9,9 +9,9 @@ from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.network import SimNetworkSpec
 from manyhands.engines.sim.profile import Profile
 from manyhands.evidence.calibrate.calibrate import Calibration, Prediction
-from manyhands.evidence.calibrate.coding import Coded
-from manyhands.evidence.calibrate.fit import Computed, Terms
-from manyhands.evidence.calibrate.measure import Served
+from manyhands.evidence.calibrate.coding import CodecTimes
+from manyhands.evidence.calibrate.fit import ComputeFit, Terms
+from manyhands.evidence.calibrate.measure import ServerTimes
 from manyhands.evidence.calibrate.report import text
 
 FOUND = Calibration(
@@ -22,13 +22,13 @@ FOUND = Calibration(
         workers=2,
         machine={"threads_per_worker": "1", "cores": "2"},
     ),
-    compute=Computed(step=2e-3, row=3.5e-3, jitter=0.04, residuals={8: 0.02, 16: -0.01}),
+    compute=ComputeFit(step=2e-3, row=3.5e-3, jitter=0.04, residuals={8: 0.02, 16: -0.01}),
     memory=Terms(4e-6, 1 / 8e10, (0.1, -0.3)),
     sockets=Terms(1e-4, 0.0, (0.0,)),
-    server=Served(1000, 4, request=5e-5, pull=1.5e-3, push=2e-3, lease=6e-5),
+    server=ServerTimes(1000, 4, request=5e-5, pull=1.5e-3, push=2e-3, lease=6e-5),
     codecs=(
-        Coded(codec="topk:0.01", n=1000, nbytes=80, encode_s=0.051, decode_s=9e-4),
-        Coded(codec="threshold:1e-30", n=1000, nbytes=4000, encode_s=0.0452, decode_s=0.02541),
+        CodecTimes(codec="topk:0.01", n=1000, nbytes=80, encode_s=0.051, decode_s=9e-4),
+        CodecTimes(codec="threshold:1e-30", n=1000, nbytes=4000, encode_s=0.0452, decode_s=0.02541),
     ),
     predictions=(
         Prediction(strategy="allreduce", real_s=0.060, slowest_s=0.063, simulated_s=0.063),

@@ -10,7 +10,7 @@ from manyhands.evidence.calibrate.measure import (
     bandwidth_of,
     fit_group,
     sizes_of,
-    together,
+    timed_collectives,
 )
 
 ITEM = 4
@@ -62,7 +62,7 @@ def test_bytes_that_cost_nothing_are_an_infinite_bandwidth() -> None:
 def test_a_call_lasts_from_the_last_arrival_to_the_last_end() -> None:
     first = [("mean", 8, ITEM, [(0.0, 9.0)] * 4 + [(1.0, 5.0), (1.0, 6.0), (1.0, 5.0)])]
     second = [("mean", 8, ITEM, [(0.0, 9.0)] * 4 + [(3.0, 4.0), (3.0, 4.0), (2.0, 7.0)])]
-    assert together([first, second]) == [TimedCollective("mean", 8, ITEM, 3.0)]
+    assert timed_collectives([first, second]) == [TimedCollective("mean", 8, ITEM, 3.0)]
 
 
 def test_sizes_hold_the_models_own_and_large_ones_for_small_models() -> None:
