@@ -15,16 +15,16 @@ from torch import Tensor
 
 from manyhands.comm.group import Group
 from manyhands.errors import ManyhandsError, PeerLost
-from manyhands.testing.group_suite import GROUP_EXAM
+from manyhands.testing.group_suite import GROUP_SUITE
 
 LAST_STEP = 5  # of the one that is killed
 
 
-def exam(group: Group) -> int:
+def conformance(group: Group) -> int:
     """Every check; how many they are."""
-    for check in GROUP_EXAM.values():
+    for check in GROUP_SUITE.values():
         check(group)
-    return len(GROUP_EXAM)
+    return len(GROUP_SUITE)
 
 
 def overlapping(elements: int) -> Program:

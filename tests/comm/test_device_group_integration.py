@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import on_shared_memory, values
-from programs import DIFFERENT, different, exam, expect_killed, expect_told, killed
+from programs import DIFFERENT, conformance, different, expect_killed, expect_told, killed
 
 import manyhands as mh
 import plain
 from manyhands.comm.device_group import DeviceGroup, nccl_group, store_of
-from manyhands.testing.group_suite import GROUP_EXAM
+from manyhands.testing.group_suite import GROUP_SUITE
 from residuals import check_feedback, feedback
 
 GPUS = torch.cuda.device_count()
@@ -34,8 +34,8 @@ def on_device(size, program, **options):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_exam(size):
-    assert values(on_device(size, exam, timeout_s=30)) == [len(GROUP_EXAM)] * size
+def test_conformance(size):
+    assert values(on_device(size, conformance, timeout_s=30)) == [len(GROUP_SUITE)] * size
 
 
 def test_a_killed_peer_is_named_before_the_devices_wait():

@@ -1,11 +1,11 @@
-"""The exam of groups fails groups that break a promise: with one worker, by their own results."""
+"""The conformance suite of groups fails groups that break a promise: with one worker, by their own results."""
 
 import pytest
 import torch
 
 from manyhands.comm.group import Done, MeanResult
 from manyhands.comm.solo import SoloGroup
-from manyhands.testing.group_suite import GROUP_EXAM, ExamFailed
+from manyhands.testing.group_suite import GROUP_SUITE, CheckFailed
 
 
 class _Scales(SoloGroup):
@@ -47,5 +47,5 @@ class _Lenient(SoloGroup):
     ],
 )
 def test_a_broken_group_fails(group, check):
-    with pytest.raises(ExamFailed):
-        GROUP_EXAM[check](group())
+    with pytest.raises(CheckFailed):
+        GROUP_SUITE[check](group())

@@ -1,4 +1,4 @@
-"""HierarchicalGroup in real processes: shared memory on each "host", socket pairs between them; the exam, and lost peers."""
+"""HierarchicalGroup in real processes: shared memory on each "host", socket pairs between them; the conformance suite, and lost peers."""
 
 import os
 
@@ -6,13 +6,13 @@ import pytest
 import torch
 from harness import forked, values
 from meshes import close, mesh, ring
-from programs import different, exam, expect_killed, expect_told, killed, overlapping, waits
+from programs import conformance, different, expect_killed, expect_told, killed, overlapping, waits
 
 from manyhands.comm.hierarchical import HierarchicalGroup
 from manyhands.comm.reducing import naive_mean
 from manyhands.comm.shared_memory.group import SharedMemory, SharedMemoryGroup
 from manyhands.errors import BadInput, Unsupported
-from manyhands.testing.group_suite import GROUP_EXAM, expect_same_everywhere, vector, vectors
+from manyhands.testing.group_suite import GROUP_SUITE, expect_same_everywhere, vector, vectors
 
 TWO_BY_TWO = ((0, 1), (2, 3))
 UNEVEN = ((0,), (1, 2), (3,))
@@ -54,8 +54,8 @@ def on_hosts(layout, program, *, deadline_s=60, with_direct=True, **options):
 
 
 @pytest.mark.parametrize("layout", [((0,),), ((0, 1),), TWO_BY_TWO, UNEVEN], ids=str)
-def test_exam(layout):
-    assert values(on_hosts(layout, exam, timeout_s=30)) == [len(GROUP_EXAM)] * sum(map(len, layout))
+def test_conformance(layout):
+    assert values(on_hosts(layout, conformance, timeout_s=30)) == [len(GROUP_SUITE)] * sum(map(len, layout))
 
 
 def _exact(group):

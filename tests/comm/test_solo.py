@@ -1,15 +1,15 @@
-"""The group of one worker takes the exam of groups."""
+"""The group of one worker passes the conformance suite of groups."""
 
 import pytest
 import torch
 
 from manyhands.comm.group import MeanResult
 from manyhands.comm.solo import SoloGroup
-from manyhands.testing.group_suite import GROUP_EXAM
+from manyhands.testing.group_suite import GROUP_SUITE
 
 
-@pytest.mark.parametrize("check", GROUP_EXAM.values(), ids=GROUP_EXAM.keys())
-def test_exam(check):
+@pytest.mark.parametrize("check", GROUP_SUITE.values(), ids=GROUP_SUITE.keys())
+def test_conformance(check):
     check(SoloGroup())
 
 

@@ -1,4 +1,4 @@
-"""TorchGroup over gloo in real processes: the exam, and lost peers."""
+"""TorchGroup over gloo in real processes: the conformance suite, and lost peers."""
 
 import signal
 
@@ -6,15 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import on_gloo, values
-from programs import LAST_STEP, exam, killed, silent
+from programs import LAST_STEP, conformance, killed, silent
 
 from manyhands.comm.torch_group import TorchGroup
 from manyhands.errors import BadInput, ManyhandsError
-from manyhands.testing.group_suite import GROUP_EXAM
+from manyhands.testing.group_suite import GROUP_SUITE
 
 
-def _exam(group):
-    taken = exam(group)
+def _conformance(group):
+    taken = conformance(group)
     group.close()
     with pytest.raises(ManyhandsError, match="closed"):
         group.barrier()
@@ -22,8 +22,8 @@ def _exam(group):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_exam(size, tmp_path):
-    assert values(on_gloo(size, _exam, tmp_path)) == [len(GROUP_EXAM)] * size
+def test_conformance(size, tmp_path):
+    assert values(on_gloo(size, _conformance, tmp_path)) == [len(GROUP_SUITE)] * size
 
 
 def test_a_killed_peer_is_lost(tmp_path):

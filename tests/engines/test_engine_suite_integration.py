@@ -1,4 +1,4 @@
-"""Engine `local` takes the exam, warm and cold; and the exam fails engines that break a promise."""
+"""Engine `local` passes the conformance suite, warm and cold; and the suite fails engines that break a promise."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from manyhands.engines.base import Engine, LaunchSpec, Observer
 from manyhands.engines.local.engine import Local
 from manyhands.errors import ManyhandsError, Unsupported, WorkerFailed
 from manyhands.testing import engine_suite
-from manyhands.testing.engine_suite import ENGINE_EXAM
-from manyhands.testing.group_suite import ExamFailed
+from manyhands.testing.engine_suite import ENGINE_SUITE
+from manyhands.testing.group_suite import CheckFailed
 from manyhands.worker import Worker, set_current
 
 
-@pytest.mark.parametrize("check", ENGINE_EXAM)
+@pytest.mark.parametrize("check", ENGINE_SUITE)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_local_passes(local: Local, workers: int, check: str) -> None:
     """CASES 21, 28"""
-    ENGINE_EXAM[check](local, workers=workers)
+    ENGINE_SUITE[check](local, workers=workers)
 
 
 def test_a_cold_local_leaves_nothing() -> None:
     """CASE 28"""
-    ENGINE_EXAM["nothing_left"](Local())
+    ENGINE_SUITE["nothing_left"](Local())
 
 
 class _Broken(Engine):
@@ -160,13 +160,13 @@ def tidied() -> Iterator[None]:
     ("broken", "workers", "check", "problem"),
     [
         (_Backwards(), 2, "values", "in rank order"),
-        (_WithoutThreads(), 1, "worker", r"threads: expected \(1, 1\), came \(3"),
+        (_WithoutThreads(), 1, "worker", r"threads: expected \(1, 1\), got \(3"),
         (_StaysCurrent(), 1, "worker", "still counts as a worker"),
         (_Swallows(), 1, "bad_input", "raised BadInput, and launch returned"),
         (_Swallows(), 1, "failure", "raised KeyError, and launch returned"),
-        (_Anonymous(), 1, "failure", "'step': 7.*came.*'step': 0"),
+        (_Anonymous(), 1, "failure", "'step': 7.*got.*'step': 0"),
         (_Deaf(), 1, "events", "expected the order of sending"),
-        (_NeverStops(), 1, "stopping", r"expected \('', 'enough'\), came \[\('', ''\)\]"),
+        (_NeverStops(), 1, "stopping", r"expected \('', 'enough'\), got \[\('', ''\)\]"),
         (_OtherThread(), 1, "events", "another thread"),
         (_Leaky(), 1, "nothing_left", "descriptors"),
         (_Orphans(), 1, "nothing_left", "processes"),
@@ -176,21 +176,21 @@ def test_a_broken_engine_fails(
     broken: Engine, workers: int, check: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_suite, "DEADLINE_S", 3.0)
-    with pytest.raises(ExamFailed, match=problem):
-        ENGINE_EXAM[check](broken, workers=workers)
+    with pytest.raises(CheckFailed, match=problem):
+        ENGINE_SUITE[check](broken, workers=workers)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_broken_group_fails(local: Local, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a worker found comes out as ExamFailed, from another process too."""
+    """What a worker found comes out as CheckFailed, from another process too."""
     monkeypatch.setattr(_Broken, "whole", local)
-    with pytest.raises(ExamFailed, match="broadcast_"):
-        ENGINE_EXAM["group"](_WrongGroup(), workers=workers)
+    with pytest.raises(CheckFailed, match="broadcast_"):
+        ENGINE_SUITE["group"](_WrongGroup(), workers=workers)
 
 
 def test_engines_in_place_are_refused() -> None:
     class InPlace(_Broken):
         in_place = True
 
-    with pytest.raises(Unsupported, match="every worker would have to take the exam"):
-        ENGINE_EXAM["values"](InPlace())
+    with pytest.raises(Unsupported, match="every worker would have to run the suite"):
+        ENGINE_SUITE["values"](InPlace())

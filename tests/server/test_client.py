@@ -1,4 +1,4 @@
-"""The served server takes the exam, through shared memory and through the socket alone."""
+"""The served server passes the conformance suite, through shared memory and through the socket alone."""
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -13,15 +13,15 @@ from manyhands.server.base import ServerSpec
 from manyhands.server.client import ServedServer
 from manyhands.server.protocol import SMALL_BYTES
 from manyhands.server.store import InvalidCall
-from manyhands.testing.server_suite import SERVER_EXAM, expect_waits, started
+from manyhands.testing.server_suite import SERVER_SUITE, expect_waits, started
 
 ADD = ServerSpec(rule="add")
 BY_MEMORY_AND_SOCKET = pytest.mark.parametrize("memory_from", [0, -1], ids=["memory", "socket"])
 
 
 @BY_MEMORY_AND_SOCKET
-@pytest.mark.parametrize("check", SERVER_EXAM.values(), ids=SERVER_EXAM)
-def test_exam(check, memory_from):
+@pytest.mark.parametrize("check", SERVER_SUITE.values(), ids=SERVER_SUITE)
+def test_conformance(check, memory_from):
     @contextmanager
     def open_servers(spec, workers, shards):
         with hosting(spec, workers, shards, memory_from=memory_from) as host:

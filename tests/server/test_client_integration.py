@@ -1,4 +1,4 @@
-"""The served server takes the exam with every shard in a process of its own, as the engines start them."""
+"""The served server passes the conformance suite with every shard in a process of its own, as the engines start them."""
 
 from contextlib import contextmanager
 
@@ -7,7 +7,7 @@ import torch
 from served import client_of, processes
 
 from manyhands.server.sharding import shards_of
-from manyhands.testing.server_suite import SERVER_EXAM
+from manyhands.testing.server_suite import SERVER_SUITE
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -26,6 +26,6 @@ def open_servers(spec, workers, shards):
         assert [made.join(pid) for pid in made.shards] == [0] * len(made.shards)
 
 
-@pytest.mark.parametrize("check", SERVER_EXAM.values(), ids=SERVER_EXAM)
-def test_exam(check):
+@pytest.mark.parametrize("check", SERVER_SUITE.values(), ids=SERVER_SUITE)
+def test_conformance(check):
     check(open_servers)

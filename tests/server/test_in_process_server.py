@@ -1,4 +1,4 @@
-"""The server in the workers' own process takes the exam, and says whom it waited for."""
+"""The server in the workers' own process passes the conformance suite, and says whom it waited for."""
 
 from contextlib import contextmanager
 
@@ -8,7 +8,7 @@ import torch
 from manyhands.errors import PeerLost
 from manyhands.server.base import ServerSpec
 from manyhands.server.in_process import InProcessServers
-from manyhands.testing.server_suite import SERVER_EXAM, expect_waits, started
+from manyhands.testing.server_suite import SERVER_SUITE, expect_waits, started
 
 
 @contextmanager
@@ -16,8 +16,8 @@ def in_process(spec, workers, shards):
     yield InProcessServers(spec, workers, shards, timeout_s=10).clients
 
 
-@pytest.mark.parametrize("check", SERVER_EXAM.values(), ids=SERVER_EXAM)
-def test_exam(check):
+@pytest.mark.parametrize("check", SERVER_SUITE.values(), ids=SERVER_SUITE)
+def test_conformance(check):
     check(in_process)
 
 

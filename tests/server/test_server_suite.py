@@ -1,4 +1,4 @@
-"""The exam of servers fails servers that break a promise."""
+"""The conformance suite of servers fails servers that break a promise."""
 
 from contextlib import contextmanager
 
@@ -9,12 +9,12 @@ from manyhands.errors import ManyhandsError
 from manyhands.server import in_process, store
 from manyhands.server.in_process import InProcessServers
 from manyhands.testing import rules_suite, server_suite
-from manyhands.testing.server_suite import SERVER_EXAM
+from manyhands.testing.server_suite import SERVER_SUITE
 
 
-def test_every_check_that_is_written_is_in_the_exam():
+def test_every_check_that_is_written_is_in_the_suite():
     written = {name for module in (server_suite, rules_suite) for name in vars(module) if name.startswith("check_")}
-    assert {f"check_{name}" for name in SERVER_EXAM} == written
+    assert {f"check_{name}" for name in SERVER_SUITE} == written
 
 
 @contextmanager
@@ -105,4 +105,4 @@ def does_nothing(original, self, *arguments):
 def test_a_broken_server_fails(monkeypatch, owner, name, broken, check):
     break_(monkeypatch, owner, name, broken)
     with pytest.raises((ManyhandsError, RuntimeError)):
-        SERVER_EXAM[check](servers)
+        SERVER_SUITE[check](servers)

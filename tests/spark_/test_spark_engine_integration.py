@@ -1,4 +1,4 @@
-"""Engine `spark` on a cluster of two executors: the exam, errors, clusters that are too small, executors that die."""
+"""Engine `spark` on a cluster of two executors: the conformance suite, errors, clusters that are too small, executors that die."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ import manyhands as mh
 from manyhands.engines.base import LaunchSpec
 from manyhands.engines.spark.engine import Spark
 from manyhands.errors import BadInput, ManyhandsError, WorkerFailed
-from manyhands.testing.engine_suite import ENGINE_EXAM
+from manyhands.testing.engine_suite import ENGINE_SUITE
 from manyhands.worker import Worker
 
 PLAN = LaunchSpec(workers=2, timeout_s=60, threads_per_worker=1)
 
 
 @pytest.mark.usefixtures("spark")
-@pytest.mark.parametrize("check", [check for check in ENGINE_EXAM if check != "nothing_left"])
+@pytest.mark.parametrize("check", [check for check in ENGINE_SUITE if check != "nothing_left"])
 def test_spark_passes(check: str) -> None:
     """CASES 21, 28"""
-    ENGINE_EXAM[check](Spark())
+    ENGINE_SUITE[check](Spark())
 
 
 @pytest.mark.usefixtures("spark")

@@ -1,4 +1,4 @@
-"""Every strategy takes the exam; and the exam fails strategies that break a promise."""
+"""Every strategy passes the conformance suite; and the suite fails strategies that break a promise."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from manyhands.strategies import CATALOGUE, strategy_of
 from manyhands.strategies.allreduce import AllReduce
 from manyhands.strategies.base import State
 from manyhands.strategies.local_sgd import LocalSGD
-from manyhands.testing.group_suite import ExamFailed
-from manyhands.testing.strategy_suite import SIZES, STRATEGY_EXAM
+from manyhands.testing.group_suite import CheckFailed
+from manyhands.testing.strategy_suite import SIZES, STRATEGY_SUITE
 from manyhands.worker import Worker
 
 STRATEGIES: dict[
@@ -87,14 +87,14 @@ EXACT = ("solo", "allreduce", "local-sgd", "gossip", "ensemble", "quorum", "hogw
 RACES = ("repeat", "resume", "round_of_nothing")  # which gradients count depends on who is first
 
 
-PAPERS = [(s, c) for s in STRATEGIES for c in STRATEGY_EXAM if c != "plain_loop" or s.partition(":")[0] in EXACT]
+PAPERS = [(s, c) for s in STRATEGIES for c in STRATEGY_SUITE if c != "plain_loop" or s.partition(":")[0] in EXACT]
 
 
 @pytest.mark.parametrize(("spec", "check"), PAPERS)
 def test_a_strategy_passes(spec: str, check: str) -> None:
     """CASES 1, 18, 19, 25, 27"""
     sizes = (1,) if spec == "quorum:backups=1" and check in RACES else STRATEGIES[spec]
-    STRATEGY_EXAM[check](strategy_of(spec), sizes=sizes)
+    STRATEGY_SUITE[check](strategy_of(spec), sizes=sizes)
 
 
 def test_every_strategy_of_the_catalogue_has_a_row() -> None:
@@ -108,8 +108,8 @@ class _OwnStart(AllReduce):
 
 
 class _NeverEnds(AllReduce):
-    def exchange(self, *seat: Any) -> bool:
-        super().exchange(*seat)
+    def exchange(self, *args: Any) -> bool:
+        super().exchange(*args)
         return True
 
 
@@ -224,11 +224,11 @@ class _ThirdTime(AllReduce):
         (_NeverEnds(), "streams", r"ticks \[None\] by rank"),
         (_EndsAlone(), "streams", r"ticks \[2, 6, 10\] by rank"),
         (_NeverVotes(period="end"), "streams", "None"),
-        (_NeverVotes(period="end"), "stop", "heard at ticks"),
+        (_NeverVotes(period="end"), "stop", "received at ticks"),
         (_StopsAlone(), "stop", r"\[None, None, 5\]"),
         (_FinishesTwice(), "finish", "finish before the first tick"),
         (_OwnAnswer(period=3), "consensus", "after tick 0 of rank 1 has other bits"),
-        (_ConsensusMoves(period=3), "consensus", "asked for the consensus after tick 0"),
+        (_ConsensusMoves(period=3), "consensus", "computing the consensus after tick 0"),
         (_Momentum(), "round_of_nothing", "9 ticks without any rows"),
         (_Remembers(), "round_of_nothing", "training after 9 ticks without rows"),
         (_Remembers(), "resume", "resumed after 1 ticks"),
@@ -242,5 +242,5 @@ class _ThirdTime(AllReduce):
 )
 def test_a_broken_strategy_fails(broken: Any, check: str, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "DEADLINE_S", 0.5)
-    with pytest.raises(ExamFailed, match=problem):
-        STRATEGY_EXAM[check](broken)
+    with pytest.raises(CheckFailed, match=problem):
+        STRATEGY_SUITE[check](broken)

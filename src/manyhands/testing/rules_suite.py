@@ -1,4 +1,4 @@
-"""What the rules of a server promise, and its codecs: the part of the exam of servers that is of one rule each."""
+"""The part of the conformance suite of servers about single rules, and about codecs."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from manyhands.testing.clients import (
     together,
     training,
 )
-from manyhands.testing.group_suite import ExamFailed, checks_of, expect, expect_refused, vector
+from manyhands.testing.group_suite import CheckFailed, checks_of, expect, expect_refused, vector
 
 
 def quorum(backups: int) -> ServerSpec:
-    """A quorum's spec, as its strategy would write it."""
+    """The spec of strategy `quorum`."""
     return ServerSpec(rule="quorum", bound=16, options={"backups": backups}, one_shard=True)
 
 
 def check_elastic(open_servers: OpenServers) -> None:
-    """The answer is alpha·weight times the difference to the center as it was, by which the center moved."""
+    """The answer is alpha·weight times the difference to the previous center, by which the center moved."""
     for shards in (1, 3):
         spec = ServerSpec(rule="elastic", options={"alpha": 0.25})
         with training(open_servers, spec, 2, shards) as (a, b):
@@ -51,7 +51,7 @@ def check_elastic(open_servers: OpenServers) -> None:
 
 
 def check_elastic_in_step(open_servers: OpenServers) -> None:
-    """At bound 0 all are compared with the same center; the answers come when all have pushed in the tick, or finished it."""
+    """At bound 0 all are compared with the same center; answers arrive when all have pushed in the tick or finished it."""
     with training(open_servers, ServerSpec(rule="elastic", bound=0, options={"alpha": 0.25}), 3, 2) as servers:
         answers = together(servers[:2], lambda rank, server: _after_two(rank, server, servers[2]))
         for rank, answer in enumerate(answers):
@@ -60,7 +60,7 @@ def check_elastic_in_step(open_servers: OpenServers) -> None:
 
 
 def _after_two(rank: int, server: Server, third: Server) -> Tensor:
-    if rank == 0:  # the third worker finishes its tick without a push; here, so that all ways of arriving are allowed
+    if rank == 0:  # the third worker finishes its tick without a push, at any time
         with started(third.tick) as waiting:
             answer = _answer(server.push(vector(rank, D))).clone()
             server.tick()
@@ -74,12 +74,12 @@ def _after_two(rank: int, server: Server, third: Server) -> Tensor:
 def _answer(pushed: Pushed) -> Tensor:
     expect(pushed.applied, "a push was dropped")
     if pushed.answer is None:
-        raise ExamFailed("a rule that answers gave no answer")
+        raise CheckFailed("a rule that answers gave no answer")
     return pushed.answer
 
 
 def check_quorum_mean(open_servers: OpenServers) -> None:
-    """Everybody gets the same weighted mean, total weight and OR of bits; one worker's is not multiplied. (CASE 24)"""
+    """All get the same weighted mean, total weight and OR of bits; with one worker nothing is multiplied. (CASE 24)"""
     for workers in (1, 3):
         weights = [1.0, 2.5, 0.5][:workers]
         wanted = vector(0, D) if workers == 1 else naive_mean([vector(r, D) for r in range(workers)], weights)
@@ -88,8 +88,8 @@ def check_quorum_mean(open_servers: OpenServers) -> None:
             for _ in range(2):
                 pushed = server.push(vector(rank, D), weights[rank], 1 << rank)
                 expect_equal(_answer(pushed), wanted, f"worker {rank}'s mean")
-                told = (pushed.weight, pushed.bits)
-                expect(told == (sum(weights), (1 << len(weights)) - 1), f"weight and bits of the mean: {told}")
+                got = (pushed.weight, pushed.bits)
+                expect(got == (sum(weights), (1 << len(weights)) - 1), f"weight and bits of the mean: {got}")
                 server.tick()
 
         with training(open_servers, quorum(0), workers, 3) as servers:
@@ -98,7 +98,7 @@ def check_quorum_mean(open_servers: OpenServers) -> None:
 
 
 def check_quorum_late(open_servers: OpenServers) -> None:
-    """The step does not wait for its backups; who comes late is dropped, and gets the mean of the step it missed."""
+    """A step does not wait for its backups; a late push is dropped and answered with the mean of the missed step."""
 
     def in_time(rank: int, server: Server) -> list[Tensor]:
         means = []
@@ -112,19 +112,19 @@ def check_quorum_late(open_servers: OpenServers) -> None:
         expect_equal(means[1], naive_mean([vector(r, D, seed=1) for r in range(2)], [1.0, 1.0]), "the mean of two")
         for step, mean in enumerate(means):
             late = servers[2].push(torch.full((D,), math.nan, dtype=torch.float64), 0.0 if step else 1.0, 8)
-            told = (late.applied, late.weight, late.bits, late.behind)
-            expect(told == (False, 2.0, 0, 1 - step), f"applied, weight, bits and behind of a late push: {told}")
+            got = (late.applied, late.weight, late.bits, late.behind)
+            expect(got == (False, 2.0, 0, 1 - step), f"applied, weight, bits and behind of a late push: {got}")
             expect(
                 late.answer is not None and torch.equal(late.answer, mean), f"the mean of step {step}: {late.answer}"
             )
             servers[2].tick()
-        got = together([servers[2], servers[0]], lambda rank, server: server.push(vector(rank, D)))
-        expect(all(pushed.applied for pushed in got), "a worker that caught up was dropped")
-        expect(servers[2].said()["pushes"] == [None, None, [3]], "dropped pushes are None in what a worker says")
+        pushes = together([servers[2], servers[0]], lambda rank, server: server.push(vector(rank, D)))
+        expect(all(pushed.applied for pushed in pushes), "a worker that caught up was dropped")
+        expect(servers[2].said()["pushes"] == [None, None, [3]], "dropped pushes are None in a worker's journal")
 
 
 def check_weight_zero(open_servers: OpenServers) -> None:
-    """A push of weight 0 changes nothing in any rule, NaN included; where rules answer, it gets an answer. (CASE 27)"""
+    """A push of weight 0 changes nothing in any rule, including NaN; rules that answer answer it. (CASE 27)"""
     nothing = torch.full((D,), math.nan, dtype=torch.float64)
     for rule, options in RULES.items():
         with training(open_servers, ServerSpec(rule=rule, options=options), 2, 2, vector(5, D)) as (a, b):
@@ -135,8 +135,8 @@ def check_weight_zero(open_servers: OpenServers) -> None:
                 expect_equal(_answer(pushed), torch.zeros(D, dtype=torch.float64), "the elastic difference of nothing")
             expect_equal(center_of(a), vector(5, D), f"the center after a push of weight 0, rule {rule}")
             b.push(vector(1, D))
-            expect(b.said()["staleness"] == [0], f"a push of weight 0 made somebody stale, rule {rule}")
-            expect(bool(center_of(a).isfinite().all()), f"a push of weight 0 was remembered, rule {rule}")
+            expect(b.said()["staleness"] == [0], f"a push of weight 0 made another worker stale, rule {rule}")
+            expect(bool(center_of(a).isfinite().all()), f"a push of weight 0 changed the rule's state, rule {rule}")
     with training(open_servers, quorum(0), 2) as servers:
         got = together(servers, lambda rank, server: server.push(vector(0, D) if rank else nothing, float(rank), 2))
         for pushed in got:
@@ -162,7 +162,7 @@ def check_round_without_weight(open_servers: OpenServers) -> None:
 
 
 def check_outer_is_of_the_mean(open_servers: OpenServers) -> None:
-    """A round of the outer optimizer is one step along the weighted mean; rate 1 without momentum moves there. (CASE 24)"""
+    """A round of the outer optimizer is one step along the weighted mean; with rate 1 it adds the mean. (CASE 24)"""
     weights = [1.0, 3.0, 0.0]
     spec = ServerSpec(rule="outer", bound=0, options={"rate": 1.0})
     with training(open_servers, spec, 3, 2, vector(7, D)) as servers:
@@ -207,14 +207,14 @@ def check_downpour_alone(open_servers: OpenServers) -> None:
 
 
 def check_encoded_pushes(open_servers: OpenServers) -> None:
-    """An encoded push is to the center what it is decoded as; its payloads are what was sent. (CASE 17)"""
+    """An encoded push changes the center as its decoded values do; the ledger has its payloads' bytes. (CASE 17)"""
     for text in ("topk:0.3", "onebit", "threshold:0.5", "int8"):
         codec = codec_of(text)
         assert codec is not None
         spec = ServerSpec(rule="staleness", compress=text)
         for shards in (1, 3, D + 1):
             with training(open_servers, spec, 2, shards, vector(5, D)) as (a, b):
-                expect(a.shards == shards, f"a server of {shards} shards says that it has {a.shards}")
+                expect(a.shards == shards, f"a server of {shards} shards reports {a.shards}")
                 wanted, sent = vector(5, D), 0
                 pulled(b)
                 for turn, server in enumerate((a, b, a)):
@@ -233,7 +233,7 @@ def check_encoded_pushes(open_servers: OpenServers) -> None:
 
 
 def check_encoded_pushes_of_another_kind(open_servers: OpenServers) -> None:
-    """Payloads that cannot be are BadInput and change nothing; a server without a codec takes none."""
+    """Invalid payloads raise BadInput and change nothing; a server without a codec refuses all."""
     codec = codec_of("topk:0.3")
     assert codec is not None
     with training(open_servers, ServerSpec(rule="add", compress="topk:0.3"), 1, 2) as (server,):
@@ -243,16 +243,16 @@ def check_encoded_pushes_of_another_kind(open_servers: OpenServers) -> None:
         server.push(good)
         server.push(vector(1, D))
         expect(
-            server.said()["pushes"] == [[1, 1], [2, 2]], "a refused push is in what the worker says, or one is missing"
+            server.said()["pushes"] == [[1, 1], [2, 2]], "a refused push is in the worker's journal, or one is missing"
         )
     with training(open_servers, ADD, 1, 2) as (server,):
-        expect_refused(lambda: server.push(good), "an encoded push where no codec is")
+        expect_refused(lambda: server.push(good), "an encoded push to a server without a codec")
 
 
 def encode(codec: Codec, update: Tensor, shards: int) -> Encoded:
-    """An update, a payload for each shard."""
+    """Encode an update as one payload for each shard."""
     return Encoded(tuple(codec.encode(part) for part in parts_of(update, shards)), len(update), update.dtype)
 
 
-RULES_EXAM: dict[str, Callable[[OpenServers], None]] = checks_of(globals())
+RULES_SUITE: dict[str, Callable[[OpenServers], None]] = checks_of(globals())
 """All checks by name, in the order in which they are written above."""

@@ -9,7 +9,7 @@ from threads import in_threads
 from manyhands.comm.ring.connecting import connect_all
 from manyhands.comm.ring.group import RingGroup
 from manyhands.errors import PeerLost
-from manyhands.testing.group_suite import GROUP_EXAM
+from manyhands.testing.group_suite import GROUP_SUITE
 from manyhands.transport.channel import ChannelClosed
 from manyhands.transport.credentials import Credentials
 from manyhands.transport.listener import Listener, connect
@@ -48,7 +48,7 @@ def test_all_are_linked_with_all(size, tls, credentials):
 
     def run(group):
         for name in ("place", "mean_sizes", "bits", "handles", "broadcast", "point_to_point", "ledger"):
-            GROUP_EXAM[name](group)
+            GROUP_SUITE[name](group)
         return True
 
     assert _groups(size, secret, run) == [True] * size

@@ -1,4 +1,4 @@
-"""RingGroup in real processes: the exam, its traffic to the byte, means under way, and every way to lose a peer."""
+"""RingGroup in real processes: the conformance suite, its traffic to the byte, means under way, and every way to lose a peer."""
 
 import os
 import random
@@ -9,12 +9,12 @@ import pytest
 import torch
 from harness import forked, values
 from meshes import close, mesh, ring
-from programs import DIFFERENT, different, exam, expect_killed, expect_told, killed, overlapping, silent, waits
+from programs import DIFFERENT, conformance, different, expect_killed, expect_told, killed, overlapping, silent, waits
 
 from manyhands.comm.reducing import naive_mean
 from manyhands.comm.ring.algorithms import DIRECT_BYTES, SWAP_BYTES
 from manyhands.errors import ManyhandsError, PeerLost
-from manyhands.testing.group_suite import GROUP_EXAM, expect_same_everywhere, vector, vectors
+from manyhands.testing.group_suite import GROUP_SUITE, expect_same_everywhere, vector, vectors
 
 
 def on_ring(size, program, *, deadline_s=60, **options):
@@ -36,8 +36,8 @@ def on_ring(size, program, *, deadline_s=60, **options):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_exam(size):
-    assert values(on_ring(size, exam, timeout_s=30)) == [len(GROUP_EXAM)] * size
+def test_conformance(size):
+    assert values(on_ring(size, conformance, timeout_s=30)) == [len(GROUP_SUITE)] * size
 
 
 def _million(group):

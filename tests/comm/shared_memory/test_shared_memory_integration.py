@@ -1,4 +1,4 @@
-"""SharedMemoryGroup in real processes: the exam, many small operations, and every way to lose a peer."""
+"""SharedMemoryGroup in real processes: the conformance suite, many small operations, and every way to lose a peer."""
 
 import os
 import random
@@ -7,17 +7,17 @@ import time
 import pytest
 import torch
 from harness import on_shared_memory, values
-from programs import DIFFERENT, different, exam, expect_killed, expect_told, killed, silent, waits
+from programs import DIFFERENT, conformance, different, expect_killed, expect_told, killed, silent, waits
 
 from manyhands.comm.reducing import naive_mean
 from manyhands.comm.shared_memory.group import SharedMemory, SharedMemoryGroup
 from manyhands.errors import ManyhandsError, PeerLost, Unsupported
-from manyhands.testing.group_suite import GROUP_EXAM, vector, vectors
+from manyhands.testing.group_suite import GROUP_SUITE, vector, vectors
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_exam(size):
-    assert values(on_shared_memory(size, exam, timeout_s=30)) == [len(GROUP_EXAM)] * size
+def test_conformance(size):
+    assert values(on_shared_memory(size, conformance, timeout_s=30)) == [len(GROUP_SUITE)] * size
 
 
 def _many(group):

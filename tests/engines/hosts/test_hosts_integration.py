@@ -20,7 +20,7 @@ from manyhands.engines.hosts.secret import Secret
 from manyhands.errors import BadInput, WorkerFailed
 from manyhands.events import Event
 from manyhands.server.base import ServerSpec
-from manyhands.testing.engine_suite import ENGINE_EXAM
+from manyhands.testing.engine_suite import ENGINE_SUITE
 from manyhands.transport.address import parse_address
 from manyhands.transport.channel import ChannelClosed
 from manyhands.transport.credentials import Credentials
@@ -118,7 +118,7 @@ def test_workers_of_both_hosts_reach_every_shard_of_the_server() -> None:
 
 
 class Joined(Engine):
-    """Engine `hosts`, with a joiner for all but one of the workers: as the exam wants it."""
+    """Engine `hosts`, with a joiner for all but one of the workers: as the conformance suite wants it."""
 
     name = "hosts"
 
@@ -129,7 +129,7 @@ class Joined(Engine):
 @pytest.mark.parametrize("check", ["group", "stopping", "bad_input"])
 def test_the_exam_of_engines(check: str) -> None:
     """The other checks are the tests of this file."""
-    ENGINE_EXAM[check](Joined(), workers=3 if check == "group" else 2)
+    ENGINE_SUITE[check](Joined(), workers=3 if check == "group" else 2)
 
 
 class Listening(Observer):

@@ -1,4 +1,4 @@
-"""Engine `sim` from outside: the exam, errors, faults, time, and all that `train` and `launch` promise."""
+"""Engine `sim` from outside: the conformance suite, errors, faults, time, and all that `train` and `launch` promise."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from manyhands.errors import BadInput, PeerLost, Unsupported, WorkerFailed
 from manyhands.events import Event
 from manyhands.replica.replica import Replica
 from manyhands.server.base import ServerSpec
-from manyhands.testing.engine_suite import ENGINE_EXAM
+from manyhands.testing.engine_suite import ENGINE_SUITE
 from manyhands.worker import Worker, current
 from plain import cross_entropy, flat, mlp, plain_loop, rows, task
 
@@ -51,14 +51,14 @@ def same(one: mh.Run, other: mh.Run) -> bool:
     return torch.equal(one.parameters, other.parameters) and one.metrics == other.metrics
 
 
-# -- the exam --------------------------------------------------------------------------------------------------------
+# -- the conformance suite --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("check", ENGINE_EXAM)
+@pytest.mark.parametrize("check", ENGINE_SUITE)
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_sim_passes(workers: int, check: str) -> None:
     """CASES 21, 28. What is killed here is a simulated worker: `faults=`, below, stands for SIGKILL."""
-    ENGINE_EXAM[check](Sim(), workers=workers)
+    ENGINE_SUITE[check](Sim(), workers=workers)
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The simulated group takes the exam, has the bits of workers on one host, and never leaves anybody waiting."""
+"""The simulated group passes the conformance suite, has the bits of workers on one host, and never leaves anybody waiting."""
 
 import gc
 import weakref
@@ -12,21 +12,21 @@ from manyhands.engines.sim import group as group_module
 from manyhands.engines.sim.group import SimGroup
 from manyhands.engines.sim.timeline import Timeline
 from manyhands.errors import ManyhandsError, PeerLost
-from manyhands.testing.group_suite import FLOATS, GROUP_EXAM, vectors
+from manyhands.testing.group_suite import FLOATS, GROUP_SUITE, vectors
 from residuals import MANY, check_feedback, feedback
 
 LINE = "latency=1,bandwidth=8e6"  # 1 s, and 1 MB a second
 
 
-def _exam(group):
-    for check in GROUP_EXAM.values():
+def _conformance(group):
+    for check in GROUP_SUITE.values():
         check(group)
-    return len(GROUP_EXAM)
+    return len(GROUP_SUITE)
 
 
 @pytest.mark.parametrize(("size", "network"), [(1, ""), (3, "lan")])
-def test_exam(size, network):
-    assert in_group(size, _exam, network)[0] == [len(GROUP_EXAM)] * size
+def test_conformance(size, network):
+    assert in_group(size, _conformance, network)[0] == [len(GROUP_SUITE)] * size
 
 
 def test_with_error_feedback_the_rounding_of_the_mean_waits_too():

@@ -1,4 +1,4 @@
-"""The simulated server takes the exam, also over a network that loses messages; its times and its faults."""
+"""The simulated server passes the conformance suite, also over a network that loses messages; its times and its faults."""
 
 import math
 import weakref
@@ -14,15 +14,15 @@ from manyhands.errors import ManyhandsError, PeerLost
 from manyhands.server.base import ServerSpec
 from manyhands.server.line import ShardLost
 from manyhands.server.store import InvalidCall
-from manyhands.testing.server_suite import SERVER_EXAM
+from manyhands.testing.server_suite import SERVER_SUITE
 
 ADD, IN_STEP = ServerSpec(rule="add"), ServerSpec(rule="add", bound=0)
 FREE, LOSSY = ("", ""), ("latency=1ms,bandwidth=1Mbit", "drop=0.1,duplicate=0.1,delay=0.1:0.5,reorder=0.1")
 
 
 @pytest.mark.parametrize(("network", "faults"), [FREE, LOSSY], ids=["free", "lossy"])
-@pytest.mark.parametrize("check", SERVER_EXAM.values(), ids=SERVER_EXAM)
-def test_exam(check, network, faults):
+@pytest.mark.parametrize("check", SERVER_SUITE.values(), ids=SERVER_SUITE)
+def test_conformance(check, network, faults):
     @contextmanager
     def open_servers(spec, workers, shards):
         with outside(servers_of(Timeline(), spec, workers, shards, network, faults)) as clients:
