@@ -145,7 +145,7 @@ def test_validation_rows_by_a_column(halves: Any) -> None:
 
 
 def test_what_cannot_be(spark: Any, plane: Any) -> None:
-    with pytest.raises(BadInput, match="give a task, or what makes the model"):
+    with pytest.raises(BadInput, match="give either a task, or a class or function"):
         mh.spark.Estimator()
     with pytest.raises(BadInput, match="early_stopping needs rows to validate on"):
         mh.spark.Estimator(model=line, early_stopping=2)

@@ -35,8 +35,8 @@ Row = tuple[int, dict[str, float]]  # step, numbers by name
 class Tracker(Callback):
     """Sends numbers from a daemon thread, best effort: training neither waits for a tracker nor fails with it.
 
-    Rows wait in a bounded queue. If it is full, rows are dropped and counted. A tracker that cannot be opened ends the run
-    before its first step, with a ManyhandsError. After that, the first failure is logged as a warning and ends the
+    Rows wait in a bounded queue. If it is full, rows are dropped and counted. A tracker that cannot be opened ends the
+    run before its first step, with a ManyhandsError. After that, the first failure is logged as a warning and ends the
     sending. A missing library raises BadInput at construction.
 
     Steps are complete global batches of the run, with every strategy, and never go back. A validation is sent after all
