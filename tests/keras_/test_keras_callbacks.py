@@ -12,7 +12,7 @@ import pytest
 from keras_models import SEED, apart, dense, keras, rows, values
 
 import manyhands as mh
-from manyhands.keras.callbacks import KerasCallbacks, _remembered
+from manyhands.keras.callbacks import KerasCallbacks, _attributes
 
 
 def trained(callbacks: list[Any], model: Any = None, **options: Any) -> tuple[Any, mh.Run]:
@@ -143,18 +143,18 @@ def test_what_is_no_callback_or_has_a_better_way_is_refused(tmp_path: Path) -> N
         trained([keras.callbacks.BackupAndRestore(tmp_path)])
 
 
-def test_an_ensemble_has_no_one_model_to_look_at() -> None:
+def test_an_ensemble_has_no_single_model_for_callbacks() -> None:
     task = mh.keras.task(dense(), *rows(), callbacks=[stopping()])
-    with pytest.raises(mh.Unsupported, match="one a worker"):
+    with pytest.raises(mh.Unsupported, match="one on each worker"):
         mh.train(task, strategy="ensemble", workers=2)
 
 
-def test_callbacks_hear_what_worker_0_remembers() -> None:
+def test_callbacks_get_the_attributes_of_worker_0s() -> None:
     """Numbers, texts, and lists and dicts of them."""
     there, here = (keras.callbacks.EarlyStopping("loss") for _ in range(2))
     there.set_params({"epochs": 3})
     there.best, there.stopped_epoch, there.lost = np.float32(0.5), 4, {"a": [1, None]}
-    said = _remembered(there)
+    said = _attributes(there)
     assert pickle.loads(pickle.dumps(said))["best"] == 0.5
     KerasCallbacks((here,)).hear([said])
     assert (here.best, here.stopped_epoch, here.lost, here.params) == (0.5, 4, {"a": [1, None]}, None)

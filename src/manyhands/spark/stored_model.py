@@ -176,7 +176,7 @@ def _check_makes_modules(function: Any) -> None:
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         name = getattr(function, "__qualname__", repr(function))
         raise BadInput(
-            "a saved model names its class of torch modules, or a function that says it returns one: "
+            "what a saved model names must be a class of torch modules, or a function that says it returns one: "
             f"def {name}(…) -> nn.Module"
         )
 
