@@ -96,7 +96,7 @@ def test_logs_have_the_names_and_numbers_of_fit(tmp_path: Path) -> None:
 
 
 def test_everything_is_called_in_its_order() -> None:
-    def said(into: list[str]) -> Any:
+    def recorder(into: list[str]) -> Any:
         names = [
             "on_train_begin",
             "on_epoch_begin",
@@ -111,8 +111,8 @@ def test_everything_is_called_in_its_order() -> None:
 
     ours: list[str] = []
     plain: list[str] = []
-    trained([said(ours)])
-    fitted([said(plain)])
+    trained([recorder(ours)])
+    fitted([recorder(plain)])
     assert ours == plain
     assert len(ours) == 2 + 5 * (2 + 2 * 4)
 
@@ -154,7 +154,7 @@ def test_callbacks_get_the_attributes_of_worker_0s() -> None:
     there, here = (keras.callbacks.EarlyStopping("loss") for _ in range(2))
     there.set_params({"epochs": 3})
     there.best, there.stopped_epoch, there.lost = np.float32(0.5), 4, {"a": [1, None]}
-    said = _attributes(there)
-    assert pickle.loads(pickle.dumps(said))["best"] == 0.5
-    KerasCallbacks((here,)).hear([said])
+    attributes = _attributes(there)
+    assert pickle.loads(pickle.dumps(attributes))["best"] == 0.5
+    KerasCallbacks((here,)).hear([attributes])
     assert (here.best, here.stopped_epoch, here.lost, here.params) == (0.5, 4, {"a": [1, None]}, None)

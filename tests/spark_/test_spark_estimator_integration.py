@@ -67,7 +67,7 @@ def test_all_rows_of_a_plane(plane: Any) -> None:
     assert found < 0.01
 
 
-def test_predictions_stay_beside_their_own_row(fitted: Any, halves: Any) -> None:
+def test_predictions_stay_with_their_row(fitted: Any, halves: Any) -> None:
     from pyspark.sql import functions as F_
 
     many = halves.withColumn("copy", F_.explode(F_.sequence(F_.lit(0), F_.lit(24)))).orderBy(F_.rand()).repartition(7)

@@ -45,10 +45,10 @@ def test_what_has_no_weight_is_not_measured_in_the_executors() -> None:
         SpoolColumn("label", ("y",), "int64"),
         SpoolColumn("weight", ("w",), "float32"),
     )
-    judge = MetricSums(nn.Linear(2, 3), WeightedMetrics(F.cross_entropy), columns)
+    measure = MetricSums(nn.Linear(2, 3), WeightedMetrics(F.cross_entropy), columns)
     rows = pa.record_batch({"x": [[1.0, 2.0]] * 2, "y": pa.array([0, 1], pa.int32()), "w": [0.0, 0.0]})
-    (told,) = judge(iter([rows]))
-    assert json.loads(told.column(0)[0].as_py()) == {"means": {}, "sums": {}}
+    (batch,) = measure(iter([rows]))
+    assert json.loads(batch.column(0)[0].as_py()) == {"means": {}, "sums": {}}
 
 
 def test_arrays_in_arrays_are_one_array() -> None:

@@ -41,11 +41,11 @@ def task(tmp_path: Path) -> str:
 
 
 def test_all_is_measured_and_each_strategy_compared(local: Local, task: str) -> None:
-    said: list[str] = []
+    lines: list[str] = []
     torch.manual_seed(3)
     before = torch.get_rng_state()
     names = ("allreduce", "local-sgd:period=4", "downpour")
-    found = calibrated(task, strategies=names, steps=16, quick=True, engine=local, say=said.append)
+    found = calibrated(task, strategies=names, steps=16, quick=True, engine=local, say=lines.append)
     profile = found.profile
     assert (profile.task, profile.workers) == ("tiny", 2)
     assert profile.batch_sizes == (3, 6, 9)
@@ -63,7 +63,7 @@ def test_all_is_measured_and_each_strategy_compared(local: Local, task: str) -> 
         assert 0 < one.real_s <= one.slowest_s
         assert profile.errors[one.strategy] == round(one.worst, 4)
     assert profile.compute.request >= 0
-    assert len(said) == 4 + len(names)
+    assert len(lines) == 4 + len(names)
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -38,7 +38,7 @@ FOUND = Calibration(
 )
 
 
-def test_it_says_what_was_measured_how_far_off_it_is_and_what_to_do_with_it() -> None:
+def test_the_measurements_their_errors_and_how_to_use_the_profile() -> None:
     lines = text(FOUND, "chars:batch_size=32", Path("my profile.json")).splitlines()
     assert lines[0] == "chars on 2 workers at the same time, 1 thread(s) each, 2 cores (41 s)"
     assert "3.5 ms a row + 2 ms, jitter 4.0%; fitted +2% at 8 row(s), -1% at 16 row(s)" in lines[1]
@@ -72,8 +72,8 @@ def test_a_large_error_is_pointed_out_and_a_machine_that_changed_its_speed() -> 
 
 
 def test_without_strategies_there_is_no_table() -> None:
-    said = text(replace(FOUND, predictions=(), codecs=()), "chars", Path("p.json"))
-    assert "No strategy was compared." in said
-    assert "simulated ms" not in said
-    assert "ms to encode" not in said
-    assert "\n\n\n" not in said
+    printed = text(replace(FOUND, predictions=(), codecs=()), "chars", Path("p.json"))
+    assert "No strategy was compared." in printed
+    assert "simulated ms" not in printed
+    assert "ms to encode" not in printed
+    assert "\n\n\n" not in printed

@@ -37,13 +37,13 @@ def test_no_constant_is_negative() -> None:
     assert through_zero.second > 0
 
 
-def test_what_cannot_be_told_apart_is_one_term() -> None:
+def test_terms_that_samples_do_not_separate_are_one_term() -> None:
     found = two_terms([(1.0, 5.0)], [10.0])
     assert (found.first, found.second) in ((10.0, 0.0), (0.0, 2.0))
     assert found.residuals == pytest.approx((0.0,))
 
 
-def test_a_residual_says_how_far_the_fit_is_above_the_sample() -> None:
+def test_a_residual_is_the_relative_error_of_the_fit() -> None:
     found = two_terms([(1.0, 0.0), (1.0, 0.0)], [1.0, 2.0], weights=[1.0, 0.0])
     assert found.residuals == pytest.approx((0.0, -0.5))
 

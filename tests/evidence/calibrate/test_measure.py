@@ -19,12 +19,12 @@ ITEM = 4
 def calls_on(network: SimNetworkSpec, workers: int, elements: int) -> list[TimedCollective]:
     """What a machine would measure that is exactly as the model has it."""
     costs = Costs(NetworkState(network, workers, 0), workers)
-    asked = [
+    calls = [
         TimedCollective("barrier", 0, 0, 0.0),
         *(TimedCollective("mean", n, ITEM, 0.0) for n in sizes_of(elements, ITEM)),
     ]
-    asked.append(TimedCollective("all_gather", 1024, ITEM, 0.0))
-    return [TimedCollective(call.name, call.elements, call.item, call.cost(costs).seconds) for call in asked]
+    calls.append(TimedCollective("all_gather", 1024, ITEM, 0.0))
+    return [TimedCollective(call.name, call.elements, call.item, call.cost(costs).seconds) for call in calls]
 
 
 @pytest.mark.parametrize("workers", [2, 3, 8])

@@ -56,7 +56,7 @@ def test_a_block_is_whole_rounds() -> None:
 
 
 @pytest.mark.parametrize("period", [14, 50])
-def test_too_few_rounds_are_an_error_that_says_what_to_do(period: int) -> None:
+def test_too_few_rounds_are_an_error_with_a_remedy(period: int) -> None:
     with pytest.raises(BadInput, match=r"local-sgd.* in 26 steps.*--steps"):
         block_of(rounds_every(period, 26), LocalSGD())
 

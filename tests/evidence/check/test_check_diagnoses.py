@@ -91,7 +91,7 @@ def test_what_no_trial_takes_away_is_named_too(plant: str) -> None:
     assert not checked.passed
 
 
-def test_randomness_that_stays_says_that_it_may_hide_more() -> None:
+def test_irremovable_randomness_may_hide_other_causes() -> None:
     checked = found(loss=planted.shaken)
     assert kinds(checked) == [("randomness", True)]
     assert "may hide other causes" in checked.findings[0].text

@@ -68,7 +68,7 @@ def test_what_no_trial_takes_away_has_what_is_left_and_others_what_goes_beyond_i
     assert found["hidden-state"].share == pytest.approx(0.5 / 0.8)
 
 
-def test_two_that_stay_cannot_be_told_apart() -> None:
+def test_two_irremovable_causes_cannot_be_separated() -> None:
     found = judged({"hidden-state": 0.5, "nondeterministic-operator": 0.2})
     assert found["hidden-state"].share == 1
     assert found["nondeterministic-operator"].unjudged == "it cannot be told from hidden-state"

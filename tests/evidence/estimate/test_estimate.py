@@ -181,7 +181,7 @@ def test_a_stream_without_max_steps_has_no_whole() -> None:
     assert of("downpour", given=task(train_data=Stream(), max_steps=9)).steps == 9
 
 
-def test_so_many_steps_as_asked_for() -> None:
+def test_the_requested_number_of_steps() -> None:
     assert of("allreduce", steps=30).simulated_steps == 30
 
 
@@ -199,7 +199,7 @@ def test_jitter_makes_all_wait_for_the_slowest() -> None:
 # -- what cannot be ----------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_is_a_row_that_says_why() -> None:
+def test_what_is_impossible_is_a_row_with_the_reason() -> None:
     found = estimate(task(), profile=profile(), workers=[2, 64], strategies=["solo", "allreduce", "hogwild"])
     refused = {(one.strategy, one.workers): one.refused for one in found.estimates}
     assert list(refused) == [(name, workers) for workers in (2, 64) for name in ("solo", "allreduce", "hogwild")]
@@ -275,7 +275,7 @@ def test_notes_of_a_row() -> None:
     )
 
 
-def test_a_strategy_that_exchanges_at_the_very_end_alone_says_so() -> None:
+def test_a_strategy_that_exchanges_only_at_the_end_has_a_note() -> None:
     found = of("local-sgd:period=end", network="free", given=task(optimizer=torch.optim.SGD))
     assert found.efficiency == pytest.approx(24 / (4 * (STEP + 6 * ROW)) * (STEP + 24 * ROW) / 24)
     assert re.match(r"no exchange was due in [0-9]+ steps", found.notes[0])
@@ -284,11 +284,11 @@ def test_a_strategy_that_exchanges_at_the_very_end_alone_says_so() -> None:
 # -- the whole ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_defaults_over_several_numbers_of_workers_and_what_is_said_meanwhile(tmp_path: Path) -> None:
-    path, said = tmp_path / "p.json", list[str]()
+def test_the_defaults_over_several_numbers_of_workers_and_the_progress_lines(tmp_path: Path) -> None:
+    path, lines = tmp_path / "p.json", list[str]()
     profile().save(path)
     found = estimate(
-        task(batch_size=None, batch_size_per_worker=6), profile=path, workers=[2, 8, 2], network="lan", say=said.append
+        task(batch_size=None, batch_size_per_worker=6), profile=path, workers=[2, 8, 2], network="lan", say=lines.append
     )
     assert [(one.workers, one.strategy) for one in found.estimates] == [
         (workers, spec)
@@ -296,20 +296,20 @@ def test_the_defaults_over_several_numbers_of_workers_and_what_is_said_meanwhile
         for spec in ("allreduce", "local-sgd", "diloco", "downpour", "easgd", "gossip")
     ]
     assert all(not one.refused for one in found.estimates)
-    assert said[0] == "the model's shape"
-    assert said[1] == "1 of 12: allreduce on 2 workers"
-    assert len(said) == 13
+    assert lines[0] == "the model's shape"
+    assert lines[1] == "1 of 12: allreduce on 2 workers"
+    assert len(lines) == 13
     assert (found.parameters, found.rows, found.task) == (64 * 40 + 40 + 400 + 10, 240, "wide")
     assert found.network == SimNetworkSpec.parse("lan")
 
 
 def test_json_has_every_number_and_is_plain() -> None:
     found = estimate(task(), profile=profile(), workers=[2, 64], strategies=["allreduce"], network="lan")
-    said = json.loads(found.to_json())
-    assert said["format"] == 1
-    assert said["profile"]["errors"] == {"allreduce": 0.1, "local-sgd:period=4": -0.2}
-    assert (said["network"], said["servers"]) == (str(found.network), 1)
-    first, second = said["estimates"]
+    document = json.loads(found.to_json())
+    assert document["format"] == 1
+    assert document["profile"]["errors"] == {"allreduce": 0.1, "local-sgd:period=4": -0.2}
+    assert (document["network"], document["servers"]) == (str(found.network), 1)
+    first, second = document["estimates"]
     (one, other) = found.estimates
     assert one.step is not None
     assert one.bars is not None

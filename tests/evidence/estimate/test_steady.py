@@ -80,7 +80,7 @@ def test_long_epochs_are_not() -> None:
     assert feed(observer, [0.1] * 99, workers=512) == WARM + 8
 
 
-def test_so_many_steps_as_were_asked_for() -> None:
+def test_the_requested_number_of_steps_is_measured() -> None:
     observer = SteadyObserver(2, None, steps=20)
     assert feed(observer, [0.1] * 300) == WARM + 20
     found = observer.measured()
@@ -88,7 +88,7 @@ def test_so_many_steps_as_were_asked_for() -> None:
     assert found.steps == 20
 
 
-def test_one_exchange_says_nothing() -> None:
+def test_one_exchange_is_not_enough() -> None:
     observer = SteadyObserver(2, None, steps=20)
     feed(observer, [0.1] * 300, period=20)
     assert observer.measured() is None
