@@ -235,7 +235,7 @@ class _ThirdTime(AllReduce):
         (_MovesAlone(period=3), "worker_without_rows", "without rows and outside of a round"),
         (_TalksWithRowsOnly(), "worker_without_rows", "hung"),
         (_AppliesTwice(), "plain_loop", "2 steps, expected one at most"),
-        (_Momentum(), "plain_loop", "beside a plain loop: expected the same bits"),
+        (_Momentum(), "plain_loop", "compared with a plain loop: expected the same bits"),
         (_Undescribed(), "description", "source is empty"),
         (_ThirdTime(), "repeat", "the same run twice"),
     ],

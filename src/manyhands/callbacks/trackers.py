@@ -96,7 +96,7 @@ class Tracker(Callback):
         name = type(self).__name__
         raise ManyhandsError(
             " ".join(filter(None, (f"{name} could not start, and nothing was trained: {why}", self._hint())))
-            + f"\nMend what it says, or leave {name} out of the callbacks"
+            + f"\nFix the cause, or leave {name} out of the callbacks"
         ) from self._problem
 
     @override

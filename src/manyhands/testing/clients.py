@@ -46,7 +46,7 @@ def training(
         yield servers
 
 
-def together(servers: Sequence[Server], program: Callable[[int, Server], T]) -> list[T]:
+def run_clients(servers: Sequence[Server], program: Callable[[int, Server], T]) -> list[T]:
     """Run the program for each worker in its own thread. Returns their results in rank order."""
     with ThreadPoolExecutor(len(servers)) as pool:
         futures = [pool.submit(program, rank, server) for rank, server in enumerate(servers)]

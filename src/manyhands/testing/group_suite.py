@@ -427,9 +427,9 @@ def check_ledger(group: Group) -> None:
     mine = {name: after[name]["bytes"] - before.get(name, {"bytes": 0})["bytes"] for name in after}
     wanted = {"mean_": 2 * (size - 1), "all_reduce_": 2 * (size - 1), "broadcast_": size - 1, "send": min(1, size - 1)}
     wanted["all_gather"] = size * (size - 1)
-    everybody = group.all_gather_json(mine)
+    all_ranks = group.all_gather_json(mine)
     for name, count in wanted.items():
-        moved = sum(row.get(name, 0) for row in everybody)
+        moved = sum(row.get(name, 0) for row in all_ranks)
         expect(
             moved == count * n * 4,
             f"{name} of {n} float32 on {size} ranks moved {moved} bytes, expected {count * n * 4}",

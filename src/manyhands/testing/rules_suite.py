@@ -23,8 +23,8 @@ from manyhands.testing.clients import (
     expect_equal,
     expect_near,
     pulled,
+    run_clients,
     started,
-    together,
     training,
 )
 from manyhands.testing.group_suite import CheckFailed, checks_of, expect, expect_refused, vector
@@ -53,7 +53,7 @@ def check_elastic(open_servers: OpenServers) -> None:
 def check_elastic_in_step(open_servers: OpenServers) -> None:
     """At bound 0 all are compared with the same center; answers arrive when all have pushed in the tick or finished it."""
     with training(open_servers, ServerSpec(rule="elastic", bound=0, options={"alpha": 0.25}), 3, 2) as servers:
-        answers = together(servers[:2], lambda rank, server: _after_two(rank, server, servers[2]))
+        answers = run_clients(servers[:2], lambda rank, server: _after_two(rank, server, servers[2]))
         for rank, answer in enumerate(answers):
             expect_equal(answer, 0.25 * vector(rank, D), f"worker {rank}'s elastic difference")
         expect_equal(center_of(servers[0]), 0.25 * vector(0, D) + 0.25 * vector(1, D), "the center after the round")
@@ -93,7 +93,7 @@ def check_quorum_mean(open_servers: OpenServers) -> None:
                 server.tick()
 
         with training(open_servers, quorum(0), workers, 3) as servers:
-            together(servers, program)
+            run_clients(servers, program)
             expect(servers[0].said()["pushes"] == [[1], [2]], "a quorum has one shard, whose versions are its steps")
 
 
@@ -108,7 +108,7 @@ def check_quorum_late(open_servers: OpenServers) -> None:
         return means
 
     with training(open_servers, quorum(1), 3) as servers:
-        means = together(servers[:2], in_time)[0]
+        means = run_clients(servers[:2], in_time)[0]
         expect_equal(means[1], naive_mean([vector(r, D, seed=1) for r in range(2)], [1.0, 1.0]), "the mean of two")
         for step, mean in enumerate(means):
             late = servers[2].push(torch.full((D,), math.nan, dtype=torch.float64), 0.0 if step else 1.0, 8)
@@ -118,7 +118,7 @@ def check_quorum_late(open_servers: OpenServers) -> None:
                 late.answer is not None and torch.equal(late.answer, mean), f"the mean of step {step}: {late.answer}"
             )
             servers[2].tick()
-        pushes = together([servers[2], servers[0]], lambda rank, server: server.push(vector(rank, D)))
+        pushes = run_clients([servers[2], servers[0]], lambda rank, server: server.push(vector(rank, D)))
         expect(all(pushed.applied for pushed in pushes), "a worker that caught up was dropped")
         expect(servers[2].said()["pushes"] == [None, None, [3]], "dropped pushes are None in a worker's journal")
 
@@ -138,7 +138,7 @@ def check_weight_zero(open_servers: OpenServers) -> None:
             expect(b.said()["staleness"] == [0], f"a push of weight 0 made another worker stale, rule {rule}")
             expect(bool(center_of(a).isfinite().all()), f"a push of weight 0 changed the rule's state, rule {rule}")
     with training(open_servers, quorum(0), 2) as servers:
-        got = together(servers, lambda rank, server: server.push(vector(0, D) if rank else nothing, float(rank), 2))
+        got = run_clients(servers, lambda rank, server: server.push(vector(0, D) if rank else nothing, float(rank), 2))
         for pushed in got:
             expect_equal(_answer(pushed), vector(0, D), "the mean of a worker and one without rows")
             expect(pushed.weight == 1.0, f"the weight of a worker and one without rows is {pushed.weight}")
@@ -156,7 +156,7 @@ def check_round_without_weight(open_servers: OpenServers) -> None:
                     server.tick()
 
             with training(open_servers, ServerSpec(rule=rule, bound=0, options=options), 2, 2) as servers:
-                together(servers, program)
+                run_clients(servers, program)
                 centers.append(center_of(servers[0]))
         expect_equal(centers[1], centers[0], f"rule {rule} with two rounds without weight between two others")
 
@@ -166,7 +166,7 @@ def check_outer_is_of_the_mean(open_servers: OpenServers) -> None:
     weights = [1.0, 3.0, 0.0]
     spec = ServerSpec(rule="outer", bound=0, options={"rate": 1.0})
     with training(open_servers, spec, 3, 2, vector(7, D)) as servers:
-        together(servers, lambda rank, server: (server.push(vector(rank, D), weights[rank]), server.tick()))
+        run_clients(servers, lambda rank, server: (server.push(vector(rank, D), weights[rank]), server.tick()))
         wanted = vector(7, D) + naive_mean([vector(rank, D) for rank in range(3)], weights)
         expect_near(center_of(servers[0]), wanted, 1e-15, "the center after one outer step")
 

@@ -28,29 +28,15 @@ from manyhands.testing.clients import (
     OpenServers,
     center_of,
     expect_equal,
-    expect_near,
     expect_waits,
     pulled,
+    run_clients,
     started,
-    together,
     training,
 )
 from manyhands.testing.group_suite import checks_of, expect, expect_refused, vector
 from manyhands.testing.rules_suite import RULES_SUITE
 from manyhands.testing.threads import ScriptedTurns
-
-__all__ = [
-    "SERVER_SUITE",
-    "OpenServers",
-    "center_of",
-    "expect_equal",
-    "expect_near",
-    "expect_waits",
-    "pulled",
-    "started",
-    "together",
-    "training",
-]
 
 ADD_IN_STEP = ServerSpec(rule="add", bound=0)
 
@@ -145,7 +131,7 @@ def check_exactly_once(open_servers: OpenServers) -> None:
         return versions
 
     with training(open_servers, ADD, workers, 2) as servers:
-        rows = [row for rows in together(servers, program) for row in rows]
+        rows = [row for rows in run_clients(servers, program) for row in rows]
         wanted = torch.full((D,), float(sum(pushes << 10 * rank for rank in range(workers))), dtype=torch.float64)
         expect_equal(center_of(servers[0]), wanted, "the center after pushes of three threads")
         for shard in range(2):
@@ -184,7 +170,7 @@ def check_gap(open_servers: OpenServers) -> None:
         server.park()
 
     with training(open_servers, ServerSpec(rule="add", bound=bound), workers, 2) as servers:
-        together(servers, program)
+        run_clients(servers, program)
     expect(max(gaps) <= bound + 1, f"a gap of {max(gaps)} finished ticks at bound {bound}")
 
 
@@ -240,7 +226,7 @@ def check_in_step(open_servers: OpenServers) -> None:
 
             spec = ServerSpec(rule=rule, bound=0)
             with training(open_servers, spec, workers, 2, wanted[0]) as servers:
-                staleness = together(servers, program)
+                staleness = run_clients(servers, program)
                 expect(staleness == [[0] * ticks] * workers, f"at bound 0 the staleness is {staleness}")
                 expect_equal(pulled(servers[0], wanted[0]), wanted[-1], "the center after the ticks")
 

@@ -318,8 +318,8 @@ def check_pushes(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
 
     for size in sizes if strategy.leasing() is not None and strategy.server() is not None else []:
         idle = size - 1 if size > 1 else None
-        everybody = [push for pushes, _ in run_workers(strategy, size, program) for push in pushes]
-        versions = sorted(push[0] if push else -1 for push in everybody)
+        all_pushes = [push for pushes, _ in run_workers(strategy, size, program) for push in pushes]
+        versions = sorted(push[0] if push else -1 for push in all_pushes)
         problem = (
             f"{strategy} on {size} workers: pushes made versions {versions}, expected 1 to {len(versions)}, each once"
         )
@@ -344,7 +344,7 @@ def check_plain_loop(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
         return trainer.tensors()
 
     ends = run_workers(strategy, 1, program)
-    expect_unchanged(wanted, ends[0], f"{strategy} with one worker beside a plain loop")
+    expect_unchanged(wanted, ends[0], f"{strategy} with one worker, compared with a plain loop")
 
 
 STRATEGY_SUITE: dict[str, StrategyCheck] = checks_of(globals())

@@ -12,8 +12,6 @@ from manyhands.comm.threads import Meeting, ThreadGroup
 from manyhands.server.base import Server
 from manyhands.worker import Worker
 
-__all__ = ["Meeting", "ThreadGroup", "together"]
-
 T = TypeVar("T")
 DEADLINE_S = 20.0
 """Of a turn."""

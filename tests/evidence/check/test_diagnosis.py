@@ -71,7 +71,7 @@ def test_what_no_trial_takes_away_has_what_is_left_and_others_what_goes_beyond_i
 def test_two_irremovable_causes_cannot_be_separated() -> None:
     found = judged({"hidden-state": 0.5, "nondeterministic-operator": 0.2})
     assert found["hidden-state"].share == 1
-    assert found["nondeterministic-operator"].unjudged == "it cannot be told from hidden-state"
+    assert found["nondeterministic-operator"].unjudged == "it cannot be separated from hidden-state"
 
 
 def test_a_suspect_without_a_difference_is_a_note_with_share_0_unless_it_breaks_equality_elsewhere() -> None:

@@ -157,7 +157,7 @@ class Attribution:
         for i, one in enumerate(irremovable):
             text = f"{one.text} Trials cannot remove all of it, so it may hide other causes."
             if i:
-                changed = replace(one, unjudged=f"it cannot be told from {irremovable[0].kind}")
+                changed = replace(one, unjudged=f"it cannot be separated from {irremovable[0].kind}")
             else:
                 changed = replace(one, alone=(one.alone or 0.0) + rest, unjudged="")
             self.findings[self.findings.index(one)] = replace(changed, severity=BREAKS, text=text)

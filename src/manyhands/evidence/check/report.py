@@ -149,17 +149,17 @@ def _listed(lines: Sequence[str]) -> list[str]:
 
 
 def _verdict(checked: Checked) -> str:
-    who = f"{checked.task}: {checked.workers} workers of allreduce"
+    subject = f"{checked.task}: {checked.workers} workers of allreduce"
     if not checked.proofs:
-        return f"{who} could not be tried."
+        return f"{subject} could not be tried."
     limit = f"limit {checked.limit:.1g}, {checked.dtype}"
     if any(proof.failure for proof in checked.proofs):
-        return f"{who} fail where one worker does not."
+        return f"{subject} fail where one worker does not."
     if checked.largest <= checked.limit:
-        return f"{who} equal one worker, step by step: they differ by {checked.largest:.1e} at most ({limit})."
+        return f"{subject} equal one worker, step by step: they differ by {checked.largest:.1e} at most ({limit})."
     if checked.passed:
-        return f"{who} equal one worker up to rounding, of which the task makes {checked.largest:.1e} ({limit})."
-    return f"{who} do not equal one worker: they differ by {checked.largest:.1e} ({limit})."
+        return f"{subject} equal one worker up to rounding, of which the task makes {checked.largest:.1e} ({limit})."
+    return f"{subject} do not equal one worker: they differ by {checked.largest:.1e} ({limit})."
 
 
 def _proof(proof: EqualityProof, limit: float) -> str:
