@@ -27,7 +27,7 @@ from manyhands.evidence.calibrate.observe import WARM, ObservedOn, train_before
 from manyhands.evidence.calibrate.report import text
 from manyhands.evidence.estimate.estimate import Estimate, estimate
 from manyhands.evidence.estimate.shape import reading_plan
-from manyhands.evidence.estimate.steady import Steady
+from manyhands.evidence.estimate.steady import SteadyObserver
 from manyhands.strategies import CATALOGUE, spec_of, strategy_of
 from manyhands.task import Task
 from manyhands.tasks.finding import task_of
@@ -70,7 +70,7 @@ def measure(place: ObservedOn, task: Task, strategies: list[str], repeats: int, 
     order = random.Random(0)
     for _ in range(repeats):
         for strategy in order.sample(strategies, len(strategies)):
-            observer = Steady(place.workers, ticks, steps)
+            observer = SteadyObserver(place.workers, ticks, steps)
             train_before(observer, place, task, strategy_of(strategy), WARM + steps + (ticks or 0))
             seen = observer.measured()
             assert seen is not None, f"{strategy}: no whole block in {steps} steps, give more --steps"

@@ -38,8 +38,8 @@ import torch
 import torch.distributed as dist
 from machine import bytes_of, facts
 
-from manyhands.comm.ring.links import connect_all
 from manyhands.comm.ring.group import RingGroup
+from manyhands.comm.ring.links import connect_all
 from manyhands.transport.listener import Listener
 
 RATES = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3}  # bits a second

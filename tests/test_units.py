@@ -34,7 +34,29 @@ def test_numbers(value: float, four: str, three: str) -> None:
 
 def test_sizes() -> None:
     assert [units.size(n) for n in (0, 999, 1000, 61_234_000, 2_500_000_000_000)] == [
-        *("0 B", "999 B", "1.0 KB", "61.2 MB", "2,500.0 GB")
+        *("0 B", "999 B", "1.0 KB", "61.2 MB", "2.5 TB")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (2.5e-9, "2.5 ns"),
+        (2.5e-6, "2.5 µs"),
+        (1.5e-3, "1.5 ms"),
+        (1, "1 s"),
+        (90, "1.5 min"),
+        (3600, "1 h"),
+        (2 * 86_400, "2 d"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert units.duration(seconds) == text
+
+
+def test_lists() -> None:
+    assert [units.listed(names) for names in (["a"], list("abcd"), list("abcdefg"))] == [
+        *("a", "a, b, c, d", "a, b, c, d and 3 more")
     ]
 
 

@@ -42,6 +42,16 @@ def restore(tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
     random.setstate((version, tuple(internal), gauss))
 
 
+def generator_states() -> dict[str, str]:
+    """{torch, numpy, python: the generator's state}, to compare with a later one: they differ if somebody drew."""
+    tensors, values = capture()
+    return {
+        "torch": tensors["torch"].numpy().tobytes().hex(),
+        "numpy": f"{values['numpy']} {tensors['numpy'].numpy().tobytes().hex()}",
+        "python": str(values["python"]),
+    }
+
+
 @contextmanager
 def kept() -> Iterator[None]:
     """Whatever is drawn or seeded inside, the state afterwards is the one before."""

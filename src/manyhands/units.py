@@ -1,8 +1,11 @@
-"""Counts, numbers and sizes as people read them, the same in summaries, advice, tables and reports; text that others sent."""
+"""Counts, numbers, sizes and durations as text, the same in summaries, advice, tables and reports; text of other processes."""
 
 from __future__ import annotations
 
-_UNITS = (("GB", 10**9), ("MB", 10**6), ("KB", 10**3))
+from collections.abc import Sequence
+
+_SIZES = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3))
+_DURATIONS = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1), ("ms", 1e-3), ("µs", 1e-6))
 
 
 def count(many: int, what: str, plural: str = "") -> str:
@@ -24,10 +27,24 @@ def short(value: float) -> str:
 
 def size(nbytes: float) -> str:
     """`512 B`, `61.2 MB`"""
-    for unit, least in _UNITS:
+    for unit, least in _SIZES:
         if nbytes >= least:
             return f"{nbytes / least:,.1f} {unit}"
     return f"{nbytes:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """Three digits that matter: `2.5 µs`, `60 ms`, `1.5 min`, `1.2 h`."""
+    for unit, least in _DURATIONS:
+        if seconds >= least:
+            return f"{seconds / least:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
+
+
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """`a, b, c, d and 3 more`"""
+    shown = ", ".join(names[:most])
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
 
 
 def printable(text: object, most: int = 200, keep: str = "") -> str:

@@ -10,7 +10,7 @@ from manyhands.errors import BadInput
 from manyhands.events import Event
 
 
-def output(stopping: EarlyStopping, *values: float) -> list[str | None]:
+def answers(stopping: EarlyStopping, *values: float) -> list[str | None]:
     return [
         stopping.on_validation(Event(type="validation", values={"metrics": {stopping.metric: value}}))
         for value in values
@@ -18,29 +18,29 @@ def output(stopping: EarlyStopping, *values: float) -> list[str | None]:
 
 
 def test_it_stops_at_the_patience_th_validation_in_a_row_without_improvement() -> None:
-    assert output(EarlyStopping(patience=2), 1.0, 1.0, 0.9, 0.95, 0.92) == [None, None, None, None, "stop"]
+    assert answers(EarlyStopping(patience=2), 1.0, 1.0, 0.9, 0.95, 0.92) == [None, None, None, None, "stop"]
 
 
 def test_min_delta_is_what_better_must_exceed() -> None:
-    assert output(EarlyStopping(patience=1, min_delta=0.25), 1.0, 0.7) == [None, None]
-    assert output(EarlyStopping(patience=1, min_delta=0.25), 1.0, 0.75) == [None, "stop"]
+    assert answers(EarlyStopping(patience=1, min_delta=0.25), 1.0, 0.7) == [None, None]
+    assert answers(EarlyStopping(patience=1, min_delta=0.25), 1.0, 0.75) == [None, "stop"]
 
 
 @pytest.mark.parametrize(("metric", "mode"), [("validation_accuracy", "auto"), ("anything", "max")])
 def test_of_an_accuracy_more_is_better(metric: str, mode: str) -> None:
     stopping = EarlyStopping(metric=metric, patience=1, mode=mode)  # type: ignore[arg-type]
-    assert output(stopping, 0.5, 0.6, 0.6) == [None, None, "stop"]
+    assert answers(stopping, 0.5, 0.6, 0.6) == [None, None, "stop"]
 
 
 def test_nan_is_never_better() -> None:
-    assert output(EarlyStopping(patience=2), math.nan, 1.0, math.nan, math.nan) == [None, None, None, "stop"]
+    assert answers(EarlyStopping(patience=2), math.nan, 1.0, math.nan, math.nan) == [None, None, None, "stop"]
 
 
 def test_a_new_launch_has_its_patience_anew() -> None:
     stopping = EarlyStopping(patience=1)
-    assert output(stopping, 1.0) == [None]
+    assert answers(stopping, 1.0) == [None]
     stopping.on_start(Event(type="start"))
-    assert output(stopping, 2.0) == [None]
+    assert answers(stopping, 2.0) == [None]
 
 
 def test_a_metric_that_does_not_come_is_an_error_that_lists_those_that_do() -> None:
@@ -49,7 +49,7 @@ def test_a_metric_that_does_not_come_is_an_error_that_lists_those_that_do() -> N
         EarlyStopping(metric="accuracy").on_validation(event)
 
 
-def test_a_run_without_validation_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_without_validation_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         EarlyStopping().on_end(Event(type="end"))
     assert "there was no validation" in caplog.text
@@ -61,8 +61,8 @@ def test_options_that_cannot_be(options: dict[str, object]) -> None:
         EarlyStopping(**options)  # type: ignore[arg-type]
 
 
-def test_a_metric_whose_better_way_is_not_known_is_asked_about() -> None:
+def test_a_metric_of_unknown_direction_needs_a_mode() -> None:
     with pytest.raises(BadInput, match="'beauty' is better .* give mode="):
         EarlyStopping(metric="beauty")
-    assert output(EarlyStopping(metric="beauty", mode="max", patience=1), 1.0, 2.0, 2.0) == [None, None, "stop"]
-    assert output(EarlyStopping(metric="validation_F1_macro", patience=1), 0.5, 0.6, 0.6) == [None, None, "stop"]
+    assert answers(EarlyStopping(metric="beauty", mode="max", patience=1), 1.0, 2.0, 2.0) == [None, None, "stop"]
+    assert answers(EarlyStopping(metric="validation_F1_macro", patience=1), 0.5, 0.6, 0.6) == [None, None, "stop"]

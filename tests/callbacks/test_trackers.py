@@ -129,7 +129,7 @@ def test_a_validation_whose_step_never_comes_is_sent_at_the_end() -> None:
     assert [number for number, _ in tracker.rows] == [1, 5, 5]
 
 
-def test_a_failed_run_is_told_as_one() -> None:
+def test_a_failed_run_is_reported_as_failed() -> None:
     tracker = Recording()
     whole_run(tracker, Event(type="failed", values={"error": "WorkerFailed", "message": "m"}))
     assert tracker.end == "failed"
@@ -206,7 +206,9 @@ def test_a_run_that_never_began_needs_no_end() -> None:
     ("make", "package"),
     [(MLflow, r'"manyhands\[mlflow\]"'), (WandB, "wandb"), (lambda: TensorBoard("d"), "tensorboard")],
 )
-def test_a_missing_library_is_said_at_once(make: Any, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_an_error_at_construction(
+    make: Any, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(BadInput, match=f"pip install {package}"):
         make()
@@ -249,7 +251,7 @@ def test_mlflow_gets_facts_as_parameters_and_numbers_as_metrics(monkeypatch: pyt
     assert client.of("set_terminated") == [(("r",), {"status": "FINISHED"})]
 
 
-def test_mlflow_without_what_a_database_needs_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_without_a_databases_packages_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """mlflow-skinny keeps runs in sqlite by default, and brings no library for it."""
 
     def refused(tracking_uri: str | None) -> None:
@@ -286,10 +288,10 @@ def test_the_real_mlflow_that_refuses_a_folder_ends_the_run_at_its_start(tmp_pat
 
 
 def test_wandb_gets_numbers_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, asked = Calls(), {}
-    fake_module(monkeypatch, "wandb", init=lambda **options: asked.update(options) or run)
+    run, options_given = Calls(), {}
+    fake_module(monkeypatch, "wandb", init=lambda **options: options_given.update(options) or run)
     whole_run(WandB("mine", mode="offline"))
-    assert asked == {"project": "mine", "config": START.values, "mode": "offline"}
+    assert options_given == {"project": "mine", "config": START.values, "mode": "offline"}
     assert run.of("log")[-1] == (({"test_loss": 0.125},), {"step": 2})
     assert run.of("finish") == [((), {"exit_code": 0})]
 

@@ -5,7 +5,7 @@ import torch
 
 from manyhands.comm.group import Done, MeanResult
 from manyhands.comm.solo import SoloGroup
-from manyhands.testing.group_suite import GROUP_SUITE, ConformanceFailed
+from manyhands.testing.group_suite import GROUP_SUITE, CheckFailed
 
 
 class _Scales(SoloGroup):
@@ -47,5 +47,5 @@ class _Lenient(SoloGroup):
     ],
 )
 def test_a_broken_group_fails(group, check):
-    with pytest.raises(ConformanceFailed):
+    with pytest.raises(CheckFailed):
         GROUP_SUITE[check](group())

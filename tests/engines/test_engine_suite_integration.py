@@ -1,4 +1,4 @@
-"""Engine `local` passes the conformance suite, warm and cold; and the conformance suite fails engines that break a promise."""
+"""Engine `local` passes the conformance suite, warm and cold; and the suite fails engines that break a promise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from manyhands.engines.local.engine import Local
 from manyhands.errors import ManyhandsError, Unsupported, WorkerFailed
 from manyhands.testing import engine_suite
 from manyhands.testing.engine_suite import ENGINE_SUITE
-from manyhands.testing.group_suite import ConformanceFailed
+from manyhands.testing.group_suite import CheckFailed
 from manyhands.worker import Worker, set_current
 
 
@@ -161,13 +161,13 @@ def tidied() -> Iterator[None]:
     ("broken", "workers", "check", "problem"),
     [
         (_Backwards(), 2, "values", "in rank order"),
-        (_WithoutThreads(), 1, "worker", r"threads: expected \(1, 1\), came \(3"),
+        (_WithoutThreads(), 1, "worker", r"threads: expected \(1, 1\), got \(3"),
         (_StaysCurrent(), 1, "worker", "still counts as a worker"),
         (_Swallows(), 1, "bad_input", "raised BadInput, and launch returned"),
         (_Swallows(), 1, "failure", "raised KeyError, and launch returned"),
-        (_Anonymous(), 1, "failure", "'step': 7.*came.*'step': 0"),
+        (_Anonymous(), 1, "failure", "'step': 7.*got.*'step': 0"),
         (_Deaf(), 1, "events", "expected the order of sending"),
-        (_NeverStops(), 1, "stopping", r"expected \('', 'enough'\), came \[\('', ''\)\]"),
+        (_NeverStops(), 1, "stopping", r"expected \('', 'enough'\), got \[\('', ''\)\]"),
         (_OtherThread(), 1, "events", "another thread"),
         (_Leaky(), 1, "nothing_left", "descriptors"),
         (_Orphans(), 1, "nothing_left", "processes"),
@@ -177,15 +177,15 @@ def test_a_broken_engine_fails(
     broken: Engine, workers: int, check: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_suite, "DEADLINE_S", 3.0)
-    with pytest.raises(ConformanceFailed, match=problem):
+    with pytest.raises(CheckFailed, match=problem):
         ENGINE_SUITE[check](broken, workers=workers)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_broken_group_fails(local: Local, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a worker found comes out as ConformanceFailed, from another process too."""
+    """What a worker found comes out as CheckFailed, from another process too."""
     monkeypatch.setattr(_Broken, "whole", local)
-    with pytest.raises(ConformanceFailed, match="broadcast_"):
+    with pytest.raises(CheckFailed, match="broadcast_"):
         ENGINE_SUITE["group"](_WrongGroup(), workers=workers)
 
 
@@ -193,5 +193,5 @@ def test_engines_in_place_are_refused() -> None:
     class InPlace(_Broken):
         spmd = True
 
-    with pytest.raises(Unsupported, match="every worker would have to pass the conformance suite"):
+    with pytest.raises(Unsupported, match="every worker would have to run the suite"):
         ENGINE_SUITE["values"](InPlace())

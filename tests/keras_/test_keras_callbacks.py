@@ -12,7 +12,7 @@ import pytest
 from keras_models import SEED, apart, dense, keras, rows, values
 
 import manyhands as mh
-from manyhands.keras.callbacks import KerasCallbacks, _remembered
+from manyhands.keras.callbacks import KerasCallbacks, _attributes
 
 
 def trained(callbacks: list[Any], model: Any = None, **options: Any) -> tuple[Any, mh.Run]:
@@ -96,7 +96,7 @@ def test_logs_have_the_names_and_numbers_of_fit(tmp_path: Path) -> None:
 
 
 def test_everything_is_called_in_its_order() -> None:
-    def output(into: list[str]) -> Any:
+    def recorder(into: list[str]) -> Any:
         names = [
             "on_train_begin",
             "on_epoch_begin",
@@ -111,8 +111,8 @@ def test_everything_is_called_in_its_order() -> None:
 
     ours: list[str] = []
     plain: list[str] = []
-    trained([output(ours)])
-    fitted([output(plain)])
+    trained([recorder(ours)])
+    fitted([recorder(plain)])
     assert ours == plain
     assert len(ours) == 2 + 5 * (2 + 2 * 4)
 
@@ -143,18 +143,18 @@ def test_what_is_no_callback_or_has_a_better_way_is_refused(tmp_path: Path) -> N
         trained([keras.callbacks.BackupAndRestore(tmp_path)])
 
 
-def test_an_ensemble_has_no_one_model_to_look_at() -> None:
+def test_an_ensemble_has_no_single_model_for_callbacks() -> None:
     task = mh.keras.task(dense(), *rows(), callbacks=[stopping()])
-    with pytest.raises(mh.Unsupported, match="one a worker"):
+    with pytest.raises(mh.Unsupported, match="one on each worker"):
         mh.train(task, strategy="ensemble", workers=2)
 
 
-def test_callbacks_hear_what_worker_0_remembers() -> None:
+def test_callbacks_get_the_attributes_of_worker_0s() -> None:
     """Numbers, texts, and lists and dicts of them."""
     there, here = (keras.callbacks.EarlyStopping("loss") for _ in range(2))
     there.set_params({"epochs": 3})
     there.best, there.stopped_epoch, there.lost = np.float32(0.5), 4, {"a": [1, None]}
-    output = _remembered(there)
-    assert pickle.loads(pickle.dumps(output))["best"] == 0.5
-    KerasCallbacks((here,)).on_result([output])
+    attributes = _attributes(there)
+    assert pickle.loads(pickle.dumps(attributes))["best"] == 0.5
+    KerasCallbacks((here,)).hear([attributes])
     assert (here.best, here.stopped_epoch, here.lost, here.params) == (0.5, 4, {"a": [1, None]}, None)

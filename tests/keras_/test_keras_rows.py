@@ -35,7 +35,7 @@ def test_frames_series_and_lists_of_numbers_are_arrays() -> None:
     assert packed(frame, frame["a"])[1].tolist() == [1.0, 2.0]
 
 
-def test_what_gives_batches_by_itself_is_told_from_arrays() -> None:
+def test_data_of_whole_batches_is_distinguished_from_arrays() -> None:
     assert is_arrays([np.zeros(2), {"a": np.zeros(2)}])
     assert not is_arrays("rows.parquet")
     assert not is_arrays(lambda: None)

@@ -198,7 +198,7 @@ def test_optimizers_that_do_more_than_step(make: Any, why: str) -> None:
         mh.keras.task(dense(optimizer=make()), *rows())
 
 
-def test_arrays_beside_data_that_gives_batches() -> None:
+def test_arrays_with_data_of_whole_batches() -> None:
     with pytest.raises(mh.BadInput, match="gives whole batches"):
         mh.keras.task(dense(), "rows.parquet", rows()[1])
     with pytest.raises(mh.BadInput, match="no rows are at hand"):

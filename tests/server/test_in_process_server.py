@@ -8,7 +8,8 @@ import torch
 from manyhands.errors import PeerLost
 from manyhands.server.base import ServerSpec
 from manyhands.server.in_process import InProcessServers
-from manyhands.testing.server_suite import SERVER_SUITE, expect_waits, started
+from manyhands.testing.clients import expect_waits, started
+from manyhands.testing.server_suite import SERVER_SUITE
 
 
 @contextmanager

@@ -46,7 +46,7 @@ def test_what_is_a_keras_model() -> None:
         ([keras.losses.BinaryCrossentropy()], 0.5),
     ],
 )
-def test_class_one_begins_where_the_loss_says(loss: Any, threshold: float) -> None:
+def test_the_threshold_of_class_one_follows_the_loss(loss: Any, threshold: float) -> None:
     assert single_output_threshold(KerasModule(compiled(loss))) == threshold
     assert single_output_threshold(line()) == 0.0
 
@@ -128,10 +128,10 @@ def test_a_keras_archive_names_no_code(
 
 
 def test_keras_loads_in_safe_mode_whatever_the_process_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = {}
-    monkeypatch.setattr(keras.saving, "load_model", lambda path, **options: asked.update(options) or compiled())
+    options_given = {}
+    monkeypatch.setattr(keras.saving, "load_model", lambda path, **options: options_given.update(options) or compiled())
     load(forged(tmp_path, lambda config: None))
-    assert asked["safe_mode"] is True
+    assert options_given["safe_mode"] is True
 
 
 @pytest.mark.parametrize("version", ["3.9.0", "3.13.1"])

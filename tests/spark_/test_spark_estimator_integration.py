@@ -68,8 +68,7 @@ def test_all_rows_of_a_plane(plane: Any) -> None:
     assert found < 0.01
 
 
-@pytest.mark.slow
-def test_predictions_stay_beside_their_own_row(fitted: Any, halves: Any) -> None:
+def test_predictions_stay_with_their_row(fitted: Any, halves: Any) -> None:
     from pyspark.sql import functions as F_
 
     many = halves.withColumn("copy", F_.explode(F_.sequence(F_.lit(0), F_.lit(24)))).orderBy(F_.rand()).repartition(7)
@@ -151,7 +150,7 @@ def test_validation_rows_by_a_column(halves: Any) -> None:
 
 
 def test_what_cannot_be(spark: Any, plane: Any) -> None:
-    with pytest.raises(BadInput, match="give a task, or what makes the model"):
+    with pytest.raises(BadInput, match="give either a task, or a class or function"):
         mh.spark.Estimator()
     with pytest.raises(BadInput, match="early_stopping needs rows to validate on"):
         mh.spark.Estimator(model=line, early_stopping=2)

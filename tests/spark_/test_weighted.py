@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from manyhands.data.spool import SpoolColumn
 from manyhands.errors import BadInput
-from manyhands.spark.predicting import MetricSums, _side_by_side, to_column
+from manyhands.spark.predicting import MetricSums, _concatenated, predictions_of
 from manyhands.spark.weighted import WeightedLoss, WeightedMetrics
 
 
@@ -45,17 +45,17 @@ def test_what_has_no_weight_is_not_measured_in_the_executors() -> None:
         SpoolColumn("label", ("y",), "int64"),
         SpoolColumn("weight", ("w",), "float32"),
     )
-    judge = MetricSums(nn.Linear(2, 3), WeightedMetrics(F.cross_entropy), columns)
+    measure = MetricSums(nn.Linear(2, 3), WeightedMetrics(F.cross_entropy), columns)
     rows = pa.record_batch({"x": [[1.0, 2.0]] * 2, "y": pa.array([0, 1], pa.int32()), "w": [0.0, 0.0]})
-    (told,) = judge(iter([rows]))
-    assert json.loads(told.column(0)[0].as_py()) == {"means": {}, "sums": {}}
+    (batch,) = measure(iter([rows]))
+    assert json.loads(batch.column(0)[0].as_py()) == {"means": {}, "sums": {}}
 
 
 def test_arrays_in_arrays_are_one_array() -> None:
     import pandas as pd
 
     nested = pd.Series([np.array([np.arange(3.0), np.arange(3.0) + i], dtype=object) for i in range(2)])
-    found = _side_by_side([nested], "float32")
+    found = _concatenated([nested], "float32")
     assert found.tolist() == [[[0, 1, 2], [0, 1, 2]], [[0, 1, 2], [1, 2, 3]]]
 
 
@@ -75,9 +75,9 @@ def test_a_criterion_without_reduction() -> None:
     ],
 )
 def test_what_a_prediction_is(outputs: list[object], output: str, expected: list[object]) -> None:
-    assert to_column(torch.tensor(outputs), output).tolist() == expected
+    assert predictions_of(torch.tensor(outputs), output).tolist() == expected
 
 
 def test_one_value_of_several() -> None:
-    with pytest.raises(BadInput, match="2 numbers a row: say output='array'"):
-        to_column(torch.ones(3, 2), "value")
+    with pytest.raises(BadInput, match="2 numbers a row: give output='array'"):
+        predictions_of(torch.ones(3, 2), "value")

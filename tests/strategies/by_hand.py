@@ -12,8 +12,7 @@ from manyhands.replica.replica import MORE, Replica
 from manyhands.server.in_process import InProcessServers
 from manyhands.strategies import strategy_of
 from manyhands.strategies.base import Strategy
-from manyhands.testing.threads import together
-from manyhands.testing.turns import ScriptedTurns
+from manyhands.testing.threads import ScriptedTurns, together
 from manyhands.worker import Worker
 
 F64 = torch.float64

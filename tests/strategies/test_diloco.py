@@ -14,8 +14,8 @@ from manyhands.strategies import strategy_of
 from manyhands.strategies.base import Leasing
 from manyhands.strategies.decoupled import ServedState
 from manyhands.strategies.diloco import DiLoCo
-from manyhands.testing.strategy_worker import StrategyWorker, on_workers
-from manyhands.testing.turns import ScriptedTurns
+from manyhands.testing.strategy_worker import StrategyWorker, run_workers
+from manyhands.testing.threads import ScriptedTurns
 
 SHIFTS = (-1.0, 0.0, 4.0)
 LOSSES = [quadratic([2.0], [b]) for b in SHIFTS]
@@ -46,13 +46,13 @@ def centers(ticks: int) -> Any:
 def test_with_outer_rate_one_and_no_momentum_it_is_local_sgd() -> None:
     """CASE 5, with an inner optimizer whose state is kept, uneven slices, and a last window that is shorter."""
 
-    def program(seat: StrategyWorker) -> list[Tensor]:
-        seat.train(7)
-        seat.finish()
-        return [seat.consensus(), *seat.holds().values()]
+    def program(trainer: StrategyWorker) -> list[Tensor]:
+        trainer.train(7)
+        trainer.finish()
+        return [trainer.consensus(), *trainer.tensors().values()]
 
-    ours = on_workers(strategy_of("diloco:period=3,outer_rate=1.0,outer_momentum=0.0"), 3, program)
-    theirs = on_workers(strategy_of("local-sgd:period=3,optimizer_state=kept"), 3, program)
+    ours = run_workers(strategy_of("diloco:period=3,outer_rate=1.0,outer_momentum=0.0"), 3, program)
+    theirs = run_workers(strategy_of("local-sgd:period=3,optimizer_state=kept"), 3, program)
     for mine, wanted in zip(ours, theirs, strict=True):
         for a, b in zip(mine, wanted, strict=True):
             assert (a - b).abs().max() < 1e-13

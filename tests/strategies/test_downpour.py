@@ -11,7 +11,7 @@ from manyhands.errors import BadInput
 from manyhands.strategies import strategy_of
 from manyhands.strategies.base import Leasing
 from manyhands.strategies.downpour import Downpour, DownpourState
-from manyhands.testing.turns import ScriptedTurns
+from manyhands.testing.threads import ScriptedTurns
 
 CURVATURE = [1.0, 2.0, 5.0]
 

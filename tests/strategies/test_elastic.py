@@ -13,7 +13,7 @@ from manyhands.strategies import strategy_of
 from manyhands.strategies.base import Leasing
 from manyhands.strategies.easgd import EASGD
 from manyhands.strategies.elastic import ElasticState
-from manyhands.testing.turns import ScriptedTurns
+from manyhands.testing.threads import ScriptedTurns
 
 
 def warnings_of(spec: str, workers: int) -> list[list[str]]:

@@ -11,7 +11,7 @@ from by_hand import F64, Hand, hands, quadratic, slope
 
 from manyhands.checkpoint import checkpoints, run_state
 from manyhands.checkpoint.checkpoints import Checkpoint
-from manyhands.testing.turns import ScriptedTurns
+from manyhands.testing.threads import ScriptedTurns
 
 
 def test_two_workers_at_their_own_pace_by_hand() -> None:

@@ -7,11 +7,11 @@ from by_hand import Hand, hands, scripted, slope
 from torch import Tensor
 
 from manyhands.comm.group import Group
+from manyhands.comm.threads import Meeting, ThreadGroup
 from manyhands.errors import BadInput, Unsupported
 from manyhands.strategies import strategy_of
 from manyhands.strategies.base import Leasing
 from manyhands.strategies.hogwild import Hogwild
-from manyhands.testing.threads import Meeting, ThreadGroup
 from manyhands.worker import Worker
 
 

@@ -59,7 +59,7 @@ def test_of_all_workers_it_is_all_reduce() -> None:
 
 @pytest.mark.parametrize("backups", [0, 1])
 def test_one_worker_is_all_reduce_of_one_bit_for_bit(backups: int) -> None:
-    """CASE 1: and that is a plain loop; the strategies' conformance suite compares with one."""
+    """CASE 1: and that is a plain loop; the strategies' suite compares with one."""
     assert torch.equal(ends_of(f"quorum:backups={backups}", 1)[0], ends_of("allreduce", 1)[0])
 
 

@@ -1,4 +1,4 @@
-"""Every strategy passes the conformance suite; and the conformance suite fails strategies that break a promise."""
+"""Every strategy passes the conformance suite; and the suite fails strategies that break a promise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from manyhands.strategies import CATALOGUE, strategy_of
 from manyhands.strategies.allreduce import AllReduce
 from manyhands.strategies.base import State
 from manyhands.strategies.local_sgd import LocalSGD
-from manyhands.testing.group_suite import ConformanceFailed
+from manyhands.testing.group_suite import CheckFailed
 from manyhands.testing.strategy_suite import SIZES, STRATEGY_SUITE
 from manyhands.worker import Worker
 
@@ -108,8 +108,8 @@ class _OwnStart(AllReduce):
 
 
 class _NeverEnds(AllReduce):
-    def exchange(self, *seat: Any) -> bool:
-        super().exchange(*seat)
+    def exchange(self, *args: Any) -> bool:
+        super().exchange(*args)
         return True
 
 
@@ -224,23 +224,23 @@ class _ThirdTime(AllReduce):
         (_NeverEnds(), "streams", r"ticks \[None\] by rank"),
         (_EndsAlone(), "streams", r"ticks \[2, 6, 10\] by rank"),
         (_NeverVotes(period="end"), "streams", "None"),
-        (_NeverVotes(period="end"), "stop", "heard at ticks"),
+        (_NeverVotes(period="end"), "stop", "received at ticks"),
         (_StopsAlone(), "stop", r"\[None, None, 5\]"),
         (_FinishesTwice(), "finish", "finish before the first tick"),
         (_OwnAnswer(period=3), "consensus", "after tick 0 of rank 1 has other bits"),
-        (_ConsensusMoves(period=3), "consensus", "asked for the consensus after tick 0"),
+        (_ConsensusMoves(period=3), "consensus", "computing the consensus after tick 0"),
         (_Momentum(), "round_of_nothing", "9 ticks without any rows"),
         (_Remembers(), "round_of_nothing", "training after 9 ticks without rows"),
         (_Remembers(), "resume", "resumed after 1 ticks"),
         (_MovesAlone(period=3), "worker_without_rows", "without rows and outside of a round"),
         (_TalksWithRowsOnly(), "worker_without_rows", "hung"),
         (_AppliesTwice(), "plain_loop", "2 steps, expected one at most"),
-        (_Momentum(), "plain_loop", "beside a plain loop: expected the same bits"),
+        (_Momentum(), "plain_loop", "compared with a plain loop: expected the same bits"),
         (_Undescribed(), "description", "source is empty"),
         (_ThirdTime(), "repeat", "the same run twice"),
     ],
 )
 def test_a_broken_strategy_fails(broken: Any, check: str, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "DEADLINE_S", 0.5)
-    with pytest.raises(ConformanceFailed, match=problem):
+    with pytest.raises(CheckFailed, match=problem):
         STRATEGY_SUITE[check](broken)

@@ -20,7 +20,7 @@ from manyhands.events import Event
 from manyhands.replica.layout import Layout
 from manyhands.strategies import strategy_of
 from manyhands.strategies.streaming import GroupState, Schedule, cut
-from manyhands.testing.strategy_worker import StrategyWorker, on_workers
+from manyhands.testing.strategy_worker import StrategyWorker, run_workers
 
 
 def schedule(period: int, fragments: int, overlap: int = 0) -> Schedule:
@@ -92,13 +92,13 @@ def test_fragments_always_cover_everything_once() -> None:
 
 
 def trained(spec: str, ticks: int = 8, size: int = 3) -> list[dict[str, Tensor]]:
-    def program(seat: StrategyWorker) -> dict[str, Tensor]:
-        seat.train(ticks)
-        held = {"the consensus within": seat.consensus()}
-        seat.finish()
-        return held | seat.holds() | {"the consensus": seat.consensus()}
+    def program(trainer: StrategyWorker) -> dict[str, Tensor]:
+        trainer.train(ticks)
+        held = {"the consensus within": trainer.consensus()}
+        trainer.finish()
+        return held | trainer.tensors() | {"the consensus": trainer.consensus()}
 
-    return on_workers(strategy_of(spec), size, program)
+    return run_workers(strategy_of(spec), size, program)
 
 
 def test_one_fragment_that_is_waited_for_is_the_plain_form_bit_for_bit() -> None:
@@ -146,14 +146,14 @@ def test_the_end_waits_for_what_is_under_way_then_closes_the_windows() -> None:
 class Listening:
     """Writes down (tick, elements) of each mean that is started, and the numbers of those that are waited for."""
 
-    def __init__(self, seat: StrategyWorker) -> None:
+    def __init__(self, trainer: StrategyWorker) -> None:
         self.sent: list[tuple[int, int]] = []
         self.waited: list[int] = []
-        start = seat.worker.group.start_mean_
+        start = trainer.worker.group.start_mean_
 
         def listen(tensor: Tensor, weight: float = 1.0, bits: int = 0) -> Any:
             handle, number = start(tensor, weight, bits), len(self.sent)
-            self.sent.append((seat.tick, tensor.numel()))
+            self.sent.append((trainer.tick, tensor.numel()))
             wait = handle.wait
 
             class Told:
@@ -163,8 +163,8 @@ class Listening:
 
             return Told()
 
-        seat.worker.group.start_mean_ = listen  # type: ignore[method-assign]
-        seat.replica.sync_control_bits_if_due = lambda worker: True  # type: ignore[method-assign]
+        trainer.worker.group.start_mean_ = listen  # type: ignore[method-assign]
+        trainer.replica.sync_control_bits_if_due = lambda worker: True  # type: ignore[method-assign]
 
 
 def test_at_once_only_a_fragment_is_sent_and_waited_for_in_order_later() -> None:
@@ -173,16 +173,16 @@ def test_at_once_only_a_fragment_is_sent_and_waited_for_in_order_later() -> None
     At the end, what is under way is waited for, and the fragments that were stepped since are sent once more: the plain form's not.
     """
 
-    def program(seat: StrategyWorker) -> tuple[list[tuple[int, int]], list[int]]:
-        listening = Listening(seat)
-        seat.train(8)
+    def program(trainer: StrategyWorker) -> tuple[list[tuple[int, int]], list[int]]:
+        listening = Listening(trainer)
+        trainer.train(8)
         within = list(listening.waited)
-        seat.finish()
+        trainer.finish()
         assert listening.waited == list(range(len(listening.sent)))
         return listening.sent, within
 
     plain, streamed, slow = (
-        on_workers(strategy_of(f"diloco:period=4{more}"), 2, program)[0]
+        run_workers(strategy_of(f"diloco:period=4{more}"), 2, program)[0]
         for more in ("", ",streaming=4,overlap=0,mixing=0.0", ",streaming=4,overlap=3")
     )
     assert plain == ([(4, 64), (8, 64)], [0, 1])

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import plain
+from manyhands.comm.threads import Meeting, ThreadGroup
 from manyhands.data.leases import End, Lease, Leases, Segment
 from manyhands.errors import BadInput
 from manyhands.events import Event
 from manyhands.server.in_process import InProcessServers
 from manyhands.strategies import strategy_of
-from manyhands.testing.threads import Meeting, ThreadGroup
 from manyhands.training.plan import Outcome, WorkerPlan
 from manyhands.training.worker import work
 from manyhands.worker import Alone, Worker

@@ -1,4 +1,4 @@
-"""What a run calls on the driver while it trains."""
+"""Callbacks of a run, called on the driver while it trains. For users, `training` and `evidence`."""
 
 from __future__ import annotations
 

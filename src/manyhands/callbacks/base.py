@@ -1,4 +1,4 @@
-"""The contract of a callback: the user's own code between the events of a run, on the driver."""
+"""The contract of a callback: the user's code on the driver, called at the events of a run."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ from typing import Literal
 
 from manyhands.events import Event
 
-Said = Literal["stop"] | None
+CallbackResult = Literal["stop"] | None
 
 
 class Callback:
-    """Override what you need; each method gets one Event (docs/events.md) and may return "stop", where it says so.
+    """Override the methods that you need. Each gets one Event (docs/events.md); some may return "stop".
 
-    All are called on the driver, one after the other, in the order in which things happened. What they raise ends the
-    run. What `on_epoch` and `on_validation` return is obeyed before the next tick, so a run that they stop is the same
-    each time; `on_step` is called while the workers go on, and they stop together some ticks later.
+    Methods are called on the driver, one at a time, in the order of events. An exception ends the run. A stop by
+    `on_epoch` or `on_validation` takes effect before the next tick, so such runs are reproducible. `on_step` is called
+    while the workers continue; after a stop they end together some ticks later.
     """
 
     def on_start(self, event: Event) -> None:
-        """The first tick comes: rows, epochs, total steps, batch sizes."""
+        """Before the first tick: rows, epochs, total steps, batch sizes."""
 
-    def on_step(self, event: Event) -> Said:
-        """All workers made a tick: its values are a row of `Run.history`. "stop" ends the run soon."""
+    def on_step(self, event: Event) -> CallbackResult:
+        """After a tick of all workers: values are a row of `Run.history`. "stop" ends the run soon."""
         return None
 
-    def on_validation(self, event: Event) -> Said:
-        """Validated: values are {epoch, metrics, best}. "stop" ends the run here."""
+    def on_validation(self, event: Event) -> CallbackResult:
+        """After a validation: values are {epoch, metrics, best}. "stop" ends the run here."""
         return None
 
-    def on_epoch(self, event: Event) -> Said:
-        """An epoch is over: values are {epoch, rows}. "stop" ends the run here."""
+    def on_epoch(self, event: Event) -> CallbackResult:
+        """After an epoch: values are {epoch, rows}. "stop" ends the run here."""
         return None
 
     def on_notice(self, event: Event) -> None:
-        """A checkpoint was written, somebody warned, or the run was told to stop."""
+        """After a checkpoint, a warning, or a request to stop."""
 
     def on_end(self, event: Event) -> None:
-        """The run is over: type "end" with {metrics, seconds}, or "failed" with {error, message}. Always the last call."""
+        """After the run: type "end" with {metrics, seconds}, or "failed" with {error, message}. Always the last call."""

@@ -1,4 +1,4 @@
-"""Stop when validation no longer gets better."""
+"""Stop when validation no longer improves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 from typing_extensions import override
 
-from manyhands.callbacks.base import Callback, Said
+from manyhands.callbacks.base import Callback, CallbackResult
 from manyhands.errors import BadInput
 from manyhands.events import Event
 from manyhands.replica.evaluation import higher_is_better
@@ -18,22 +18,23 @@ LOG = logging.getLogger("manyhands")
 
 @dataclass(kw_only=True)
 class EarlyStopping(Callback):
-    """Ends the run at the `patience`-th validation in a row that was no better than the best before.
+    """Ends the run at the `patience`-th validation in a row without improvement over the best.
 
-    A NaN is never better. It counts from the beginning of a launch: a resumed run has its patience anew.
+    A NaN is never an improvement. Counting starts with each launch, also with a resumed one.
     """
 
     metric: str = "validation_loss"
-    """A name that validation reports; another one is a BadInput that lists those that came."""
+    """A metric of the validation. Another name raises BadInput, which lists the metrics."""
     patience: int = 3
-    """Validations without improvement; raise it when validation is noisy."""
+    """Validations without improvement; increase it if validation is noisy."""
     min_delta: float = 0.0
-    """Better means better by more than this."""
+    """An improvement is larger than this."""
     mode: Literal["auto", "min", "max"] = "auto"
-    """auto: read off the metric's name as `keep` does (an accuracy: max, a loss: min); a name that does not say is a BadInput."""
+    """auto: by the metric's name, as `keep` (an accuracy: max, a loss: min); BadInput if the name does not show it."""
 
     best: float | None = field(default=None, init=False)
-    failures: int = field(default=0, init=False)  # validations since the best
+    failures: int = field(default=0, init=False)
+    """Validations since the best."""
 
     def __post_init__(self) -> None:
         if self.patience < 1:
@@ -44,7 +45,8 @@ class EarlyStopping(Callback):
             raise BadInput(f"EarlyStopping: mode must be auto, min or max, not {self.mode!r}")
         if self.mode == "auto" and higher_is_better(self.metric) is None:
             raise BadInput(
-                f'EarlyStopping: whether more or less of {self.metric!r} is better does not show in its name: give mode="max" or mode="min"'
+                f"EarlyStopping: whether more or less of {self.metric!r} is better does not show in its name: give "
+                'mode="max" or mode="min"'
             )
 
     @override
@@ -52,11 +54,12 @@ class EarlyStopping(Callback):
         self.best, self.failures = None, 0
 
     @override
-    def on_validation(self, event: Event) -> Said:
+    def on_validation(self, event: Event) -> CallbackResult:
         metrics = event.values["metrics"]
         if self.metric not in metrics:
             raise BadInput(
-                f"EarlyStopping: validation reported no {self.metric!r} but {', '.join(metrics) or 'nothing'}: name one of these"
+                f"EarlyStopping: validation reported no {self.metric!r} but {', '.join(metrics) or 'nothing'}: name one of "
+                "these"
             )
         if self._better(metrics[self.metric]):
             self.best, self.failures = metrics[self.metric], 0

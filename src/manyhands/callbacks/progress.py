@@ -1,4 +1,4 @@
-"""How far the run is: a bar on a terminal, a line in a notebook, JSON lines for programs, silence for pipes."""
+"""The progress of a run: a bar on a terminal, a line in a notebook, JSON lines for programs, nothing for pipes."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ LOG = logging.getLogger("manyhands")
 
 MODES = ("auto", "json", "quiet")
 DRAW_EVERY_S = 0.2
-RECENT_S = 5.0  # rows/s and the time left are of so many last seconds, or of the last two steps where these are longer
+RECENT_S = 5.0
+"""rows/s and the time left are of the last so many seconds, or of the last two steps if these are longer."""
 
 
 class Progress(Callback):
-    """Shows epoch, step, loss, rows/s and the time left, drawn at most five times a second from the driver's own thread.
+    """Shows epoch, step, loss, rows/s and the time left, drawn at most five times a second in the driver's thread.
 
-    log: "auto" draws a bar on standard error where that is a terminal, a line under the cell in a notebook, and nothing
-    elsewhere; "json" prints every event as a line of JSON on standard output, a step's being the row of all workers;
-    "quiet" prints nothing.
+    log: "auto" draws a bar on standard error if that is a terminal, a line under the cell in a notebook, and nothing
+    elsewhere; "json" prints every event as a line of JSON on standard output, steps as rows of all workers; "quiet"
+    prints nothing.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Progress(Callback):
         self._console = console
         self._clock = clock
         self._display: _Display | None = None
-        self._pace = StepRate()
+        self._rate = StepRate()
         self._drawn_s = -math.inf
         self._metrics: dict[str, float] = {}
 
@@ -53,25 +54,25 @@ class Progress(Callback):
     def on_start(self, event: Event) -> None:
         clock = self._clock if event.values.get("virtual_time") else None
         began_s = event.time_s if clock is None else clock()
-        self._pace = StepRate(event.values.get("total_steps"), event.values.get("epochs"), began_s, clock)
+        self._rate = StepRate(event.values.get("total_steps"), event.values.get("epochs"), began_s, clock)
         if self._log == "auto":
             self._display = _display_on(self._console or Console(stderr=True))
         self._print_json(event)
 
     @override
     def on_step(self, event: Event) -> None:
-        self._pace.step(event)
+        self._rate.step(event)
         self._print_json(event)
         if self._display is not None and self._clock() - self._drawn_s >= DRAW_EVERY_S:
             self._drawn_s = self._clock()
-            self._display.draw(self._pace)
+            self._display.draw(self._rate)
 
     @override
     def on_validation(self, event: Event) -> None:
         self._print_json(event)
         if self._display is not None:
             best = "   best so far" if event.values.get("best") else ""
-            self._display.say(f"step {event.step:,}   {metrics_text(event.values['metrics'])}{best}")
+            self._display.print(f"step {event.step:,}   {metrics_text(event.values['metrics'])}{best}")
 
     @override
     def on_epoch(self, event: Event) -> None:
@@ -85,7 +86,7 @@ class Progress(Callback):
     def on_end(self, event: Event) -> None:
         self._print_json(event)
         if self._display is not None:
-            self._display.draw(self._pace)
+            self._display.draw(self._rate)
             self._display.close()
             self._display = None
 
@@ -98,20 +99,16 @@ class Progress(Callback):
             except BrokenPipeError:
                 self._log = "quiet"
                 LOG.warning(
-                    "standard output was closed by its reader: no more events go there, and the run goes on (its run directory has all of them)"
+                    "standard output was closed by its reader: no more events go there, and the run goes on (its run "
+                    "directory has all of them)"
                 )
-                _to_nowhere(out)
-
-
-def _to_nowhere(out: IO[str]) -> None:
-    """What is left in its buffer must not fail once more when the interpreter ends."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, out.fileno())
-    os.close(nowhere)
+                null = os.open(os.devnull, os.O_WRONLY)  # flushing the rest at exit must not fail again
+                os.dup2(null, out.fileno())
+                os.close(null)
 
 
 class StepRate:
-    """How far a run is, and how fast it went lately."""
+    """The position of a run, and its recent speed."""
 
     def __init__(
         self,
@@ -120,7 +117,7 @@ class StepRate:
         began_s: float | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """`began_s`: when the launch began. `clock`: real seconds, where the events' are not: a user waits in these."""
+        """began_s: the start of the launch. clock: real seconds, if the events' times are virtual."""
         self._clock = clock
         self.total_steps, self.epochs = total_steps, epochs
         self.steps, self.epoch, self.loss = 0, 0, math.nan
@@ -128,7 +125,7 @@ class StepRate:
         self._recent: deque[tuple[float, int]] = deque()  # (seconds, rows)
 
     def step(self, event: Event) -> None:
-        """Take the row of a step."""
+        """Add the row of a step."""
         values = event.values
         self.steps, self.epoch = event.step, max(self.epoch, values["epoch"] + 1)
         self.loss = self.loss if values["loss"] is None else values["loss"]
@@ -138,19 +135,19 @@ class StepRate:
             self._recent.popleft()
 
     def rows_per_s(self) -> float | None:
-        """Of the last five seconds, or of the last step where it took longer; None before there is one."""
+        """Of the last five seconds, or of the last step if it took longer; None before the first step."""
         seconds, steps = self._window()
         return sum(rows for _, rows in list(self._recent)[-steps:]) / seconds if seconds else None
 
     def left_s(self) -> float | None:
-        """Seconds to the last step at that pace, None where the end is not known."""
+        """Seconds to the last step at this rate; None if the end is unknown."""
         seconds, steps = self._window()
         if not seconds or self.total_steps is None:
             return None
         return (self.total_steps - self.steps) * seconds / steps
 
     def _window(self) -> tuple[float, int]:
-        """Seconds, and the steps made in them. The first step counts, warm-up and all, as long as it is the only one."""
+        """(seconds, steps made in them). The first step, which includes warm-up, only counts while it is the only one."""
         if len(self._recent) == 1 and self._began_s is not None:
             return self._recent[0][0] - self._began_s, 1
         return (self._recent[-1][0] - self._recent[0][0], len(self._recent) - 1) if self._recent else (0.0, 0)
@@ -185,10 +182,10 @@ class _Display(ABC):
     """Somewhere to draw."""
 
     @abstractmethod
-    def draw(self, pace: StepRate) -> None: ...
+    def draw(self, rate: StepRate) -> None: ...
 
     @abstractmethod
-    def say(self, line: str) -> None: ...
+    def print(self, line: str) -> None: ...
 
     @abstractmethod
     def close(self) -> None: ...
@@ -201,7 +198,7 @@ def _display_on(console: Console) -> _Display | None:
 
 
 class _Terminal(_Display):
-    """A bar of rich's without its thread; what others print meanwhile goes above it."""
+    """A bar of rich without its thread. Other output is printed above it."""
 
     def __init__(self, console: Console) -> None:
         columns = (BarColumn(bar_width=16), TextColumn("{task.description}", markup=False))
@@ -210,13 +207,13 @@ class _Terminal(_Display):
         self._bar.start()
 
     @override
-    def draw(self, pace: StepRate) -> None:
+    def draw(self, rate: StepRate) -> None:
         self._bar.update(
-            self._task, completed=pace.steps, total=pace.total_steps, description=pace.text(), refresh=True
+            self._task, completed=rate.steps, total=rate.total_steps, description=rate.text(), refresh=True
         )
 
     @override
-    def say(self, line: str) -> None:
+    def print(self, line: str) -> None:
         self._bar.console.print(line, highlight=False, markup=False)
 
     @override
@@ -225,7 +222,7 @@ class _Terminal(_Display):
 
 
 class _Notebook(_Display):
-    """One output under the cell that is rewritten; rich's own would need ipywidgets."""
+    """One output under the cell that is rewritten. Rich's own needs ipywidgets."""
 
     def __init__(self) -> None:
         from IPython.display import display
@@ -234,11 +231,11 @@ class _Notebook(_Display):
         self._handle = display({"text/plain": "starting"}, raw=True, display_id=True)  # type: ignore[no-untyped-call]
 
     @override
-    def draw(self, pace: StepRate) -> None:
-        self._handle.update({"text/plain": "\n".join([*self._lines, pace.text()])}, raw=True)
+    def draw(self, rate: StepRate) -> None:
+        self._handle.update({"text/plain": "\n".join([*self._lines, rate.text()])}, raw=True)
 
     @override
-    def say(self, line: str) -> None:
+    def print(self, line: str) -> None:
         self._lines.append(line)
 
     @override

@@ -1,4 +1,4 @@
-"""Experiment trackers: numbers of a run to TensorBoard, MLflow or Weights & Biases, without ever holding it up."""
+"""Experiment trackers: send the numbers of a run to TensorBoard, MLflow or Weights & Biases, without delaying it."""
 
 from __future__ import annotations
 
@@ -21,23 +21,26 @@ from manyhands.errors import BadInput, ManyhandsError
 from manyhands.events import Event
 
 LOG = logging.getLogger("manyhands")
-QUEUE = 4096  # rows that may wait for the tracker
-OPENING_S = 60.0  # how long a run waits at its start for a tracker's connection
-CLOSING_S = 10.0  # how long a run waits at its end for what is still to be sent
+QUEUE = 4096
+"""Rows that may wait for the tracker."""
+OPENING_S = 60.0
+"""A run waits so long at its start for a tracker's connection."""
+CLOSING_S = 10.0
+"""A run waits so long at its end for the rest of the rows."""
 STEP_VALUES = ("loss", "rate", "input_s", "compute_s", "exchange_s", "wait_s", "bytes")
 
 Row = tuple[int, dict[str, float]]  # step, numbers by name
 
 
 class Tracker(Callback):
-    """Sends numbers from a daemon thread of its own, best effort: training neither waits for a tracker nor fails with it.
+    """Sends numbers from a daemon thread, best effort: training neither waits for a tracker nor fails with it.
 
-    Rows wait in a bounded queue; those that find it full are dropped and counted. A tracker that cannot be opened ends the
-    run before its first step, with a ManyhandsError; from then on its first failure is logged as a warning and ends the
-    sending. Missing the library is a BadInput at once, at construction.
+    Rows wait in a bounded queue. If it is full, rows are dropped and counted. A tracker that cannot be opened ends the
+    run before its first step, with a ManyhandsError. After that, the first failure is logged as a warning and ends the
+    sending. A missing library raises BadInput at construction.
 
-    Steps are global batches of the run that are complete, whatever the strategy; they never go back. A validation is sent
-    when all rows before it are.
+    Steps are complete global batches of the run, with every strategy, and never go back. A validation is sent after all
+    rows before it.
     """
 
     _library: str  # the module to import
@@ -52,17 +55,17 @@ class Tracker(Callback):
         self._queue: queue.Queue[Row | None] = queue.Queue(QUEUE)
         self._thread: threading.Thread | None = None
         self._waiting: deque[Row] = deque()  # validations of steps that are not complete on the driver yet
-        self._step = 0  # the last that was offered
-        self._opened = threading.Event()  # or could not be: `_problem`
+        self._step = 0  # the last one that was queued
+        self._opened = threading.Event()  # or failed to open: `_problem`
         self._problem: BaseException | None = None
         self._failed = threading.Event()
         self._run_failed = False
 
-    # -- what a tracker is: three methods, called on the tracker's thread --------------------------------------------
+    # -- to implement: called on the tracker's thread ----------------------------------------------------------------
 
     @abstractmethod
     def _open(self, facts: dict[str, Any]) -> None:
-        """Connect. facts: the values of `start`."""
+        """Connect. facts: the values of the event `start`."""
 
     @abstractmethod
     def _write(self, step: int, numbers: dict[str, float]) -> None:
@@ -70,10 +73,10 @@ class Tracker(Callback):
 
     @abstractmethod
     def _finish(self, failed: bool) -> None:
-        """Send the rest and disconnect. failed: the run did not come to its end."""
+        """Send the rest and disconnect. failed: the run failed."""
 
     def _hint(self) -> str:
-        """What may help where it cannot be opened, as a sentence."""
+        """A sentence on what may help if it cannot be opened."""
         return ""
 
     # -- on the driver's thread --------------------------------------------------------------------------------------
@@ -93,28 +96,28 @@ class Tracker(Callback):
         name = type(self).__name__
         raise ManyhandsError(
             " ".join(filter(None, (f"{name} could not start, and nothing was trained: {why}", self._hint())))
-            + f"\nMend what it says, or leave {name} out of the callbacks"
+            + f"\nFix the cause, or leave {name} out of the callbacks"
         ) from self._problem
 
     @override
     def on_step(self, event: Event) -> None:
-        self._offer(event.step, {name: event.values[name] for name in STEP_VALUES if event.values[name] is not None})
-        self._offer_validations(event.step)
+        self._enqueue(event.step, {name: event.values[name] for name in STEP_VALUES if event.values[name] is not None})
+        self._enqueue_validations(event.step)
 
     @override
     def on_validation(self, event: Event) -> None:
         self._waiting.append((event.step, event.values["metrics"]))
-        self._offer_validations(self._step)
+        self._enqueue_validations(self._step)
 
     @override
     def on_end(self, event: Event) -> None:
         if self._thread is None:
             return
-        self._offer_validations(math.inf)
+        self._enqueue_validations(math.inf)
         self._run_failed = event.type == "failed"
-        self._offer(event.step, event.values.get("metrics", {}))
+        self._enqueue(event.step, event.values.get("metrics", {}))
         deadline = time.monotonic() + CLOSING_S
-        self._ask_to_finish(deadline)
+        self._request_finish(deadline)
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._warn(
@@ -126,7 +129,7 @@ class Tracker(Callback):
             )
         self._thread = None
 
-    def _offer(self, step: int, numbers: dict[str, float]) -> None:
+    def _enqueue(self, step: int, numbers: dict[str, float]) -> None:
         self._step = max(self._step, step)
         if self._thread is None or self._failed.is_set():
             return
@@ -135,12 +138,12 @@ class Tracker(Callback):
         except queue.Full:
             self.dropped += 1
 
-    def _offer_validations(self, complete: float) -> None:
-        """Those of steps up to `complete`."""
+    def _enqueue_validations(self, complete: float) -> None:
+        """Queue the validations of steps up to `complete`."""
         while self._waiting and self._waiting[0][0] <= complete:
-            self._offer(*self._waiting.popleft())
+            self._enqueue(*self._waiting.popleft())
 
-    def _ask_to_finish(self, deadline: float) -> None:
+    def _request_finish(self, deadline: float) -> None:
         try:
             self._queue.put(None, timeout=max(0.0, deadline - time.monotonic()))
         except queue.Full:
@@ -164,7 +167,8 @@ class Tracker(Callback):
             self._failed.set()
             self._drain()
             self._warn(
-                f"failed and gets no more of this run (the run directory's events.jsonl has all rows): {type(problem).__name__}: {problem}"
+                "failed and gets no more of this run (the run directory's events.jsonl has all rows): "
+                f"{type(problem).__name__}: {problem}"
             )
 
     def _drain(self) -> None:
@@ -179,7 +183,7 @@ class Tracker(Callback):
 
 
 class TensorBoard(Tracker):
-    """Event files that `tensorboard --logdir DIRECTORY` shows. Failing to write them is a warning."""
+    """Writes event files for `tensorboard --logdir DIRECTORY`. A failure to write them is a warning."""
 
     _library, _install = "tensorboard", "tensorboard"
 

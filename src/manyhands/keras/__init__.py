@@ -1,4 +1,4 @@
-"""Training compiled Keras models: `task` makes a Task of one. Keras 3 on its torch backend, whose models are torch modules."""
+"""Training compiled Keras models: `task` makes a Task of one. Keras 3 on its torch backend. For users and `spark`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keras itself, on the one backend whose models are torch modules."""
+"""Imports Keras on its torch backend, on which models are torch modules."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import os
 
 from manyhands.errors import BadInput
 
-os.environ.setdefault("KERAS_BACKEND", "torch")  # a worker on another host has nobody else to say so
+os.environ.setdefault("KERAS_BACKEND", "torch")  # on another host nothing else sets it
 
 try:
     import keras
 except ModuleNotFoundError as missing:
     raise BadInput(
-        f"mh.keras needs Keras 3 on its torch backend, and {missing.name} is not installed: pip install 'manyhands[keras]', and set "
-        "KERAS_BACKEND=torch before Keras is imported"
+        f"mh.keras needs Keras 3 on its torch backend, and {missing.name} is not installed: pip install "
+        "'manyhands[keras]', and set KERAS_BACKEND=torch before Keras is imported"
     ) from missing
 
 __all__ = ["keras", "require_torch"]
 
 
 def require_torch() -> None:
-    """Raise BadInput where Keras runs on another backend."""
+    """Raise BadInput if Keras runs on another backend."""
     found = keras.config.backend()
     if found != "torch":
         raise BadInput(
-            f"manyhands trains Keras models on the torch backend, and Keras runs on {found}: set KERAS_BACKEND=torch in the environment "
-            "before Keras is imported, and build the model again"
+            f"manyhands trains Keras models on the torch backend, and Keras runs on {found}: set KERAS_BACKEND=torch in "
+            "the environment before Keras is imported, and build the model again"
         )

@@ -1,8 +1,8 @@
-"""The user's Keras callbacks, beside the loop on worker 0; what they decide holds for all workers.
+"""The user's Keras callbacks, called in the loop of worker 0. Their decisions apply to all workers.
 
-They see the consensus: at an epoch's end the model has the weights that all replicas agree on, and the logs count all workers'
-rows. All workers stop where `stop_training` is set, take over a rate that is set, and the weights that are there when training ends
-(EarlyStopping's best) are the run's answer.
+They get the consensus: at an epoch's end the model has the weights that all replicas agree on, and the logs include all
+workers' rows. All workers stop if `stop_training` is set and use a rate that is set. The weights in the model when
+training ends (EarlyStopping's best) are the run's result.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from typing_extensions import override
 
 from manyhands.errors import BadInput, Unsupported
-from manyhands.keras import tally
+from manyhands.keras import metric_state
 from manyhands.keras.backend import keras
 from manyhands.keras.module import KerasModule
 from manyhands.keras.optimizer import KerasOptimizer
@@ -25,16 +25,16 @@ from manyhands.task import Summed
 from manyhands.worker import Worker
 from manyhands.worker_callback import WorkerCallback, WorkerCallbackFactory
 
-_OTHERWISE = {
-    "BackupAndRestore": "give train() a run_dir, and resume=True to go on",
+_UNSUPPORTED = {
+    "BackupAndRestore": "give train() a run_dir, and resume=True to continue",
     "SwapEMAWeights": "average the weights after training",
 }
-_APART = 1 << 20  # draws between the seeds of two workers, of which a layer makes one a step
+_DRAWS_APART = 1 << 20  # between the seed generators of two workers; a layer draws once a step
 
 
 @dataclass(frozen=True)
 class KerasCallbacks(WorkerCallbackFactory):
-    """A Keras task's: callbacks, if any, and every worker's own dropout."""
+    """Of a Keras task: its callbacks, if any, and a different dropout on every worker."""
 
     callbacks: tuple[Any, ...]
 
@@ -42,17 +42,18 @@ class KerasCallbacks(WorkerCallbackFactory):
         for callback in self.callbacks:
             if not isinstance(callback, keras.callbacks.Callback):
                 raise BadInput(
-                    f"callbacks of mh.keras.task must be keras.callbacks.Callback objects, not {callback!r}; manyhands' own go to "
-                    "train(callbacks=…)"
+                    f"callbacks of mh.keras.task must be keras.callbacks.Callback objects, not {callback!r}; manyhands' "
+                    "own go to train(callbacks=…)"
                 )
-            if (name := type(callback).__name__) in _OTHERWISE:
-                raise BadInput(f"{name} does not go with manyhands: {_OTHERWISE[name]}")
+            if (name := type(callback).__name__) in _UNSUPPORTED:
+                raise BadInput(f"{name} does not go with manyhands: {_UNSUPPORTED[name]}")
 
     @override
     def check(self, one_model: bool) -> None:
         if self.callbacks and not one_model:
             raise Unsupported(
-                "Keras callbacks look at one model, and the strategy trains one a worker: leave callbacks out, or take another strategy"
+                "Keras callbacks need one model, and the strategy trains one on each worker: leave callbacks out, or take "
+                "another strategy"
             )
 
     @override
@@ -60,18 +61,18 @@ class KerasCallbacks(WorkerCallbackFactory):
         module = replica.model
         assert isinstance(module, KerasModule)
         for seed in module.seeds():
-            seed[1] += worker.rank * _APART
+            seed[1] += worker.rank * _DRAWS_APART
         return KerasWorkerCallback(self.callbacks, worker, replica, module) if self.callbacks else None
 
     @override
-    def on_result(self, result: Any) -> None:
-        """Copies what worker 0's callbacks hold into the user's own: `history`, `best`, `stopped_epoch`."""
-        for callback, remembered in zip(self.callbacks, result or (), strict=False):
+    def on_result(self, said: Any) -> None:
+        """Copy the attributes of worker 0's callbacks to the user's: `history`, `best`, `stopped_epoch`."""
+        for callback, remembered in zip(self.callbacks, said or (), strict=False):
             vars(callback).update(remembered)
 
 
 class KerasWorkerCallback(WorkerCallback):
-    """One worker's part: all count, worker 0 calls back, all obey."""
+    """On each worker: counts metrics; worker 0 calls the callbacks; all apply their decisions."""
 
     def __init__(self, callbacks: tuple[Any, ...], worker: Worker, replica: Replica, module: KerasModule) -> None:
         self._callbacks = callbacks if worker.rank == 0 else ()
@@ -104,19 +105,19 @@ class KerasWorkerCallback(WorkerCallback):
             rate = self._rate()
             with self._module.placed():
                 self._call("on_train_batch_begin", self._batches)
-                self._call("on_train_batch_end", self._batches, tally.results(self._model))
+                self._call("on_train_batch_end", self._batches, metric_state.results(self._model))
             if self._rate() != rate and self._worker.size > 1:
                 raise Unsupported(
-                    "a callback set the learning rate after a batch, which the other workers would not hear: set it at an epoch's "
-                    "beginning or end, or compile the model with a LearningRateSchedule"
+                    "a callback set the learning rate after a batch, which the other workers would not get: set it at an "
+                    "epoch's beginning or end, or compile the model with a LearningRateSchedule"
                 )
         self._batches += 1
         return bool(self._model.stop_training)
 
     @override
     def on_epoch_end(self, epoch: int, metrics: Mapping[str, float]) -> bool:
-        judged = {"val_" + name.removeprefix("validation_"): value for name, value in metrics.items()}
-        self._logs = self._counted() | judged
+        validation = {"val_" + name.removeprefix("validation_"): value for name, value in metrics.items()}
+        self._logs = self._counted() | validation
         return self._agree(lambda: self._call("on_epoch_end", epoch, self._logs))
 
     @override
@@ -124,14 +125,14 @@ class KerasWorkerCallback(WorkerCallback):
         self._module.counts = False
         with self._module.placed():
             self._call("on_train_end", self._logs)
-        return [_remembered(callback) for callback in self._callbacks]
+        return [_attributes(callback) for callback in self._callbacks]
 
     def _call(self, method: str, *arguments: Any) -> None:
         for callback in self._callbacks:
             getattr(callback, method)(*arguments)
 
     def _agree(self, call: Callable[[], None]) -> bool:
-        """Worker 0 calls back, and all have the rate that was set. Whether the run shall end, the same on all workers."""
+        """Collective. Worker 0 calls the callbacks; all get its learning rate. Returns whether the run shall end."""
         before = self._rate()
         with self._module.placed():
             call()
@@ -147,13 +148,13 @@ class KerasWorkerCallback(WorkerCallback):
         return float(self._model.optimizer.learning_rate)
 
     def _counted(self) -> dict[str, float]:
-        """What the metrics say of the epoch's rows of all workers, as each was trained."""
-        seen = {"": Summed(tally.read(self._model), lambda total: tally.results_of(self._module, total))}
-        return evaluation.results_of(seen if self._batches else {}, self._worker.group)
+        """The metrics over the epoch's rows of all workers, as they were trained."""
+        sums = {"": Summed(metric_state.read(self._model), lambda total: metric_state.results_of(self._module, total))}
+        return evaluation.results_of(sums if self._batches else {}, self._worker.group)
 
 
-def _remembered(callback: Any) -> dict[str, Any]:
-    """What of a callback's attributes JSON holds."""
+def _attributes(callback: Any) -> dict[str, Any]:
+    """The attributes of a callback that JSON can hold."""
     return {
         name: _plain(value) for name, value in vars(callback).items() if name != "params" and _is_plain(_plain(value))
     }

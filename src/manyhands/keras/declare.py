@@ -33,20 +33,23 @@ def task(
     shuffle: bool = True,
     **fields: Any,
 ) -> Task:
-    """A compiled Keras model as a task: its own loss, optimizer, metrics and callbacks. `mh.train` leaves the final weights in it.
+    """A compiled Keras model as a task, with its own loss, optimizer, metrics and callbacks.
 
-    model: compiled; built, or built here from the first rows.
-    x, y, sample_weight: arrays, or lists, tuples and dicts of arrays where the model has several inputs or outputs. Or x is data that gives
-        (x,), (x, y) or (x, y, sample_weight) batches: whatever `Task.train_data` takes, `mh.spark.frame` too.
-    class_weight: {class: weight of its rows}, 1 for those left out.
+    After `mh.train`, the model has the final weights.
+
+    model: compiled; built, or built here from the first rows. x, y, sample_weight: arrays, or lists, tuples and dicts
+        of arrays if the model has several inputs or outputs. Or x is data that gives (x,), (x, y) or (x, y,
+        sample_weight) batches: all that `Task.train_data` accepts, including `mh.spark.frame`.
+    class_weight: {class: weight of its rows}; 1 for other classes.
     validation_data, test_data: (x, y), (x, y, sample_weight), or data that gives such batches.
-    validation_split: the share of the last rows that validate instead of train.
+    validation_split: this share of the rows, the last ones, validates instead of training.
     batch_size: GLOBAL rows a step, of all workers together.
     callbacks: keras.callbacks, called on worker 0 (docs/keras.md).
     fields: any other field of Task.
 
-    With one worker and shuffle=False, weights and losses are those of `model.fit(x, y, shuffle=False)`. Raises BadInput for a model that is not
-    compiled, Keras on another backend than torch, and what a mean over workers cannot be.
+    With one worker and shuffle=False, weights and losses are those of `model.fit(x, y, shuffle=False)`. Raises BadInput
+    for a model that is not compiled, for Keras on another backend than torch, and for losses and metrics that cannot be
+    averaged over workers.
     """
     check_fields(fields)
     _check(model)
@@ -57,8 +60,8 @@ def task(
             train_data, validation = rows.split(train_data, validation_split)
     elif any(one is not None for one in (y, sample_weight, class_weight)) or validation_split:
         raise BadInput(
-            "x gives whole batches, (x, y) or (x, y, sample_weight), and y, sample_weight, class_weight and validation_split are for arrays: "
-            "leave them out, or give arrays"
+            "x gives whole batches, (x, y) or (x, y, sample_weight), and y, sample_weight, class_weight and "
+            "validation_split are for arrays: leave them out, or give arrays"
         )
     _build(model, train_data)
     if "batch_size_per_worker" in fields:
@@ -85,30 +88,32 @@ def _optimizer(model: nn.Module) -> KerasOptimizer:
 
 
 def _given(data: Any) -> Any:
-    """Validation or test data: (x, y[, sample_weight]) as rows, anything else as it is."""
+    """Validation or test data: (x, y[, sample_weight]) as rows, anything else unchanged."""
     if isinstance(data, tuple) and 1 <= len(data) <= 3 and rows.is_arrays(data[0]):
         return rows.packed(*data)
     return data
 
 
 def _check(model: Any) -> None:
-    """Raise BadInput for what cannot be trained, with what to do."""
+    """Raise BadInput for a model that cannot be trained."""
     require_torch()
     if not isinstance(model, keras.Model):
         raise BadInput(
-            f"model must be a keras.Model, not a {type(model).__module__}.{type(model).__name__}: a PyTorch module is a task by itself, mh.Task(model=…)"
+            f"model must be a keras.Model, not a {type(model).__module__}.{type(model).__name__}: for a PyTorch module "
+            "take mh.Task(model=…)"
         )
     if not isinstance(next((v.value for v in model.variables), Tensor()), Tensor):
         raise BadInput(
-            "the model was built on another backend: set KERAS_BACKEND=torch before Keras is imported, and build it again"
+            "the model was built on another backend: set KERAS_BACKEND=torch before Keras is imported, and build it "
+            "again"
         )
     if not model.compiled or model.optimizer is None:
         raise BadInput("the model is not compiled: call model.compile(optimizer=…, loss=…) before mh.keras.task")
     for step in ("train_step", "test_step"):
         if getattr(type(model), step) is not getattr(keras.Model, step):
             raise BadInput(
-                f"{type(model).__name__} has a {step} of its own, which would not be called: put what it computes into compute_loss and "
-                "compute_metrics"
+                f"{type(model).__name__} has a {step} of its own, which would not be called: put what it computes into "
+                "compute_loss and compute_metrics"
             )
     _check_optimizer(model.optimizer)
     losses.check_losses(model)
@@ -118,22 +123,25 @@ def _check_optimizer(optimizer: Any) -> None:
     inner = [name for name, one in vars(optimizer).items() if isinstance(one, keras.optimizers.Optimizer)]
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor:
         raise BadInput(
-            "losses are not scaled: take the dtype policy mixed_bfloat16 in place of mixed_float16, and no loss_scale_factor"
+            "losses are not scaled: take the dtype policy mixed_bfloat16 in place of mixed_float16, and no "
+            "loss_scale_factor"
         )
     if inner:
         raise BadInput(f"{type(optimizer).__name__} holds other optimizers: compile the model with one of them")
     if optimizer.use_ema:
         raise BadInput(
-            "use_ema=True is not supported: leave it out, or keep the best weights with EarlyStopping(restore_best_weights=True)"
+            "use_ema=True is not supported: leave it out, or keep the best weights with "
+            "EarlyStopping(restore_best_weights=True)"
         )
 
 
 def _build(model: Any, train_data: Any) -> None:
-    """As `fit` does it: weights, optimizer, loss and metrics, from one row, where the rows are at hand."""
+    """Build weights, optimizer, loss and metrics from one row, as `fit` does, if rows are at hand."""
     if not isinstance(train_data, tuple):
         if not model.built:
             raise BadInput(
-                "the model has no weights yet, and no rows are at hand to build it by: give it an Input, or call it on a batch first"
+                "the model has no weights yet, and no rows are at hand to build it: give it an Input, or call it on a "
+                "batch first"
             )
         return
     model._symbolic_build(data_batch=slice_rows(train_data, 0, 1))

@@ -1,4 +1,4 @@
-"""A compiled Keras model's loss and metrics as a task has them."""
+"""A compiled Keras model's loss and metrics, as the loss and metrics of a task."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from manyhands.data.batch import rows_of
 from manyhands.errors import BadInput
-from manyhands.keras import tally
+from manyhands.keras import metric_state
 from manyhands.keras.backend import keras
 from manyhands.keras.module import KerasModule, module_of
 from manyhands.task import Measure, Metrics, Summed
@@ -18,7 +18,7 @@ _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
 def loss(model: nn.Module, batch: Any) -> Measure:
-    """What `model.fit` minimises, and what its mean divides by; the model's metrics count the batch, where it `counts`."""
+    """(the loss that `model.fit` minimises, what its mean divides by). Updates the model's metrics if the module `counts`."""
     module = module_of(model)
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     predicted = model(x)
@@ -27,25 +27,25 @@ def loss(model: nn.Module, batch: Any) -> Measure:
         weight = _weight(module.keras, batch, predicted, sample_weight)
         if module.counts:
             with torch.no_grad():
-                tally.count(module.keras, mean, weight, (x, y, predicted, sample_weight))
+                metric_state.count(module.keras, mean, weight, (x, y, predicted, sample_weight))
     return mean, weight
 
 
 def metrics(model: nn.Module, batch: Any) -> Metrics:
-    """The loss, and the model's metrics under the names that Keras gives them: sums of their state over all batches and workers."""
+    """The loss, and the model's metrics under Keras's names, as sums of their state over all batches and workers."""
     module = module_of(model)
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     predicted = model(x)
-    with module.placed(), tally.apart(module.keras):
+    with module.placed(), metric_state.separate(module.keras):
         mean = _loss(module.keras, x, y, predicted, sample_weight, training=False)
         weight = _weight(module.keras, batch, predicted, sample_weight)
-        tally.count(module.keras, mean, weight, (x, y, predicted, sample_weight))
-        sums = tally.read(module.keras)
+        metric_state.count(module.keras, mean, weight, (x, y, predicted, sample_weight))
+        sums = metric_state.read(module.keras)
     return {"loss": (mean, weight), "metrics": Summed(sums, lambda total: _besides_loss(module, total))}
 
 
 def _besides_loss(module: KerasModule, total: Tensor) -> dict[str, float]:
-    results = tally.results_of(module, total)
+    results = metric_state.results_of(module, total)
     return {name: value for name, value in results.items() if name != "loss"}
 
 
@@ -55,7 +55,7 @@ def _loss(model: Any, x: Any, y: Any, predicted: Any, sample_weight: Any, traini
 
 
 def _weight(model: Any, batch: Any, predicted: Any, sample_weight: Any) -> float:
-    """What the loss's mean divides by: rows, the sum of the sample weights, or the positions that are not masked."""
+    """The divisor of the loss's mean: rows, the sum of the sample weights, or the positions that are not masked."""
     outputs = keras.tree.flatten(predicted)
     mask = getattr(outputs[0], "_keras_mask", None) if len(outputs) == 1 else None
     if reductions(model) == ["mean_with_sample_weight"] and sample_weight is not None:
@@ -65,26 +65,27 @@ def _weight(model: Any, batch: Any, predicted: Any, sample_weight: Any) -> float
 
 
 def reductions(model: Any) -> list[str]:
-    """How each loss that the model was compiled with makes one number of many."""
+    """The reduction of each loss that the model was compiled with."""
     losses = [one for one in keras.tree.flatten(model.loss) if one is not None]
     return [str(one.reduction) if isinstance(one, keras.losses.Loss) else "sum_over_batch_size" for one in losses]
 
 
 def of_logits(model: Any) -> bool:
-    """Whether a loss that it was compiled with takes logits, as all of Keras's take probabilities unless told otherwise."""
+    """Whether a loss of the model takes logits. By default Keras's losses take probabilities."""
     return any(getattr(one, "from_logits", False) for one in keras.tree.flatten(model.loss))
 
 
 def check_losses(model: Any) -> None:
-    """Raise BadInput for a loss that is no mean, or whose mean no weight of the batch says."""
+    """Raise BadInput for a loss that is no mean, or for losses whose means divide by different weights."""
     kinds = reductions(model)
     sums = [kind for kind in kinds if kind not in _MEANS]
     if sums:
         raise BadInput(
-            f"a loss has reduction={sums[0]!r}, and workers agree on means: compile the model with reduction='sum_over_batch_size'"
+            f"a loss has reduction={sums[0]!r}, and workers average losses: compile the model with "
+            "reduction='sum_over_batch_size'"
         )
     if len(kinds) > 1 and "mean_with_sample_weight" in kinds:
         raise BadInput(
-            "of several losses, one divides by its sample weights and the others by rows, so that no weight is that of their sum: compile "
-            "the model with reduction='sum_over_batch_size'"
+            "of several losses, one divides by its sample weights and the others by rows, so their sum has no single "
+            "weight: compile the model with reduction='sum_over_batch_size'"
         )

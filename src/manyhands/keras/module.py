@@ -1,7 +1,7 @@
-"""A Keras model as manyhands sees a model: trainable weights are parameters, what else changes in training is a buffer.
+"""A Keras model as a torch module: trainable weights are parameters, all else that training changes is a buffer.
 
-On the torch backend a Keras variable is an `nn.Parameter`, a moving average as well as a kernel. The values stay where they
-are: `KerasModule` shows the model's own tensors, so that whatever is written to them is in the user's model.
+On the torch backend every Keras variable is an `nn.Parameter`, a moving average as well as a kernel. `KerasModule`
+holds the model's own tensors, so whatever is written to them is in the user's model.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ SEEDS = "seed_generator_state"
 
 
 class KerasModule(nn.Module):
-    """A compiled Keras model that is built, and its optimizer is built here. `keras` is the model itself; `counts` whether training updates its metrics, too.
+    """A compiled and built Keras model. The constructor builds its optimizer.
 
-    Weights of frozen layers are parameters without gradient; moving averages and the states of seed generators are buffers.
+    keras: the model itself. counts: whether training updates its metrics. Weights of frozen layers are parameters
+    without gradient; moving averages and the states of seed generators are buffers.
     """
 
     keras: Any
 
     def __init__(self, model: Any, names: list[str] | None = None) -> None:
-        """names: of the model's variables, in its order, as another process calls them."""
+        """names: of the model's variables, in its order, as another process has named them."""
         super().__init__()
-        self.__dict__["keras"] = model  # not as a child: its tensors are registered below as what they are to training
+        self.__dict__["keras"] = model  # not as a child: its tensors are registered below
         self.counts = False
         self.names = _names(model) if names is None else names
         frozen = _weights(model)
@@ -49,14 +50,14 @@ class KerasModule(nn.Module):
     def forward(self, inputs: Any) -> Any:
         """The model's outputs; `training` is this module's mode."""
         if self.keras.training != self.training:
-            self.keras.train(self.training)  # torch layers inside look there
+            self.keras.train(self.training)  # for torch layers inside
         mode = {"training": self.training} if self.keras._call_has_training_arg else {}
         with self.placed():
             return self.keras(inputs, **mode)
 
     @contextmanager
     def placed(self) -> Iterator[None]:
-        """Inside, Keras computes where the model lies; left alone it takes the first GPU."""
+        """Make Keras compute on the model's device; by default it takes the first GPU."""
         with keras.device(str(next(self.parameters()).device)):
             yield
 
@@ -66,12 +67,12 @@ class KerasModule(nn.Module):
         return [variable for variable in self.keras.variables if variable.trainable]
 
     def seeds(self) -> list[Tensor]:
-        """[2] of each seed generator: its seed, and how often it was drawn from."""
+        """[2] of each seed generator: its seed, and the number of draws."""
         return [variable.value for variable in self.keras.variables if variable.name == SEEDS]
 
     @override
     def cpu(self) -> KerasModule:
-        """Where Keras computes by itself, so that `model.predict` finds the answer there: a GPU, if the machine has one."""
+        """Move to Keras's default device, for `model.predict`: a GPU, if the machine has one."""
         return self.to(keras.ops.zeros(()).device)
 
     @override
@@ -83,7 +84,7 @@ class KerasModule(nn.Module):
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
-        """By Keras's own archive, with the classes that only this process knows and the seeds, which it leaves out."""
+        """Keras's own archive, with the seeds and the classes of this process, which the archive does not have."""
         rebuild, arguments = self.keras.__reduce__()
         return _rebuilt, (
             rebuild,
@@ -94,7 +95,7 @@ class KerasModule(nn.Module):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KerasModule:
-        """As through pickle, and where this one lies."""
+        """As by pickle, on the same device."""
         _, arguments = self.__reduce__()
         return _rebuilt(*copy.deepcopy(arguments, memo)).to(next(self.parameters()).device)
 
@@ -115,9 +116,9 @@ def _rebuilt(
 
 
 def _names(model: Any) -> list[str]:
-    """A name for each variable: its layer's number and its own name, `2/kernel`; a second one of that name has a number behind it.
+    """A name for each variable: its layer's number and its own name, `2/kernel`. Further ones of a name are numbered.
 
-    Keras numbers its layers through the whole process (dense_7), so that the same script run twice would not find its checkpoint.
+    Keras's own names (dense_7) count the layers of the whole process, so a second model would not find its checkpoint.
     """
     layers: dict[str, int] = {}
     taken: Counter[str] = Counter()
@@ -131,13 +132,13 @@ def _names(model: Any) -> list[str]:
 
 
 def _weights(model: Any) -> set[int]:
-    """The ids of variables that are trainable, or would be if their layer were not frozen."""
+    """The ids of the variables that are trainable if no layer is frozen."""
     layers = model._flatten_layers()  # Keras has no public way to all layers at any depth
     return {id(variable) for layer in layers for variable in layer._trainable_variables}
 
 
 def _objects(model: Any) -> dict[str, Any]:
-    """{name: class or function} that Keras needs to build the model again, and that a worker cannot import."""
+    """{name: class or function} that Keras needs to rebuild the model and a worker cannot import."""
     given = keras.tree.flatten(model._compile_config.config) if model._compile_config is not None else []
     found = [type(layer) for layer in model._flatten_layers()]
     found += [one if callable(one) and hasattr(one, "__name__") else type(one) for one in given]

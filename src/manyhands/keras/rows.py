@@ -1,4 +1,4 @@
-"""What `model.fit` takes as x, y and sample weights, as rows of a task."""
+"""The x, y and sample weights of `model.fit` as rows of a task."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from manyhands.keras.backend import keras
 
 
 def is_arrays(x: Any) -> bool:
-    """Whether `x` is an array, or arrays in lists, tuples and dicts; anything else gives (x, y) batches by itself."""
+    """Whether `x` is an array, or arrays in lists, tuples and dicts. Anything else gives whole batches."""
     if isinstance(x, Mapping):
         return all(is_arrays(value) for value in x.values())
     if isinstance(x, list | tuple):
@@ -26,9 +26,9 @@ def is_arrays(x: Any) -> bool:
 
 
 def packed(x: Any, y: Any = None, sample_weight: Any = None, class_weight: Mapping[int, float] | None = None) -> Any:
-    """(x,), (x, y) or (x, y, sample_weight) with arrays at every leaf, floating ones as Keras computes.
+    """(x,), (x, y) or (x, y, sample_weight) with arrays at every leaf, floating ones in Keras's own dtype.
 
-    Raises BadInput for arrays of different lengths, and for class weights beside sample weights.
+    Raises BadInput for arrays of different lengths, and for class weights with sample weights.
     """
     if class_weight is not None:
         sample_weight = _of_classes(y, sample_weight, class_weight)
@@ -38,7 +38,7 @@ def packed(x: Any, y: Any = None, sample_weight: Any = None, class_weight: Mappi
 
 
 def split(data: Any, fraction: float) -> tuple[Any, Any]:
-    """(the first rows, the last `fraction` of them), as `validation_split` has it: before anything is shuffled."""
+    """(the first rows, the last `fraction` of them), as `validation_split`: before shuffling."""
     if not 0 < fraction < 1:
         raise BadInput(
             f"validation_split must be above 0 and below 1, not {fraction!r}: leave it out for no validation"
@@ -47,7 +47,8 @@ def split(data: Any, fraction: float) -> tuple[Any, Any]:
     at = math.floor(rows * (1 - fraction))
     if at in (0, rows):
         raise BadInput(
-            f"validation_split={fraction} of {rows} rows leaves one side without any: give more rows, or another fraction"
+            f"validation_split={fraction} of {rows} rows leaves one side without any: give more rows, or another "
+            "fraction"
         )
     return slice_rows(data, 0, at), slice_rows(data, at, rows)
 
@@ -61,7 +62,7 @@ def _until_none(x: Any, y: Any, sample_weight: Any) -> tuple[Any, ...]:
 
 
 def _leaves(part: Any) -> Any:
-    """Lists of arrays as tuples; lists of numbers, frames and series as arrays."""
+    """Convert lists of arrays to tuples, and lists of numbers, frames and series to arrays."""
     if isinstance(part, Mapping):
         return {key: _leaves(value) for key, value in part.items()}
     if isinstance(part, list | tuple) and any(hasattr(value, "shape") for value in part):
@@ -77,7 +78,7 @@ def _in_keras_float(column: Any) -> Any:
 
 
 def _of_classes(y: Any, sample_weight: Any, class_weight: Mapping[int, float]) -> Any:
-    """[rows] the weight of each row's class; one-hot targets count as the class of their largest number."""
+    """[rows] the weight of each row's class. The class of one-hot targets is that of the largest number."""
     if sample_weight is not None:
         raise BadInput("class_weight and sample_weight were both given: multiply them into sample_weight")
     if not (hasattr(y, "shape") and len(y.shape) in (1, 2)):

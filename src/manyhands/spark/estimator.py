@@ -1,4 +1,4 @@
-"""manyhands as a stage of a Spark ML pipeline: `Estimator.fit(df)` trains on the cluster, `Model.transform(df)` predicts there."""
+"""A stage of a Spark ML pipeline: `Estimator.fit(df)` trains on the cluster, `Model.transform(df)` predicts there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from manyhands.recording.run import Run
 from manyhands.spark import stored_model
 from manyhands.spark.framing import frame, plain, split
 from manyhands.spark.of_keras import is_keras, metrics_of, single_output_threshold
-from manyhands.spark.predicting import OUTPUTS, Predict, column_of, judged
+from manyhands.spark.predicting import OUTPUTS, Predict, column_of, evaluate
 from manyhands.spark.weighted import WeightedLoss, WeightedMetrics
 from manyhands.task import Task
 from manyhands.training.train import train
@@ -47,7 +47,8 @@ class _Columns(HasFeaturesCol, HasLabelCol, HasPredictionCol, HasWeightCol):
     output: Param[str] = Param(
         Params._dummy(),
         "output",
-        "what a prediction is: class (number of the largest output), value (the one output), array; auto: class where labels are whole numbers",
+        "what a prediction is: class (number of the largest output), value (the one output), array; auto: class where "
+        "labels are whole numbers",
         TypeConverters.toString,
     )
     threshold: Param[float] = Param(
@@ -69,7 +70,7 @@ class _Columns(HasFeaturesCol, HasLabelCol, HasPredictionCol, HasWeightCol):
         return self.getWeightCol() if self.isDefined(self.weightCol) else None
 
     def framed(self, table: DataFrame) -> DistributedFrame:
-        """The rows as a task gets them."""
+        """The rows of a DataFrame as data of a task."""
         return frame(
             table,
             features=self._features_argument(),
@@ -84,29 +85,30 @@ class _Columns(HasFeaturesCol, HasLabelCol, HasPredictionCol, HasWeightCol):
 
 
 class Estimator(SparkEstimator["Model"], _Columns, MLWritable, MLReadable["Estimator"]):
-    """Trains a PyTorch model on a DataFrame, by any strategy, in the executors.
+    """Trains a PyTorch model on a DataFrame, with any strategy, in the executors.
 
         model = mh.spark.Estimator(model=Net, num_workers=4, strategy="local-sgd:period=8", epochs=5).fit(df)
         model.transform(df).select("prediction")
 
-    task: a Task without data (its `train_data` is replaced): loss, optimizer and metrics of your own. Its batches are
-        (features, label), with weight_col (features, label, weight).
-    model: instead of a task, what makes the module, a class or function; then `criterion` (default: cross-entropy, for labels
-        that are class numbers) and `optimizer` (default: Adam at torch's own rate) make the task. Or a compiled Keras model, with
-        its own loss, optimizer and metrics (`mh.keras.task`); Keras callbacks are `callbacks`, among the fields.
-    features_col: a column of numbers, arrays or vectors, or a list of such. label_col, prediction_col, weight_col: columns.
-    validation_indicator_col: a column of booleans: rows where it is true validate. validation_fraction: so many rows, drawn by
-        `seed`, validate instead. early_stopping: end after so many validations in a row without a lower validation loss, and
-        keep the best.
-    num_workers, strategy, engine, run_dir: as `train` has them (workers, strategy, engine, run_dir); each fit has a folder of its own
-        below run_dir, `Model.run.directory`.
-    output: what a prediction is: "class", "value", "array", or "auto", by the label's type. threshold: a single output above it is
-        class 1; default: 0, for logits, and 0.5 for a Keras model whose loss takes probabilities.
+    task: a Task with your own loss, optimizer and metrics; its `train_data` is replaced. Batches are (features, label),
+        or with weight_col (features, label, weight).
+    model: instead of a task, a class or function that makes the module; then `criterion` (default: cross-entropy, for
+        labels that are class numbers) and `optimizer` (default: Adam at torch's own rate) make the task. Or a compiled
+        Keras model, with its own loss, optimizer and metrics (`mh.keras.task`); then `callbacks`, one of the fields,
+        are Keras callbacks.
+    features_col: a column of numbers, arrays or vectors, or a list of such. label_col, prediction_col, weight_col:
+        columns. validation_indicator_col: a column of booleans; rows where it is true validate. validation_fraction:
+        instead, this share of the rows validates, drawn with `seed`. early_stopping: end after so many validations in a
+        row without a lower validation loss, and keep the best.
+    num_workers, strategy, engine, run_dir: workers, strategy, engine and run_dir of `train`. Each fit has its own
+        folder below run_dir, `Model.run.directory`.
+    output: the kind of prediction: "class", "value", "array", or "auto", by the label's type. threshold: a single
+        output above it is class 1; default: 0, for logits, and 0.5 for a Keras model whose loss takes probabilities.
     fields: any other field of Task (epochs, batch_size, seed, …).
 
-    `fit` trains a copy and leaves what was given as it is, so that it can be called any number of times.
+    `fit` trains a copy and does not change its arguments, so it can be called any number of times.
 
-    Spark ML's Params, so that CrossValidator can try them: numWorkers, epochs, batchSize, seed, strategy and all columns.
+    These are Params of Spark ML, for CrossValidator: numWorkers, epochs, batchSize, seed, strategy and all columns.
     """
 
     num_workers: Param[int] = Param(
@@ -156,7 +158,7 @@ class Estimator(SparkEstimator["Model"], _Columns, MLWritable, MLReadable["Estim
     ) -> None:
         super().__init__()
         _check(task, model, output, validation_fraction, validation_indicator_col, early_stopping)
-        _check_own(model, criterion, optimizer)
+        _check_keras(model, criterion, optimizer)
         self._task, self._make, self._criterion, self._optimizer = task, model, criterion, optimizer
         stored_model.remember(model if task is None else task.model)
         self._early_stopping, self._engine, self._run_dir = early_stopping, engine, run_dir
@@ -183,18 +185,20 @@ class Estimator(SparkEstimator["Model"], _Columns, MLWritable, MLReadable["Estim
 
     @override
     def _fit(self, dataset: DataFrame) -> Model:
-        if self._make is _was_not_saved:
-            _was_not_saved()
+        if self._make is _not_saved:
+            _not_saved()
         training, validation = self._split(dataset)
-        task = self._task_of(training, validation)
-        stops = {} if self._early_stopping is None else self._stopping(self._early_stopping)
+        task = self._task_for(training, validation)
+        options: dict[str, Any] = {}
+        if self._early_stopping is not None:
+            options = {"callbacks": [EarlyStopping(patience=self._early_stopping)], "keep": "best:validation_loss"}
         run = train(
             task,
             strategy=self.getOrDefault(self.strategy),
             engine=self._engine,
             workers=self.getOrDefault(self.num_workers),
             run_dir=None if self._run_dir is None else f"{self._run_dir}/{uuid.uuid4().hex[:12]}",
-            **stops,
+            **options,
         )
         return self._fitted(task, run, training)
 
@@ -218,7 +222,7 @@ class Estimator(SparkEstimator["Model"], _Columns, MLWritable, MLReadable["Estim
             return split(table, self.framed, fraction=fraction, seed=seed)
         return self.framed(table), None
 
-    def _task_of(self, training: DistributedFrame, validation: DistributedFrame | None) -> Task:
+    def _task_for(self, training: DistributedFrame, validation: DistributedFrame | None) -> Task:
         fields: dict[str, Any] = {"train_data": training, "validation_data": validation, **self._fields}
         fields |= {name: self.getOrDefault(name) for name in self._SCALARS if self.isDefined(self.getParam(name))}
         task = self._declared(fields)
@@ -238,9 +242,6 @@ class Estimator(SparkEstimator["Model"], _Columns, MLWritable, MLReadable["Estim
         weighted = {"loss": WeightedLoss(criterion), "evaluate": WeightedMetrics(criterion)}
         return Task(**{**weighted, **own})
 
-    def _stopping(self, patience: int) -> dict[str, Any]:
-        return {"callbacks": [EarlyStopping(patience=patience)], "keep": "best:validation_loss"}
-
     @override
     def write(self) -> MLWriter:
         return _ParamsWriter(self)
@@ -252,9 +253,9 @@ class Estimator(SparkEstimator["Model"], _Columns, MLWritable, MLReadable["Estim
 
 
 class Model(SparkModel, _Columns, MLWritable, MLReadable["Model"]):
-    """A trained model: `transform` adds the prediction column, `evaluate` gives the task's metrics over a DataFrame.
+    """A trained model: `transform` adds the prediction column, `evaluate` computes the task's metrics over a DataFrame.
 
-    module: the nn.Module. run: how it was trained; None for one that was loaded.
+    module: the nn.Module. run: its training run; None for a loaded model.
     """
 
     run: Run | None = None
@@ -268,7 +269,7 @@ class Model(SparkModel, _Columns, MLWritable, MLReadable["Model"]):
 
     @override
     def _transform(self, dataset: DataFrame) -> DataFrame:
-        """The rows with their predictions: each is computed beside its own row, so nothing is joined, whatever a shuffle does."""
+        """The rows with their predictions. Each prediction is computed with its row, so no join is needed."""
         from pyspark.sql.types import ArrayType, DoubleType
 
         output = self.getOrDefault(self.output)
@@ -278,12 +279,13 @@ class Model(SparkModel, _Columns, MLWritable, MLReadable["Model"]):
         return dataset.withColumn(self.getPredictionCol(), predict(*(plain(dataset, name) for name in self.features())))
 
     def evaluate(self, dataset: DataFrame) -> dict[str, float]:
-        """{metric: weighted mean over all rows}, computed in the executors; those of the task, the loss first."""
+        """{metric: weighted mean over all rows} of the task's metrics, the loss first, computed in the executors."""
         if self._metrics is None:
             raise BadInput(
-                "a loaded model has no metrics, which are functions of the task: use a Spark ML evaluator on transform(df)"
+                "a loaded model has no metrics, which are functions of the task: use a Spark ML evaluator on "
+                "transform(df)"
             )
-        return judged(self.module, self._metrics, self.framed(dataset))
+        return evaluate(self.module, self._metrics, self.framed(dataset))
 
     @override
     def write(self) -> MLWriter:
@@ -297,11 +299,11 @@ class Model(SparkModel, _Columns, MLWritable, MLReadable["Model"]):
     @classmethod
     @override
     def load(cls, path: str, model: Make | None = None) -> Model:
-        """A saved model.
+        """Load a saved model.
 
-        model: the class or function that makes its module, as the Estimator had it (of a Keras model, its class). None: one
-            that this process gave to an Estimator or to `mh.spark.register_model`. BadInput for a folder that names
-            anything else: code that a file names is not imported.
+        model: the class or function that makes its module, as in the Estimator (of a Keras model, its class). None: one
+            that this process gave to an Estimator or to `mh.spark.register_model`. Raises BadInput for a folder that
+            names anything else: code that a file names is not imported.
         """
         return _Reader(model).load(path)
 
@@ -313,7 +315,7 @@ class Model(SparkModel, _Columns, MLWritable, MLReadable["Model"]):
 
 
 class _ParamsWriter(MLWriter):
-    """The Params alone: an Estimator holds functions (model, loss, optimizer), which are not saved without pickle."""
+    """Saves only the Params: the functions of an Estimator (model, loss, optimizer) cannot be saved without pickle."""
 
     def __init__(self, estimator: Estimator) -> None:
         super().__init__()
@@ -328,15 +330,16 @@ class _ParamsReader(MLReader[Estimator]):
     @override
     def load(self, path: str) -> Estimator:
         metadata = DefaultParamsReader.loadMetadata(path, self.sc)
-        estimator = Estimator(model=_was_not_saved)
+        estimator = Estimator(model=_not_saved)
         estimator._resetUid(metadata["uid"])
         DefaultParamsReader.getAndSetParams(estimator, metadata)
         return estimator
 
 
-def _was_not_saved() -> nn.Module:
+def _not_saved() -> nn.Module:
     raise BadInput(
-        "this Estimator was loaded, and a saved one holds its Params alone: make it anew with its model (its Params can be read off this one)"
+        "this Estimator was loaded, and a saved one holds only its Params: make a new one with its model (this one has "
+        "its Params)"
     )
 
 
@@ -368,7 +371,7 @@ class _Reader(MLReader[Model]):
 
 
 def _module_folder(spark: SparkSession, path: str) -> str:
-    """Where the module lies in a saved model's folder, with the file system that Hadoop's settings mean by a path without one."""
+    """The URL of the module's folder in a saved model, with Hadoop's default file system for a path without one."""
     place: Any = spark._jvm.org.apache.hadoop.fs.Path(path, "module")  # type: ignore[union-attr]
     url = str(place.getFileSystem(spark._jsc.hadoopConfiguration()).makeQualified(place).toString())
     return url.replace("file:/", "file:///", 1) if url.startswith("file:/") and "//" not in url else url
@@ -382,7 +385,7 @@ def _check(
     task: Task | None, model: Any, output: str, fraction: float, indicator: str | None, early_stopping: int | None
 ) -> None:
     if (task is None) == (model is None):
-        raise BadInput("give a task, or what makes the model (model=Net): one of them")
+        raise BadInput("give either a task, or a class or function that makes the model (model=Net)")
     if output not in (*OUTPUTS, "auto"):
         raise BadInput(f"output must be auto or one of {', '.join(OUTPUTS)}, not {output!r}")
     if not 0 <= fraction < 1:
@@ -395,6 +398,6 @@ def _check(
         raise BadInput("early_stopping needs rows to validate on: give validation_fraction or validation_indicator_col")
 
 
-def _check_own(model: Any, criterion: object, optimizer: object) -> None:
+def _check_keras(model: Any, criterion: object, optimizer: object) -> None:
     if is_keras(model) and not (criterion is None and optimizer is None):
         raise BadInput("a compiled Keras model has its own loss and optimizer: leave criterion and optimizer out")

@@ -1,4 +1,4 @@
-"""A Spark DataFrame, or files that all executors see, as training data."""
+"""A Spark DataFrame, or files that all executors can read, as training data."""
 
 from __future__ import annotations
 
@@ -36,20 +36,23 @@ def frame(
     dtype: str = "float32",
     input: Literal["stream", "files"] | None = None,
 ) -> DistributedFrame:
-    """Columns of a table, for `train_data` and its like: batches are (features, label), or what of it there is.
+    """Columns of a table as data of a task (`train_data`, `validation_data`, …): batches of (features, label).
 
-    table: a DataFrame; or paths, globs and folders of Parquet or TFRecord files that all executors see (URLs that fsspec knows).
-    features: a column, or several side by side: numbers, arrays (of one length in all rows) and Spark ML vectors. They become
-        one tensor [rows, numbers] of `dtype`; a single column of numbers [rows], of arrays of arrays [rows, …].
-    label: likewise; whole numbers and booleans become int64, others `dtype`. None: batches are the features alone.
-    weight: a column of numbers; batches are then (features, label, weight).
-    input: `stream`, what a DataFrame is by default: Spark reads, computes and deals its rows. `files`, what paths are: the executors
-        read the files themselves, where rows through the JVM cost too much; of a DataFrame only if it is nothing but a read
-        of Parquet files.
+    table: a DataFrame; or paths, globs and folders of Parquet or TFRecord files that all executors can read (URLs of
+        fsspec).
+    features: a column, or several, which are concatenated: numbers, arrays (of one length in all rows) and Spark ML
+        vectors. They become one tensor [rows, numbers] of `dtype`; a single column of numbers becomes [rows], of arrays
+        of arrays [rows, …].
+    label: as features; whole numbers and booleans become int64, others `dtype`. None: batches are the features alone.
+        weight: a column of numbers; batches are then (features, label, weight). input: `stream`, the default for a
+        DataFrame: Spark reads, computes and distributes its rows. `files`, the default for paths: the executors read
+        the files themselves, which is faster than rows through the JVM. A DataFrame is accepted for `files` only if it
+        is a plain read of Parquet files.
 
-    No row is read here, of files the first one's types. Engine `spark` deals the rows evenly to one Spark task a worker, which keeps them for
-    all epochs, in memory and on its executor's disk; nothing goes through the driver. Raises BadInput for a column that is not there or
-    holds no numbers, for files that cannot be read, and for `files` of a DataFrame that computes something.
+    No row is read here; of files, the types of the first one. Engine `spark` distributes the rows evenly to one Spark
+    task for each worker, which keeps them for all epochs, in memory and on its executor's disk. No row goes through the
+    driver. Raises BadInput for a column that is missing or holds no numbers, for files that cannot be read, and for
+    `files` of a DataFrame that computes something.
     """
     if weight is not None and label is None:
         raise BadInput("weight is for batches of (features, label, weight): give label too")
@@ -72,7 +75,7 @@ def _listed(names: str | Sequence[str] | None) -> list[str]:
 
 
 def _files(table: Any, input: str | None) -> tuple[str, ...]:
-    """The files that executors are to read; none where Spark streams."""
+    """The files that executors read; none if Spark streams rows."""
     paths = [table] if isinstance(table, str | Path) else list(table) if isinstance(table, list | tuple) else []
     if input not in (None, "stream", "files"):
         raise BadInput(f"input must be 'stream' or 'files', not {input!r}")
@@ -86,13 +89,13 @@ def _files(table: Any, input: str | None) -> tuple[str, ...]:
 
 
 def _is_whole_in_files(types: dict[str, pa.DataType], name: str) -> bool:
-    """Whether a column holds whole numbers. Raises BadInput where it holds none."""
+    """Whether a column holds whole numbers. Raises BadInput if it holds no numbers."""
     import pyarrow.types as at
 
     if name not in types:
         raise BadInput(
-            f"the files have no column {name!r}; they have {', '.join(types)}. Columns that only folders' names hold (y=1/) are not in "
-            "them: have Spark read them (input='stream')"
+            f"the files have no column {name!r}; they have {', '.join(types)}. Columns that only folders' names hold (y=1/) "
+            "are not in them: have Spark read them (input='stream')"
         )
     inner: Any = types[name]
     while at.is_list(inner) or at.is_large_list(inner) or at.is_fixed_size_list(inner):
@@ -102,13 +105,13 @@ def _is_whole_in_files(types: dict[str, pa.DataType], name: str) -> bool:
     if at.is_floating(inner) or at.is_decimal(inner):
         return False
     raise BadInput(
-        f"column {name!r} holds {types[name]}, not numbers: write numbers or arrays of them (of a vector: vector_to_array), or "
-        "have Spark read them (input='stream')"
+        f"column {name!r} holds {types[name]}, not numbers: write numbers or arrays of them (of a vector: "
+        "vector_to_array), or have Spark read them (input='stream')"
     )
 
 
 def _is_whole(df: DataFrame, name: str) -> bool:
-    """Whether a column holds whole numbers. Raises BadInput where it holds none."""
+    """Whether a column holds whole numbers. Raises BadInput if it holds no numbers."""
     return _number_of(_type_of(df, name), name) in _WHOLE
 
 
@@ -129,8 +132,8 @@ def _number_of(kind: DataType, name: str) -> str:
     if inner.typeName() in (*_WHOLE, *_FRACTIONS) or inner.typeName().startswith("decimal"):
         return str(inner.typeName())
     raise BadInput(
-        f"column {name!r} holds {kind.simpleString()}, not numbers: encode it first (StringIndexer, OneHotEncoder), or take columns of "
-        "numbers, arrays or vectors"
+        f"column {name!r} holds {kind.simpleString()}, not numbers: encode it first (StringIndexer, OneHotEncoder), or "
+        "take columns of numbers, arrays or vectors"
     )
 
 
@@ -139,13 +142,13 @@ def _is_vector(kind: DataType) -> bool:
 
 
 def _selected(df: DataFrame, names: list[str]) -> DataFrame:
-    """Those columns as plain numbers, and which frame a row is of, where that is there."""
+    """These columns as plain numbers, and the frame that a row belongs to, if that is marked."""
     marked = [WHICH] if WHICH in df.columns else []
     return df.select(*(plain(df, name).alias(name) for name in dict.fromkeys(names)), *marked)
 
 
 def plain(df: DataFrame, name: str) -> SparkColumn:
-    """A column as Arrow brings it as plain numbers: vectors as arrays, decimals as doubles."""
+    """A column as plain numbers in Arrow: vectors as arrays, decimals as doubles."""
     from pyspark.sql import functions as F
 
     kind, column = _type_of(df, name), F.col(f"`{name}`")
@@ -164,9 +167,10 @@ def split(
     fraction: float = 0.0,
     seed: int = 0,
 ) -> tuple[DistributedFrame, DistributedFrame]:
-    """(training, validation) of one DataFrame that is read once: a row is of one of them, whatever a second reading would give.
+    """(training, validation) of one DataFrame that is read once, so that every row belongs to exactly one of them.
 
-    indicator: a column of booleans, true for validation; else a `fraction` drawn at random. framed: makes a frame of a DataFrame.
+    indicator: a column of booleans, true for validation; else a `fraction` is drawn at random. framed: makes a frame of
+    a DataFrame.
     """
     from pyspark.sql import functions as F
 

@@ -1,4 +1,4 @@
-"""What the Estimator does otherwise for Keras models. Keras is imported only where such a model is there already."""
+"""What the Estimator does differently for Keras models. Keras is imported only if such a model is given."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def is_keras(model: Any) -> bool:
 
 
 def keras_module(model: nn.Module) -> KerasModule | None:
-    """The Keras model as a module, where it is one."""
-    here = sys.modules.get("manyhands.keras.module")
-    return model if here is not None and isinstance(model, here.KerasModule) else None
+    """The model if it is a KerasModule, else None."""
+    imported = sys.modules.get("manyhands.keras.module")
+    return model if imported is not None and isinstance(model, imported.KerasModule) else None
 
 
 def single_output_threshold(model: nn.Module) -> float:
-    """Where class 1 begins: 0.5 if the model's loss takes probabilities, 0 for logits."""
+    """The threshold of class 1: 0.5 if the model's loss takes probabilities, 0 for logits."""
     module = keras_module(model)
     if module is None:
         return 0.0
@@ -46,7 +46,7 @@ def single_output_threshold(model: nn.Module) -> float:
 
 
 def metrics_of(model: nn.Module) -> Evaluate | None:
-    """The metrics that a Keras model brings with it."""
+    """The metrics of a Keras model; None for another model."""
     if keras_module(model) is None:
         return None
     from manyhands.keras.losses import metrics
@@ -63,7 +63,7 @@ def to_bytes(module: KerasModule) -> bytes:
 
 
 def from_bytes(data: bytes, what: str, named: Any = None) -> KerasModule:
-    """The compiled model of such an archive. BadInput, naming `what`, for one that names code which nobody here named.
+    """The compiled model of an archive. Raises BadInput, naming `what`, if the archive names code that is not trusted.
 
     named: the model's class; None: one of Keras's own, or one that is registered with Keras.
     """
@@ -72,8 +72,8 @@ def from_bytes(data: bytes, what: str, named: Any = None) -> KerasModule:
 
     if tuple(map(int, re.findall(r"\d+", keras.__version__)[:3])) < _SAFE:
         raise BadInput(
-            f"loading {what} needs Keras {'.'.join(map(str, _SAFE))} or newer, whose safe mode has no known way round it; this is Keras "
-            f"{keras.__version__}: pip install -U 'manyhands[keras]'"
+            f"loading {what} needs Keras {'.'.join(map(str, _SAFE))} or newer, whose safe mode has no known bypass; this is "
+            f"Keras {keras.__version__}: pip install -U 'manyhands[keras]'"
         )
     config = _config(data, what)
     _check_class(config, named, what)
@@ -87,8 +87,8 @@ def from_bytes(data: bytes, what: str, named: Any = None) -> KerasModule:
             return KerasModule(keras.saving.load_model(path, custom_objects=own, safe_mode=True))
         except DAMAGE as error:
             raise BadInput(
-                f"{what} holds a Keras model that cannot be made here: {error}. Import the module that registers its own layers and losses "
-                "(keras.saving.register_keras_serializable) before loading"
+                f"{what} holds a Keras model that cannot be made here: {error}. Import the module that registers its own "
+                "layers and losses (keras.saving.register_keras_serializable) before loading"
             ) from error
 
 
@@ -106,13 +106,13 @@ DAMAGE = (
     ),
     *(zipfile.BadZipFile, zlib.error),
 )
-"""What reading a damaged file raises, and making a module of the numbers in it. (A RecursionError is a RuntimeError.)"""
+"""Errors of reading a damaged file, and of making a module of its numbers. (A RecursionError is a RuntimeError.)"""
 _SAFE = (3, 13, 2)  # the bound of the extra `keras`
 _OWN = re.compile(
     r"keras\.(src\.)?(activations|backend\.torch\.optimizers|constraints|dtype_policies|initializers|layers|losses|metrics|models|ops|optimizers|"
     r"quantizers|random|regularizers)(\.|$)"
 )
-"""Keras's modules that hold parts of models. In others lie functions that read files, or fetch them."""
+"""Keras's modules with parts of models. Others have functions that read or download files."""
 _OWN_CLASSES = ("Sequential", "Functional", "Model", "DTypePolicy", "DTypePolicyMap", "KerasTensor")
 _CODE = ("__lambda__", "__typespec__")
 _MOST_CONFIG_BYTES = 64 << 20
@@ -131,7 +131,7 @@ def _config(data: bytes, what: str) -> Any:
 
 
 def _objects(config: Any) -> Iterator[dict[str, Any]]:
-    """All that a configuration has Keras make, itself included."""
+    """All objects that Keras makes of a configuration, itself included."""
     if isinstance(config, dict):
         if "class_name" in config:
             yield config
@@ -143,16 +143,17 @@ def _objects(config: Any) -> Iterator[dict[str, Any]]:
 
 
 def _check_class(config: Any, named: Any, what: str) -> None:
-    """BadInput unless the model is of the class that the caller named."""
+    """Raise BadInput unless the model is of the class that the caller named."""
     found = config.get("class_name") if isinstance(config, dict) else None
     if not isinstance(found, str) or (named is not None and found != getattr(named, "__name__", None)):
         raise BadInput(
-            f"{what} holds a Keras model of class {printable(found)}; got {getattr(named, '__name__', named)} as its model: give its own class"
+            f"{what} holds a Keras model of class {printable(found)}; got {getattr(named, '__name__', named)} as its model: "
+            "give its own class"
         )
 
 
 def _check_known(one: dict[str, Any], named: Any, what: str) -> None:
-    """BadInput for a class or function that is neither Keras's own, nor registered with Keras, nor the one that the caller named."""
+    """Raise BadInput for code that is neither Keras's own, nor registered with Keras, nor named by the caller."""
     from manyhands.keras.backend import keras
 
     module, name, registered = one.get("module"), one["class_name"], one.get("registered_name")
@@ -170,7 +171,7 @@ def _check_known(one: dict[str, Any], named: Any, what: str) -> None:
         )
     if not known:
         raise BadInput(
-            f"{what} holds a Keras model that needs {printable(module)}.{printable(name)}, which is neither a part of Keras's models "
-            "nor named here: if you trust it, import the module that registers its own layers and losses "
+            f"{what} holds a Keras model that needs {printable(module)}.{printable(name)}, which is neither a part of "
+            "Keras's models nor named here: if you trust it, import the module that registers its own layers and losses "
             "(keras.saving.register_keras_serializable), or give the model's class (Model.load(path, model=…))"
         )

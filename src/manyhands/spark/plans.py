@@ -1,4 +1,4 @@
-"""Which files a DataFrame reads, and whether it is these files and nothing else."""
+"""The files that a DataFrame reads, if it is a plain read of files."""
 
 from __future__ import annotations
 
@@ -15,25 +15,24 @@ if TYPE_CHECKING:
 _READ = {
     "org.apache.spark.sql.execution.datasources.LogicalRelation",
     "org.apache.spark.sql.execution.datasources.HadoopFsRelation",
-    "org.apache.spark.sql.execution.datasources.parquet.ParquetFileFormat",  # Delta's is another: its files hold removed rows
+    "org.apache.spark.sql.execution.datasources.parquet.ParquetFileFormat",  # not Delta's, whose files hold removed rows
 }
 _FIELDS = 10  # that an error lists of a plan
 
 
 def files_of(df: DataFrame) -> tuple[str, ...]:
-    """The URLs of the Parquet files that a DataFrame reads, by name.
+    """The URLs of the Parquet files that a DataFrame reads, sorted.
 
-    Raises BadInput where it is more than a read of them: what a filter drops or a column computes would be lost silently.
+    Raises BadInput if it does more than read them: a filter or a computed column would be lost silently.
     """
     if is_connect(df.sparkSession):
-        raise BadInput(
-            "over Spark Connect nobody here sees what the DataFrame computes: give the paths of the files instead of it"
-        )
+        raise BadInput("over Spark Connect the plan of a DataFrame is not visible: give the paths of the files instead")
     plan = _below_names(df._jdf.queryExecution().analyzed())
     if not _is_read(plan):
         raise BadInput(
             "input='files' takes a DataFrame that is nothing but a read of Parquet files, and this one has "
-            f"{plan.simpleString(_FIELDS)!r} in its plan, which would be lost: leave input out, or write the DataFrame and give the path"
+            f"{plan.simpleString(_FIELDS)!r} in its plan, which would be lost: leave input out, or write the DataFrame and "
+            "give the path"
         )
     files = tuple(sorted(unquote(url) for url in df.inputFiles()))
     for file in files:
@@ -42,7 +41,7 @@ def files_of(df: DataFrame) -> tuple[str, ...]:
 
 
 def _below_names(plan: Any) -> Any:
-    """The plan without what only names a table or chooses columns as they are."""
+    """The plan without nodes that only name a table or select columns unchanged."""
     while plan.nodeName() == "SubqueryAlias" or (plan.nodeName() == "Project" and _chooses(plan)):
         plan = plan.child()
     return plan

@@ -1,10 +1,12 @@
-"""A trained module on disk without pickle: where its class or function is, what it was called with, and its tensors. Keras
-models are what Keras itself saves.
+"""A trained module on disk without pickle: the name of its class or function, the arguments, and its tensors.
 
-What a stored model names is never imported. `load` takes the class or function that its caller names, or one that this
-process registered: by `register_model`, or by giving it to an Estimator or to `save`. The arguments come from the file.
+A Keras model is stored in Keras's own format.
 
-The folder may be on any file system that fsspec knows: a path, file:///, hdfs://, s3://.
+The class or function that a stored model names is never imported. `load` uses one that its caller gives, or one that
+this process registered: by `register_model`, or by giving it to an Estimator or to `save`. The arguments come from the
+file.
+
+The folder may be on any file system of fsspec: a path, file:///, hdfs://, s3://.
 """
 
 from __future__ import annotations
@@ -35,14 +37,15 @@ T = TypeVar("T")
 
 
 def recipe_of(make: Make) -> dict[str, Any]:
-    """How to make the module again, as JSON. BadInput where another process could not."""
+    """How to make the module again, as JSON. Raises BadInput if another process could not."""
     function = _called(make)
     args, keywords = (make.args, make.keywords) if isinstance(make, partial) else ((), {})
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
     if module in ("", "__main__") or "<" in name or _found(module, name) is not function:
         raise BadInput(
-            f"a model is saved by the name of what makes it, and {name or function!r} has none that another process could import: put a class "
-            "or function into a module of yours, and give that (or a functools.partial of it) as model"
+            f"a model is saved by the name of its class or function, and {name or function!r} has none that another "
+            "process could import: put a class or function into a module of yours, and give that (or a functools.partial "
+            "of it) as model"
         )
     _check_makes_modules(function)
     recipe = {"format": FORMAT, "module": module, "name": name, "args": list(args), "keywords": dict(keywords)}
@@ -50,13 +53,14 @@ def recipe_of(make: Make) -> dict[str, Any]:
         json.dumps(recipe)
     except TypeError as error:
         raise BadInput(
-            f"{module}.{name} was given arguments that JSON does not hold ({error}): numbers, strings and lists of them will do"
+            f"{module}.{name} was given arguments that JSON does not hold ({error}): give numbers, strings and lists of "
+            "them"
         ) from error
     return recipe
 
 
 def check(make: Make | None, model: nn.Module) -> None:
-    """BadInput where `save` could not, before anything is written."""
+    """Raise BadInput if `save` would fail, before anything is written."""
     if keras_module(model) is not None:
         return
     if make is None:
@@ -67,7 +71,7 @@ def check(make: Make | None, model: nn.Module) -> None:
 
 
 def save(path: str, make: Make | None, model: nn.Module) -> None:
-    """Write the recipe, parameters and buffers into a folder; a Keras model's own archive in their place."""
+    """Write the recipe, parameters and buffers into a folder; of a Keras model its own archive instead."""
     check(make, model)
     if make is not None:
         register_model(make)
@@ -87,10 +91,10 @@ def save(path: str, make: Make | None, model: nn.Module) -> None:
 
 
 def register_model(make: T) -> T:
-    """Let stored models that name this class or function be loaded in this process; returns it, so that it decorates.
+    """Allow loading of stored models that name this class or function, in this process. Returns it, as a decorator.
 
-    A stored model gives it the arguments that its file holds: register what does no harm with any numbers, strings and
-    lists. BadInput for anything but a class of torch modules, or a function that says it returns one.
+    It is called with the arguments in the file: register only what does no harm with any numbers, strings and lists.
+    Raises BadInput for anything but a class of torch modules, or a function that is annotated to return one.
     """
     _check_makes_modules(_called(make))
     remember(make)
@@ -98,7 +102,7 @@ def register_model(make: T) -> T:
 
 
 def remember(make: Any) -> None:
-    """As `register_model`, for what may be something else: a model of this process itself."""
+    """As `register_model`, if it is a class or function: an Estimator's own model may be something else."""
     if callable(make) and not isinstance(make, nn.Module):
         function = _called(make)
         _registered[_name_of(function)] = function
@@ -109,10 +113,10 @@ _RECIPE_FIELDS = {"format": int, "module": str, "name": str, "args": list, "keyw
 
 
 def load(path: str, make: Any = None) -> tuple[Make | None, nn.Module]:
-    """(what makes it, the module with its tensors); nothing makes a Keras model.
+    """(the class or function, the module with its tensors); (None, the module) of a Keras model.
 
-    make: the class, the function or the functools.partial that the stored model must name. None: one that this process
-    registered. Of a Keras model, its class. BadInput for anything else, before it is called.
+    make: the class, the function or the functools.partial that the stored model must name; of a Keras model, its class.
+    None: one that this process registered. Raises BadInput for anything else, before it is called.
     """
     folder = path_of(path)
     recipe = _read(folder / _RECIPE, json.loads)
@@ -132,14 +136,15 @@ def load(path: str, make: Any = None) -> tuple[Make | None, nn.Module]:
     except DAMAGE as error:
         arguments = f"{recipe['args']}, {recipe['keywords']}"
         raise BadInput(
-            f"{printable(recipe['name'])} makes no model of the arguments that {path} holds ({printable(arguments)}): {error}"
+            f"{printable(recipe['name'])} makes no model of the arguments that {path} holds ({printable(arguments)}): "
+            f"{error}"
         ) from error
     _fill(model, tensors, path)
     return made_by, model
 
 
 def _read(file: AnyPath, read: Callable[[bytes], T]) -> T:
-    """What a file holds. BadInput where it cannot be read so."""
+    """The content of a file. Raises BadInput if it cannot be read."""
     try:
         return read(file.read_bytes())
     except BadInput:
@@ -161,7 +166,7 @@ def _name_of(function: Any) -> str:
 
 
 def _check_makes_modules(function: Any) -> None:
-    """BadInput for anything but a class of modules, or a function that says it returns one: a file must not name what else is called."""
+    """Raise BadInput for anything but a class of modules, or a function that is annotated to return one."""
     kind = function
     if not isinstance(function, type):
         try:
@@ -171,19 +176,20 @@ def _check_makes_modules(function: Any) -> None:
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         name = getattr(function, "__qualname__", repr(function))
         raise BadInput(
-            f"a saved model names what makes it, which must be a class of torch modules, or a function that says it returns one: "
+            "what a saved model names must be a class of torch modules, or a function that says it returns one: "
             f"def {name}(…) -> nn.Module"
         )
 
 
 def _maker(recipe: dict[str, Any], path: str, make: Any) -> Make:
-    """What makes the module: the caller's own function, or a registered one, under the name and with the arguments of the recipe."""
+    """The caller's class or function, or a registered one, if it has the recipe's name; with the recipe's arguments."""
     name, args, keywords = f"{recipe['module']}.{recipe['name']}", recipe["args"], recipe["keywords"]
     if make is None:
         if name not in _registered:
             raise BadInput(
-                f"{path} names {printable(name)}, which nobody in this process named: code that a file names is not imported. If you "
-                f"trust it, give it (Model.load(path, model={printable(recipe['name'])})), or call mh.spark.register_model with it before loading"
+                f"{path} names {printable(name)}, which nobody in this process named: code that a file names is not "
+                f"imported. If you trust it, give it (Model.load(path, model={printable(recipe['name'])})), or call "
+                "mh.spark.register_model with it before loading"
             )
         function = _registered[name]
     else:
@@ -194,8 +200,8 @@ def _maker(recipe: dict[str, Any], path: str, make: Any) -> Make:
             )
         if isinstance(make, partial) and (json.loads(json.dumps(make.args)), make.keywords) != (args, keywords):
             raise BadInput(
-                f"{path} was saved with the arguments {args}, {keywords}; got {list(make.args)}, {dict(make.keywords)}: give "
-                f"these, or {recipe['name']} alone"
+                f"{path} was saved with the arguments {args}, {keywords}; got {list(make.args)}, {dict(make.keywords)}: "
+                f"give these, or {recipe['name']} alone"
             )
     _check_makes_modules(function)
     return partial(function, *args, **keywords) if args or keywords else function
@@ -205,12 +211,13 @@ def _fill(model: nn.Module, tensors: dict[str, torch.Tensor], path: str) -> None
     own = _tensors(model)
     if own.keys() != tensors.keys():
         raise BadInput(
-            f"{path} has the tensors of another model: {sorted(own.keys() ^ tensors.keys())[:3]} are in one of them only"
+            f"{path} has the tensors of another model: {sorted(own.keys() ^ tensors.keys())[:3]} are in only one of them"
         )
     if other := [name for name, tensor in own.items() if tensor.shape != tensors[name].shape]:
         name = other[0]
         raise BadInput(
-            f"{path} holds {name} of shape {list(tensors[name].shape)}, and the model's is {list(own[name].shape)}: was it changed since?"
+            f"{path} holds {name} of shape {list(tensors[name].shape)}, and the model's is {list(own[name].shape)}: was it "
+            "changed since?"
         )
     with torch.no_grad():
         for name, tensor in own.items():

@@ -1,4 +1,4 @@
-"""Loss and metrics of (features, label, weight) rows: weighted means, whose weight is the sum of the rows' weights."""
+"""Loss and metrics of (features, label, weight) rows: means by the rows' weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Rows = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class WeightedLoss:
-    """Σ weight · criterion / Σ weight; `criterion` takes reduction="none", as torch's functions do."""
+    """Σ weight · criterion / Σ weight. `criterion` accepts reduction="none", as torch's functions do."""
 
     criterion: Callable[..., Tensor]
 
@@ -25,20 +25,20 @@ class WeightedLoss:
         return self.mean(model(features), label, weight)
 
     def mean(self, outputs: Tensor, label: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """(mean, weight)."""
+        """(mean, weight)"""
         try:
             each = self.criterion(outputs, label, reduction="none")
         except TypeError as error:
             raise BadInput(
-                f"weight_col needs a criterion that takes reduction='none', as torch.nn.functional's do ({error}): give one, or a task "
-                "whose loss takes (features, label, weight)"
+                f"weight_col needs a criterion that takes reduction='none', as torch.nn.functional's do ({error}): give "
+                "one, or a task whose loss takes (features, label, weight)"
             ) from error
         return _mean(each.reshape(len(weight), -1).mean(1), weight)
 
 
 @dataclass(frozen=True)
 class WeightedMetrics:
-    """{"loss", "accuracy"}, the latter where labels are class numbers."""
+    """{"loss", "accuracy"}; accuracy only if labels are class numbers."""
 
     criterion: Callable[..., Tensor]
 
@@ -52,6 +52,6 @@ class WeightedMetrics:
 
 
 def _mean(values: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(mean of [rows] values, weight); 0 where nothing has weight."""
+    """(mean of [rows] values, weight); 0 if the weights are 0."""
     total = weight.sum()
     return (values * weight).sum() / total.clamp_min(torch.finfo(torch.float32).tiny), total

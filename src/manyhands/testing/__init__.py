@@ -1,1 +1,3 @@
-"""Conformance suites for groups, servers, strategies and engines, for third parties, too."""
+"""Conformance suites for groups, servers, strategies and engines, and the tools that they use. For tests, also of third
+parties.
+"""

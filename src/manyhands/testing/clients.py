@@ -1,4 +1,4 @@
-"""What the checks of servers are written with: the clients of a fresh server, and calls in a scripted order."""
+"""Tools of the server checks: the clients of a fresh server, calls from threads, and comparisons."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from manyhands.server.base import Server, ServerSpec
-from manyhands.testing.group_suite import ConformanceFailed, expect
+from manyhands.testing.group_suite import CheckFailed, expect
 
 OpenServers = Callable[[ServerSpec, int, int], AbstractContextManager[list[Server]]]
 T = TypeVar("T")
@@ -29,7 +29,7 @@ RULES: dict[str, dict[str, Any]] = {
     "adagrad": {"rate": 0.1},
     "outer": MOMENTUM,
 }
-"""Every rule that moves the center, with options."""
+"""Every rule that changes the center, with options."""
 
 ADD = ServerSpec(rule="add")
 
@@ -38,7 +38,7 @@ ADD = ServerSpec(rule="add")
 def training(
     open_servers: OpenServers, spec: ServerSpec, workers: int, shards: int = 1, center: Tensor | None = None
 ) -> Iterator[list[Server]]:
-    """A server with a first center (zeros [D]), all of whose workers take part."""
+    """A server with a first center (default: zeros [D]) and all workers active."""
     with open_servers(spec, workers, shards) as servers:
         servers[0].initialize(torch.zeros(D, dtype=torch.float64) if center is None else center)
         for server in servers:
@@ -46,8 +46,8 @@ def training(
         yield servers
 
 
-def together(servers: Sequence[Server], program: Callable[[int, Server], T]) -> list[T]:
-    """Run the program for each worker in a thread of its own; the values in rank order."""
+def run_clients(servers: Sequence[Server], program: Callable[[int, Server], T]) -> list[T]:
+    """Run the program for each worker in its own thread. Returns their results in rank order."""
     with ThreadPoolExecutor(len(servers)) as pool:
         futures = [pool.submit(program, rank, server) for rank, server in enumerate(servers)]
         return [future.result(DEADLINE_S) for future in futures]
@@ -55,22 +55,22 @@ def together(servers: Sequence[Server], program: Callable[[int, Server], T]) -> 
 
 @contextmanager
 def started(action: Callable[[], T]) -> Iterator[Future[T]]:
-    """The action runs in a thread; leaving waits for it."""
+    """Run the action in a thread; wait for it on exit."""
     with ThreadPoolExecutor(1) as pool:
         yield pool.submit(action)
 
 
 def expect_waits(future: Future[Any], what: str) -> None:
-    """The call has not returned: it must not before something else happens."""
+    """Expect that the call has not returned yet."""
     try:
         future.result(MOMENT_S)
     except TimeoutError:
         return
-    raise ConformanceFailed(f"{what}: expected to wait, but it returned")
+    raise CheckFailed(f"{what}: expected to wait, but it returned")
 
 
 def pulled(server: Server, like: Tensor | None = None) -> Tensor:
-    """What a pull gives."""
+    """The result of a pull."""
     into = torch.full((D,), math.nan, dtype=torch.float64) if like is None else torch.full_like(like, math.nan)
     server.pull(into)
     return into
@@ -84,11 +84,11 @@ def center_of(server: Server, n: int = D) -> Tensor:
 
 
 def expect_equal(got: Tensor, wanted: Tensor, what: str) -> None:
-    """Bit for bit the same."""
+    """Expect the same bits."""
     expect(torch.equal(got, wanted), f"{what}: got {got.tolist()}, expected {wanted.tolist()}")
 
 
 def expect_near(got: Tensor, wanted: Tensor, limit: float, what: str) -> None:
-    """Not further apart than `limit`."""
+    """Expect a largest difference of at most `limit`."""
     error = float((got - wanted).abs().max())
     expect(error <= limit, f"{what}: off by {error} where {limit} is allowed")

@@ -1,10 +1,10 @@
-"""The conformance suite of engines: what `Engine.launch` promises, as checks that any implementation can take.
+"""The conformance suite of engines: the guarantees of `Engine.launch`, as checks for any implementation.
 
     for name, check in ENGINE_SUITE.items():
         check(engine)                    # or check(engine, workers=1)
 
-A check raises ConformanceFailed. It is for engines that start their workers; one whose `spmd` is true would have to be
-called by every worker, and is refused. `nothing_left` reads /proc, and needs Linux.
+A check raises CheckFailed. The suite is for engines that start their workers: one whose `spmd` is true would have
+to be called by every worker, and is refused. `nothing_left` reads /proc, and needs Linux.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing_extensions import override
 from manyhands.engines.base import Engine, LaunchSpec, Observer
 from manyhands.errors import BadInput, UnknownName, Unsupported, WorkerFailed
 from manyhands.events import Event
-from manyhands.testing.group_suite import GROUP_SUITE, ConformanceFailed, checks_of, expect
+from manyhands.testing.group_suite import GROUP_SUITE, CheckFailed, checks_of, expect
 from manyhands.worker import Worker, current
 
 T = TypeVar("T")
@@ -36,26 +36,26 @@ GROUP_CHECKS = ("place", "sums", "gather", "broadcast", "barrier", "total_zero")
 
 
 class EngineCheck(Protocol):
-    """One check, taken by an engine with `workers` workers."""
+    """One check of an engine, with `workers` workers."""
 
     def __call__(self, engine: Engine, workers: int = WORKERS) -> None: ...
 
 
-def _launch(engine: Engine, workers: int, program: Callable[[Worker], T], kept: Observer | None = None) -> list[T]:
+def _launch(engine: Engine, workers: int, program: Callable[[Worker], T], observer: Observer | None = None) -> list[T]:
     if engine.spmd:
-        problem = "every worker would have to pass the conformance suite: test an engine in place with a script"
+        problem = "every worker would have to run the suite: test an engine in place with a script"
         raise Unsupported(f"engine {engine.name}: {problem}")
     options: dict[str, Any] = {"timeout_s": DEADLINE_S, "threads_per_worker": 1, "device": "cpu"}
-    return engine.launch(program, LaunchSpec(workers=workers, observer=kept or Observer(), **options))
+    return engine.launch(program, LaunchSpec(workers=workers, observer=observer or Observer(), **options))
 
 
 def check_values(engine: Engine, workers: int = WORKERS) -> None:
-    """The program's values, whatever they are, in rank order; what the program closes over comes along."""
+    """`launch` returns the program's values in rank order, of any type; the program's closure is sent along."""
     offset = torch.arange(3)
     values = _launch(engine, workers, lambda worker: (worker.rank, offset + worker.rank, None))
-    came = [(rank, sums.tolist(), nothing) for rank, sums, nothing in values]
+    got = [(rank, sums.tolist(), nothing) for rank, sums, nothing in values]
     wanted = [(rank, [rank, rank + 1, rank + 2], None) for rank in range(workers)]
-    expect(came == wanted, f"expected the values {wanted} in rank order, came {came}")
+    expect(got == wanted, f"expected the values {wanted} in rank order, got {got}")
 
 
 def check_worker(engine: Engine, workers: int = WORKERS) -> None:
@@ -73,32 +73,32 @@ def check_worker(engine: Engine, workers: int = WORKERS) -> None:
             "clock goes on": worker.clock() >= start,
         }
 
-    for rank, came in enumerate(_launch(engine, workers, program)):
+    for rank, got in enumerate(_launch(engine, workers, program)):
         wanted = {"place": (rank, workers) * 2, "threads": (1, 1), "device, generation, server": ("cpu", 0, None)}
-        for fact, value in came.items():
+        for fact, value in got.items():
             right = wanted.get(fact, True)
-            expect(value == right, f"the Worker of rank {rank}: {fact}: expected {right}, came {value}")
+            expect(value == right, f"the Worker of rank {rank}: {fact}: expected {right}, got {value}")
     expect(current() is None, "after the launch the driver still counts as a worker")
 
 
 def check_group(engine: Engine, workers: int = WORKERS) -> None:
-    """The workers' group passes a part of its own conformance suite (`GROUP_SUITE` is the whole)."""
+    """The workers' group passes the quick checks of `GROUP_SUITE`."""
 
     def program(worker: Worker) -> None:
         try:
             for name in GROUP_CHECKS:
                 GROUP_SUITE[name](worker.group)
-        except ConformanceFailed as error:
-            raise BadInput(str(error)) from error  # which every engine must bring back as it is
+        except CheckFailed as error:
+            raise BadInput(str(error)) from error  # which every engine must raise unchanged
 
     try:
         _launch(engine, workers, program)
     except BadInput as error:
-        raise ConformanceFailed(f"the group of {workers} workers: {error}") from error
+        raise CheckFailed(f"the group of {workers} workers: {error}") from error
 
 
 def check_bad_input(engine: Engine, workers: int = WORKERS) -> None:
-    """A worker's BadInput, or a kind of it, comes out as itself, while the others wait for that worker."""
+    """A worker's BadInput, or a subclass, is raised by `launch` while the other workers wait for that worker."""
 
     for kind in (BadInput, UnknownName):
 
@@ -111,45 +111,48 @@ def check_bad_input(engine: Engine, workers: int = WORKERS) -> None:
             _launch(engine, workers, program)
         except BadInput as error:
             right = type(error) is kind and "give another batch_size" in str(error)
-            expect(right, f"expected {kind.__name__} with its own words, came {type(error).__name__}: {error}")
+            expect(right, f"expected {kind.__name__} with its own words, got {type(error).__name__}: {error}")
         else:
-            raise ConformanceFailed(f"a worker raised {kind.__name__}, and launch returned")
+            raise CheckFailed(f"a worker raised {kind.__name__}, and launch returned")
 
 
 def _fails(worker: Worker) -> None:
     worker.driver.progress("compute", 7)
     if worker.rank == worker.size - 1:
-        raise KeyError("weights of the conformance suite")
+        raise KeyError("weights of the check")
     worker.group.barrier()
 
 
 def check_failure(engine: Engine, workers: int = WORKERS) -> None:
-    """Another exception is WorkerFailed with rank, host, phase, step and traceback; the next launch works. (CASE 21)"""
+    """Another exception becomes WorkerFailed with rank, host, phase, step and traceback. (CASE 21)
+
+    The next launch works.
+    """
     try:
         _launch(engine, workers, _fails)
     except WorkerFailed as error:
-        came = {"rank": error.rank, "phase": error.phase, "step": error.step, "error": error.error}
+        got = {"rank": error.rank, "phase": error.phase, "step": error.step, "error": error.error}
         wanted = {"rank": workers - 1, "phase": "compute", "step": 7, "error": "KeyError"}
-        expect(came == wanted, f"WorkerFailed: expected {wanted}, came {came}")
+        expect(got == wanted, f"WorkerFailed: expected {wanted}, got {got}")
         expect(bool(error.host), "WorkerFailed names no host")
-        traced = all(word in error.detail for word in ("Traceback", "_fails", "weights of the conformance suite"))
+        traced = all(word in error.detail for word in ("Traceback", "_fails", "weights of the check"))
         expect(traced and error.detail in str(error), f"WorkerFailed has not the worker's traceback: {error}")
     else:
-        raise ConformanceFailed("a worker raised KeyError, and launch returned")
+        raise CheckFailed("a worker raised KeyError, and launch returned")
     check_values(engine, workers)
 
 
-class _KeepEvents(Observer):
-    """Keeps what it hears; wants a stop once it heard `stop_after` events."""
+class _RecordingObserver(Observer):
+    """Keeps the events; requests a stop after `stop_after` of them."""
 
     def __init__(self, stop_after: float = math.inf) -> None:
-        self.received: list[Event] = []
+        self.events: list[Event] = []
         self.threads: set[int] = set()
         self._stop_after = stop_after
 
     @override
     def event(self, event: Event) -> None:
-        self.received.append(event)
+        self.events.append(event)
         self.threads.add(threading.get_ident())
 
     @override
@@ -160,12 +163,12 @@ class _KeepEvents(Observer):
     @override
     def stopping(self) -> str:
         self.threads.add(threading.get_ident())
-        return "enough" if len(self.received) >= self._stop_after else ""
+        return "enough" if len(self.events) >= self._stop_after else ""
 
 
 def check_events(engine: Engine, workers: int = WORKERS) -> None:
-    """Each worker's events reach the observer in order, in the thread that launched; `ask` brings its answer."""
-    kept = _KeepEvents()
+    """Each worker's events reach the observer in order, in the launching thread; `ask` returns its answer."""
+    observer = _RecordingObserver()
 
     def program(worker: Worker) -> dict[str, Any]:
         for step in range(EVENTS):
@@ -174,47 +177,47 @@ def check_events(engine: Engine, workers: int = WORKERS) -> None:
         worker.emit("end", step=EVENTS + 1)
         return answer
 
-    answers = _launch(engine, workers, program, kept)
-    expect(answers == [{"doubled": 2 * EVENTS}] * workers, f"expected the answer {2 * EVENTS}, came {answers}")
+    answers = _launch(engine, workers, program, observer)
+    expect(answers == [{"doubled": 2 * EVENTS}] * workers, f"expected the answer {2 * EVENTS}, got {answers}")
     for rank in range(workers):
-        mine = [event for event in kept.received if event.rank == rank]
+        mine = [event for event in observer.events if event.rank == rank]
         steps = [event.step for event in mine]
         expect(
-            steps == list(range(EVENTS + 2)), f"events of rank {rank} came as {steps}, expected the order of sending"
+            steps == list(range(EVENTS + 2)), f"events of rank {rank} arrived as {steps}, expected the order of sending"
         )
         last = mine[EVENTS - 1]
         right = (last.type, last.tick, last.values, mine[-1].type) == ("step", EVENTS, {"loss": float("inf")}, "end")
         expect(right, f"an event of rank {rank} arrived changed: {last}")
-    _expect_own_thread(kept)
+    _expect_own_thread(observer)
 
 
 def check_stopping(engine: Engine, workers: int = WORKERS) -> None:
-    """What `stopping()` says reaches every worker's `should_stop()`, which said "" before, within seconds."""
-    kept = _KeepEvents(stop_after=workers)
+    """The reason from `stopping()` reaches every worker's `should_stop()`, which returns "" before, within seconds."""
+    observer = _RecordingObserver(stop_after=workers)
 
     def program(worker: Worker) -> tuple[str, str]:
         before = worker.driver.should_stop()
-        worker.group.barrier()  # nobody's event is sent before all have looked
+        worker.group.barrier()  # no event is sent before all have called should_stop()
         worker.emit("step")
         deadline = time.monotonic() + DEADLINE_S / 3
         while not (reason := worker.driver.should_stop()) and time.monotonic() < deadline:
             time.sleep(0.005)
-            worker.driver.computed(1)  # where time is simulated, the others have their turn
+            worker.driver.computed(1)  # in simulated time the other workers then run
         return before, reason
 
-    came = _launch(engine, workers, program, kept)
-    expect(came == [("", "enough")] * workers, f"before and after the stop, expected ('', 'enough'), came {came}")
-    _expect_own_thread(kept)
+    got = _launch(engine, workers, program, observer)
+    expect(got == [("", "enough")] * workers, f"before and after the stop, expected ('', 'enough'), got {got}")
+    _expect_own_thread(observer)
 
 
-def _expect_own_thread(kept: _KeepEvents) -> None:
-    expect(kept.threads == {threading.get_ident()}, "the observer was called from another thread than launch was")
+def _expect_own_thread(observer: _RecordingObserver) -> None:
+    expect(observer.threads == {threading.get_ident()}, "the observer was called from another thread than launch was")
 
 
 def check_nothing_left(engine: Engine, workers: int = WORKERS) -> None:
-    """After a launch that returned and one that failed: no process and no descriptor more than before. (CASE 28)
+    """A launch that returns and one that fails leave no process and no descriptor behind. (CASE 28)
 
-    The first launch does not count: what an engine keeps warm, it keeps.
+    The first launch does not count: an engine may keep processes warm.
     """
     _launch(engine, workers, lambda worker: worker.group.barrier())
     processes, descriptors = _descendants(), _descriptors()
@@ -224,12 +227,12 @@ def check_nothing_left(engine: Engine, workers: int = WORKERS) -> None:
 
 
 def _descriptors() -> set[int]:
-    listed = os.listdir("/proc/self/fd")  # with the one that listed them, which is closed by now
+    listed = os.listdir("/proc/self/fd")  # includes the listing's own, which is closed by now
     return {int(fd) for fd in listed if os.path.lexists(f"/proc/self/fd/{fd}")}
 
 
 def _descendants() -> set[int]:
-    """Every process that this one started, and what those started, zombies included."""
+    """All descendants of this process, zombies included."""
     parents = {int(entry.name): _parent(entry) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
     found, count = {os.getpid()}, 0
     while len(found) > count:

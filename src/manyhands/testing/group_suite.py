@@ -1,11 +1,11 @@
-"""The conformance suite of groups: what `Group` promises, as checks that any implementation can take.
+"""The conformance suite of groups: the guarantees of `Group`, as checks for any implementation.
 
 Run every check of `GROUP_SUITE` on every rank of a group, in the same order:
 
     for name, check in GROUP_SUITE.items():
         check(group)
 
-A check raises ConformanceFailed. Ranks know each other's inputs (they come from seeds), so each verifies its own results.
+A check raises CheckFailed. Inputs come from seeds, so each rank knows all inputs and verifies its own results.
 """
 
 from __future__ import annotations
@@ -25,29 +25,27 @@ from manyhands.errors import BadInput, ManyhandsError
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-
-
 LARGE = {(2, torch.bfloat16): [2_200_000]}
-"""Of 16-bit means, by size and dtype: where two workers swap, or go round a ring."""
+"""Elements of further 16-bit means, by group size and dtype: around the limit between swapping and a ring."""
 
 
-class ConformanceFailed(ManyhandsError):
-    """What took a conformance suite does not do what its contract says."""
+class CheckFailed(ManyhandsError):
+    """An implementation violates its contract."""
 
 
 def expect(condition: bool, message: str) -> None:
-    """Raise ConformanceFailed unless `condition` holds."""
+    """Raise CheckFailed unless `condition` holds."""
     if not condition:
-        raise ConformanceFailed(message)
+        raise CheckFailed(message)
 
 
 def checks_of(module: Mapping[str, Any]) -> dict[str, Any]:
-    """{name: check} of what a module's globals() call check_name, in the order in which it is written."""
+    """{name: check_name} of a module's globals(), in the order in which they are written."""
     return {name.removeprefix("check_"): check for name, check in module.items() if name.startswith("check_")}
 
 
 def vector(rank: int, n: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
-    """[n] what `rank` brings: the same wherever it is computed."""
+    """[n] the input of `rank`, the same wherever it is computed."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     if dtype.is_floating_point:
         return torch.randn(n, generator=generator, dtype=torch.float64).to(dtype)
@@ -55,19 +53,19 @@ def vector(rank: int, n: int, dtype: torch.dtype = torch.float64, seed: int = 0)
 
 
 def vectors(group: Group, n: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> list[Tensor]:
-    """What all ranks bring, in rank order."""
+    """The inputs of all ranks, in rank order."""
     return [vector(rank, n, dtype, seed) for rank in range(group.size)]
 
 
 def allocated(group: Group, values: Tensor) -> Tensor:
-    """`values` in memory of the group."""
+    """A copy of `values` in memory of the group."""
     tensor = group.allocate(values.numel(), values.dtype)
     tensor.copy_(values)
     return tensor
 
 
 def expect_close(got: Tensor, wanted: Tensor, what: str) -> None:
-    """Equal within the rounding of the dtype."""
+    """Expect equal numbers, within the rounding of the dtype."""
     error = float((got.double() - wanted.double()).abs().max()) if wanted.numel() else 0.0
     scale = max(1.0, float(wanted.double().abs().max())) if wanted.numel() else 1.0
     limit = TOLERANCE.get(wanted.dtype, 0.0) * scale
@@ -75,7 +73,7 @@ def expect_close(got: Tensor, wanted: Tensor, what: str) -> None:
 
 
 def expect_same_everywhere(group: Group, tensor: Tensor, what: str) -> None:
-    """Bit for bit the same on all ranks."""
+    """Expect the same bits on all ranks."""
     rows = group.all_gather(tensor).cpu().reshape(group.size, -1)
     first = rows[0].contiguous().view(torch.uint8)
     for rank, row in enumerate(rows):
@@ -85,12 +83,12 @@ def expect_same_everywhere(group: Group, tensor: Tensor, what: str) -> None:
 
 
 def expect_refused(action: Callable[[], object], what: str) -> None:
-    """BadInput is raised."""
+    """Expect BadInput."""
     try:
         action()
     except BadInput:
         return
-    raise ConformanceFailed(f"{what}: expected BadInput, nothing was raised")
+    raise CheckFailed(f"{what}: expected BadInput, nothing was raised")
 
 
 def _check_mean(group: Group, tensor: Tensor, values: Sequence[Tensor], weights: Sequence[float], what: str) -> None:
@@ -113,7 +111,7 @@ def check_allocate(group: Group) -> None:
     for n, dtype in ((0, torch.float32), (1, torch.bfloat16), (1000, torch.float64), (7, torch.float32)):
         tensor = group.allocate(n, dtype)
         expect(
-            tensor.shape == (n,) and tensor.dtype == dtype, f"asked for {n} {dtype}, got {tensor.shape} {tensor.dtype}"
+            tensor.shape == (n,) and tensor.dtype == dtype, f"expected {n} {dtype}, got {tensor.shape} {tensor.dtype}"
         )
         expect(not tensor.any(), "allocated memory is not zero")
         expect(tensor.data_ptr() % 64 == 0, "allocated memory is not aligned to 64 bytes")
@@ -166,7 +164,7 @@ def check_mean_shapes(group: Group) -> None:
 
 
 def check_mean_mixed(group: Group) -> None:
-    """Allocated on some ranks and not on others, and at different places."""
+    """Tensors of the group's memory on some ranks and not on others, and at different offsets."""
     values, weights = vectors(group, 200_003), [1.0] * group.size
     base = group.allocate(400_006, torch.float64)
     mine = base[:200_003] if group.rank % 2 == 0 else values[group.rank].clone()
@@ -179,7 +177,7 @@ def check_mean_mixed(group: Group) -> None:
 
 
 def check_weight_zero(group: Group) -> None:
-    """A rank of weight 0 gets the others' mean; what it held does not count, NaN and infinity included."""
+    """A rank of weight 0 gets the others' mean; its own values do not count, including NaN and infinity."""
     for silent in range(group.size if group.size > 1 else 0):
         weights = [0.0 if rank == silent else 1.5 + rank for rank in range(group.size)]
         for place in (allocated, lambda group, values: values.clone()):
@@ -192,7 +190,7 @@ def check_weight_zero(group: Group) -> None:
 
 
 def check_total_zero(group: Group) -> None:
-    """If all weights are 0, every tensor stays as it was, bit for bit; bits travel all the same."""
+    """If all weights are 0, tensors keep their bits; control bits are still exchanged."""
     mine = vector(group.rank, 500)
     mine[3] = math.nan
     for tensor in (allocated(group, mine), mine.clone(), mine.clone().float(), mine.clone().bfloat16()):
@@ -203,7 +201,7 @@ def check_total_zero(group: Group) -> None:
 
 
 def check_nan_is_seen_by_all(group: Group) -> None:
-    """A NaN of a rank whose weight is not 0 reaches everybody."""
+    """A NaN of a rank whose weight is not 0 reaches all ranks."""
     tensor = allocated(group, vector(group.rank, 300))
     if group.rank == group.size - 1:
         tensor[17] = math.nan
@@ -223,7 +221,7 @@ def check_one_rank_multiplies_nothing(group: Group) -> None:
 
 
 def check_bits(group: Group) -> None:
-    """The OR of bits of any length, beside any n, weights as float64."""
+    """The OR of control bits of any length, with any n; weights are summed in float64."""
     tensor = allocated(group, torch.ones(10, dtype=torch.float64))
     for length in (0, 1, 63, 64, 65, 900, 5000, 100_000, 10_000_000):
         mine = (1 << length | 1 << group.rank) if length else 0
@@ -239,7 +237,7 @@ def check_bits(group: Group) -> None:
 
 
 def check_lost(group: Group) -> None:
-    """What rounding a mean of 16-bit numbers takes away is on one rank or another: with it, the mean is as exact as the wider dtype."""
+    """`lost` holds the rounding error of a 16-bit mean, over all ranks: together they are exact in the wider dtype."""
     for dtype, wide in ((torch.bfloat16, torch.float64), (torch.float16, torch.float32)):
         for n in (0, 5, 10_001, *LARGE.get((group.size, dtype), ())):
             weights = [0.0 if rank == 1 else 1.0 + rank for rank in range(group.size)]
@@ -248,24 +246,24 @@ def check_lost(group: Group) -> None:
             if not weights[group.rank]:
                 tensor.fill_(math.nan)
             group.mean_(tensor, weights[group.rank], lost=lost)
-            expect_same_everywhere(group, tensor, "a mean with what rounding took away")
+            expect_same_everywhere(group, tensor, "a mean with `lost`")
             group.all_reduce_(lost)
             wanted = given[0] if group.size == 1 else naive_mean(given, weights)
-            expect_close(tensor.to(wide) + lost, wanted, f"a mean of {n} {dtype} with what rounding took away")
+            expect_close(tensor.to(wide) + lost, wanted, f"a mean of {n} {dtype} with its rounding error")
     expect_refused(
         lambda: group.mean_(torch.ones(3), lost=torch.ones(3)), "lost of a mean that is not of 16-bit numbers"
     )
 
 
 def check_handles(group: Group) -> None:
-    """Many means under way at once, waited for in order, with other operations before and between."""
+    """Many means in flight at once, waited for in order, with other operations before and between."""
     for count, n in ((3, 50_000), (40, 1000), (150, 16)):
         tensors = [allocated(group, vector(group.rank, n, seed=i)) for i in range(count)]
         handles: list[Work] = [group.start_mean_(tensor, 1.0 + group.rank, 1 << i) for i, tensor in enumerate(tensors)]
         totals = [handle.wait() for handle in handles]
         weights = [1.0 + rank for rank in range(group.size)]
         for i, (tensor, total) in enumerate(zip(tensors, totals, strict=True)):
-            expect(total.bits == 1 << i, f"handle {i} of {count} brought another one's bits")
+            expect(total.bits == 1 << i, f"handle {i} of {count} has another one's bits")
             wanted = vector(0, n, seed=i) if group.size == 1 else naive_mean(vectors(group, n, seed=i), weights)
             expect_close(tensor.cpu(), wanted, f"handle {i} of {count}")
     first = group.start_mean_(values := vector(group.rank, 99))
@@ -288,7 +286,7 @@ def check_sums(group: Group) -> None:
 
 
 def check_gather(group: Group) -> None:
-    """all_gather brings every rank's tensor, of any dtype and shape, in rank order."""
+    """all_gather returns every rank's tensor, of any dtype and shape, in rank order."""
     for dtype in (*FLOATS, *INTEGERS, torch.bool):
         for n in (0, 1, 6, 150_000):
             values = [v.to(dtype) for v in vectors(group, n, torch.uint8)]
@@ -306,7 +304,7 @@ def check_gather(group: Group) -> None:
 
 
 def check_reduce_scatter(group: Group) -> None:
-    """reduce_scatter gives rank r the slice [r·n//size, (r+1)·n//size) of the sum, and changes no tensor."""
+    """reduce_scatter returns the slice [r·n//size, (r+1)·n//size) of the sum on rank r, and changes no tensor."""
     for n in (0, 1, 3, 7, 1000, 300_001):
         for dtype in (torch.float64, torch.bfloat16, torch.int32):
             values = vectors(group, n, dtype)
@@ -362,7 +360,10 @@ def _expect_received(group: Group, source: int, n: int) -> None:
 
 
 def check_swap(group: Group) -> None:
-    """swap in pairs, in circles both ways, in circles side by side, and in a line, of any size; a sender counts what it sends."""
+    """swap in pairs, in circles of both directions, in disjoint circles, and in a line, of any size.
+
+    The ledger of a sender has the bytes that it sends.
+    """
     rank, size = group.rank, group.size
     before = group.ledger.as_dict().get("send", {"bytes": 0})["bytes"]
     sent = 0
@@ -390,12 +391,12 @@ def _expect_swapped(group: Group, target: int, source: int, n: int) -> None:
     own = vector(group.rank, n)
     group.swap(own, target, into, source)
     what = f"a swap of {n} elements with {target} and {source}"
-    expect(torch.equal(into, vector(source, n)), f"{what}: other numbers came")
+    expect(torch.equal(into, vector(source, n)), f"{what}: received other numbers")
     expect(torch.equal(own, vector(group.rank, n)), f"{what} changed what was sent")
 
 
 def check_json(group: Group) -> None:
-    """all_gather_json brings JSON of any length in rank order."""
+    """all_gather_json returns JSON of any length in rank order."""
     wanted = [{"rank": rank, "text": "é" * (rank * 700_000), "list": [1.5, None, True]} for rank in range(group.size)]
     expect(group.all_gather_json(wanted[group.rank]) == wanted, "all_gather_json of up to megabytes")
     expect(group.all_gather_json(group.rank) == list(range(group.size)), "all_gather_json of numbers")
@@ -411,7 +412,7 @@ def check_barrier(group: Group) -> None:
 
 
 def check_ledger(group: Group) -> None:
-    """Over all ranks, a mean moves 2·(size-1)·n elements, a broadcast (size-1)·n; a sender counts what it sends. (CASE 8)"""
+    """The ledgers of all ranks have 2·(size-1)·n elements for a mean, (size-1)·n for a broadcast. (CASE 8)"""
     before = {name: dict(counts) for name, counts in group.ledger.as_dict().items()}
     n, size = 7, group.size
     group.mean_(allocated(group, torch.ones(n)), bits=3)
@@ -426,9 +427,9 @@ def check_ledger(group: Group) -> None:
     mine = {name: after[name]["bytes"] - before.get(name, {"bytes": 0})["bytes"] for name in after}
     wanted = {"mean_": 2 * (size - 1), "all_reduce_": 2 * (size - 1), "broadcast_": size - 1, "send": min(1, size - 1)}
     wanted["all_gather"] = size * (size - 1)
-    everybody = group.all_gather_json(mine)
+    all_ranks = group.all_gather_json(mine)
     for name, count in wanted.items():
-        moved = sum(row.get(name, 0) for row in everybody)
+        moved = sum(row.get(name, 0) for row in all_ranks)
         expect(
             moved == count * n * 4,
             f"{name} of {n} float32 on {size} ranks moved {moved} bytes, expected {count * n * 4}",
@@ -436,7 +437,7 @@ def check_ledger(group: Group) -> None:
 
 
 def check_refusals(group: Group) -> None:
-    """Wrong input is BadInput, before anything travels: the group stays usable."""
+    """Wrong input raises BadInput before anything is sent, so the group stays usable."""
     tensor = torch.ones(3)
     expect_refused(lambda: group.mean_(tensor, -1.0), "a negative weight")
     expect_refused(lambda: group.mean_(tensor, math.nan), "a weight of NaN")

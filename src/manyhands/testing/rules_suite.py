@@ -1,4 +1,4 @@
-"""What the rules of a server promise, and its codecs: the part of the conformance suite of servers that is of one rule each."""
+"""The part of the conformance suite of servers about single rules, and about codecs."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from manyhands.testing.clients import (
     expect_equal,
     expect_near,
     pulled,
+    run_clients,
     started,
-    together,
     training,
 )
-from manyhands.testing.group_suite import ConformanceFailed, checks_of, expect, expect_refused, vector
+from manyhands.testing.group_suite import CheckFailed, checks_of, expect, expect_refused, vector
 
 
 def quorum(backups: int) -> ServerSpec:
-    """A quorum's spec, as its strategy would write it."""
+    """The spec of strategy `quorum`."""
     return ServerSpec(rule="quorum", bound=16, options={"backups": backups}, one_shard=True)
 
 
 def check_elastic(open_servers: OpenServers) -> None:
-    """The answer is alpha·weight times the difference to the center as it was, by which the center moved."""
+    """The answer is alpha·weight times the difference to the previous center, by which the center moved."""
     for shards in (1, 3):
         spec = ServerSpec(rule="elastic", options={"alpha": 0.25})
         with training(open_servers, spec, 2, shards) as (a, b):
@@ -51,16 +51,16 @@ def check_elastic(open_servers: OpenServers) -> None:
 
 
 def check_elastic_in_step(open_servers: OpenServers) -> None:
-    """At bound 0 all are compared with the same center; the answers come when all have pushed in the tick, or finished it."""
+    """At bound 0 all are compared with the same center; answers arrive when all have pushed in the tick or finished it."""
     with training(open_servers, ServerSpec(rule="elastic", bound=0, options={"alpha": 0.25}), 3, 2) as servers:
-        answers = together(servers[:2], lambda rank, server: _after_two(rank, server, servers[2]))
+        answers = run_clients(servers[:2], lambda rank, server: _after_two(rank, server, servers[2]))
         for rank, answer in enumerate(answers):
             expect_equal(answer, 0.25 * vector(rank, D), f"worker {rank}'s elastic difference")
         expect_equal(center_of(servers[0]), 0.25 * vector(0, D) + 0.25 * vector(1, D), "the center after the round")
 
 
 def _after_two(rank: int, server: Server, third: Server) -> Tensor:
-    if rank == 0:  # the third worker finishes its tick without a push; here, so that all ways of arriving are allowed
+    if rank == 0:  # the third worker finishes its tick without a push, at any time
         with started(third.tick) as waiting:
             answer = _answer(server.push(vector(rank, D))).clone()
             server.tick()
@@ -74,12 +74,12 @@ def _after_two(rank: int, server: Server, third: Server) -> Tensor:
 def _answer(pushed: Pushed) -> Tensor:
     expect(pushed.applied, "a push was dropped")
     if pushed.answer is None:
-        raise ConformanceFailed("a rule that answers gave no answer")
+        raise CheckFailed("a rule that answers gave no answer")
     return pushed.answer
 
 
 def check_quorum_mean(open_servers: OpenServers) -> None:
-    """Everybody gets the same weighted mean, total weight and OR of bits; one worker's is not multiplied. (CASE 24)"""
+    """All get the same weighted mean, total weight and OR of bits; with one worker nothing is multiplied. (CASE 24)"""
     for workers in (1, 3):
         weights = [1.0, 2.5, 0.5][:workers]
         wanted = vector(0, D) if workers == 1 else naive_mean([vector(r, D) for r in range(workers)], weights)
@@ -88,12 +88,12 @@ def check_quorum_mean(open_servers: OpenServers) -> None:
             for _ in range(2):
                 pushed = server.push(vector(rank, D), weights[rank], 1 << rank)
                 expect_equal(_answer(pushed), wanted, f"worker {rank}'s mean")
-                fields = (pushed.weight, pushed.bits)
-                expect(fields == (sum(weights), (1 << len(weights)) - 1), f"weight and bits of the mean: {fields}")
+                got = (pushed.weight, pushed.bits)
+                expect(got == (sum(weights), (1 << len(weights)) - 1), f"weight and bits of the mean: {got}")
                 server.tick()
 
         with training(open_servers, quorum(0), workers, 3) as servers:
-            together(servers, program)
+            run_clients(servers, program)
             expect(
                 servers[0].drain_journal()["pushes"] == [[1], [2]],
                 "a quorum has one shard, whose versions are its steps",
@@ -101,7 +101,7 @@ def check_quorum_mean(open_servers: OpenServers) -> None:
 
 
 def check_quorum_late(open_servers: OpenServers) -> None:
-    """The step does not wait for its backups; who comes late is dropped, and gets the mean of the step it missed."""
+    """A step does not wait for its backups; a late push is dropped and answered with the mean of the missed step."""
 
     def in_time(rank: int, server: Server) -> list[Tensor]:
         means = []
@@ -111,25 +111,25 @@ def check_quorum_late(open_servers: OpenServers) -> None:
         return means
 
     with training(open_servers, quorum(1), 3) as servers:
-        means = together(servers[:2], in_time)[0]
+        means = run_clients(servers[:2], in_time)[0]
         expect_equal(means[1], naive_mean([vector(r, D, seed=1) for r in range(2)], [1.0, 1.0]), "the mean of two")
         for step, mean in enumerate(means):
             late = servers[2].push(torch.full((D,), math.nan, dtype=torch.float64), 0.0 if step else 1.0, 8)
-            fields = (late.applied, late.weight, late.bits, late.behind)
-            expect(fields == (False, 2.0, 0, 1 - step), f"applied, weight, bits and behind of a late push: {fields}")
+            got = (late.applied, late.weight, late.bits, late.behind)
+            expect(got == (False, 2.0, 0, 1 - step), f"applied, weight, bits and behind of a late push: {got}")
             expect(
                 late.answer is not None and torch.equal(late.answer, mean), f"the mean of step {step}: {late.answer}"
             )
             servers[2].tick()
-        got = together([servers[2], servers[0]], lambda rank, server: server.push(vector(rank, D)))
-        expect(all(pushed.applied for pushed in got), "a worker that caught up was dropped")
+        pushes = run_clients([servers[2], servers[0]], lambda rank, server: server.push(vector(rank, D)))
+        expect(all(pushed.applied for pushed in pushes), "a worker that caught up was dropped")
         expect(
-            servers[2].drain_journal()["pushes"] == [None, None, [3]], "dropped pushes are None in what a worker says"
+            servers[2].drain_journal()["pushes"] == [None, None, [3]], "dropped pushes are None in a worker's journal"
         )
 
 
 def check_weight_zero(open_servers: OpenServers) -> None:
-    """A push of weight 0 changes nothing in any rule, NaN included; where rules answer, it gets an answer. (CASE 27)"""
+    """A push of weight 0 changes nothing in any rule, including NaN; rules that answer answer it. (CASE 27)"""
     nothing = torch.full((D,), math.nan, dtype=torch.float64)
     for rule, options in RULES.items():
         with training(open_servers, ServerSpec(rule=rule, options=options), 2, 2, vector(5, D)) as (a, b):
@@ -140,10 +140,10 @@ def check_weight_zero(open_servers: OpenServers) -> None:
                 expect_equal(_answer(pushed), torch.zeros(D, dtype=torch.float64), "the elastic difference of nothing")
             expect_equal(center_of(a), vector(5, D), f"the center after a push of weight 0, rule {rule}")
             b.push(vector(1, D))
-            expect(b.drain_journal()["staleness"] == [0], f"a push of weight 0 made somebody stale, rule {rule}")
-            expect(bool(center_of(a).isfinite().all()), f"a push of weight 0 was remembered, rule {rule}")
+            expect(b.drain_journal()["staleness"] == [0], f"a push of weight 0 made another worker stale, rule {rule}")
+            expect(bool(center_of(a).isfinite().all()), f"a push of weight 0 changed the rule's state, rule {rule}")
     with training(open_servers, quorum(0), 2) as servers:
-        got = together(servers, lambda rank, server: server.push(vector(0, D) if rank else nothing, float(rank), 2))
+        got = run_clients(servers, lambda rank, server: server.push(vector(0, D) if rank else nothing, float(rank), 2))
         for pushed in got:
             expect_equal(_answer(pushed), vector(0, D), "the mean of a worker and one without rows")
             expect(pushed.weight == 1.0, f"the weight of a worker and one without rows is {pushed.weight}")
@@ -161,17 +161,17 @@ def check_round_without_weight(open_servers: OpenServers) -> None:
                     server.tick()
 
             with training(open_servers, ServerSpec(rule=rule, bound=0, options=options), 2, 2) as servers:
-                together(servers, program)
+                run_clients(servers, program)
                 centers.append(center_of(servers[0]))
         expect_equal(centers[1], centers[0], f"rule {rule} with two rounds without weight between two others")
 
 
 def check_outer_is_of_the_mean(open_servers: OpenServers) -> None:
-    """A round of the outer optimizer is one step along the weighted mean; rate 1 without momentum moves there. (CASE 24)"""
+    """A round of the outer optimizer is one step along the weighted mean; with rate 1 it adds the mean. (CASE 24)"""
     weights = [1.0, 3.0, 0.0]
     spec = ServerSpec(rule="outer", bound=0, options={"rate": 1.0})
     with training(open_servers, spec, 3, 2, vector(7, D)) as servers:
-        together(servers, lambda rank, server: (server.push(vector(rank, D), weights[rank]), server.tick()))
+        run_clients(servers, lambda rank, server: (server.push(vector(rank, D), weights[rank]), server.tick()))
         wanted = vector(7, D) + naive_mean([vector(rank, D) for rank in range(3)], weights)
         expect_near(center_of(servers[0]), wanted, 1e-15, "the center after one outer step")
 
@@ -212,14 +212,14 @@ def check_downpour_alone(open_servers: OpenServers) -> None:
 
 
 def check_encoded_pushes(open_servers: OpenServers) -> None:
-    """An encoded push is to the center what it is decoded as; its payloads are what was sent. (CASE 17)"""
+    """An encoded push changes the center as its decoded values do; the ledger has its payloads' bytes. (CASE 17)"""
     for text in ("topk:0.3", "onebit", "threshold:0.5", "int8"):
         codec = codec_of(text)
         assert codec is not None
         spec = ServerSpec(rule="staleness", compress=text)
         for shards in (1, 3, D + 1):
             with training(open_servers, spec, 2, shards, vector(5, D)) as (a, b):
-                expect(a.shards == shards, f"a server of {shards} shards says that it has {a.shards}")
+                expect(a.shards == shards, f"a server of {shards} shards reports {a.shards}")
                 wanted, sent = vector(5, D), 0
                 pulled(b)
                 for turn, server in enumerate((a, b, a)):
@@ -238,7 +238,7 @@ def check_encoded_pushes(open_servers: OpenServers) -> None:
 
 
 def check_encoded_pushes_of_another_kind(open_servers: OpenServers) -> None:
-    """Payloads that cannot be are BadInput and change nothing; a server without a codec takes none."""
+    """Invalid payloads raise BadInput and change nothing; a server without a codec refuses all."""
     codec = codec_of("topk:0.3")
     assert codec is not None
     with training(open_servers, ServerSpec(rule="add", compress="topk:0.3"), 1, 2) as (server,):
@@ -249,14 +249,14 @@ def check_encoded_pushes_of_another_kind(open_servers: OpenServers) -> None:
         server.push(vector(1, D))
         expect(
             server.drain_journal()["pushes"] == [[1, 1], [2, 2]],
-            "a refused push is in what the worker says, or one is missing",
+            "a refused push is in the worker's journal, or one is missing",
         )
     with training(open_servers, ADD, 1, 2) as (server,):
-        expect_refused(lambda: server.push(good), "an encoded push where no codec is")
+        expect_refused(lambda: server.push(good), "an encoded push to a server without a codec")
 
 
 def encode(codec: Codec, update: Tensor, shards: int) -> Encoded:
-    """An update, a payload for each shard."""
+    """Encode an update as one payload for each shard."""
     return Encoded(tuple(codec.encode(part) for part in parts_of(update, shards)), len(update), update.dtype)
 
 

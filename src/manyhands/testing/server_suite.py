@@ -1,12 +1,12 @@
-"""The conformance suite of servers: what `Server` promises, as checks that any implementation can take.
+"""The conformance suite of servers: the guarantees of `Server`, as checks for any implementation.
 
     for name, check in SERVER_SUITE.items():
         check(open_servers)
 
-`open_servers(spec, workers, shards)` is a context manager that gives a fresh server's clients, one a worker, in rank
-order; leaving it ends the server. A check raises ConformanceFailed. Order is scripted: clients that do not wait are called one
-after the other from one thread, those that do from one thread each. Nothing is proved by sleeping; a call that must wait
-is watched for a moment, in which a right one cannot return.
+`open_servers(spec, workers, shards)` is a context manager that gives the clients of a new server, one for each worker,
+in rank order, and ends the server on exit. A check raises CheckFailed. The order of calls is scripted: calls that do
+not wait are made from one thread, calls that wait from one thread each. No check relies on sleeping; a call that must
+wait is observed for a moment, in which a correct one cannot return.
 """
 
 from __future__ import annotations
@@ -28,35 +28,21 @@ from manyhands.testing.clients import (
     OpenServers,
     center_of,
     expect_equal,
-    expect_near,
     expect_waits,
     pulled,
+    run_clients,
     started,
-    together,
     training,
 )
 from manyhands.testing.group_suite import checks_of, expect, expect_refused, vector
 from manyhands.testing.rules_suite import RULES_SUITE
-from manyhands.testing.turns import ScriptedTurns
-
-__all__ = [
-    "SERVER_SUITE",
-    "OpenServers",
-    "center_of",
-    "expect_equal",
-    "expect_near",
-    "expect_waits",
-    "pulled",
-    "started",
-    "together",
-    "training",
-]
+from manyhands.testing.threads import ScriptedTurns
 
 ADD_IN_STEP = ServerSpec(rule="add", bound=0)
 
 
 def check_first_offer_wins(open_servers: OpenServers) -> None:
-    """The first center offered is everybody's, later offers change nothing, and nobody keeps the caller's memory."""
+    """The first center is kept, later ones change nothing, and the caller's memory is not kept."""
     for shards in (1, 3):
         with open_servers(ADD, 3, shards) as servers:
             first = vector(1, D)
@@ -70,7 +56,7 @@ def check_first_offer_wins(open_servers: OpenServers) -> None:
 
 
 def check_pull_waits_for_the_first_center(open_servers: OpenServers) -> None:
-    """Who pulls before there is a center gets the first one."""
+    """A pull before there is a center waits for the first one."""
     with open_servers(ADD, 2, 2) as servers:
         servers[1].activate()
         with started(lambda: pulled(servers[1])) as early:
@@ -80,7 +66,7 @@ def check_pull_waits_for_the_first_center(open_servers: OpenServers) -> None:
 
 
 def check_versions_and_staleness(open_servers: OpenServers) -> None:
-    """Each push is a version of every shard; staleness counts those of others since the pull, own ones never."""
+    """Each push is a version of every shard; staleness counts other workers' versions since the pull, never own ones."""
     for shards in (1, 3):
         with training(open_servers, ADD, 2, shards) as (a, b):
             one = torch.ones(D, dtype=torch.float64)
@@ -97,17 +83,17 @@ def check_versions_and_staleness(open_servers: OpenServers) -> None:
                 return [[version] * shards for version in versions]
 
             expected = {"pulls": row(0), "pushes": row(3, 4), "staleness": [2, 2]}
-            drained = a.drain_journal()
-            expect(drained == expected, f"the first worker drained {drained}, expected {expected}")
+            journal = a.drain_journal()
+            expect(journal == expected, f"the first worker's journal is {journal}, expected {expected}")
             expected = {"pulls": row(0, 4), "pushes": row(1, 2, 5), "staleness": [0, 0, 0]}
-            drained = b.drain_journal()
-            expect(drained == expected, f"the second worker drained {drained}, expected {expected}")
-            expect(a.drain_journal() == {}, "what was drained once was drained again")
+            journal = b.drain_journal()
+            expect(journal == expected, f"the second worker's journal is {journal}, expected {expected}")
+            expect(a.drain_journal() == {}, "the journal was not drained")
             expect_equal(center_of(a), 5 * one, "the center after five pushes")
 
 
 def check_center_is_not_seen(open_servers: OpenServers) -> None:
-    """`center` gives the newest version, and is neither in the journal nor in the staleness."""
+    """`center` returns the newest version, and affects neither the journal nor the staleness."""
     for shards in (1, 2):
         with training(open_servers, ADD, 2, shards) as (a, b):
             one = torch.ones(D, dtype=torch.float64)
@@ -115,13 +101,13 @@ def check_center_is_not_seen(open_servers: OpenServers) -> None:
             b.push(one)
             expect_equal(center_of(a), one, "the center after a push")
             a.push(one)
-            drained = a.drain_journal()
-            expect(drained["staleness"] == [1], "asking for the center changed the staleness")
-            expect(len(drained["pulls"]) == 1, "asking for the center is in the journal as a pull")
+            journal = a.drain_journal()
+            expect(journal["staleness"] == [1], "reading the center changed the staleness")
+            expect(len(journal["pulls"]) == 1, "reading the center is in the journal as a pull")
 
 
 def check_update_may_be_reused(open_servers: OpenServers) -> None:
-    """What the caller does with its tensor after a push changes nothing, also where the push is held."""
+    """The caller may reuse its tensor after a push, also if the push is held."""
     for spec in (ADD, ADD_IN_STEP):
         with training(open_servers, spec, 1, 2) as (server,):
             update = vector(1, D)
@@ -132,7 +118,7 @@ def check_update_may_be_reused(open_servers: OpenServers) -> None:
 
 
 def check_exactly_once(open_servers: OpenServers) -> None:
-    """Pushes of many threads at once are each applied once, and each made a version of its own."""
+    """Concurrent pushes of many threads are each applied once, and each makes its own version."""
     workers, pushes = 3, 40
 
     def program(rank: int, server: Server) -> list[list[int]]:
@@ -145,7 +131,7 @@ def check_exactly_once(open_servers: OpenServers) -> None:
         return versions
 
     with training(open_servers, ADD, workers, 2) as servers:
-        rows = [row for rows in together(servers, program) for row in rows]
+        rows = [row for rows in run_clients(servers, program) for row in rows]
         wanted = torch.full((D,), float(sum(pushes << 10 * rank for rank in range(workers))), dtype=torch.float64)
         expect_equal(center_of(servers[0]), wanted, "the center after pushes of three threads")
         for shard in range(2):
@@ -154,11 +140,11 @@ def check_exactly_once(open_servers: OpenServers) -> None:
 
 
 def check_gate(open_servers: OpenServers) -> None:
-    """A worker that finished c ticks goes on when the slowest finished c - bound, not before. (CASE 11)"""
+    """A worker that finished c ticks continues when the slowest finished c - bound, not before. (CASE 11)"""
     for bound in (0, 1, 3):
         with training(open_servers, ServerSpec(rule="add", bound=bound), 2, 2) as (fast, slow):
             for tick in range(bound):
-                expect(fast.tick(tick) == tick, "a tick that waits for nobody gives back its own bits")
+                expect(fast.tick(tick) == tick, "a tick that does not wait returns its own bits")
             for _ in range(2):
                 with started(fast.tick) as waiting:
                     expect_waits(waiting, f"tick {bound + 1} ahead of a worker at bound {bound}")
@@ -177,19 +163,19 @@ def check_gap(open_servers: OpenServers) -> None:
         for _ in range(ticks):
             for _ in range(1 + 4 * rank):
                 server.pull(into)
-            with lock:  # counted before it is told: what others read of the gap is never too small
+            with lock:  # counted before the server knows: the gap is never measured too small
                 finished[rank] += 1
                 gaps.append(max(finished) - min(finished))
             server.tick()
         server.deactivate()
 
     with training(open_servers, ServerSpec(rule="add", bound=bound), workers, 2) as servers:
-        together(servers, program)
+        run_clients(servers, program)
     expect(max(gaps) <= bound + 1, f"a gap of {max(gaps)} finished ticks at bound {bound}")
 
 
 def check_park_frees(open_servers: OpenServers) -> None:
-    """Who parks holds nobody up, may park twice, and comes back with as many ticks as the slowest."""
+    """A parked worker delays no other, may park twice, and begins again with as many ticks as the slowest."""
     with training(open_servers, ServerSpec(rule="add", bound=1), 2, 2) as (a, b):
         a.tick()
         with started(a.tick) as waiting:
@@ -208,7 +194,10 @@ def check_park_frees(open_servers: OpenServers) -> None:
 
 
 def check_in_step(open_servers: OpenServers) -> None:
-    """Bound 0 is bit-equal to the synchronous form of the rule, whoever comes first; staleness is 0, bits are OR-ed. (CASE 11)"""
+    """Bound 0 has the bits of the synchronous form of the rule, in any order of pushes. (CASE 11)
+
+    Staleness is 0, and control bits are OR-ed.
+    """
     workers, ticks = 3, 2
 
     def update(rank: int, tick: int, center: Tensor) -> Tensor:
@@ -237,13 +226,13 @@ def check_in_step(open_servers: OpenServers) -> None:
 
             spec = ServerSpec(rule=rule, bound=0)
             with training(open_servers, spec, workers, 2, wanted[0]) as servers:
-                staleness = together(servers, program)
+                staleness = run_clients(servers, program)
                 expect(staleness == [[0] * ticks] * workers, f"at bound 0 the staleness is {staleness}")
                 expect_equal(pulled(servers[0], wanted[0]), wanted[-1], "the center after the ticks")
 
 
 def check_last_pushes_of_a_segment(open_servers: OpenServers) -> None:
-    """At bound 0, what workers push after their last tick, before they park, is one version too, in rank order."""
+    """At bound 0, pushes after the last tick and before parking are one version too, applied in rank order."""
     with training(open_servers, ADD_IN_STEP, 3, 2) as servers:
         for rank in (2, 0, 1):
             servers[rank].push(vector(rank, D))
@@ -253,7 +242,7 @@ def check_last_pushes_of_a_segment(open_servers: OpenServers) -> None:
 
 
 def check_traffic(open_servers: OpenServers) -> None:
-    """A push is D·b bytes, a pull too; each is one message a shard. (CASE 9)"""
+    """A push has D·b bytes, and so has a pull; each is one message for each shard. (CASE 9)"""
     for shards in (1, 3):
         with training(open_servers, ServerSpec(rule="add", bound=1), 1, shards) as (server,):
             before = {name: dict(counts) for name, counts in server.ledger.as_dict().items()}
@@ -269,7 +258,7 @@ def check_traffic(open_servers: OpenServers) -> None:
 
 
 def check_shards_agree(open_servers: OpenServers) -> None:
-    """Any number of shards, also more than elements, gives the same center, bit for bit, with every rule."""
+    """Any number of shards, also more than elements, gives the same center bit for bit, with every rule."""
     for rule, options in RULES.items():
         centers = []
         for shards in (1, 3, D + 1):
@@ -284,7 +273,7 @@ def check_shards_agree(open_servers: OpenServers) -> None:
 
 
 def check_capture(open_servers: OpenServers) -> None:
-    """A server restored from a snapshot, with another number of shards, goes on as if nothing had been between."""
+    """A server restored from a snapshot, with another number of shards, continues as if it had not been interrupted."""
     for rule, options in RULES.items():
         spec = ServerSpec(rule=rule, options=options)
         with training(open_servers, spec, 2, 3, vector(5, D)) as (a, _):
@@ -317,7 +306,7 @@ def check_dtypes(open_servers: OpenServers) -> None:
 
 
 def check_refusals(open_servers: OpenServers) -> None:
-    """Wrong input is BadInput, and changes nothing: the server stays usable."""
+    """Wrong input raises BadInput and changes nothing: the server stays usable."""
     with training(open_servers, ADD, 1, 2) as (server,):
         one = torch.ones(D, dtype=torch.float64)
         expect_refused(lambda: server.push(torch.ones(D + 1, dtype=torch.float64)), "a push of another length")
@@ -328,7 +317,7 @@ def check_refusals(open_servers: OpenServers) -> None:
         expect_refused(lambda: server.pull(torch.ones(D - 1, dtype=torch.float64)), "a pull into another length")
         server.push(one)
         expect_equal(center_of(server), one, "the center after refusals")
-        expect(server.drain_journal()["pushes"] == [[1, 1]], "a refused push is in what the worker says")
+        expect(server.drain_journal()["pushes"] == [[1, 1]], "a refused push is in the worker's journal")
 
 
 def check_close(open_servers: OpenServers) -> None:
@@ -341,4 +330,4 @@ def check_close(open_servers: OpenServers) -> None:
 
 
 SERVER_SUITE: dict[str, Callable[[OpenServers], None]] = checks_of(globals()) | RULES_SUITE
-"""All checks by name: those above in the order in which they are written, then those of the rules."""
+"""All checks by name: those above in order, then those of the rules."""

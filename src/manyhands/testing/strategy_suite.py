@@ -1,14 +1,15 @@
-"""The conformance suite of strategies: what `Strategy` promises, as checks that any implementation can take.
+"""The conformance suite of strategies: the guarantees of `Strategy`, as checks for any implementation.
 
     for name, check in STRATEGY_SUITE.items():
         check(strategy)                  # or check(strategy, sizes=(1,)) for a strategy of one worker
 
-A check raises ConformanceFailed. Workers are threads with a tiny float64 model, AdamW, rows from seeds, and a clock that
-counts ticks: the same on every machine. Each rank begins with parameters of its own, and some ticks have fewer rows
-than workers. A server that the strategy wants is one of this process. Strategies that do not promise `plain_loop` leave it out.
+A check raises CheckFailed. Workers are threads with a tiny float64 model, AdamW, rows from seeds, and a clock that
+counts ticks, so results are the same on every machine. Each rank starts with different parameters, and some ticks have
+fewer rows than workers. If the strategy needs a server, it runs in this process. Strategies that do not guarantee
+`plain_loop` leave that check out.
 
-Where every worker goes at its own pace (`leasing()` is not None), several workers are another run each time: `repeat`
-and `resume` are then taken by one worker; and those checks that are about ticks which all make, by none.
+If every worker goes at its own pace (`leasing()` is not None), runs of several workers are not reproducible. Then
+`repeat` and `resume` run with one worker, and checks of ticks that all workers make do not run.
 """
 
 from __future__ import annotations
@@ -31,40 +32,40 @@ from manyhands.testing.group_suite import checks_of, expect
 from manyhands.testing.strategy_worker import (
     EXTRA_TICKS,
     ROWS,
-    Held,
     StrategyWorker,
+    Tensors,
     adamw,
     expect_one_tick,
     expect_same_on_all,
     expect_unchanged,
     global_batch,
-    on_workers,
+    run_to_end,
+    run_workers,
     squared_error,
     tiny_model,
-    whole_run,
 )
 
 SIZES = (1, 3)
 
 
 class StrategyCheck(Protocol):
-    """One check, taken by a strategy with each number of workers in `sizes`."""
+    """One check of a strategy, with each number of workers in `sizes`."""
 
     def __call__(self, strategy: Strategy, sizes: Sequence[int] = SIZES) -> None: ...
 
 
-def _alike(strategy: Strategy, sizes: Sequence[int]) -> Sequence[int]:
-    """The numbers of workers with which a run is the same bits each time."""
+def _reproducible_sizes(strategy: Strategy, sizes: Sequence[int]) -> Sequence[int]:
+    """The numbers of workers with which a run has the same bits each time."""
     return sizes if strategy.leasing() is None else [size for size in sizes if size == 1]
 
 
-def _in_step(strategy: Strategy, sizes: Sequence[int]) -> Sequence[int]:
-    """The numbers of workers that all make the same ticks, empty ones included."""
+def _lockstep_sizes(strategy: Strategy, sizes: Sequence[int]) -> Sequence[int]:
+    """The numbers of workers with which all make the same ticks, empty ones included."""
     return sizes if strategy.leasing() is None else []
 
 
 def check_description(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
-    """A frozen dataclass that says what it is; its spec string names an equal one."""
+    """The strategy is a frozen dataclass with a description; its spec string makes an equal one."""
     kind = type(strategy)
     parameters = getattr(kind, "__dataclass_params__", None)
     frozen = parameters is not None and parameters.frozen
@@ -79,105 +80,105 @@ def check_description(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
 
 
 def check_start(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
-    """Replicas that began with different parameters start equal, where there is to be one model. (CASE 25)"""
+    """For a strategy of one model, replicas with different parameters are equal after `start`. (CASE 25)"""
     for size in sizes:
-        members = on_workers(strategy, size, lambda member: (member.replica.parameters.clone(), member.consensus()))
-        expect_same_on_all([parameters for parameters, _ in members], strategy, "the start")
-        expect_same_on_all([consensus for _, consensus in members], strategy, "the consensus before the first tick")
+        starts = run_workers(strategy, size, lambda trainer: (trainer.replica.parameters.clone(), trainer.consensus()))
+        expect_same_on_all([parameters for parameters, _ in starts], strategy, "the start")
+        expect_same_on_all([consensus for _, consensus in starts], strategy, "the consensus before the first tick")
 
 
 def check_consensus(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
-    """After every tick it is finite and the same on all ranks; asking for it moves nothing."""
+    """After every tick the consensus is finite and the same on all ranks; computing it changes nothing."""
 
-    def program(member: StrategyWorker) -> list[Tensor]:
+    def program(trainer: StrategyWorker) -> list[Tensor]:
         answers = []
         for tick in range(len(ROWS)):
-            member.train(1)
-            member.barrier()
-            before = member.holds()
-            answers += [member.consensus(), member.consensus()]
-            expect_unchanged(before, member.holds(), f"asked for the consensus after tick {tick}")
+            trainer.train(1)
+            trainer.barrier()
+            before = trainer.tensors()
+            answers += [trainer.consensus(), trainer.consensus()]
+            expect_unchanged(before, trainer.tensors(), f"computing the consensus after tick {tick}")
             expect(torch.equal(answers[-1], answers[-2]), f"two consensuses after tick {tick} differ")
-            member.barrier()
-        member.finish()
-        return [*answers, member.consensus()]
+            trainer.barrier()
+        trainer.finish()
+        return [*answers, trainer.consensus()]
 
     for size in sizes:
-        for i, vectors in enumerate(zip(*on_workers(strategy, size, program), strict=True)):
+        for i, vectors in enumerate(zip(*run_workers(strategy, size, program), strict=True)):
             expect_same_on_all(list(vectors), strategy, f"the consensus after tick {min(i // 2, len(ROWS) - 1)}")
 
 
 def check_agreed(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
-    """After each tick what `agreed` gives is the same on all ranks, or None on all of them; asking for it moves nothing."""
+    """After each tick `agreed` returns the same on all ranks, or None on all of them; calling it changes nothing."""
 
-    def program(member: StrategyWorker) -> list[Tensor | None]:
+    def program(trainer: StrategyWorker) -> list[Tensor | None]:
         answers = []
         for tick in range(len(ROWS)):
-            member.train(1)
-            member.barrier()
-            before = member.holds()
-            agreed = member.strategy.agreed(member.replica, member.state)
+            trainer.train(1)
+            trainer.barrier()
+            before = trainer.tensors()
+            agreed = trainer.strategy.agreed(trainer.replica, trainer.state)
             answers.append(None if agreed is None else agreed.clone())
-            expect_unchanged(before, member.holds(), f"asked for what is agreed after tick {tick}")
-            member.barrier()
-        member.finish()
+            expect_unchanged(before, trainer.tensors(), f"calling agreed() after tick {tick}")
+            trainer.barrier()
+        trainer.finish()
         return answers
 
-    for size in _in_step(strategy, sizes):
-        for tick, answers in enumerate(zip(*on_workers(strategy, size, program), strict=True)):
+    for size in _lockstep_sizes(strategy, sizes):
+        for tick, answers in enumerate(zip(*run_workers(strategy, size, program), strict=True)):
             vectors = [answer for answer in answers if answer is not None]
             expect(
                 len(vectors) in (0, size),
-                f"{strategy} on {size} workers: after tick {tick} some ranks promise equal replicas and some do not",
+                f"{strategy} on {size} workers: after tick {tick} agreed() is None on some ranks and not on others",
             )
             expect_same_on_all(vectors, strategy, f"what is agreed after tick {tick}")
 
 
 def check_finish(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
-    """After windows of 0, 1, 2, … ticks: a second `finish` changes nothing, nor does the first where there was no tick."""
+    """After windows of 0, 1, 2, … ticks a second `finish` changes nothing; nor does the first without any tick."""
 
-    def program(member: StrategyWorker) -> None:
-        before = member.holds()
+    def program(trainer: StrategyWorker) -> None:
+        before = trainer.tensors()
         for ticks in range(5):
-            member.train(ticks)
-            member.finish()
-            after = member.holds()
+            trainer.train(ticks)
+            trainer.finish()
+            after = trainer.tensors()
             if not ticks:
                 expect_unchanged(before, after, "finish before the first tick")
-            member.finish()
-            expect_unchanged(after, member.holds(), f"a second finish after a window of {ticks} ticks")
+            trainer.finish()
+            expect_unchanged(after, trainer.tensors(), f"a second finish after a window of {ticks} ticks")
 
     for size in sizes:
-        on_workers(strategy, size, program)
+        run_workers(strategy, size, program)
 
 
 def check_round_of_nothing(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
-    """Ticks and rounds in which nobody has a row change nothing, now or later: outer momentum included. (CASE 27)
+    """Ticks and rounds without any rows change nothing, now or later, including outer momentum. (CASE 27)
 
-    In step only. Where a server holds the center, that is what must not change: workers may take it over meanwhile.
+    In lockstep only. With a server, its center must not change: workers may adopt it meanwhile.
     """
 
-    def what_stays(member: StrategyWorker) -> Held:
-        return member.holds() if member.worker.server is None else {"the consensus": member.consensus()}
+    def what_stays(trainer: StrategyWorker) -> Tensors:
+        return trainer.tensors() if trainer.worker.server is None else {"the consensus": trainer.consensus()}
 
-    def program(member: StrategyWorker, empty: bool) -> tuple[Held, Held]:
-        member.train(9)
-        member.finish()
-        before = what_stays(member)
+    def program(trainer: StrategyWorker, empty: bool) -> tuple[Tensors, Tensors]:
+        trainer.train(9)
+        trainer.finish()
+        before = what_stays(trainer)
         for _ in range(9):
             if empty:
-                member.turn(None)
+                trainer.run_tick(None)
             else:
-                member.tick += 1
-        member.finish()
-        expect_unchanged(before, what_stays(member), "9 ticks without any rows")
-        member.train(9)
-        member.finish()
-        return before, member.holds()
+                trainer.tick += 1
+        trainer.finish()
+        expect_unchanged(before, what_stays(trainer), "9 ticks without any rows")
+        trainer.train(9)
+        trainer.finish()
+        return before, trainer.tensors()
 
-    for size in _in_step(strategy, sizes):
-        with_them = on_workers(strategy, size, lambda member: program(member, empty=True))
-        without = on_workers(strategy, size, lambda member: program(member, empty=False))
+    for size in _lockstep_sizes(strategy, sizes):
+        with_them = run_workers(strategy, size, lambda trainer: program(trainer, empty=True))
+        without = run_workers(strategy, size, lambda trainer: program(trainer, empty=False))
         for rank, (a, b) in enumerate(zip(with_them, without, strict=True)):
             expect_unchanged(
                 b[1], a[1], f"{strategy} on {size} workers, rank {rank}: training after 9 ticks without rows"
@@ -185,130 +186,140 @@ def check_round_of_nothing(strategy: Strategy, sizes: Sequence[int] = SIZES) -> 
 
 
 def check_worker_without_rows(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
-    """Its ticks are empty: nobody hangs, it moves in rounds only, and it takes the others' answer; in step only. (CASES 18, 27)"""
+    """A worker without rows makes empty ticks: no rank hangs, its parameters change only in rounds. (CASES 18, 27)
 
-    def program(member: StrategyWorker) -> tuple[Tensor, int]:
-        last = member.worker.rank == member.worker.size - 1
+    It has the others' consensus at the end. In lockstep only.
+    """
+
+    def program(trainer: StrategyWorker) -> tuple[Tensor, int]:
+        last = trainer.worker.rank == trainer.worker.size - 1
         for tick in range(len(ROWS)):
-            before, rounds = member.replica.parameters.clone(), member.replica.rounds
-            member.turn(None if last else global_batch(tick), idle=last)
-            alone = last and member.replica.rounds == rounds and not torch.equal(member.replica.parameters, before)
-            expect(not alone, f"rank {member.worker.rank} moved at tick {tick}, without rows and outside of a round")
-        member.finish()
-        return member.consensus(), member.replica.rounds
+            before, rounds = trainer.replica.parameters.clone(), trainer.replica.rounds
+            trainer.run_tick(None if last else global_batch(tick), idle=last)
+            alone = last and trainer.replica.rounds == rounds and not torch.equal(trainer.replica.parameters, before)
+            expect(not alone, f"rank {trainer.worker.rank} moved at tick {tick}, without rows and outside of a round")
+        trainer.finish()
+        return trainer.consensus(), trainer.replica.rounds
 
-    for size in _in_step(strategy, sizes):
+    for size in _lockstep_sizes(strategy, sizes):
         expect_same_on_all(
-            [end for end, _ in on_workers(strategy, size, program)], strategy, "the end beside empty ticks"
+            [end for end, _ in run_workers(strategy, size, program)],
+            strategy,
+            "the consensus with empty ticks on the last rank",
         )
 
 
 def check_streams(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
-    """Streams of 3, 7, 11, … batches: all ranks hear at one tick that nobody has rows, once nobody has; in step only. (CASE 18)"""
+    """Streams of 3, 7, 11, … batches: all ranks learn at the same tick that no rank has rows left. (CASE 18)
 
-    def program(member: StrategyWorker) -> list[bool]:
-        mine, longest = (3 + 4 * rank for rank in (member.worker.rank, member.worker.size - 1))
+    In lockstep only.
+    """
+
+    def program(trainer: StrategyWorker) -> list[bool]:
+        mine, longest = (3 + 4 * rank for rank in (trainer.worker.rank, trainer.worker.size - 1))
         return [
-            member.turn(global_batch(tick) if tick < mine else None, idle=mine <= tick < longest, more=tick + 1 < mine)
+            trainer.run_tick(
+                global_batch(tick) if tick < mine else None, idle=mine <= tick < longest, more=tick + 1 < mine
+            )
             for tick in range(longest + EXTRA_TICKS)
         ]
 
-    for size in _in_step(strategy, sizes):
-        ends = [answers.index(False) if False in answers else None for answers in on_workers(strategy, size, program)]
+    for size in _lockstep_sizes(strategy, sizes):
+        ends = [answers.index(False) if False in answers else None for answers in run_workers(strategy, size, program)]
         last = 3 + 4 * (size - 1) - 1
         expect_one_tick(ends, last, f"{strategy} on {size} workers: the last rows were of tick {last}; first False at")
 
 
 def check_stop(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
-    """A stop that one rank sets is heard by all at one tick, soon, and not before; in step only."""
+    """A stop that one rank sets reaches all ranks at the same tick, soon, and not before; in lockstep only."""
 
-    def program(member: StrategyWorker) -> int | None:
-        last = member.worker.rank == member.worker.size - 1
+    def program(trainer: StrategyWorker) -> int | None:
+        last = trainer.worker.rank == trainer.worker.size - 1
         for tick in range(5 + EXTRA_TICKS):
-            member.turn(global_batch(tick), stop=last and tick >= 5)
-            if member.replica.control_bits & STOP:
-                stopped_at.setdefault(member.worker.rank, tick)
-        return stopped_at.get(member.worker.rank)
+            trainer.run_tick(global_batch(tick), stop=last and tick >= 5)
+            if trainer.replica.control_bits & STOP:
+                received.setdefault(trainer.worker.rank, tick)
+        return received.get(trainer.worker.rank)
 
-    for size in _in_step(strategy, sizes):
-        stopped_at: dict[int, int] = {}
-        ends = on_workers(strategy, size, program)
-        expect_one_tick(ends, 5, f"{strategy} on {size} workers: rank {size - 1} set STOP from tick 5 on; heard at")
+    for size in _lockstep_sizes(strategy, sizes):
+        received: dict[int, int] = {}
+        ends = run_workers(strategy, size, program)
+        expect_one_tick(ends, 5, f"{strategy} on {size} workers: rank {size - 1} set STOP from tick 5 on; received at")
 
 
 def check_repeat(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
-    """Two runs of the same give the same bits; one worker's, where each goes at its own pace."""
-    for size in _alike(strategy, sizes):
-        first, again = (on_workers(strategy, size, whole_run) for _ in range(2))
+    """Two runs give the same bits; of one worker, if each goes at its own pace."""
+    for size in _reproducible_sizes(strategy, sizes):
+        first, again = (run_workers(strategy, size, run_to_end) for _ in range(2))
         for rank, (a, b) in enumerate(zip(first, again, strict=True)):
             expect_unchanged(a, b, f"{strategy} on {size} workers, rank {rank}: the same run twice")
 
 
 def check_resume(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
-    """Written after any tick and read into a fresh replica and server, it ends bit for bit as if never interrupted. (CASE 19)
+    """A run that is resumed from a checkpoint after any tick ends with the bits of an uninterrupted one. (CASE 19)
 
-    One worker's, where each goes at its own pace.
+    Of one worker, if each goes at its own pace.
     """
 
-    def written(member: StrategyWorker) -> list[Checkpoint]:
+    def written(trainer: StrategyWorker) -> list[Checkpoint]:
         saved = []
         for tick in range(1, len(ROWS)):
-            member.train(1)
-            tensors, values = run_state.capture(member.replica, member.state, {"total": None})
-            member.barrier()
-            if member.worker.server is not None and member.worker.rank == 0:
-                shared, values["server"] = run_state.capture_server(member.worker.server, member.replica)
+            trainer.train(1)
+            tensors, values = run_state.capture(trainer.replica, trainer.state, {"total": None})
+            trainer.barrier()
+            if trainer.worker.server is not None and trainer.worker.rank == 0:
+                shared, values["server"] = run_state.capture_server(trainer.worker.server, trainer.replica)
                 tensors |= shared
-            path = checkpoints.save(Path(folder) / str(tick), tick, member.worker.group, tensors, values)
-            saved.append(Checkpoint(path, tick, member.worker.size))
+            path = checkpoints.save(Path(folder) / str(tick), tick, trainer.worker.group, tensors, values)
+            saved.append(Checkpoint(path, tick, trainer.worker.size))
         return saved
 
-    def resumed(member: StrategyWorker, saved: Checkpoint) -> Held:
-        rank, size = member.worker.rank, member.worker.size
-        member.state, _ = run_state.restore(saved, member.replica, member.state, rank, size, None)
-        if member.worker.server is not None and rank == 0:
-            run_state.restore_server(saved, member.worker.server, member.replica)
-        member.tick, member.replica.tick = saved.tick, saved.tick - 1
-        return whole_run(member)
+    def resumed(trainer: StrategyWorker, saved: Checkpoint) -> Tensors:
+        rank, size = trainer.worker.rank, trainer.worker.size
+        trainer.state, _ = run_state.restore(saved, trainer.replica, trainer.state, rank, size, None)
+        if trainer.worker.server is not None and rank == 0:
+            run_state.restore_server(saved, trainer.worker.server, trainer.replica)
+        trainer.tick, trainer.replica.tick = saved.tick, saved.tick - 1
+        return run_to_end(trainer)
 
-    for size in _alike(strategy, sizes):
-        wanted = on_workers(strategy, size, whole_run)
+    for size in _reproducible_sizes(strategy, sizes):
+        wanted = run_workers(strategy, size, run_to_end)
         with tempfile.TemporaryDirectory() as folder:
-            for saved in on_workers(strategy, size, written)[0]:
-                ends = on_workers(strategy, size, lambda member, saved=saved: resumed(member, saved))  # type: ignore[misc]
+            for saved in run_workers(strategy, size, written)[0]:
+                ends = run_workers(strategy, size, lambda trainer, saved=saved: resumed(trainer, saved))  # type: ignore[misc]
                 for rank, (a, b) in enumerate(zip(wanted, ends, strict=True)):
                     what = f"{strategy} on {size} workers, rank {rank}: resumed after {saved.tick} ticks"
                     expect_unchanged(a, b, what)
 
 
 def check_pushes(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
-    """Who steps, pushes; who does not, does not; a second `finish` pushes nothing; each push is one version of the server.
+    """A worker pushes if and only if it steps; a second `finish` pushes nothing; each push is one server version.
 
-    At one's own pace only: at bound 0 a version is everybody's.
+    Only for workers at their own pace: at bound 0 a version has the pushes of all.
     """
 
-    def program(member: StrategyWorker) -> tuple[list[list[int] | None], int]:
-        server, pushes = member.worker.server, []
+    def program(trainer: StrategyWorker) -> tuple[list[list[int] | None], int]:
+        server, pushes = trainer.worker.server, []
         assert server is not None
         for ticks in (0, 1, 2, len(ROWS)):
             for _ in range(ticks):
-                part = None if member.worker.rank == idle else global_batch(member.tick)
-                member.turn(part)
-                member.tick += 1
-            member.finish()
-            member.finish()
+                part = None if trainer.worker.rank == idle else global_batch(trainer.tick)
+                trainer.run_tick(part)
+                trainer.tick += 1
+            trainer.finish()
+            trainer.finish()
             pushed = server.drain_journal().get("pushes", [])
-            wanted = ticks > 0 and member.worker.rank != idle
-            problem = f"rank {member.worker.rank} pushed {len(pushed)} times in {ticks} ticks"
+            wanted = ticks > 0 and trainer.worker.rank != idle
+            problem = f"rank {trainer.worker.rank} pushed {len(pushed)} times in {ticks} ticks"
             expect(bool(pushed) == wanted, f"{problem}, expected {'some' if wanted else 'none'}")
             expect(len(pushed) <= ticks, f"{problem}, expected one a tick at most")
             pushes += pushed
-        return pushes, member.replica.step
+        return pushes, trainer.replica.step
 
     for size in sizes if strategy.leasing() is not None and strategy.server() is not None else []:
         idle = size - 1 if size > 1 else None
-        everybody = [push for pushes, _ in on_workers(strategy, size, program) for push in pushes]
-        versions = sorted(push[0] if push else -1 for push in everybody)
+        all_pushes = [push for pushes, _ in run_workers(strategy, size, program) for push in pushes]
+        versions = sorted(push[0] if push else -1 for push in all_pushes)
         problem = (
             f"{strategy} on {size} workers: pushes made versions {versions}, expected 1 to {len(versions)}, each once"
         )
@@ -316,7 +327,7 @@ def check_pushes(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
 
 
 def check_plain_loop(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
-    """One worker is a plain PyTorch loop, bit for bit, optimizer state included. (CASE 1)"""
+    """One worker equals a plain PyTorch loop, bit for bit, including optimizer state. (CASE 1)"""
     model = tiny_model(0)
     optimizer = adamw(model)
     for tick in range(len(ROWS)):
@@ -327,13 +338,13 @@ def check_plain_loop(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
     for name, p in model.named_parameters():
         wanted |= {f"the optimizer's {key} of {name}": value for key, value in optimizer.state[p].items()}
 
-    def program(member: StrategyWorker) -> Held:
-        member.train(len(ROWS))
-        member.finish()
-        return member.holds()
+    def program(trainer: StrategyWorker) -> Tensors:
+        trainer.train(len(ROWS))
+        trainer.finish()
+        return trainer.tensors()
 
-    ends = on_workers(strategy, 1, program)
-    expect_unchanged(wanted, ends[0], f"{strategy} with one worker beside a plain loop")
+    ends = run_workers(strategy, 1, program)
+    expect_unchanged(wanted, ends[0], f"{strategy} with one worker, compared with a plain loop")
 
 
 STRATEGY_SUITE: dict[str, StrategyCheck] = checks_of(globals())

@@ -1,4 +1,4 @@
-"""One worker in the conformance suite of strategies: a tiny replica, its strategy, and the turns of the loop."""
+"""A worker in the conformance suite of strategies: a tiny replica, its strategy, and the ticks of the loop."""
 
 from __future__ import annotations
 
@@ -14,31 +14,34 @@ from manyhands.data.sharding import slice_of
 from manyhands.replica.replica import MORE, STOP, Replica
 from manyhands.server.in_process import InProcessServers
 from manyhands.strategies.base import Strategy
-from manyhands.testing.group_suite import ConformanceFailed, expect
+from manyhands.testing.group_suite import CheckFailed, expect
 from manyhands.testing.threads import together
 from manyhands.worker import Worker
 
 T = TypeVar("T")
 Batch = tuple[Tensor, Tensor]  # [rows, 3], [rows, 1]
-Held = dict[str, Tensor]
+Tensors = dict[str, Tensor]
 
-ROWS = (6, 5, 2, 7, 1, 6, 4, 3, 8, 5, 2)  # of the global batch of each tick
-EXTRA_TICKS = 40  # so many ticks after the last row, or after a stop, all must have heard of it
-SECONDS_A_TICK = 0.4  # what the clock says: a strategy that votes once a second does so every other tick
+ROWS = (6, 5, 2, 7, 1, 6, 4, 3, 8, 5, 2)
+"""Of the global batch of each tick."""
+EXTRA_TICKS = 40
+"""Ticks after the last row, or after a stop, within which all ranks must know of it."""
+SECONDS_A_TICK = 0.4
+"""Of the clock. A strategy that exchanges control bits once a second does so every other tick."""
 
 
 class StrategyWorker:
-    """One worker taking the conformance suite: its replica, the strategy's state, and the turns of the loop."""
+    """One worker: its replica, the strategy's state, and the ticks of the loop."""
 
     def __init__(self, strategy: Strategy, worker: Worker) -> None:
         self.strategy, self.worker, self.tick = strategy, worker, 0
-        self.inactive = True
+        self.active = False
         self.replica = Replica(tiny_model(worker.rank), adamw, group=worker.group, loss=squared_error)
         worker.clock = lambda: SECONDS_A_TICK * (self.replica.tick + 1)
         self.state = strategy.start(self.replica, worker)
 
-    def turn(self, batch: Batch | None, *, idle: bool = False, more: bool = True, stop: bool = False) -> bool:
-        """One tick; whether anybody has rows, as `exchange` or the server says."""
+    def run_tick(self, batch: Batch | None, *, idle: bool = False, more: bool = True, stop: bool = False) -> bool:
+        """Run one tick. Returns whether any rank has rows, as `exchange` or the server reports."""
         self._activate()
         replica, step = self.replica, self.replica.step
         replica.begin_tick()
@@ -51,31 +54,31 @@ class StrategyWorker:
         return self._pass_gate(answer)
 
     def _activate(self) -> None:
-        """All take part before anybody's first tick."""
-        if self.inactive:
+        """Collective before the first tick: wait until all workers take part."""
+        if not self.active:
             if self.worker.server is not None:
                 self.worker.server.activate()
             self.barrier()
-        self.inactive = False
+        self.active = True
 
     def _pass_gate(self, answer: bool) -> bool:
         spec = self.strategy.server()
         if spec is None or self.worker.server is None:
             return answer
-        or_of_bits = self.worker.server.tick(self.replica.bits() & (MORE | STOP))
+        bits = self.worker.server.tick(self.replica.bits() & (MORE | STOP))
         if spec.bound != 0:
             return answer
-        self.replica.control_bits |= or_of_bits
-        return bool(or_of_bits & MORE)
+        self.replica.control_bits |= bits
+        return bool(bits & MORE)
 
     def train(self, ticks: int) -> None:
-        """The next `ticks` ticks, each with this rank's slice of the global batch."""
+        """Run the next `ticks` ticks, each with this rank's slice of the global batch."""
         for _ in range(ticks):
             part = slice_of_batch(self.tick, self.worker)
-            self.turn(part, idle=part is None)
+            self.run_tick(part, idle=part is None)
 
     def barrier(self) -> None:
-        """Wait for all: nobody trains now."""
+        """Wait until no worker trains."""
         self.worker.group.barrier()
 
     def finish(self) -> None:
@@ -83,15 +86,15 @@ class StrategyWorker:
         self.strategy.finish(self.replica, self.worker, self.state)
         if self.worker.server is not None:
             self.worker.server.deactivate()
-        self.inactive = True
+        self.active = False
         self.barrier()
 
     def consensus(self) -> Tensor:
         """[D'] a copy"""
         return self.strategy.consensus(self.replica, self.worker, self.state).clone()
 
-    def holds(self) -> Held:
-        """Copies of all that training moves, by name: parameters, and the optimizer's tensors."""
+    def tensors(self) -> Tensors:
+        """Copies of all tensors that training changes, by name: parameters and the optimizer's state."""
         held = {name: view.clone() for name, view in self.replica.named(self.replica.parameters).items()}
         for name, p in zip(self.replica.layout.names, self.replica.layout.parameters, strict=True):
             state = self.replica.optimizer.state.get(p, {})
@@ -129,20 +132,20 @@ def slice_of_batch(tick: int, worker: Worker) -> Batch | None:
     return (x[start:stop], y[start:stop]) if start < stop else None
 
 
-def on_workers(strategy: Strategy, size: int, program: Callable[[StrategyWorker], T]) -> list[T]:
-    """What `program` gives on every worker, in rank order; a failure says who failed on how many workers."""
+def run_workers(strategy: Strategy, size: int, program: Callable[[StrategyWorker], T]) -> list[T]:
+    """Run `program` on every worker; its results in rank order. A failure names the strategy and the workers."""
     spec = strategy.server()
     clients = InProcessServers(spec, size, timeout_s=threads.DEADLINE_S).clients if spec is not None else ()
     try:
         return together(size, lambda worker: program(StrategyWorker(strategy, worker)), clients)
     except threading.BrokenBarrierError:
         problem = "hung: some ranks called the group where others did not; expected the same calls on all ranks"
-        raise ConformanceFailed(f"{strategy} on {size} workers {problem}") from None
-    except ConformanceFailed as error:
-        raise ConformanceFailed(f"{strategy} on {size} workers: {error}") from None
+        raise CheckFailed(f"{strategy} on {size} workers {problem}") from None
+    except CheckFailed as error:
+        raise CheckFailed(f"{strategy} on {size} workers: {error}") from None
 
 
-def expect_unchanged(before: Held, after: Held, what: str) -> None:
+def expect_unchanged(before: Tensors, after: Tensors, what: str) -> None:
     names = [name for name in before.keys() | after.keys() if not _equal(before.get(name), after.get(name))]
     expect(not names, f"{what}: expected the same bits, these differ: {', '.join(sorted(names))}")
 
@@ -152,7 +155,7 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def expect_same_on_all(vectors: list[Tensor], strategy: Strategy, what: str) -> None:
-    """Finite; and the same bits on all ranks, for a strategy of one model."""
+    """Expect finite values and, for a strategy of one model, the same bits on all ranks."""
     for rank, vector in enumerate(vectors):
         problem = f"{strategy} on {len(vectors)} workers: {what} of rank {rank}"
         expect(bool(vector.isfinite().all()), f"{problem} is not finite: {vector.tolist()}")
@@ -162,15 +165,15 @@ def expect_same_on_all(vectors: list[Tensor], strategy: Strategy, what: str) -> 
 
 
 def expect_one_tick(ticks: list[int | None], earliest: int, what: str) -> None:
-    """Each rank's tick (None: never) is the same, and not before `earliest`."""
+    """Expect the same tick on every rank (None: never), and not before `earliest`."""
     good = ticks[0] is not None and ticks[0] >= earliest and len(set(ticks)) == 1
     problem = f"expected one tick for all ranks, {earliest} to {earliest + EXTRA_TICKS}"
     expect(good, f"{what} ticks {ticks} by rank (None: never), {problem}")
 
 
-def whole_run(member: StrategyWorker) -> Held:
-    """What is left of the run, and its end: all that must be the same bits when a run is repeated or resumed."""
-    member.train(len(ROWS) - member.tick)
-    held = {"the consensus in the open window": member.consensus()}
-    member.finish()
-    return held | {"the consensus": member.consensus()} | member.holds()
+def run_to_end(trainer: StrategyWorker) -> Tensors:
+    """Finish the run. Returns all tensors that must have the same bits when a run is repeated or resumed."""
+    trainer.train(len(ROWS) - trainer.tick)
+    held = {"the consensus in the open window": trainer.consensus()}
+    trainer.finish()
+    return held | {"the consensus": trainer.consensus()} | trainer.tensors()

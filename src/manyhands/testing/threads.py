@@ -1,25 +1,26 @@
-"""Several workers as threads of one process, for tests of strategies: no engine, no files, errors with their own traceback."""
+"""Workers as threads of one process, for tests: no engine, no files, errors with their own traceback."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 from manyhands.comm.threads import Meeting, ThreadGroup
 from manyhands.server.base import Server
 from manyhands.worker import Worker
 
-__all__ = ["Meeting", "ThreadGroup", "together"]
-
 T = TypeVar("T")
+DEADLINE_S = 20.0
+"""Of a turn."""
 
 
 def together(size: int, program: Callable[[Worker], T], servers: Sequence[Server] = ()) -> list[T]:
-    """Run `program` on `size` workers, each a thread; their values in rank order. The first error is raised.
+    """Run `program` on `size` workers, each a thread. Returns their results in rank order; raises the first error.
 
-    servers: each worker's, in rank order.
+    servers: of each worker, in rank order.
     """
     meeting = Meeting(size)
 
@@ -37,3 +38,34 @@ def together(size: int, program: Callable[[Worker], T], servers: Sequence[Server
         for error in sorted((e for e in errors if e), key=lambda e: isinstance(e, threading.BrokenBarrierError)):
             raise error
         return [f.result() for f in futures]
+
+
+class ScriptedTurns:
+    """Makes threads run one after the other, in a scripted order.
+
+    `order` has one rank for each turn; `with turns.take(rank):` is one turn of that rank. Turns do not overlap. Code
+    within a turn must not wait for another worker.
+    """
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self._order, self._at = list(order), 0
+        self._passed = threading.Condition()
+
+    @contextmanager
+    def take(self, rank: int) -> Iterator[None]:
+        """Wait for this rank's next turn. Raises TimeoutError if the list is wrong or another worker failed."""
+        with self._passed:
+            if not self._passed.wait_for(lambda: self._turn_of() == rank, DEADLINE_S):
+                raise TimeoutError(
+                    f"rank {rank} waited {DEADLINE_S:g} s for its turn; turn {self._at} of {len(self._order)} is "
+                    f"{self._turn_of()}'s: each turn that is taken must be in the list"
+                )
+        try:
+            yield
+        finally:
+            with self._passed:
+                self._at += 1
+                self._passed.notify_all()
+
+    def _turn_of(self) -> int | None:
+        return self._order[self._at] if self._at < len(self._order) else None

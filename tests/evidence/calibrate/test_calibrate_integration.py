@@ -42,11 +42,11 @@ def task(tmp_path: Path) -> str:
 
 @pytest.mark.slow
 def test_all_is_measured_and_each_strategy_compared(local: Local, task: str) -> None:
-    result: list[str] = []
+    lines: list[str] = []
     torch.manual_seed(3)
     before = torch.get_rng_state()
     names = ("allreduce", "local-sgd:period=4", "downpour")
-    found = calibrated(task, strategies=names, steps=16, quick=True, engine=local, say=result.append)
+    found = calibrated(task, strategies=names, steps=16, quick=True, engine=local, say=lines.append)
     profile = found.profile
     assert (profile.task, profile.workers) == ("tiny", 2)
     assert profile.batch_sizes == (3, 6, 9)
@@ -64,7 +64,7 @@ def test_all_is_measured_and_each_strategy_compared(local: Local, task: str) -> 
         assert 0 < one.real_s <= one.slowest_s
         assert profile.errors[one.strategy] == round(one.worst, 4)
     assert profile.compute.request >= 0
-    assert len(result) == 4 + len(names)
+    assert len(lines) == 4 + len(names)
     assert torch.equal(torch.get_rng_state(), before)
 
 

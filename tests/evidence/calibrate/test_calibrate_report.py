@@ -9,9 +9,9 @@ from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.network import SimNetworkSpec
 from manyhands.engines.sim.profile import Profile
 from manyhands.evidence.calibrate.calibrate import Calibration, Prediction
-from manyhands.evidence.calibrate.coding import Coded
-from manyhands.evidence.calibrate.fit import Computed, Terms
-from manyhands.evidence.calibrate.measure import Served
+from manyhands.evidence.calibrate.coding import CodecTimes
+from manyhands.evidence.calibrate.fit import ComputeFit, Terms
+from manyhands.evidence.calibrate.measure import ServerTimes
 from manyhands.evidence.calibrate.report import text
 
 FOUND = Calibration(
@@ -22,13 +22,13 @@ FOUND = Calibration(
         workers=2,
         machine={"threads_per_worker": "1", "cores": "2"},
     ),
-    compute=Computed(step=2e-3, row=3.5e-3, jitter=0.04, residuals={8: 0.02, 16: -0.01}),
+    compute=ComputeFit(step=2e-3, row=3.5e-3, jitter=0.04, residuals={8: 0.02, 16: -0.01}),
     memory=Terms(4e-6, 1 / 8e10, (0.1, -0.3)),
     sockets=Terms(1e-4, 0.0, (0.0,)),
-    server=Served(1000, 4, request=5e-5, pull=1.5e-3, push=2e-3, lease=6e-5),
+    server=ServerTimes(1000, 4, request=5e-5, pull=1.5e-3, push=2e-3, lease=6e-5),
     codecs=(
-        Coded(codec="topk:0.01", n=1000, nbytes=80, encode_s=0.051, decode_s=9e-4),
-        Coded(codec="threshold:1e-30", n=1000, nbytes=4000, encode_s=0.0452, decode_s=0.02541),
+        CodecTimes(codec="topk:0.01", n=1000, nbytes=80, encode_s=0.051, decode_s=9e-4),
+        CodecTimes(codec="threshold:1e-30", n=1000, nbytes=4000, encode_s=0.0452, decode_s=0.02541),
     ),
     predictions=(
         Prediction(strategy="allreduce", real_s=0.060, slowest_s=0.063, simulated_s=0.063),
@@ -38,7 +38,7 @@ FOUND = Calibration(
 )
 
 
-def test_it_says_what_was_measured_how_far_off_it_is_and_what_to_do_with_it() -> None:
+def test_the_measurements_their_errors_and_how_to_use_the_profile() -> None:
     lines = text(FOUND, "chars:batch_size=32", Path("my profile.json")).splitlines()
     assert lines[0] == "chars on 2 workers at the same time, 1 thread(s) each, 2 cores (41 s)"
     assert "3.5 ms a row + 2 ms, jitter 4.0%; fitted +2% at 8 row(s), -1% at 16 row(s)" in lines[1]
@@ -72,8 +72,8 @@ def test_a_large_error_is_pointed_out_and_a_machine_that_changed_its_speed() -> 
 
 
 def test_without_strategies_there_is_no_table() -> None:
-    output = text(replace(FOUND, predictions=(), codecs=()), "chars", Path("p.json"))
-    assert "No strategy was compared." in output
-    assert "simulated ms" not in output
-    assert "ms to encode" not in output
-    assert "\n\n\n" not in output
+    printed = text(replace(FOUND, predictions=(), codecs=()), "chars", Path("p.json"))
+    assert "No strategy was compared." in printed
+    assert "simulated ms" not in printed
+    assert "ms to encode" not in printed
+    assert "\n\n\n" not in printed

@@ -8,19 +8,21 @@ from manyhands.comm.compressed import compressed_mean_
 from manyhands.engines.sim.compute import Coding
 from manyhands.engines.sim.engine import Sim
 from manyhands.evidence.calibrate import coding
-from manyhands.evidence.calibrate.coding import SETTINGS, Coded, _Alike, _Coding, coded, codings
-from manyhands.evidence.calibrate.observe import ObservedOn, observe
+from manyhands.evidence.calibrate.coding import SETTINGS, CodecTimes, _CodecTiming, _EchoGroup, codings, time_codecs
+from manyhands.evidence.calibrate.observe import RunSetup, observe
 from manyhands.strategies.ensemble import Ensemble
 from manyhands.worker import Worker
 from plain import task
 
 N = 1000
-PLACE = ObservedOn(engine=Sim(), workers=2)
+PLACE = RunSetup(engine=Sim(), workers=2)
 
 
-def setting(codec: str, nbytes: int, like: Coding) -> Coded:
+def setting(codec: str, nbytes: int, like: Coding) -> CodecTimes:
     """As a machine would measure it that is exactly as the model has it."""
-    return Coded(codec=codec, n=N, nbytes=nbytes, encode_s=like.encoding(N, nbytes), decode_s=like.decoding(N, nbytes))
+    return CodecTimes(
+        codec=codec, n=N, nbytes=nbytes, encode_s=like.encoding(N, nbytes), decode_s=like.decoding(N, nbytes)
+    )
 
 
 def test_every_codec_is_measured() -> None:
@@ -45,7 +47,7 @@ def test_constants_are_found_again_from_what_they_cost() -> None:
 
 def test_settings_of_one_length_leave_the_bytes_out() -> None:
     """A model without matrices that could become smaller."""
-    same = [Coded(codec=f"powersgd:{rank}", n=N, nbytes=8 * N, encode_s=1.0, decode_s=2.0) for rank in (2, 8)]
+    same = [CodecTimes(codec=f"powersgd:{rank}", n=N, nbytes=8 * N, encode_s=1.0, decode_s=2.0) for rank in (2, 8)]
     found = codings(same)["powersgd"]
     assert found.encoding(N, 8 * N) == pytest.approx(1.0)
     assert found.decoding(N, 8 * N) == pytest.approx(2.0)
@@ -65,7 +67,7 @@ class Clock:
 def test_the_group_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made; JSON from, to; all_gather from, to; decoded; stopped."""
     monkeypatch.setattr(coding, "time", Clock(0.0, 1.0, 100.0, 2.0, 100.0, 12.0, 4.0))
-    group = _Alike(Worker(rank=1, size=3))
+    group = _EchoGroup(Worker(rank=1, size=3))
     vector, codec = torch.tensor([1.0, -2.0, 3.0, -4.0] * 4), codec_of("onebit")
     assert codec is not None
     total = compressed_mean_(group, codec, vector, 2.0, 5)
@@ -79,7 +81,7 @@ def test_the_group_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_among_many_workers_some_payloads_are_enough() -> None:
     """Each takes memory and time on every worker."""
-    assert len(_Alike(Worker(rank=40, size=64)).all_gather(torch.ones(3))) == 4
+    assert len(_EchoGroup(Worker(rank=40, size=64)).all_gather(torch.ones(3))) == 4
 
 
 @pytest.mark.parametrize("text", SETTINGS)
@@ -88,12 +90,12 @@ def test_the_mean_of_equals_is_what_the_codec_leaves(text: str) -> None:
     assert codec is not None
     vector = torch.randn(N, generator=torch.Generator().manual_seed(1))
     own, draws = torch.empty(N), torch.Generator().manual_seed(2)
-    compressed_mean_(_Alike(Worker(rank=0, size=4)), codec, vector, 1.0, 0, Hints(draws), own)
+    compressed_mean_(_EchoGroup(Worker(rank=0, size=4)), codec, vector, 1.0, 0, Hints(draws), own)
     torch.testing.assert_close(vector, own, rtol=1e-6, atol=1e-7)
 
 
 def test_each_setting_has_its_turn_and_the_first_tick_of_each_is_left_out() -> None:
-    events = observe(PLACE, task(), _Coding(ticks=3), 3 * len(SETTINGS), kind="codec")
+    events = observe(PLACE, task(), _CodecTiming(ticks=3), 3 * len(SETTINGS), event_type="codec")
     wanted = [
         (text, tick, rank) for i, text in enumerate(SETTINGS) for tick in (3 * i + 1, 3 * i + 2) for rank in (0, 1)
     ]
@@ -102,7 +104,7 @@ def test_each_setting_has_its_turn_and_the_first_tick_of_each_is_left_out() -> N
 
 
 def test_what_is_measured_is_of_the_whole_vector() -> None:
-    found = {one.codec: one for one in coded(PLACE, task(), 1)}
+    found = {one.codec: one for one in time_codecs(PLACE, task(), 1)}
     assert list(found) == list(SETTINGS)
     n = found["bf16"].n
     assert {one.n for one in found.values()} == {n}
@@ -120,7 +122,7 @@ def test_workers_train_as_if_there_were_no_codecs() -> None:
             (event.rank, event.tick): (event.values["loss"], event.values["rows"])
             for event in observe(PLACE, task(), one, steps)
         }
-        for one in (_Coding(ticks=2), Ensemble())
+        for one in (_CodecTiming(ticks=2), Ensemble())
     )
     assert ours == alone
     assert len(ours) == 2 * steps

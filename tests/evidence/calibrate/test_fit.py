@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from manyhands.evidence.calibrate.fit import computed, spread, step_seconds, two_terms
+from manyhands.evidence.calibrate.fit import fit_compute, lognormal, step_seconds, two_terms
 
 
 def test_two_terms_finds_planted_constants_exactly_where_nothing_is_noise() -> None:
@@ -37,13 +37,13 @@ def test_no_constant_is_negative() -> None:
     assert through_zero.second > 0
 
 
-def test_what_cannot_be_told_apart_is_one_term() -> None:
+def test_terms_that_samples_do_not_separate_are_one_term() -> None:
     found = two_terms([(1.0, 5.0)], [10.0])
     assert (found.first, found.second) in ((10.0, 0.0), (0.0, 2.0))
     assert found.residuals == pytest.approx((0.0,))
 
 
-def test_a_residual_says_how_far_the_fit_is_above_the_sample() -> None:
+def test_a_residual_is_the_relative_error_of_the_fit() -> None:
     found = two_terms([(1.0, 0.0), (1.0, 0.0)], [1.0, 2.0], weights=[1.0, 0.0])
     assert found.residuals == pytest.approx((0.0, -0.5))
 
@@ -53,15 +53,15 @@ def test_spread_finds_mean_and_jitter_of_a_lognormal_among_outliers() -> None:
     samples = [0.05 * math.exp(0.1 * noise.gauss()) for _ in range(2000)]
     for place in range(0, 2000, 50):
         samples[place] = 5.0  # the machine did something else
-    found = spread(samples)
+    found = lognormal(samples)
     assert found.sigma == pytest.approx(0.1, rel=0.15)
     assert found.mean == pytest.approx(0.05 * math.exp(0.1**2 / 2), rel=0.02)
     assert statistics.fmean(samples) > 2 * found.mean
 
 
 def test_spread_of_few_or_equal_samples_has_no_jitter() -> None:
-    assert spread([0.2, 0.3, 0.2]).sigma == 0
-    same = spread([0.2] * 10)
+    assert lognormal([0.2, 0.3, 0.2]).sigma == 0
+    same = lognormal([0.2] * 10)
     assert same.mean == pytest.approx(0.2)
     assert same.sigma == pytest.approx(0, abs=1e-12)
 
@@ -75,7 +75,7 @@ def test_computed_finds_row_step_and_jitter_in_the_runs_that_nothing_slowed_down
         return [(step + row * rows) * drift * factor for factor in factors]
 
     drifts = (1.8, 1.0, 1.4)
-    found = computed({rows: [block(rows, drift) for drift in drifts] for rows in (8, 16, 24)}, rows=16)
+    found = fit_compute({rows: [block(rows, drift) for drift in drifts] for rows in (8, 16, 24)}, rows=16)
     assert found.step == pytest.approx(step, rel=0.1)
     assert found.row == pytest.approx(row, rel=0.03)
     assert found.jitter == pytest.approx(sigma, rel=0.1)
@@ -86,14 +86,14 @@ def test_computed_finds_row_step_and_jitter_in_the_runs_that_nothing_slowed_down
 def test_computed_is_best_where_it_matters_most() -> None:
     """Three sizes that lie on no line: the fit goes nearest to the one that the task has."""
     bent = {8: [[0.010] * 8], 16: [[0.030] * 8], 24: [[0.031] * 8]}
-    middle, last = computed(bent, rows=16), computed(bent, rows=24)
+    middle, last = fit_compute(bent, rows=16), fit_compute(bent, rows=24)
     assert abs(middle.residuals[16]) < abs(last.residuals[16])
     assert abs(last.residuals[24]) < abs(middle.residuals[24])
 
 
 def test_computed_without_samples_is_an_error() -> None:
     with pytest.raises(ValueError, match="no samples"):
-        computed({}, rows=16)
+        fit_compute({}, rows=16)
 
 
 def test_step_seconds_are_of_whole_blocks() -> None:

@@ -10,7 +10,7 @@ from manyhands.evidence.calibrate.measure import (
     bandwidth_of,
     fit_group,
     sizes_of,
-    together,
+    timed_collectives,
 )
 
 ITEM = 4
@@ -19,12 +19,12 @@ ITEM = 4
 def calls_on(network: SimNetworkSpec, workers: int, elements: int) -> list[TimedCollective]:
     """What a machine would measure that is exactly as the model has it."""
     costs = Costs(NetworkState(network, workers, 0), workers)
-    asked = [
+    calls = [
         TimedCollective("barrier", 0, 0, 0.0),
         *(TimedCollective("mean", n, ITEM, 0.0) for n in sizes_of(elements, ITEM)),
     ]
-    asked.append(TimedCollective("all_gather", 1024, ITEM, 0.0))
-    return [TimedCollective(call.name, call.elements, call.item, call.cost(costs).seconds) for call in asked]
+    calls.append(TimedCollective("all_gather", 1024, ITEM, 0.0))
+    return [TimedCollective(call.name, call.elements, call.item, call.cost(costs).seconds) for call in calls]
 
 
 @pytest.mark.parametrize("workers", [2, 3, 8])
@@ -62,7 +62,7 @@ def test_bytes_that_cost_nothing_are_an_infinite_bandwidth() -> None:
 def test_a_call_lasts_from_the_last_arrival_to_the_last_end() -> None:
     first = [("mean", 8, ITEM, [(0.0, 9.0)] * 4 + [(1.0, 5.0), (1.0, 6.0), (1.0, 5.0)])]
     second = [("mean", 8, ITEM, [(0.0, 9.0)] * 4 + [(3.0, 4.0), (3.0, 4.0), (2.0, 7.0)])]
-    assert together([first, second]) == [TimedCollective("mean", 8, ITEM, 3.0)]
+    assert timed_collectives([first, second]) == [TimedCollective("mean", 8, ITEM, 3.0)]
 
 
 def test_sizes_hold_the_models_own_and_large_ones_for_small_models() -> None:

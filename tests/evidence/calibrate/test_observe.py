@@ -4,7 +4,7 @@ import pytest
 
 from manyhands.errors import BadInput
 from manyhands.events import Event
-from manyhands.evidence.calibrate.observe import WARM, block_of, blocks, merged, own_ticks, steps_for, tick_time
+from manyhands.evidence.calibrate.observe import WARM, block_of, blocks, merged, steps_for, tick_seconds, tick_time
 from manyhands.strategies.local_sgd import LocalSGD
 
 
@@ -22,7 +22,7 @@ def test_a_workers_tick_is_between_two_events_without_its_wait() -> None:
     seconds = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0]
     ends = [sum(seconds[: n + 1]) for n in range(len(seconds))]
     events = [step(tick, ends[tick + 1], wait_s=0.25) for tick in range(len(seconds) - 1)]
-    assert own_ticks(events) == {4: pytest.approx([second - 0.25 for second in seconds[WARM + 2 : -1]])}
+    assert tick_seconds(events) == {4: pytest.approx([second - 0.25 for second in seconds[WARM + 2 : -1]])}
 
 
 def test_ticks_are_sorted_by_their_rows_and_empty_ones_and_epochs_ends_left_out() -> None:
@@ -31,7 +31,7 @@ def test_ticks_are_sorted_by_their_rows_and_empty_ones_and_epochs_ends_left_out(
         for tick in range(WARM + 6)
         for rank in (0, 1)
     ]
-    assert own_ticks(events) == {3: [1.0, 1.0]}
+    assert tick_seconds(events) == {3: [1.0, 1.0]}
 
 
 def test_a_turn_is_the_mean_of_the_ticks_that_most_are_like() -> None:
@@ -56,7 +56,7 @@ def test_a_block_is_whole_rounds() -> None:
 
 
 @pytest.mark.parametrize("period", [14, 50])
-def test_too_few_rounds_are_an_error_that_says_what_to_do(period: int) -> None:
+def test_too_few_rounds_are_an_error_with_a_remedy(period: int) -> None:
     with pytest.raises(BadInput, match=r"local-sgd.* in 26 steps.*--steps"):
         block_of(rounds_every(period, 26), LocalSGD())
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import manyhands as mh
 from manyhands.evidence.check.check import check
-from manyhands.evidence.check.findings import Checked
+from manyhands.evidence.check.report import Checked
 
 BATCH_NORM, DROPOUT, COUPLED, SUMMED, WEIGHTED = "batch-norm", "dropout", "coupled-rows", "summed-loss", "wrong-weight"
 TOGETHER = (BATCH_NORM, DROPOUT, COUPLED, SUMMED)
@@ -45,18 +45,18 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01)
 
 
-def found(causes: tuple[str, ...], output: list[str]) -> Checked:
+def found(causes: tuple[str, ...], lines: list[str]) -> Checked:
     task = planted.task(model=model_with(causes), loss=loss_with(causes), optimizer=sgd)
-    return check(task, engine="sim", steps=1, say=output.append)
+    return check(task, engine="sim", steps=1, say=lines.append)
 
 
 @pytest.mark.parametrize("causes", SETS, ids=" and ".join)
 def test_all_causes_are_named_and_shares_add_up(causes: tuple[str, ...]) -> None:
-    output: list[str] = []
-    checked = found(causes, output)
+    lines: list[str] = []
+    checked = found(causes, lines)
     findings = {one.kind: one for one in checked.findings if one.breaks}
     assert sorted(findings) == sorted(causes)
-    suspected = next(line for line in output if line.startswith("what makes the difference: "))
+    suspected = next(line for line in lines if line.startswith("what makes the difference: "))
     assert set(suspected.partition(": ")[2].split(", ")) == set(causes)
     assert not checked.passed
     for one in findings.values():
@@ -80,7 +80,7 @@ def test_three_workers_and_micro_batches_are_cut_as_the_workers_have_them() -> N
     assert sum(one.share or 0.0 for one in checked.findings) == pytest.approx(1)
 
 
-def test_in_batch_contrast_alone_is_all_of_the_difference_and_what_it_hides_is_said() -> None:
+def test_in_batch_contrast_alone_is_all_of_the_difference_and_what_it_hides_is_listed() -> None:
     checked = found((COUPLED,), [])
     (finding,) = checked.findings
     assert finding.share == 1
@@ -98,20 +98,20 @@ def test_a_sum_that_is_divided_by_its_rows_is_a_mean() -> None:
     assert [one.kind for one in checked.findings] == [COUPLED]
 
 
-def test_causes_that_seeding_takes_away_do_not_vanish_beside_contrast() -> None:
+def test_causes_that_seeding_removes_do_not_vanish_with_contrast() -> None:
     task: mh.Task = planted.task(model=planted.Noisy, loss=planted.contrast)
     checked = check(task, engine="sim", steps=2)
     assert sorted(one.kind for one in checked.findings) == [COUPLED, "randomness"]
     assert sum(one.share or 0.0 for one in checked.findings) == pytest.approx(1)
 
 
-def test_buffers_do_not_vanish_beside_contrast() -> None:
+def test_buffers_do_not_vanish_with_contrast() -> None:
     checked = check(planted.task(model=planted.Centered, loss=planted.contrast), engine="sim", steps=3)
     assert sorted(one.kind for one in checked.findings) == ["buffers", COUPLED]
     assert sum(one.share or 0.0 for one in checked.findings) == pytest.approx(1)
 
 
-def test_what_no_trial_takes_away_is_listed_beside_the_others() -> None:
+def test_irremovable_causes_are_listed_with_the_others() -> None:
     """A hidden state stays in every trial: it has what is left, and another's share is what goes beyond it."""
     checked = check(planted.task(model=planted.Counting, loss=planted.summed), engine="sim", steps=3)
     findings = {one.kind: one for one in checked.findings}

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from manyhands.evidence.check.check import check
-from manyhands.evidence.check.findings import Checked
+from manyhands.evidence.check.report import Checked
 
 STEPS = 3
 
@@ -63,7 +63,7 @@ def test_a_plant_is_named_with_its_line_and_explains_all(plant: str) -> None:
     assert planted.line_of(plant) in [place.line for place in finding.places]
     assert finding.alone is not None
     assert finding.alone > 1e-5
-    assert "may hide behind it" not in finding.text
+    assert "may hide other causes" not in finding.text
     assert not checked.passed
 
 
@@ -91,10 +91,10 @@ def test_what_no_trial_takes_away_is_named_too(plant: str) -> None:
     assert not checked.passed
 
 
-def test_randomness_that_stays_says_that_it_may_hide_more() -> None:
+def test_irremovable_randomness_may_hide_other_causes() -> None:
     checked = found(loss=planted.shaken)
     assert kinds(checked) == [("randomness", True)]
-    assert "other causes may hide behind it" in checked.findings[0].text
+    assert "may hide other causes" in checked.findings[0].text
     assert checked.findings[0].share == 1
     assert any("draws from numpy" in one for one in checked.unjudged)
 

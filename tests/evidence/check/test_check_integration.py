@@ -66,7 +66,7 @@ def test_what_only_processes_of_their_own_show_is_never_a_silent_pass(local: Loc
 
     checked = check(planted.task(loss=loss), engine=local, steps=2)
     assert [finding.kind for finding in checked.findings] == ["unexplained"]
-    assert "processes of their own" in checked.findings[0].text
+    assert "depends on its process" in checked.findings[0].text
     assert not checked.passed
 
 

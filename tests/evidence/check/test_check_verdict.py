@@ -49,7 +49,7 @@ def test_an_exchange_that_is_off_by_a_little_once_is_unexplained(monkeypatch: py
     assert 1e-9 < checked.largest < 1e-6
 
 
-def test_a_wrong_weighting_is_seen_beside_what_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_weighting_is_found_with_other_causes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sim_group, "shares_of", lambda weights, total: [0.4 for _ in weights])
     checked = check(planted.task(model=planted.Dropping), engine="sim", steps=2)
     assert sorted(finding.kind for finding in checked.findings) == ["dropout", "unexplained"]
@@ -161,8 +161,8 @@ def test_what_cannot_be_sent_and_can_be_copied_is_proved_here() -> None:
 
 
 def test_the_text_of_a_clean_task() -> None:
-    output: list[str] = []
-    checked = check(planted.task(), engine="sim", steps=3, say=output.append)
+    progress: list[str] = []
+    checked = check(planted.task(), engine="sim", steps=3, say=progress.append)
     lines = checked.text().splitlines()
     assert lines[0].startswith("task: 2 workers of allreduce equal one worker, step by step: they differ by")
     assert "limit 1e-10, float64" in lines[0]
@@ -171,7 +171,7 @@ def test_the_text_of_a_clean_task() -> None:
     assert sum(line.split()[:1] in (["1"], ["2"], ["3"]) for line in lines) == 6
     assert "  - every row of the order is handed out once an epoch (41; 23 of 41)" in lines
     assert lines[-1].startswith("PASS")
-    assert any("3 steps with 2 workers, 12 rows each" in line for line in output)
+    assert any("3 steps with 2 workers, 12 rows each" in line for line in progress)
 
 
 def test_the_text_of_a_finding() -> None:
@@ -185,12 +185,12 @@ def test_the_text_of_a_finding() -> None:
 
 def test_json_holds_all_of_it() -> None:
     checked = check(planted.task(model=planted.AtLeastEight, train_data=planted.rows(36)), engine="sim", steps=2)
-    output = events.from_json(checked.to_json())
-    assert output["passed"] is False
-    assert output["findings"][0]["kind"] == "fails-on-workers"
-    assert output["findings"][0]["places"][0]["line"] == planted.line_of("eight rows")
-    assert output["proofs"][0]["failure"]
-    assert output["limit"] == 1e-10
+    document = events.from_json(checked.to_json())
+    assert document["passed"] is False
+    assert document["findings"][0]["kind"] == "fails-on-workers"
+    assert document["findings"][0]["places"][0]["line"] == planted.line_of("eight rows")
+    assert document["proofs"][0]["failure"]
+    assert document["limit"] == 1e-10
 
 
 OWN_FILE = """\

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from manyhands.evidence.check.diagnosis import Judgement
-from manyhands.evidence.check.examining import suspect
-from manyhands.evidence.check.findings import Finding
+from manyhands.evidence.check.copies import DATA, SLICES, SUMMED, WORKERS
+from manyhands.evidence.check.diagnosis import Attribution
+from manyhands.evidence.check.examination import suspect
 from manyhands.evidence.check.interventions import BATCH_NORM, DROPOUT, IN_PLACE
-from manyhands.evidence.check.trial_config import DATA, SLICES, SUMMED, WORKERS
+from manyhands.evidence.check.report import Finding
 
 REMEDIES = {"coupled-rows": SLICES, "summed-loss": SUMMED, "data-order": DATA, "hidden-state": ""}
 REMEDIES |= {"nondeterministic-operator": "", "depends-on-workers": WORKERS}
@@ -37,7 +37,7 @@ class Table:
 def judged(alone: Mapping[str, float], together: Mapping[tuple[str, ...], float] | None = None) -> dict[str, Finding]:
     table: Any = Table(alone, {frozenset(kinds): value for kinds, value in (together or {}).items()})
     suspects = [suspect(kind, REMEDIES.get(kind, kind), kind, []) for kind in alone]
-    found = Judgement(table, suspects, table.difference(frozenset())).run()
+    found = Attribution(table, suspects, table.difference(frozenset())).run()
     return {one.kind: one for one in found}
 
 
@@ -68,10 +68,10 @@ def test_what_no_trial_takes_away_has_what_is_left_and_others_what_goes_beyond_i
     assert found["hidden-state"].share == pytest.approx(0.5 / 0.8)
 
 
-def test_two_that_stay_cannot_be_told_apart() -> None:
+def test_two_irremovable_causes_cannot_be_separated() -> None:
     found = judged({"hidden-state": 0.5, "nondeterministic-operator": 0.2})
     assert found["hidden-state"].share == 1
-    assert found["nondeterministic-operator"].unjudged == "it cannot be told from hidden-state"
+    assert found["nondeterministic-operator"].unjudged == "it cannot be separated from hidden-state"
 
 
 def test_a_suspect_without_a_difference_is_a_note_with_share_0_unless_it_breaks_equality_elsewhere() -> None:

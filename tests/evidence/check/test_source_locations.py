@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import manyhands as mh
 from manyhands.evidence.check import source_locations
-from manyhands.evidence.check.findings import SourceLocation
+from manyhands.evidence.check.source_locations import SourceLocation
 
 HERE = __file__
 

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from manyhands.evidence.check.recording import Trace
-from manyhands.evidence.check.trials import SMALL, apart, between
+from manyhands.evidence.check.trials import SMALL, Trace, largest_difference, step_differences
 
 BOUNDS = [(0, 2), (2, 4)]
 NAN, INF = math.nan, math.inf
@@ -24,14 +23,14 @@ NAN, INF = math.nan, math.inf
     ],
 )
 def test_vectors(a: list[float], b: list[float], far: float, whose: int | None) -> None:
-    found, name = apart(*(torch.tensor(vector, dtype=torch.float64) for vector in (a, b)), BOUNDS, SMALL)
+    found, name = largest_difference(*(torch.tensor(vector, dtype=torch.float64) for vector in (a, b)), BOUNDS, SMALL)
     assert found == pytest.approx(far)
     assert name == whose
 
 
 def test_parameters_are_measured_by_the_largest_of_all() -> None:
     a, b = (torch.tensor(vector, dtype=torch.float64) for vector in ([1e-9, 0.0, 0.0, 2.0], [2e-9, 0.0, 0.0, 2.0]))
-    assert apart(a, b, BOUNDS, 1.0) == (pytest.approx(5e-10), 0)
+    assert largest_difference(a, b, BOUNDS, 1.0) == (pytest.approx(5e-10), 0)
 
 
 def trace(
@@ -53,8 +52,8 @@ def test_steps_compare_the_mean_loss_the_first_gradient_and_all_parameters() -> 
     solo = trace([2.5, 3.0], [4.0, 1.0], [ones, ones], [ones, ones])
     first = trace([2.0, 0.0], [2.0, 0.0], [ones, ones], [ones, ones])
     second = trace([3.0, 3.0], [2.0, 1.0], [], [ones, moved])
-    one, two = between(solo, [first, second])
+    one, two = step_differences(solo, [first, second])
     assert (one.step, one.rows, one.largest, one.worst) == (1, 4, 0.0, "")
     assert (two.rows, two.loss, two.gradient, two.parameters, two.worst) == (1, 0.0, 0.0, 0.5, "b")
-    (only,) = between(solo, [first, trace([3.5], [2.0], [], [ones])])
+    (only,) = step_differences(solo, [first, trace([3.5], [2.0], [], [ones])])
     assert only.loss == pytest.approx(0.25 / 2.75)

@@ -15,9 +15,8 @@ from manyhands.engines.sim.engine import Sim
 from manyhands.engines.sim.network import SimNetworkSpec
 from manyhands.events import Event
 from manyhands.evidence.estimate.lengths import Lengths
-from manyhands.evidence.estimate.scaled import PATIENCE_S, simulate
+from manyhands.evidence.estimate.scaled import NEVER, PATIENCE_S, simulate, stand_in, steady_state
 from manyhands.evidence.estimate.shape import reading_plan, shape_of
-from manyhands.evidence.estimate.stand_in import NEVER, stand_in, steady
 from manyhands.strategies import strategy_of
 from manyhands.training.plan import WorkerPlan
 from manyhands.training.worker import work
@@ -26,7 +25,7 @@ CODECS = "bf16=2ns/1ns,topk=15ns/1ns,onebit=3ns/1ns,int8=4ns/1ns,qsgd=20ns/4ns,p
 COMPUTE = f"row=1e-3,step=1ms,jitter=lognormal:0.1,1=1.5x,lease=1e-4,request=3e-5,merge=1e-9,{CODECS}"
 HOSTS = "lan,workers_per_host=2,servers=spread"
 
-Said = list[tuple[int, float, int]]
+Measured = list[tuple[int, float, int]]
 """(rank, when, bytes sent), of each worker's ticks one after the other, worker by worker."""
 
 
@@ -43,8 +42,8 @@ def task(width: int = 40, optimizer: type[torch.optim.Optimizer] = torch.optim.A
     )
 
 
-class Heard(Observer):
-    """All that is said of steps."""
+class MeasuringObserver(Observer):
+    """Records the events of steps."""
 
     def __init__(self) -> None:
         self.steps: list[Event] = []
@@ -53,7 +52,7 @@ class Heard(Observer):
         if event.type == "step":
             self.steps.append(event)
 
-    def output(self) -> Said:
+    def result(self) -> Measured:
         in_order = sorted(self.steps, key=lambda event: (event.rank, event.time_s))
         return [(event.rank or 0, event.time_s, event.values["bytes"]) for event in in_order]
 
@@ -67,15 +66,20 @@ def in_full(
     servers: int = 1,
     network: str = HOSTS,
     compute: str = COMPUTE,
-) -> Said:
-    heard, strategy = Heard(), strategy_of(spec)
+) -> Measured:
+    observer, strategy = MeasuringObserver(), strategy_of(spec)
     bare = given.with_fields(validation_data=None, test_data=None, epochs=NEVER, max_steps=steps)
     plan = WorkerPlan(task=bare, strategy=strategy, validate_every=NEVER, checkpoint_every=NEVER)
     launch = LaunchSpec(
-        workers=workers, server=strategy.server(), servers=servers, observer=heard, device="cpu", timeout_s=PATIENCE_S
+        workers=workers,
+        server=strategy.server(),
+        servers=servers,
+        observer=observer,
+        device="cpu",
+        timeout_s=PATIENCE_S,
     )
     Sim(network=network, compute=compute).launch(partial(work, plan), launch)
-    return heard.output()
+    return observer.result()
 
 
 def by_stand_in(
@@ -87,12 +91,12 @@ def by_stand_in(
     servers: int = 1,
     network: str = HOSTS,
     compute: str = COMPUTE,
-) -> Said:
-    heard, strategy, shape = Heard(), strategy_of(spec), shape_of(given)
+) -> Measured:
+    observer, strategy, shape = MeasuringObserver(), strategy_of(spec), shape_of(given)
     reading = reading_plan(given, open_source(given.train_data), workers)
     lengths = Lengths(shape, strategy, workers=workers, servers=servers, rows=reading.batch_size / workers)
-    small = stand_in(given, shape, reading, lengths.own).with_fields(max_steps=steps)
-    assert lengths.own * 10 < shape.padded
-    plan = WorkerPlan(task=small, strategy=steady(strategy), validate_every=NEVER, checkpoint_every=NEVER)
-    simulate(plan, workers, servers, SimNetworkSpec.parse(network), Compute.parse(compute), lengths, heard)
-    return heard.output()
+    small = stand_in(given, shape, reading, lengths.stand_in_length).with_fields(max_steps=steps)
+    assert lengths.stand_in_length * 10 < shape.padded
+    plan = WorkerPlan(task=small, strategy=steady_state(strategy), validate_every=NEVER, checkpoint_every=NEVER)
+    simulate(plan, workers, servers, SimNetworkSpec.parse(network), Compute.parse(compute), lengths, observer)
+    return observer.result()

@@ -181,7 +181,7 @@ def test_a_stream_without_max_steps_has_no_whole() -> None:
     assert of("downpour", given=task(train_data=Stream(), max_steps=9)).steps == 9
 
 
-def test_so_many_steps_as_asked_for() -> None:
+def test_the_requested_number_of_steps() -> None:
     assert of("allreduce", steps=30).simulated_steps == 30
 
 
@@ -199,7 +199,7 @@ def test_jitter_makes_all_wait_for_the_slowest() -> None:
 # -- what cannot be ----------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_is_a_row_that_says_why() -> None:
+def test_what_is_impossible_is_a_row_with_the_reason() -> None:
     found = estimate(task(), profile=profile(), workers=[2, 64], strategies=["solo", "allreduce", "hogwild"])
     refused = {(one.strategy, one.workers): one.refused for one in found.estimates}
     assert list(refused) == [(name, workers) for workers in (2, 64) for name in ("solo", "allreduce", "hogwild")]
@@ -219,7 +219,7 @@ def test_what_cannot_be_is_a_row_that_says_why() -> None:
         ("allreduce:compress=threshold:0.1", {}, "only training shows"),
         ("quorum", {"servers": 2}, "counts whole pushes"),
         ("quorum:backups=4", {}, "leaves none to wait for"),
-        ("diloco:period=20", {"steps": 30}, "not two exchanges were seen in 34 steps"),
+        ("diloco:period=20", {"steps": 30}, "fewer than two exchanges happened in 34 steps"),
         ("allreduce", {"compute": "9=5x"}, "worker 9 has a factor"),
         ("allreduce", {"network": "host9=latency:1ms"}, "host9 is overridden"),
     ],
@@ -250,7 +250,10 @@ def test_what_no_strategy_could_take_is_an_error() -> None:
 
 def test_notes_say_what_a_number_does_not_rest_on() -> None:
     close = estimate(task(), profile=profile(task="chars"), workers=[4], strategies=["allreduce"])
-    assert ["of task chars, not of wide" in close.notes[0], "as close as sockets" in close.notes[1]] == [True, True]
+    assert ["of task chars, not of wide" in close.notes[0], "latency and bandwidth of sockets" in close.notes[1]] == [
+        True,
+        True,
+    ]
     described = estimate(task(), profile=profile(), workers=[4], strategies=["allreduce"], network="lan")
     assert described.notes == ()
     inside = estimate(
@@ -272,7 +275,7 @@ def test_notes_of_a_row() -> None:
     )
 
 
-def test_a_strategy_that_exchanges_at_the_very_end_alone_says_so() -> None:
+def test_a_strategy_that_exchanges_only_at_the_end_has_a_note() -> None:
     found = of("local-sgd:period=end", network="free", given=task(optimizer=torch.optim.SGD))
     assert found.efficiency == pytest.approx(24 / (4 * (STEP + 6 * ROW)) * (STEP + 24 * ROW) / 24)
     assert re.match(r"no exchange was due in [0-9]+ steps", found.notes[0])
@@ -281,16 +284,11 @@ def test_a_strategy_that_exchanges_at_the_very_end_alone_says_so() -> None:
 # -- the whole ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_the_defaults_over_several_numbers_of_workers_and_what_is_said_meanwhile(tmp_path: Path) -> None:
-    path, output = tmp_path / "p.json", list[str]()
+def test_the_defaults_over_several_numbers_of_workers_and_the_progress_lines(tmp_path: Path) -> None:
+    path, lines = tmp_path / "p.json", list[str]()
     profile().save(path)
     found = estimate(
-        task(batch_size=None, batch_size_per_worker=6),
-        profile=path,
-        workers=[2, 8, 2],
-        network="lan",
-        say=output.append,
+        task(batch_size=None, batch_size_per_worker=6), profile=path, workers=[2, 8, 2], network="lan", say=lines.append
     )
     assert [(one.workers, one.strategy) for one in found.estimates] == [
         (workers, spec)
@@ -298,20 +296,20 @@ def test_the_defaults_over_several_numbers_of_workers_and_what_is_said_meanwhile
         for spec in ("allreduce", "local-sgd", "diloco", "downpour", "easgd", "gossip")
     ]
     assert all(not one.refused for one in found.estimates)
-    assert output[0] == "the model's shape"
-    assert output[1] == "1 of 12: allreduce on 2 workers"
-    assert len(output) == 13
+    assert lines[0] == "the model's shape"
+    assert lines[1] == "1 of 12: allreduce on 2 workers"
+    assert len(lines) == 13
     assert (found.parameters, found.rows, found.task) == (64 * 40 + 40 + 400 + 10, 240, "wide")
     assert found.network == SimNetworkSpec.parse("lan")
 
 
 def test_json_has_every_number_and_is_plain() -> None:
     found = estimate(task(), profile=profile(), workers=[2, 64], strategies=["allreduce"], network="lan")
-    output = json.loads(found.to_json())
-    assert output["format"] == 1
-    assert output["profile"]["errors"] == {"allreduce": 0.1, "local-sgd:period=4": -0.2}
-    assert (output["network"], output["servers"]) == (str(found.network), 1)
-    first, second = output["estimates"]
+    document = json.loads(found.to_json())
+    assert document["format"] == 1
+    assert document["profile"]["errors"] == {"allreduce": 0.1, "local-sgd:period=4": -0.2}
+    assert (document["network"], document["servers"]) == (str(found.network), 1)
+    first, second = document["estimates"]
     (one, other) = found.estimates
     assert one.step is not None
     assert one.bars is not None

@@ -60,12 +60,12 @@ def lines(found: Estimates) -> list[str]:
     return text(found).splitlines()
 
 
-def test_it_says_what_was_estimated_and_every_number_of_a_row() -> None:
-    output = lines(FOUND)
-    assert output[0] == "chars: 838,528 parameters, 11,227 rows an epoch; one worker of the profile makes 5,333 rows/s"
-    assert output[1] == f"network {SimNetworkSpec.parse('lan')}; compute row=0.0001"
-    assert output[3] == "8 workers, 2,048 rows a step"
-    row = next(line for line in output if line.startswith("allreduce"))
+def test_the_head_and_every_number_of_a_row() -> None:
+    printed = lines(FOUND)
+    assert printed[0] == "chars: 838,528 parameters, 11,227 rows an epoch; one worker of the profile makes 5,333 rows/s"
+    assert printed[1] == f"network {SimNetworkSpec.parse('lan')}; compute row=0.0001"
+    assert printed[3] == "8 workers, 2,048 rows a step"
+    row = next(line for line in printed if line.startswith("allreduce"))
     assert row.split("  ")[0] == "allreduce"
     expected = (
         "60 ms",
@@ -73,8 +73,8 @@ def test_it_says_what_was_estimated_and_every_number_of_a_row() -> None:
         "6.4",
         "80%",
         "1 h (50 min to 1.2 h)",
-        "5.87 MB",
-        "352 GB",
+        "5.9 MB",
+        "352.0 GB",
         "80%",
         "15%",
         "5.0%",
@@ -85,43 +85,43 @@ def test_it_says_what_was_estimated_and_every_number_of_a_row() -> None:
         at = row.index(word, at) + len(word)
 
 
-def test_rows_without_bars_of_their_own_are_marked_and_the_rule_is_said() -> None:
-    output = lines(FOUND)
-    assert any(line.startswith("downpour* ") and line.endswith(" 7") for line in output)
-    (rule,) = (line for line in output if line.startswith("low to high"))
+def test_rows_without_their_own_bars_are_marked_and_the_rule_is_printed() -> None:
+    printed = lines(FOUND)
+    assert any(line.startswith("downpour* ") and line.endswith(" 7") for line in printed)
+    (rule,) = (line for line in printed if line.startswith("low to high"))
     assert "on 2 workers" in rule
     assert "allreduce +3.4%, local-sgd -7.0%" in rule
     assert "at least 5%" in rule
     assert "* was not tried there: extrapolated from the largest error, and" in rule
-    assert "  downpour: its warmup is left out" in output
-    assert output[-1] == "Something holds of all."
+    assert "  downpour: its warmup is left out" in printed
+    assert printed[-1] == "Something holds of all."
     assert "extrapolated" not in text(replace(FOUND, estimates=(ROW,)))
 
 
-def test_without_errors_no_rule_is_said_and_times_stand_alone() -> None:
+def test_without_errors_there_is_no_rule_and_no_interval() -> None:
     bare = replace(ROW, bars=None, training=Span(seconds=90.0, low=None, high=None))
-    output = text(replace(FOUND, profile=replace(PROFILE, errors={}), estimates=(bare,)))
-    assert "1.5 min" in output
-    assert "low to high" not in output
-    assert " to " not in output.split("rows/s, speed-up")[0]
+    printed = text(replace(FOUND, profile=replace(PROFILE, errors={}), estimates=(bare,)))
+    assert "1.5 min" in printed
+    assert "low to high" not in printed
+    assert " to " not in printed.split("rows/s, speed-up")[0]
 
 
-def test_each_number_of_workers_has_a_table_and_what_holds_of_all_is_said_once() -> None:
+def test_each_number_of_workers_has_a_table_and_common_notes_are_printed_once() -> None:
     refused = [Estimate(strategy=name, workers=64, refused="fewer than one row") for name in ("allreduce", "downpour")]
-    output = lines(replace(FOUND, estimates=(ROW, SERVED, *refused)))
-    assert [line for line in output if "worker" in line and line[0].isdigit()] == [
+    printed = lines(replace(FOUND, estimates=(ROW, SERVED, *refused)))
+    assert [line for line in printed if "worker" in line and line[0].isdigit()] == [
         "8 workers, 2,048 rows a step",
         "64 workers",
     ]
-    assert output.count("  all: fewer than one row") == 1
+    assert printed.count("  all: fewer than one row") == 1
     assert "  allreduce: fewer than one row" in lines(replace(FOUND, estimates=(ROW, SERVED, refused[0])))
 
 
 def test_what_is_not_known_is_a_dash() -> None:
     stream = replace(ROW, steps=None, training=None, bytes_in_training=None)
-    output = lines(replace(FOUND, rows=None, estimates=(stream,)))
-    assert "a stream" in output[0]
-    row = next(line for line in output if line.startswith("allreduce"))
+    printed = lines(replace(FOUND, rows=None, estimates=(stream,)))
+    assert "a stream" in printed[0]
+    row = next(line for line in printed if line.startswith("allreduce"))
     assert row.split().count("-") == 3
 
 
@@ -138,5 +138,5 @@ def test_what_is_not_known_is_a_dash() -> None:
     ],
 )
 def test_times_are_in_the_unit_that_fits(seconds: float, shown: str) -> None:
-    output = text(replace(FOUND, estimates=(replace(ROW, step=Span(seconds=seconds, low=None, high=None)),)))
-    assert f" {shown} " in output
+    printed = text(replace(FOUND, estimates=(replace(ROW, step=Span(seconds=seconds, low=None, high=None)),)))
+    assert f" {shown} " in printed

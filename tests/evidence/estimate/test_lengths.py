@@ -50,25 +50,25 @@ def test_a_payload_is_as_long_as_what_the_codec_makes(shape: Shape, text: str, p
 
 
 def test_what_depends_on_values_is_refused(shape: Shape) -> None:
-    with pytest.raises(Unsupported, match=r"compress=threshold .* only training shows: .* topk:0.01"):
+    with pytest.raises(Unsupported, match=r"compress=threshold .* only training shows them: .* topk:0.01"):
         lengths(shape, "allreduce:compress=threshold:0.1")
 
 
 def test_one_worker_compresses_nothing(shape: Shape) -> None:
     alone = Lengths(shape, strategy_of("allreduce:compress=threshold:0.1"), workers=1)
-    assert alone.mean(alone.own, shape.item) == [Piece("mean", shape.padded, 4)]
+    assert alone.mean(alone.stand_in_length, shape.item) == [Piece("mean", shape.padded, 4)]
 
 
 def test_the_vector_and_what_is_no_part_of_it(shape: Shape) -> None:
     found = lengths(shape, "local-sgd")
-    assert found.own == 32
+    assert found.stand_in_length == 32
     assert found.mean(32, 4) == [Piece("mean", shape.padded, 4)]
     assert found.mean(1, 8) == [Piece("mean", 1, 8)]  # a vote
-    assert found.gathered(1, 8) == shape.parameters  # an optimizer's `step`
+    assert found.all_gathered(1, 8) == shape.parameters  # an optimizer's `step`
     assert found.real(0) == 0
     assert found.message(0, 1, 128) == shape.padded * 4
     assert found.message(0, 1, 8) == 8
-    assert found.counted("send", 128) == shape.padded * 4
+    assert found.counted_bytes("send", 128) == shape.padded * 4
 
 
 def test_what_a_codec_exchanges_for_one_mean(shape: Shape) -> None:
@@ -79,24 +79,24 @@ def test_what_a_codec_exchanges_for_one_mean(shape: Shape) -> None:
         Piece("mean", 2 * rows + rest, 4),
         Piece("mean", 2 * columns, 4),
     ]
-    words, gathered = lengths(shape, "allreduce:compress=int8", rows=6).mean(32, 2)
-    assert gathered == Piece("all_gather", whole + 4, 1)
+    words, all_gathered = lengths(shape, "allreduce:compress=int8", rows=6).mean(32, 2)
+    assert all_gathered == Piece("all_gather", whole + 4, 1)
     assert words == Piece("words", 4 * len(f'[6.0,"7f",{whole + 4}]'))  # 3 control bits and 4 parameters
 
 
 def test_messages_of_shards(shape: Shape) -> None:
     found = lengths(shape, "downpour:compress=topk:0.5", servers=2)
-    part, half = found.own // 2, shape.padded // 2
-    assert found.own == 64
+    part, half = found.stand_in_length // 2, shape.padded // 2
+    assert found.stand_in_length == 64
     assert found.message(-1, 0, part * 4) == half * 4  # a pull's answer
     assert found.message(0, -1, part * 2) == half // 2 * 8  # a push
     assert found.message(0, -2, 0) == 0
-    assert found.counted("push", found.own * 2) == shape.padded // 2 * 8
-    assert found.counted("pull", found.own * 4) == shape.padded * 4
+    assert found.counted_bytes("push", found.stand_in_length * 2) == shape.padded // 2 * 8
+    assert found.counted_bytes("pull", found.stand_in_length * 4) == shape.padded * 4
 
 
 def test_a_rule_that_takes_whole_pushes_has_one_shard(shape: Shape) -> None:
-    assert lengths(shape, "quorum", servers=4).own == 32
+    assert lengths(shape, "quorum", servers=4).stand_in_length == 32
 
 
 def test_seconds_a_byte_and_a_number_grow_as_the_vector_shrinks(shape: Shape) -> None:

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from both_ways import HOSTS, Said, by_stand_in, in_full, task
+from both_ways import HOSTS, Measured, by_stand_in, in_full, task
 
 from manyhands.comm.codecs import CODECS
 from manyhands.strategies import CATALOGUE
@@ -53,7 +53,7 @@ def test_every_strategy_and_every_codec_of_fixed_length_is_here() -> None:
     assert {spec.partition("compress=")[2].partition(":")[0] for spec in ALL} - {""} == set(CODECS) - {"threshold"}
 
 
-def assert_same(stands: Said, full: Said) -> None:
+def assert_same(stands: Measured, full: Measured) -> None:
     assert [(rank, sent) for rank, _, sent in stands] == [(rank, sent) for rank, _, sent in full]
     assert [when for _, when, _ in stands] == pytest.approx([when for _, when, _ in full], rel=EXACT)
 

@@ -6,7 +6,7 @@ import pytest
 
 from manyhands.events import Event
 from manyhands.evidence.calibrate.observe import WARM
-from manyhands.evidence.estimate.steady import MOST_STEPS, Steady
+from manyhands.evidence.estimate.steady import MOST_STEPS, SteadyObserver
 
 
 def step(rank: int, time_s: float, *, round: bool = True, rows: int = 4, **more: object) -> Event:
@@ -14,7 +14,7 @@ def step(rank: int, time_s: float, *, round: bool = True, rows: int = 4, **more:
     return Event(type="step", time_s=time_s, rank=rank, values=values)
 
 
-def feed(observer: Steady, seconds: list[float], workers: int = 2, period: int = 1, **more: object) -> int:
+def feed(observer: SteadyObserver, seconds: list[float], workers: int = 2, period: int = 1, **more: object) -> int:
     """Steps of these lengths until the observer has enough; how many it took."""
     now = 0.0
     for number, length in enumerate(seconds, 1):
@@ -27,7 +27,7 @@ def feed(observer: Steady, seconds: list[float], workers: int = 2, period: int =
 
 
 def test_equal_steps_are_known_as_soon_as_enough_of_them_were_seen() -> None:
-    observer = Steady(512, None)
+    observer = SteadyObserver(512, None)
     assert feed(observer, [0.1] * 100, workers=512) == WARM + 8
     found = observer.measured()
     assert found is not None
@@ -37,7 +37,7 @@ def test_equal_steps_are_known_as_soon_as_enough_of_them_were_seen() -> None:
 
 
 def test_the_first_steps_are_not_looked_at() -> None:
-    observer = Steady(64, None)
+    observer = SteadyObserver(64, None)
     feed(observer, [9.0] * WARM + [0.1] * 50, workers=64)
     found = observer.measured()
     assert found is not None
@@ -46,7 +46,7 @@ def test_the_first_steps_are_not_looked_at() -> None:
 
 def test_a_block_is_a_whole_round() -> None:
     """One step in five takes longer: means of other numbers of steps would differ."""
-    observer = Steady(256, None)
+    observer = SteadyObserver(256, None)
     taken = feed(observer, [0.5 if number % 5 == 4 else 0.1 for number in range(100)], workers=256, period=5)
     found = observer.measured()
     assert found is not None
@@ -55,19 +55,19 @@ def test_a_block_is_a_whole_round() -> None:
 
 
 def test_it_goes_on_while_the_mean_is_not_known() -> None:
-    observer = Steady(512, None)
+    observer = SteadyObserver(512, None)
     lengths = [0.1 if number % 2 else 0.3 for number in range(200)]
     taken = feed(observer, lengths, workers=512)
     found = observer.measured()
     assert found is not None
     assert WARM + 8 < taken < 200
-    assert taken == observer.seen == 128  # the most that is simulated of 512 workers: 50 % would take 625 of these
+    assert taken == observer.steps == 128  # the most that is simulated of 512 workers: 50 % would take 625 of these
     assert found.spread == pytest.approx(0.5 / (124 - 1) ** 0.5, rel=1e-6)
 
 
 def test_short_epochs_are_looked_at_as_a_whole() -> None:
     """Every third step is an epoch's last and takes longer, whatever the rounds say."""
-    observer = Steady(64, 3)
+    observer = SteadyObserver(64, 3)
     feed(observer, [0.4 if number % 3 == 2 else 0.1 for number in range(300)], workers=64)
     found = observer.measured()
     assert found is not None
@@ -76,26 +76,26 @@ def test_short_epochs_are_looked_at_as_a_whole() -> None:
 
 
 def test_long_epochs_are_not() -> None:
-    observer = Steady(512, 100)
+    observer = SteadyObserver(512, 100)
     assert feed(observer, [0.1] * 99, workers=512) == WARM + 8
 
 
-def test_so_many_steps_as_were_asked_for() -> None:
-    observer = Steady(2, None, steps=20)
+def test_the_requested_number_of_steps_is_measured() -> None:
+    observer = SteadyObserver(2, None, steps=20)
     assert feed(observer, [0.1] * 300) == WARM + 20
     found = observer.measured()
     assert found is not None
     assert found.steps == 20
 
 
-def test_one_exchange_says_nothing() -> None:
-    observer = Steady(2, None, steps=20)
+def test_one_exchange_is_not_enough() -> None:
+    observer = SteadyObserver(2, None, steps=20)
     feed(observer, [0.1] * 300, period=20)
     assert observer.measured() is None
 
 
 def test_without_any_exchange_all_steps_are_alike() -> None:
-    observer = Steady(2, None)
+    observer = SteadyObserver(2, None)
     assert feed(observer, [0.1] * 3000, period=10**6) == MOST_STEPS
     found = observer.measured()
     assert found is not None
@@ -103,7 +103,7 @@ def test_without_any_exchange_all_steps_are_alike() -> None:
 
 
 def test_rows_that_were_dropped_do_not_count_and_staleness_is_of_all_pushes() -> None:
-    observer = Steady(512, None)
+    observer = SteadyObserver(512, None)
     feed(observer, [0.1] * 30, workers=512, unused=1, staleness=[1, 5, 5])
     found = observer.measured()
     assert found is not None
@@ -112,7 +112,7 @@ def test_rows_that_were_dropped_do_not_count_and_staleness_is_of_all_pushes() ->
 
 def test_workers_at_their_own_pace_make_global_batches_together() -> None:
     """Worker 0 makes two steps while worker 1 makes one; three reports of two workers are one and a half batches."""
-    observer, now = Steady(2, None, steps=30), 0.0
+    observer, now = SteadyObserver(2, None, steps=30), 0.0
     while not observer.stopping():
         now += 0.1
         observer.event(step(0, now))

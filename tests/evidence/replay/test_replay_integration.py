@@ -58,12 +58,14 @@ def train(local: Local, folder: Path, strategy: str, **options: Any) -> mh.Run:
 )
 def test_the_same_bits_in_the_journals_order(strategy: str, servers: int, local: Local, tmp_path: Path) -> None:
     run = train(local, tmp_path / "run", strategy, servers=servers)
-    told: list[tuple[int, int]] = []
-    replayed = mh.replay(tmp_path / "run", task=task(), progress=lambda done, total: told.append((done, total)))
+    progress_calls: list[tuple[int, int]] = []
+    replayed = mh.replay(
+        tmp_path / "run", task=task(), progress=lambda done, total: progress_calls.append((done, total))
+    )
     assert replayed.identical
     assert replayed.difference == 0.0
     assert (replayed.workers, replayed.otherwise) == (3, "")
-    assert told[-1] == (len(told), replayed.ticks)
+    assert progress_calls[-1] == (len(progress_calls), replayed.ticks)
     again = {name: p.detach() for name, p in run.model.named_parameters()}
     assert all(torch.equal(replayed.parameters[name], again[name]) for name in again)
 
@@ -96,9 +98,9 @@ def task(): return declared()
 """
     train(local, folder, "downpour")
     own.write_text(code)
-    config = json.loads((folder / "config.json").read_text())
+    settings = json.loads((folder / "asked.json").read_text())
     names = {"task": f"{own}:task", "strategy": f"{own}:Mine"}
-    (folder / "config.json").write_text(json.dumps(config | {what: names[what]}))
+    (folder / "asked.json").write_text(json.dumps(settings | {what: names[what]}))
     result = json.loads((folder / "result.json").read_text())  # who puts code there can write this, too
     result["sha256"]["config.json"] = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
     (folder / "result.json").write_text(json.dumps(result))
@@ -146,7 +148,7 @@ def test_windows_that_close_after_the_last_tick(
     assert mh.replay(tmp_path / "run", task=task(**given)).identical
 
 
-def test_what_the_journal_does_not_fit_is_told(local: Local, tmp_path: Path) -> None:
+def test_a_journal_that_does_not_fit_is_an_error(local: Local, tmp_path: Path) -> None:
     """Another order than the recorded one cannot be followed, other data end elsewhere, and changed events are no journal."""
     train(local, tmp_path / "run", "downpour")
     assert not mh.replay(tmp_path / "run", task=task(train_data=plain.rows(150, seed=9))).identical

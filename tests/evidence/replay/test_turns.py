@@ -61,7 +61,7 @@ def test_a_meeting_gives_everybodys_values_in_rank_order() -> None:
     assert ends == [[[0, 1, 2], [10, 11, 12], [20, 21, 22]]] * 3
 
 
-def test_who_waits_for_what_never_comes_is_told() -> None:
+def test_waiting_for_what_never_happens_is_an_error() -> None:
     turns = ThreadTurns()
     with pytest.raises(ReplayDeadlock, match="wait for each other"):
         turns.run([lambda: turns.wait_for(lambda: False), lambda: turns.wait_for(lambda: False)])

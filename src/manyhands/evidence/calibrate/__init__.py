@@ -1,7 +1,9 @@
-"""Calibration: this machine measured, as a profile that engine `sim` takes. See `calibrate.py`.
+"""`calibrate()`: measure a task's costs on this machine, as a profile for engine `sim`. For `cli`, `estimate`, users.
 
-fit.py         from samples to the constants of the simulator's model; pure
-observe.py     runs of the real loop, on real workers and simulated ones, as times of ticks
-measure.py     what groups, server and leases take on this machine
-calibrate.py   the whole of it, and the comparison of prediction and truth
+calibrate.py   the entry, and the comparison of predicted and measured steps
+measure.py     the times of groups, server and leases
+coding.py      the times of codecs
+observe.py     runs of the training loop on real or simulated workers
+fit.py         from samples to the simulator's constants; pure
+report.py      a calibration as text
 """

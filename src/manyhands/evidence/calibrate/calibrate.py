@@ -1,4 +1,4 @@
-"""`calibrate`: measure what a task costs on this machine, and how well the simulator predicts it."""
+"""`calibrate`: measure a task's costs on this machine, and how well the simulator predicts them."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from manyhands.engines.sim.network import SimNetworkSpec
 from manyhands.engines.sim.profile import Profile
 from manyhands.errors import BadInput, Unsupported, is_whole
 from manyhands.evidence.calibrate import measure
-from manyhands.evidence.calibrate.coding import Coded, coded, codings
-from manyhands.evidence.calibrate.fit import Computed, Terms, computed
+from manyhands.evidence.calibrate.coding import CodecTimes, codings, time_codecs
+from manyhands.evidence.calibrate.fit import ComputeFit, Terms, fit_compute
 from manyhands.evidence.calibrate.observe import (
-    ObservedOn,
+    RunSetup,
     TickTime,
     block_of,
     blocks,
     merged,
     observe,
-    own_ticks,
     steps_for,
+    tick_seconds,
     tick_time,
 )
 from manyhands.recording.run import environment
@@ -47,22 +47,25 @@ from manyhands.training.config import TrainConfig, check_place, task_from
 
 STRATEGIES = ("allreduce", "local-sgd:period=8", "dynsgd")
 SERVED = DynSGD()
-"""Of which leases and requests are measured: each tick is a lease, a pull and a push, and updates are scaled by their staleness."""
-REQUESTS = 2  # of a tick of SERVED
+"""The strategy that measures leases and requests: each tick is a lease, a pull and a push."""
+REQUESTS = 2
+"""In a tick of SERVED."""
 STEPS = 16
 REPEATS, QUICK_REPEATS = 3, 1
 _COMPUTE_STEPS = 8
-_CODEC_TICKS, _QUICK_CODEC_TICKS = 4, 2  # of each worker, for each setting of a codec
+_CODEC_TICKS, _QUICK_CODEC_TICKS = 4, 2  # of each worker, for each codec setting
 _LEAST_STEPS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One strategy's step, for real and simulated; seconds."""
+    """The seconds of one strategy's step, measured and simulated."""
 
     strategy: str
-    real_s: float  # of the quickest run: the median over its blocks
-    slowest_s: float  # of the slowest run
+    real_s: float
+    """Of the quickest run: the median over its blocks."""
+    slowest_s: float
+    """Of the slowest run."""
     simulated_s: float
 
     @property
@@ -72,29 +75,32 @@ class Prediction:
 
     @property
     def worst(self) -> float:
-        """The same of the quickest or the slowest run, whichever is further off."""
+        """The larger error of the quickest and the slowest run."""
         slowest = self.simulated_s / self.slowest_s - 1
         return max(self.error, slowest, key=lambda error: abs(math.log1p(error)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """All that was measured; `profile` is what engine `sim` takes."""
+    """All measurements; `profile` is for engine `sim`."""
 
     profile: Profile
-    compute: Computed
-    memory: Terms  # (latency in seconds, seconds a bit) of the group in shared memory
-    sockets: Terms  # of the group over sockets
-    server: measure.Served
-    codecs: tuple[Coded, ...] = ()
+    compute: ComputeFit
+    memory: Terms
+    """(latency in seconds, seconds a bit) of the group in shared memory."""
+    sockets: Terms
+    """The same of the group over sockets."""
+    server: measure.ServerTimes
+    codecs: tuple[CodecTimes, ...] = ()
     predictions: tuple[Prediction, ...]
-    seconds: float  # that it took
+    seconds: float
+    """The time that the calibration took."""
 
 
 def calibrate(task: Task | str | None = None, **options: Any) -> Profile:
-    """Measure what a task costs on this machine, for engine `sim`: `Sim(profile=path)` of what `profile.save(path)` wrote.
+    """Measure a task's costs on this machine, for engine `sim`: `profile.save(path)`, then `Sim(profile=path)`.
 
-    task, and further options: as `calibrated` takes them. Raises what it raises.
+    task, options, errors: see `calibrated`.
     """
     return calibrated(task, **options).profile
 
@@ -113,41 +119,40 @@ def calibrated(
     say: Callable[[str], None] = lambda line: None,
     **task_fields: Any,
 ) -> Calibration:
-    """Measure what a task costs on this machine with so many workers at the same time.
+    """Measure a task's costs on this machine with `workers` workers computing at the same time.
 
-    Seconds a row and a tick, with their jitter, come from ticks of the task's own loop on all workers, which do not
-    exchange anything, at three batch sizes; latency and bandwidth from collectives of 4 KB to the model's own vector;
-    server and leases from calls of one worker; what codecs compute from means of the task's own gradients, of which nothing is
-    sent. Runs of all kinds alternate three times, and of each kind the quickest
-    counts: a machine's other work only ever slows one down. Each strategy runs for real and simulated, and the profile
-    holds how far the predicted time of a step is off.
+    Seconds a row and a tick, with their jitter, are measured in the task's own loop on all workers, without exchange,
+    at three batch sizes; latency and bandwidth by collectives from 4 KB to the model's own vector; server and leases by
+    calls of one worker; codecs by means of the task's own gradients, without sending. Runs of all kinds alternate three
+    times. The quickest of each kind counts: other work on the machine only slows runs down. Each strategy is run and
+    simulated, and the profile holds the error of the predicted step.
 
-    In the profile this machine is a host of so many workers; more of them are on more such hosts, joined as closely as
-    sockets on this machine are, and shards of a server are on the hosts of the workers.
+    In the profile this machine is a host of `workers` workers. More workers are on more such hosts, with the latency
+    and bandwidth of this machine's sockets between them. Server shards are on the workers' hosts.
 
-    task, task_fields: as `train` takes them. workers: at least 2. strategies: which to compare; none is fine.
-    steps: of each real run; at least three times a strategy's period. quick: each run once instead of three times.
-    engine: local. say: called with a line about what is done now.
+    task, task_fields: as in `train`. workers: at least 2. strategies: to compare; may be empty. steps: of each real
+    run; at least three times a strategy's period. quick: each run once instead of three times. engine: local. say:
+    called with a line about each stage.
 
-    Raises BadInput for what cannot be, before any process starts where that can be known; Unsupported for another
-    engine; what a worker raises, as `train` does.
+    Raises BadInput for invalid arguments, before any process starts if possible; Unsupported for another engine; and
+    what a worker raises, as `train` does.
     """
     chosen = [strategy_of(strategy) for strategy in strategies]
     own = task_from(task, task_fields)
-    local = _local_of(engine)
+    local = _local_engine(engine)
     _check(own, chosen, local, workers, steps, timeout_s)
     check_place(device, threads_per_worker)
-    place = ObservedOn(engine=local, workers=workers, threads=threads_per_worker, device=device, timeout_s=timeout_s)
-    with local if isinstance(engine, str) else nullcontext():  # one that is given may be warm, and stays so
-        return _Calibrating(own, place, chosen, steps, quick, say).run()
+    setup = RunSetup(engine=local, workers=workers, threads=threads_per_worker, device=device, timeout_s=timeout_s)
+    with local if isinstance(engine, str) else nullcontext():  # a given engine may be warm, and stays so
+        return _Calibrator(own, setup, chosen, steps, quick, say).run()
 
 
-def _local_of(engine: Engine | str) -> Local:
+def _local_engine(engine: Engine | str) -> Local:
     found = engines.engine_of(engine)
     if not isinstance(found, Local):
         raise Unsupported(
-            f"calibrate measures this machine by workers that it starts here, which engine {found.name} does not do: take engine "
-            "local, outside of manyhands run and torchrun"
+            f"calibrate measures this machine by workers that it starts here, which engine {found.name} does not do: take "
+            "engine local, outside of manyhands run and torchrun"
         )
     return found
 
@@ -155,54 +160,52 @@ def _local_of(engine: Engine | str) -> Local:
 def _check(task: Task, strategies: list[Strategy], engine: Local, workers: int, steps: int, timeout_s: float) -> None:
     if not is_whole(workers, 2):
         raise BadInput(
-            f"calibrate needs at least 2 workers, not {workers!r}: with one there is nothing between workers to measure"
+            f"calibrate needs at least 2 workers, not {workers!r}: one worker exchanges nothing that could be measured"
         )
     if not is_whole(steps, _LEAST_STEPS):
         raise BadInput(f"steps must be a whole number of at least {_LEAST_STEPS}, not {steps!r}")
     for strategy in [Ensemble(), *strategies]:
-        asked = TrainConfig(task=task, strategy=strategy, engine=engine, workers=workers, directory=None)
-        asked.check(servers=1, nonfinite="raise", max_seconds=None, timeout_s=timeout_s, resume=False)
+        config = TrainConfig(task=task, strategy=strategy, engine=engine, workers=workers, directory=None)
+        config.check(servers=1, nonfinite="raise", max_seconds=None, timeout_s=timeout_s, resume=False)
 
 
-class _Calibrating:
-    """One calibration. Real runs of all kinds alternate, so that all of them find the machine at its quietest."""
+class _Calibrator:
+    """One calibration. Real runs of all kinds alternate, so that each kind has a run while the machine is idle."""
 
     def __init__(
         self,
         task: Task,
-        place: ObservedOn,
+        setup: RunSetup,
         strategies: list[Strategy],
         steps: int,
         quick: bool,
         say: Callable[[str], None],
     ) -> None:
-        self.task, self.place, self.strategies, self.say = task, place, strategies, say
+        self.task, self.setup, self.strategies, self.say = task, setup, strategies, say
         self.steps, self.repeats = steps_for(steps), QUICK_REPEATS if quick else REPEATS
         self.codec_ticks = _QUICK_CODEC_TICKS if quick else _CODEC_TICKS
-        self.ticks: list[dict[int, list[float]]] = []  # of each run that does not exchange: {rows: seconds}
-        self.alone: list[TickTime] = []  # of those with the task's own batch
+        self.ticks: list[dict[int, list[float]]] = []  # of each run without exchange: {rows: seconds}
+        self.alone: list[TickTime] = []  # of runs without exchange with the task's own batch
         self.serving: list[TickTime] = []  # of runs of SERVED
-        self.real: dict[str, list[float]] = {
-            spec_of(strategy): [] for strategy in strategies
-        }  # of each run, seconds a step
+        self.real: dict[str, list[float]] = {spec_of(strategy): [] for strategy in strategies}  # seconds a step, by run
         self.every: dict[str, int] = {}  # steps a block
 
     def run(self) -> Calibration:
         start = time.monotonic()
         self.say("the group in shared memory, the group over sockets")
-        memory, sockets = measure.groups(self.place, self.task)
+        memory, sockets = measure.time_groups(self.setup, self.task)
         self.say("the parameter server and its leases")
-        server = measure.served(self.place, self.task)
+        server = measure.time_server(self.setup, self.task)
         self.say("what codecs compute")
-        codecs = coded(self.place, self.task, self.codec_ticks)
+        codecs = time_codecs(self.setup, self.task, self.codec_ticks)
         sizes = self._own_batch()
         for repeat in range(self.repeats):
             self.say(
                 f"real steps, {repeat + 1} of {self.repeats}: without exchange, then {', '.join(self.real) or 'no more'}"
             )
             self._repeat(sizes)
-        workers = self.place.workers
-        compute = computed(merged(self.ticks), sizes[0] // workers)
+        workers = self.setup.workers
+        compute = fit_compute(merged(self.ticks), sizes[0] // workers)
         own, _ = measure.vector_of(self.task)
         fits = (
             measure.fit_group(memory, workers, own, one_host=True),
@@ -226,41 +229,41 @@ class _Calibrating:
 
     def _own_batch(self) -> list[int]:
         """Global batch sizes to measure, the task's own first."""
-        events = observe(self.place, self.task, Ensemble(), 1)
+        events = observe(self.setup, self.task, Ensemble(), 1)
         own = sum(event.values["rows"] for event in events)
-        return [own, *(size for size in (own // 2, own + own // 2) if size >= self.place.workers and size != own)]
+        return [own, *(size for size in (own // 2, own + own // 2) if size >= self.setup.workers and size != own)]
 
     def _repeat(self, sizes: list[int]) -> None:
         for size in sizes:
             task = self.task.with_fields(batch_size=size) if size != sizes[0] else self.task
             steps = _COMPUTE_STEPS * (2 if size == sizes[0] else 1)
-            events = observe(self.place, task, Ensemble(), steps_for(steps))
-            self.ticks.append(own_ticks(events))
+            events = observe(self.setup, task, Ensemble(), steps_for(steps))
+            self.ticks.append(tick_seconds(events))
             if size == sizes[0]:
                 self.alone.append(tick_time(events))
         for strategy in self.strategies if SERVED in self.strategies else [SERVED, *self.strategies]:
-            events = observe(self.place, self.task, strategy, self.steps)
+            events = observe(self.setup, self.task, strategy, self.steps)
             if strategy == SERVED:
                 self.serving.append(tick_time(events))
             if strategy not in self.strategies:
                 continue
             every = self.every[spec_of(strategy)] = block_of(events, strategy)
-            self.real[spec_of(strategy)].append(statistics.median(blocks(events, self.place.workers, every)))
+            self.real[spec_of(strategy)].append(statistics.median(blocks(events, self.setup.workers, every)))
 
     # -- the model ---------------------------------------------------------------------------------------------------
 
     def _profile(
         self,
-        compute: Computed,
+        compute: ComputeFit,
         memory: Terms,
         sockets: Terms,
-        server: measure.Served,
-        codecs: tuple[Coded, ...],
+        server: measure.ServerTimes,
+        codecs: tuple[CodecTimes, ...],
         sizes: list[int],
     ) -> Profile:
-        own_s = 2 * memory.first + 8 * server.bytes * memory.second  # that the network takes of a pull, or of a push
+        network_s = 2 * memory.first + 8 * server.bytes * memory.second  # of a pull, or of a push
         network = SimNetworkSpec(
-            workers_per_host=self.place.workers,
+            workers_per_host=self.setup.workers,
             servers="spread",
             local_latency=memory.first,
             local_bandwidth=measure.bandwidth_of(memory),
@@ -274,30 +277,28 @@ class _Calibrating:
                 step=compute.step,
                 jitter=f"lognormal:{compute.jitter:.4g}" if compute.jitter else "none",
                 lease=server.lease,
-                merge=max(0.0, (server.pull + server.push) / 2 - own_s) / server.bytes,
+                merge=max(0.0, (server.pull + server.push) / 2 - network_s) / server.bytes,
                 codecs=codings(codecs),
             ),
             task=self.task.name,
-            workers=self.place.workers,
+            workers=self.setup.workers,
             batch_sizes=tuple(sorted({rows for run in self.ticks for rows in run})),
             measured=datetime.now(UTC).isoformat(timespec="seconds"),
-            machine=_machine(self.place),
+            machine=_machine(self.setup),
         )
 
     def _with_requests(self, profile: Profile) -> Profile:
-        """With what leases and requests take beside workers that compute: driver and shards then share the workers' cores."""
+        """Add the time of leases and requests while workers compute: driver and shards then share the workers' cores."""
         served, alone = (min(turns, key=lambda turn: turn.seconds) for turns in (self.serving, self.alone))
         free = replace(profile, compute=replace(profile.compute, lease=0.0))
         simulated = tick_time(observe(self._simulated(free), self.task, SERVED, self.steps))
         lease, request = lease_and_request(served, alone, simulated.seconds)
-        found = replace(
-            profile.compute, lease=max(lease, profile.compute.lease), request=request
-        )  # idle, it takes least
-        return replace(profile, compute=found)
+        lease = max(lease, profile.compute.lease)  # at least what it takes while workers are idle
+        return replace(profile, compute=replace(profile.compute, lease=lease, request=request))
 
-    def _simulated(self, profile: Profile) -> ObservedOn:
+    def _simulated(self, profile: Profile) -> RunSetup:
         engine = Sim(network=profile.network, compute=profile.compute)
-        return replace(self.place, engine=engine, threads=1, device="cpu")
+        return replace(self.setup, engine=engine, threads=1, device="cpu")
 
     def _predict(self, profile: Profile, strategy: Strategy) -> Prediction:
         name = spec_of(strategy)
@@ -307,28 +308,28 @@ class _Calibrating:
             strategy=name,
             real_s=min(self.real[name]),
             slowest_s=max(self.real[name]),
-            simulated_s=statistics.fmean(blocks(events, self.place.workers, self.every[name])),
+            simulated_s=statistics.fmean(blocks(events, self.setup.workers, self.every[name])),
         )
 
 
 def lease_and_request(served: TickTime, alone: TickTime, simulated_s: float) -> tuple[float, float]:
-    """Seconds of a lease, and of a request beside messages and merging.
+    """Seconds of a lease, and of a request besides messages and merging.
 
-    served: a real tick of SERVED. alone: one that exchanges nothing. simulated_s: of SERVED's, where both are free. What its
-    rows take longer to come than those of `alone` is the lease's, the rest the requests'.
+    served: a real tick of SERVED. alone: a tick without exchange. simulated_s: a tick of SERVED with free leases and
+    requests. The lease is the additional time to get rows compared with `alone`; the rest is the requests'.
     """
     more = max(0.0, served.seconds - simulated_s)
     lease = min(more, max(0.0, served.input_s - alone.input_s)) if served.leased else 0.0
     return lease, (more - lease) / REQUESTS
 
 
-def _machine(place: ObservedOn) -> dict[str, str]:
+def _machine(setup: RunSetup) -> dict[str, str]:
     known = environment()
     return {
         "host": known["host"],
         "processor": platform.processor() or platform.machine(),
         "cores": str(known["cores"]),
-        "threads_per_worker": str(place.threads or max(1, usable_cores() // place.workers)),
-        "device": place.device if torch.cuda.is_available() else "cpu",
+        "threads_per_worker": str(setup.threads or max(1, usable_cores() // setup.workers)),
+        "device": setup.device if torch.cuda.is_available() else "cpu",
         **{name: str(version) for name, version in known["versions"].items()},
     }

@@ -1,7 +1,7 @@
-"""What codecs compute, measured in the task's own loop: each mean is one of a group whose others say, at once, what this rank says.
+"""The computing times of codecs, measured in the task's own loop by means of a group that echoes this rank's values.
 
-All workers are at it at the same time, as in a real step, and each codec finds caches and freed memory as a backward pass
-leaves them. In a loop of its own it finds its memory at hand, and takes a fraction of the time.
+All workers measure at the same time, as in a real step, and each codec runs on caches and freed memory as a backward
+pass leaves them. In a separate loop its memory would be in the cache, and it would take a fraction of the time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from manyhands.comm.group import Work
 from manyhands.comm.solo import SoloGroup
 from manyhands.engines.sim.compute import Coding
 from manyhands.evidence.calibrate.fit import two_terms
-from manyhands.evidence.calibrate.observe import ObservedOn, observe
+from manyhands.evidence.calibrate.observe import RunSetup, observe
 from manyhands.replica.replica import Replica
 from manyhands.strategies import compressing
 from manyhands.strategies.allreduce import AllReduce
@@ -44,42 +44,47 @@ SETTINGS = (
     "bf16",
     "int8",
 )
-"""Every codec. Those in which the payload's length matters twice: `threshold` when it sends nothing, and everything."""
+"""Every codec; twice those whose time depends on the payload's length: `threshold` sending nothing, and everything."""
 
-_WARM = 1  # first ticks of a setting that nobody counts
-_MOST_ALIKE = 4  # ranks of a group: of so many payloads it is known what one takes
+_WARM = 1  # ticks at the start of a setting that are not measured
+_MOST_RANKS = 4  # of an echo group: enough payloads to know the time of one
 
 
 @dataclass(frozen=True, kw_only=True)
-class Coded:
-    """What one setting takes with all workers at it, medians."""
+class CodecTimes:
+    """The median times of one setting with all workers computing."""
 
-    codec: str  # with its numbers
-    n: int  # numbers of the vector [D']
-    nbytes: int  # of the payload
-    encode_s: float  # with residuals, and the own payload decoded for them
-    decode_s: float  # of one payload
+    codec: str
+    """With its options."""
+    n: int
+    """Numbers of the vector [D']."""
+    nbytes: int
+    """Of the payload."""
+    encode_s: float
+    """With residuals, and decoding the own payload for them."""
+    decode_s: float
+    """Of one payload."""
 
 
-def coded(place: ObservedOn, task: Task, ticks: int) -> tuple[Coded, ...]:
-    """Of each of SETTINGS that the task has gradients for, by so many ticks of each worker."""
+def time_codecs(setup: RunSetup, task: Task, ticks: int) -> tuple[CodecTimes, ...]:
+    """Measure each of SETTINGS that applies to the task's gradients, in `ticks` ticks of each worker."""
     found: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     ticks += _WARM
-    for event in observe(place, task, _Coding(ticks=ticks), ticks * len(SETTINGS), kind="codec"):
+    for event in observe(setup, task, _CodecTiming(ticks=ticks), ticks * len(SETTINGS), event_type="codec"):
         found[event.values["codec"]].append(event.values)
     return tuple(_median(text, samples) for text, samples in found.items())
 
 
-def _median(text: str, samples: Sequence[dict[str, Any]]) -> Coded:
+def _median(text: str, samples: Sequence[dict[str, Any]]) -> CodecTimes:
     n, nbytes, encode_s, decode_s = (
         statistics.median(sample[name] for sample in samples) for name in ("n", "nbytes", "encode_s", "decode_s")
     )
-    return Coded(codec=text, n=round(n), nbytes=round(nbytes), encode_s=encode_s, decode_s=decode_s)
+    return CodecTimes(codec=text, n=round(n), nbytes=round(nbytes), encode_s=encode_s, decode_s=decode_s)
 
 
-def codings(measured: Sequence[Coded]) -> dict[str, Coding]:
-    """{codec's name: the simulator's constants}. Seconds a byte where two settings of a codec were measured."""
-    by_name: defaultdict[str, list[Coded]] = defaultdict(list)
+def codings(measured: Sequence[CodecTimes]) -> dict[str, Coding]:
+    """{codec's name: the simulator's constants}; with seconds a byte if two settings of a codec were measured."""
+    by_name: defaultdict[str, list[CodecTimes]] = defaultdict(list)
     for one in measured:
         codec = codec_of(one.codec)
         assert codec is not None
@@ -87,7 +92,7 @@ def codings(measured: Sequence[Coded]) -> dict[str, Coding]:
     return {name: _fitted(settings) for name, settings in by_name.items()}
 
 
-def _fitted(settings: Sequence[Coded]) -> Coding:
+def _fitted(settings: Sequence[CodecTimes]) -> Coding:
     xs = [(float(one.n), float(one.nbytes) if len(settings) > 1 else 0.0) for one in settings]
     encode = two_terms(xs, [one.encode_s for one in settings])
     decode = two_terms(xs, [one.decode_s for one in settings])
@@ -98,44 +103,45 @@ def _fitted(settings: Sequence[Coded]) -> Coding:
 
 
 @dataclass(kw_only=True)
-class _Now(State):
-    """The setting that is measured now, and what its codec remembers."""
+class _CodecState(State):
+    """The current setting and its codec's state."""
 
     setting: str = ""
     sent: CompressedState = field(default_factory=CompressedState)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Coding(Strategy):
-    """Every worker trains a model of its own; beside each step it takes a mean with a codec, which nobody else hears of."""
+class _CodecTiming(Strategy):
+    """Every worker trains its own model. In each step it also takes a mean with a codec, over an echo group."""
 
-    ticks: int  # of each setting, one after the other
+    ticks: int
+    """Of each setting, one after the other."""
 
     name: ClassVar[str] = "coding"
     needs: ClassVar[Needs] = Needs(one_model=False)
 
     @override
-    def start(self, replica: Replica, worker: Worker) -> _Now:
-        return _Now()
+    def start(self, replica: Replica, worker: Worker) -> _CodecState:
+        return _CodecState()
 
     @override
-    def exchange(self, replica: Replica, worker: Worker, state: _Now) -> bool:
+    def exchange(self, replica: Replica, worker: Worker, state: _CodecState) -> bool:
         setting, tick = divmod(replica.tick, self.ticks)
         if replica.weight:
             self._mean(SETTINGS[setting % len(SETTINGS)], replica, worker, state, counts=tick >= _WARM)
         replica.apply()
         return replica.any_rank_has_rows if replica.sync_control_bits_if_due(worker) else True
 
-    def _mean(self, setting: str, replica: Replica, worker: Worker, state: _Now, *, counts: bool) -> None:
+    def _mean(self, setting: str, replica: Replica, worker: Worker, state: _CodecState, *, counts: bool) -> None:
         options = AllReduce(compress=setting)
         if setting != state.setting:
             state.setting = setting
             state.sent = CompressedState(**compressing.remembered(options, replica, worker))
         own, control_bits = replica.gradients.clone(), replica.control_bits
-        group = _Alike(worker)
+        group = _EchoGroup(worker)
         compressing.mean_gradients(options, replica, replace(worker, group=group), state.sent)
         group.stop()
-        replica.control_bits = control_bits  # the others', by whom all workers stop at the same tick
+        replica.control_bits = control_bits  # all workers' bits, which stop them at the same tick
         replica.gradients.copy_(own)
         if counts:
             worker.emit(
@@ -149,13 +155,13 @@ class _Coding(Strategy):
             )
 
 
-class _Alike(SoloGroup, TimedGroup):
-    """A group of some ranks who all say what this one says, at once; and a stopwatch that leaves the others out."""
+class _EchoGroup(SoloGroup, TimedGroup):
+    """A group whose other ranks have this rank's values, without communication. Times encoding and decoding."""
 
     def __init__(self, worker: Worker) -> None:
         super().__init__()
-        self.size, self._device = min(worker.size, _MOST_ALIKE), worker.device
-        self.n = self.nbytes = 0  # numbers of the vector, bytes of the payload
+        self.size, self._device = min(worker.size, _MOST_RANKS), worker.device
+        self.n = self.nbytes = 0
         self.encode_s = self.decode_s = 0.0  # so far; of one payload
         self._since = self._now()
 
@@ -184,7 +190,7 @@ class _Alike(SoloGroup, TimedGroup):
         self.decode_s, self._since = (now - self._since) / payloads, now
 
     def stop(self) -> None:
-        """What was not decoding was encoding."""
+        """Count the time since decoding as encoding."""
         self.encode_s += self._now() - self._since
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""What groups, server and leases take on this machine: small programs on real workers, and the simulator's constants for them."""
+"""The times of groups, server and leases on this machine: programs on real workers, and the simulator's constants."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from manyhands.engines.sim.costs import Cost, Costs
 from manyhands.engines.sim.network import ALL, NetworkState, SimNetworkSpec
 from manyhands.errors import BadInput
 from manyhands.evidence.calibrate.fit import Terms, two_terms
-from manyhands.evidence.calibrate.observe import ObservedOn
+from manyhands.evidence.calibrate.observe import RunSetup
 from manyhands.replica.layout import Layout
 from manyhands.server.base import ServerSpec
 from manyhands.task import Task
@@ -31,20 +31,22 @@ from manyhands.transport.credentials import Credentials
 from manyhands.transport.listener import Listener
 from manyhands.worker import Worker
 
-SIZES = tuple(4 << 10 + 3 * i for i in range(9))  # bytes of means: 4 KB, 32 KB, … up to the model's
-LEAST_LARGEST = 2 << 20  # bytes: what a smaller model's vector takes says nothing of bandwidth
+SIZES = tuple(4 << 10 + 3 * i for i in range(9))
+"""Bytes of means: 4 KB, 32 KB, … up to the model's."""
+LEAST_LARGEST = 2 << 20
+"""The largest mean has at least so many bytes: smaller ones do not show the bandwidth."""
 _REPEATS = 24
 _WARM = 4
 _TIMEOUT_S = 60.0
 
 Sizes = tuple[int, torch.dtype]  # elements of the model's flat vector [D'], and their type
-Stamps = list[tuple[float, float]]  # (when a rank came, when it left), of each repeat
+Stamps = list[tuple[float, float]]  # (start, end) of a rank's call, of each repeat
 Stamped = tuple[str, int, int, Stamps]  # (name, elements, item, stamps) of one call
 
 
 @dataclass(frozen=True)
 class TimedCollective:
-    """One collective, and how long it took from the last arrival until all had its result."""
+    """A collective, and its time from the last rank's start until all ranks had the result."""
 
     name: str  # mean | all_gather | barrier
     elements: int
@@ -55,61 +57,60 @@ class TimedCollective:
         """In the simulator."""
         if self.name == "barrier":
             return costs.barrier()
-        return (
-            costs.mean(self.elements, self.item) if self.name == "mean" else costs.all_gather(self.elements, self.item)
-        )
+        collective = costs.mean if self.name == "mean" else costs.all_gather
+        return collective(self.elements, self.item)
 
 
 @dataclass(frozen=True)
-class Served:
-    """What the parameter server takes for one worker at a time, seconds."""
+class ServerTimes:
+    """The seconds of the parameter server's calls, for one worker at a time."""
 
     elements: int
     item: int
-    request: float  # there and back, without a vector
+    request: float
+    """A round trip without a vector."""
     pull: float
     push: float
     lease: float
 
     @property
     def bytes(self) -> int:
-        """Of the vector that is pulled, and of the one that is pushed."""
+        """Of the pulled vector, and of the pushed one."""
         return self.elements * self.item
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------
 
 
-def groups(place: ObservedOn, task: Task) -> tuple[list[TimedCollective], list[TimedCollective]]:
-    """(of the group in shared memory, of the group over sockets), with the same workers.
+def time_groups(setup: RunSetup, task: Task) -> tuple[list[TimedCollective], list[TimedCollective]]:
+    """(collectives in shared memory, collectives over sockets) of the same workers.
 
-    Sockets are TCP over loopback, as if each worker had a host of its own; with TLS where `cryptography` is installed.
+    Sockets are TCP over loopback, as between workers on different hosts; with TLS if `cryptography` is installed.
     """
     try:
         program = _GroupProgram(task, Credentials.create(), None)
     except BadInput:  # without the package
         program = _GroupProgram(task, None, secrets.token_bytes(32))
-    memory, sockets = zip(*place.engine.launch(program, place.launch()), strict=True)
-    return together(memory), together(sockets)
+    memory, sockets = zip(*setup.engine.launch(program, setup.launch()), strict=True)
+    return timed_collectives(memory), timed_collectives(sockets)
 
 
 def fit_group(calls: Sequence[TimedCollective], workers: int, own: int, *, one_host: bool) -> Terms:
-    """(latency in seconds, seconds a bit) with which the simulator takes as long as it took here.
+    """Fit (latency in seconds, seconds a bit), with which the simulator's times are those measured.
 
-    own: the model's elements; a mean of so many counts as much as all other calls together.
+    own: the model's elements. A mean of this length has as much weight as all other calls together.
     """
-    units = [Costs(NetworkState(network, workers, 0), workers) for network in _units(one_host)]
+    units = [Costs(NetworkState(network, workers, 0), workers) for network in _unit_networks(one_host)]
     xs = [(call.cost(units[0]).seconds, call.cost(units[1]).seconds) for call in calls]
     weights = [float(len(calls)) if (call.name, call.elements) == ("mean", own) else 1.0 for call in calls]
     return two_terms(xs, [call.seconds for call in calls], weights)
 
 
-def _units(one_host: bool) -> tuple[SimNetworkSpec, SimNetworkSpec]:
-    """Networks in which only latency costs, a second each; and only bytes, a second a bit."""
+def _unit_networks(one_host: bool) -> tuple[SimNetworkSpec, SimNetworkSpec]:
+    """(a network with a latency of 1 s and infinite bandwidth, one without latency and 1 s a bit)"""
     if one_host:
-        return SimNetworkSpec(workers_per_host=ALL, local_latency=1.0), SimNetworkSpec(
-            workers_per_host=ALL, local_bandwidth=1.0
-        )
+        latency = SimNetworkSpec(workers_per_host=ALL, local_latency=1.0)
+        return latency, SimNetworkSpec(workers_per_host=ALL, local_bandwidth=1.0)
     return SimNetworkSpec(latency=1.0), SimNetworkSpec(bandwidth=1.0)
 
 
@@ -118,20 +119,20 @@ def bandwidth_of(terms: Terms) -> float:
     return 1 / terms.second if terms.second else float("inf")
 
 
-def together(ranks: Sequence[Sequence[Stamped]]) -> list[TimedCollective]:
-    """All ranks' stamps as calls: the median over repeats."""
+def timed_collectives(ranks: Sequence[Sequence[Stamped]]) -> list[TimedCollective]:
+    """Combine all ranks' stamps: the median over repeats."""
     calls = []
     for same in zip(*ranks, strict=True):
         name, elements, item, _ = same[0]
         repeats = zip(*(stamps for *_, stamps in same), strict=True)
-        seconds = [max(left for _, left in one) - max(came for came, _ in one) for one in repeats]
+        seconds = [max(end for _, end in one) - max(start for start, _ in one) for one in repeats]
         calls.append(TimedCollective(name, elements, item, max(statistics.median(seconds[_WARM:]), 1e-9)))
     return calls
 
 
 @dataclass(frozen=True)
 class _GroupProgram:
-    """On every worker: the stamps of both groups' calls. One of credentials and token is there."""
+    """Runs on every worker: times the calls of both groups. Exactly one of credentials and token is given."""
 
     task: Task
     credentials: Credentials | None
@@ -173,29 +174,29 @@ def _measured(group: Group, elements: int, dtype: torch.dtype) -> list[Stamped]:
 
 
 def sizes_of(elements: int, item: int) -> list[int]:
-    """Elements of the means to measure, ascending: the model's own, smaller ones, and for a small model some larger."""
+    """Elements of the means to measure, ascending: the model's own, smaller ones, and larger ones for a small model."""
     most = max(elements * item, LEAST_LARGEST)
     return sorted({elements, *(size // item for size in SIZES if size <= most)})
 
 
 def _stamps(group: Group, prepare: Callable[[], Any], operation: Callable[[], Any]) -> Stamps:
-    """All ranks call it; `prepare` writes the tensor anew, as a backward does."""
+    """Collective. `prepare` writes the tensor, as a backward pass does."""
     stamps = []
     for _ in range(_REPEATS + _WARM):
         prepare()
         group.barrier()
-        came = time.perf_counter()
+        start = time.perf_counter()
         operation()
-        stamps.append((came, time.perf_counter()))
+        stamps.append((start, time.perf_counter()))
     return stamps
 
 
 # -- server ------------------------------------------------------------------------------------------------------------
 
 
-def served(place: ObservedOn, task: Task) -> Served:
-    """Of one shard that holds the whole vector, as engine `local` starts it, asked by worker 0 alone; medians."""
-    first, *_ = place.engine.launch(_ServerProgram(task), place.launch(server=ServerSpec(rule="add")))
+def time_server(setup: RunSetup, task: Task) -> ServerTimes:
+    """Median times of one shard that holds the whole vector, as engine `local` starts it, called by worker 0 alone."""
+    first, *_ = setup.engine.launch(_ServerProgram(task), setup.launch(server=ServerSpec(rule="add")))
     assert first is not None
     return first
 
@@ -204,7 +205,7 @@ def served(place: ObservedOn, task: Task) -> Served:
 class _ServerProgram:
     task: Task
 
-    def __call__(self, worker: Worker) -> Served | None:
+    def __call__(self, worker: Worker) -> ServerTimes | None:
         worker.driver.progress(USER, 0)
         server = worker.server
         assert server is not None
@@ -220,7 +221,7 @@ class _ServerProgram:
             ]
             server.deactivate()
             pulls, pushes = zip(*pairs[_WARM:], strict=True)
-            answer = Served(
+            answer = ServerTimes(
                 elements,
                 dtype.itemsize,
                 request=statistics.median(requests[_WARM:]),

@@ -1,4 +1,4 @@
-"""Runs of the real loop, on workers that are real or simulated, seen as times of ticks."""
+"""Runs of the real training loop on real or simulated workers, and the times of their ticks."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from manyhands import rng
 from manyhands.engines.base import Engine, LaunchSpec, Observer
 from manyhands.errors import BadInput
 from manyhands.events import Event
-from manyhands.evidence.calibrate.fit import spread, step_seconds
+from manyhands.evidence.calibrate.fit import lognormal, step_seconds
 from manyhands.strategies import spec_of
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task
 from manyhands.training.plan import WorkerPlan
 from manyhands.training.worker import work
 
-WARM = 4  # first ticks of a run that nobody counts: memory is taken, caches fill
-LEAST_BLOCK = 8  # ticks whose mean is one sample of a step's time
+WARM = 4
+"""Ticks at the start of a run that are not measured: memory is allocated, caches fill."""
+LEAST_BLOCK = 8
+"""Ticks whose mean is one sample of the time of a step."""
 _NEVER = 1 << 40
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObservedOn:
-    """Where runs are observed; the same for the real ones and the simulated."""
+class RunSetup:
+    """The workers of a run, real or simulated."""
 
     engine: Engine
     workers: int
@@ -39,7 +41,6 @@ class ObservedOn:
     timeout_s: float = 300.0
 
     def launch(self, **more: Any) -> LaunchSpec:
-        """With these workers."""
         return LaunchSpec(
             workers=self.workers,
             threads_per_worker=self.threads,
@@ -51,37 +52,37 @@ class ObservedOn:
 
 @dataclass
 class _EventKeeper(Observer):
-    """Keeps what workers say, on the workers' own clocks: those of one host are one clock."""
+    """Keeps the events of one type. Their times are of the workers' clock: workers of one host share it."""
 
-    kind: str  # events of this type
+    type: str
     events: list[Event] = field(default_factory=list)
 
     @override
     def event(self, event: Event) -> None:
-        if event.type == self.kind:
+        if event.type == self.type:
             self.events.append(event)
 
 
-def observe(place: ObservedOn, task: Task, strategy: Strategy, steps: int, kind: str = "step") -> list[Event]:
-    """Train so many steps (global batches) without validation or checkpoints; the workers' events of type `said`, as they came."""
-    kept = _EventKeeper(kind)
-    train_before(kept, place, task, strategy, steps)
-    return kept.events
+def observe(setup: RunSetup, task: Task, strategy: Strategy, steps: int, event_type: str = "step") -> list[Event]:
+    """Train `steps` steps without validation or checkpoints. Returns the workers' events of a type, as they arrived."""
+    keeper = _EventKeeper(event_type)
+    train_observed(keeper, setup, task, strategy, steps)
+    return keeper.events
 
 
-def train_before(observer: Observer, place: ObservedOn, task: Task, strategy: Strategy, steps: int) -> None:
-    """Train at most so many steps, without validation or checkpoints."""
+def train_observed(observer: Observer, setup: RunSetup, task: Task, strategy: Strategy, steps: int) -> None:
+    """Train at most `steps` steps without validation or checkpoints."""
     bare = task.with_fields(validation_data=None, test_data=None, epochs=_NEVER, max_steps=steps)
     plan = WorkerPlan(task=bare, strategy=strategy, validate_every=_NEVER, checkpoint_every=_NEVER)
     with rng.kept():
-        place.engine.launch(partial(work, plan), place.launch(server=strategy.server(), observer=observer))
+        setup.engine.launch(partial(work, plan), setup.launch(server=strategy.server(), observer=observer))
 
 
-def own_ticks(events: Sequence[Event]) -> dict[int, list[float]]:
-    """{rows: seconds of a worker's tick, without waiting for others}, in the order in which they came.
+def tick_seconds(events: Sequence[Event]) -> dict[int, list[float]]:
+    """{rows: seconds of a worker's ticks, without waiting for others}, in order.
 
-    A tick's event is sent at the end of the next tick, or with the epoch: so of three in one epoch, the times of the
-    first two tell how long the third took.
+    A tick's event is sent at the end of the next tick, or at the end of the epoch. So of three events in one epoch, the
+    times of the first two give the duration of the third one's tick.
     """
     by_rank: defaultdict[int | None, list[Event]] = defaultdict(list)
     for event in events:
@@ -97,54 +98,56 @@ def own_ticks(events: Sequence[Event]) -> dict[int, list[float]]:
 
 @dataclass(frozen=True)
 class TickTime:
-    """A worker's tick in one run, on the mean."""
+    """The mean tick of a worker in one run."""
 
-    seconds: float  # without waiting for other workers
-    input_s: float  # of them until its rows were there: a lease is part of that
+    seconds: float
+    """Without waiting for other workers."""
+    input_s: float
+    """Of `seconds`, the time to get its rows, a lease included."""
     leased: bool
 
 
 def tick_time(events: Sequence[Event]) -> TickTime:
-    """Of the ticks with the number of rows that most have."""
-    samples = max(own_ticks(events).values(), key=len)
+    """The mean over ticks with the most frequent number of rows."""
+    samples = max(tick_seconds(events).values(), key=len)
     inputs = [event.values["input_s"] for event in events[WARM:] if event.values["input_s"] > 0]
     leased = any("lease" in event.values for event in events)
-    return TickTime(spread(samples).mean, spread(inputs).mean if inputs else 0.0, leased)
+    return TickTime(lognormal(samples).mean, lognormal(inputs).mean if inputs else 0.0, leased)
 
 
 def block_of(events: Sequence[Event], strategy: Strategy) -> int:
-    """So many steps make a block: whole rounds, at least LEAST_BLOCK. BadInput where too few rounds were seen to tell."""
+    """The steps of a block: whole rounds, at least LEAST_BLOCK. Raises BadInput if there were too few rounds to know."""
     ticks = [event.tick for event in events if event.rank == 0]
     rounds = [event.tick for event in events if event.rank == 0 and event.values["round"]]
-    seen = [tick for tick in rounds if tick != max(ticks)]  # the last step closes an open round
-    if len(seen) == 1 or (rounds and not seen):
+    complete = [tick for tick in rounds if tick != max(ticks)]  # the last step closes an open round
+    if len(complete) == 1 or (rounds and not complete):
         raise BadInput(
             f"{spec_of(strategy)} made {len(rounds)} exchange(s) in {len(ticks)} steps, too few to know what a step takes: "
             "give steps (--steps) of at least three periods"
         )
-    gaps = [later - earlier for earlier, later in pairwise(seen)]
+    gaps = [later - earlier for earlier, later in pairwise(complete)]
     gap = round(statistics.median(gaps)) if gaps else 1
     return -(-LEAST_BLOCK // gap) * gap
 
 
 def blocks(events: Sequence[Event], workers: int, every: int) -> list[float]:
-    """Seconds a global batch, one sample for each block of `every`; every worker reports its part of each.
+    """Seconds a global batch, one sample for each block of `every`. Every worker reports its part of each batch.
 
-    The last report is left out: it does not wait for the end of another tick, as the others do.
+    The last report is dropped: unlike the others, it is not sent at the end of a later tick.
     """
     ends = sorted(event.time_s for event in events)[workers - 1 :: workers]
     return step_seconds(ends[WARM:-1], every)
 
 
 def steps_for(steps: int) -> int:
-    """So many steps to run, of which `steps` count."""
+    """Steps to run so that `steps` are measured."""
     return WARM + steps + 2
 
 
 def merged(runs: Sequence[Mapping[int, list[float]]]) -> dict[int, list[list[float]]]:
-    """{rows: a list of each run's seconds}, as `fit.computed` takes them."""
-    together: defaultdict[int, list[list[float]]] = defaultdict(list)
+    """{rows: [each run's seconds]}, for `fit.fit_compute`."""
+    by_rows: defaultdict[int, list[list[float]]] = defaultdict(list)
     for run in runs:
         for rows, seconds in run.items():
-            together[rows].append(seconds)
-    return dict(together)
+            by_rows[rows].append(seconds)
+    return dict(by_rows)

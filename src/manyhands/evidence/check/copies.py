@@ -1,30 +1,38 @@
-"""Fresh copies of a task, each as a real worker has it: nothing that one does to its copy is seen by another, or by the user."""
+"""Fresh copies of a task, as workers have them, configured for one trial."""
 
 from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from manyhands import rng
-from manyhands.data.sources import is_function
+from manyhands.data.batch import map_leaves, rows_of, slice_rows
+from manyhands.data.readers.streams import LoadedStream
+from manyhands.data.sharding import epoch_order, slice_of
+from manyhands.data.sources import is_function, open_source
 from manyhands.engines.local.serialization import deserialize, serialize
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.evidence.check import source_locations
-from manyhands.evidence.check.findings import BREAKS, Finding
-from manyhands.task import Task
+from manyhands.evidence.check.interventions import BATCH_NORM, DROPOUT, IN_PLACE, RANDOMNESS, FunctionMode
+from manyhands.evidence.check.report import BREAKS, Finding
+from manyhands.task import Measure, Task
 from manyhands.training.plan import build_model
+from manyhands.worker import Worker, current, set_current
 
 
 @contextmanager
-def users_code(what: str) -> Iterator[None]:
-    """Within, what the user's code raises becomes a BadInput that says where."""
+def errors_located(what: str) -> Iterator[None]:
+    """Turn an exception of the user's code into a BadInput that names the line."""
     try:
         yield
     except ManyhandsError:
@@ -36,20 +44,23 @@ def users_code(what: str) -> Iterator[None]:
 
 
 class Copies:
-    """`fresh()` gives one; by the way that a task takes to real workers, else by `copy.deepcopy`."""
+    """Makes independent copies of a task: serialized as for worker processes, or else by `copy.deepcopy`.
+
+    A change to one copy affects neither the other copies nor the user's own task.
+    """
 
     def __init__(self, task: Task, fd: int | None) -> None:
-        """fd: what `serialize` gave, or None for a task that cannot be sent."""
+        """fd: the result of `serialize`, or None for a task that cannot be serialized."""
         self._task, self._fd = task, fd
 
     @property
     def sendable(self) -> bool:
-        """Whether real processes can have it."""
+        """Whether the task can be sent to worker processes."""
         return self._fd is not None
 
     @property
     def usable(self) -> bool:
-        """Whether there can be any."""
+        """Whether the task can be copied at all."""
         try:
             self.fresh()
         except BadInput:
@@ -57,7 +68,7 @@ class Copies:
         return True
 
     def fresh(self) -> Task:
-        """A task of one's own. Memory of tensors and arrays is shared until it is written to. Raises BadInput where none can be made."""
+        """A new copy. Tensors and arrays share memory until they are written to. Raises BadInput if copying fails."""
         if self._fd is not None:
             task: Task = deserialize(self._fd, mapped=True)
             return task
@@ -65,17 +76,18 @@ class Copies:
             return copy.deepcopy(self._task)
         except Exception as error:  # user classes raise what they like
             raise BadInput(
-                f"the task can be neither sent nor copied ({type(error).__name__}: {error}): nothing that reading it would change can be looked at"
+                f"the task can be neither sent nor copied ({type(error).__name__}: {error}), so it cannot be checked "
+                "without changing it"
             ) from error
 
 
 @contextmanager
 def copies_of(task: Task) -> Iterator[tuple[Copies, list[Finding]]]:
-    """(copies, what of the task cannot be sent to another process)"""
+    """(copies, a finding for each field that cannot be sent to another process)"""
     try:
         fd = serialize(task, "the task")
     except BadInput:
-        yield Copies(task, None), unsendable(task)
+        yield Copies(task, None), unsendable_fields(task)
         return
     try:
         yield Copies(task, fd), []
@@ -84,9 +96,9 @@ def copies_of(task: Task) -> Iterator[tuple[Copies, list[Finding]]]:
 
 
 @contextmanager
-def with_data(copies: Copies) -> Iterator[Copies]:
-    """Copies of the task with functions that give data called, once for all; where the data cannot be sent they stay functions."""
-    task = data_made(copies)
+def with_materialized_data(copies: Copies) -> Iterator[Copies]:
+    """Copies of the task whose data functions were called once. They stay functions if the data cannot be sent."""
+    task = materialized_data(copies)
     if task is None:
         yield copies
         return
@@ -94,10 +106,10 @@ def with_data(copies: Copies) -> Iterator[Copies]:
         yield copies if problems else own
 
 
-def data_made(copies: Copies) -> Task | None:
-    """A task whose functions that give data were called, where the loop calls them: after the model was built from the seed.
+def materialized_data(copies: Copies) -> Task | None:
+    """The task with the results of its data functions, called as the loop calls them: after the seeded model is built.
 
-    What can be read only once stays a function. None where there is nothing to call.
+    Data that can be read only once stays a function. None if there is nothing to call.
     """
     task = copies.fresh()
     given = {name: getattr(task, name) for name in ("train_data", "validation_data", "test_data")}
@@ -105,37 +117,238 @@ def data_made(copies: Copies) -> Task | None:
     if not functions:
         return None
     rng.seed_all(task.seed)
-    with users_code("model() or a function that gives data"):
+    with errors_located("model() or a function that gives data"):
         build_model(task)
-        made = {name: _made(function) for name, function in functions.items()}
-    return None if all(made[name] is given[name] for name in made) else task.with_fields(**made)
+        results = {name: function() for name, function in functions.items()}
+    read_once = (Iterator, IterableDataset, DataLoader)
+    data = {name: result for name, result in results.items() if not isinstance(result, read_once)}
+    return task.with_fields(**data) if data else None
 
 
-def _made(function: Any) -> Any:
-    made = function()
-    return function if isinstance(made, Iterator | IterableDataset | DataLoader) else made
-
-
-def unsendable(task: Task) -> list[Finding]:
-    """A finding for each field of a task that no worker process can have."""
+def unsendable_fields(task: Task) -> list[Finding]:
+    """A finding for each field of a task that cannot be sent to a worker process."""
     found = []
     for field in fields(task):
         value = getattr(task, field.name)
         try:
             os.close(serialize(value, field.name))
         except BadInput as error:
+            is_function = callable(value) and not isinstance(value, nn.Module)
+            place = (
+                source_locations.of_function(value) if is_function else source_locations.of_method(value, "__init__")
+            )
             found.append(
                 Finding(
                     kind="not-picklable",
                     severity=BREAKS,
                     text=f"{error} Several processes cannot train this task: each needs a copy of it.",
-                    places=source_locations.as_tuple(_begins(value)),
+                    places=source_locations.as_tuple(place),
                     numbers={"field": field.name},
                 )
             )
     return found
 
 
-def _begins(value: Any) -> Any:
-    owned = not callable(value) or isinstance(value, nn.Module)
-    return source_locations.of_method(value, "__init__") if owned else source_locations.of_function(value)
+# -- one trial ---------------------------------------------------------------------------------------------------------
+
+BUFFERS, FOREIGN, WORKERS, REBUILT, DATA = "buffers", "foreign-parameters", "depends-on-workers", "not-rebuilt", "data"
+SUMMED, SLICES = "summed-loss", "slices"
+
+FUNCTIONS = frozenset([BATCH_NORM, DROPOUT, RANDOMNESS, IN_PLACE])
+"""Causes that a FunctionMode removes."""
+REMEDIES = FUNCTIONS | {BUFFERS, FOREIGN, WORKERS, REBUILT, DATA, SUMMED, SLICES}
+"""Causes that a trial can remove.
+
+buffers: they are reset before each step. foreign-parameters: the optimizer leaves parameters alone that the model does
+not have. depends-on-workers: each worker sees a group of one, with the rates of one worker. not-rebuilt: all workers
+start from one model. data: batches are read once and cut. summed-loss: the loss is divided by the rows. slices: the
+single worker computes the loss of each of N workers' slices and takes their mean by weight, so that each row is
+computed with the same rows as on N workers.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialConfig:
+    """How a task is run in one trial."""
+
+    steps: int
+    batch_size: int | None
+    """Of the global batch; None: the task's own."""
+    rows: int | None = None
+    """An epoch takes only this many rows, the first of its order; None: all."""
+    total_rows: int = 0
+    """The number of rows in the data, if `rows` is given."""
+    total_steps: int | None = None
+    """The number of steps passed to the schedule."""
+    double: bool = True
+    """Compute in float64 instead of the model's own dtype."""
+    without: frozenset[str] = frozenset()
+    """Causes to remove, of REMEDIES."""
+    batches: tuple[Any, ...] = ()
+    """For `data`: the global batches."""
+    model: nn.Module | None = None
+    """For `not-rebuilt`: the model that all workers start from."""
+    rates: tuple[tuple[dict[str, Any], ...], ...] = ()
+    """For `depends-on-workers`: one worker's options of each parameter group, by step."""
+    nudge: float = 0.0
+    """Add random noise of this share of the largest gradient, to see how rounding errors grow."""
+    slices: int = 0
+    """For `slices`: the number of slices in which the single worker computes each batch; 0: it is computed whole."""
+    adds: bool = False
+    """The loss adds up over rows, so the losses of slices are added too."""
+    record_rows: bool = False
+    """Record which rows each worker takes in the first epoch."""
+
+
+def configured(task: Task, config: TrialConfig) -> Task:
+    """A copy of a task, set up for this trial."""
+    without, loss = config.without, task.loss
+    if SUMMED in without:
+        loss = MeanLoss(loss)
+    if config.slices:
+        loss = SlicedLoss(
+            loss=loss,
+            slices=config.slices,
+            micro_batch_size=task.micro_batch_size,
+            adds=config.adds and SUMMED not in without,
+            without=without,
+        )
+    changes: dict[str, Any] = {
+        "model": partial(model_for, config.model if REBUILT in without else task.model, config),
+        "loss": loss,
+        "optimizer": partial(_optimizer_of_single_worker, task.optimizer) if WORKERS in without else task.optimizer,
+        "epochs": 1 << 40,  # `max_steps` ends the trial
+        "max_steps": config.steps,
+        "batch_size": config.batch_size,
+        "loader_processes": 0,
+        "precision": "float32",
+        **dict.fromkeys(("validation_data", "test_data", "evaluate")),
+    }
+    if task.schedule is not None:
+        changes["schedule"] = partial(_schedule_of_whole_training, task.schedule, config.total_steps)
+    if config.slices:
+        changes["micro_batch_size"] = None  # SlicedLoss cuts slices into micro-batches
+    if isinstance(task.train_data, DataLoader) and not isinstance(open_source(task.train_data), LoadedStream):
+        task.train_data.num_workers = 0  # rows load in the worker itself
+    if DATA in without:
+        changes |= {"train_data": _OneEpochOf(config.batches), "order": None, "collate": None}
+    elif config.rows is not None:
+        changes["order"] = partial(_first_rows, task, config)
+    return task.with_fields(**changes)
+
+
+def model_for(source: Any, config: TrialConfig) -> nn.Module:
+    """A copy of the module, or the model that the function builds under the current seed."""
+    model = copy.deepcopy(source) if isinstance(source, nn.Module) else source()
+    if not isinstance(model, nn.Module):
+        return model  # type: ignore[no-any-return] # the loop reports it
+    return model.double() if config.double else model
+
+
+def _schedule_of_whole_training(make: Any, total: int | None, optimizer: torch.optim.Optimizer, _steps: int) -> Any:
+    return make(optimizer, total)
+
+
+def _first_rows(task: Task, config: TrialConfig, epoch: int) -> Any:
+    """The first rows of an epoch's order."""
+    if task.order is not None:
+        return np.asarray(task.order(epoch))[: config.rows]
+    whole = epoch_order(config.total_rows, task.seed, epoch) if task.shuffle else np.arange(config.total_rows)
+    return whole[: config.rows]
+
+
+class _OneEpochOf(DataLoader[Any]):
+    """One epoch of the given batches."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        super().__init__(batches, batch_size=None, collate_fn=identity)  # type: ignore[arg-type]
+
+
+def identity(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True)
+class MeanLoss:
+    """A loss that adds up over rows, divided by its weight or else by the rows."""
+
+    loss: Any
+
+    def __call__(self, model: nn.Module, batch: Any) -> Measure:
+        measure = self.loss(model, batch)
+        total, weight = measure if isinstance(measure, tuple) else (measure, rows_of(batch))
+        return (total / weight, weight) if weight else measure
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlicedLoss:
+    """The loss of a global batch, computed on each of N workers' slices and each of their micro-batches."""
+
+    loss: Any
+    slices: int
+    micro_batch_size: int | None
+    adds: bool
+    """Add the losses of the slices, as a single worker does where the loss adds up; else take their mean by weight."""
+    without: frozenset[str]
+
+    def __call__(self, model: nn.Module, batch: Any) -> Measure:
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()} if BUFFERS in self.without else {}
+        drawn = rng.capture() if RANDOMNESS in self.without else None
+        parts = []
+        for rank in range(self.slices):
+            for name, buffer in buffers.items():  # a new tensor: the backward pass may need the present one
+                owner, _, own = name.rpartition(".")
+                model.get_submodule(owner)._buffers[own] = buffer.clone()
+            if drawn is not None:  # workers are seeded alike
+                rng.restore(*drawn)
+            start, stop = slice_of(rows_of(batch), rank, self.slices)
+            step = self.micro_batch_size or max(1, stop - start)
+            for at in range(start, stop, step):
+                part = slice_rows(batch, at, min(at + step, stop))
+                measure = self.loss(model, part)
+                parts.append(measure if isinstance(measure, tuple) else (measure, rows_of(part)))
+        total = sum(weight for _, weight in parts)
+        if self.adds:
+            return sum(mean for mean, _ in parts), total
+        counted = [(mean, weight) for mean, weight in parts if weight] or parts
+        return sum(mean * (weight / (total or 1)) for mean, weight in counted), total
+
+
+@contextmanager
+def interventions_of(config: TrialConfig, model: nn.Module) -> Iterator[None]:
+    """Run the user's code with the precision and the removed causes of a trial."""
+    functions = config.without & FUNCTIONS
+    mode = FunctionMode(double=config.double, without=functions, guarded=storages_of(model))
+    with as_single_worker(WORKERS in config.without), mode:
+        yield
+
+
+def storages_of(model: nn.Module) -> frozenset[int]:
+    """The addresses of the storages of a model's parameters."""
+    return frozenset(p.untyped_storage().data_ptr() for p in model.parameters())
+
+
+def batch_in_float64(batch: Any) -> Any:
+    """The batch with floating tensors in float64."""
+
+    def cast(leaf: Any) -> Any:
+        return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    return map_leaves(batch, cast)
+
+
+@contextmanager
+def as_single_worker(wanted: bool = True) -> Iterator[None]:
+    """Make this process appear as the only worker."""
+    before = current()
+    if wanted:
+        set_current(Worker())
+    try:
+        yield
+    finally:
+        set_current(before)
+
+
+def _optimizer_of_single_worker(make: Any, model: nn.Module) -> Any:
+    with as_single_worker():
+        return make(model)

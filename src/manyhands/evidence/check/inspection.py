@@ -1,25 +1,30 @@
-"""What can be seen of a task without training it: its data, what it builds, its loss and metrics on one batch."""
+"""What can be checked of a task without training it: its data, its model, its optimizer, its loss and its metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import nn
+
+from manyhands import rng
 from manyhands.data.batch import first_rows
-from manyhands.evidence.check import building, source_locations
-from manyhands.evidence.check.copies import Copies, users_code
-from manyhands.evidence.check.examining import Examination, Suspect
-from manyhands.evidence.check.findings import NOTE, Finding
+from manyhands.evidence.check import source_locations
+from manyhands.evidence.check.copies import DATA, FOREIGN, REBUILT, Copies, errors_located
+from manyhands.evidence.check.examination import Examination, Suspect
 from manyhands.evidence.check.interventions import RANDOMNESS
 from manyhands.evidence.check.losses import examine_loss, examine_metrics
-from manyhands.evidence.check.reading import evaluated, read
-from manyhands.evidence.check.recording import Trace
-from manyhands.evidence.check.rows import Data
-from manyhands.evidence.check.trial_config import DATA, FOREIGN, REBUILT
+from manyhands.evidence.check.report import BREAKS, NOTE, Finding
+from manyhands.evidence.check.rows import TrainingData, evaluation_batch, read
+from manyhands.evidence.check.source_locations import SourceLocation
+from manyhands.evidence.check.trials import Trace, tensor_digests
+from manyhands.training.plan import build_model
+from manyhands.units import count, listed
 
 ENOUGH_ROWS = 24
-"""Of a batch to look at, where nothing needs to be explained."""
+"""Rows of a batch to examine if there is no difference to explain."""
 
 _REMEDIES = {"not-rebuilt": REBUILT, "foreign-parameters": FOREIGN, RANDOMNESS: RANDOMNESS} | dict.fromkeys(
     ("rows-not-once", "data-order", "random-rows", "collate"), DATA
@@ -28,12 +33,12 @@ _REMEDIES = {"not-rebuilt": REBUILT, "foreign-parameters": FOREIGN, RANDOMNESS: 
 
 @dataclass
 class Inspection:
-    """Fills `suspects` (what may keep workers apart), `findings` (what stands by itself), `held` and `unjudged`."""
+    """Fills `suspects` (possible causes that a trial can test), `findings` (all others), `held` and `unjudged`."""
 
     copies: Copies
     sent: Copies
-    """With the functions that give its data, where `copies` have the data."""
-    data: Data
+    """Copies with the functions that give the data, where `copies` have the data itself."""
+    data: TrainingData
     double: bool
     say: Callable[[str], None]
     suspects: list[Suspect] = field(default_factory=list)
@@ -42,58 +47,145 @@ class Inspection:
     unjudged: list[str] = field(default_factory=list)
 
     def run(self, step: int | None, proofs: list[list[Trace]]) -> None:
-        """step: from 1, the first that differs; None: all are equal. proofs: of each the traces of one worker, then of each of N."""
-        traces = proofs[0]
+        """step: the first step that differs, from 1; None: all are equal. proofs: see `Proofs.traces`."""
+        solo, *ranks = proofs[0]
         self.say("who reads which rows")
-        self._take(*self.data.once(proofs))
+        self._take(*self.data.check_once([[trace.handed_out for trace in traces] for traces in proofs]))
         if not self.suspects:
-            self._take(self.data.made_alike(self.sent), [])
+            self._take(self.data.check_function(self.sent))
         if not self.suspects:
-            self._take(*self.data.same())
-        self.findings += self.data.sorted_targets()
+            self._take(*self.data.check_slices())
+        self._take(self.data.check_sorted())
         self.say("what model() and optimizer() build")
-        self._take(*building.rebuilt(self.copies, traces))
-        self._take(*building.optimized(self.copies))
-        self._autocast()
-        self.findings += [*building.on_device(self.copies), *building.unused(self.copies, traces[0])]
+        self._check_model(solo, ranks)
+        self._check_optimizer()
+        self._check_precision()
+        self._check_device()
+        self._check_unused(solo)
         self.say(f"the loss on the rows of step {step or 1}")
-        batch = read(self.data.own(), step or 1)[-1].batch
-        self._examine(batch if step is not None else first_rows(batch, ENOUGH_ROWS))
-        self._evaluate()
+        batch = read(self.data.task(), step or 1)[-1].batch
+        self._check_loss(batch if step is not None else first_rows(batch, ENOUGH_ROWS))
+        self._check_metrics()
 
-    def _autocast(self) -> None:
+    def _take(self, findings: Iterable[Finding], held: Sequence[str] = ()) -> None:
+        """Findings whose cause a trial can remove become suspects."""
+        self.held += held
+        for finding in findings:
+            if finding.kind in _REMEDIES:
+                self.suspects.append(Suspect(finding=finding, remedy=_REMEDIES[finding.kind]))
+            else:
+                self.findings.append(finding)
+
+    def _add(self, kind: str, severity: str, text: str, place: SourceLocation | None = None, **numbers: Any) -> None:
+        places = source_locations.as_tuple(place)
+        self._take([Finding(kind=kind, severity=severity, text=text, places=places, numbers=numbers)])
+
+    def _check_model(self, solo: Trace, ranks: Sequence[Trace]) -> None:
+        """Whether model() builds the same model from the seed, twice here and on every worker."""
+        task = self.copies.fresh()
+        if isinstance(task.model, nn.Module):
+            return
+        built = []
+        for _ in range(2):
+            rng.seed_all(task.seed)
+            built.append(tensor_digests(build_model(task)))
+        pairs = [(built[0], built[1]), *((solo.built, rank.built) for rank in ranks)]
+        changed = [name for name in built[0] if any(a.get(name) != b.get(name) for a, b in pairs)]
+        if not changed:
+            where = " and on every worker" if ranks else ""
+            self.held.append(f"model() builds the same from the seed, twice here{where}")
+            return
+        text = (
+            f"model() built another {listed(changed)} under the same seed: something in it is random and not drawn from "
+            "the generators that the seed sets (torch's, numpy's, Python's own). N workers start from the first one's "
+            "parameters, which are not those of one worker, and a run cannot be repeated. Draw from torch's global "
+            "generator, or give the module itself."
+        )
+        self._add("not-rebuilt", BREAKS, text, source_locations.of_function(task.model), names=changed)
+
+    def _check_optimizer(self) -> None:
+        """Whether the optimizer holds the trainable parameters and nothing else, and draws nothing."""
+        task = self.copies.fresh()
+        rng.seed_all(task.seed)
+        model = build_model(task)
+        optimizer = task.optimizer(model)
+        place = source_locations.of_function(task.optimizer)
+        own = {id(p) for p in model.parameters()}
+        held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        foreign = [p for p in held.values() if id(p) not in own]
+        left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+        if foreign:
+            text = (
+                f"The optimizer moves {count(len(foreign), 'tensor')} ({sum(p.numel() for p in foreign):,} numbers) that "
+                "are no parameters of the model (a loss with weights of its own?). Only the model's gradients are "
+                "averaged, so these differ from worker to worker. Make them part of the model: a module that holds both."
+            )
+            self._add("foreign-parameters", BREAKS, text, place, tensors=len(foreign))
+        if left:
+            text = (
+                f"{listed(left)} can be trained and the optimizer does not hold them: they never move, and their "
+                "gradients are still exchanged. Give them requires_grad=False, or give them to the optimizer."
+            )
+            self._add("not-in-optimizer", NOTE, text, place, names=left)
+        draws = _step_draws(model, optimizer)
+        if draws:
+            text = (
+                "The optimizer draws random numbers in its step, and each worker draws its own: replicas that got the "
+                "same mean gradient move apart for good. Draw from a generator that is seeded by the step, alike on "
+                "all workers."
+            )
+            self._add(RANDOMNESS, BREAKS, text, place)
+        if not (foreign or left or draws):
+            self.held.append("the optimizer holds all trainable parameters, and no others")
+
+    def _check_precision(self) -> None:
         precision = self.copies.fresh().precision
         if precision != "float32":
             text = (
                 f"The task trains with precision={precision}; the proof computes without autocast, whose rounding would "
                 "hide small differences."
             )
-            self.findings.append(Finding(kind="no-autocast", severity=NOTE, text=text))
+            self._add("no-autocast", NOTE, text)
 
-    def _take(self, found: list[Finding], held: list[str]) -> None:
-        """Findings that a trial can try become suspects."""
-        self.held += held
-        for finding in found:
-            if finding.kind in _REMEDIES:
-                self.suspects.append(Suspect(finding=finding, remedy=_REMEDIES[finding.kind]))
-            else:
-                self.findings.append(finding)
+    def _check_device(self) -> None:
+        task = self.copies.fresh()
+        rng.seed_all(task.seed)
+        devices = sorted({str(p.device) for p in build_model(task).parameters()} - {"cpu"})
+        if devices:
+            text = (
+                f"The model is on {listed(devices)}. Each worker moves it to its own device (device=), and this check "
+                "used a copy on the CPU."
+            )
+            self._add("on-device", NOTE, text, source_locations.of_function(task.model))
 
-    def _examine(self, batch: Any) -> None:
+    def _check_unused(self, trace: Trace) -> None:
+        """Parameters that got no gradient in any step."""
+        names = [name for i, name in enumerate(trace.names) if not trace.grad_mask >> i & 1]
+        if not names or not trace.parameters:
+            return
+        text = (
+            f"No gradient reached {listed(names)} in {len(trace.parameters)} steps: the loss does not depend on them. "
+            "They are exchanged as zeros and do not move. Give them requires_grad=False, or remove them."
+        )
+        task, module = self.copies.fresh(), names[0].rpartition(".")[0]
+        place = source_locations.of_module(build_model(task), module, task.model) if module else None
+        self._add("unused-parameters", NOTE, text, place or source_locations.of_function(task.model), names=names)
+
+    def _check_loss(self, batch: Any) -> None:
         examination = Examination(self.copies, self.double, batch)
         try:
             examination.run()
             examine_loss(examination)
-        except Exception as error:  # noqa: BLE001 - the user's code, run otherwise than in training; it is told
-            self.findings.append(_not_examined("The loss", error))
+        except Exception as error:  # noqa: BLE001 - the user's code may fail outside of the training loop
+            self._not_examined("The loss", error)
         self.suspects += examination.suspects
         self.findings += examination.notes
         self.held += examination.held
         self.unjudged += examination.unjudged
 
-    def _evaluate(self) -> None:
-        with users_code("reading validation data"):
-            batch = evaluated(self.copies.fresh(), self.data.setting.batch_size)
+    def _check_metrics(self) -> None:
+        with errors_located("reading validation data"):
+            batch = evaluation_batch(self.copies.fresh(), self.data.config.batch_size)
         if batch is None:
             return
         self.say("evaluate on a batch")
@@ -102,16 +194,22 @@ class Inspection:
         except Exception as error:  # noqa: BLE001 - as above
             if self.double:
                 self.double = False
-                self._evaluate()
+                self._check_metrics()
                 return
-            self.findings.append(_not_examined("evaluate", error))
+            self._not_examined("evaluate", error)
+
+    def _not_examined(self, what: str, error: Exception) -> None:
+        text = (
+            f"{what} could not be examined by itself, so causes in it may be missed: "
+            f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        )
+        self._add("not-examined", NOTE, text, source_locations.of_error(error))
 
 
-def _not_examined(what: str, error: Exception) -> Finding:
-    return Finding(
-        kind="not-examined",
-        severity=NOTE,
-        text=f"{what} could not be looked at by itself, so causes that lie in it may be missed: "
-        f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}",
-        places=source_locations.as_tuple(source_locations.of_error(error)),
-    )
+def _step_draws(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer step draws from the generators that the seed sets."""
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    before = rng.generator_states()
+    optimizer.step()
+    return rng.generator_states() != before

@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from manyhands.data.batch import rows_of, slice_rows
 from manyhands.evidence.check import source_locations
-from manyhands.evidence.check.batches import COUPLED, MEAN, OTHER_WEIGHT, SUM, Law, Subject, gradients_add, law_of
-from manyhands.evidence.check.building import listed
-from manyhands.evidence.check.copies import Copies
-from manyhands.evidence.check.examining import Examination
-from manyhands.evidence.check.findings import BREAKS, Finding, SourceLocation
-from manyhands.evidence.check.function_mode import SUM as SUMS
-from manyhands.evidence.check.function_mode import sums_up
-from manyhands.evidence.check.interventions import IN_PLACE, FunctionCall
-from manyhands.evidence.check.operations import OperationLog, OperationRecord, first_mixing
-from manyhands.evidence.check.trial_config import SLICES, SUMMED
+from manyhands.evidence.check.copies import SLICES, SUMMED, Copies
+from manyhands.evidence.check.examination import BatchMeasurement, Examination, Subject
+from manyhands.evidence.check.interventions import (
+    FULL_SUM,
+    IN_PLACE,
+    FunctionCall,
+    OperationLog,
+    OperationRecord,
+    first_mixing,
+    is_full_sum,
+)
+from manyhands.evidence.check.report import BREAKS, Finding
+from manyhands.evidence.check.source_locations import SourceLocation
+from manyhands.units import listed
+
+MEAN, SUM, OTHER_WEIGHT, COUPLED = "mean", "sum", "other-weight", "coupled"
 
 EXACT, ROUGH = 1e-9, 1e-3
-"""Within so much the two sides of a law are the same: in float64, and in another dtype."""
+"""Relative tolerances of losses in float64 and in another dtype."""
 OF_METRICS = 1e-5
-"""Metrics may go through float32 on their way."""
+"""Relative tolerance of metrics, which may be computed in float32."""
 _MIXED = (11, 7, 5, 3, 2, 1)
-"""Rows of each third of a batch that is looked at for operations that mix rows: odd ones, which other sizes are seldom multiples of."""
+"""Rows in each third of a batch in which operations that mix rows are searched. Other dimensions are seldom multiples
+of odd sizes."""
 
 _SUMMED = (
     "The loss adds up over rows: {first:.6g} for the first half of a batch and {whole:.6g} for all of it{constant}. "
@@ -35,75 +44,78 @@ _SUMMED = (
     "rows count differently."
 )
 _OTHER_WEIGHT = (
-    "The loss is a mean, but not over what it says it counts: by its weight ({said}), that of parts of a batch misses "
-    "that of the whole by {off:.1e}. It divides by something else, such as tokens that are not padding, or class "
-    "weights. Return (mean, what it divides by), so that slices with more of it count more."
+    "The loss is a mean, but not over the weight that it returns ({weight}): the mean by that weight over parts of a "
+    "batch differs from the loss of the whole by {off:.1e}. It divides by something else, such as tokens that are not "
+    "padding, or class weights. Return (mean, what it divides by), so that slices with more of it count more."
 )
 _COUPLED = (
-    "What a row contributes depends on the rows beside it{by}: by their weights, the losses of parts of a batch miss "
-    "that of the whole by {off:.1e}. A worker sees its slice alone: in-batch contrast has fewer negatives, "
-    "statistics are those of fewer rows. If it is meant so, accept it, or give each worker as many rows as one had; "
-    "if not, look for a sum, mean or softmax over dimension 0, or for a batch that is not the first dimension."
+    "A row's contribution depends on the other rows in the batch{by}: the weighted mean of the losses of parts of a "
+    "batch differs from the loss of the whole by {off:.1e}. A worker has only its slice: in-batch contrast has fewer "
+    "negatives, statistics are those of fewer rows. If that is intended, accept it, or give each worker as many rows "
+    "as one had; if not, look for a sum, mean or softmax over dimension 0, or for a batch that is not the first "
+    "dimension."
 )
 _METRIC = (
-    "evaluate's {name} is no mean: for a batch it is {whole:.6g}, and the mean of its parts, by weight, misses that "
-    "by {off:.1e}{how}. Workers evaluate their slices, and means by weight are reported, so N workers report another "
-    "number than one. Return a mean over rows, or (mean, weight); what is no mean, such as F1 or AUC, compute from "
-    "run.predict()."
+    "evaluate's {name} is no mean: for a batch it is {whole:.6g}, and the weighted mean of its parts differs from that "
+    "by {off:.1e}{how}. Workers evaluate their slices, and weighted means are reported, so N workers report another "
+    "number than one. Return a mean over rows, or (mean, weight); compute metrics that are no means, such as F1 or "
+    "AUC, from run.predict()."
 )
-
-
-_UNSETTLED = "the same rows give other numbers each time"
-_DRAWS = "it draws from {drawn}, and parts of a batch draw other numbers than the whole"
 
 
 def examine_loss(examination: Examination) -> None:
-    """Add the suspect that the loss is, or that it holds. For an examination that has run."""
-    tolerance = EXACT if examination.double else ROUGH
+    """After `examination.run()`: add the suspect that the loss is, or that it is a mean as it must be."""
     if not examination.finite:
         return
-    if not examination.settles:
-        why = _DRAWS.format(drawn=listed(examination.drawn)) if examination.reproducible else _UNSETTLED
+    if not examination.is_deterministic:
+        drawn = listed(examination.drawn)
+        why = "the same rows give other numbers each time"
+        if examination.reproducible:
+            why = f"it draws from {drawn}, and parts of a batch draw other numbers than the whole"
         examination.unjudged.append(f"whether the loss is a mean: {why}")
         return
-    law = _law(examination, tolerance)
-    if law is None:
+    aggregation = _loss_aggregation(examination, EXACT if examination.double else ROUGH)
+    if aggregation is None:
         examination.unjudged.append("whether the loss is a mean: it fails on fewer rows than a batch has")
         return
-    numbers, loss = law.numbers | {"off": law.off}, examination.loss_place()
-    if law.kind == MEAN:
-        examination.held.append("the loss is a mean, by the weight that it says")
-    elif law.kind == SUM:
-        constant = ", but for a part that does not depend on rows" if law.constant else ""
+    numbers, loss = aggregation.numbers | {"off": aggregation.off}, examination.loss_place()
+    if aggregation.kind == MEAN:
+        examination.held.append("the loss is a mean, by the weight that it returns")
+    elif aggregation.kind == SUM:
+        constant = ", but for a part that does not depend on rows" if aggregation.constant else ""
         text = _SUMMED.format(constant=constant, **numbers)
-        remedy = SLICES if law.constant else SUMMED
+        remedy = SLICES if aggregation.constant else SUMMED
         examination.add("summed-loss", remedy, [_sum_of(examination) or loss], text, **numbers)
-    elif law.kind == OTHER_WEIGHT:
-        text = _OTHER_WEIGHT.format(said=_weight_text(examination), **numbers)
+    elif aggregation.kind == OTHER_WEIGHT:
+        first, rows = examination.first, rows_of(examination.batch)
+        assert first is not None
+        weight = f"{first.weight:g} for {rows} rows" if first.weight != rows else f"its {rows} rows"
+        text = _OTHER_WEIGHT.format(weight=weight, **numbers)
         examination.add("wrong-weight", SLICES, [loss], text, **numbers)
     else:
         mixing = _mixing(examination)
         by = "" if mixing is None else f" (first seen after {mixing.function})"
         at = loss if mixing is None or mixing.place is None else mixing.place
         examination.add("coupled-rows", SLICES, [at], _COUPLED.format(by=by, **numbers), **numbers)
-        _add_summed_loss(examination, numbers)
+        _examine_coupled(examination, numbers)
 
 
-def _add_summed_loss(examination: Examination, numbers: dict[str, Any]) -> None:
-    """Where rows depend on each other, no law says whether the loss adds up or by what its mean is; the sums in it say the first."""
+def _examine_coupled(examination: Examination, numbers: dict[str, Any]) -> None:
+    """Where rows depend on each other, losses of parts do not show whether the loss adds up. Its sums over rows do."""
     sums = _sums_over_rows(examination)
     if sums:
         text = _SUMMED.format(constant="", **numbers)
         examination.add("summed-loss", SUMMED, [sums[-1] or examination.loss_place()], text, **numbers)
     examination.unjudged.append(
-        "whether the loss is a mean by the weight that it says: rows depend on those beside them, so the losses of parts say nothing about it"
+        "whether the loss is a mean by the weight that it returns: rows depend on the others in the batch, so the "
+        "losses of parts do not show it"
     )
 
 
 def _sums_over_rows(examination: Examination) -> list[SourceLocation | None]:
-    """Where everything is added up, over more numbers for more rows, and the loss grows as the sum does, whatever its length.
+    """The places of sums over all elements that grow with the rows and that the loss is not divided by.
 
-    A sum that is divided by its length has another derivative for half of the rows.
+    If a sum is divided by its length, the derivative of the loss by the sum changes with half of the rows.
     """
     n = rows_of(examination.batch)
     whole, half = (_sums(examination, slice_rows(examination.batch, 0, rows)) for rows in (n, n // 2))
@@ -119,11 +131,11 @@ def _sums_over_rows(examination: Examination) -> list[SourceLocation | None]:
 
 @dataclass(frozen=True)
 class _Sum:
-    """Over everything, to one number."""
+    """A sum over all elements."""
 
     length: int
     slope: float
-    """Of the loss over it."""
+    """The derivative of the loss by the sum."""
     place: SourceLocation | None
 
 
@@ -131,75 +143,69 @@ def _sums(examination: Examination, rows: Any) -> list[_Sum]:
     found: list[tuple[int, Tensor, SourceLocation | None]] = []
 
     def after(call: FunctionCall, result: Any) -> None:
-        if sums_up(call, result) and result.requires_grad:
+        if is_full_sum(call, result) and result.requires_grad:
             result.retain_grad()
             found.append((call.target.numel(), result, source_locations.running()))
 
-    examination.settled(rows, after=after)
+    examination.measure_repeatable(rows, after=after)
     return [_Sum(length, float(one.grad), place) for length, one, place in found if one.grad is not None]
 
 
-def _law(examination: Examination, tolerance: float) -> Law | None:
-    """None where the loss fails on fewer rows than a batch has."""
+def _loss_aggregation(examination: Examination, tolerance: float) -> Aggregation | None:
+    """None if the loss fails on fewer rows than a batch has."""
 
     def number(rows: Any) -> tuple[float, float]:
-        found = examination.settled(rows)
+        found = examination.measure_repeatable(rows)
         return found.loss, found.weight
 
     for least in (1, 2, 4):
         try:
-            law = law_of(number, examination.batch, tolerance, least)
-            adds = law.kind != MEAN or gradients_add(examination.settled, examination.batch, tolerance, least)
-        except Exception:  # noqa: BLE001 - the user's loss on so few rows: what it raises does not matter, more are tried
+            aggregation = aggregation_of(number, examination.batch, tolerance, least)
+            is_mean = aggregation.kind == MEAN
+            coupled = is_mean and not gradients_add(examination.measure_repeatable, examination.batch, tolerance, least)
+        except Exception:  # noqa: BLE001 - the user's loss may fail on so few rows: try more
             continue
-        return law if adds else Law(COUPLED, law.off, numbers=law.numbers)
+        return Aggregation(COUPLED, aggregation.off, numbers=aggregation.numbers) if coupled else aggregation
     return None
 
 
-def _weight_text(examination: Examination) -> str:
-    first, rows = examination.first, rows_of(examination.batch)
-    assert first is not None
-    return f"{first.weight:g} for {rows} rows" if first.weight != rows else f"its {rows} rows"
-
-
 def _sum_of(examination: Examination) -> SourceLocation | None:
-    """Where everything is added up to one number, the last time before the loss is returned."""
+    """The place of the last sum over all elements before the loss is returned."""
     assert examination.first is not None
-    sums = [one.place for one in examination.first.seen if one.kind == SUMS and one.place is not None]
+    sums = [one.place for one in examination.first.recorded if one.kind == FULL_SUM and one.place is not None]
     return sums[-1] if sums else None
 
 
 def _mixing(examination: Examination) -> OperationRecord | None:
-    """The first operation whose result for the same rows depends on those beside them."""
+    """The first operation whose result for the same rows depends on the other rows."""
     third = next((k for k in _MIXED if 3 * k <= rows_of(examination.batch)), None)
     if third is None:
         return None
-    journals = OperationLog(2 * third), OperationLog(2 * third)
-    for start, journal in zip((0, third), journals, strict=True):
-        examination.settled(slice_rows(examination.batch, start, start + 2 * third), after=journal.after)
-    return first_mixing(*journals)
+    logs = OperationLog(2 * third), OperationLog(2 * third)
+    for start, log in zip((0, third), logs, strict=True):
+        examination.measure_repeatable(slice_rows(examination.batch, start, start + 2 * third), after=log.after)
+    return first_mixing(*logs)
 
 
-# -- metrics ---------------------------------------------------------------------------------------------------------------
+# -- metrics -----------------------------------------------------------------------------------------------------------
 
 
 def examine_metrics(copies: Copies, double: bool, batch: Any) -> tuple[list[Finding], list[str]]:
-    """(findings, what held) of the task's `evaluate`, on a batch that it evaluates. Raises what the user's code raises."""
+    """(findings, what held) of the task's `evaluate` on a batch. Raises what the user's code raises."""
     task = copies.fresh()
     subject = Subject(task, double)
     where = source_locations.as_tuple(source_locations.of_function(task.evaluate))
     whole = subject.metrics(batch)
     found = [finding for name in whole if (finding := _metric(subject, name, batch, where)) is not None]
-    changed, seen = subject.changed_by_metrics(batch)
+    changed, recorded = subject.changed_by_metrics(batch)
     if changed:
-        written = next((one.place for one in seen if one.kind == IN_PLACE and one.place is not None), None)
+        written = next((one.place for one in recorded if one.kind == IN_PLACE and one.place is not None), None)
         found.append(
             Finding(
                 kind=IN_PLACE,
                 severity=BREAKS,
-                text=f"evaluate changes {listed(changed)}: validation trains, by rows that nobody counts, and a "
-                "worker without rows of a validation batch does not take part. Only the optimizer may change "
-                "parameters.",
+                text=f"evaluate changes {listed(changed)}: validation rows train the model, and a worker without rows "
+                "of a validation batch does not take part. Only the optimizer may change parameters.",
                 places=source_locations.as_tuple(written) or where,
                 numbers={"names": list(changed)},
             )
@@ -208,14 +214,109 @@ def examine_metrics(copies: Copies, double: bool, batch: Any) -> tuple[list[Find
 
 
 def _metric(subject: Subject, name: str, batch: Any, where: tuple[SourceLocation, ...]) -> Finding | None:
-    law = law_of(lambda rows: subject.metrics(rows)[name], batch, OF_METRICS, 1)
-    if law.kind == MEAN:
+    aggregation = aggregation_of(lambda rows: subject.metrics(rows)[name], batch, OF_METRICS, 1)
+    if aggregation.kind == MEAN:
         return None
-    how = {SUM: ": it adds up", OTHER_WEIGHT: ": it is a mean by something else"}.get(law.kind, "")
+    how = {SUM: ": it adds up", OTHER_WEIGHT: ": it is a mean by something else"}.get(aggregation.kind, "")
     return Finding(
         kind="metric-not-mean",
         severity=BREAKS,
-        text=_METRIC.format(name=name, whole=law.numbers.get("whole", float("nan")), off=law.off, how=how),
+        text=_METRIC.format(
+            name=name, whole=aggregation.numbers.get("whole", float("nan")), off=aggregation.off, how=how
+        ),
         places=where,
-        numbers={"metric": name, **law.numbers},
+        numbers={"metric": name, **aggregation.numbers},
     )
+
+
+# -- the kind of aggregation -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Aggregation:
+    """How a measure of a whole batch follows from the measures of its parts."""
+
+    kind: str
+    """mean: the mean by weight, as it must be. sum: the sum. other-weight: a mean by other weights than it returns.
+    coupled: none of these, since a row depends on the other rows."""
+    off: float = 0.0
+    """The relative difference between the mean by weight and the whole."""
+    constant: bool = False
+    """Of a sum: a part of it does not add up (a penalty on the parameters)."""
+    numbers: dict[str, float] = field(default_factory=dict)
+
+
+Whole = tuple[float, float]  # (mean, weight)
+
+
+def aggregation_of(measure: Callable[[Any], Whole], batch: Any, tolerance: float, least: int = 1) -> Aggregation:
+    """How a measure aggregates over three parts of a batch: A its first half, C the last `least` rows, B the rest.
+
+    mean: L(ABC)·w(ABC) = Σ L(part)·w(part). sum: L(AB) = L(A) + L(B) - constant, and so for any parts. other-weight:
+    there are weights by which L(AB), L(BC) and L(ABC) are means of L(A), L(B) and L(C).
+    """
+    n = rows_of(batch)
+    if n < 4 * least:
+        return _aggregation_of_two(measure, batch, tolerance)
+    middle, last = n // 2, n - least
+    cuts = [(0, n), (0, middle), (middle, last), (last, n), (0, last), (middle, n)]
+    whole, a, b, c, ab, bc = (measure(slice_rows(batch, *cut)) for cut in cuts)
+    scale = max(abs(mean) for mean, _ in (whole, a, b, c, ab, bc)) or 1.0
+    off = _off(whole, (a, b, c), scale)
+    numbers = {"whole": whole[0], "first": a[0], "second": b[0], "last": c[0]}
+    if off <= tolerance:
+        return Aggregation(MEAN, off, numbers=numbers)
+    added = a[0] + b[0] - ab[0], b[0] + c[0] - bc[0]  # the constant, twice
+    adds = abs(added[0] - added[1]) <= tolerance * scale and abs(whole[0] - ab[0] - (bc[0] - b[0])) <= tolerance * scale
+    if adds and abs(ab[0] - a[0]) > tolerance * scale:
+        return Aggregation(SUM, off, abs(added[0]) > tolerance * scale, numbers)
+    kind = OTHER_WEIGHT if _has_weights(whole[0], a[0], b[0], c[0], ab[0], bc[0], tolerance * scale) else COUPLED
+    return Aggregation(kind, off, numbers=numbers)
+
+
+def _aggregation_of_two(measure: Callable[[Any], Whole], batch: Any, tolerance: float) -> Aggregation:
+    """Of two halves, where rows are too few for three parts."""
+    n = rows_of(batch)
+    if n < 2:
+        return Aggregation(MEAN)
+    whole, a, b = (measure(slice_rows(batch, *cut)) for cut in ((0, n), (0, n // 2), (n // 2, n)))
+    scale = max(abs(mean) for mean, _ in (whole, a, b)) or 1.0
+    off = _off(whole, (a, b), scale)
+    numbers = {"whole": whole[0], "first": a[0], "second": b[0]}
+    if off <= tolerance:
+        return Aggregation(MEAN, off, numbers=numbers)
+    adds = abs(a[0] + b[0] - whole[0]) <= tolerance * scale
+    return Aggregation(SUM if adds else COUPLED, off, numbers=numbers)
+
+
+def _off(whole: Whole, parts: tuple[Whole, ...], scale: float) -> float:
+    """The relative error of the mean by weight, or of the sum of the weights if that is larger."""
+    total = sum(weight for _, weight in parts)
+    mean = sum(mean * weight for mean, weight in parts if weight) / total if total else 0.0
+    wrong = abs(total - whole[1]) / max(abs(total), abs(whole[1]), 1e-300)
+    missed = abs(mean - whole[0]) / scale
+    return max(missed, wrong) if np.isfinite(missed) else float("inf")
+
+
+def _has_weights(whole: float, a: float, b: float, c: float, ab: float, bc: float, tolerance: float) -> bool:
+    """Whether weights exist by which all are means of a, b and c: two pairs determine them, the whole tests them."""
+    if min(abs(b - ab), abs(c - bc)) <= tolerance:
+        return False
+    of_b = (ab - a) / (b - ab)  # relative to the weight of a
+    of_c = of_b * (bc - b) / (c - bc)
+    if not (of_b > 0 and of_c > 0):
+        return False
+    return abs((a + of_b * b + of_c * c) / (1 + of_b + of_c) - whole) <= 10 * tolerance * max(1.0, of_b, of_c)
+
+
+def gradients_add(measure: Callable[[Any], BatchMeasurement], batch: Any, tolerance: float, least: int = 1) -> bool:
+    """Whether the gradient of the whole is the weighted mean of its parts' gradients; the last part has `least` rows."""
+    n = rows_of(batch)
+    if n < 2 * least:
+        return True
+    whole, a, b = (measure(slice_rows(batch, *cut)) for cut in ((0, n), (0, n - least), (n - least, n)))
+    total = a.weight + b.weight
+    if not total:
+        return True
+    mean = a.gradient * (a.weight / total) + b.gradient * (b.weight / total)
+    return float((mean - whole.gradient).abs().max()) <= tolerance * max(float(whole.gradient.abs().max()), 1e-300)

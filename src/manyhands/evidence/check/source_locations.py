@@ -1,10 +1,11 @@
-"""Where in the user's files something lies: a call that is running, a function, the line that makes a layer."""
+"""Where something is in the user's files: a running call, a function, the line that makes a layer."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import linecache
+import os
 import re
 import sys
 import sysconfig
@@ -18,7 +19,6 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from manyhands.evidence.check.findings import SourceLocation
 from manyhands.task import SupervisedLoss, SupervisedMetrics
 
 _PACKAGE = str(Path(__file__).parents[2])
@@ -27,8 +27,27 @@ _TORCH = str(Path(torch.__file__).parent)
 _LIBRARIES = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
 
 
+@dataclass(frozen=True)
+class SourceLocation:
+    """A line in a file of the user's."""
+
+    file: str
+    line: int
+    name: str = ""
+    """The name of what is there, if any: `encoder.norm1`."""
+
+    @property
+    def where(self) -> str:
+        """`net.py:14`, relative to the working directory if the file is below it."""
+        relative = os.path.relpath(self.file) if Path(self.file).is_absolute() else self.file
+        return f"{self.file if relative.startswith('..') else relative}:{self.line}"
+
+    def __str__(self) -> str:
+        return f"{self.where} ({self.name})" if self.name else self.where
+
+
 def running() -> SourceLocation | None:
-    """The line of the user's that is running now: the innermost outside of libraries, else outside of torch and manyhands."""
+    """The line that is running now: the innermost one of the user's, else the innermost outside of torch and manyhands."""
     library = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -42,7 +61,7 @@ def running() -> SourceLocation | None:
 
 
 def module_running() -> nn.Module | None:
-    """The module whose forward is running now, the innermost."""
+    """The innermost module whose forward is running now."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "forward" and isinstance(owner := frame.f_locals.get("self"), nn.Module):
@@ -52,19 +71,19 @@ def module_running() -> nn.Module | None:
 
 
 def is_users(file: str) -> bool:
-    """Neither of a library, of torch nor of manyhands (its tasks apart)."""
+    """Whether a file is neither of a library, nor of torch, nor of manyhands, except for its ready-made tasks."""
     if file.startswith(_TASKS):
         return True
     return not (_is_ours(file) or file.startswith(_LIBRARIES) or file.startswith("<"))
 
 
 def _is_ours(file: str) -> bool:
-    """Of torch, manyhands, or no file at all."""
+    """Whether a file is of torch or manyhands, or code without a file."""
     return file.startswith((_TORCH, _PACKAGE, "<frozen", "<string"))
 
 
 def of_error(error: BaseException) -> SourceLocation | None:
-    """The innermost line of the user's in an error's traceback, or in that of what caused it."""
+    """The innermost line of the user's in the traceback of an error's cause, else of the error itself."""
     found = None
     trace: TracebackType | None = error.__traceback__
     while trace is not None:
@@ -76,22 +95,21 @@ def of_error(error: BaseException) -> SourceLocation | None:
 
 
 def in_text(traceback: str) -> SourceLocation | None:
-    """The same of a traceback that another process wrote."""
+    """The innermost line of the user's in the text of a traceback."""
     lines = re.findall(r'File "(.+?)", line (\d+)', traceback)
     return next((SourceLocation(file, int(line)) for file, line in reversed(lines) if is_users(file)), None)
 
 
-# -- functions -----------------------------------------------------------------------------------------------------------
+# -- functions ---------------------------------------------------------------------------------------------------------
 
 
 def of_function(given: Any) -> SourceLocation | None:
-    """Where a function, a method, a class with `__call__`, a module or a criterion begins; None for built-in ones."""
-    code = _code(given)
-    if code is None or not is_users(code.co_filename):
+    """Where a function, a method, a class with `__call__`, a module or a criterion begins; None if it is not the user's."""
+    code = getattr(_unwrapped(given), "__code__", None)
+    if not isinstance(code, CodeType) or not is_users(code.co_filename):
         return None
-    return SourceLocation(
-        code.co_filename, code.co_firstlineno, getattr(given, "__qualname__", "").replace("<lambda>", "lambda")
-    )
+    name = getattr(given, "__qualname__", "").replace("<lambda>", "lambda")
+    return SourceLocation(code.co_filename, code.co_firstlineno, name)
 
 
 def of_method(owner: Any, *names: str) -> SourceLocation | None:
@@ -105,7 +123,7 @@ def of_method(owner: Any, *names: str) -> SourceLocation | None:
 
 
 def of_change(owner: Any, *names: str) -> SourceLocation | None:
-    """The line in one of these methods that changes the object itself (`self.count += 1`), else where the method begins."""
+    """The first line that assigns to an attribute of `self` in the first of these methods, else where the method begins."""
     for name in names:
         source = _source(getattr(type(owner), name, None))
         if source is not None:
@@ -123,7 +141,7 @@ def _changes_self(node: ast.AST) -> TypeGuard[ast.stmt]:
 
 
 def _root(target: ast.expr) -> ast.expr | None:
-    """`self` of `self.counts[i]`; None of a plain name."""
+    """`self` of `self.counts[i]`; None for a plain name."""
     if not isinstance(target, ast.Attribute | ast.Subscript):
         return None
     inner: ast.expr = target
@@ -132,14 +150,8 @@ def _root(target: ast.expr) -> ast.expr | None:
     return inner
 
 
-def _code(given: Any) -> CodeType | None:
-    function = _inner(given)
-    code = getattr(function, "__code__", None)
-    return code if isinstance(code, CodeType) else None
-
-
-def _inner(given: Any) -> Any:
-    """The plain function inside."""
+def _unwrapped(given: Any) -> Any:
+    """The plain function behind partials, criteria, modules, classes, methods and decorators."""
     for _ in range(16):
         if isinstance(given, partial):
             given = given.func
@@ -160,11 +172,11 @@ def _inner(given: Any) -> Any:
     return given
 
 
-# -- layers --------------------------------------------------------------------------------------------------------------
+# -- layers ------------------------------------------------------------------------------------------------------------
 
 
 def of_module(model: nn.Module, name: str, make: Any = None) -> SourceLocation | None:
-    """The line that makes the module of this dotted name: in the class that holds it, else in `make`, which builds the model."""
+    """The line that makes the module of this dotted name: in the class that holds it, else in `make`, the model function."""
     parts = name.split(".")
     kind = type(model.get_submodule(name)).__name__
     for depth in reversed(range(len(parts))):
@@ -172,21 +184,21 @@ def of_module(model: nn.Module, name: str, make: Any = None) -> SourceLocation |
         found = _made_in(type(parent), parts[depth], kind, _nth(parent, name, depth, kind))
         if found is not None:
             return SourceLocation(found.file, found.line, name)
-    found = (
-        None if make is None or isinstance(make, nn.Module) else _made_in(make, "", kind, _nth(model, name, 0, kind))
-    )
+    if make is None or isinstance(make, nn.Module):
+        return None
+    found = _made_in(make, "", kind, _nth(model, name, 0, kind))
     return None if found is None else SourceLocation(found.file, found.line, name)
 
 
 def _nth(parent: nn.Module, name: str, depth: int, kind: str) -> int:
-    """Which one of its kind below the parent it is, from 0."""
+    """The index of the module among those of its kind below the parent."""
     inner = ".".join(name.split(".")[depth:])
     same = [n for n, module in parent.named_modules() if type(module).__name__ == kind and n]
     return same.index(inner) if inner in same else 0
 
 
 def _made_in(owner: Any, attribute: str, kind: str, nth: int) -> SourceLocation | None:
-    """The call of `kind` in the source of a class or function: in what is assigned to self.attribute, else the nth one."""
+    """The call of `kind` in the source of a class or function: in an assignment to self.attribute, else the nth call."""
     source = _source(owner)
     if source is None:
         return None
@@ -200,7 +212,7 @@ def _made_in(owner: Any, attribute: str, kind: str, nth: int) -> SourceLocation 
 
 
 def _assigned(tree: ast.AST, attribute: str) -> Iterator[ast.expr]:
-    """What is assigned to `self.attribute`."""
+    """The values assigned to `self.attribute`."""
     for node in ast.walk(tree):
         targets = (
             node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
@@ -211,7 +223,7 @@ def _assigned(tree: ast.AST, attribute: str) -> Iterator[ast.expr]:
 
 
 def _calls(tree: ast.AST, kind: str) -> Iterator[ast.Call]:
-    """Calls of something of this name, in the order of their lines."""
+    """Calls of a function of this name, in the order of their lines."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     named = [c for c in calls if getattr(c.func, "attr", getattr(c.func, "id", "")) == kind]
     yield from sorted(named, key=lambda call: (call.lineno, call.col_offset))
@@ -219,7 +231,7 @@ def _calls(tree: ast.AST, kind: str) -> Iterator[ast.Call]:
 
 @dataclass(frozen=True)
 class _Source:
-    """The definition of a function or class, with the lines of its file."""
+    """The definition of a function or class."""
 
     file: str
     line: int
@@ -227,8 +239,8 @@ class _Source:
 
 
 def _source(given: Any) -> _Source | None:
-    """None where there is no source of the user's."""
-    inner = given if isinstance(given, type) else _inner(given)
+    """None if there is no source of the user's."""
+    inner = given if isinstance(given, type) else _unwrapped(given)
     try:
         file = inspect.getsourcefile(inner)
         line = inspect.getsourcelines(inner)[1] if isinstance(inner, type) else inner.__code__.co_firstlineno
@@ -241,9 +253,11 @@ def _source(given: Any) -> _Source | None:
         tree = _tree("".join(linecache.getlines(file)))
     except SyntaxError:  # a notebook's cell with a line of IPython's own
         return None
-    begun = [node for node in ast.walk(tree) if _begins(node) == line]
-    same = [node for node in begun if _takes(node) == _arguments(inner)]  # of several lambdas in one line
-    return _Source(file, line, (same or begun)[0]) if begun else None
+    definitions = [node for node in ast.walk(tree) if _first_line(node) == line]
+    code = getattr(inner, "__code__", None)
+    arguments = [] if code is None else list(code.co_varnames[: code.co_argcount])
+    same = [node for node in definitions if _arguments(node) == arguments]  # of several lambdas in one line
+    return _Source(file, line, (same or definitions)[0]) if definitions else None
 
 
 @lru_cache(maxsize=32)
@@ -251,8 +265,8 @@ def _tree(source: str) -> ast.AST:
     return ast.parse(source)
 
 
-def _begins(node: ast.AST) -> int:
-    """The line of a definition, its first decorator's where it has any; 0 of what is none."""
+def _first_line(node: ast.AST) -> int:
+    """The line of a definition or of its first decorator; 0 for other nodes."""
     if isinstance(node, ast.Lambda):
         return node.lineno
     if not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
@@ -260,15 +274,10 @@ def _begins(node: ast.AST) -> int:
     return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
 
 
-def _takes(node: ast.AST) -> list[str]:
+def _arguments(node: ast.AST) -> list[str]:
     return [argument.arg for argument in node.args.args] if isinstance(node, ast.Lambda | ast.FunctionDef) else []
 
 
-def _arguments(function: Any) -> list[str]:
-    code = getattr(function, "__code__", None)
-    return [] if code is None else list(code.co_varnames[: code.co_argcount])
-
-
 def as_tuple(place: SourceLocation | None) -> tuple[SourceLocation, ...]:
-    """As `Finding.places` has it."""
+    """For `Finding.places`."""
     return () if place is None else (place,)

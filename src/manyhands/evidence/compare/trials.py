@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from manyhands import rng
-from manyhands.callbacks.base import Callback, Said
+from manyhands.callbacks.base import Callback, CallbackResult
 from manyhands.engines.base import Engine
 from manyhands.errors import ManyhandsError, Preempted
 from manyhands.events import Event
@@ -241,14 +241,14 @@ class ValidationListener(Callback):
         self._on_test, self._left = on_test, stop_after
 
     @override
-    def on_step(self, event: Event) -> Said:
+    def on_step(self, event: Event) -> CallbackResult:
         if self._left is None:
             return None
         self._left -= 1
         return "stop" if self._left <= 0 else None
 
     @override
-    def on_validation(self, event: Event) -> Said:
+    def on_validation(self, event: Event) -> CallbackResult:
         metrics, sketch = self._own(event)
         self.validations.append((event.tick, metrics, sketch))
         return None

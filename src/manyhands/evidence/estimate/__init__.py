@@ -1,11 +1,10 @@
-"""Predict time, efficiency and bytes of strategies on more workers than there are, by the calibrated simulator.
+"""`estimate()`: predict time, efficiency and bytes on more workers than there are. For `cli` and users.
 
-estimate.py   what people call: one row for each strategy on each number of workers
-bars.py       how far off a prediction may be
-shape.py      what of the real model, optimizer and data decides what a step takes
-stand_in.py   a task with a tiny model that takes its place
-lengths.py    what the stand-in's messages stand for
-scaled.py     the simulator, in which they cost what the real ones would
-steady.py     when the mean of a step is known well enough
+estimate.py   the entry: one row for each strategy on each number of workers
+shape.py      the sizes of the real model, optimizer state and data
+lengths.py    the real lengths of the stand-in's messages
+scaled.py     the stand-in task, and its simulation at the real costs
+steady.py     stops the simulation when the mean of a step is known
+bars.py       error bars
 table.py      the estimates as text
 """

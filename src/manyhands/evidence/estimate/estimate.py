@@ -1,4 +1,4 @@
-"""`estimate`: what each strategy would take on more workers than there are, by the calibrated simulator."""
+"""`estimate`: predict what each strategy takes on more workers than there are, by the calibrated simulator."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from manyhands import units
 from manyhands.data.sources import open_source
 from manyhands.engines.base import check_count
 from manyhands.engines.sim.compute import Compute
@@ -18,10 +19,9 @@ from manyhands.errors import BadInput, Unsupported, is_whole
 from manyhands.evidence.calibrate.observe import LEAST_BLOCK
 from manyhands.evidence.estimate.bars import Bars, bars_of
 from manyhands.evidence.estimate.lengths import Lengths
-from manyhands.evidence.estimate.scaled import PATIENCE_S, simulate
+from manyhands.evidence.estimate.scaled import NEVER, PATIENCE_S, simulate, stand_in, steady_state
 from manyhands.evidence.estimate.shape import ReadingPlan, Shape, reading_plan, shape_of
-from manyhands.evidence.estimate.stand_in import NEVER, stand_in, steady
-from manyhands.evidence.estimate.steady import ENOUGH, Steady, SteadyStep
+from manyhands.evidence.estimate.steady import ENOUGH, SteadyObserver, SteadyStep
 from manyhands.strategies import spec_of, strategy_of
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task
@@ -35,14 +35,14 @@ DEFAULT = ("allreduce", "local-sgd:period=8", "diloco", "downpour", "easgd", "go
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Seconds, and between which the true ones are taken to lie; None without error bars."""
+    """Seconds, and the bounds of the error bars; None without error bars."""
 
     seconds: float
     low: float | None
     high: float | None
 
     def times(self, factor: float) -> Span:
-        """So many times as long."""
+        """The span of `factor` such times."""
         return Span(
             seconds=self.seconds * factor,
             low=None if self.low is None else self.low * factor,
@@ -52,7 +52,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """One strategy on so many workers. Where it cannot be, `refused` says why, and nothing is predicted."""
+    """One strategy on a number of workers. If it is impossible, `refused` says why, and nothing is predicted."""
 
     strategy: str
     """Its spec."""
@@ -61,39 +61,39 @@ class Estimate:
     batch_size: int | None = None
     """Global rows a step; the last of an epoch may have fewer."""
     step: Span | None = None
-    """A global batch, the mean of those that were simulated."""
+    """The mean time of the simulated global batches."""
     rows_per_s: float | None = None
     """Of all workers together. Rows that are dropped (quorum) do not count."""
     steps: int | None = None
-    """Of the task's whole training: its epochs, or max_steps; None: a stream without max_steps."""
+    """Of the whole training: its epochs, or max_steps; None: a stream without max_steps."""
     training: Span | None = None
-    """Those steps. Start, reading rows, validation and checkpoints are not in it."""
+    """The time of `steps`, without start, reading rows, validation and checkpoints."""
     speed_up: float | None = None
     """rows_per_s over those of one worker of the same profile."""
     efficiency: float | None = None
     """speed_up over workers."""
     bytes_per_step: float | None = None
-    """That a worker sends, the mean over workers; control words do not count."""
+    """Sent by a worker, the mean over workers; control words do not count."""
     bytes_in_training: float | None = None
     compute: float | None = None
-    """Share of a worker's time, as the next two."""
+    """Share of a worker's time, as `exchange` and `wait`."""
     exchange: float | None = None
     wait: float | None = None
     """For other workers, or for rows."""
     staleness: float | None = None
     """Median over pushes: versions that others made since the pull. None without a server."""
     bars: Bars | None = None
-    """Where step.low and step.high come from."""
+    """How step.low and step.high were derived."""
     simulated_steps: int | None = None
-    """That the mean is of."""
+    """The steps in the mean."""
     spread: float | None = None
-    """The mean's own standard error, as a share of it: from jitter, not from the model."""
+    """The relative standard error of the mean: from jitter, not from the model."""
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimates:
-    """All that was asked for, in the order of workers, then strategies."""
+    """The estimates, ordered by workers, then by strategies."""
 
     task: str
     parameters: int
@@ -105,14 +105,14 @@ class Estimates:
     compute: Compute
     servers: int
     solo_rows_per_s: float
-    """Of one worker of the profile: one that computes beside as many others as were measured, and exchanges nothing."""
+    """Of one worker of the profile, which computes while the others of the calibration do, without exchange."""
     estimates: tuple[Estimate, ...]
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """One JSON object; numbers that are not known are null."""
+        """One JSON object; unknown numbers are null."""
         profile = self.profile
-        said = {
+        values = {
             "format": FORMAT,
             "task": self.task,
             "parameters": self.parameters,
@@ -131,7 +131,7 @@ class Estimates:
             "estimates": [asdict(one) for one in self.estimates],
             "notes": list(self.notes),
         }
-        return json.dumps(said, indent=2, allow_nan=False)
+        return json.dumps(values, indent=2, allow_nan=False)
 
 
 def estimate(
@@ -149,14 +149,15 @@ def estimate(
 ) -> Estimates:
     """Predict time, efficiency and bytes of each strategy on each number of workers.
 
-    Each is simulated as engine `sim` would with this profile, until the mean of a step is steady; a stand-in of few numbers
-    takes the model's place, and costs what the model would (see docs/estimate.md). Nothing is trained.
+    Each is simulated as engine `sim` would with this profile, until the mean time of a step is steady. A stand-in of
+    few numbers replaces the model, and costs what the model would (see docs/estimate.md). Nothing is trained.
 
-    task, task_fields: as `train` takes them. profile: of `calibrate`, or the path of one. workers: numbers of them.
-    steps: to simulate of each, instead of until it is steady. network, compute: override the profile's, as in `Sim`.
-    servers: shards of the parameter server, where there is one. say: called with a line about what is done now.
+    task, task_fields: as in `train`. profile: of `calibrate`, or the path of one. workers: numbers of workers. steps:
+    to simulate of each, instead of until it is steady. network, compute: override the profile's, as in `Sim`. servers:
+    shards of the parameter server, if there is one. say: called with a line about each stage.
 
-    Raises BadInput for what no strategy could take. What one strategy, or one number of workers, cannot be is a row that says why.
+    Raises BadInput for arguments that no strategy accepts. If one strategy or one number of workers is impossible, its
+    row says why.
     """
     own = task_from(task, task_fields)
     counts = list(dict.fromkeys(workers))
@@ -168,22 +169,15 @@ def estimate(
     measured = profile if isinstance(profile, Profile) else Profile.load(Path(profile))
     chosen = {spec_of(strategy): strategy for strategy in map(strategy_of, strategies)}
     say("the model's shape")
-    estimating = _Estimating(
-        own, measured, _network(measured, network), _compute(measured, compute), steps, servers, say
-    )
-    return estimating.all_of(list(chosen.values()), counts)
+    if not isinstance(network, SimNetworkSpec):
+        network = measured.network.with_text(network or "")
+    if not isinstance(compute, Compute):
+        compute = measured.compute.with_text(compute or "")
+    return _Estimator(own, measured, network, compute, steps, servers, say).run(list(chosen.values()), counts)
 
 
-def _network(profile: Profile, given: SimNetworkSpec | str | None) -> SimNetworkSpec:
-    return given if isinstance(given, SimNetworkSpec) else profile.network.with_text(given or "")
-
-
-def _compute(profile: Profile, given: Compute | str | None) -> Compute:
-    return given if isinstance(given, Compute) else profile.compute.with_text(given or "")
-
-
-class _Estimating:
-    """One task on one described cluster."""
+class _Estimator:
+    """Estimates one task on one described cluster."""
 
     def __init__(
         self,
@@ -199,13 +193,13 @@ class _Estimating:
         self.steps, self.servers, self.say = steps, servers, say
         self.shape: Shape = shape_of(task)
         self.source = open_source(task.train_data, collate=task.collate, loader_processes=task.loader_processes)
-        self.alone = self._alone()
+        self.solo_rows_per_s = self._solo_rows_per_s()
 
-    def all_of(self, strategies: list[Strategy], counts: list[int]) -> Estimates:
-        asked = [(strategy, workers) for workers in counts for strategy in strategies]
+    def run(self, strategies: list[Strategy], counts: list[int]) -> Estimates:
+        pairs = [(strategy, workers) for workers in counts for strategy in strategies]
         found = []
-        for number, (strategy, workers) in enumerate(asked, 1):
-            self.say(f"{number} of {len(asked)}: {spec_of(strategy)} on {workers} worker{'' if workers == 1 else 's'}")
+        for number, (strategy, workers) in enumerate(pairs, 1):
+            self.say(f"{number} of {len(pairs)}: {spec_of(strategy)} on {units.count(workers, 'worker')}")
             found.append(self._estimate(strategy, workers))
         return Estimates(
             task=self.task.name,
@@ -215,51 +209,46 @@ class _Estimating:
             network=self.network,
             compute=self.compute,
             servers=self.servers,
-            solo_rows_per_s=self.alone,
+            solo_rows_per_s=self.solo_rows_per_s,
             estimates=tuple(found),
             notes=tuple(self._notes(max(counts, default=1))),
         )
 
-    def _alone(self) -> float:
-        """Rows a second of one worker, its epochs' last, smaller batches included."""
+    def _solo_rows_per_s(self) -> float:
+        """Of one worker, with the smaller last batch of an epoch."""
         reading, compute = reading_plan(self.task, self.source, 1), self.compute
         sizes = [reading.rows_of(tick) for tick in (range(reading.ticks) if reading.ticks else range(1))]
         return sum(sizes) / sum(compute.step + compute.row * rows for rows in sizes)
 
-    # -- one ---------------------------------------------------------------------------------------------------------
-
     def _estimate(self, strategy: Strategy, workers: int) -> Estimate:
         try:
-            self._refuse_empty_shares(workers)
+            own = self.task.batch_size or (None if self.task.batch_size_per_worker else self.source.batch_size or 64)
+            if own is not None and own < workers:
+                raise BadInput(
+                    f"batch_size={own} is fewer than one row for each of {workers} workers: give the rows of each with "
+                    f"--batch-size-per-worker, or give --batch-size {workers} or more"
+                )
             reading = reading_plan(self.task, self.source, workers)
-            measured = self._simulated(strategy, workers, reading)
+            measured = self._simulate(strategy, workers, reading)
         except (BadInput, Unsupported) as refusal:
             return Estimate(strategy=spec_of(strategy), workers=workers, refused=str(refusal))
         return self._row(strategy, workers, reading, measured)
 
-    def _refuse_empty_shares(self, workers: int) -> None:
-        own = self.task.batch_size or (None if self.task.batch_size_per_worker else self.source.batch_size or 64)
-        if own is not None and own < workers:
-            raise BadInput(
-                f"batch_size={own} is fewer than one row for each of {workers} workers: say how many each is to have with "
-                f"--batch-size-per-worker, or give --batch-size {workers} or more"
-            )
-
-    def _simulated(self, strategy: Strategy, workers: int, reading: ReadingPlan) -> SteadyStep:
+    def _simulate(self, strategy: Strategy, workers: int, reading: ReadingPlan) -> SteadyStep:
         rows = reading.rows_of(0) / workers
         lengths = Lengths(self.shape, strategy, workers=workers, servers=self.servers, rows=rows)
-        task, usual = stand_in(self.task, self.shape, reading, lengths.own), steady(strategy)
+        task, usual = stand_in(self.task, self.shape, reading, lengths.stand_in_length), steady_state(strategy)
         engine = Sim(network=self.network, compute=self.compute)
-        asked = TrainConfig(task=task, strategy=usual, engine=engine, workers=workers, directory=None)
-        asked.check(servers=self.servers, nonfinite="raise", max_seconds=None, timeout_s=PATIENCE_S, resume=False)
-        observer = Steady(workers, reading.ticks, self.steps)
+        config = TrainConfig(task=task, strategy=usual, engine=engine, workers=workers, directory=None)
+        config.check(servers=self.servers, nonfinite="raise", max_seconds=None, timeout_s=PATIENCE_S, resume=False)
+        observer = SteadyObserver(workers, reading.ticks, self.steps)
         plan = WorkerPlan(task=task, strategy=usual, validate_every=NEVER, checkpoint_every=NEVER)
         simulate(plan, workers, self.servers, self.network, self.compute, lengths, observer)
         measured = observer.measured()
         if measured is None:
             raise BadInput(
-                f"not two exchanges were seen in {observer.seen} steps, too few to know what a step takes: say how many to simulate with "
-                "--steps, at least two periods; it takes a while"
+                f"fewer than two exchanges happened in {observer.steps} steps, too few to measure a step: give --steps, at "
+                "least two periods; it takes a while"
             )
         return measured
 
@@ -280,8 +269,8 @@ class _Estimating:
             rows_per_s=rate,
             steps=steps,
             training=None if steps is None else step.times(steps),
-            speed_up=rate / self.alone,
-            efficiency=rate / self.alone / workers,
+            speed_up=rate / self.solo_rows_per_s,
+            efficiency=rate / self.solo_rows_per_s / workers,
             bytes_per_step=measured.bytes,
             bytes_in_training=None if steps is None else measured.bytes * steps,
             compute=measured.compute,
@@ -295,7 +284,7 @@ class _Estimating:
         )
 
     def _notes(self, most: int) -> list[str]:
-        """What holds of all rows."""
+        """Notes on all rows."""
         notes, profile = [], self.profile
         if profile.task != self.task.name:
             notes.append(f"The profile is of task {profile.task}, not of {self.task.name}: calibrate with this one.")
@@ -304,8 +293,9 @@ class _Estimating:
             getattr(self.network, name) == getattr(profile.network, name) for name in described
         ):
             notes.append(
-                f"Between its hosts of {self.network.workers_per_host} workers the network is as close as sockets on the one machine that was measured, "
-                "which no network beats: describe yours with --network latency=…,bandwidth=…"
+                f"Between its hosts of {self.network.workers_per_host} workers the network has the latency and bandwidth "
+                "of sockets on the one machine that was measured, which no network beats: describe yours with --network "
+                "latency=…,bandwidth=…"
             )
         if not profile.errors:
             notes.append(
@@ -315,7 +305,7 @@ class _Estimating:
 
 
 def _notes(strategy: Strategy, workers: int, reading: ReadingPlan, measured: SteadyStep) -> list[str]:
-    """What holds of one row."""
+    """Notes on one row."""
     notes = []
     if reading.rows is not None and reading.rows < reading.batch_size:
         notes.append(f"an epoch is one step: {reading.rows:,} rows are fewer than a batch of {reading.batch_size:,}")
@@ -326,5 +316,5 @@ def _notes(strategy: Strategy, workers: int, reading: ReadingPlan, measured: Ste
             f"after {measured.steps} steps the mean of a step is known to {measured.spread:.0%} only: give --steps"
         )
     if workers > 1 and not measured.rounds and strategy.name != "ensemble":
-        notes.append(f"no exchange was due in {measured.simulated} steps, so it is as if there were none")
+        notes.append(f"no exchange was due in {measured.simulated} steps, so none is in the prediction")
     return notes

@@ -1,4 +1,4 @@
-"""What of the real model, optimizer and data decides what a step takes: lengths, not values."""
+"""The sizes of the real model, optimizer state and data, on which the time of a step depends."""
 
 from __future__ import annotations
 
@@ -19,22 +19,28 @@ from manyhands.replica.replica import Replica
 from manyhands.task import Task
 from manyhands.training.plan import build_model, global_batch
 
-Matrix = tuple[int, int, int]  # where it begins in the flat vector [D'], its rows, its columns
+Matrix = tuple[int, int, int]  # start in the flat vector [D'], rows, columns
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Of one replica."""
+    """The sizes of one replica."""
 
-    numbers: int  # D: trainable
-    padded: int  # D': of the flat vector, which is what travels
+    numbers: int
+    """D: trainable numbers."""
+    padded: int
+    """D': of the flat vector, which is what travels."""
     dtype: torch.dtype
-    parameters: int  # how many tensors they are
-    matrices: tuple[Matrix, ...]  # those of two or more dimensions, in the vector's order
-    slices: tuple[int, ...]  # numbers of the slices in which gradients become ready
+    parameters: int
+    """Trainable tensors."""
+    matrices: tuple[Matrix, ...]
+    """Parameters of two or more dimensions, in the vector's order."""
+    slices: tuple[int, ...]
+    """Lengths of the slices in which gradients become ready."""
     state: Mapping[str, Any]
-    """What the optimizer keeps for the largest parameter, by name: a tensor like it, or a number."""
-    largest: torch.Size  # that parameter's
+    """The optimizer's state of the largest parameter, by name: a tensor like it, or a number."""
+    largest: torch.Size
+    """The shape of the largest parameter."""
 
     @property
     def item(self) -> int:
@@ -43,9 +49,9 @@ class Shape:
 
 
 def shape_of(task: Task) -> Shape:
-    """Build the task's model once, and step its optimizer with a gradient of zeros, to see what it keeps.
+    """Build the task's model once, and step its optimizer with a zero gradient to find its state.
 
-    Takes the memory of one replica. A given module, and the random state, are left as they are. Raises BadInput for what
+    Takes the memory of one replica. Neither a given module nor the random state changes. Raises BadInput for what
     `train` would refuse.
     """
     with rng.kept():
@@ -53,17 +59,23 @@ def shape_of(task: Task) -> Shape:
         model = build_model(given).to("cpu")
         replica = Replica(model, task.optimizer, group=SoloGroup(), loss=task.loss)
         _step(replica)
-        slices = _slices(replica)
+        slices: list[int] = []
+        replica.on_ready(lambda gradients: slices.append(len(gradients)))
+        replica.begin_tick()
+        replica.backward(None)
     layout = replica.layout
     largest = max(layout.parameters, key=Tensor.numel)
-    state = {name: _like(value) for name, value in replica.optimizer.state.get(largest, {}).items()}
+    state = {
+        name: value.to("meta") if isinstance(value, Tensor) else value  # without memory
+        for name, value in replica.optimizer.state.get(largest, {}).items()
+    }
     return Shape(
         numbers=layout.size,
         padded=layout.padded,
         dtype=layout.dtype,
         parameters=len(layout.names),
         matrices=_matrices(layout),
-        slices=slices,
+        slices=tuple(slices),
         state=state,
         largest=largest.shape,
     )
@@ -78,16 +90,8 @@ def _step(replica: Replica) -> None:
     replica.apply()
 
 
-def _slices(replica: Replica) -> tuple[int, ...]:
-    lengths: list[int] = []
-    replica.on_ready(lambda gradients: lengths.append(len(gradients)))
-    replica.begin_tick()
-    replica.backward(None)
-    return tuple(lengths)
-
-
 def _matrices(layout: Layout) -> tuple[Matrix, ...]:
-    """As they lie in memory: the outermost dimension is the rows."""
+    """In memory order: the outermost dimension is the rows."""
     found = []
     for start, shape, stride in zip(layout.offsets, layout.shapes, layout.strides, strict=True):
         if len(shape) > 1 and shape.numel():
@@ -96,34 +100,29 @@ def _matrices(layout: Layout) -> tuple[Matrix, ...]:
     return tuple(found)
 
 
-def _like(value: Any) -> Any:
-    """The same without memory, where it is a tensor."""
-    return value.to("meta") if isinstance(value, Tensor) else value
-
-
 @dataclass(frozen=True, kw_only=True)
 class ReadingPlan:
-    """The data as so many workers read it."""
+    """How a number of workers reads the data."""
 
-    batch_size: int  # global rows
-    rows: int | None  # an epoch; None: a stream, whose end nobody knows
-    ticks: int | None  # global batches an epoch
+    batch_size: int
+    """Global rows."""
+    rows: int | None
+    """Rows of an epoch; None: a stream of unknown length."""
+    ticks: int | None
+    """Global batches of an epoch."""
 
     def steps(self, task: Task) -> int | None:
-        """Global batches in the whole training; None where nobody knows."""
+        """Global batches in the whole training; None if unknown."""
         sized = None if self.ticks is None else self.ticks * task.epochs
         return min((n for n in (sized, task.max_steps) if n is not None), default=None)
 
     def rows_of(self, tick: int) -> int:
-        """Of global batch `tick` of an epoch."""
+        """Rows of global batch `tick` of an epoch."""
         return self.batch_size if self.rows is None else min(self.batch_size, self.rows - tick * self.batch_size)
 
 
 def reading_plan(task: Task, source: Source, workers: int) -> ReadingPlan:
-    """Raises BadInput for fewer than one row a worker.
-
-    Batches of a sampler of the user's own, which may differ, count as equally large.
-    """
+    """Raises BadInput for fewer than one row a worker. The user's own batch samplers count as equally large batches."""
     size = global_batch(task, workers, source.batch_size)
     feed = Feed(source, size=workers, batch_size=size, seed=task.seed, shuffle=task.shuffle, order=task.order)
     if feed.rows is None or feed.ticks is None:

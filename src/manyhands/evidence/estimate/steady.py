@@ -1,4 +1,4 @@
-"""When the mean of a step is known well enough: an observer of a simulated training that stops it then."""
+"""An observer that stops a simulated training when the mean time of a step is known well enough."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ from manyhands.engines.base import Observer
 from manyhands.events import Event
 from manyhands.evidence.calibrate.observe import LEAST_BLOCK, WARM
 
-ENOUGH = 0.02  # standard error of the mean, as a share of it
+ENOUGH = 0.02
+"""The relative standard error of the mean at which training stops."""
 LEAST_BLOCKS = 2
-LEAST_WORKER_STEPS = 512  # that are looked at, of all workers together
-MOST_WORKER_STEPS = 65_536  # that are simulated, of all workers together
+LEAST_WORKER_STEPS = 512
+"""To measure, of all workers together."""
+MOST_WORKER_STEPS = 65_536
+"""To simulate, of all workers together."""
 MOST_STEPS = 2_048
-EPOCHS_WITHIN = 16_384  # worker-steps of three epochs, up to which means are of whole epochs
+EPOCHS_WITHIN = 16_384
+"""If three epochs take at most this many worker-steps, blocks are whole epochs."""
 
 
 class Mark(NamedTuple):
-    """Sums over all workers when another global batch was done."""
+    """Sums over all workers at the end of a global batch."""
 
     time_s: float
     compute_s: float
@@ -35,18 +39,26 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SteadyStep:
-    """Of the steps that were looked at: global batches, in virtual time."""
+    """The mean of the measured steps (global batches), in virtual time."""
 
     steps: int
-    step_s: float  # seconds a step
-    spread: float  # standard error of that, as a share of it
-    rows: float  # that a step used
-    compute: float  # share of a worker's time
+    """Measured."""
+    step_s: float
+    spread: float
+    """The relative standard error of `step_s`."""
+    rows: float
+    """Used in a step."""
+    compute: float
+    """Share of a worker's time, as `exchange`."""
     exchange: float
-    bytes: float  # that a worker sent in a step
-    staleness: float | None  # median over pushes; None without any
-    rounds: int  # exchanges that worker 0 made, from the start
-    simulated: int  # steps from the start
+    bytes: float
+    """Sent by a worker in a step."""
+    staleness: float | None
+    """Median over pushes; None without any."""
+    rounds: int
+    """Exchanges of worker 0 from the start."""
+    simulated: int
+    """Steps from the start."""
 
     @property
     def wait(self) -> float:
@@ -54,17 +66,17 @@ class SteadyStep:
         return max(0.0, 1 - self.compute - self.exchange)
 
 
-class Steady(Observer):
-    """Looks at the steps of a training in blocks: whole rounds of exchange, or, where epochs are short, whole epochs.
+class SteadyObserver(Observer):
+    """Measures the steps of a training in blocks: whole rounds of exchange, or whole epochs if they are short.
 
-    The training is stopped as soon as the blocks' mean is known to ENOUGH, or, with `steps`, when so many have been seen;
-    at the latest after MOST_WORKER_STEPS. As in a calibration, the first steps are not looked at.
+    Training stops when the relative error of the blocks' mean is below ENOUGH or, with `steps`, after that many steps;
+    at the latest after MOST_WORKER_STEPS. As in a calibration, the first steps are not measured.
     """
 
     def __init__(self, workers: int, ticks_per_epoch: int | None, steps: int | None = None) -> None:
         self._workers, self._steps = workers, steps
         self._epoch = ticks_per_epoch if _is_short(ticks_per_epoch, workers, steps) else None
-        self._first = WARM if self._epoch is None else -(-WARM // self._epoch) * self._epoch  # that are not looked at
+        self._first = WARM if self._epoch is None else -(-WARM // self._epoch) * self._epoch
         most = min(MOST_STEPS, max(1, MOST_WORKER_STEPS // workers))
         self._most = most if steps is None else self._first + steps
         self._least = max(LEAST_BLOCK, -(-LEAST_WORKER_STEPS // workers))
@@ -73,7 +85,7 @@ class Steady(Observer):
         self._events = 0
         self._staleness: list[int] = []  # of each push
         self._own = 0  # ticks of worker 0
-        self._rounds: list[int] = []  # those of them that exchanged
+        self._rounds: list[int] = []  # the ticks of worker 0 that exchanged
         self._reason = ""
 
     @override
@@ -84,34 +96,29 @@ class Steady(Observer):
     def event(self, event: Event) -> None:
         if event.type != "step" or self._reason:
             return
-        self._take(event)
+        values = event.values
+        self._events += 1
+        added = values["compute_s"], values["exchange_s"], values["rows"] - values["unused"], values["bytes"]
+        self._sums = [total + value for total, value in zip(self._sums, added, strict=True)]
+        self._staleness += values.get("staleness", ())
+        if event.rank == 0:
+            self._own += 1
+            if values["round"]:
+                self._rounds.append(self._own)
         if self._events % self._workers == 0:
             compute_s, exchange_s, rows, bytes = self._sums
             self._marks.append(Mark(event.time_s, compute_s, exchange_s, int(rows), int(bytes), len(self._staleness)))
             if self._is_enough():
                 self._reason = "steady"
 
-    def _take(self, event: Event) -> None:
-        values = event.values
-        self._events += 1
-        seen = values["compute_s"], values["exchange_s"], values["rows"] - values["unused"], values["bytes"]
-        self._sums = [total + value for total, value in zip(self._sums, seen, strict=True)]
-        self._staleness += values.get("staleness", ())
-        if event.rank == 0:
-            self._own += 1
-            if values["round"]:
-                self._rounds.append(self._own)
-
     @property
-    def seen(self) -> int:
-        """Steps so far."""
+    def steps(self) -> int:
+        """Simulated so far."""
         return len(self._marks)
-
-    # -- blocks ------------------------------------------------------------------------------------------------------
 
     @property
     def _block(self) -> int:
-        """Steps of one; 0 while nobody knows."""
+        """Steps of a block; 0 while unknown."""
         if self._epoch is not None:
             return self._epoch
         gaps = [later - earlier for earlier, later in pairwise(self._rounds)]
@@ -120,7 +127,7 @@ class Steady(Observer):
         return LEAST_BLOCK if not self._rounds and len(self._marks) >= self._most else 0
 
     def _ends(self) -> list[int]:
-        """The marks at which blocks begin and end."""
+        """Indices of the marks at which blocks begin and end."""
         block = self._block
         return list(range(self._first - 1, len(self._marks), block)) if block else []
 
@@ -130,7 +137,7 @@ class Steady(Observer):
         ends = self._ends()
         if self._steps is not None or len(ends) <= LEAST_BLOCKS or ends[-1] - ends[0] < self._least:
             return False
-        return _spread(self._seconds(ends)) < ENOUGH
+        return _standard_error(self._seconds(ends)) < ENOUGH
 
     def _seconds(self, ends: list[int]) -> list[float]:
         """Seconds a step, of each block."""
@@ -138,7 +145,7 @@ class Steady(Observer):
         return [(later - earlier) / self._block for earlier, later in pairwise(times)]
 
     def measured(self) -> SteadyStep | None:
-        """None where not one whole block was seen."""
+        """None before the end of the first block."""
         ends = self._ends()
         if len(ends) < 2:
             return None
@@ -148,7 +155,7 @@ class Steady(Observer):
         return SteadyStep(
             steps=steps,
             step_s=elapsed_s / steps,
-            spread=_spread(self._seconds(ends)),
+            spread=_standard_error(self._seconds(ends)),
             rows=(last.rows - first.rows) / steps,
             compute=(last.compute_s - first.compute_s) / (elapsed_s * self._workers),
             exchange=(last.exchange_s - first.exchange_s) / (elapsed_s * self._workers),
@@ -160,14 +167,14 @@ class Steady(Observer):
 
 
 def _is_short(ticks_per_epoch: int | None, workers: int, steps: int | None) -> bool:
-    """Whether a mean can be of whole epochs."""
+    """Whether blocks can be whole epochs."""
     if ticks_per_epoch is None or (steps is not None and steps < ticks_per_epoch):
         return False
     return 3 * ticks_per_epoch * workers <= EPOCHS_WITHIN
 
 
-def _spread(samples: list[float]) -> float:
-    """The standard error of their mean, as a share of it; 0 of a single one."""
+def _standard_error(samples: list[float]) -> float:
+    """The relative standard error of the mean; 0 of a single sample."""
     if len(samples) < 2:
         return 0.0
     return statistics.stdev(samples) / math.sqrt(len(samples)) / statistics.fmean(samples)

@@ -1,4 +1,4 @@
-"""Estimates as text: a table for each number of workers, and what its numbers rest on."""
+"""Estimates as text: a table for each number of workers, and the rule of its error bars."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from manyhands.engines.sim.profile import Profile
 from manyhands.evidence.estimate.bars import FLOOR
 from manyhands.evidence.estimate.estimate import Estimate, Estimates, Span
 
-WIDTH = 160  # at most; a terminal that is narrower breaks the lines
+WIDTH = 160  # a narrower terminal breaks the lines
 _COLUMNS = (
     "strategy",
     "a step",
@@ -28,7 +28,7 @@ _COLUMNS = (
     "wait",
     "stale",
 )
-_TRIED, _NOT_TRIED = "", "*"
+_NOT_TRIED = "*"
 
 
 def text(found: Estimates) -> str:
@@ -49,7 +49,8 @@ def text(found: Estimates) -> str:
 def _head(found: Estimates) -> list[str]:
     rows = "a stream" if found.rows is None else f"{found.rows:,} rows an epoch"
     return [
-        f"{found.task}: {found.parameters:,} parameters, {rows}; one worker of the profile makes {units.short(found.solo_rows_per_s)} rows/s",
+        f"{found.task}: {found.parameters:,} parameters, {rows}; "
+        f"one worker of the profile makes {units.short(found.solo_rows_per_s)} rows/s",
         f"network {found.network}; compute {found.compute}",
     ]
 
@@ -58,7 +59,7 @@ def _print(console: Console, workers: int, estimates: list[Estimate]) -> None:
     predicted = [one for one in estimates if not one.refused]
     sizes = {one.batch_size for one in predicted}
     of = f", {sizes.pop():,} rows a step" if len(sizes) == 1 else ""
-    console.print(f"{workers:,} worker{'' if workers == 1 else 's'}{of}", soft_wrap=True)
+    console.print(units.count(workers, "worker") + of, soft_wrap=True)
     if predicted:
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for name in _COLUMNS:
@@ -77,25 +78,26 @@ def _print(console: Console, workers: int, estimates: list[Estimate]) -> None:
 
 def _cells(one: Estimate) -> list[str]:
     assert one.step is not None
-    bars = _NOT_TRIED if one.bars is not None and not one.bars.tried else _TRIED
+    mark = _NOT_TRIED if one.bars is not None and not one.bars.tried else ""
     return [
-        f"{one.strategy}{bars}",
-        _time(one.step.seconds),
+        f"{one.strategy}{mark}",
+        units.duration(one.step.seconds),
         _or_dash(one.rows_per_s, units.short),
-        _or_dash(one.speed_up, lambda value: f"{value:.3g}"),
+        _or_dash(one.speed_up, units.short),
         _or_dash(one.efficiency, _percent),
         "-" if one.training is None else _span(one.training),
-        _or_dash(one.bytes_per_step, _bytes),
-        _or_dash(one.bytes_in_training, _bytes),
+        _or_dash(one.bytes_per_step, units.size),
+        _or_dash(one.bytes_in_training, units.size),
         *(_or_dash(share, _percent) for share in (one.compute, one.exchange, one.wait)),
-        _or_dash(one.staleness, lambda value: f"{value:g}"),
+        _or_dash(one.staleness, units.number),
     ]
 
 
 def _foot(found: Estimates) -> list[str]:
     lines = [
-        "rows/s, speed-up and efficiency: against one worker of the same profile. sent: by a worker. compute, exchange, wait: of a worker's time. "
-        "stale: median of pushes, in versions. training: without start, validation and checkpoints."
+        "rows/s, speed-up and efficiency: against one worker of the same profile. sent: by a worker. "
+        "compute, exchange, wait: of a worker's time. stale: median of pushes, in versions. "
+        "training: without start, validation and checkpoints."
     ]
     return [*lines, *_rule(found.profile, found.estimates), *found.notes]
 
@@ -105,15 +107,16 @@ def _rule(profile: Profile, estimates: Iterable[Estimate]) -> list[str]:
         return []
     tried = ", ".join(f"{name} {error:+.1%}" for name, error in profile.errors.items())
     line = (
-        f"low to high: on {profile.workers} workers calibration's own predictions were off by {tried} in the run that differs most. By that factor, at least {FLOOR:.0%}, "
-        "and by it again for each doubling of workers, or of rows, away from what was measured."
+        f"low to high: on {profile.workers} workers calibration's own predictions were off by {tried} in the run that "
+        f"differs most. By that factor, at least {FLOOR:.0%}, and by it again for each doubling of workers, or of rows, "
+        "away from what was measured."
     )
     if any(one.bars is not None and not one.bars.tried for one in estimates):
-        line += f" {_NOT_TRIED} was not tried there: extrapolated from the largest error, and what of its step is not computing may take half as long or twice."
+        line += (
+            f" {_NOT_TRIED} was not tried there: extrapolated from the largest error, and the part of its step that is "
+            "not computing may take half as long or twice."
+        )
     return [line]
-
-
-# -- words -------------------------------------------------------------------------------------------------------------
 
 
 def _or_dash(value: float | None, shown: Callable[[float], str]) -> str:
@@ -122,22 +125,8 @@ def _or_dash(value: float | None, shown: Callable[[float], str]) -> str:
 
 def _span(span: Span) -> str:
     if span.low is None or span.high is None:
-        return _time(span.seconds)
-    return f"{_time(span.seconds)} ({_time(span.low)} to {_time(span.high)})"
-
-
-def _time(seconds: float) -> str:
-    for least, name in ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if seconds >= least:
-            return f"{seconds / least:.3g} {name}"
-    return f"{seconds * 1e9:.3g} ns"
-
-
-def _bytes(count: float) -> str:
-    for least, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
-        if count >= least:
-            return f"{count / least:.3g} {name}"
-    return f"{count:.3g} B"
+        return units.duration(span.seconds)
+    return f"{units.duration(span.seconds)} ({units.duration(span.low)} to {units.duration(span.high)})"
 
 
 def _percent(share: float) -> str:

@@ -1,1 +1,1 @@
-"""Computing an asynchronous run again, in the order in which it happened."""
+"""`replay()`: repeat an asynchronous run in one process, in the recorded order. For `cli` and users."""

@@ -1,4 +1,4 @@
-"""What the events of a run say of its order: who trained which slice, and which versions each pull saw and each push made."""
+"""The order of a run, from its events: who trained which slice, and the versions of each pull and push."""
 
 from __future__ import annotations
 
@@ -17,27 +17,30 @@ Versions = list[int]  # of each shard
 
 @dataclass
 class Record:
-    """One worker's, in its own order; taken out from the left."""
+    """One worker's leases, pulls and pushes, in order; the replay removes them from the left."""
 
-    leases: deque[tuple[int, Lease]] = field(default_factory=deque)  # (epoch, lease)
+    leases: deque[tuple[int, Lease]] = field(default_factory=deque)
+    """(epoch, lease)"""
     pulls: deque[Versions] = field(default_factory=deque)
-    pushes: deque[Versions | None] = field(default_factory=deque)  # None: dropped
-    behind: deque[int] = field(default_factory=deque)  # of those that a quorum dropped
+    pushes: deque[Versions | None] = field(default_factory=deque)
+    """None: the push was dropped."""
+    behind: deque[int] = field(default_factory=deque)
+    """Of pushes that a quorum dropped."""
 
 
 class ReplayJournal:
-    """All workers' records. steps: the `step` and `closing` events that count, each worker's in the order in which they happened."""
+    """All workers' records. steps: the `step` and `closing` events that count, in order for each worker."""
 
     def __init__(self, workers: int, steps: Iterable[Event], stopped: str = "") -> None:
         self.records = [Record() for _ in range(workers)]
         self.stopped = stopped
-        self.pulls: Counter[tuple[int, int]] = Counter()  # (shard, version): how many pulls of it are still to come
+        self.pulls: Counter[tuple[int, int]] = Counter()  # {(shard, version): pulls left}
         self.ticks = 0
         for event in steps:
             assert event.rank is not None
-            self._take(self.records[event.rank], event)
+            self._add(self.records[event.rank], event)
 
-    def _take(self, record: Record, event: Event) -> None:
+    def _add(self, record: Record, event: Event) -> None:
         values = event.values
         self.ticks += event.type == "step"
         if "lease" in values:
@@ -49,7 +52,7 @@ class ReplayJournal:
         self.pulls.update((shard, version) for pull in values.get("pulls", []) for shard, version in enumerate(pull))
 
     def lease(self, rank: int, segment: Segment) -> Lease | End:
-        """What this worker was given next, if it was in this segment."""
+        """The worker's next lease, if it is in this segment."""
         leases = self.records[rank].leases
         if leases:
             epoch, lease = leases[0]
@@ -62,7 +65,7 @@ class ReplayJournal:
 
 
 class ReplayClient(Alone):
-    """The driver client of a worker that is told what it did."""
+    """The driver client of a worker in a replay: answers with the recorded leases."""
 
     def __init__(self, journal: ReplayJournal, rank: int) -> None:
         super().__init__()

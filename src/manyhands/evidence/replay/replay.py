@@ -1,4 +1,4 @@
-"""`replay`: an asynchronous run computed again, in one process, bit for bit."""
+"""`replay`: repeat an asynchronous run in one process, bit for bit."""
 
 from __future__ import annotations
 
@@ -40,14 +40,19 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a replay ended with, beside what the run ended with."""
+    """The result of a replay, compared with the run's."""
 
-    parameters: dict[str, Tensor]  # by name
-    difference: float  # the largest of any parameter; 0.0: the same bits
+    parameters: dict[str, Tensor]
+    """By name."""
+    difference: float
+    """The largest difference of any parameter from the run's."""
     identical: bool
-    ticks: int  # of all workers
+    """Whether all parameters have the same bits."""
+    ticks: int
+    """Of all workers."""
     workers: int
-    otherwise: str  # what is known to be otherwise than when it ran: versions, number of cores, host; "" for nothing
+    otherwise: str
+    """Changes of versions, number of cores and host since the run; "" without any."""
 
 
 def replay(
@@ -57,27 +62,27 @@ def replay(
     strategy: Strategy | str | None = None,
     progress: Progress | None = None,
 ) -> Replayed:
-    """Compute the finished run in `directory` again, in the order of its journal (its `step` events), in this process.
+    """Repeat the finished run in `directory` in this process, in the order of its journal (its `step` events).
 
-    All workers take turns in one thread each; pulls and pushes happen at the versions that the run recorded, slices go
-    to whom they went, so that the end has the same bits at the same number of threads and versions of torch. Memory is
-    that of all workers together.
+    All workers take turns in one thread each. Pulls and pushes happen at the recorded versions, and slices go to the
+    same workers, so that the result has the same bits with the same number of threads and the same version of torch.
+    Takes the memory of all workers together.
 
-    task, strategy: the run's, as objects or specs. The directory names tasks and strategies of manyhands' own; a file
-    that it names (my.py:task) is never imported, so the caller names it. progress: called with (ticks done, ticks in all).
+    task, strategy: the run's, as objects or specs. The directory names built-in tasks and strategies. A file that it
+    names (my.py:task) is never imported, so the caller names it. progress: called with (ticks done, all ticks).
 
-    Raises BadInput for a directory without a finished run, or whose code has to be named; Unsupported for strategies without an order: synchronous
-    ones repeat by their seed alone, and hogwild has none.
+    Raises BadInput for a directory without a finished run, or whose code must be named; Unsupported for strategies
+    without a recorded order: synchronous ones repeat by their seed alone, and hogwild has none.
     """
     folder = path_of(directory)
-    config, result = _read(folder, CONFIG_FILE), _read(folder, RESULT)
+    settings, result = _read(folder, CONFIG_FILE), _read(folder, RESULT)
     read_result(folder, (CONFIG_FILE, FINAL))
-    named = _named(config, folder, "strategy", strategies.CATALOGUE) if strategy is None else strategy
+    named = _built_in(settings, folder, "strategy", strategies.CATALOGUE) if strategy is None else strategy
     rule = strategy_of(named)
     spec = rule.server()
     if spec is None:
         raise Unsupported(_why_not(rule.name, leases=rule.leasing() is not None))
-    workers, info = config["workers"], result["info"]
+    workers, info = settings["workers"], result["info"]
     if sum(event.type == "start" for event in event_log.read(folder / event_log.FILE)) > 1:
         raise Unsupported(f"the run in {folder} was resumed, and only a run of one launch can be replayed")
     read_result(folder, (event_log.FILE,))
@@ -89,27 +94,29 @@ def replay(
         )
     if info["stopped"] and info["ticks_per_epoch"] is None:
         raise Unsupported(
-            f"the run in {folder} read a stream and was stopped ({info['stopped']}): where each worker stood is not recorded"
+            f"the run in {folder} read a stream and was stopped ({info['stopped']}): the workers' positions are not recorded"
         )
     plan = WorkerPlan(
-        task=task_from(_named(config, folder, "task", tasks.CATALOGUE) if task is None else task, config["fields"]),
+        task=task_from(
+            _built_in(settings, folder, "task", tasks.CATALOGUE) if task is None else task, settings["fields"]
+        ),
         strategy=rule,
-        validate_every=every("validate_every", config["validate_every"]),
-        checkpoint_every=every("checkpoint_every", config["checkpoint_every"]),
-        nonfinite=config["nonfinite"],
+        validate_every=every("validate_every", settings["validate_every"]),
+        checkpoint_every=every("checkpoint_every", settings["checkpoint_every"]),
+        nonfinite=settings["nonfinite"],
     )
-    plan = replace(plan, keep=keep_of(config["keep"], plan.task))
+    plan = replace(plan, keep=keep_of(settings["keep"], plan.task))
     turns = ThreadTurns()
     stores = Stores(
         spec,
-        make_stores(spec, workers=workers, shards=config["servers"]),
+        make_stores(spec, workers=workers, shards=settings["servers"]),
         journal,
         turns,
         rule.leasing() is not None,
     )
     outcome = _Replay(plan, stores, info["threads"], progress).run(workers)
-    parameters, difference, identical = _compared(outcome.states[0][0], folder)
-    return Replayed(parameters, difference, identical, journal.ticks, workers, _otherwise(info))
+    parameters, difference, identical = _compare_with_run(outcome.states[0][0], folder)
+    return Replayed(parameters, difference, identical, journal.ticks, workers, _environment_changes(info))
 
 
 class _Replay:
@@ -118,25 +125,25 @@ class _Replay:
         self._progress, self._done = progress, 0
 
     def run(self, workers: int) -> Outcome:
-        meeting = InTurns(workers, self._stores.turns)
+        rendezvous = InTurns(workers, self._stores.turns)
         threads = torch.get_num_threads()
         try:
-            programs = [self._program(rank, meeting) for rank in range(workers)]
+            programs = [self._program(rank, rendezvous) for rank in range(workers)]
             outcome = self._stores.turns.run(programs)[0]
         finally:
             torch.set_num_threads(threads)
         assert outcome is not None  # rank 0's
         return outcome
 
-    def _program(self, rank: int, meeting: InTurns) -> Callable[[], Outcome | None]:
+    def _program(self, rank: int, rendezvous: InTurns) -> Callable[[], Outcome | None]:
         def program() -> Outcome | None:
             torch.set_num_threads(self._threads)  # of this thread
             worker = Worker(
                 rank=rank,
-                size=meeting.size,
-                group=ThreadGroup(meeting, rank),
+                size=rendezvous.size,
+                group=ThreadGroup(rendezvous, rank),
                 server=ReplayServer(self._stores, rank),
-                driver=_Counting(self._stores.journal, rank, self._count),
+                driver=_CountingClient(self._stores.journal, rank, self._count),
                 threads=self._threads,
                 shares_process=True,
             )
@@ -150,8 +157,8 @@ class _Replay:
             self._progress(self._done, self._stores.journal.ticks)
 
 
-class _Counting(ReplayClient):
-    """Tells of every tick."""
+class _CountingClient(ReplayClient):
+    """Also counts ticks."""
 
     def __init__(self, journal: ReplayJournal, rank: int, count: Callable[[], None]) -> None:
         super().__init__(journal, rank)
@@ -169,33 +176,38 @@ def _read(folder: AnyPath, name: str) -> dict[str, Any]:
             return dict(json.load(file))
     except (OSError, ValueError, TypeError, RecursionError) as problem:
         raise BadInput(
-            f"{folder} holds no finished run that can be replayed ({name}: {problem}): give the directory of a run that has ended"
+            f"{folder} holds no finished run that can be replayed ({name}: {problem}): give the directory of a run that "
+            "has ended"
         ) from None
 
 
-def _named(config: dict[str, Any], folder: AnyPath, what: str, catalogue: Mapping[str, str]) -> str:
-    """The task or strategy that the run's directory names, where manyhands has it. BadInput for a file, which would be imported."""
-    given = config[what]
+def _built_in(settings: dict[str, Any], folder: AnyPath, what: str, catalogue: Mapping[str, str]) -> str:
+    """The built-in task or strategy that the run's directory names. Raises BadInput for a file, which is not imported."""
+    given = settings[what]
     if given is None:
         raise BadInput(
-            f"the run in {folder} was given its {what} as an object, which no file can hold: call mh.replay(directory, {what}=…) with the same"
+            f"the run in {folder} was given its {what} as an object, which no file can hold: call mh.replay(directory, "
+            f"{what}=…) with the same"
         )
     if parse(str(given))[0] not in catalogue:
         raise BadInput(
-            f"the run in {folder} names {what} {printable(given)}, and code that a run directory names is not imported. If you trust "
-            f"that file, name it: manyhands replay {shlex.quote(str(folder))} --{what} {shlex.quote(printable(given))}, or "
-            f"mh.replay(directory, {what}=…)"
+            f"the run in {folder} names {what} {printable(given)}, and code that a run directory names is not imported. If "
+            f"you trust that file, name it: manyhands replay {shlex.quote(str(folder))} --{what} "
+            f"{shlex.quote(printable(given))}, or mh.replay(directory, {what}=…)"
         )
     return str(given)
 
 
 def _why_not(name: str, leases: bool) -> str:
     if leases:
-        return f"strategy {name} has no order that could be recorded (workers write the same memory at once): it cannot be replayed"
-    return f"strategy {name} is synchronous: train again with the same seed, which gives the same bits; only asynchronous runs need a replay"
+        return f"strategy {name} has no order to record (workers write the same memory at once): it cannot be replayed"
+    return (
+        f"strategy {name} is synchronous: train again with the same seed, which gives the same bits; only asynchronous "
+        "runs need a replay"
+    )
 
 
-def _compared(parameters: dict[str, Tensor], folder: AnyPath) -> tuple[dict[str, Tensor], float, bool]:
+def _compare_with_run(parameters: dict[str, Tensor], folder: AnyPath) -> tuple[dict[str, Tensor], float, bool]:
     """(parameters, the largest difference from the run's, whether they are the same bits)."""
     saved = checkpoints.load_tensors(folder / FINAL)
     wanted = {name: saved[f"0/parameters/{name}"] for name in parameters}
@@ -203,7 +215,7 @@ def _compared(parameters: dict[str, Tensor], folder: AnyPath) -> tuple[dict[str,
     return parameters, difference, all(torch.equal(parameters[name], wanted[name]) for name in parameters)
 
 
-def _otherwise(info: dict[str, Any]) -> str:
+def _environment_changes(info: dict[str, Any]) -> str:
     """`torch was 2.12.0 and is 2.13.0`"""
     was, now = ({**facts["versions"], "host": facts["host"]} for facts in (info, environment()))
     return ", ".join(f"{name} was {was.get(name)} and is {now[name]}" for name in now if was.get(name) != now[name])

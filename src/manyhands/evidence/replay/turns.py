@@ -1,4 +1,4 @@
-"""Threads of which one runs at a time: each gives way only where it waits, and the lowest that can go on goes on.
+"""Threads of which one runs at a time: a thread runs until it waits, then the lowest rank that can continue runs.
 
 So a program of many workers runs in one process with one random state a worker, and always in the same order.
 """
@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 
 class ReplayDeadlock(ManyhandsError):
-    """All wait for each other: the order that they were told to follow cannot be."""
+    """All workers wait for each other: the recorded order is impossible for this program."""
 
 
 class _Ended(BaseException):
-    """Another thread raised: this one has nothing to wait for any more."""
+    """Ends a thread after another one raised."""
 
 
 class ThreadTurns:
@@ -35,16 +35,16 @@ class ThreadTurns:
         self._waiting: dict[int, Callable[[], bool]] = {}
         self._running: int | None = None
         self._failed = False
-        self._here = threading.local()
+        self._thread = threading.local()
 
     def run(self, programs: list[Callable[[], T]]) -> list[T]:
-        """Their values. The first error is raised, and ends all."""
+        """Returns the programs' results. The first error ends all of them and is raised."""
         self._waiting = {rank: lambda: True for rank in range(len(programs))}
         self._running, self._failed = None, False
         with rng.kept(), ThreadPoolExecutor(len(programs)) as pool:
-            futures = [pool.submit(self._one, rank, program) for rank, program in enumerate(programs)]
+            futures = [pool.submit(self._run_program, rank, program) for rank, program in enumerate(programs)]
             with self._changed:
-                self._next()
+                self._start_next()
         errors = [error for future in futures if (error := future.exception()) is not None]
         for error in errors:
             if not isinstance(error, _Ended):
@@ -52,16 +52,16 @@ class ThreadTurns:
         return [future.result() for future in futures]
 
     def wait_for(self, ready: Callable[[], bool]) -> None:
-        """Let others run until `ready()`, which depends on what they do alone. Raises Stuck where nobody can go on."""
+        """Let others run until `ready()`, which depends only on what they do. Raises ReplayDeadlock if none can continue."""
         if not ready():
             state = rng.capture()
-            self._give_way(self._here.rank, ready)
+            self._yield_turn(self._thread.rank, ready)
             rng.restore(*state)
 
-    def _one(self, rank: int, program: Callable[[], T]) -> T:
-        self._here.rank = rank
+    def _run_program(self, rank: int, program: Callable[[], T]) -> T:
+        self._thread.rank = rank
         with self._changed:
-            self._until_turn(rank)
+            self._await_turn(rank)
         try:
             return program()
         except BaseException:
@@ -70,22 +70,22 @@ class ThreadTurns:
         finally:
             with self._changed:
                 self._running = None
-                self._next()
+                self._start_next()
 
-    def _give_way(self, rank: int, ready: Callable[[], bool]) -> None:
+    def _yield_turn(self, rank: int, ready: Callable[[], bool]) -> None:
         with self._changed:
             self._waiting[rank], self._running = ready, None
-            self._next()
-            self._until_turn(rank)
+            self._start_next()
+            self._await_turn(rank)
 
-    def _until_turn(self, rank: int) -> None:
+    def _await_turn(self, rank: int) -> None:
         self._changed.wait_for(lambda: self._running == rank or self._failed)
         if self._failed:
             self._waiting.pop(rank, None)
             raise _Ended
 
-    def _next(self) -> None:
-        """Choose who runs now; the caller holds the lock."""
+    def _start_next(self) -> None:
+        """Choose the next thread; the caller holds the lock."""
         chosen = next((rank for rank in sorted(self._waiting) if self._waiting[rank]()), None)
         if chosen is None and self._waiting and not self._failed:
             self._failed = True
@@ -100,21 +100,21 @@ class ThreadTurns:
 
 
 class InTurns(Meeting):
-    """Where workers that take turns meet: each gives a value, and gets everybody's."""
+    """A rendezvous of workers that take turns: each gives a value and gets all values."""
 
     def __init__(self, size: int, turns: ThreadTurns) -> None:
         super().__init__(size)
         self._turns = turns
-        self._met = [0] * size
+        self._swaps = [0] * size
         self._values: dict[int, dict[int, Any]] = {}
 
     @override
     def swap(self, rank: int, value: Any, operation: str = "") -> list[Any]:
-        self._met[rank] += 1
-        number = self._met[rank]
-        here = self._values.setdefault(number, {})
-        here[rank] = value
-        self._turns.wait_for(lambda: len(here) == self.size)
-        if min(self._met) >= number:
+        self._swaps[rank] += 1
+        number = self._swaps[rank]
+        values = self._values.setdefault(number, {})
+        values[rank] = value
+        self._turns.wait_for(lambda: len(values) == self.size)
+        if min(self._swaps) >= number:
             self._values.pop(number, None)
-        return [here[r] for r in range(self.size)]
+        return [values[r] for r in range(self.size)]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from manyhands.evidence.check.batches import COUPLED, MEAN, OTHER_WEIGHT, SUM, law_of
+from manyhands.evidence.check.losses import COUPLED, MEAN, OTHER_WEIGHT, SUM, aggregation_of
 
 ROWS = torch.tensor([3.0, 1.0, 4.0, 1.5, 9.0, 2.5, 6.0, 5.0, 0.5, 8.0, 7.0], dtype=torch.float64)
 COUNTS = torch.arange(1, 12, dtype=torch.float64)
@@ -37,21 +37,21 @@ LAWS: dict[str, tuple[str, Callable[[Any], tuple[Any, Any]]]] = {
 @pytest.mark.parametrize("least", [1, 2])
 def test_the_law_of(name: str, least: int) -> None:
     kind, measure = LAWS[name]
-    law = law_of(lambda b: tuple(float(part) for part in measure(b)), DATA, 1e-9, least)  # type: ignore[arg-type,return-value]
-    assert law.kind == kind
-    assert (law.off > 1e-3) == (kind != MEAN)
-    assert law.constant == (name == "a sum and a penalty")
+    aggregation = aggregation_of(lambda b: tuple(float(part) for part in measure(b)), DATA, 1e-9, least)  # type: ignore[arg-type,return-value]
+    assert aggregation.kind == kind
+    assert (aggregation.off > 1e-3) == (kind != MEAN)
+    assert aggregation.constant == (name == "a sum and a penalty")
 
 
 def test_two_rows_tell_a_mean_from_a_sum() -> None:
     two = {"x": ROWS[:2]}
-    assert law_of(lambda b: (float(b["x"].mean()), len(b["x"])), two, 1e-9).kind == MEAN
-    assert law_of(lambda b: (float(b["x"].sum()), len(b["x"])), two, 1e-9).kind == SUM
-    assert law_of(lambda b: (float(b["x"].std(correction=0)), len(b["x"])), two, 1e-9).kind == COUPLED
-    assert law_of(lambda b: (float(b["x"].sum()), len(b["x"])), {"x": ROWS[:1]}, 1e-9).kind == MEAN
+    assert aggregation_of(lambda b: (float(b["x"].mean()), len(b["x"])), two, 1e-9).kind == MEAN
+    assert aggregation_of(lambda b: (float(b["x"].sum()), len(b["x"])), two, 1e-9).kind == SUM
+    assert aggregation_of(lambda b: (float(b["x"].std(correction=0)), len(b["x"])), two, 1e-9).kind == COUPLED
+    assert aggregation_of(lambda b: (float(b["x"].sum()), len(b["x"])), {"x": ROWS[:1]}, 1e-9).kind == MEAN
 
 
 def test_equal_parts_say_nothing_of_weights() -> None:
     same = {"x": torch.ones(8, dtype=torch.float64)}
-    assert law_of(lambda b: (float(b["x"].mean()), len(b["x"])), same, 1e-9).kind == MEAN
-    assert law_of(lambda b: (float(b["x"].sum()), len(b["x"])), same, 1e-9).kind == SUM
+    assert aggregation_of(lambda b: (float(b["x"].mean()), len(b["x"])), same, 1e-9).kind == MEAN
+    assert aggregation_of(lambda b: (float(b["x"].sum()), len(b["x"])), same, 1e-9).kind == SUM

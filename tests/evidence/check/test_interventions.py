@@ -1,4 +1,4 @@
-"""What a Lens sees, computes in float64, and takes away."""
+"""What a FunctionMode records, computes in float64 and replaces; the first operation in which two passes differ."""
 
 from typing import Any
 
@@ -7,13 +7,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from manyhands.evidence.check.function_mode import SUM, FunctionMode
-from manyhands.evidence.check.interventions import BATCH_NORM, DROPOUT, IN_PLACE, RANDOMNESS
-from manyhands.evidence.check.trial_config import memory_of
+from manyhands.evidence.check.copies import storages_of
+from manyhands.evidence.check.interventions import (
+    BATCH_NORM,
+    DROPOUT,
+    FULL_SUM,
+    IN_PLACE,
+    RANDOMNESS,
+    FunctionMode,
+    OperationLog,
+    first_change,
+    first_mixing,
+)
 
 
-def kinds(lens: FunctionMode) -> set[str]:
-    return {seen.kind for seen in lens.seen}
+def kinds(mode: FunctionMode) -> set[str]:
+    return {call.kind for call in mode.recorded}
 
 
 def test_float32_means_float64_within() -> None:
@@ -65,18 +74,18 @@ def output(layer: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
 @pytest.mark.parametrize("name", LAYERS)
 def test_dropout_is_seen_and_taken_away(name: str) -> None:
     layer, inputs = LAYERS[name]
-    with FunctionMode(look=True) as lens:
+    with FunctionMode(record=True) as mode:
         torch.manual_seed(1)
         one, other = output(layer, inputs), output(layer, inputs)
     assert not torch.equal(one, other)
-    assert kinds(lens) == {DROPOUT}
+    assert kinds(mode) == {DROPOUT}
     with FunctionMode(without=frozenset([DROPOUT])):
         assert torch.equal(output(layer, inputs), output(layer, inputs))
     layer.eval()
-    with FunctionMode(look=True) as lens:
+    with FunctionMode(record=True) as mode:
         plain = output(layer, inputs)
     layer.train()
-    assert lens.seen == []
+    assert mode.recorded == []
     with FunctionMode(without=frozenset([DROPOUT])):
         assert torch.allclose(output(layer, inputs), plain)
 
@@ -84,33 +93,33 @@ def test_dropout_is_seen_and_taken_away(name: str) -> None:
 def test_packed_sequences_have_their_arguments_elsewhere() -> None:
     layer = nn.LSTM(6, 6, 2, dropout=0.5)
     packed = nn.utils.rnn.pack_sequence([torch.ones(3, 6), torch.ones(2, 6)])
-    with FunctionMode(without=frozenset([DROPOUT]), look=True) as lens:
+    with FunctionMode(without=frozenset([DROPOUT]), record=True) as mode:
         one, other = (layer(packed)[0].data for _ in range(2))
     assert torch.equal(one, other)
-    assert kinds(lens) == {DROPOUT}
+    assert kinds(mode) == {DROPOUT}
 
 
 @pytest.mark.parametrize("layer", [nn.BatchNorm1d(3), nn.BatchNorm1d(3, track_running_stats=False)])
 def test_batch_norm_without_the_batch_treats_rows_apart(layer: nn.Module) -> None:
     x = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
-    with FunctionMode(look=True) as lens:
+    with FunctionMode(record=True) as mode:
         whole = layer(x)[:2]
         assert not torch.allclose(whole, layer(x[:2]))
-    assert kinds(lens) == {BATCH_NORM}
-    assert lens.seen[0].module is layer
+    assert kinds(mode) == {BATCH_NORM}
+    assert mode.recorded[0].module is layer
     with FunctionMode(without=frozenset([BATCH_NORM])):
         assert torch.allclose(layer(x)[:2], layer(x[:2]))
     layer.eval()
-    with FunctionMode(look=True) as lens:
+    with FunctionMode(record=True) as mode:
         layer(x)
-    assert kinds(lens) == ({BATCH_NORM} if layer.running_mean is None else set())
+    assert kinds(mode) == ({BATCH_NORM} if layer.running_mean is None else set())
 
 
 def test_low_level_batch_norm_is_known_too() -> None:
     x, mean, var = torch.randn(6, 3), torch.zeros(3), torch.ones(3)
-    with FunctionMode(look=True, without=frozenset([BATCH_NORM])) as lens:
+    with FunctionMode(record=True, without=frozenset([BATCH_NORM])) as mode:
         out = torch.batch_norm(x, None, None, mean, var, True, 0.1, 0.0, False)
-    assert kinds(lens) == {BATCH_NORM}
+    assert kinds(mode) == {BATCH_NORM}
     assert torch.allclose(out, x)
     assert mean.tolist() == [0.0] * 3
 
@@ -133,9 +142,9 @@ DRAWS = {
 @pytest.mark.parametrize("name", DRAWS)
 def test_instead_of_a_draw_comes_its_middle(name: str) -> None:
     draw, middle = DRAWS[name]
-    with FunctionMode(look=True, without=frozenset([RANDOMNESS])) as lens:
+    with FunctionMode(record=True, without=frozenset([RANDOMNESS])) as mode:
         drawn = draw(torch.ones(4))
-    assert kinds(lens) == {RANDOMNESS}
+    assert kinds(mode) == {RANDOMNESS}
     assert drawn.unique().tolist() == [middle]
 
 
@@ -159,16 +168,16 @@ def test_writes_to_parameters_are_seen_and_left_out() -> None:
         torch._foreach_add_([layer.bias.data], 1.0)
 
     before = [p.detach().clone() for p in layer.parameters()]
-    with FunctionMode(look=True, guarded=memory_of(layer), without=frozenset([IN_PLACE])) as lens:
+    with FunctionMode(record=True, guarded=storages_of(layer), without=frozenset([IN_PLACE])) as mode:
         write()
         layer(torch.ones(1, 2)).sum().backward()  # gradients may be written
         layer.requires_grad_(True)
     assert all(torch.equal(p, q) for p, q in zip(layer.parameters(), before, strict=True))
-    assert [seen.function for seen in lens.seen if seen.kind == IN_PLACE].count("mul_") == 1
-    with FunctionMode(look=True, guarded=memory_of(layer)) as lens:
+    assert [call.function for call in mode.recorded if call.kind == IN_PLACE].count("mul_") == 1
+    with FunctionMode(record=True, guarded=storages_of(layer)) as mode:
         write()
     assert not any(torch.equal(p, q) for p, q in zip(layer.parameters(), before, strict=True))
-    assert [seen.function for seen in lens.seen] == [
+    assert [call.function for call in mode.recorded] == [
         "mul_",
         "__setitem__",
         "__set__",
@@ -180,11 +189,63 @@ def test_writes_to_parameters_are_seen_and_left_out() -> None:
 
 def test_sums_over_everything_are_seen_with_their_line() -> None:
     x, y = torch.ones(4, 3), torch.zeros(4, dtype=torch.int64)
-    with FunctionMode(look=True) as lens:
+    with FunctionMode(record=True) as mode:
         x.sum(1).mean()
         F.cross_entropy(x, y, reduction="sum")
         nn.MSELoss(reduction="sum")(x, x)
         x.sum()
-    assert [seen.kind for seen in lens.seen] == [SUM] * 3
-    lines = [seen.place.line for seen in lens.seen if seen.place is not None and seen.place.file == __file__]
+    assert [call.kind for call in mode.recorded] == [FULL_SUM] * 3
+    lines = [call.place.line for call in mode.recorded if call.place is not None and call.place.file == __file__]
     assert lines == [lines[0], lines[0] + 1, lines[0] + 2]
+
+
+# -- operations ------------------------------------------------------------------------------------------------------
+
+ROWS = torch.randn(9, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+WEIGHTS = torch.randn(4, 6, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+
+def log(function: object, rows: Tensor, of: int) -> OperationLog:
+    found = OperationLog(of)
+    with FunctionMode(after=found.after):
+        function(rows)  # type: ignore[operator]
+    return found
+
+
+def mixing(function: object) -> str | None:
+    found = first_mixing(log(function, ROWS[:6], 6), log(function, ROWS[3:], 6))
+    return None if found is None else found.function
+
+
+def apart(x: Tensor) -> Tensor:
+    hidden = torch.tanh(x @ WEIGHTS)  # [6, 6]: as many columns as rows
+    return torch.softmax(hidden, 1).log().mean()
+
+
+def test_rows_that_go_their_own_way_do_not_mix() -> None:
+    assert mixing(apart) is None
+
+
+def test_what_mixes_rows_is_found() -> None:
+    assert mixing(lambda x: torch.softmax(torch.tanh(x), 0)) == "softmax"
+    assert mixing(lambda x: (x * 2) @ (x * 2).T) in ("matmul", "__matmul__")
+    assert mixing(lambda x: x - x.mean(0)) == "sub"
+    assert mixing(lambda x: torch.cumsum(x, 0)) == "cumsum"
+
+
+def test_the_first_change() -> None:
+    scale = [1.0]
+
+    def pass_(x: Tensor) -> Tensor:
+        y = x + 1
+        z = y * scale[0]
+        scale[0] += 1
+        return z.sum()
+
+    one, other = log(pass_, ROWS, 1), log(pass_, ROWS, 1)
+    found = first_change(one, other)
+    assert found is not None
+    assert found.function == "mul"
+    assert found.place is not None
+    assert found.place.file == __file__
+    assert first_change(one, one) is None

@@ -1,7 +1,7 @@
-"""What a Keras model's metrics have counted, as one vector that can be added to another worker's.
+"""The state of a Keras model's metrics as one vector, which workers can add up.
 
-Every metric is a function of state variables that add up over batches, as Keras itself adds them over replicas: an accuracy's
-total and count, an AUC's true positives at each threshold.
+Every metric is a function of state variables that add up over batches, and Keras itself adds them over replicas: an
+accuracy's total and count, an AUC's true positives at each threshold.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def count(model: Any, mean: Tensor, weight: float, batch: tuple[Any, Any, Any, A
 
 
 def read(model: Any) -> Tensor:
-    """[k] float64, on the CPU: all state variables, one after the other. k grows when a metric sees its first batch."""
+    """[k] float64, on the CPU: all state variables, one after the other. k grows at a metric's first batch."""
     states = [variable.value.detach().to("cpu", torch.float64).reshape(-1) for variable in model.metrics_variables]
     return torch.cat(states)
 
 
 def write(model: Any, state: Tensor) -> None:
-    """Have the metrics stand where `read` gave [k] `state`; those that had seen nothing then have seen nothing."""
+    """Set the metrics to [k] `state` of `read`. Metrics that had no batch then are reset."""
     start = 0
     for variable in model.metrics_variables:
         size = variable.value.numel()
@@ -45,15 +45,15 @@ def results(model: Any) -> dict[str, float]:
 
 
 def results_of(module: KerasModule, state: Tensor) -> dict[str, float]:
-    """Those of another [k] `state`; the metrics then stand where they stood."""
-    with module.placed(), apart(module.keras):
+    """{name: value} for another [k] `state`. The metrics' own state does not change."""
+    with module.placed(), separate(module.keras):
         write(module.keras, state)
         return results(module.keras)
 
 
 @contextmanager
-def apart(model: Any) -> Iterator[None]:
-    """Inside, the metrics begin at nothing; afterwards they stand where they stood."""
+def separate(model: Any) -> Iterator[None]:
+    """Reset the metrics inside, and put back their state afterwards."""
     before = read(model)
     model.reset_metrics()
     try:
