@@ -19,7 +19,7 @@ from manyhands.engines.sim.network import SimNetworkSpec
 from manyhands.errors import BadInput
 from manyhands.evidence.compare.metric import target_of
 from manyhands.strategies import spec_of, strategy_of
-from manyhands.training.best_model import BestModel
+from manyhands.training.best_model import BestModelPolicy
 from manyhands.transport.address import format_address, parse_address
 
 NINES = "9" * 4400  # more digits than `int` reads
@@ -94,7 +94,7 @@ FORMATS: dict[str, tuple[Callable[[str], Any], Callable[[Damage], str]]] = {
         lambda damage: written(damage, *(field.name for field in fields(SimNetworkSpec))),
     ),
     "target": (target_of, lambda damage: damage.of_text(["test_accuracy=", "test_loss<=", *VALUES])),
-    "keep": (BestModel.parse, lambda damage: damage.of_text(["best:", "max:", "loss", "last", *VALUES])),
+    "keep": (BestModelPolicy.parse, lambda damage: damage.of_text(["best:", "max:", "loss", "last", *VALUES])),
     "ports": (ports_of, lambda damage: damage.of_text(["7000", "-", "7100", *VALUES])),
     "roles": (
         lambda text: cast_of(text, None, None, None, "local"),

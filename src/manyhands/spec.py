@@ -10,7 +10,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -119,7 +119,7 @@ def options_of(maker: Callable[..., Any]) -> dict[str, Any]:
     """{option: annotation or the default's type} of a dataclass or function; `**fields` stands for Task's fields."""
     hints = get_type_hints(maker if is_dataclass(maker) or inspect.isroutine(maker) else maker.__init__)
     if is_dataclass(maker):
-        return {f.name: hints[f.name] for f in fields(maker) if f.init}
+        return {f.name: hints[f.name] for f in option_fields(maker)}
     options: dict[str, Any] = {}
     for parameter in inspect.signature(maker).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
@@ -129,6 +129,16 @@ def options_of(maker: Callable[..., Any]) -> dict[str, Any]:
         elif parameter.name != "self":
             options[parameter.name] = hints.get(parameter.name, _type_of(parameter.default))
     return options
+
+
+def option_fields(maker: Any) -> list[Field[Any]]:
+    """A dataclass's options: its own before those that a base adds."""
+
+    def distance(field: Field[Any]) -> int:
+        return max(i for i, base in enumerate(bases) if field.name in base.__annotations__)
+
+    bases = [base for base in type.mro(maker) if is_dataclass(base)]
+    return sorted((field for field in fields(maker) if field.init), key=distance)
 
 
 def _type_of(default: Any) -> Any:
@@ -205,7 +215,7 @@ def _where(error: BaseException, path: Path) -> str:
 def to_spec(instance: Any, name: str) -> str:
     """The string that makes this dataclass again: its name and the options that differ from their defaults."""
     parts = []
-    for field in fields(instance):
+    for field in option_fields(type(instance)):
         value = getattr(instance, field.name)
         default = (
             field.default

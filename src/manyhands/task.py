@@ -61,7 +61,7 @@ class Task:
     epochs: int = 1
     """Passes over the training data by all workers together."""
     max_steps: int | None = None
-    """End after so many ticks, wherever the epoch is."""
+    """End after so many steps (global batches), wherever the epoch is."""
     schedule: Callable[[torch.optim.Optimizer, int], Any] | None = None
     """(optimizer, total_steps) -> a PyTorch scheduler, stepped after every optimizer step."""
     clip_norm: float | None = None

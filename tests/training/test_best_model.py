@@ -10,16 +10,16 @@ from manyhands.comm.solo import SoloGroup
 from manyhands.errors import BadInput
 from manyhands.replica.evaluation import higher_is_better
 from manyhands.replica.replica import Replica
-from manyhands.training.best_model import BestModel
+from manyhands.training.best_model import BestModel, BestModelPolicy
 
 
 def best(text: str, metric: str, values: list[float]) -> float:
-    keep = BestModel.parse(text)
+    best_model = BestModel(BestModelPolicy.parse(text))
     for value in values:
-        keep.offer({metric: value}, torch.tensor([value]), {})
-    assert keep.parameters is not None
-    assert keep.newest == {metric: values[-1]} or values[-1] != values[-1]
-    return float(keep.parameters)
+        best_model.offer({metric: value}, torch.tensor([value]), {})
+    assert best_model.parameters is not None
+    assert best_model.newest == {metric: values[-1]} or values[-1] != values[-1]
+    return float(best_model.parameters)
 
 
 @pytest.mark.parametrize(
@@ -41,23 +41,23 @@ def test_nan_is_never_best() -> None:
 
 
 def test_last_keeps_nothing() -> None:
-    keep = BestModel.parse("last")
-    assert not keep.offer({"x": 1.0}, torch.zeros(1), {})
-    assert keep.parameters is None
+    best_model = BestModel(BestModelPolicy.parse("last"))
+    assert not best_model.offer({"x": 1.0}, torch.zeros(1), {})
+    assert best_model.parameters is None
 
 
 @pytest.mark.parametrize("text", ["best", "best:", "first", "best:up:x", ""])
 def test_anything_else_is_refused(text: str) -> None:
     with pytest.raises(BadInput, match="keep must be"):
-        BestModel.parse(text)
+        BestModelPolicy.parse(text)
 
 
 def test_a_checkpoint_brings_the_best_back() -> None:
     replica = Replica(plain.mlp(), plain.OPTIMIZERS["sgd"], group=SoloGroup())
-    keep = BestModel.parse("best:min:x")
-    keep.offer({"x": 1.0}, replica.parameters, {"b": torch.ones(2)})
-    tensors, values = keep.capture(replica)
-    again = BestModel.parse("best:min:x")
+    best_model = BestModel(BestModelPolicy.parse("best:min:x"))
+    best_model.offer({"x": 1.0}, replica.parameters, {"b": torch.ones(2)})
+    tensors, values = best_model.capture(replica)
+    again = BestModel(BestModelPolicy.parse("best:min:x"))
     again.restore(replica, tensors, values)
     assert again.parameters is not None
     assert torch.equal(again.parameters, replica.parameters)
@@ -89,4 +89,4 @@ def test_the_words_of_a_name_say_which_way_is_better(metric: str, higher: bool |
 
 def test_a_name_that_does_not_say_is_asked_about() -> None:
     with pytest.raises(BadInput, match="write best:max:beauty or best:min:beauty"):
-        BestModel.parse("best:beauty")
+        BestModelPolicy.parse("best:beauty")

@@ -1,5 +1,8 @@
 """What each worker is told, and what is its own where several share a process."""
 
+from dataclasses import FrozenInstanceError
+
+import pytest
 import torch
 from torch import nn
 
@@ -19,7 +22,7 @@ def plan(model: object) -> WorkerPlan:
     return WorkerPlan(task=task, strategy=AllReduce())
 
 
-def test_workers_of_one_process_have_models_and_keeps_of_their_own() -> None:
+def test_workers_of_one_process_have_models_of_their_own_and_one_policy() -> None:
     shared = plan(nn.Linear(1, 1))
     own, other = shared.copy_for_thread(), shared.copy_for_thread()
     assert isinstance(own.task.model, nn.Module)
@@ -28,7 +31,9 @@ def test_workers_of_one_process_have_models_and_keeps_of_their_own() -> None:
         own.task.model.weight.fill_(7.0)
     assert other.task.model.weight.item() != 7.0
     assert shared.task.model.weight.item() != 7.0  # type: ignore[union-attr]
-    assert own.keep is not other.keep
+    assert own.keep is other.keep
+    with pytest.raises(FrozenInstanceError):
+        own.keep.metric = "validation_loss"  # type: ignore[misc]
 
 
 def test_a_function_may_give_the_same_model_each_time_and_no_processes_load_rows() -> None:

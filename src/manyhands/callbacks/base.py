@@ -13,15 +13,15 @@ class Callback:
     """Override the methods that you need. Each gets one Event (docs/events.md); some may return "stop".
 
     Methods are called on the driver, one at a time, in the order of events. An exception ends the run. A stop by
-    `on_epoch` or `on_validation` takes effect before the next tick, so such runs are reproducible. `on_step` is called
-    while the workers continue; after a stop they end together some ticks later.
+    `on_epoch` or `on_validation` takes effect before the next step, so such runs are reproducible. `on_step` is called
+    while the workers continue; after a stop they end together some steps later.
     """
 
     def on_start(self, event: Event) -> None:
-        """Before the first tick: rows, epochs, total steps, batch sizes."""
+        """Before the first step: rows, epochs, total steps, batch sizes."""
 
     def on_step(self, event: Event) -> CallbackResult:
-        """After a tick of all workers: values are a row of `Run.history`. "stop" ends the run soon."""
+        """After a step of all workers: values are a row of `Run.history`. "stop" ends the run soon."""
         return None
 
     def on_validation(self, event: Event) -> CallbackResult:

@@ -34,8 +34,10 @@ def declared(replica: Replica) -> dict[str, Any]:
     }
 
 
-def capture(replica: Replica, state: State, place: dict[str, Any], declaration: dict[str, Any] | None = None) -> Parts:
-    """This rank's part; `place` is where the loop stands, `said` what was `declared` when it began.
+def capture(
+    replica: Replica, state: State, position: dict[str, Any], declaration: dict[str, Any] | None = None
+) -> Parts:
+    """This rank's part; `position` is where the loop stands, `declaration` what `declared` returned when it began.
 
     Raises Unsupported, by name, for an optimizer that remembers of a parameter what is neither a tensor nor JSON.
     """
@@ -48,7 +50,7 @@ def capture(replica: Replica, state: State, place: dict[str, Any], declaration: 
     random_tensors, random_values = rng.capture()
     _put(tensors, "random", random_tensors)
     values = {
-        "place": place,
+        "position": position,
         "step": replica.step,
         "strategy": state.numbers(),
         "optimizer": optimizer,
@@ -68,7 +70,7 @@ def restore(
     total: int | None,
     warn: Callable[[str], None] = lambda message: None,
 ) -> tuple[State, dict[str, Any]]:
-    """Put this rank back where the checkpoint stood; returns its strategy state and `place`.
+    """Put this rank back where the checkpoint stood; returns its strategy state and `position`.
 
     Raises BadInput, and has changed nothing, where the strategy's state is of other fields or shapes, as other options
     make them.
@@ -97,22 +99,22 @@ def restore(
         replica.named(replica.parameters), "parameters", _mean_parameters(parts, [s.weight_of_window() for s in states])
     )
     _fill(dict(replica.model.named_buffers()), "buffers", tensors)
-    longer = values["place"]["total"] != total
+    longer = values["position"]["total"] != total
     rescheduled = (longer and replica.schedule is not None) or now["schedule"] != declaration["schedule"]
     if rescheduled:
-        replica.wind_schedule(_steps_of(values["schedule"], values["place"].get("tick", values["step"])))
+        replica.wind_schedule(_steps_of(values["schedule"], values["position"].get("tick", values["step"])))
     elif replica.schedule is not None:
         replica.schedule.load_state_dict(_unpacked(values["schedule"]))
     _restore_optimizer(replica, tensors, values["optimizer"], declaration["groups"], now["groups"], rescheduled)
     if changes := _changes(declaration, now, schedules=not longer):
         warn(
             f"the task's hyperparameters are not those with which the checkpoint's run began: {'; '.join(changes[:8])}. The task's are used from step "
-            f"{values['place'].get('tick', values['step'])} on, a schedule as if it had been theirs from the start. To go on with the others, give the task what it was"
+            f"{values['position'].get('tick', values['step'])} on, a schedule as if it had been theirs from the start. To go on with the others, give the task what it was"
         )
     replica.step = values["step"]
     if same:
         rng.restore(_take(tensors, "random"), values["random"])
-    return merged, values["place"]
+    return merged, values["position"]
 
 
 def capture_server(server: Server, replica: Replica) -> Parts:

@@ -256,7 +256,7 @@ def replay(
     from manyhands.evidence.replay.replay import replay as replay_run
 
     folder = path_of(run)
-    with bar_of("ticks") as progress:
+    with bar_of("steps") as progress:
         replayed = replay_run(folder, task=task, strategy=strategy, progress=progress)
     if not replayed.identical:
         known = (
@@ -264,10 +264,10 @@ def replay(
             or "nothing that is recorded; was the code or the data another, or the number of threads?"
         )
         raise ManyhandsError(
-            f"replayed {replayed.ticks:,} ticks of {replayed.workers} workers, and parameters differ by up to {replayed.difference:.3g} "
+            f"replayed {replayed.ticks:,} steps of {replayed.workers} workers, and parameters differ by up to {replayed.difference:.3g} "
             f"from {folder / 'model.safetensors'}. Otherwise than when it ran: {known}"
         )
-    typer.echo(f"{folder}: replayed {replayed.ticks:,} ticks of {replayed.workers} workers: the same bits")
+    typer.echo(f"{folder}: replayed {replayed.ticks:,} steps of {replayed.workers} workers: the same bits")
 
 
 for _measuring in (evidence.compare, evidence.check, evidence.calibrate, evidence.estimate):

@@ -6,7 +6,7 @@ import inspect
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
+from dataclasses import MISSING
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -98,7 +98,7 @@ def bar_of(what: str) -> Iterator[Callable[[int, int], None]]:
 def options_of(maker: type[Any]) -> list[str]:
     """[`period=8 (int | end)`, …]"""
     hints = spec.options_of(maker)
-    return [f"{f.name}={_default(f)} ({spec.type_text(hints[f.name])})" for f in fields(maker) if f.init]
+    return [f"{f.name}={_default(f)} ({spec.type_text(hints[f.name])})" for f in spec.option_fields(maker)]
 
 
 def _default(field: Any) -> str:

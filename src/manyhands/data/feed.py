@@ -73,8 +73,7 @@ class Feed:
         """This worker's slices of an epoch from `first_tick` on.
 
         Sized: exactly one a tick, some empty. Unsized: until this worker's rows are out. Earlier ticks are not loaded
-            (a
-        stream reads and drops them). Closing the generator, or dropping it, ends threads and processes at once.
+        (a stream reads and drops them). Closing the generator, or dropping it, ends threads and processes at once.
         """
         reading = self._of_epoch(epoch, first_tick)
         slices = self.source.slices(reading)

@@ -37,8 +37,7 @@ class DistributedFrame:
     """Columns of a table: rows of (features, label), (features, label, weight), or of features alone.
 
     table: a DataFrame, whose rows are brought; None on a worker. files: URLs (`shared_files.find`) that the hosts read
-        themselves
-    instead.
+    themselves instead.
     """
 
     key: str

@@ -32,8 +32,7 @@ def source_of(own: Changes, first: Changes, passed: bool) -> FileSource:
     of it.
 
     passed: the first rank has begun a collective that comes after this rank's last write. In the same program it would
-        have
-    written the path before, so there is nothing to wait for.
+    have written the path before, so there is nothing to wait for.
     """
     if not own.begun:
         return FileSource.REAL
@@ -58,8 +57,7 @@ def destination(path: str, rank: int, *, exists: bool, taken: bool, complete: bo
     """Where a rank's own file goes: to its path, or beside it, where it would replace what is not its own to replace.
 
     exists: the path is there. taken: another rank's file went there. complete: the first rank has come to its end, or
-        past
-    the write, so that what it did not write it does not write any more.
+    past the write, so that what it did not write it does not write any more.
     """
     return f"{path}.rank-{rank}" if taken or (exists and not complete) else path
 

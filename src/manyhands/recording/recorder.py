@@ -35,8 +35,7 @@ class Recorder(Observer):
     workers: how many report each tick. directory: where events.jsonl goes, or None. clock: steady seconds.
     simulated: the workers' clocks are one clock of its own, which this recorder goes by.
     rank: of the process this one records in, where every rank is its own driver (None: one driver for all). Each writes
-        a
-    file of its own as events happen; rank 0 hears those of the others later, for history and callbacks.
+    a file of its own as events happen; rank 0 hears those of the others later, for history and callbacks.
     claim: the launch that writes in the directory; may be set until the first event.
     """
 

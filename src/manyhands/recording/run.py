@@ -144,8 +144,7 @@ class Run:
         of such.
 
         data: anything that a task takes as data. A batch of it that is a pair counts as (inputs, targets), and the
-            model
-        gets the inputs; any other batch goes to the model as it is. forward: (model, batch) -> outputs does it
+        model gets the inputs; any other batch goes to the model as it is. forward: (model, batch) -> outputs does it
         otherwise. A DataLoader stands for its dataset: every row of it once, in the dataset's order, whatever its
         sampler and `drop_last` say, loaded by its own collate function and processes; one with an `__iter__` of its own
         gives what it gives, in its order. collate: [row, …] -> batch, as the task's, for rows that torch's
@@ -174,8 +173,7 @@ class Run:
         events.jsonl.
 
         tensors: model, models and parameters, as in the constructor. BadInput for JSON that is no run's; where events
-            are
-        damaged, info["warnings"] says so.
+        are damaged, info["warnings"] says so.
         """
         values = _values_of(saved)
         history, warnings = History(values["info"].get("workers", 1)), list[str]()

@@ -124,9 +124,10 @@ class Server(ABC):
 
         pulls: for each, [version of each shard]
         pushes: for each, [version that it made of each shard], or None where it was dropped
-        staleness: for each push that was applied, how many versions others made since this worker's pull; the largest
-            of the shards
+        staleness: for each push that was applied, how many versions others made since this worker's pull; the
+            largest of the shards
         behind: for each push that was dropped, its `Pushed.behind`
+
         Empty lists are left out.
         """
 

@@ -12,6 +12,7 @@ from manyhands.comm.group import MeanResult, Work
 from manyhands.errors import BadInput
 from manyhands.strategies import compressing
 from manyhands.strategies.base import Needs, Strategy
+from manyhands.strategies.compressing import CompressedState, CompressOptions
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class AllReduceState(compressing.CompressedState):
+class AllReduceState(CompressedState):
     """The slices of this tick's gradient that are under way, and what compression left out."""
 
     handles: list[Work] = field(default_factory=list)
@@ -33,7 +34,7 @@ class AllReduceState(compressing.CompressedState):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllReduce(Strategy):
+class AllReduce(CompressOptions, Strategy):
     """Large-batch SGD, split over workers.
 
     Source: Revisiting Distributed Synchronous SGD, Jianmin Chen, Xinghao Pan, Rajat Monga, Samy Bengio, Rafal
@@ -49,12 +50,6 @@ class AllReduce(Strategy):
 
     overlap: bool = False
     """Send slices while backward runs. Worth it where the link is slow and cores, or a GPU, are free meanwhile."""
-    compress: str = "none"
-    """The codec of gradients: topk:FRACTION, onebit, threshold:TAU[:CLIP], powersgd:RANK, qsgd:BITS, bf16, int8, or
-    none. Give one where the link is what a step waits for."""
-    feedback: bool | None = None
-    """Whether what a codec leaves out is added to the next gradient. `none`: as its paper, all but qsgd do. Turn it off
-    to save a vector of memory, and see whether it still learns."""
 
     name: ClassVar[str] = "allreduce"
     source: ClassVar[str] = "Revisiting Distributed Synchronous SGD, Chen, Pan, Monga, Bengio, Jozefowicz, 2016"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -35,13 +35,16 @@ if TYPE_CHECKING:
     from manyhands.replica.replica import Replica
 
 
-class Compressing(Protocol):
-    """A strategy with these options."""
+@dataclass(frozen=True, kw_only=True)
+class CompressOptions:
+    """The options of a strategy that compresses what it exchanges."""
 
-    @property
-    def compress(self) -> str: ...
-    @property
-    def feedback(self) -> bool | None: ...
+    compress: str = "none"
+    """The codec of what is sent: topk:FRACTION, onebit, threshold:TAU[:CLIP], powersgd:RANK, qsgd:BITS, bf16, int8, or
+    none. Give one where the link is what a step waits for."""
+    feedback: bool | None = None
+    """Whether what a codec leaves out is added to the next exchange. `none`: as its paper, all but qsgd do. Turn it off
+    to save a vector of memory, and see whether it still learns."""
 
 
 @dataclass(kw_only=True)
@@ -68,7 +71,7 @@ class CompressedState(State):
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
-def check(strategy: str, options: Compressing) -> None:
+def check(strategy: str, options: CompressOptions) -> None:
     """Raise BadInput, by name, for a codec that does not exist, or feedback that nothing asks for."""
     if not isinstance(options.compress, str):
         raise BadInput(f"strategy {strategy}: compress is a text such as topk:0.01, or none; not {options.compress!r}")
@@ -85,7 +88,7 @@ def check(strategy: str, options: Compressing) -> None:
         )
 
 
-def refuse_own_loop(strategy: str, replica: Replica, options: Compressing) -> None:
+def refuse_own_loop(strategy: str, replica: Replica, options: CompressOptions) -> None:
     """Raise Unsupported where `prepare` averages gradients after each backward, which is not compressed."""
     if codec_of(options.compress) is not None and not replica.has_loss:
         raise Unsupported(
@@ -94,13 +97,13 @@ def refuse_own_loop(strategy: str, replica: Replica, options: Compressing) -> No
         )
 
 
-def has_feedback(options: Compressing) -> bool:
+def has_feedback(options: CompressOptions) -> bool:
     """Whether what is left out waits: as asked for; else where the codec is biased."""
     codec = codec_of(options.compress)
     return codec is not None and (codec.biased if options.feedback is None else options.feedback)
 
 
-def remembered(options: Compressing, replica: Replica, worker: Worker) -> dict[str, Any]:
+def remembered(options: CompressOptions, replica: Replica, worker: Worker) -> dict[str, Any]:
     """The fields of `CompressedState` at the start."""
     codec = codec_of(options.compress)
     if codec is None or worker.size == 1:
@@ -118,7 +121,7 @@ def remembered(options: Compressing, replica: Replica, worker: Worker) -> dict[s
 # -- exchanges ---------------------------------------------------------------------------------------------------------
 
 
-def mean_gradients(options: Compressing, replica: Replica, worker: Worker, state: CompressedState) -> None:
+def mean_gradients(options: CompressOptions, replica: Replica, worker: Worker, state: CompressedState) -> None:
     """`Replica.mean_gradients`, compressed. With one worker nothing is sent, and nothing compressed."""
     codec = codec_of(options.compress)
     if codec is None or worker.size == 1:
@@ -140,7 +143,7 @@ def mean_gradients(options: Compressing, replica: Replica, worker: Worker, state
 
 
 def mean_(
-    options: Compressing,
+    options: CompressOptions,
     replica: Replica,
     worker: Worker,
     state: CompressedState,
@@ -165,13 +168,13 @@ def mean_(
     return total
 
 
-def pull(options: Compressing, replica: Replica, worker: Worker) -> None:
+def pull(options: CompressOptions, replica: Replica, worker: Worker) -> None:
     """`serving.pull`. Where a codec makes something of zeros, the center's padding is not 0, and is left there."""
     serving.pull(replica, worker)
     clear_padding(options, replica, replica.parameters)
 
 
-def center(options: Compressing, replica: Replica, worker: Worker) -> Tensor:
+def center(options: CompressOptions, replica: Replica, worker: Worker) -> Tensor:
     """`serving.center`, its padding 0."""
     vector = serving.center(replica, worker)
     clear_padding(options, replica, vector)
@@ -179,7 +182,7 @@ def center(options: Compressing, replica: Replica, worker: Worker) -> Tensor:
 
 
 def push(
-    options: Compressing,
+    options: CompressOptions,
     replica: Replica,
     worker: Worker,
     state: CompressedState,
@@ -198,7 +201,7 @@ def push(
     return pushed
 
 
-def push_gradients(options: Compressing, replica: Replica, worker: Worker, state: CompressedState) -> Pushed:
+def push_gradients(options: CompressOptions, replica: Replica, worker: Worker, state: CompressedState) -> Pushed:
     """`Server.push` of the replica's gradients, compressed, for rules that answer with a mean of all. With one worker
     nothing is.
 
@@ -289,7 +292,7 @@ def _everything(layout: Layout) -> int:
     return (1 << len(layout.names)) - 1
 
 
-def clear_padding(options: Compressing, replica: Replica, vector: Tensor) -> None:
+def clear_padding(options: CompressOptions, replica: Replica, vector: Tensor) -> None:
     """0 where `vector` [D'], a center, has no parameter."""
     codec = codec_of(options.compress)
     if codec is not None and not codec.keeps_zeros:

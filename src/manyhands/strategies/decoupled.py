@@ -8,7 +8,6 @@ server's: `manyhands.server.rules.rounds`; with bound=0, those of a tick.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,16 +16,9 @@ from typing_extensions import override
 from manyhands.replica.replica import Replica
 from manyhands.server.rules.rounds import LAST
 from manyhands.strategies import compressing, serving
-from manyhands.strategies.compressing import CompressedState, Compressing
+from manyhands.strategies.compressing import CompressedState, CompressOptions
 from manyhands.strategies.streaming import mean_of
 from manyhands.worker import Worker
-
-
-class Windows(Compressing, Protocol):
-    """A strategy with these options."""
-
-    @property
-    def period(self) -> int: ...
 
 
 @dataclass(kw_only=True)
@@ -58,21 +50,21 @@ class ServedState(CompressedState):
         return self.counted
 
 
-def begin(windows: Windows, replica: Replica, worker: Worker) -> ServedState:
+def begin(options: CompressOptions, replica: Replica, worker: Worker) -> ServedState:
     """All start from rank 0's parameters, the first center. A collective."""
     serving.begin(replica, worker)
     x = replica.parameters
-    memory = compressing.remembered(windows, replica, worker)
+    memory = compressing.remembered(options, replica, worker)
     return ServedState(center=x.clone(), start=x.clone(), memory=[torch.zeros_like(x)], **memory)
 
 
-def look(windows: Windows, replica: Replica, worker: Worker, state: ServedState) -> None:
+def look(options: CompressOptions, replica: Replica, worker: Worker, state: ServedState) -> None:
     """Where a window begins: at the center, if it is another than this worker has seen, else where the worker is."""
     if state.ticks:
         return
     center = state.memory[0]
     serving.server_of(worker).pull(center)
-    compressing.clear_padding(windows, replica, center)
+    compressing.clear_padding(options, replica, center)
     if not torch.equal(center, state.center):
         state.center.copy_(center)
         replica.set_parameters(center)
@@ -80,23 +72,25 @@ def look(windows: Windows, replica: Replica, worker: Worker, state: ServedState)
     state.start.copy_(replica.parameters)
 
 
-def turn(windows: Windows, replica: Replica, worker: Worker, state: ServedState, weight: float) -> bool:
+def turn(
+    options: CompressOptions, replica: Replica, worker: Worker, state: ServedState, weight: float, period: int
+) -> bool:
     """After a step that counted `weight`: the window may be over. What `exchange` answers."""
     state.ticks += 1
     state.counted += weight
-    if state.ticks == windows.period:
-        _push(windows, replica, worker, state)
+    if state.ticks == period:
+        _push(options, replica, worker, state)
     return True
 
 
-def close(windows: Windows, replica: Replica, worker: Worker, state: ServedState) -> None:
+def close(options: CompressOptions, replica: Replica, worker: Worker, state: ServedState) -> None:
     """The window ends, however short; the round stays open for the others' last ones."""
-    _push(windows, replica, worker, state, LAST)
+    _push(options, replica, worker, state, LAST)
 
 
-def _push(windows: Windows, replica: Replica, worker: Worker, state: ServedState, bits: int = 0) -> None:
+def _push(options: CompressOptions, replica: Replica, worker: Worker, state: ServedState, bits: int = 0) -> None:
     """What the window moved goes to the server, if it had rows."""
     if state.counted:
         update = torch.sub(replica.parameters, state.start, out=state.memory[0])
-        compressing.push(windows, replica, worker, state, update, state.counted, bits)
+        compressing.push(options, replica, worker, state, update, state.counted, bits)
     state.ticks, state.counted = 0, 0.0

@@ -17,6 +17,7 @@ from manyhands.errors import BadInput
 from manyhands.server.base import ServerSpec
 from manyhands.strategies import compressing, decoupled, serving, streaming
 from manyhands.strategies.base import Leasing, State, Strategy
+from manyhands.strategies.compressing import CompressOptions
 from manyhands.strategies.streaming import Schedule
 from manyhands.worker import Worker
 
@@ -28,7 +29,7 @@ GRACE = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiLoCo(Strategy):
+class DiLoCo(CompressOptions, Strategy):
     """Distributed low-communication training.
 
     Source: DiLoCo: Distributed Low-Communication Training of Language Models, Arthur Douillard, Qixuan Feng, Andrei A.
@@ -53,13 +54,12 @@ class DiLoCo(Strategy):
     compress=: pseudo-gradients, or pushes, travel by a codec, with error feedback; centers travel whole.
 
     Deviations: means are weighted by what the loss counts (the papers: equal shards; Decoupled DiLoCo tokens times
-        tokens a
-    step). An epoch's end closes the window, however short, so that what is validated has all rows; a round in which
-    nobody had rows changes nothing, the momentum included. Fragments are contiguous, the paper's take every P-th layer;
-    means of fragments are not quantized; that mixing is 0.5 by default is a choice of ours, the paper's value was not
-    confirmed. Via server all parameters are one fragment; a push counts rows / (1 + rounds since its worker saw the
-    center, its own left out); the grace is counted in pushes, where the paper's is a time that adapts: so a run can be
-    replayed.
+    tokens a step). An epoch's end closes the window, however short, so that what is validated has all rows; a round in
+    which nobody had rows changes nothing, the momentum included. Fragments are contiguous, the paper's take every P-th
+    layer; means of fragments are not quantized; that mixing is 0.5 by default is a choice of ours, the paper's value
+    was not confirmed. Via server all parameters are one fragment; a push counts rows / (1 + rounds since its worker saw
+    the center, its own left out); the grace is counted in pushes, where the paper's is a time that adapts: so a run can
+    be replayed.
     """
 
     period: int = 16
@@ -86,13 +86,7 @@ class DiLoCo(Strategy):
     """Via server: how long a round with its quorum waits for the others, in pushes of workers that are in it already;
     none is 1, about `period` steps of the fastest. 0 does not wait."""
     bound: int | None = None
-    """Via server: how many ticks the fastest may be ahead; `none`: any. 0 is synchronous."""
-    compress: str = "none"
-    """The codec of what is exchanged: topk:FRACTION, onebit, threshold:TAU[:CLIP], powersgd:RANK, qsgd:BITS, bf16,
-    int8, or none. Give one where the link is what a window waits for; not together with streaming."""
-    feedback: bool | None = None
-    """Whether what a codec leaves out is added to the next exchange. `none`: as its paper, all but qsgd do. Turn it off
-    to save a vector of memory, and see whether it still learns."""
+    """Via server: how many steps the fastest may be ahead; `none`: any. 0 is synchronous."""
 
     name: ClassVar[str] = "diloco"
     source: ClassVar[str] = "DiLoCo: Distributed Low-Communication Training of Language Models, Douillard et al., 2023"
@@ -167,7 +161,7 @@ class DiLoCo(Strategy):
             weight = 0.0
         if self.via == "group":
             return streaming.turn(self._schedule(), replica, worker, state, weight)
-        return decoupled.turn(self, replica, worker, state, weight)
+        return decoupled.turn(self, replica, worker, state, weight, self.period)
 
     @override
     def finish(self, replica: Replica, worker: Worker, state: Any) -> None:

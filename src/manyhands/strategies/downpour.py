@@ -15,8 +15,9 @@ from manyhands.errors import BadInput
 from manyhands.server.base import ServerSpec
 from manyhands.server.rules.outer import ELEMENTWISE
 from manyhands.strategies import compressing, serving
-from manyhands.strategies.base import Leasing, Strategy
-from manyhands.strategies.compressing import CompressedState
+from manyhands.strategies.base import Strategy
+from manyhands.strategies.compressing import CompressedState, CompressOptions
+from manyhands.strategies.serving import AsyncOptions
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
@@ -46,12 +47,11 @@ class DownpourState(CompressedState):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Downpour(Strategy):
+class Downpour(AsyncOptions, CompressOptions, Strategy):
     """Asynchronous SGD with a parameter server.
 
     Source: Large Scale Distributed Deep Networks, Jeffrey Dean, Greg Corrado, Rajat Monga, Kai Chen, Matthieu Devin,
-        Mark
-    Mao, Marc'Aurelio Ranzato, Andrew Senior, Paul Tucker, Ke Yang, Quoc Le, Andrew Ng, 2012 (DistBelief).
+    Mark Mao, Marc'Aurelio Ranzato, Andrew Senior, Paul Tucker, Ke Yang, Quoc Le, Andrew Ng, 2012 (DistBelief).
 
     1. Every `pull_every` steps, pull the center into the parameters.
     2. Compute the gradient there, and take a step of the worker's own optimizer.
@@ -61,10 +61,9 @@ class Downpour(Strategy):
     N workers move the center N times as far as one: the paper adds, it does not average.
 
     Deviations: pushing updates is the default, so that any optimizer's step reaches the center as it is; for plain SGD
-        that is
-    the paper's sum of gradients times its rate. A pull that comes before a push leaves the own unpushed updates in the
-    parameters, where the paper overwrites them: a worker always sees what it did. (Gradients are no updates: with
-    `adagrad` such a pull overwrites.) After a push without a pull the worker steps on from where it is, as in the
+    that is the paper's sum of gradients times its rate. A pull that comes before a push leaves the own unpushed updates
+    in the parameters, where the paper overwrites them: a worker always sees what it did. (Gradients are no updates:
+    with `adagrad` such a pull overwrites.) After a push without a pull the worker steps on from where it is, as in the
     paper. Momentum and moments stay with the worker when it pulls. What an epoch's end finds accrued is pushed.
     """
 
@@ -81,16 +80,6 @@ class Downpour(Strategy):
     0.01). Lower it when the loss explodes; `add` has none."""
     outer_momentum: float = 0.0
     """Momentum of rule sgd or rmsprop. Raise it if progress is slow and steady; staleness acts like momentum."""
-    bound: int | None = None
-    """How many ticks the fastest may be ahead; `none`: any. Lower it if staleness hurts; 0 is synchronous."""
-    warmup: int = 0
-    """Ticks of worker 0 alone at the start of the run; raise it when training is unstable at its beginning."""
-    compress: str = "none"
-    """The codec of pushes: topk:FRACTION, onebit, threshold:TAU[:CLIP], powersgd:RANK, qsgd:BITS, bf16, int8, or none.
-    Give one where the link is what a step waits for."""
-    feedback: bool | None = None
-    """Whether what a codec leaves out is added to the next push. `none`: as its paper, all but qsgd do. Turn it off to
-    save a vector of memory, and see whether it still learns."""
 
     name: ClassVar[str] = "downpour"
     source: ClassVar[str] = (
@@ -133,10 +122,6 @@ class Downpour(Strategy):
             return ServerSpec(rule="adagrad", bound=self.bound, options={"rate": self._rate()}, compress=self.compress)
         options = {"optimizer": _optimizer(self.rule), "rate": self._rate(), "momentum": self.outer_momentum}
         return ServerSpec(rule="outer", bound=self.bound, options=options, compress=self.compress)
-
-    @override
-    def leasing(self) -> Leasing | None:
-        return serving.leasing_of(self.bound, self.warmup)
 
     @override
     def rate_factor(self, workers: int) -> float:

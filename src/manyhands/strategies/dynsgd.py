@@ -23,15 +23,14 @@ class DynSGD(Windowed):
     4. The server adds it, divided by staleness + 1: the versions that others made since step 1, and its own.
 
     Deviations: staleness is counted in versions between this worker's pull and its push; the paper's server also takes
-        back a
-    part of what other workers of the same clock added before. Any optimizer instead of plain SGD, whose momentum or
-    moments stay with the worker when it pulls. A window that an epoch's end cuts short enters as it is.
+    back a part of what other workers of the same clock added before. Any optimizer instead of plain SGD, whose momentum
+    or moments stay with the worker when it pulls. A window that an epoch's end cuts short enters as it is.
     """
 
     window: int = 1
     """Steps between pushes. Raise it when exchange takes long; lower it when accuracy falls."""
     bound: int | None = None
-    """How many ticks the fastest may be ahead; `none`: any. Lower it when much is scaled down (see the histogram of
+    """How many steps the fastest may be ahead; `none`: any. Lower it when much is scaled down (see the histogram of
     staleness); at 0 nothing is stale, so that N workers move N times as far as one."""
 
     name: ClassVar[str] = "dynsgd"

@@ -29,9 +29,8 @@ class EASGD(Elastic):
     center and added up (the synchronous form), and both ways are the same algorithm.
 
     Deviations: any optimizer instead of plain SGD. The paper exchanges at steps 0, τ, 2τ, …, here at τ, 2τ, … (the
-        first would
-    be of nothing); a window that an epoch's end cuts short is closed by an exchange too, without a gradient. A worker
-    without rows in a window takes no part in its exchange.
+    first would be of nothing); a window that an epoch's end cuts short is closed by an exchange too, without a
+    gradient. A worker without rows in a window takes no part in its exchange.
     """
 
     name: ClassVar[str] = "easgd"

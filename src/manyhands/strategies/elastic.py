@@ -14,6 +14,7 @@ from manyhands.errors import BadInput
 from manyhands.server.base import ServerSpec
 from manyhands.strategies import serving
 from manyhands.strategies.base import Leasing, State, Strategy
+from manyhands.strategies.serving import AsyncOptions
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class ElasticState(State):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Elastic(Strategy):
+class Elastic(AsyncOptions, Strategy):
     """The options and the exchange of both; the files beside this one say where in a step it comes."""
 
     period: int = 4
@@ -54,10 +55,6 @@ class Elastic(Strategy):
     via: Literal["server", "group"] = "server"
     """Where the center lies: on a server, each worker at its own pace; or on every rank, with all in step. Take `group`
     where there is no server, or where runs are to be the same bit for bit."""
-    bound: int | None = None
-    """Via server: how many ticks the fastest may be ahead; `none`: any. Lower it for stragglers; 0 is synchronous."""
-    warmup: int = 0
-    """Via server: ticks of worker 0 alone at the start of the run; raise it if the start is unstable."""
 
     consistency: ClassVar[str] = "elastic"
 
@@ -79,7 +76,7 @@ class Elastic(Strategy):
 
     @override
     def leasing(self) -> Leasing | None:
-        return serving.leasing_of(self.bound, self.warmup) if self.via == "server" else None
+        return super().leasing() if self.via == "server" else None
 
     def begin(self, replica: Replica, worker: Worker) -> ElasticState:
         """Workers and center start at rank 0's parameters; warns of an alpha that no rate makes stable."""

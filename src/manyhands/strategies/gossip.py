@@ -74,12 +74,11 @@ class Gossip(Strategy):
     does not begin an exchange.
 
     Deviations: any optimizer, whose state stays with its worker, instead of plain SGD. A window that an epoch's end
-        cuts short
-    is closed by a round. On streams a round begins with everybody's control words, so that a round before which nobody
-    had rows mixes nothing, and the end of the rows is heard at once; where the number of ticks is known no round asks
-    anybody but neighbours. So a round on such data mixes also where the loss counted nothing on any worker: the
-    replicas come closer, the answer stays. With `pairs` the paper's workers talk to each other; here they meet at the
-    server, since a group knows no one-sided operation, and any two may meet.
+    cuts short is closed by a round. On streams a round begins with everybody's control words, so that a round before
+    which nobody had rows mixes nothing, and the end of the rows is heard at once; where the number of ticks is known no
+    round asks anybody but neighbours. So a round on such data mixes also where the loss counted nothing on any worker:
+    the replicas come closer, the answer stays. With `pairs` the paper's workers talk to each other; here they meet at
+    the server, since a group knows no one-sided operation, and any two may meet.
     """
 
     graph: Literal["exponential", "ring", "random", "pairs"] = "exponential"
@@ -95,7 +94,7 @@ class Gossip(Strategy):
     seed: int = 0
     """Of the draws of `random` and `pairs`. Change it to see how much a result depends on who met whom."""
     bound: int | None = None
-    """With `pairs`: how many ticks the fastest may be ahead; `none`: any. Lower it for stragglers."""
+    """With `pairs`: how many steps the fastest may be ahead; `none`: any. Lower it for stragglers."""
 
     name: ClassVar[str] = "gossip"
     source: ClassVar[str] = (

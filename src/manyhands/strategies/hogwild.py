@@ -31,13 +31,12 @@ class Hogwild(Strategy):
     N workers move the parameters N times as far as one.
 
     Deviations: any optimizer instead of plain SGD, momentum and moments being each worker's own. The paper's analysis
-        is for
-    sparse gradients, which rarely touch the same weights; with dense ones every step of one worker meets those of the
-    others, which with few workers goes well in practice. Buffers (batch-norm statistics) are each worker's own.
+    is for sparse gradients, which rarely touch the same weights; with dense ones every step of one worker meets those
+    of the others, which with few workers goes well in practice. Buffers (batch-norm statistics) are each worker's own.
     """
 
     warmup: int = 0
-    """Ticks of worker 0 alone at the start of the run; raise it when training is unstable at its beginning."""
+    """Steps of worker 0 alone at the start of the run; raise it when training is unstable at its beginning."""
 
     name: ClassVar[str] = "hogwild"
     source: ClassVar[str] = (

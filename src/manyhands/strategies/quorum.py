@@ -13,7 +13,7 @@ from manyhands.errors import BadInput
 from manyhands.server.base import ServerSpec
 from manyhands.strategies import compressing, serving
 from manyhands.strategies.base import Strategy
-from manyhands.strategies.compressing import CompressedState
+from manyhands.strategies.compressing import CompressedState, CompressOptions
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class QuorumState(CompressedState):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quorum(Strategy):
+class Quorum(CompressOptions, Strategy):
     """Synchronous SGD with backup workers.
 
     Source: Revisiting Distributed Synchronous SGD, Jianmin Chen, Xinghao Pan, Rajat Monga, Samy Bengio, Rafal
@@ -61,12 +61,6 @@ class Quorum(Strategy):
     """How many workers a step does not wait for. Raise it when a few of many workers are often late (the summary's
     wait). The price is their rows, of few workers a large share: so the default waits for all, and is then exact and
     the same every time."""
-    compress: str = "none"
-    """The codec of pushes (the mean comes back as it is): topk:FRACTION, onebit, threshold:TAU[:CLIP], powersgd:RANK,
-    qsgd:BITS, bf16, int8, or none. Give one where the link is what a step waits for."""
-    feedback: bool | None = None
-    """Whether what a codec leaves out is added to the next gradient. `none`: as its paper, all but qsgd do. Turn it off
-    to save a vector of memory, and see whether it still learns."""
 
     name: ClassVar[str] = "quorum"
     source: ClassVar[str] = "Revisiting Distributed Synchronous SGD, Chen, Pan, Monga, Bengio, Jozefowicz, 2016"

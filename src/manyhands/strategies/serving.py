@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,20 @@ if TYPE_CHECKING:
 
 
 # -- options -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsyncOptions:
+    """The options of a strategy whose workers train at their own pace."""
+
+    bound: int | None = None
+    """How many steps the fastest may be ahead; `none`: any. Lower it if staleness hurts; 0 is synchronous."""
+    warmup: int = 0
+    """Steps of worker 0 alone at the start of the run; raise it when training is unstable at its beginning."""
+
+    def leasing(self) -> Leasing | None:
+        """In step at bound 0, else every worker at its own pace."""
+        return leasing_of(self.bound, self.warmup)
 
 
 def check_whole(strategy: str, least: int = 1, **options: object) -> None:

@@ -17,15 +17,15 @@ from manyhands.errors import BadInput
 from manyhands.replica.layout import ALIGNMENT_BYTES, Layout
 from manyhands.replica.replica import MORE, STOP, Replica
 from manyhands.strategies import compressing
-from manyhands.strategies.compressing import CompressedState
+from manyhands.strategies.compressing import CompressedState, CompressOptions
 from manyhands.worker import Worker
 
 Fragment = tuple[int, int]  # [start, stop) of a flat vector
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """When the fragments are synced, in ticks; and the outer step."""
+class Schedule(CompressOptions):
+    """When the fragments are synced, in ticks; the outer step; and a codec, only for one fragment without overlap."""
 
     period: int
     fragments: int
@@ -33,8 +33,6 @@ class Schedule:
     mixing: float  # share of the worker's own parameters that stays then
     rate: float
     momentum: float
-    compress: str = "none"  # a codec only for one fragment without overlap
-    feedback: bool | None = None
 
     def due(self, tick: int) -> int | None:
         """The fragment whose mean is started after tick 1, 2, …: one after the other, each every `period` ticks."""

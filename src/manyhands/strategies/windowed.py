@@ -10,8 +10,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from manyhands.strategies import compressing, serving
-from manyhands.strategies.base import Leasing, Strategy
-from manyhands.strategies.compressing import CompressedState, Compressing
+from manyhands.strategies.base import Strategy
+from manyhands.strategies.compressing import CompressedState, CompressOptions
+from manyhands.strategies.serving import AsyncOptions
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Window(CompressedState):
             return others[rank]
         return replace(others[0], residual=self.shared(others, size, adds=True), ticks=0, steps=0, fresh=False)
 
-    def enter(self, replica: Replica, worker: Worker, options: Compressing) -> None:
+    def enter(self, replica: Replica, worker: Worker, options: CompressOptions) -> None:
         """Before a gradient: where no window is open, begin one from the center."""
         if not self.fresh:
             compressing.pull(options, replica, worker)
@@ -46,7 +47,7 @@ class Window(CompressedState):
         self.steps += replica.apply()
         self.ticks += 1
 
-    def close(self, replica: Replica, worker: Worker, options: Compressing, *, divide: bool = False) -> None:
+    def close(self, replica: Replica, worker: Worker, options: CompressOptions, *, divide: bool = False) -> None:
         """Push the sum of the window's steps, or (`divide`) their mean; the next gradient is taken at the center."""
         if self.steps:
             update = torch.sub(replica.parameters, self.start, out=self.start)  # its memory is free until the next pull
@@ -57,21 +58,11 @@ class Window(CompressedState):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Windowed(Strategy):
+class Windowed(AsyncOptions, CompressOptions, Strategy):
     """The turns of all three; the files beside this one say what is pushed, and how the server takes it."""
 
     window: int
     """Steps between pushes."""
-    bound: int | None = None
-    """How many ticks the fastest may be ahead; `none`: any. Lower it if staleness hurts; 0 is synchronous."""
-    warmup: int = 0
-    """Ticks of worker 0 alone at the start of the run; raise it when training is unstable at its beginning."""
-    compress: str = "none"
-    """The codec of pushes: topk:FRACTION, onebit, threshold:TAU[:CLIP], powersgd:RANK, qsgd:BITS, bf16, int8, or none.
-    Give one where the link is what a step waits for."""
-    feedback: bool | None = None
-    """Whether what a codec leaves out is added to the next push. `none`: as its paper, all but qsgd do. Turn it off to
-    save a vector of memory, and see whether it still learns."""
 
     consistency: ClassVar[str] = "async / bounded"
     divides: ClassVar[bool]  # a window is pushed as the mean of its steps, not as their sum
@@ -80,10 +71,6 @@ class Windowed(Strategy):
         serving.check_whole(self.name, window=self.window)
         serving.check_pace(self.name, self.bound, self.warmup)
         compressing.check(self.name, self)
-
-    @override
-    def leasing(self) -> Leasing | None:
-        return serving.leasing_of(self.bound, self.warmup)
 
     @override
     def start(self, replica: Replica, worker: Worker) -> Window:

@@ -1,4 +1,4 @@
-"""Which parameters a run returns: the last, or the best by a validation metric."""
+"""Which parameters a run returns: the last, or the best by a validation metric (`mh.train`'s `keep`)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,15 @@ from manyhands.replica.evaluation import higher_is_better
 from manyhands.replica.replica import Replica
 
 
-@dataclass
-class BestModel:
+@dataclass(frozen=True)
+class BestModelPolicy:
     """`last`, or `best:METRIC` (highest accuracy, auc, …, lowest loss, error, …); `best:max:METRIC`, `best:min:METRIC`."""
 
     metric: str = ""  # "": keep the last
     higher: bool = False
-    newest: dict[str, float] = field(default_factory=dict)  # metrics of the newest validation
-    metrics: dict[str, float] = field(default_factory=dict)  # those of the kept one
-    parameters: Tensor | None = None  # [D'] of the best, None before the first
-    buffers: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def parse(cls, text: str) -> BestModel:
+    def parse(cls, text: str) -> BestModelPolicy:
         """Raises BadInput for anything but the forms above, and where METRIC does not say which way is better."""
         if text == "last":
             return cls()
@@ -41,15 +37,30 @@ class BestModel:
             )
         return cls(metric=name, higher=higher)
 
+
+KEEP_LAST = BestModelPolicy()
+
+
+@dataclass
+class BestModel:
+    """The newest validation, and a copy of the best model so far where the policy asks for it."""
+
+    policy: BestModelPolicy
+    newest: dict[str, float] = field(default_factory=dict)  # metrics of the newest validation
+    metrics: dict[str, float] = field(default_factory=dict)  # those of the best
+    parameters: Tensor | None = None  # [D'] of the best, None before the first
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
     def offer(self, metrics: dict[str, float], parameters: Tensor, buffers: dict[str, Tensor]) -> bool:
         """See a validation; whether it is the best so far (then a copy of it is kept). The same on all ranks."""
         self.newest = metrics
-        if not self.metric:
+        name, higher = self.policy.metric, self.policy.higher
+        if not name:
             return False
-        if self.metric not in metrics:
-            raise BadInput(f"keep: no metric {self.metric!r} among {', '.join(metrics)}")
-        best, value = self.metrics.get(self.metric), metrics[self.metric]
-        better = value == value and (best is None or best != best or (value > best if self.higher else value < best))
+        if name not in metrics:
+            raise BadInput(f"keep: no metric {name!r} among {', '.join(metrics)}")
+        best, value = self.metrics.get(name), metrics[name]
+        better = value == value and (best is None or best != best or (value > best if higher else value < best))
         if better or self.parameters is None:
             self.metrics, self.parameters, self.buffers = dict(metrics), parameters.clone(), buffers
         return better
@@ -68,7 +79,7 @@ class BestModel:
         """What `capture` gave, back."""
         self.newest, self.metrics = values["newest"], values["metrics"]
         saved = {name.removeprefix("best/"): tensor for name, tensor in tensors.items() if name.startswith("best/")}
-        if saved and self.metric:
+        if saved and self.policy.metric:
             self.parameters = torch.zeros_like(replica.parameters)
             for name, view in replica.named(self.parameters).items():
                 view.copy_(saved[name])

@@ -19,7 +19,7 @@ from manyhands.replica.layout import Layout
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task, check_fields
 from manyhands.tasks.finding import task_of
-from manyhands.training.best_model import BestModel
+from manyhands.training.best_model import BestModelPolicy
 from manyhands.training.plan import global_batch
 
 
@@ -122,7 +122,7 @@ def task_from(task: Task | str | None, task_fields: dict[str, Any]) -> Task:
     return Task(**task_fields)
 
 
-def check_place(device: str, threads: int | None) -> None:
+def check_resources(device: str, threads: int | None) -> None:
     if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,5})?", str(device)):
         raise UnknownName(f"no device {device!r}: give auto, cpu, cuda (each worker its own GPU) or cuda:0")
     check_threads(threads)
@@ -147,8 +147,8 @@ def checks_of(steps: int | None, strategy: Strategy) -> int | None:
     return steps
 
 
-def keep_of(text: str, task: Task) -> BestModel:
-    keep = BestModel.parse(text)
+def keep_of(text: str, task: Task) -> BestModelPolicy:
+    keep = BestModelPolicy.parse(text)
     if keep.metric and task.validation_data is None:
         raise BadInput(f"keep={text!r} needs validation_data to judge by: give the task some, or keep the last")
     return keep

@@ -31,16 +31,16 @@ class LockstepEpochs:
         if loop.worker.server is not None:
             loop.worker.server.activate()
             loop.worker.group.barrier()  # nobody's first tick is finished before all take part
-        with closing(loop.train_feed.epoch(loop.place.epoch, loop.place.epoch_tick)) as slices:
+        with closing(loop.train_feed.epoch(loop.position.epoch, loop.position.epoch_tick)) as slices:
             for part in self._turns(slices):
-                loop.turn(part, loop.place.tick)
-                loop.place.tick += 1
-                loop.place.epoch_tick += 1
+                loop.turn(part, loop.position.tick)
+                loop.position.tick += 1
+                loop.position.epoch_tick += 1
                 if loop.stopped():
                     return False
                 loop.between()
                 if loop.finished():
-                    return not loop.reason and loop.place.epoch_tick == loop.ticks_per_epoch
+                    return not loop.reason and loop.position.epoch_tick == loop.ticks_per_epoch
         return True
 
     def _turns(self, slices: Iterator[Slice]) -> Generator[Slice, None, None]:
@@ -104,7 +104,7 @@ class AsyncEpochs:
             if loop.reason:
                 return False
             loop.between()
-            if self._ticks is None or loop.place.epoch_tick == self._ticks:
+            if self._ticks is None or loop.position.epoch_tick == self._ticks:
                 return not loop.reason
             if loop.finished():
                 return False
@@ -120,7 +120,7 @@ class AsyncEpochs:
         """All activate before the first tick; while worker 0 trains its warm-up ticks alone, the others wait."""
         loop = self._loop
         rank0_warmup_ticks: int = max(
-            0, self._leasing.rank0_warmup_ticks - loop.worker.group.all_gather_json(loop.place.own_ticks)[0]
+            0, self._leasing.rank0_warmup_ticks - loop.worker.group.all_gather_json(loop.position.local_steps)[0]
         )
         self._entered = False
         if not rank0_warmup_ticks or loop.worker.rank == 0:
@@ -134,27 +134,27 @@ class AsyncEpochs:
         self._entered = True
 
     def _next_segment(self, rank0_warmup_ticks: int) -> Segment:
-        place, plan = self._loop.place, self._loop.plan
+        position, plan = self._loop.position, self._loop.plan
         done, ticks = self._done(), self._ticks or 0
         due = (every for every in (plan.validate_every, plan.checkpoint_every) if isinstance(every, int))
-        ends = [(place.epoch + 1) * ticks, *((done // every + 1) * every for every in due)]
-        until = min([*ends, plan.task.max_steps] if plan.task.max_steps else ends) - place.epoch * ticks
-        if place.left is not None:  # what is left is of the segment as it was, whatever is due now
-            until = place.until
+        ends = [(position.epoch + 1) * ticks, *((done // every + 1) * every for every in due)]
+        until = min([*ends, plan.task.max_steps] if plan.task.max_steps else ends) - position.epoch * ticks
+        if position.left is not None:  # what is left is of the segment as it was, whatever is due now
+            until = position.until
         return Segment(
-            epoch=place.epoch,
-            first=place.epoch_tick,
-            until=max(until, place.epoch_tick),
-            parts=place.parts if place.left is not None else self._loop.worker.size,
+            epoch=position.epoch,
+            first=position.epoch_tick,
+            until=max(until, position.epoch_tick),
+            parts=position.parts if position.left is not None else self._loop.worker.size,
             size=self._loop.worker.size,
-            left=place.left,
+            left=position.left,
             rank0_warmup_ticks=rank0_warmup_ticks,
         )
 
     def _done(self) -> int:
         """Global batches before this segment."""
-        place = self._loop.place
-        return int(place.epoch * (self._ticks or 0) + place.epoch_tick)
+        position = self._loop.position
+        return int(position.epoch * (self._ticks or 0) + position.epoch_tick)
 
     # -- a segment ---------------------------------------------------------------------------------------------------
 
@@ -171,7 +171,7 @@ class AsyncEpochs:
         return self._answer
 
     def _turn_all(self, slices: Iterator[Slice], segment: Segment) -> None:
-        loop, place = self._loop, self._loop.place
+        loop, position = self._loop, self._loop.position
         while not self._stream_is_over():
             loop.worker.driver.progress("input", loop.replica.step)
             start = loop.worker.clock()
@@ -182,15 +182,15 @@ class AsyncEpochs:
             if part.digest:
                 self._digests.append(part.digest)
             if self._ticks is None:
-                loop.turn(part, place.own_ticks)
-                place.epoch_tick += 1
+                loop.turn(part, position.local_steps)
+                position.epoch_tick += 1
                 continue
             lease = self._answer
             assert isinstance(lease, Lease)
             loop.replica.follow_schedule(self._done() + lease.handed // segment.parts)
             loop.turn(
                 part,
-                place.epoch * self._ticks + lease.index,
+                position.epoch * self._ticks + lease.index,
                 lease=[lease.index, lease.part, lease.handed],
                 parts=segment.parts,
             )
@@ -200,30 +200,30 @@ class AsyncEpochs:
         loop, max_steps = self._loop, self._loop.task.max_steps
         if self._ticks is not None:
             return False
-        return loop.wants_stop() or (max_steps is not None and loop.place.own_ticks >= max_steps)
+        return loop.wants_stop() or (max_steps is not None and loop.position.local_steps >= max_steps)
 
     def _meet(self, segment: Segment) -> None:
         """Wait for all; from here to the next segment nobody trains."""
-        loop, place = self._loop, self._loop.place
+        loop, position = self._loop, self._loop.position
         loop.worker.driver.progress("wait", loop.replica.step)
         if loop.worker.server is not None:
             loop.worker.server.deactivate()
         end = self._answer if isinstance(self._answer, End) else End(reason=loop.own_reason, left=[])
         start = loop.worker.clock()
-        everyone = loop.worker.group.all_gather_json([end.reason, place.own_ticks, self._digests])
+        everyone = loop.worker.group.all_gather_json([end.reason, position.local_steps, self._digests])
         loop.add_wait(loop.worker.clock() - start)
         loop.reason = next((reason for reason, _, _ in everyone if reason), "")
         self._digests = []
         if self._ticks is None:
-            place.tick = max(ticks for _, ticks, _ in everyone)
+            position.tick = max(ticks for _, ticks, _ in everyone)
             read = min(len(digests) for _, _, digests in everyone)  # a worker that stops early has read fewer
             check_digests([digests[:read] for _, _, digests in everyone])
         elif loop.reason:
-            place.left, place.parts, place.until = end.left, segment.parts, segment.until
-            place.tick = place.epoch * self._ticks + _begun(segment, end)
+            position.left, position.parts, position.until = end.left, segment.parts, segment.until
+            position.tick = position.epoch * self._ticks + _begun(segment, end)
         else:
-            place.left, place.epoch_tick = None, segment.until
-            place.tick = self._done()
+            position.left, position.epoch_tick = None, segment.until
+            position.tick = self._done()
 
 
 def _begun(segment: Segment, end: End) -> int:

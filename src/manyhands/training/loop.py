@@ -55,7 +55,7 @@ class Loop:
             None if plan.task.worker_callback is None else plan.task.worker_callback.create(worker, self.replica)
         )
         self._called_off = False  # by this worker's callback
-        self.place = TrainingPosition()
+        self.position = TrainingPosition()
         self._check_due = False  # replicas are compared as soon as they are promised to be equal
         self.reason = ""
         self.began = worker.clock()
@@ -66,12 +66,12 @@ class Loop:
             validation=self._feed_of(plan.task.validation_data),
             test=self._feed_of(plan.task.test_data),
         )
-        self.saver = Saver(plan, worker, self.replica, self.train_feed, self.total_ticks())
+        self.saver = Saver(plan, worker, self.replica, self.train_feed, self.total_ticks(), self.validator.best)
         self.epochs = epochs(self)
         self.spec = plan.strategy.server() if worker.server is not None else None
         self.staleness = self._watch()
         if plan.resume_from is not None:
-            self.state, self.place = self.saver.resume(plan.resume_from, self.state)
+            self.state, self.position = self.saver.resume(plan.resume_from, self.state)
         self.anybody = True  # somebody may have rows: the last exchange's answer
         self.input_s = 0.0  # that this tick waited for its rows
         self._pending: dict[str, Any] | None = None
@@ -134,20 +134,20 @@ class Loop:
         self._announce()
         if self.worker_callback is not None:
             self.worker_callback.on_start(self.facts)
-        while self.place.epoch < self.task.epochs and not self.finished():
+        while self.position.epoch < self.task.epochs and not self.finished():
             self._epoch()
-        if self.reason and self.saver.saved != self.place.tick:
+        if self.reason and self.saver.saved != self.position.tick:
             self.save()
-        if self.reason != PREEMPTED and self.validator.validated_at != self.place.tick:
+        if self.reason != PREEMPTED and self.validator.validated_at != self.position.tick:
             self.validate(last=True)  # the newest metrics are those of the final parameters
 
     def finished(self) -> bool:
         """Whether no further tick is wanted."""
-        most, place = self.task.max_steps, self.place
-        return bool(self.reason) or (most is not None and place.left is None and place.tick >= most)
+        most, position = self.task.max_steps, self.position
+        return bool(self.reason) or (most is not None and position.left is None and position.tick >= most)
 
     def _epoch(self) -> None:
-        place, epoch = self.place, self.place.epoch
+        position, epoch = self.position, self.position.epoch
         self.replica.model.train()
         if self.worker_callback is not None:
             self.worker_callback.on_epoch_start(epoch)
@@ -158,8 +158,8 @@ class Loop:
             self._finish(last=True)
             return
         if complete:
-            place.epoch, place.epoch_tick = place.epoch + 1, 0
-        self._finish(last=place.epoch == self.task.epochs or self.finished())
+            position.epoch, position.epoch_tick = position.epoch + 1, 0
+        self._finish(last=position.epoch == self.task.epochs or self.finished())
         self.stopped()  # a strategy whose rounds are longer than an epoch hears it only now
         self._end_epoch(epoch)
 
@@ -167,7 +167,7 @@ class Loop:
         """One tick: gradient, exchange, gate, and the step's event with `values`, numbered by global batch."""
         replica, worker, clock = self.replica, self.worker, self.worker.clock
         replica.begin_tick()
-        replica.tick = self.place.own_ticks
+        replica.tick = self.position.local_steps
         replica.idle = part.rows == 0 and bool(part.global_rows)
         replica.stop = self.wants_stop()
         worker.group.step = replica.step
@@ -225,18 +225,18 @@ class Loop:
             self.anybody = bool(bits & MORE)
 
     def _count(self, part: Slice) -> None:
-        place = self.place
-        place.own_ticks += 1
-        place.rows += part.rows
-        place.unused += 0 if self.replica.used else part.rows
-        place.rounds = self.replica.rounds
+        position = self.position
+        position.local_steps += 1
+        position.rows += part.rows
+        position.unused += 0 if self.replica.used else part.rows
+        position.rounds = self.replica.rounds
 
     # -- records -----------------------------------------------------------------------------------------------------
 
     def _record(self, **values: Any) -> None:
         """Hold a tick's record back until it is known whether an epoch's end adds to its exchange."""
         self.flush()
-        self._pending = {"step": self.replica.step, "epoch": self.place.epoch, **values}
+        self._pending = {"step": self.replica.step, "epoch": self.position.epoch, **values}
 
     def flush(self) -> None:
         """Send the record of the last tick, with what the server says of it."""
@@ -289,12 +289,12 @@ class Loop:
             self._pending["exchange_s"] += worker.clock() - start - wait_s
             self._pending["wait_s"] += wait_s
             self._pending["round"] = self._pending["round"] or replica.rounds > rounds
-        self.place.rounds = replica.rounds
+        self.position.rounds = replica.rounds
         self.flush()
 
     def _judged_answer(self) -> Tensor | None:
         """[D'] the answer, if it was validated at this tick and closing the round may move it."""
-        validated = self.worker.server is None and self.validator.validated_at == self.place.tick
+        validated = self.worker.server is None and self.validator.validated_at == self.position.tick
         return self._answer().clone() if validated else None
 
     def _answer(self) -> Tensor:
@@ -302,14 +302,14 @@ class Loop:
 
     def _after_the_last_push(self, own: bool) -> None:
         """The center may differ from the validated one, and pushes after the last step event must be recorded."""
-        if self.validator.validated_at == self.place.tick and any(self.worker.group.all_gather_json(own)):
+        if self.validator.validated_at == self.position.tick and any(self.worker.group.all_gather_json(own)):
             self.validator.validated_at = -1
         if own and self._pending is None:
             tick = (
-                self.place.tick if self.reason else max(0, self.place.tick - 1)
+                self.position.tick if self.reason else max(0, self.position.tick - 1)
             )  # a stop's are lost when it is resumed
             self.worker.emit(
-                "closing", tick=tick, step=self.replica.step, epoch=self.place.epoch, **self._server_values()
+                "closing", tick=tick, step=self.replica.step, epoch=self.position.epoch, **self._server_values()
             )
 
     # -- stopping ----------------------------------------------------------------------------------------------------
@@ -344,25 +344,25 @@ class Loop:
     def between(self) -> None:
         """What is due after so many global batches."""
         every_tick = self.plan.check_replicas_every
-        self._check_due = self._check_due or (every_tick is not None and self.place.tick % every_tick == 0)
+        self._check_due = self._check_due or (every_tick is not None and self.position.tick % every_tick == 0)
         if self._check_due:
             self._compare_replicas()
         for every, action in ((self.plan.validate_every, self.validate), (self.plan.checkpoint_every, self.save)):
-            if isinstance(every, int) and self.place.tick % every == 0:
+            if isinstance(every, int) and self.position.tick % every == 0:
                 self.flush()
                 action()
-        if self.place.tick % COLLECT_EVERY == 0:
+        if self.position.tick % COLLECT_EVERY == 0:
             self.worker.driver.collect(self.worker.group)
 
     def save(self) -> None:
         """A checkpoint, where they are wanted, of replicas that are equal where that is promised."""
         if self.plan.checkpoints is not None:
             self._compare_replicas()
-        self.saver.save(self.place, self.state)
+        self.saver.save(self.position, self.state)
 
     def validate(self, last: bool = False) -> None:
         """Judge, and tell; a stop that is answered after the last tick says nothing any more."""
-        metrics, best = self.validator.validate(self.place, self.state)
+        metrics, best = self.validator.validate(self.position, self.state)
         if metrics:
             self.worker.driver.collect(self.worker.group)
             answer = self._ask("validation", metrics=metrics, best=best)
@@ -373,21 +373,21 @@ class Loop:
         if self.plan.validate_every == "epoch":
             self.validate()
         if self.worker_callback is not None:
-            metrics = self.plan.keep.newest if self.validator.validated_at == self.place.tick else {}
+            metrics = self.validator.best.newest if self.validator.validated_at == self.position.tick else {}
             with self.validator.showing(self.state):
                 ends = self.worker_callback.on_epoch_end(epoch, metrics)
             self.reason = self.reason or ("callback" if ends else "")
-        if self.plan.checkpoint_every == "epoch" or self.place.epoch == self.task.epochs or self.finished():
+        if self.plan.checkpoint_every == "epoch" or self.position.epoch == self.task.epochs or self.finished():
             self.save()
         self.worker.driver.collect(self.worker.group)
-        self._obey(self._ask("epoch", rows=self.place.rows))
+        self._obey(self._ask("epoch", rows=self.position.rows))
 
     def _ask(self, type: str, **values: Any) -> str:
         """Rank 0 asks the driver; what it says is the same for all ranks after `_obey`."""
         if self.worker.rank:
             return ""
         answer = self.worker.ask(
-            type, tick=max(0, self.place.tick - 1), step=self.place.tick, epoch=self.place.epoch, **values
+            type, tick=max(0, self.position.tick - 1), step=self.position.tick, epoch=self.position.epoch, **values
         )
         return str(answer.get("stop", ""))
 
@@ -440,7 +440,7 @@ class Loop:
         if agreed is not None:
             self._check_due = False
             self.worker.driver.progress("checkpoint", self.replica.step)
-            fingerprint.compare_replicas(self.worker, agreed, self._rate_facts(), self.place.tick)
+            fingerprint.compare_replicas(self.worker, agreed, self._rate_facts(), self.position.tick)
 
     # -- beginning and end -------------------------------------------------------------------------------------------
 
@@ -469,12 +469,14 @@ class Loop:
     def _announce(self) -> None:
         self.facts = self._facts()
         if self.worker.rank == 0:  # asked, not emitted: in the log it must stand before everybody's first step
-            left: dict[str, Any] = {"left": [self.place.epoch, self.place.left]} if self.place.left else {}
+            left: dict[str, Any] = {"left": [self.position.epoch, self.position.left]} if self.position.left else {}
             if self.worker.shares_process:
                 left["virtual_time"] = True
-            self.worker.ask("start", tick=self.place.tick, step=self.place.tick, **self.facts, **environment(), **left)
+            self.worker.ask(
+                "start", tick=self.position.tick, step=self.position.tick, **self.facts, **environment(), **left
+            )
             for message in self.saver.warnings:
-                self.worker.emit("warning", tick=self.place.tick, step=self.place.tick, message=message)
+                self.worker.emit("warning", tick=self.position.tick, step=self.position.tick, message=message)
         self.worker.group.barrier()
 
     def outcome(self) -> Outcome:
@@ -487,7 +489,7 @@ class Loop:
         )
         worker.driver.collect(worker.group)
         ledger = worker.group.ledger.as_dict() | ({} if worker.server is None else worker.server.ledger.as_dict())
-        own = {"rows": self.place.rows, "unused": self.place.unused, "ledger": ledger}
+        own = {"rows": self.position.rows, "unused": self.position.unused, "ledger": ledger}
         if not worker.shares_process:
             own |= {"memory": peak_bytes(worker.device), "cores": cores.report(torch.get_num_threads())}
         return Outcome(
@@ -495,7 +497,7 @@ class Loop:
             metrics=metrics,
             workers=worker.group.all_gather_json(own),
             steps=replica.step,
-            ticks=self.place.tick,
+            ticks=self.position.tick,
             rounds=replica.rounds,
             reason=self.reason,
             seconds=worker.clock() - self.began,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from manyhands.checkpoint.paths import AnyPath
 from manyhands.errors import BadInput
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task
-from manyhands.training.best_model import BestModel
+from manyhands.training.best_model import KEEP_LAST, BestModelPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class WorkerPlan:
     validate_every: str | int = "epoch"
     checkpoint_every: str | int = "epoch"
     check_replicas_every: int | None = None
-    keep: BestModel = field(default_factory=BestModel)
+    keep: BestModelPolicy = KEEP_LAST
     nonfinite: str = "raise"
     max_seconds: float | None = None
     checkpoints: AnyPath | None = None  # the folder; None: write none
@@ -49,7 +49,7 @@ class WorkerPlan:
             task = task.with_fields(model=copy.deepcopy(make))
         else:  # a function may give the same module each time
             task = task.with_fields(model=lambda: copy.deepcopy(make()))
-        return replace(self, keep=copy.copy(self.keep), task=task)
+        return replace(self, task=task)
 
 
 State = tuple[dict[str, Tensor], dict[str, Tensor]]  # parameters and buffers by name
@@ -78,7 +78,7 @@ class TrainingPosition:
     epoch: int = 0
     epoch_tick: int = 0  # ticks done in this epoch
     tick: int = 0  # global batches done in the run
-    own_ticks: int = 0  # this worker's, in the run
+    local_steps: int = 0  # this worker's, in the run
     left: list[list[int]] | None = None  # of an epoch that was stopped half way at the workers' own pace: see Segment
     parts: int = 0  # slices of a global batch in that epoch
     until: int = 0  # where that segment was to end

@@ -14,6 +14,7 @@ from manyhands.errors import BadInput
 from manyhands.replica.replica import Replica
 from manyhands.strategies import spec_of
 from manyhands.strategies.base import State
+from manyhands.training.best_model import BestModel
 from manyhands.training.plan import TrainingPosition, WorkerPlan
 from manyhands.worker import Worker
 
@@ -27,23 +28,24 @@ class Saver:
     replica: Replica
     feed: Feed  # of the training data
     total_ticks: int | None  # of the whole training
+    best: BestModel
     saved: int = -1  # the tick of the newest checkpoint of this launch
     warnings: list[str] = field(default_factory=list)  # of resuming
 
     def __post_init__(self) -> None:
         self._declared = run_state.declared(self.replica)
 
-    def save(self, place: TrainingPosition, state: State) -> None:
+    def save(self, position: TrainingPosition, state: State) -> None:
         """A collective; nothing where no checkpoints are wanted."""
         if self.plan.checkpoints is None:
             return
-        self.saved = place.tick
+        self.saved = position.tick
         self.worker.driver.progress("checkpoint", self.replica.step)
         start = self.worker.clock()
         facts = {"total": self.total_ticks, "threads": torch.get_num_threads(), "fingerprint": self._fingerprint()}
         facts["options"] = self._options()
-        tensors, values = run_state.capture(self.replica, state, {**vars(place), **facts}, self._declared)
-        kept, values["keep"] = self.plan.keep.capture(self.replica) if self._keeps_best() else ({}, None)
+        tensors, values = run_state.capture(self.replica, state, {**vars(position), **facts}, self._declared)
+        kept, values["keep"] = self.best.capture(self.replica) if self._keeps_best() else ({}, None)
         shared: run_state.Tensors = {}
         server = self.worker.server
         if server is not None:
@@ -53,7 +55,7 @@ class Saver:
         self._sync_events()
         path = checkpoints.save(
             self.plan.checkpoints,
-            place.tick,
+            position.tick,
             self.worker.group,
             {**tensors, **kept, **shared},
             values,
@@ -62,7 +64,7 @@ class Saver:
         )
         if self.worker.rank == 0:
             seconds = self.worker.clock() - start
-            self.worker.emit("checkpoint", tick=place.tick, step=place.tick, path=str(path), seconds=seconds)
+            self.worker.emit("checkpoint", tick=position.tick, step=position.tick, path=str(path), seconds=seconds)
 
     def _sync_events(self) -> None:
         """A collective: all events that the checkpoint counts are on disk before its manifest."""
@@ -103,7 +105,7 @@ class Saver:
                 f"the checkpoint's run was another one: {differing}. What is given now is used from step {saved.tick} on. "
                 "To go on as before, give what it was"
             )
-        place = TrainingPosition(**values)
+        position = TrainingPosition(**values)
         if rank == 0 and self.plan.checkpoints is not None:
             checkpoints.discard_newer(
                 self.plan.checkpoints, saved.tick, self.warnings.append
@@ -111,17 +113,17 @@ class Saver:
         if rank == 0 and self.worker.server is not None:
             run_state.restore_server(saved, self.worker.server, self.replica)
         if saved.ranks != size:  # what was counted by ranks that are no more stands with rank 0
-            places = [saved.values(r)["place"] for r in range(saved.ranks)] if rank == 0 else []
+            positions = [saved.values(r)["position"] for r in range(saved.ranks)] if rank == 0 else []
             for count in ("rows", "unused"):
-                setattr(place, count, sum(p[count] for p in places))
-        self.replica.rounds, self.replica.tick = place.rounds, max(0, place.tick - 1)
+                setattr(position, count, sum(p[count] for p in positions))
+        self.replica.rounds, self.replica.tick = position.rounds, max(0, position.tick - 1)
         source = rank if self._keeps_best() else 0
         kept = saved.tensors(source) if self.plan.keep.metric else {}
-        self.plan.keep.restore(self.replica, kept, saved.values(source)["keep"])
-        return state, place
+        self.best.restore(self.replica, kept, saved.values(source)["keep"])
+        return state, position
 
     def _check(self, saved: Checkpoint) -> None:
-        was, now = saved.values(0)["place"]["fingerprint"], self._fingerprint()
+        was, now = saved.values(0)["position"]["fingerprint"], self._fingerprint()
         if was != now:
             differing = ", ".join(
                 f"{key} was {was.get(key)} and is {now.get(key)}" for key in now if was.get(key) != now.get(key)

@@ -31,7 +31,7 @@ from manyhands.strategies import spec_of, strategy_of
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task
 from manyhands.training import run_directory
-from manyhands.training.config import TrainConfig, check_place, checks_of, every, keep_of, task_from
+from manyhands.training.config import TrainConfig, check_resources, checks_of, every, keep_of, task_from
 from manyhands.training.plan import Outcome, WorkerPlan
 from manyhands.training.run_directory import CHECKPOINTS, Opened, answer, finished_run, models_of, open_directory
 from manyhands.training.worker import work, work_as_dict
@@ -96,7 +96,7 @@ def train(
         directory=None if run_dir is None else path_of(run_dir),
     )
     config.check(servers=servers, nonfinite=nonfinite, max_seconds=max_seconds, timeout_s=timeout_s, resume=resume)
-    check_place(device, threads_per_worker)
+    check_resources(device, threads_per_worker)
     plan = WorkerPlan(
         task=config.task,
         strategy=config.strategy,
@@ -190,12 +190,14 @@ class _Training:
         assert folder is not None
         found = checkpoints.newest(folder, self.recorder.warn if self.config.owns_run_dir else lambda message: None)
         if found is not None:
-            places = [found.values(rank)["place"] for rank in range(found.ranks)]
-            place, rows = places[0], sum(one["rows"] for one in places)
-            self.recorder.preload(found.tick, (place["epoch"], place["left"]) if place.get("left") else None, rows)
+            positions = [found.values(rank)["position"] for rank in range(found.ranks)]
+            position, rows = positions[0], sum(one["rows"] for one in positions)
+            self.recorder.preload(
+                found.tick, (position["epoch"], position["left"]) if position.get("left") else None, rows
+            )
             same = found.ranks == self.launch.workers and not self.config.engine.spmd
             if same and self.launch.threads_per_worker is None:
-                self.launch = replace(self.launch, threads_per_worker=place["threads"])
+                self.launch = replace(self.launch, threads_per_worker=position["threads"])
         return found
 
     def run(self) -> Run:
@@ -334,7 +336,7 @@ def _agree(
             )
         if other["tick"] != first["tick"]:
             raise BadInput(
-                f"the newest checkpoint in {first['directory']}/{CHECKPOINTS} is of tick {first['tick']} on worker 0 and of tick {other['tick']} on worker {rank}: "
+                f"the newest checkpoint in {first['directory']}/{CHECKPOINTS} is of step {first['tick']} on worker 0 and of step {other['tick']} on worker {rank}: "
                 "put the run directory where all hosts see the same files"
             )
     if directory is None or first["claim"] is None:

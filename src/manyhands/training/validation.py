@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from manyhands.errors import Unsupported
 from manyhands.replica import evaluation, fingerprint
 from manyhands.replica.replica import Replica
 from manyhands.strategies.base import State as StrategyState
+from manyhands.training.best_model import BestModel
 from manyhands.training.plan import State, TrainingPosition, WorkerPlan
 from manyhands.worker import Worker
 from manyhands.worker_callback import WorkerCallback
@@ -31,6 +32,10 @@ class Validator:
     validation: Feed | None
     test: Feed | None
     validated_at: int = -1  # the tick of the newest validation
+    best: BestModel = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.best = BestModel(self.plan.keep)
 
     def facts(self) -> fingerprint.Facts:
         """What must be alike on all workers: the rows that are judged by."""
@@ -40,15 +45,15 @@ class Validator:
             facts |= {} if feed is None else fingerprint.of_rows(feed.source, name, seed)
         return facts
 
-    def validate(self, place: TrainingPosition, state: StrategyState) -> tuple[dict[str, float], bool]:
-        """Validation metrics of the consensus as it is now, offered to `keep`; ({}, False) without validation data."""
+    def validate(self, position: TrainingPosition, state: StrategyState) -> tuple[dict[str, float], bool]:
+        """Validation metrics of the consensus as it is now, offered to `best`; ({}, False) without validation data."""
         if self.validation is None:
             return {}, False
-        self.validated_at = place.tick
+        self.validated_at = position.tick
         consensus = self.plan.strategy.consensus(self.replica, self.worker, state)
         buffers = self._buffers()
         metrics = self._evaluate(self.validation, consensus, buffers, "validation_")
-        return metrics, self.plan.keep.offer(metrics, consensus, buffers)
+        return metrics, self.best.offer(metrics, consensus, buffers)
 
     @contextmanager
     def showing(self, state: StrategyState) -> Iterator[None]:
@@ -67,12 +72,11 @@ class Validator:
         self, state: StrategyState, test: bool, worker_callback: WorkerCallback | None = None
     ) -> tuple[list[State], dict[str, float], Any]:
         """The consensus, or the best model if wanted; its metrics; and what worker 0's callback returned."""
-        keep = self.plan.keep
         consensus = self.plan.strategy.consensus(self.replica, self.worker, state)
         buffers = self._buffers()
-        metrics = dict(keep.newest)
-        if keep.parameters is not None:
-            consensus, buffers, metrics = keep.parameters, keep.buffers, dict(keep.metrics)
+        metrics = dict(self.best.newest)
+        if self.best.parameters is not None:
+            consensus, buffers, metrics = self.best.parameters, self.best.buffers, dict(self.best.metrics)
         callback_result = None
         if worker_callback is not None:
             callback_result, changed, consensus, buffers = self._ended(worker_callback, consensus, buffers)

@@ -21,8 +21,8 @@ class OneBit(Codec):
     Frank Seide, Hao Fu, Jasha Droppo, Gang Li, Dong Yu, 2014: one bit a value, with error feedback.
 
     Deviation: one scale for all, as in Error Feedback Fixes SignSGD and other Gradient Compression Schemes, Sai
-        Praneeth
-    Karimireddy, Quentin Rebjock, Sebastian U. Stich, Martin Jaggi, 2019, where the paper has two for each column.
+    Praneeth Karimireddy, Quentin Rebjock, Sebastian U. Stich, Martin Jaggi, 2019, where the paper has two for each
+    column.
 
     Payload of ceil(n/8) + b bytes: the scale in the vector's dtype of b bytes, then a bit a value, 1 for a negative
     one.

@@ -46,8 +46,7 @@ class PowerSGD(LinearCodec):
     not become smaller, rows·columns ≤ rank·(rows + columns), are sent as they are.
 
     Payload: 32-bit numbers: how many matrices there are, then start, rows, columns of each; then, in the vector's
-        dtype,
-    each P and Q, then the rest of the vector. Without `Hints.matrices` all is rest.
+    dtype, each P and Q, then the rest of the vector. Without `Hints.matrices` all is rest.
     """
 
     rank: int

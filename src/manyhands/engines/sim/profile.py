@@ -25,9 +25,8 @@ class Profile:
     """What a task costs on a machine. Frozen; `load(path)` of what `save(path)` wrote is equal to it.
 
     networks: by name. `local`, which is always there: hosts like this machine, each with as many workers as were
-        measured;
-    local_latency and local_bandwidth are those of the group in shared memory, latency and bandwidth those of sockets on
-    this machine, which no network between two machines beats. Others are for reading, and for `network=`.
+    measured; local_latency and local_bandwidth are those of the group in shared memory, latency and bandwidth those of
+    sockets on this machine, which no network between two machines beats. Others are for reading, and for `network=`.
     """
 
     networks: Mapping[str, SimNetworkSpec] = field(hash=False)

@@ -49,14 +49,12 @@ class SimServers:
     `waited_s` is what the shards say: how long they held answers back for other workers.
 
     messages: what happens to each message, None where nothing does. Then a request is sent again `faults.retry_s` after
-        its
-    last copy, or the last answer to it, was to arrive; not while it waits at its shard, since that would change
+    its last copy, or the last answer to it, was to arrive; not while it waits at its shard, since that would change
     nothing. Its copies are known by its number, pushes by the store. `initialize` sends the center to a shard only if
     this worker is first.
 
     timeout_s: a call that waits for other workers for so long, while none of them does anything, gets PeerLost, and one
-        of
-    which nothing is heard for so long ShardLost; what is on its way takes the time that it takes. inf: never.
+    of which nothing is heard for so long ShardLost; what is on its way takes the time that it takes. inf: never.
 
     Ledger: as of served servers, each request once; what is sent again is counted as "resent".
     """

@@ -94,9 +94,8 @@ def _too_short(m: RunMeasurements) -> Advice | None:
 
     What a step costs whatever its rows (calling the model's operators, the optimizer, one exchange) is 1 to 3 ms on
     CPUs: at 10 ms that is already a tenth to a third of the step, and it does not shrink with more workers. A step of
-        2.9 ms
-    took 35 % longer where two workers exchanged (benchmarks/step.py, MLP). It wins what is left where one process
-    computes the shares of all, one after the other.
+    2.9 ms took 35 % longer where two workers exchanged (benchmarks/step.py, MLP). It wins what is left where one
+    process computes the shares of all, one after the other.
     """
     if not m.too_short:
         return None

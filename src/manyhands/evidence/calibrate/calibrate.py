@@ -43,7 +43,7 @@ from manyhands.strategies.base import Strategy
 from manyhands.strategies.dynsgd import DynSGD
 from manyhands.strategies.ensemble import Ensemble
 from manyhands.task import Task
-from manyhands.training.config import TrainConfig, check_place, task_from
+from manyhands.training.config import TrainConfig, check_resources, task_from
 
 STRATEGIES = ("allreduce", "local-sgd:period=8", "dynsgd")
 SERVED = DynSGD()
@@ -141,7 +141,7 @@ def calibrated(
     own = task_from(task, task_fields)
     local = _local_engine(engine)
     _check(own, chosen, local, workers, steps, timeout_s)
-    check_place(device, threads_per_worker)
+    check_resources(device, threads_per_worker)
     setup = RunSetup(engine=local, workers=workers, threads=threads_per_worker, device=device, timeout_s=timeout_s)
     with local if isinstance(engine, str) else nullcontext():  # a given engine may be warm, and stays so
         return _Calibrator(own, setup, chosen, steps, quick, say).run()

@@ -34,7 +34,7 @@ def _measured(calibration: Calibration) -> list[str]:
     request = f"{duration(server.request)} a request, {duration(server.pull)} a pull, {duration(server.push)} a push"
     busy = f"{duration(profile.compute.request)} more a request, {duration(profile.compute.lease)} a lease"
     rows = [
-        ("tick", f"{speed}; fitted {fitted}"),
+        ("step", f"{speed}; fitted {fitted}"),
         ("shared memory", _link(calibration.memory)),
         ("sockets", _link(calibration.sockets)),
         ("server", f"{request} ({server.bytes:,} bytes), {duration(server.lease)} a lease"),

@@ -27,7 +27,7 @@ from manyhands.evidence.compare.verdict import verdict
 from manyhands.replica.evaluation import higher_is_better
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task
-from manyhands.training.config import check_place, task_from
+from manyhands.training.config import check_resources, task_from
 
 __all__ = ["DEFAULT", "compare", "with_findings"]
 
@@ -82,7 +82,7 @@ def compare(
     own = task_from(task, task_fields)
     aim = metric.target_of(target)
     counts = _checked(workers, repeats, validations, time_margin, metric_margin)
-    check_place(device, threads_per_worker)
+    check_resources(device, threads_per_worker)
     metric.check_data(own, aim)
     place = _place_of(engine)
     setting = TrialSetup(

@@ -85,8 +85,7 @@ def metric_of(names: list[str], target: Target | None) -> tuple[str, bool]:
     then of validation; then of train.
 
     names: all that a trial measures. Raises BadInput for a target that is not among them, and where no name of the
-        first
-    kind that there is says which way is better.
+    first kind that there is says which way is better.
     """
     if target is not None:
         if target.metric not in names:

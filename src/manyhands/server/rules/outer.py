@@ -34,9 +34,8 @@ class OuterRule(Rule):
     """-update is a pseudo-gradient, and the center takes a step of a torch optimizer along it.
 
     DiLoCo: Distributed Low-Communication Training of Language Models, Douillard et al., 2023; before, Adaptive
-        Federated
-    Optimization, Reddi et al., 2020. The pushes of one round are one pseudo-gradient, their weighted mean, and one
-    step; a push that comes alone is one step.
+    Federated Optimization, Reddi et al., 2020. The pushes of one round are one pseudo-gradient, their weighted mean,
+    and one step; a push that comes alone is one step.
     """
 
     optimizer: str = "SGD"
