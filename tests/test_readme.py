@@ -13,7 +13,6 @@ import runpy
 import shlex
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +207,7 @@ def _text(default: object) -> str:
 def test_the_table_of_options_is_what_strategies_have() -> None:
     rows = table(ROOT / "docs" / "strategies.md", "| strategy | option |")
     shown = [(row[0].strip("`"), row[1].strip("`"), row[3].strip("`")) for row in rows]
-    there = [(name, field) for name, maker in makers().items() for field in fields(maker) if field.init]
+    there = [(name, field) for name, maker in makers().items() for field in spec.option_fields(maker)]
     assert shown == [(name, field.name, _text(field.default)) for name, field in there]
 
 

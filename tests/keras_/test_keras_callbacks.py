@@ -156,5 +156,5 @@ def test_callbacks_get_the_attributes_of_worker_0s() -> None:
     there.best, there.stopped_epoch, there.lost = np.float32(0.5), 4, {"a": [1, None]}
     attributes = _attributes(there)
     assert pickle.loads(pickle.dumps(attributes))["best"] == 0.5
-    KerasCallbacks((here,)).hear([attributes])
+    KerasCallbacks((here,)).on_result([attributes])
     assert (here.best, here.stopped_epoch, here.lost, here.params) == (0.5, 4, {"a": [1, None]}, None)

@@ -65,9 +65,9 @@ class KerasCallbacks(WorkerCallbackFactory):
         return KerasWorkerCallback(self.callbacks, worker, replica, module) if self.callbacks else None
 
     @override
-    def on_result(self, said: Any) -> None:
+    def on_result(self, result: Any) -> None:
         """Copy the attributes of worker 0's callbacks to the user's: `history`, `best`, `stopped_epoch`."""
-        for callback, remembered in zip(self.callbacks, said or (), strict=False):
+        for callback, remembered in zip(self.callbacks, result or (), strict=False):
             vars(callback).update(remembered)
 
 

@@ -98,9 +98,9 @@ def task(): return declared()
 """
     train(local, folder, "downpour")
     own.write_text(code)
-    settings = json.loads((folder / "asked.json").read_text())
+    settings = json.loads((folder / "config.json").read_text())
     names = {"task": f"{own}:task", "strategy": f"{own}:Mine"}
-    (folder / "asked.json").write_text(json.dumps(settings | {what: names[what]}))
+    (folder / "config.json").write_text(json.dumps(settings | {what: names[what]}))
     result = json.loads((folder / "result.json").read_text())  # who puts code there can write this, too
     result["sha256"]["config.json"] = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
     (folder / "result.json").write_text(json.dumps(result))
