@@ -8,6 +8,7 @@ and their closures, rows that each worker reads for itself.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import math
@@ -18,7 +19,6 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import fields, is_dataclass
-from functools import partial
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -132,14 +132,14 @@ def _own_modules() -> Iterator[tuple[str, ModuleType]]:
 def _digest_of(name: str, module: ModuleType) -> str | None:
     """None for a file that is gone, or that has changed into no Python since it was imported."""
     with contextlib.suppress(OSError, SyntaxError, ValueError):
-        source = Path(str(module.__file__)).read_bytes()
-        return digest_of_code(compile(source, name, "exec", dont_inherit=True))
+        return digest_of_code(name, Path(str(module.__file__)).read_bytes())
     return None
 
 
-def digest_of_code(code: CodeType) -> str:
+@functools.lru_cache(maxsize=1024)  # a program that trains often compiles its modules once
+def digest_of_code(name: str, source: bytes) -> str:
     """Equal for what computes the same: without file, lines, comments, layout, and the values of absolute paths."""
-    return _digest(_of_code(code))
+    return _digest(_of_code(compile(source, name, "exec", dont_inherit=True)))
 
 
 def _of_code(code: CodeType) -> list[Any]:
@@ -161,7 +161,7 @@ def _constant(value: Any) -> Any:
 
 def _namespace(used: Any) -> dict[str, Any]:
     """What an object of the task refers to, as far as its libraries are concerned."""
-    if isinstance(used, partial):
+    if isinstance(used, functools.partial):
         return {**_namespace(used.func), "arguments": used.args, **used.keywords}
     if isinstance(used, nn.Module):
         return {str(i): kind for i, kind in enumerate({type(module) for module in used.modules()})}
