@@ -78,7 +78,7 @@ def train(
     validate_every, checkpoint_every: "epoch", or a number of steps.
     check_replicas_every: compare the replicas every so many steps too, and not only before each checkpoint, where the
         strategy keeps them equal; a run whose replicas have drifted apart ends with an error that names the worker.
-    keep: "last", or "best:METRIC" (see Keep).
+    keep: "last", or "best:METRIC" (see `training.best_model.BestModelPolicy`).
     nonfinite: "raise", or "skip" steps whose gradient is not finite (their rows count as unused).
     max_seconds: stop all workers at the same step after so long.
     timeout_s: a worker without any progress for so long ends the run.
