@@ -3,6 +3,8 @@
 A failure ends with the line that repeats it; `checked` and the schedules are in sim_chaos.py.
 """
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, find, given, settings
@@ -92,40 +94,94 @@ def misses_one(original, calls, shares):
     calls[-1].tensor.copy_(last)
 
 
-def loses_a_letter(original, meeting, message, source, target, step):
+def loses_a_message(original, meeting, message, source, target, step):
     original(meeting, message, source, target, step)
     box = meeting._mail[source, target]
     if len(box) > 1:
         box.pop()
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "broken", "check", "schedules"),
-    [
-        (Store, "push", forgets_the_sequence, check_server, SERVER_SCHEDULES),
-        (Gate, "_may_go", off_by_one, check_server, SERVER_SCHEDULES),
-        (Store, "leave", waits_for_the_lost, check_server, SERVER_SCHEDULES),
-        (Store, "_merge_round", forgets_what_is_held, check_server, SERVER_SCHEDULES),
-        (SimShard, "_handle", handles_late_copies, check_server, SERVER_SCHEDULES),
-        (SimShard, "_be_back", forgets_its_store, check_server, SERVER_SCHEDULES),
-        (SimRendezvous, "lose", tells_nobody, check_group, GROUP_SCHEDULES),
-        (SimRendezvous, "send", loses_a_letter, check_group, GROUP_SCHEDULES),
-        (group, "_reduce", misses_one, check_group, GROUP_SCHEDULES),
-    ],
-)
-def test_the_search_finds_a_planted_bug(monkeypatch, owner, name, broken, check, schedules):
-    """And the line that repeats it does: with the bug it fails, without it passes."""
+PLANTED = {
+    "forgets the sequence": (Store, "push", forgets_the_sequence),
+    "off by one": (Gate, "_may_go", off_by_one),
+    "waits for the lost": (Store, "leave", waits_for_the_lost),
+    "forgets what is held": (Store, "_merge_round", forgets_what_is_held),
+    "handles late copies": (SimShard, "_handle", handles_late_copies),
+    "forgets its store": (SimShard, "_be_back", forgets_its_store),
+    "tells nobody": (SimRendezvous, "lose", tells_nobody),
+    "loses a message": (SimRendezvous, "send", loses_a_message),
+    "misses one": (group, "_reduce", misses_one),
+}
+FOUND = {  # by the search below, shrunk
+    "forgets the sequence": ServerSchedule(
+        seed=0,
+        workers=1,
+        shards=1,
+        bound=None,
+        rows=2,
+        naps=(),
+        fates=(),
+        events=(("restart", 0, 0, 2), ("restart_shard", 0, 9, 1)),
+    ),
+    "off by one": ServerSchedule(seed=0, workers=2, shards=1, bound=0, rows=3, naps=(0, 1), fates=(), events=()),
+    "waits for the lost": ServerSchedule(
+        seed=0, workers=4, shards=1, bound=0, rows=1, naps=(), fates=(), events=(("kill", 0, 2, 1),)
+    ),
+    "forgets what is held": ServerSchedule(seed=0, workers=1, shards=1, bound=0, rows=1, naps=(), fates=(), events=()),
+    "handles late copies": ServerSchedule(
+        seed=0, workers=2, shards=1, bound=0, rows=2, naps=(), fates=(*[(0,)] * 19, (), (0, 0)), events=()
+    ),
+    "forgets its store": ServerSchedule(
+        seed=0,
+        workers=2,
+        shards=1,
+        bound=0,
+        rows=2,
+        naps=(),
+        fates=(),
+        events=(("kill", 0, 4, 1), ("restart_shard", 0, 6, 1)),
+    ),
+    "tells nobody": GroupSchedule(seed=0, workers=2, calls=("mean",), naps=(), events=(("kill", 0, 0, 1),)),
+    "loses a message": GroupSchedule(seed=0, workers=2, calls=("ring", "ring"), naps=(), events=()),
+    "misses one": GroupSchedule(seed=0, workers=3, calls=("mean",), naps=(), events=()),
+}
+
+
+@contextmanager
+def planted(monkeypatch, bug):
+    owner, name, broken = PLANTED[bug]
     original = getattr(owner, name)
-    with monkeypatch.context() as planted:
-        planted.setattr(owner, name, lambda *arguments: broken(original, *arguments))
-        found = find(schedules, lambda schedule: fails(check, schedule), settings=BUDGET)
-        line = repeated_by(check, found)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, lambda *arguments: broken(original, *arguments))
+        yield
+
+
+def check_of(schedule):
+    return check_server if isinstance(schedule, ServerSchedule) else check_group
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_schedule_that_the_search_found_shows_the_bug_again(monkeypatch, bug):
+    """And the line that repeats it does: with the bug it fails, without it passes."""
+    line = repeated_by(check_of(FOUND[bug]), FOUND[bug])
+    with planted(monkeypatch, bug):
         with pytest.raises(Exception) as failure:
-            checked(check, found)
+            checked(check_of(FOUND[bug]), FOUND[bug])
         assert failure.value.__notes__ == [f"repeat with: {line}"]
         with pytest.raises(type(failure.value)):
             repeat(line)
     repeat(line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", PLANTED)
+def test_the_search_finds_a_planted_bug(monkeypatch, bug):
+    check = check_of(FOUND[bug])
+    schedules = SERVER_SCHEDULES if check is check_server else GROUP_SCHEDULES
+    with planted(monkeypatch, bug):
+        found = find(schedules, lambda schedule: fails(check, schedule), settings=BUDGET)
+        assert fails(check, found)
+    check(found)
 
 
 def fails(check, schedule):
