@@ -24,16 +24,19 @@ if (
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-GROUPS = {
+GROUPS = {  # of a folder or file: its tests share what takes seconds to start
     "spark_": "spark",
     "keras_": "keras",
-}  # a folder's tests share a Spark session, or Keras, which imports for seconds
+    "test_report_integration.py": "browser",
+    "test_compare_integration.py": "compare",
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz", type=int, default=10_000, help="inputs that each fuzzed format gets")
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A group's tests run in one process of pytest-xdist (--dist loadgroup), and first, since a group is not split."""
     for item in items:

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,6 @@ from manyhands.errors import BadInput, UnknownName, WorkerFailed
 from manyhands.own_loop.launch import launch, launched_strategy, run_script
 from manyhands.strategies.local_sgd import LocalSGD
 from manyhands.worker import current
-
-
-@pytest.fixture(scope="module")
-def local() -> Iterator[Local]:
-    with Local() as engine:
-        yield engine
 
 
 @pytest.fixture(autouse=True)
