@@ -1,6 +1,6 @@
 """What a worker says of its pulls and pushes."""
 
-from manyhands.server.journal import PushJournal
+from manyhands.server.client import PushJournal
 from manyhands.server.store import Applied, Dropped, Held
 
 

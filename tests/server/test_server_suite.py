@@ -98,7 +98,7 @@ def does_nothing(original, self, *arguments):
         (in_process._Client, "center", counts_the_center_as_a_pull, "center_is_not_seen"),
         (in_process._Client, "deactivate", does_nothing, "last_pushes_of_a_segment"),
         (store.Store, "capture", captures_only_the_center, "capture"),
-        (in_process._Client, "_count", counts_shards_as_one, "traffic"),
+        (in_process.StoreClient, "_count", counts_shards_as_one, "traffic"),
         (in_process._Client, "_check_length", does_nothing, "refusals"),
     ],
 )

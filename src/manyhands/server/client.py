@@ -1,8 +1,9 @@
-"""The client of shards behind channels. Every request goes to all shards before the first answer is awaited."""
+"""The base of all clients, and the client of shards behind channels."""
 
 from __future__ import annotations
 
 import copy
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,6 @@ from manyhands.comm.checks import bits_bytes, check_mean, slice_of
 from manyhands.comm.ledger import Ledger
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.server.base import Encoded, Pushed, Server, ServerSpec, ServerState
-from manyhands.server.journal import PushJournal
 from manyhands.server.line import Line
 from manyhands.server.protocol import SMALL_BYTES, Kind, about, bits_of
 from manyhands.server.sharding import check_encoded, codec_for, cut, joined, parts_of
@@ -23,10 +23,70 @@ from manyhands.server.store import Applied, Dropped, Held
 from manyhands.transport.channel import Channel
 from manyhands.transport.frame import Frame, to_json
 
+PushReply = Applied | Held | Dropped
 
-class ServedServer(Server):
+
+class ServerClient(Server):
+    """What all clients have in common: sequence numbers, the ledger and the journal. Subclasses reach the shards."""
+
+    def __init__(self, spec: ServerSpec, shards: int) -> None:
+        self.spec, self.shards, self.ledger = spec, shards, Ledger()
+        self.step = 0  # finished ticks, for messages
+        self._sequence = 0  # of the last push
+        self._journal = PushJournal()
+
+    @override
+    def pull(self, into: Tensor) -> None:
+        self._journal.pulled(self._read("pull", into))
+
+    @override
+    def center(self, into: Tensor) -> None:
+        self._read("center", into)
+
+    @override
+    def push(self, update: Tensor | Encoded, weight: float = 1.0, bits: int = 0) -> Pushed:
+        replies, answer = self._push(update, self._sequence + 1, weight, bits)
+        self._sequence += 1
+        self._count("push", update)
+        if answer is not None:
+            self._count("answer", answer)
+        self._journal.pushed(replies, weight, answered=answer is not None)
+        first = replies[0]
+        if isinstance(first, Held):
+            return Pushed(applied=True)
+        behind = first.behind if isinstance(first, Dropped) else 0
+        return Pushed(isinstance(first, Applied), answer, first.weight, first.bits, behind)
+
+    @override
+    def tick(self, bits: int = 0) -> int:
+        self.step += 1
+        return bits if self.spec.bound is None else self._tick(bits)
+
+    @override
+    def drain_journal(self) -> dict[str, Any]:
+        return self._journal.take()
+
+    @abstractmethod
+    def _read(self, operation: str, into: Tensor) -> list[int]:
+        """The center into a vector [D'], for "pull" or "center"; its versions, one of each shard."""
+
+    @abstractmethod
+    def _push(
+        self, update: Tensor | Encoded, sequence: int, weight: float, bits: int
+    ) -> tuple[Sequence[PushReply], Tensor | None]:
+        """The reply of each shard, and the answer [D'] of all, if there is one."""
+
+    @abstractmethod
+    def _tick(self, bits: int) -> int:
+        """As `tick`, where there is a gate."""
+
+    def _count(self, operation: str, vector: Tensor | Encoded) -> None:
+        self.ledger.add(operation, vector.nbytes, self.shards)
+
+
+class ServedServer(ServerClient):
     """What a worker gets as `worker.server`. Raises ShardLost (a PeerLost) as soon as a shard is gone; then it is
-    unusable.
+    unusable. Every request goes to all shards before the first answer is awaited.
 
     channels: to each shard, in order; this server's from now on. Where one is a Unix socket, vectors go through memory.
     hosts: of the workers, by rank, for messages.
@@ -41,14 +101,10 @@ class ServedServer(Server):
         hosts: Sequence[str] = (),
         memory_from: int = SMALL_BYTES,
     ) -> None:
-        self.spec, self.ledger = spec, Ledger()
-        self.step = 0  # finished ticks, for messages
+        super().__init__(spec, len(channels))
         self._lines = [Line(shard, channel, hosts, memory_from) for shard, channel in enumerate(channels)]
-        self.shards = len(self._lines)
         self._like: tuple[int, torch.dtype] | None = None  # elements and dtype of the center
-        self._sequence = 0
         self._answer: Tensor | None = None  # [D'] where the shards' answers are put together
-        self._journal = PushJournal()
         self._error: ManyhandsError | None = None
 
     @override
@@ -63,44 +119,12 @@ class ServedServer(Server):
                 if wins:
                     line.send(Kind.GIVE, part)
                     line.answer(Kind.DONE)
-                    self.ledger.add("initialize", part.numel() * part.element_size())
+                    self.ledger.add("initialize", part.nbytes)
         self._like = (center.numel(), center.dtype)
 
     @override
     def activate(self) -> None:
         self._tell("activate", Kind.ACTIVATE)
-
-    @override
-    def pull(self, into: Tensor) -> None:
-        self._journal.pulled(self._read("pull", Kind.PULL, into))
-
-    @override
-    def center(self, into: Tensor) -> None:
-        self._read("center", Kind.PEEK, into)
-
-    @override
-    def push(self, update: Tensor | Encoded, weight: float = 1.0, bits: int = 0) -> Pushed:
-        parts = self._of_push(update, weight, bits)
-        with self._turn():
-            self._sequence += 1
-            fields = {"sequence": self._sequence, "weight": weight, "blob": bits_bytes(bits)}
-            for line, part in zip(self._lines, parts, strict=True):
-                line.push("push", self.step, part, encoded=isinstance(update, Encoded), **fields)
-            frames = self._answers(Kind.APPLIED, Kind.DROPPED, Kind.HELD)
-            answer = self._read_answer(frames, update)
-        self._count("push", update)
-        self._journal.pushed([_reply(frame) for frame in frames], weight, answered=answer is not None)
-        first = frames[0]
-        applied = first.kind != Kind.DROPPED
-        behind = 0 if applied else first.b
-        return Pushed(applied=applied, answer=answer, weight=first.weight, bits=bits_of(first.blob), behind=behind)
-
-    @override
-    def tick(self, bits: int = 0) -> int:
-        self.step += 1
-        if self.spec.bound is None:
-            return bits
-        return bits_of(self._tell("tick", Kind.TICK, Kind.GO, blob=bits_bytes(bits)).blob)
 
     @override
     def deactivate(self) -> None:
@@ -134,10 +158,6 @@ class ServedServer(Server):
                 line.answer(Kind.DONE)
 
     @override
-    def drain_journal(self) -> dict[str, Any]:
-        return self._journal.take()
-
-    @override
     def close(self) -> None:
         for line in self._lines:
             line.close()
@@ -159,13 +179,13 @@ class ServedServer(Server):
         for line in self._lines:
             line.check()
 
-    def _read(self, operation: str, kind: Kind, into: Tensor) -> list[int]:
-        """The center into a vector [D']; its versions, one of each shard."""
+    @override
+    def _read(self, operation: str, into: Tensor) -> list[int]:
         parts = self._attached(operation, into)
         versions = []
         with self._turn():
             for line, part in zip(self._lines, parts, strict=True):
-                line.ask(operation, self.step, kind, **about(part))
+                line.ask(operation, self.step, Kind.PULL if operation == "pull" else Kind.PEEK, **about(part))
             for line, part in zip(self._lines, parts, strict=True):
                 frame = line.answer(Kind.CENTER)
                 line.read_center(frame, part)
@@ -173,6 +193,22 @@ class ServedServer(Server):
         self._like = (into.numel(), into.dtype)
         self._count(operation, into)
         return versions
+
+    @override
+    def _push(
+        self, update: Tensor | Encoded, sequence: int, weight: float, bits: int
+    ) -> tuple[Sequence[PushReply], Tensor | None]:
+        parts = self._of_push(update, weight, bits)
+        with self._turn():
+            fields = {"sequence": sequence, "weight": weight, "blob": bits_bytes(bits)}
+            for line, part in zip(self._lines, parts, strict=True):
+                line.push("push", self.step, part, encoded=isinstance(update, Encoded), **fields)
+            frames = self._answers(Kind.APPLIED, Kind.DROPPED, Kind.HELD)
+            return [_reply(frame) for frame in frames], self._read_answer(frames, update)
+
+    @override
+    def _tick(self, bits: int) -> int:
+        return bits_of(self._tell("tick", Kind.TICK, Kind.GO, blob=bits_bytes(bits)).blob)
 
     def _of_push(self, update: Tensor | Encoded, weight: float, bits: int) -> Sequence[Tensor]:
         """What each shard is sent of an update: its part, or its payload. BadInput for what cannot be one."""
@@ -194,10 +230,7 @@ class ServedServer(Server):
         answer = self._answer
         parts = parts_of(answer, len(self._lines))
         came = [line.read_answer(f, part) for line, f, part in zip(self._lines, frames, parts, strict=True)]
-        if not any(came):
-            return None
-        self._count("answer", answer)
-        return answer
+        return answer if any(came) else None
 
     def _attached(self, operation: str, vector: Tensor) -> list[Tensor]:
         """The parts of a vector to push or to read into, memory for them mapped if they go through it."""
@@ -230,12 +263,44 @@ class ServedServer(Server):
         finally:
             self.waited_s = sum(line.waited_s for line in self._lines)
 
-    def _count(self, operation: str, vector: Tensor | Encoded) -> None:
-        self.ledger.add(operation, vector.nbytes, self.shards)
 
-
-def _reply(frame: Frame) -> Applied | Dropped | Held:
-    """What a shard's store said, for the journal."""
+def _reply(frame: Frame) -> PushReply:
+    """What a shard's store replied; its answer comes apart."""
     if frame.kind == Kind.HELD:
         return Held(frame.a, frame.b)
-    return Applied(frame.a, frame.b) if frame.kind == Kind.APPLIED else Dropped(frame.a, behind=frame.b)
+    weight, bits = frame.weight, bits_of(frame.blob)
+    if frame.kind == Kind.APPLIED:
+        return Applied(frame.a, frame.b, weight=weight, bits=bits)
+    return Dropped(frame.a, weight=weight, bits=bits, behind=frame.b)
+
+
+class PushJournal:
+    """A client's record of its pulls and pushes, until `take`; see `Server.drain_journal` for what the lists mean."""
+
+    def __init__(self) -> None:
+        self._lists: dict[str, list[Any]] = {"pulls": [], "pushes": [], "staleness": [], "behind": []}
+
+    def pulled(self, versions: Sequence[int]) -> None:
+        """A pull got these versions, one of each shard."""
+        self._lists["pulls"].append(list(versions))
+
+    def pushed(self, replies: Sequence[PushReply], weight: float, answered: bool = False) -> None:
+        """A push got these replies, one of each shard, and an answer or none.
+
+        One of weight 0 has no staleness; where nothing was answered either, it made no version, and is noted as
+        dropped.
+        """
+        if isinstance(first := replies[0], Dropped):
+            self._lists["behind"].append(first.behind)
+        if any(isinstance(reply, Dropped) for reply in replies) or not (weight or answered):
+            self._lists["pushes"].append(None)
+            return
+        self._lists["pushes"].append([reply.version for reply in replies])
+        if weight:
+            self._lists["staleness"].append(max(reply.staleness for reply in replies if not isinstance(reply, Dropped)))
+
+    def take(self) -> dict[str, Any]:
+        """What was collected since the last time, without empty lists."""
+        drained = {name: values for name, values in self._lists.items() if values}
+        self._lists = {name: [] for name in self._lists}
+        return drained

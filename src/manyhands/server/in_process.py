@@ -4,41 +4,179 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.comm.ledger import Ledger
-from manyhands.errors import PeerLost
-from manyhands.server.base import Encoded, Pushed, Server, ServerSpec, ServerState
-from manyhands.server.journal import PushJournal
-from manyhands.server.sharding import (
-    check_encoded,
-    check_length,
-    codec_for,
-    cut,
-    decoded,
-    joined,
-    make_stores,
-    parts_of,
-    pushed_of,
-)
-from manyhands.server.store import Applied, Dropped, Duplicate, Go, Held, Reply, Store
+from manyhands.comm.checks import check_mean
+from manyhands.errors import BadInput, PeerLost
+from manyhands.server.base import Encoded, Server, ServerSpec, ServerState
+from manyhands.server.client import PushReply, ServerClient
+from manyhands.server.sharding import check_encoded, codec_for, cut, joined, make_stores, parts_of
+from manyhands.server.store import Duplicate, Go, Held, Reply, Store
 
-T = TypeVar("T")
+HELD = object()
+"""What an act returns whose answer the store releases later."""
+
+Act = Callable[[Store], Any]
+"""What a call does with one shard's store: its answer, or HELD."""
+
+
+class StoreClient(ServerClient):
+    """The client of stores in this process. Each call is one act a shard; `_ask` brings them to the stores."""
+
+    def __init__(self, spec: ServerSpec, stores: Sequence[Store], worker: int, generation: int = 0) -> None:
+        super().__init__(spec, len(stores))
+        self._stores, self._worker, self._generation = stores, worker, generation
+        self._closed = False
+
+    @abstractmethod
+    def _ask(
+        self,
+        operation: str,
+        acts: Sequence[Act],
+        *,
+        sends: Sequence[int] = (),
+        work: Sequence[int] = (),
+        needs_center: bool = False,
+    ) -> list[Any]:
+        """Do one act a shard, after there is a first center if it `needs_center`; their answers.
+
+        sends, work: bytes that travel to each shard, and that it goes through. They take simulated time.
+        """
+
+    @override
+    def initialize(self, center: Tensor) -> None:
+        parts = parts_of(center.detach(), self.shards)
+        acts = [partial(_initialize, part) for part in parts]
+        self._ask("initialize", acts, sends=[part.nbytes for part in parts])
+        self._count("initialize", center)
+
+    @override
+    def activate(self) -> None:
+        self._ask_each("activate", lambda store: store.activate(self._worker, self._generation))
+
+    @override
+    def deactivate(self) -> None:
+        self._ask_each("deactivate", lambda store: store.deactivate(self._worker))
+
+    @override
+    def capture(self) -> ServerState:
+        return joined(self._ask_each("capture", _capture))
+
+    @override
+    def restore(self, snapshot: ServerState) -> None:
+        pieces = cut(snapshot, self.shards)
+        sizes = [sum(vector.nbytes for vector in vectors.values()) for vectors, _ in pieces]
+        self._ask("restore", [partial(_restore, *piece) for piece in pieces], sends=sizes)
+
+    @override
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.deactivate()
+
+    @override
+    def _read(self, operation: str, into: Tensor) -> list[int]:
+        self._check(into.shape, "a center")
+
+        def read(part: Tensor, store: Store) -> int:
+            if part.shape != store.center.shape:
+                self._check_length(into.shape, "a center")
+            version = store.pull(self._worker) if operation == "pull" else store.version
+            part.copy_(store.read())
+            return version
+
+        parts = parts_of(into.detach(), self.shards)
+        acts = [partial(read, part) for part in parts]
+        versions = self._ask(operation, acts, work=[part.nbytes for part in parts], needs_center=True)
+        self._count(operation, into)
+        return versions
+
+    @override
+    def _push(
+        self, update: Tensor | Encoded, sequence: int, weight: float, bits: int
+    ) -> tuple[Sequence[PushReply], Tensor | None]:
+        def push(part: Tensor, store: Store) -> PushReply | object:
+            given = part
+            if isinstance(update, Encoded):
+                given = codec_for(self.spec).decode(part, len(store.center), update.dtype)
+            reply = store.push(self._worker, sequence, given, weight, bits)
+            original = reply.reply if isinstance(reply, Duplicate) else reply
+            return HELD if isinstance(original, Held) and store.rule.answers else original
+
+        parts = self._parts(update, weight, bits)
+        replies: list[PushReply] = self._ask_push(update, parts, [partial(push, part) for part in parts])
+        answers = [reply.answer for reply in replies if not isinstance(reply, Held) and reply.answer is not None]
+        return replies, torch.cat(answers) if answers else None  # of its own, since a shard's may be everybody's
+
+    def _ask_push(self, update: Tensor | Encoded, parts: Sequence[Tensor], acts: Sequence[Act]) -> list[Any]:
+        return self._ask("push", acts)
+
+    @override
+    def _tick(self, bits: int) -> int:
+        def tick(store: Store) -> Go | object:
+            reply = store.tick(self._worker, bits)
+            return reply if isinstance(reply, Go) else HELD
+
+        go: Go = self._ask_each("tick", tick)[0]
+        return go.bits
+
+    def _ask_each(self, operation: str, act: Act) -> list[Any]:
+        """The same of all shards."""
+        return self._ask(operation, [act] * self.shards)
+
+    def _parts(self, update: Tensor | Encoded, weight: float, bits: int) -> Sequence[Tensor]:
+        """What each shard gets of an update: its part, or its payload. BadInput for what cannot be one."""
+        check_mean(torch.empty(0, dtype=update.dtype), weight, bits)
+        if isinstance(update, Encoded):
+            check_encoded(codec_for(self.spec), update, self.shards)
+            self._check([update.n], "a push", update.dtype)
+            return update.parts
+        self._check(update.shape, "a push", update.dtype)
+        return parts_of(update.detach(), self.shards)
+
+    def _check(self, shape: Sequence[int], what: str, dtype: torch.dtype | None = None) -> None:
+        """BadInput for a vector unlike the center; without a center yet, the stores check."""
+        if not all(store.initialized for store in self._stores):
+            return
+        self._check_length(shape, what)
+        if dtype not in (None, self._stores[0].center.dtype):
+            raise BadInput(f"{what} here is of {self._stores[0].center.dtype}; got {dtype}: convert it first")
+
+    def _check_length(self, shape: Sequence[int], what: str) -> None:
+        length = sum(len(store.center) for store in self._stores)
+        if list(shape) != [length]:
+            raise BadInput(f"{what} is a flat vector of {length} elements here; got the shape {list(shape)}")
+
+
+def _initialize(part: Tensor, store: Store) -> None:
+    store.initialize(part.clone())
+
+
+def _capture(store: Store) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    vectors, numbers = store.capture()
+    return {name: vector.clone() for name, vector in vectors.items()}, numbers
+
+
+def _restore(vectors: dict[str, Tensor], numbers: dict[str, Any], store: Store) -> None:
+    store.restore(vectors, numbers)
 
 
 class InProcessServers:
     """The stores of all shards and, in `clients`, a `Server` for each worker, each used by one thread."""
 
     def __init__(self, spec: ServerSpec, workers: int, shards: int = 1, *, timeout_s: float = 300) -> None:
-        self.spec, self.timeout_s = spec, timeout_s
+        self.timeout_s = timeout_s
         self.stores: list[Store] = make_stores(spec, workers, shards)
         self.changed = threading.Condition()  # its lock serializes all calls of all stores
         self.mail: dict[tuple[int, int], Reply] = {}  # (worker, shard): what was released for it
-        self.clients: list[Server] = [_Client(self, worker) for worker in range(workers)]
+        self.clients: list[Server] = [_Client(self, spec, worker) for worker in range(workers)]
 
     def lose(self, worker: int) -> None:
         """Declare a worker lost: nobody waits for it any more."""
@@ -56,129 +194,29 @@ class InProcessServers:
         self.changed.notify_all()
 
 
-class _Client(Server):
-    """One worker's view."""
+class _Client(StoreClient):
+    """One worker's view. Calls happen at once, under the lock."""
 
-    def __init__(self, servers: InProcessServers, worker: int) -> None:
-        self.ledger = Ledger()
-        self._servers, self._stores, self._worker = servers, servers.stores, worker
-        self.shards, self._sequence = len(self._stores), 0
-        self._ticks = 0  # finished ones, for messages
-        self._journal = PushJournal()
-        self._closed = False
+    def __init__(self, servers: InProcessServers, spec: ServerSpec, worker: int) -> None:
+        super().__init__(spec, servers.stores, worker)
+        self._servers = servers
 
     @override
-    def initialize(self, center: Tensor) -> None:
+    def _ask(
+        self,
+        operation: str,
+        acts: Sequence[Act],
+        *,
+        sends: Sequence[int] = (),
+        work: Sequence[int] = (),
+        needs_center: bool = False,
+    ) -> list[Any]:
         with self._servers.changed:
-            for store, part in zip(self._stores, parts_of(center.detach(), len(self._stores)), strict=True):
-                store.initialize(part.clone())
-            self._servers.changed.notify_all()
-        self._count("initialize", center)
-
-    @override
-    def activate(self) -> None:
-        with self._servers.changed:
-            for store in self._stores:
-                store.activate(self._worker, 0)
-
-    @override
-    def pull(self, into: Tensor) -> None:
-        with self._servers.changed:
-            self._await_center("pull")
-            self._journal.pulled([store.pull(self._worker) for store in self._stores])
-            self._copy_center(into)
-        self._count("pull", into)
-
-    @override
-    def push(self, update: Tensor | Encoded, weight: float = 1.0, bits: int = 0) -> Pushed:
-        with self._servers.changed:
-            parts = self._parts(update)
-            replies = [store.push(self._worker, self._sequence + 1, p, weight, bits) for store, p in self._with(parts)]
-            self._sequence += 1
+            if needs_center:
+                self._await_center(operation)
+            answers = [act(store) for act, store in zip(acts, self._stores, strict=True)]
             self._servers.deliver()
-            settled = [self._settled(shard, reply) for shard, reply in enumerate(replies)]
-        self._count("push", update)
-        pushed = pushed_of(settled)
-        if pushed.answer is not None:
-            self._count("answer", pushed.answer)
-        self._journal.pushed(settled, weight, answered=pushed.answer is not None)
-        return pushed
-
-    @override
-    def tick(self, bits: int = 0) -> int:
-        self._ticks += 1
-        if self._servers.spec.bound is None:
-            return bits
-        with self._servers.changed:
-            replies = [store.tick(self._worker, bits) for store in self._stores]
-            self._servers.deliver()
-            goes = [reply if isinstance(reply, Go) else self._mail(s, "tick") for s, reply in enumerate(replies)]
-        go = goes[0]
-        assert isinstance(go, Go)
-        return go.bits
-
-    @override
-    def deactivate(self) -> None:
-        with self._servers.changed:
-            for store in self._stores:
-                store.deactivate(self._worker)
-            self._servers.deliver()
-
-    @override
-    def center(self, into: Tensor) -> None:
-        with self._servers.changed:
-            self._await_center("center")
-            self._copy_center(into)
-        self._count("center", into)
-
-    @override
-    def capture(self) -> ServerState:
-        with self._servers.changed:
-            return joined([store.capture() for store in self._stores])
-
-    @override
-    def restore(self, snapshot: ServerState) -> None:
-        with self._servers.changed:
-            for store, (vectors, numbers) in self._with(cut(snapshot, len(self._stores))):
-                store.restore(vectors, numbers)
-            self._servers.changed.notify_all()
-
-    @override
-    def drain_journal(self) -> dict[str, Any]:
-        return self._journal.take()
-
-    @override
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self.deactivate()
-
-    def _with(self, parts: Sequence[T]) -> Iterator[tuple[Store, T]]:
-        return zip(self._stores, parts, strict=True)
-
-    def _copy_center(self, into: Tensor) -> None:
-        self._check_length(into, "a center")
-        for store, part in self._with(parts_of(into.detach(), len(self._stores))):
-            part.copy_(store.read())
-
-    def _check_length(self, vector: Tensor, what: str) -> None:
-        check_length(vector.shape, sum(len(store.center) for store in self._stores), what)
-
-    def _settled(self, shard: int, reply: Applied | Held | Dropped | Duplicate) -> Applied | Held | Dropped:
-        assert not isinstance(reply, Duplicate)  # nothing is sent twice inside a process
-        if isinstance(reply, Held) and self._stores[shard].rule.answers:
-            answer = self._mail(shard, "push")
-            assert isinstance(answer, Applied | Dropped)
-            return answer
-        return reply
-
-    def _parts(self, update: Tensor | Encoded) -> Sequence[Tensor]:
-        """With the lock: what each store gets."""
-        if isinstance(update, Tensor):
-            self._check_length(update, "a push")
-            return parts_of(update.detach(), len(self._stores))
-        check_encoded(codec_for(self._servers.spec), update, self.shards)
-        return decoded(self._servers.spec, update)
+            return [self._mail(shard, operation) if one is HELD else one for shard, one in enumerate(answers)]
 
     def _await_center(self, operation: str) -> None:
         self._wait(lambda: all(store.initialized for store in self._stores), self._stores[0], operation)
@@ -199,7 +237,4 @@ class _Client(Server):
         if not came:
             rank = 0 if store.slowest is None else store.slowest
             why = f"did not do its part for {self._servers.timeout_s:g} s"
-            raise PeerLost(rank, "localhost", f"server.{operation}", self._ticks, seconds, why)
-
-    def _count(self, operation: str, vector: Tensor | Encoded) -> None:
-        self.ledger.add(operation, vector.nbytes, self.shards)
+            raise PeerLost(rank, "localhost", f"server.{operation}", self.step, seconds, why)

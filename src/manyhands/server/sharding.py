@@ -11,9 +11,9 @@ from torch import Tensor
 from manyhands.comm.checks import slice_of
 from manyhands.comm.codecs import Codec, codec_of
 from manyhands.errors import BadInput, ManyhandsError
-from manyhands.server.base import Encoded, Pushed, ServerSpec, ServerState
+from manyhands.server.base import Encoded, ServerSpec, ServerState
 from manyhands.server.rules import make_rule
-from manyhands.server.store import Applied, Dropped, Held, Store
+from manyhands.server.store import Store
 
 
 def shards_of(spec: ServerSpec, shards: int) -> int:
@@ -33,13 +33,6 @@ def make_stores(spec: ServerSpec, workers: int, shards: int = 1) -> list[Store]:
 def parts_of(vector: Tensor, shards: int) -> list[Tensor]:
     """Views of [D'], one a shard."""
     return [vector[slice(*slice_of(shard, shards, len(vector)))] for shard in range(shards)]
-
-
-def decoded(spec: ServerSpec, update: Encoded) -> list[Tensor]:
-    """What each shard's store gets of an encoded push. BadInput for what is none."""
-    codec = codec_for(spec)
-    check_encoded(codec, update, len(update.parts))
-    return [codec.decode(part, n, update.dtype) for part, n in zip(update.parts, lengths_of(update), strict=True)]
 
 
 def lengths_of(update: Encoded) -> list[int]:
@@ -64,24 +57,8 @@ def codec_for(spec: ServerSpec) -> Codec:
     return codec
 
 
-def check_length(shape: Sequence[int], length: int, what: str) -> None:
-    """BadInput unless it is a vector of so many elements."""
-    if list(shape) != [length]:
-        raise BadInput(f"{what} is a flat vector of {length} elements here; got the shape {list(shape)}")
-
-
-def pushed_of(replies: Sequence[Applied | Held | Dropped]) -> Pushed:
-    """What all shards say to a push, as one; the answer is in memory of its own, since a shard's may be everybody's."""
-    first = replies[0]
-    if isinstance(first, Held):
-        return Pushed(applied=True)
-    answers = [reply.answer for reply in replies if not isinstance(reply, Held) and reply.answer is not None]
-    behind = first.behind if isinstance(first, Dropped) else 0
-    return Pushed(isinstance(first, Applied), torch.cat(answers) if answers else None, first.weight, first.bits, behind)
-
-
 def joined(captured: Sequence[tuple[dict[str, Tensor], dict[str, Any]]]) -> ServerState:
-    """One snapshot, in memory of its own, from what each shard's `capture` gave.
+    """One snapshot from what each shard's `capture` gave; one shard's own vectors become part of it.
 
     The numbers are the first shard's, and the newest version: a worker that died between two shards leaves them apart.
     """
@@ -90,7 +67,9 @@ def joined(captured: Sequence[tuple[dict[str, Tensor], dict[str, Any]]]) -> Serv
         raise ManyhandsError(
             f"the server's shards captured different vectors ({names}): do all hosts run the same version of manyhands?"
         )
-    vectors = {name: torch.cat([vectors[name] for vectors, _ in captured]) for name in captured[0][0]}
+    vectors = captured[0][0]
+    if len(captured) > 1:
+        vectors = {name: torch.cat([vectors[name] for vectors, _ in captured]) for name in vectors}
     numbers = {**captured[0][1], "version": max(numbers["version"] for _, numbers in captured)}
     return ServerState(vectors=vectors, numbers=numbers)
 

@@ -3,39 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.comm.checks import check_mean
-from manyhands.comm.codecs import Codec
-from manyhands.comm.ledger import Ledger
 from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.faults import Faults, Messages
 from manyhands.engines.sim.network import NetworkState
-from manyhands.engines.sim.shard import HELD, Act, Read, Request, ShardCall, ShardQueue, SimShard
+from manyhands.engines.sim.shard import Request, ShardCall, ShardQueue, SimShard
 from manyhands.engines.sim.timeline import Killed, Timeline
-from manyhands.errors import BadInput, ManyhandsError, PeerLost
-from manyhands.server.base import Encoded, Pushed, Server, ServerSpec, ServerState
-from manyhands.server.journal import PushJournal
+from manyhands.errors import ManyhandsError, PeerLost
+from manyhands.server.base import Encoded, Server, ServerSpec
+from manyhands.server.in_process import Act, StoreClient
 from manyhands.server.line import ShardLost
-from manyhands.server.sharding import (
-    check_encoded,
-    check_length,
-    codec_for,
-    cut,
-    joined,
-    lengths_of,
-    make_stores,
-    parts_of,
-    pushed_of,
-)
-from manyhands.server.store import Duplicate, Go, Held, InvalidCall, Store
+from manyhands.server.sharding import codec_for, lengths_of, make_stores
+from manyhands.server.store import InvalidCall, Store
 
 
 class SimServers:
@@ -231,134 +217,36 @@ class SimServers:
         return ShardLost(shard, f"server shard {shard}", f"server.{call.operation}", call.step, seconds, why)
 
 
-class SimServer(Server):
+class SimServer(StoreClient):
     """One worker's client: each call is a request to every shard, whose answers it awaits in virtual time."""
 
     def __init__(self, servers: SimServers, worker: int, generation: int) -> None:
-        self.ledger = Ledger()
-        self._servers, self._worker, self._generation = servers, worker, generation
-        self.shards = len(servers.stores)
+        super().__init__(servers.spec, servers.stores, worker, generation)
+        self._servers = servers
         self._calls = 0
-        self._sequence = 0
-        self._ticks = 0  # finished ones, for messages
-        self._journal = PushJournal()
-        self._closed = False
 
     @override
     def initialize(self, center: Tensor) -> None:
         """As the contract. The first worker at the first shard gives to all: parts of two centers are never mixed."""
-        (first,) = self._ask("initialize", [Request(0, self._offer)])
-        if not first:
-            self._ask_all("initialize", [lambda store: None] * self.shards, needs_center=True)
-            return
-        parts = parts_of(center.detach(), self.shards)
-        self._ask_all("initialize", [partial(_give, part) for part in parts], [part.nbytes for part in parts])
-        self._add("initialize", center)
-
-    @override
-    def activate(self) -> None:
-        self._tell("activate", lambda store: store.activate(self._worker, self._generation))
-
-    @override
-    def pull(self, into: Tensor) -> None:
-        self._journal.pulled(self._read("pull", into, lambda store: store.pull(self._worker)))
-
-    @override
-    def push(self, update: Tensor | Encoded, weight: float = 1.0, bits: int = 0) -> Pushed:
-        parts = self._parts(update, weight, bits)
-        sizes, sequence = [part.nbytes for part in parts], self._sequence + 1
-
-        def act(part: Tensor, store: Store) -> Any:
-            given = part if isinstance(update, Tensor) else self._codec().decode(part, len(store.center), update.dtype)
-            reply = store.push(self._worker, sequence, given, weight, bits)
-            original = reply.reply if isinstance(reply, Duplicate) else reply
-            return HELD if isinstance(original, Held) and store.rule.answers else original
-
-        acts: list[Act] = [partial(act, part) for part in parts]
-        decode_s = self._coded(update) if isinstance(update, Encoded) else ()
-        replies = self._ask_all("push", acts, sizes, work=self._center_sizes(), decode_s=decode_s, again=True)
-        self._sequence = sequence
-        self._add("push", update)
-        pushed = pushed_of(replies)
-        if pushed.answer is not None:
-            self._add("answer", pushed.answer)
-        self._journal.pushed(replies, weight, answered=pushed.answer is not None)
-        return pushed
-
-    @override
-    def tick(self, bits: int = 0) -> int:
-        self._ticks += 1
-        if self._servers.spec.bound is None:
-            return bits
-
-        def act(store: Store) -> Any:
-            reply = store.tick(self._worker, bits)
-            return reply if isinstance(reply, Go) else HELD
-
-        go: Go = self._tell("tick", act)
-        return go.bits
-
-    @override
-    def deactivate(self) -> None:
-        self._tell("deactivate", lambda store: store.deactivate(self._worker))
-
-    @override
-    def center(self, into: Tensor) -> None:
-        self._read("center", into, lambda store: store.version)
-
-    @override
-    def capture(self) -> ServerState:
-        def act(store: Store) -> Any:
-            vectors, numbers = store.capture()
-            return {name: vector.clone() for name, vector in vectors.items()}, numbers
-
-        return joined(self._ask_all("capture", [act] * self.shards))
-
-    @override
-    def restore(self, snapshot: ServerState) -> None:
-        pieces = cut(snapshot, self.shards)
-        sizes = [sum(vector.nbytes for vector in vectors.values()) for vectors, _ in pieces]
-        acts: list[Act] = [partial(_restore, vectors, numbers) for vectors, numbers in pieces]
-        self._ask_all("restore", acts, sizes)
-
-    @override
-    def drain_journal(self) -> dict[str, Any]:
-        return self._journal.take()
+        (first,) = self._request("initialize", [Request(0, self._offer)])
+        if first:
+            super().initialize(center)
+        else:
+            self._ask("initialize", [lambda store: None] * self.shards, needs_center=True)
 
     @override
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            with suppress(PeerLost, InvalidCall):  # there is nobody to say goodbye to
-                self.deactivate()
+        with suppress(PeerLost, InvalidCall):  # there is nobody to say goodbye to
+            super().close()
 
     # -- all shards ----------------------------------------------------------------------------------------------------
 
-    def _tell(self, operation: str, act: Act) -> Any:
-        """Ask all shards the same; the first one's answer."""
-        return self._ask_all(operation, [act] * self.shards)[0]
-
-    def _read(self, operation: str, into: Tensor, version: Callable[[Store], int]) -> list[int]:
-        """The center into a vector [D']; its versions, one of each shard."""
-        self._check(into.shape, "a center")
-
-        def act(part: Tensor, store: Store) -> Read:
-            if part.shape != store.center.shape:
-                check_length(into.shape, sum(len(one.center) for one in self._servers.stores), "a center")
-            read = Read(version(store), store.center.nbytes)
-            part.copy_(store.read())
-            return read
-
-        parts = parts_of(into.detach(), self.shards)
-        acts: list[Act] = [partial(act, part) for part in parts]
-        reads = self._ask_all(operation, acts, work=[part.nbytes for part in parts], needs_center=True)
-        self._add(operation, into)
-        return [read.version for read in reads]
-
-    def _ask_all(
+    @override
+    def _ask(
         self,
         operation: str,
         acts: Sequence[Act],
+        *,
         sends: Sequence[int] = (),
         work: Sequence[int] = (),
         decode_s: Sequence[float] = (),
@@ -366,7 +254,7 @@ class SimServer(Server):
     ) -> list[Any]:
         nothing = [0] * self.shards
         each = zip(acts, sends or nothing, work or nothing, decode_s or nothing, strict=True)
-        return self._ask(
+        return self._request(
             operation,
             [
                 Request(shard, act, sends=sent, work=bytes, decode_s=seconds, **options)
@@ -374,13 +262,13 @@ class SimServer(Server):
             ],
         )
 
-    def _ask(self, operation: str, requests: list[Request]) -> list[Any]:
+    def _request(self, operation: str, requests: list[Request]) -> list[Any]:
         """What the shards answer; raises the first error among it."""
         self._calls += 1
         if request_s := self._servers.compute.request:
             self._servers.timeline.sleep(request_s)
         cell = self._servers.timeline.cell()
-        call = ShardCall(self._worker, (self._generation, self._calls), operation, self._ticks, requests, cell)
+        call = ShardCall(self._worker, (self._generation, self._calls), operation, self.step, requests, cell)
         self._servers.exchange(call)
         self.waited_s += max(request.held_s for request in requests)
         for request in requests:
@@ -395,48 +283,17 @@ class SimServer(Server):
             servers.giver = self._worker
         return servers.giver == self._worker and not all(store.initialized for store in servers.stores)
 
-    def _parts(self, update: Tensor | Encoded, weight: float, bits: int) -> Sequence[Tensor]:
-        """What each shard is sent of an update: its part, or its payload. BadInput for what cannot be one."""
-        check_mean(torch.empty(0, dtype=update.dtype), weight, bits)
+    @override
+    def _ask_push(self, update: Tensor | Encoded, parts: Sequence[Tensor], acts: Sequence[Act]) -> list[Any]:
+        """Shards work through the center, after decoding an encoded part; its encoding is waited for here."""
+        decode_s: Sequence[float] = ()
         if isinstance(update, Encoded):
-            check_encoded(self._codec(), update, self.shards)
-            self._check([update.n], "a push", update.dtype)
-            return update.parts
-        self._check(update.shape, "a push", update.dtype)
-        return parts_of(update.detach(), self.shards)
-
-    def _coded(self, update: Encoded) -> list[float]:
-        """Wait for this worker's encoding of an update; the seconds that each shard needs to decode its part."""
-        codec, compute = self._codec(), self._servers.compute
-        self._servers.timeline.work(compute.coding(codec, self._worker).encoding(update.n, update.nbytes))
-        parts = zip(lengths_of(update), update.parts, strict=True)
-        return [compute.coding(codec, -1 - shard).decoding(n, part.nbytes, 1) for shard, (n, part) in enumerate(parts)]
-
-    def _codec(self) -> Codec:
-        return codec_for(self._servers.spec)
-
-    def _check(self, shape: Sequence[int], what: str, dtype: torch.dtype | None = None) -> None:
-        """BadInput, before sending, for a vector unlike the center; without a center yet, the shards check."""
-        stores = self._servers.stores
-        if not all(store.initialized for store in stores):
-            return
-        length = sum(len(store.center) for store in stores)
-        check_length(shape, length, what)
-        if dtype not in (None, stores[0].center.dtype):
-            raise BadInput(f"{what} here is of {stores[0].center.dtype}; got {dtype}: convert it first")
-
-    def _center_sizes(self) -> list[int]:
-        """Bytes of each shard's center."""
-        return [store.center.nbytes if store.initialized else 0 for store in self._servers.stores]
-
-    def _add(self, operation: str, vector: Tensor | Encoded) -> None:
-        self.ledger.add(operation, vector.nbytes, self.shards)
-
-
-def _give(part: Tensor, store: Store) -> None:
-    if not store.initialized:
-        store.initialize(part.clone())
-
-
-def _restore(vectors: dict[str, Tensor], numbers: dict[str, Any], store: Store) -> None:
-    store.restore(vectors, numbers)
+            codec, compute = codec_for(self.spec), self._servers.compute
+            self._servers.timeline.work(compute.coding(codec, self._worker).encoding(update.n, update.nbytes))
+            decode_s = [
+                compute.coding(codec, -1 - shard).decoding(n, part.nbytes, 1)
+                for shard, (n, part) in enumerate(zip(lengths_of(update), parts, strict=True))
+            ]
+        sizes = [part.nbytes for part in parts]
+        centers = [store.center.nbytes if store.initialized else 0 for store in self._stores]
+        return self._ask("push", acts, sends=sizes, work=centers, decode_s=decode_s, again=True)

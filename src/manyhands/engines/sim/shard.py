@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -14,20 +14,8 @@ from manyhands.engines.sim.faults import Messages
 from manyhands.engines.sim.network import NetworkState
 from manyhands.engines.sim.timeline import Due, Future, Timeline
 from manyhands.errors import ManyhandsError, PeerLost
+from manyhands.server.in_process import HELD, Act
 from manyhands.server.store import Applied, Dropped, Store
-
-HELD = object()
-"""What a request gets whose answer comes later: with others' calls, or with the first center."""
-
-Act = Callable[[Store], Any]
-"""What a request does with the store: its answer, or HELD."""
-
-
-class Read(NamedTuple):
-    """The center was read."""
-
-    version: int
-    bytes: int
 
 
 class Request:
@@ -207,7 +195,7 @@ class SimShard:
 
     def _send_answer(self, request: Request) -> float:
         deliver = partial(self._in_this_life, self._life, partial(_answered, request))
-        arrives = self._post.send(-1 - self.number, request.call.worker, _payload(request.answer), deliver)
+        arrives = self._post.send(-1 - self.number, request.call.worker, _payload(request), deliver)
         self._on_answer(request, arrives)
         return arrives
 
@@ -361,11 +349,11 @@ def _answered(request: Request) -> None:
         call.cell.set(None)
 
 
-def _payload(answer: Any) -> int:
+def _payload(request: Request) -> int:
     """Bytes of what travels back, headers apart."""
-    match answer:
-        case Read():
-            return answer.bytes
+    match request.answer:
+        case int():  # a version of the center, which was read
+            return request.work
         case Applied(answer=Tensor() as vector) | Dropped(answer=Tensor() as vector):
             return vector.nbytes
         case (dict() as vectors, dict()):
