@@ -17,8 +17,8 @@ from manyhands.replica.optimizer_state import OptimizerState
 from manyhands.task import Measure
 from manyhands.worker import Worker
 
-MORE, STOP, NONFINITE = 1, 2, 4  # the control bits; bit CONTROL_BITS + i says that parameter i got a gradient
-CONTROL_BITS = 3
+MORE, STOP = 1, 2  # the control bits; bit CONTROL_BITS + i says that parameter i got a gradient
+CONTROL_BITS = 2
 _CONTROL = (1 << CONTROL_BITS) - 1
 SYNC_EVERY_S, SYNC_AT_MOST_TICKS = 1.0, 256  # a stop is heard within about so many seconds, and within so many ticks
 BUCKET_BYTES = 4 << 20  # of one slice given to `on_ready`: large enough to amortise a message, small enough to overlap

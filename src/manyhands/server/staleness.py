@@ -72,7 +72,7 @@ class Curvature:
         self._points: list[
             tuple[float, float, float]
         ] = []  # of the window under way: along v, position, gradient, step / rate
-        self._tick = self._windows = 0
+        self._tick = 0
         self._v: Tensor | None = None
         self._scatter, self._sum = torch.empty(0), torch.empty(0)
         self._along = (0.0, 0.0)  # x·v and g·v of the tick under way

@@ -174,7 +174,7 @@ def check_gap(open_servers: OpenServers) -> None:
     expect(max(gaps) <= bound + 1, f"a gap of {max(gaps)} finished ticks at bound {bound}")
 
 
-def check_park_frees(open_servers: OpenServers) -> None:
+def check_deactivate_frees(open_servers: OpenServers) -> None:
     """A parked worker delays no other, may park twice, and begins again with as many ticks as the slowest."""
     with training(open_servers, ServerSpec(rule="add", bound=1), 2, 2) as (a, b):
         a.tick()
