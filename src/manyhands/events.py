@@ -39,15 +39,15 @@ class Event:
     def from_json(cls, line: str | bytes) -> Event:
         """The inverse of `to_json`. ValueError for anything else: a file or a peer may hold anything."""
         try:
-            said = from_json(line)
+            values = from_json(line)
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
-        if not isinstance(said, dict):
+        if not isinstance(values, dict):
             raise ValueError("it is no JSON object")
-        if not said.keys() <= _FIELDS.keys():
-            raise ValueError(f"an event has no field {min(said.keys() - _FIELDS.keys()):.40}")
-        _check(_FIELDS, {**_DEFAULTS, **said})
-        return cls(**said)
+        if not values.keys() <= _FIELDS.keys():
+            raise ValueError(f"an event has no field {min(values.keys() - _FIELDS.keys()):.40}")
+        _check(_FIELDS, {**_DEFAULTS, **values})
+        return cls(**values)
 
     def check_values(self) -> None:
         """ValueError where an event lacks values of its type, or has them wrong (docs/events.md)."""

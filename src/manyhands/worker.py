@@ -1,4 +1,4 @@
-"""What a program sees of the cluster it runs on: its place, its group, its server, and a line to the driver."""
+"""What a program sees of the cluster it runs on: its rank, its group, its server, and its connection to the driver."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from manyhands.server.base import Server
 
 
 class DriverClient(ABC):
-    """A worker's line to the driver. Only the worker's main thread calls it; only `ask` and `lease` wait."""
+    """A worker's connection to the driver. Only the worker's main thread calls it; only `ask` and `lease` wait."""
 
     @abstractmethod
     def progress(self, phase: str, step: int) -> None:
@@ -53,7 +53,7 @@ class DriverClient(ABC):
 
     @abstractmethod
     def should_stop(self) -> str:
-        """The reason why the driver wants the run to stop ("preempted", "callback", …), or "" """
+        """Why the run is to stop ("preempted", "callback", …), or "" """
 
 
 class Alone(DriverClient):
@@ -132,6 +132,6 @@ def current() -> Worker | None:
 
 
 def set_current(worker: Worker | None) -> None:
-    """For engines: say which Worker this process is."""
+    """For engines: set which Worker this process is."""
     global _current
     _current = worker

@@ -15,7 +15,7 @@ from manyhands.worker import Worker
 
 
 def test_without_a_server_it_is_refused() -> None:
-    with pytest.raises(Unsupported, match="wants a parameter server, and this worker has none"):
+    with pytest.raises(Unsupported, match="needs a parameter server, and this worker has none"):
         Hand(AGN(), Worker(), slope(1.0), [0.0], 0.1)
 
 

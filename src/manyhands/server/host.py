@@ -1,7 +1,7 @@
-"""Serving a shard: a thread for each worker's connection, until every worker has said goodbye or is gone.
+"""Serving a shard: a thread for each worker's connection, until every worker has left or is gone.
 
-A connection that ends without a goodbye is a worker that died: it is lost to the store, and nobody waits for it. One
-that talks nonsense is closed and named once in the log; the others do not notice.
+A connection that ends without a goodbye frame is a worker that died: it is lost to the store, and nobody waits for it.
+Unauthenticated or malformed connections are closed and logged once; they do not disturb the others.
 """
 
 from __future__ import annotations

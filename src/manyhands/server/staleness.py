@@ -58,9 +58,8 @@ class Curvature:
     noisy the slope stays right, because x was there before the noise; it has a standard error. A drift of both over
     the window is taken off. From window to window v turns into the direction in which gradients scatter most (power
     iteration, Oja, 1982): on a quadratic near its limit of stability that is the steepest, and so it is, nearly, in a
-    network, whose gradients scatter where the loss is steep. It cannot be steeper than the steepest: the estimate tends
-    to be low, but where there is hardly any curvature: windows as short as these see some in pure noise, about a fifth
-    of the limit. The rate is measured likewise, as the slope of steps over gradients along v: for plain SGD it is the
+    network, whose gradients scatter where the loss is steep. The estimate is biased
+    low, except that short windows see spurious curvature in pure noise, about a fifth of the limit. The rate is measured likewise, as the slope of steps over gradients along v: for plain SGD it is the
     learning rate; with momentum or Adam it is how much a gradient moves the parameters at once.
 
     While it measures, a tick costs about five passes over the parameters: the first 64 ticks, then 32 of 256. Else a
@@ -258,8 +257,7 @@ class StalenessMonitor:
 
 
 def watch(rule: str, bound: int | None, rate_factor: float, rank: int, workers: int) -> StalenessMonitor | None:
-    """For a strategy's server: the worker's watch, or None where the limit says nothing of the rule, or nothing can be
-    stale.
+    """The monitor of a worker; None where the limit does not apply to the rule, or nothing can be stale.
 
     rate_factor: the strategy's, how far one global batch moves the center in steps of the rate.
     """

@@ -29,9 +29,8 @@ class AGN(Windowed):
 
     window: int = 4
     """Steps between pushes (the paper's λ). Raise it when exchange takes long or training is unstable, lower it when it
-    learns
-    slowly: N workers move the center N / window steps for each global batch. The default makes that 1 with four
-        workers."""
+    learns slowly: N workers move the center N / window steps for each global batch. The default makes that 1 with four
+    workers."""
 
     name: ClassVar[str] = "agn"
     source: ClassVar[str] = "Accumulated Gradient Normalization, Hermans, Spanakis, Möckel, 2017"

@@ -77,7 +77,7 @@ class Strategy(ABC):
             cls.name = cls.__name__.lower()
 
     def server(self) -> ServerSpec | None:
-        """The server this strategy wants, or none."""
+        """The server this strategy needs, or None."""
         return None
 
     def leasing(self) -> Leasing | None:
@@ -97,9 +97,9 @@ class Strategy(ABC):
 
     @abstractmethod
     def exchange(self, replica: Replica, worker: Worker, state: Any) -> bool:
-        """The gradient is here: talk, and call `replica.apply()` at most once, where the paper does.
+        """The gradient is computed: exchange, and call `replica.apply()` at most once, where the paper does.
 
-        Returns whether anybody still has rows, as far as this worker knows: True between rounds.
+        Returns whether anybody still has rows, as far as this worker can know; True between rounds.
         """
 
     def finish(self, replica: Replica, worker: Worker, state: Any) -> None:  # noqa: B027

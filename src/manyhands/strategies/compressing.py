@@ -231,7 +231,7 @@ def _push(
     weight: float,
     bits: int = 0,
 ) -> tuple[Pushed, Tensor]:
-    """What the server says, and [D'] what it was sent."""
+    """The server's reply, and [D'] what was sent to it."""
     server = serving.server_of(worker)
     if not weight:
         vector = torch.zeros_like(vector)

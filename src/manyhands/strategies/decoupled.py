@@ -75,7 +75,7 @@ def look(options: CompressOptions, replica: Replica, worker: Worker, state: Serv
 def turn(
     options: CompressOptions, replica: Replica, worker: Worker, state: ServedState, weight: float, period: int
 ) -> bool:
-    """After a step that counted `weight`: the window may be over. What `exchange` answers."""
+    """After a step that counted `weight`: the window may be over. Returns what `exchange` returns."""
     state.ticks += 1
     state.counted += weight
     if state.ticks == period:

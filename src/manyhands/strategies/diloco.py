@@ -24,7 +24,7 @@ from manyhands.worker import Worker
 if TYPE_CHECKING:
     from manyhands.replica.replica import Replica
 
-OVERLAP, MIXING = 1, 0.5  # where streaming is on and nothing else is said; mixing where there is overlap
+OVERLAP, MIXING = 1, 0.5  # the defaults with streaming; mixing where there is overlap
 GRACE = 1
 
 
@@ -122,7 +122,7 @@ class DiLoCo(CompressOptions, Strategy):
 
     @override
     def rate_factor(self, workers: int) -> float:
-        """Along a steady way, with equally fast workers, within an epoch.
+        """For a constant update direction and equally fast workers, within an epoch.
 
         Over the group all means are used. With mixing, a fragment keeps that share of what its center is ahead or
         behind; of what is stepped while it is on its way, it keeps that share too. Over a server without grace, rounds

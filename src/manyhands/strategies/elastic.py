@@ -43,7 +43,7 @@ class ElasticState(State):
 
 @dataclass(frozen=True, kw_only=True)
 class Elastic(AsyncOptions, Strategy):
-    """The options and the exchange of both; the files beside this one say where in a step it comes."""
+    """The options and the exchange of both. Their own files define where in a step it comes."""
 
     period: int = 4
     """Steps between exchanges (the paper's τ). Raise it when exchange takes long: the replicas explore more; lower it
@@ -100,7 +100,7 @@ class Elastic(AsyncOptions, Strategy):
         return self._difference(replica, worker, state, x) if state.ticks == self.period else None
 
     def anybody(self, replica: Replica, worker: Worker, state: ElasticState) -> bool:
-        """What `exchange` answers."""
+        """What `exchange` returns."""
         if self.via == "server":
             return True
         synced = state.ticks == 0 or replica.sync_control_bits_if_due(worker)  # ticks is 0 right after an exchange

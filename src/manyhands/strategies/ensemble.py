@@ -1,4 +1,4 @@
-"""An ensemble: N models that never talk, and answer together."""
+"""An ensemble: N models that never exchange anything; their outputs are averaged."""
 
 from __future__ import annotations
 

@@ -75,9 +75,9 @@ class Gossip(Strategy):
 
     Deviations: any optimizer, whose state stays with its worker, instead of plain SGD. A window that an epoch's end
     cuts short is closed by a round. On streams a round begins with everybody's control words, so that a round before
-    which nobody had rows mixes nothing, and the end of the rows is heard at once; where the number of ticks is known no
+    which nobody had rows mixes nothing, and all workers learn at once that the rows are out; where the number of ticks is known no
     round asks anybody but neighbours. So a round on such data mixes also where the loss counted nothing on any worker:
-    the replicas come closer, the answer stays. With `pairs` the paper's workers talk to each other; here they meet at
+    the replicas come closer, the answer stays. With `pairs` the paper's workers exchange with each other; here they meet at
     the server, since a group knows no one-sided operation, and any two may meet.
     """
 
@@ -177,7 +177,7 @@ class Gossip(Strategy):
     # -- a round -----------------------------------------------------------------------------------------------------
 
     def _round(self, replica: Replica, worker: Worker, state: GossipState) -> bool:
-        """Mix, unless it is known that nobody had rows in the window; whether everybody's control bits were heard."""
+        """Mix, unless it is known that nobody had rows in the window; whether everybody's control bits arrived."""
         asked, weight = state.ask, state.weight
         state.ticks, state.weight = 0, 0.0
         if asked:

@@ -1,4 +1,4 @@
-"""What the strategies with a server share: their beginning, the one answer, and checks of options."""
+"""What strategies with a server share: start, consensus, and checks of options."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def server_of(worker: Worker) -> Server:
     """The worker's server; Unsupported where its engine gave it none."""
     if worker.server is None:
         raise Unsupported(
-            "this strategy wants a parameter server, and this worker has none: run it with mh.train on engine local or hosts"
+            "this strategy needs a parameter server, and this worker has none: run it with mh.train on engine local or hosts"
         )
     return worker.server
 

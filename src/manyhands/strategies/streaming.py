@@ -121,7 +121,7 @@ def cut(layout: Layout, fragments: int) -> list[Fragment]:
 
 
 def turn(schedule: Schedule, replica: Replica, worker: Worker, state: GroupState, weight: float) -> bool:
-    """After a step that counted `weight`: use the mean that is due, start the one that is. What `exchange` answers."""
+    """After a step that counted `weight`: use the mean that is due, start the one that is. Returns what `exchange` returns."""
     state.counted += weight
     state.ticks += 1
     in_sync = False

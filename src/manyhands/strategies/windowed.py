@@ -59,7 +59,7 @@ class Window(CompressedState):
 
 @dataclass(frozen=True, kw_only=True)
 class Windowed(AsyncOptions, CompressOptions, Strategy):
-    """The turns of all three; the files beside this one say what is pushed, and how the server takes it."""
+    """The steps of all three. Their own files define what is pushed, and the server's rule."""
 
     window: int
     """Steps between pushes."""

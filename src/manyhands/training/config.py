@@ -1,4 +1,4 @@
-"""What the caller of train() asked for: resolved to objects, and refused where it cannot be, before anything starts."""
+"""The arguments of train(), resolved to objects and checked before anything starts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from manyhands.training.plan import global_batch
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """What the caller asked for, resolved to objects."""
+    """The arguments of train(), resolved to objects."""
 
     task: Task
     strategy: Strategy

@@ -16,12 +16,12 @@ EMPTY = Slice(batch=None, rows=0, global_rows=None, index=-1)
 
 
 class LockstepEpochs:
-    """The same ticks on all workers, some of them empty; a stop is heard by all in the same exchange."""
+    """The same ticks on all workers, some of them empty; a stop reaches all workers in the same exchange."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
         self._sized = loop.ticks_per_epoch is not None
-        self._uncompared = 0  # batches of which all workers still have to say whether they read the same
+        self._uncompared = 0  # batches whose digests all workers have yet to compare
 
     def epoch(self) -> bool:
         """Turn until the epoch's rows are out (True), or until something stops it."""
@@ -159,7 +159,7 @@ class AsyncEpochs:
     # -- a segment ---------------------------------------------------------------------------------------------------
 
     def _take(self, segment: Segment) -> Lease | End:
-        """The driver's answer; a worker that wants to stop tells the driver, which ends the segment for all."""
+        """A lease from the driver; a worker that wants to stop reports it, and the driver ends the segment for all."""
         loop = self._loop
         if loop.wants_stop() and not loop.worker.driver.should_stop() and not self._stop_requested:
             self._stop_requested = True

@@ -26,7 +26,7 @@ from manyhands.training.saving import Saver
 from manyhands.training.validation import Validator
 from manyhands.worker import Worker
 
-COLLECT_EVERY = 1000  # ticks, after which rank 0 hears of the others where every rank is its own driver
+COLLECT_EVERY = 1000  # ticks between collections of all ranks' events where every rank is its own driver
 
 
 class Epochs(Protocol):
@@ -160,7 +160,7 @@ class Loop:
         if complete:
             position.epoch, position.epoch_tick = position.epoch + 1, 0
         self._finish(last=position.epoch == self.task.epochs or self.finished())
-        self.stopped()  # a strategy whose rounds are longer than an epoch hears it only now
+        self.stopped()  # where rounds are longer than an epoch, the stop arrives only now
         self._end_epoch(epoch)
 
     def turn(self, part: Slice, tick: int, **values: Any) -> None:
@@ -215,7 +215,7 @@ class Loop:
         return self.worker.group.waited_s + (0.0 if server is None else server.waited_s)
 
     def _pass_gate(self) -> None:
-        """Wait until the slowest is near enough; where all make the same ticks, hear what they say."""
+        """Wait at the gate; where all make the same ticks, receive their control bits."""
         server, replica, spec = self.worker.server, self.replica, self.spec
         if server is None or spec is None:
             return
@@ -239,7 +239,7 @@ class Loop:
         self._pending = {"step": self.replica.step, "epoch": self.position.epoch, **values}
 
     def flush(self) -> None:
-        """Send the record of the last tick, with what the server says of it."""
+        """Send the record of the last tick, with the server's values for it."""
         if self._pending is not None:
             sent = self._sent_bytes()
             values = {**self._pending, "bytes": sent - self._sent, **self._server_values()}
@@ -315,7 +315,7 @@ class Loop:
     # -- stopping ----------------------------------------------------------------------------------------------------
 
     def wants_stop(self) -> bool:
-        """Whether this worker knows a reason to stop."""
+        """Whether this worker has a reason to stop."""
         limit = self.plan.max_seconds
         self._own_reason = self.worker.driver.should_stop()
         if not self._own_reason and limit is not None and self.worker.clock() - self.began >= limit:
@@ -330,13 +330,13 @@ class Loop:
         return self._own_reason
 
     def stopped(self) -> bool:
-        """Whether this tick's exchange told all workers to stop; they all hear it at the same tick."""
+        """Whether this tick's exchange stopped the run; all workers receive the stop at the same tick."""
         if self.replica.control_bits & STOP:
             self.agree_to_stop(self._own_reason)
         return bool(self.reason)
 
     def agree_to_stop(self, reason: str) -> None:
-        """A collective of workers that all know that they stop: the reason of the lowest rank that has one."""
+        """The reason of the lowest rank that has one; a collective, called once the stop has reached all workers."""
         self.reason = next((r for r in self.worker.group.all_gather_json(reason) if r), "stopped")
 
     # -- between ticks and epochs ------------------------------------------------------------------------------------
@@ -361,7 +361,7 @@ class Loop:
         self.saver.save(self.position, self.state)
 
     def validate(self, last: bool = False) -> None:
-        """Judge, and tell; a stop that is answered after the last tick says nothing any more."""
+        """Validate and report; a stop requested after the last step is ignored."""
         metrics, best = self.validator.validate(self.position, self.state)
         if metrics:
             self.worker.driver.collect(self.worker.group)
@@ -383,7 +383,7 @@ class Loop:
         self._obey(self._ask("epoch", rows=self.position.rows))
 
     def _ask(self, type: str, **values: Any) -> str:
-        """Rank 0 asks the driver; what it says is the same for all ranks after `_obey`."""
+        """The driver's answer on rank 0, "" on the others; `_obey` gives all ranks the same."""
         if self.worker.rank:
             return ""
         answer = self.worker.ask(

@@ -1,4 +1,4 @@
-"""What each worker of a training run is told, where it stands, and what it brings back."""
+"""What a worker of a training run gets, its position in the training, and what it returns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from manyhands.training.best_model import KEEP_LAST, BestModelPolicy
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerPlan:
-    """What each worker of a training run is told."""
+    """What each worker of a training run gets: the task, the strategy and the settings of the run."""
 
     task: Task
     strategy: Strategy
@@ -57,7 +57,7 @@ State = tuple[dict[str, Tensor], dict[str, Tensor]]  # parameters and buffers by
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What each worker brings back: the same on all ranks, but that `states` are where the answer is wanted."""
+    """What each worker returns. The same on all ranks, except `states`, which are empty where nobody needs them."""
 
     states: list[State]  # the answer's; an ensemble's, one a member
     metrics: dict[str, float]

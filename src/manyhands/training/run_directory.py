@@ -59,7 +59,7 @@ class Opened:
 def open_directory(config: TrainConfig, resume: bool) -> Opened:
     """The run directory, locked; nothing on other ranks.
 
-    Raises BadInput instead of a refusal where nobody else has to hear why, and ManyhandsError where a file system
+    Raises BadInput instead of a refusal where no other process waits for it, and ManyhandsError where a file system
     elsewhere cannot be reached.
     """
     if config.directory is None or not config.owns_run_dir:
@@ -145,7 +145,7 @@ def _result_in(directory: AnyPath, warn: Callable[[str], None]) -> dict[str, Any
 
 
 def read_result(directory: AnyPath, others: Iterable[str] = (FINAL,)) -> dict[str, Any]:
-    """What result.json says, once it and the `others` beside it are what the run wrote; BadInput else."""
+    """The content of result.json, once it and the `others` beside it are what the run wrote; BadInput else."""
     try:
         with open_regular(directory / RESULT) as file:
             saved = json.load(file)

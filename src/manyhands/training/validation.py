@@ -1,4 +1,4 @@
-"""The one answer of a run: validated while it trains, and brought back at its end."""
+"""The one answer of a run: validated while it trains, and returned at its end."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """A Python object, functions included, as one anonymous file: pickle protocol 5 with its big buffers beside the stream.
 
 `serialize` writes it, `deserialize` reads it in another process of the same host. The memory of tensors and arrays
-travels out of
-band: a worker maps it privately, copy on write, so that N workers share one copy of the training data in memory, and
-whoever writes to a tensor gets pages of its own. Tensors on one storage stay on one storage.
+travels out of band: a worker maps it privately, copy on write. N workers thus share one copy of the training data in
+memory, and a worker that writes to a tensor gets pages of its own. Tensors on one storage stay on one storage.
 
 The file has no name and goes over inherited sockets only, between a driver and the workers that it started itself.
 That is why pickle is allowed here. One thing only arrives from a network: the program, on a host that joined a run,

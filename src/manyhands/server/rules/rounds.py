@@ -24,18 +24,16 @@ class RoundsRule(Rule):
     Decoupled DiLoCo for Resilient Distributed Pre-training, Douillard et al., 2026; the outer step is that of DiLoCo:
     Distributed Low-Communication Training of Language Models, Douillard et al., 2023.
 
-    1. A push joins the open round. What one worker pushes more than once in a round adds up: it went on from where it
-    was. 2. The round is over as soon as all workers that are not lost are in it; or `quorum` workers are, and after
-    that so many
-       pushes came of workers that were in it already as `grace` says; or when the store closes it, to be read. A push
-       with bit LAST leaves it open, whoever is in it, until the center is read.
-    3. Worker m enters with weight w(m), the sum over its pushes of weight / (1 + age). A push's age is how many rounds
-       were over between its worker's look at the center and the push, those left out that have a push of this worker,
-       as staleness leaves out own versions: whoever looks a moment before its own round is over is not late.
+    1. A push joins the open round. Several pushes of one worker in a round add up: each goes on from the one before.
+    2. A round completes when every worker that is not lost is in it, or when the store closes it to be read. It also
+       completes when `quorum` workers are in it and `grace` more pushes came from workers that were in it already. A
+       push with bit LAST keeps the round open until the center is read.
+    3. Worker m enters with weight w(m), the sum over its pushes of weight / (1 + age). Age = rounds completed since
+       this worker last saw the center, excluding rounds it contributed to.
 
-    Every push is a version, also one that only joins: the order of versions alone says which pushes a round has. What a
-    lost worker pushed before counts, also for the quorum, which is never more than the workers that are not lost.
-    A sum for each worker is kept: N·n of memory. A snapshot has those of the open round.
+    Every push makes a version, also one that only joins: the order of versions determines which pushes a round has. A
+    lost worker's earlier pushes count, also for the quorum, which never exceeds the number of workers that are not
+    lost. Memory: a sum for each worker, N·n. A snapshot has the sums of the open round.
     """
 
     rate: float = 0.7
