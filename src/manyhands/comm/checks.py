@@ -1,10 +1,11 @@
-"""What all groups share: checks of arguments, flat views of tensors, and the signature of an operation.
+"""What all groups share: checks of arguments, flat views, the signature of an operation, and the first error.
 
 A signature is an operation as one number: ranks compare it, and a message names both sides where they differ.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands.errors import BadInput
+from manyhands.errors import BadInput, ManyhandsError
 from manyhands.transport.frame import DTYPES
 
 MEAN_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -91,6 +92,11 @@ def bits_bytes(bits: int) -> bytes:
     return bits.to_bytes((bits.bit_length() + 7) // 8, "little") if bits else b""
 
 
+def bits_of(blob: bytes | bytearray | memoryview) -> int:
+    """The number that `bits_bytes` wrote."""
+    return int.from_bytes(blob, "little")
+
+
 def flattened(tensor: Tensor) -> Tensor:
     """[n] the elements in order: a view where the tensor is contiguous, else a copy. Its stride is 1."""
     flat = tensor.detach().reshape(-1).contiguous()
@@ -139,3 +145,48 @@ def describe(number: int, n: int) -> str:
 def itemsize(number: int) -> int:
     """Bytes an element of a signature's dtype."""
     return DTYPES[number >> 8 & 0xFF].itemsize
+
+
+class FirstError:
+    """Remembers the error that made a group unusable, and raises it at every later call.
+
+    A copy is kept, since a raised error holds its frames and their tensors.
+    """
+
+    _error: ManyhandsError | None = None
+
+    def check(self) -> None:
+        """Raise the error, if there is one."""
+        if self._error is not None:
+            raise copy.copy(self._error)
+
+    def fail(self, error: ManyhandsError) -> ManyhandsError:
+        """Remember the error, unless there was one before; returns it."""
+        if self._error is None:
+            self._error = copy.copy(error)
+            self._failed(error)
+        return error
+
+    def _failed(self, error: ManyhandsError) -> None:
+        """For subclasses: called once, with the error that counts."""
+
+
+def closed() -> ManyhandsError:
+    """The error of a group that was closed."""
+    return ManyhandsError("this group was closed; make a new one")
+
+
+def different_operations(step: int, rank: int, own: object, peer: int, theirs: object) -> ManyhandsError:
+    """The error of ranks that do not call the same; `own` and `theirs` as `describe` gives them."""
+    return ManyhandsError(
+        f"all workers of a group call the same operations in the same order; at step {step} "
+        f"worker {rank} called {own} and worker {peer} {theirs}: look for a branch that not all of them take"
+    )
+
+
+def other_message(step: int, rank: int, expected: str, source: int, came: str) -> ManyhandsError:
+    """The error of a `receive_` that does not fit the `send`."""
+    return ManyhandsError(
+        f"worker {rank} expected {expected} from worker {source} at step {step}; {came} came: "
+        "give send and receive_ tensors of the same shape and dtype"
+    )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from manyhands.comm.checks import check_mean
-from manyhands.comm.codecs.base import NO_HINTS, Codec, Hints, LinearCodec, computed, decoded, encoded
+from manyhands.comm.codecs.base import NO_HINTS, Codec, Hints, LinearCodec, computed
 from manyhands.comm.group import Group, MeanResult
 from manyhands.errors import ManyhandsError, is_whole
 
@@ -61,7 +61,7 @@ def _gathered(
     codec: Codec, group: Group, vector: Tensor, weight: float, bits: int, hints: Hints, own: Tensor | None
 ) -> MeanResult:
     payload = codec.encode(vector if weight else torch.zeros_like(vector), hints)
-    encoded(group, codec, len(vector), len(payload))
+    group.encoded(codec.name, len(vector), len(payload))
     words = group.all_gather_json([weight, f"{bits:x}", len(payload)])
     for rank, word in enumerate(words):
         _check(word, rank, codec.lengths(len(vector), vector.dtype))
@@ -83,5 +83,5 @@ def _gathered(
     assert mean is not None  # total.weight is positive
     vector.copy_(mean)
     counted = [length for share, _, length in words if share]
-    decoded(group, codec, len(vector), sum(counted), len(counted))
+    group.decoded(codec.name, len(vector), sum(counted), len(counted))
     return total

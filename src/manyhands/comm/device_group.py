@@ -7,7 +7,6 @@ host group's rendezvous, which notices a lost peer and a mismatch before the GPU
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -19,13 +18,24 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, Store
 from typing_extensions import override
 
-from manyhands.comm.checks import check_mean, check_rank, check_sum, describe, flattened, restore, signature, slice_of
+from manyhands.comm.checks import (
+    FirstError,
+    check_mean,
+    check_rank,
+    check_sum,
+    describe,
+    different_operations,
+    flattened,
+    restore,
+    signature,
+    slice_of,
+)
 from manyhands.comm.group import Done, Group, MeanResult, Work
 from manyhands.comm.ledger import Ledger
 from manyhands.comm.reducing import added_up_as, shares_of
-from manyhands.errors import ManyhandsError, PeerLost
+from manyhands.comm.torch_group import count_ring, put_back, summed_as
+from manyhands.errors import PeerLost
 
-_SUMMED = (torch.float32, torch.float64, torch.int32, torch.int64)  # what every backend adds up
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 INTERFACE = "NCCL_SOCKET_IFNAME"  # nccl's variable: where it listens
 
@@ -37,7 +47,7 @@ def has_own_gpu(wanted: str, workers_here: int, gpus: int) -> bool:
     return wanted.startswith("cuda") and workers_here == 1
 
 
-class DeviceGroup(Group):
+class DeviceGroup(FirstError, Group):
     """The ranks of `host` (the group's own from now on), which also meet in `backend`, a backend of torch.distributed.
 
     Means, sums, all_gather and broadcast_ of tensors on `device` go through the backend; all else through `host`,
@@ -52,7 +62,6 @@ class DeviceGroup(Group):
     def __init__(self, host: Group, backend: Any, device: torch.device, timeout_s: float = 300.0) -> None:
         self._host, self._backend, self._device = host, backend, device
         self._timeout = timedelta(seconds=timeout_s)
-        self._error: ManyhandsError | None = None
         self.rank, self.size = host.rank, host.size
 
     @property
@@ -93,10 +102,8 @@ class DeviceGroup(Group):
             return self._through().start_mean_(tensor, weight, bits, lost)
         check_mean(tensor, weight, bits, lost)
         words = self._meet("mean_", tensor, words=[float(weight), f"{bits:x}"])
-        weights, everybodys_bits = [word[0] for word in words], 0
-        for word in words:
-            everybodys_bits |= int(word[1], 16)
-        total = MeanResult(sum(weights), everybodys_bits)
+        weights = [word[0] for word in words]
+        total = MeanResult.of(weights, (int(word[1], 16) for word in words))
         if lost is not None:
             lost.zero_()
         if self.size == 1 or not total.weight or not tensor.numel():
@@ -107,7 +114,7 @@ class DeviceGroup(Group):
             wide = torch.zeros_like(wide)  # what it held may be NaN
         else:
             wide.mul_(share)
-        return _Mean(self, tensor, wide, lost, total, self._sum("mean_", wide, flat))
+        return _Mean(self, tensor, wide, lost, total, self._sum("mean_", wide))
 
     @override
     def all_reduce_(self, tensor: Tensor) -> None:
@@ -196,8 +203,7 @@ class DeviceGroup(Group):
 
     def _through(self) -> Group:
         """The host group, unless this group is unusable."""
-        if self._error is not None:
-            raise copy.copy(self._error)
+        self.check()
         return self._host
 
     def _meet(self, operation: str, tensor: Tensor, source: int = 0, words: Sequence[Any] = ()) -> list[list[Any]]:
@@ -210,11 +216,8 @@ class DeviceGroup(Group):
             raise PeerLost(lost.rank, lost.host, operation, self.step, lost.seconds, lost.why) from lost
         for rank, theirs in enumerate(everybodys):
             if theirs[:2] != [number, n]:
-                self._error = ManyhandsError(
-                    f"all workers of a group call the same operations in the same order; at step {self.step} worker {self.rank} called "
-                    f"{describe(number, n)} and worker {rank} {describe(*theirs[:2])}: look for a branch that not all of them take"
-                )
-                raise copy.copy(self._error)
+                own, other = describe(number, n), describe(*theirs[:2])
+                raise self.fail(different_operations(self.step, self.rank, own, rank, other))
         return [theirs[2:] for theirs in everybodys]
 
     def _summed(self, operation: str, tensor: Tensor) -> Tensor:
@@ -222,24 +225,15 @@ class DeviceGroup(Group):
         check_sum(tensor)
         self._meet(operation, tensor)
         flat = flattened(tensor)
-        total = flat.to(_summed_as(flat.dtype), copy=True)
+        total = flat.to(summed_as(flat.dtype), copy=True)
         if total.numel() and self.size > 1:
-            self.wait(self._sum(operation, total, flat))
+            self.wait(self._sum(operation, total))
         return total.to(flat.dtype)
 
-    def _sum(self, operation: str, wide: Tensor, flat: Tensor) -> Any:
+    def _sum(self, operation: str, wide: Tensor) -> Any:
         """Begin to add up `wide` in place."""
-        low, high = slice_of(self.rank, self.size, flat.numel())
-        nbytes = 2 * (flat.numel() - (high - low)) * wide.dtype.itemsize
-        self.ledger.add(operation, nbytes, messages=2 * (self.size - 1))
+        count_ring(self, operation, wide)
         return self._backend.allreduce([wide])
-
-
-def _summed_as(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums are taken."""
-    if dtype in _SUMMED:
-        return dtype
-    return torch.float32 if dtype.is_floating_point else torch.int64
 
 
 class _Mean(Work):
@@ -256,10 +250,7 @@ class _Mean(Work):
         if self._work is not None:
             self._group.wait(self._work)
             self._work = None
-            if self._wide.data_ptr() != self._tensor.data_ptr():
-                self._tensor.detach().copy_(self._wide.view(self._tensor.shape))
-            if self._lost is not None and self._group.rank == 0:
-                self._lost.copy_(self._wide.view(self._tensor.shape) - self._tensor)
+            put_back(self._wide, self._tensor, self._lost if self._group.rank == 0 else None)
         return self._total
 
 

@@ -7,6 +7,7 @@ no progress for `timeout_s`, every waiting rank raises `PeerLost`, and the group
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,16 @@ class MeanResult:
 
     weight: float
     bits: int
+
+    @classmethod
+    def of(cls, weights: Iterable[float], bits: Iterable[int]) -> MeanResult:
+        """Of what each rank gave, added up in rank order."""
+        total, union = 0.0, 0
+        for weight in weights:
+            total += weight
+        for own in bits:
+            union |= own
+        return cls(total, union)
 
 
 class Work(ABC):
@@ -134,6 +145,15 @@ class Group(ABC):
         raise Unsupported(
             f"{type(self).__name__} has no memory that all workers see: run them on one machine, with engine local"
         )
+
+    def encoded(self, codec: str, n: int, nbytes: int) -> None:  # noqa: B027
+        """An [n] has become a payload of so many bytes: for groups that time what codecs compute, or simulate it.
+
+        What a rank does besides, such as adding residuals and decoding its own payload, goes with the encoding.
+        """
+
+    def decoded(self, codec: str, n: int, nbytes: int, payloads: int = 1) -> None:  # noqa: B027
+        """Payloads of so many bytes together became the mean [n]. Linear codecs decode one payload, the mean's."""
 
     @abstractmethod
     def close(self) -> None:

@@ -6,7 +6,6 @@ leaders is told on each host in the third, and the other way round, so that all 
 
 from __future__ import annotations
 
-import copy
 import json
 import threading
 from collections.abc import Callable, Sequence
@@ -17,7 +16,17 @@ from torch import Tensor
 from typing_extensions import override
 
 from manyhands.comm.background import Background
-from manyhands.comm.checks import check_mean, check_peer, check_rank, check_sum, check_swap, json_bytes, slice_of
+from manyhands.comm.checks import (
+    FirstError,
+    check_mean,
+    check_peer,
+    check_rank,
+    check_sum,
+    check_swap,
+    closed,
+    json_bytes,
+    slice_of,
+)
 from manyhands.comm.group import Group, MeanResult, Work
 from manyhands.comm.ledger import Ledger
 from manyhands.comm.ring.group import RingGroup
@@ -28,7 +37,7 @@ _CLOSING_S = 5.0
 T = TypeVar("T")
 
 
-class HierarchicalGroup(Group):
+class HierarchicalGroup(FirstError, Group):
     """Workers on several hosts; one thread of a process may use it at a time.
 
     layout: the ranks of each host, in order: ((0, 1), (2, 3, 4)). local: this host's group, in that order. across: the
@@ -77,7 +86,6 @@ class HierarchicalGroup(Group):
         self.local, self.across, self._direct = local, across, direct
         self._hosts = list(hosts) or [f"host {number}" for number in range(len(self._layout))]
         self._background = Background("manyhands-hierarchical")
-        self._error: ManyhandsError | None = None
         self._home = threading.get_ident()
 
     # -- the contract ------------------------------------------------------------------------------------------------
@@ -90,7 +98,7 @@ class HierarchicalGroup(Group):
     @override
     def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Work:
         check_mean(tensor, weight, bits, lost)
-        self._check()
+        self.check()
         return self._background.start(lambda: self._mean(tensor, float(weight), bits, lost))
 
     @override
@@ -122,7 +130,7 @@ class HierarchicalGroup(Group):
                 self._here(lambda part=part: self.local.broadcast_(part, 0))  # type: ignore[misc]
         others = self.local.size - 1
         spread = others * (self.size - self.local.size) if self.across else 0
-        self._count("all_gather", (others + spread) * _bytes(tensor), with_own)
+        self._count("all_gather", (others + spread) * tensor.nbytes, with_own)
         return result
 
     @override
@@ -147,7 +155,7 @@ class HierarchicalGroup(Group):
         if self._host != there:
             self._here(lambda: self.local.broadcast_(tensor, 0))
         if self.local.rank == first:
-            self._count("broadcast_", (self.local.size - 1) * _bytes(tensor), before)
+            self._count("broadcast_", (self.local.size - 1) * tensor.nbytes, before)
         elif self.across is not None:
             self._count("broadcast_", 0, before)
 
@@ -157,7 +165,7 @@ class HierarchicalGroup(Group):
         self._begin()
         group, peer = self._way_to(target)
         self._point_to_point(group, lambda: group.send(tensor, peer))
-        self.ledger.add("send", _bytes(tensor))
+        self.ledger.add("send", tensor.nbytes)
 
     @override
     def receive_(self, tensor: Tensor, source: int) -> None:
@@ -176,7 +184,7 @@ class HierarchicalGroup(Group):
         check_swap(tensor, target, into, source, self.rank, self.size)
         self._begin()
         self._point_to_point(direct, lambda: direct.swap(tensor, target, into, source))
-        self.ledger.add("send", _bytes(tensor))
+        self.ledger.add("send", tensor.nbytes)
 
     @override
     def barrier(self) -> None:
@@ -205,7 +213,7 @@ class HierarchicalGroup(Group):
     @override
     def close(self) -> None:
         """As the contract. A mean that does not end within seconds keeps its sockets until the process ends."""
-        self._error = self._error or ManyhandsError("this group was closed; make a new one")
+        self._error = self._error or closed()
         if self._background.close(_CLOSING_S):
             for group in (self.across, self._direct, self.local):
                 if group is not None:
@@ -214,7 +222,7 @@ class HierarchicalGroup(Group):
     # -- how ---------------------------------------------------------------------------------------------------------
 
     def _mean(self, tensor: Tensor, weight: float, bits: int, lost: Tensor | None) -> MeanResult:
-        self._check()
+        self.check()
         before = self._sent()
         host = self._here(lambda: self.local.mean_(tensor, weight, bits, lost), count_waiting=True)
         total, failed = MeanResult(0.0, 0), None
@@ -232,7 +240,7 @@ class HierarchicalGroup(Group):
             lost.mul_(host.weight / spread.weight)  # of the host's mean, which counts so much
             if lost_across is not None:
                 lost.add_(lost_across)
-        self._count("mean_", self._up_and_down() * _bytes(tensor), before)
+        self._count("mean_", self._up_and_down() * tensor.nbytes, before)
         return MeanResult(spread.weight, spread.bits >> 1)
 
     def _sum(self, tensor: Tensor, operation: str) -> None:
@@ -240,7 +248,7 @@ class HierarchicalGroup(Group):
         self._here(lambda: self.local.all_reduce_(tensor), count_waiting=True)
         self._between(lambda across: across.all_reduce_(tensor))
         self._here(lambda: self.local.broadcast_(tensor, 0))
-        self._count(operation, self._up_and_down() * _bytes(tensor), before)
+        self._count(operation, self._up_and_down() * tensor.nbytes, before)
 
     def _up_and_down(self) -> int:
         """How often this rank sends a tensor on its host: to the leader, or from it to all."""
@@ -264,11 +272,7 @@ class HierarchicalGroup(Group):
 
     def _begin(self) -> None:
         self._background.drain()
-        self._check()
-
-    def _check(self) -> None:
-        if self._error is not None:
-            raise copy.copy(self._error)
+        self.check()
 
     def _here(self, action: Callable[[], T], count_waiting: bool = False) -> T:
         """A phase among the workers of this host."""
@@ -278,7 +282,7 @@ class HierarchicalGroup(Group):
         except BadInput:
             raise
         except ManyhandsError as error:
-            raise self._fail(self._named(error)) from error
+            raise self.fail(self._named(error)) from error
         if count_waiting and self._at_home():
             self.waited_s += self.local.waited_s - waited
         return value
@@ -311,9 +315,9 @@ class HierarchicalGroup(Group):
         """The leader's error, if it has one, is raised on all workers of the host."""
         fields = self._here(lambda: self.local.all_gather_json(None if lost is None else _notice_of(lost)))[0]
         if lost is not None:
-            raise self._fail(lost)
+            raise self.fail(lost)
         if fields is not None:
-            raise self._fail(_error_of(fields, self.step))
+            raise self.fail(_error_of(fields, self.step))
 
     def _point_to_point(self, group: Group, action: Callable[[], None]) -> None:
         if group is self.local:
@@ -325,16 +329,14 @@ class HierarchicalGroup(Group):
         except BadInput:
             raise
         except ManyhandsError as error:
-            raise self._fail(error) from error
+            raise self.fail(error) from error
 
-    def _fail(self, error: ManyhandsError) -> ManyhandsError:
-        """This group is unusable from now on, and the other leaders know why."""
-        if self._error is None:
-            self._error = copy.copy(error)
-            for group in (self.across, self._direct):
-                if group is not None:
-                    group.abandon(error)
-        return error
+    @override
+    def _failed(self, error: ManyhandsError) -> None:
+        """The other leaders learn why this group is unusable from now on."""
+        for group in (self.across, self._direct):
+            if group is not None:
+                group.abandon(error)
 
     def _named(self, error: ManyhandsError) -> ManyhandsError:
         """The local group's error, with the rank that the worker has in this one."""
@@ -357,10 +359,6 @@ class HierarchicalGroup(Group):
         if self.size > 1:
             sent, messages = self._sent()
             self.ledger.add(operation, nbytes + sent - before[0], (1 if nbytes else 0) + messages - before[1])
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.dtype.itemsize
 
 
 def _notice_of(error: ManyhandsError) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import struct
 import time
@@ -17,12 +16,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from manyhands.comm.checks import (
+    FirstError,
     bits_bytes,
+    bits_of,
     check_mean,
     check_peer,
     check_rank,
     check_sum,
     check_swap,
+    closed,
     flattened,
     json_bytes,
     restore,
@@ -30,7 +32,7 @@ from manyhands.comm.checks import (
 )
 from manyhands.comm.group import Group, MeanResult, Work
 from manyhands.comm.ledger import Ledger
-from manyhands.errors import BadInput, ManyhandsError, PeerLost
+from manyhands.errors import BadInput, PeerLost
 
 _INLINE = 112  # bytes of bits beside a weight; more take an exchange of their own
 _CONTROL = struct.Struct("<dq")
@@ -49,7 +51,7 @@ _LOST = (
 )
 
 
-class TorchGroup(Group):
+class TorchGroup(FirstError, Group):
     """The ranks of a torch.distributed process group (None: the default one), which stays the caller's.
 
     device: where `allocate` makes tensors, which need no copies under nccl only if they are on the GPU.
@@ -82,7 +84,6 @@ class TorchGroup(Group):
         self._control = self._process_group
         if dist.get_backend(self._process_group) != "gloo":
             self._control = dist.new_group(self._ranks, backend="gloo", timeout=timedelta(seconds=timeout_s))
-        self._error: ManyhandsError | None = None
 
     # -- the contract ------------------------------------------------------------------------------------------------
 
@@ -171,7 +172,7 @@ class TorchGroup(Group):
         """As the contract says; the process group given stays open."""
         if self._error is None and self._control is not self._process_group:
             dist.destroy_process_group(self._control)
-        self._error = self._error or ManyhandsError("this group was closed; make a new one")
+        self.fail(closed())
 
     # -- for this file -----------------------------------------------------------------------------------------------
 
@@ -187,8 +188,7 @@ class TorchGroup(Group):
     @contextmanager
     def watching(self, operation: str, peer: int = -1) -> Iterator[None]:
         """Turn torch's errors that mean a lost peer into PeerLost; raise it again for ever after."""
-        if self._error is not None:
-            raise copy.copy(self._error)
+        self.check()
         start = time.perf_counter()
         try:
             yield
@@ -197,9 +197,8 @@ class TorchGroup(Group):
                 raise
             rank = 1 - self.rank if self.size == 2 else peer
             host, why = "an unknown host", f"is gone or silent (torch.distributed: {str(error).splitlines()[0]})"
-            lost = PeerLost(rank, host, operation, self.step, time.perf_counter() - start, why)
-            self._error = copy.copy(lost)  # a raised error holds its frames and their tensors
-            raise lost from error
+            seconds = time.perf_counter() - start
+            raise self.fail(PeerLost(rank, host, operation, self.step, seconds, why)) from error
 
     def gather(self, data: Tensor, into: Tensor, operation: str) -> None:
         """uint8 [n] of every rank -> `into` [size, n]."""
@@ -219,18 +218,12 @@ class TorchGroup(Group):
     def _sum(self, tensor: Tensor, operation: str) -> Tensor:
         """[n] the sum over ranks, in a tensor of its own."""
         flat = flattened(tensor)
-        total = flat.to(_summed_as(tensor.dtype), copy=True)
+        total = flat.to(summed_as(tensor.dtype), copy=True)
         if total.numel() and self.size > 1:
             with self.watching(operation):
                 self.wait(dist.all_reduce(total, group=self.group_for(tensor), async_op=True))
-            self.count_ring(operation, flat)
+            count_ring(self, operation, flat)
         return total
-
-    def count_ring(self, operation: str, flat: Tensor) -> None:
-        """Add what this rank sends of `flat` in a ring."""
-        low, high = slice_of(self.rank, self.size, flat.numel())
-        nbytes = 2 * (flat.numel() - (high - low)) * flat.dtype.itemsize
-        self.ledger.add(operation, nbytes, messages=2 * (self.size - 1))
 
 
 class _Mean(Work):
@@ -239,7 +232,7 @@ class _Mean(Work):
     def __init__(self, group: TorchGroup, tensor: Tensor, weight: float, blob: bytes, lost: Tensor | None) -> None:
         self._group, self._tensor, self._blob = group, tensor, blob
         self._lost = None if lost is None else lost.zero_()
-        self._total: MeanResult | None = MeanResult(weight, int.from_bytes(blob, "little")) if group.size == 1 else None
+        self._total: MeanResult | None = MeanResult(weight, bits_of(blob)) if group.size == 1 else None
         if self._total is None:
             with group.watching("mean_"):
                 self._start(weight)
@@ -262,7 +255,7 @@ class _Mean(Work):
 
     def _weighted(self, weight: float) -> Tensor:
         """[n] weight·tensor: in the tensor's own memory where that can be undone or need not be, else in new memory."""
-        dtype = _summed_as(self._tensor.dtype) if self._lost is None else self._lost.dtype
+        dtype = summed_as(self._tensor.dtype) if self._lost is None else self._lost.dtype
         flat = flattened(self._tensor)
         if not weight:  # zeros, not 0·tensor, which may be NaN; and if all have weight 0 the tensor stays as it is
             return torch.zeros_like(flat, dtype=dtype)
@@ -278,12 +271,9 @@ class _Mean(Work):
         total = self._read_words()
         if total.weight and len(self._shares):
             mean = self._shares.div_(total.weight)
-            if mean.data_ptr() != self._tensor.data_ptr():
-                self._tensor.detach().copy_(mean.view(self._tensor.shape))
-            if self._lost is not None and group.rank == 0:
-                self._lost.copy_(mean.view(self._tensor.shape) - self._tensor)
+            put_back(mean, self._tensor, self._lost if group.rank == 0 else None)
         if len(self._shares):
-            group.count_ring("mean_", self._shares)
+            count_ring(group, "mean_", self._shares)
         return total
 
     def _read_words(self) -> MeanResult:
@@ -292,18 +282,28 @@ class _Mean(Work):
         blobs = [row[_CONTROL.size : _CONTROL.size + length] for row, length in zip(rows, lengths, strict=True)]
         if max(lengths) > _INLINE:
             blobs = self._group.gather_bytes(self._blob, "mean_")
-        total, bits = 0.0, 0
-        for weight, blob in zip(weights, blobs, strict=True):
-            total += weight
-            bits |= int.from_bytes(blob, "little")
-        return MeanResult(total, bits)
+        return MeanResult.of(weights, map(bits_of, blobs))
 
 
-def _summed_as(dtype: torch.dtype) -> torch.dtype:
+def summed_as(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which sums are taken: gloo knows few, and 16-bit floats lose too much."""
-    if dtype.is_floating_point:
-        return dtype if dtype in _SUMMED_AS_THEY_ARE else torch.float32
-    return dtype if dtype in _SUMMED_AS_THEY_ARE else torch.int64
+    if dtype in _SUMMED_AS_THEY_ARE:
+        return dtype
+    return torch.float32 if dtype.is_floating_point else torch.int64
+
+
+def put_back(wide: Tensor, tensor: Tensor, lost: Tensor | None) -> None:
+    """The mean `wide` [n] into the tensor, whose own memory it may be; `lost` gets what rounding it takes away."""
+    restore(wide, tensor)
+    if lost is not None:
+        lost.copy_(wide.view(tensor.shape) - tensor)
+
+
+def count_ring(group: Group, operation: str, flat: Tensor) -> None:
+    """Add what this rank sends of `flat` in a ring."""
+    low, high = slice_of(group.rank, group.size, flat.numel())
+    nbytes = 2 * (flat.numel() - (high - low)) * flat.dtype.itemsize
+    group.ledger.add(operation, nbytes, messages=2 * (group.size - 1))
 
 
 def _sendable(flat: Tensor) -> Tensor:

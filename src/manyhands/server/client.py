@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,12 +11,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.comm.checks import bits_bytes, check_mean, slice_of
+from manyhands.comm.checks import FirstError, bits_bytes, bits_of, check_mean, slice_of
 from manyhands.comm.ledger import Ledger
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.server.base import Encoded, Pushed, Server, ServerSpec, ServerState
 from manyhands.server.line import Line
-from manyhands.server.protocol import SMALL_BYTES, Kind, about, bits_of
+from manyhands.server.protocol import SMALL_BYTES, Kind, about
 from manyhands.server.sharding import check_encoded, codec_for, cut, joined, parts_of
 from manyhands.server.store import Applied, Dropped, Held
 from manyhands.transport.channel import Channel
@@ -84,7 +83,7 @@ class ServerClient(Server):
         self.ledger.add(operation, vector.nbytes, self.shards)
 
 
-class ServedServer(ServerClient):
+class ServedServer(FirstError, ServerClient):
     """What a worker gets as `worker.server`. Raises ShardLost (a PeerLost) as soon as a shard is gone; then it is
     unusable. Every request goes to all shards before the first answer is awaited.
 
@@ -105,7 +104,6 @@ class ServedServer(ServerClient):
         self._lines = [Line(shard, channel, hosts, memory_from) for shard, channel in enumerate(channels)]
         self._like: tuple[int, torch.dtype] | None = None  # elements and dtype of the center
         self._answer: Tensor | None = None  # [D'] where the shards' answers are put together
-        self._error: ManyhandsError | None = None
 
     @override
     def initialize(self, center: Tensor) -> None:
@@ -173,9 +171,9 @@ class ServedServer(ServerClient):
 
     def _answers(self, *kinds: Kind) -> list[Frame]:
         """One of each shard; a shard that is gone is noticed also while another one waits for workers."""
-        return [line.answer(*kinds, meanwhile=self._check) for line in self._lines]
+        return [line.answer(*kinds, meanwhile=self._check_shards) for line in self._lines]
 
-    def _check(self) -> None:
+    def _check_shards(self) -> None:
         for line in self._lines:
             line.check()
 
@@ -253,12 +251,11 @@ class ServedServer(ServerClient):
     @contextmanager
     def _turn(self) -> Iterator[None]:
         """Around all that talks: after an error the connections are out of step, and only the error is left."""
-        if self._error is not None:
-            raise copy.copy(self._error)
+        self.check()
         try:
             yield
         except ManyhandsError as error:
-            self._error = copy.copy(error)  # a copy, since a raised error holds its frames and their tensors
+            self.fail(error)
             raise
         finally:
             self.waited_s = sum(line.waited_s for line in self._lines)

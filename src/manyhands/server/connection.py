@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands.comm.checks import bits_bytes
+from manyhands.comm.checks import bits_bytes, bits_of
 from manyhands.errors import BadInput, ManyhandsError
-from manyhands.server.protocol import Kind, VectorPlace, bits_of, dtype_of, snapshot_of
+from manyhands.server.protocol import Kind, VectorPlace, dtype_of, snapshot_of
 from manyhands.server.published import make_outbox, map_outbox
 from manyhands.server.shard import Shard, WorkersLate
 from manyhands.server.sharding import codec_for

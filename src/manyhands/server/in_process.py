@@ -6,6 +6,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,20 @@ Act = Callable[[Store], Any]
 """What a call does with one shard's store: its answer, or HELD."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What a call needs besides its acts. Each sequence has a number for each shard, and takes simulated time."""
+
+    needs_center: bool = False  # it waits for the first one
+    sends: Sequence[int] = ()  # bytes that travel to the shard
+    work: Sequence[int] = ()  # bytes that the shard goes through
+    decode_s: Sequence[float] = ()  # seconds before that
+    again: bool = False  # the store itself knows a request that comes again
+
+
+NO_LOAD = Load()
+
+
 class StoreClient(ServerClient):
     """The client of stores in this process. Each call is one act a shard; `_ask` brings them to the stores."""
 
@@ -36,25 +51,14 @@ class StoreClient(ServerClient):
         self._closed = False
 
     @abstractmethod
-    def _ask(
-        self,
-        operation: str,
-        acts: Sequence[Act],
-        *,
-        sends: Sequence[int] = (),
-        work: Sequence[int] = (),
-        needs_center: bool = False,
-    ) -> list[Any]:
-        """Do one act a shard, after there is a first center if it `needs_center`; their answers.
-
-        sends, work: bytes that travel to each shard, and that it goes through. They take simulated time.
-        """
+    def _ask(self, operation: str, acts: Sequence[Act], load: Load = NO_LOAD) -> list[Any]:
+        """Do one act a shard; their answers."""
 
     @override
     def initialize(self, center: Tensor) -> None:
         parts = parts_of(center.detach(), self.shards)
         acts = [partial(_initialize, part) for part in parts]
-        self._ask("initialize", acts, sends=[part.nbytes for part in parts])
+        self._ask("initialize", acts, Load(sends=[part.nbytes for part in parts]))
         self._count("initialize", center)
 
     @override
@@ -73,7 +77,7 @@ class StoreClient(ServerClient):
     def restore(self, snapshot: ServerState) -> None:
         pieces = cut(snapshot, self.shards)
         sizes = [sum(vector.nbytes for vector in vectors.values()) for vectors, _ in pieces]
-        self._ask("restore", [partial(_restore, *piece) for piece in pieces], sends=sizes)
+        self._ask("restore", [partial(_restore, *piece) for piece in pieces], Load(sends=sizes))
 
     @override
     def close(self) -> None:
@@ -94,7 +98,7 @@ class StoreClient(ServerClient):
 
         parts = parts_of(into.detach(), self.shards)
         acts = [partial(read, part) for part in parts]
-        versions = self._ask(operation, acts, work=[part.nbytes for part in parts], needs_center=True)
+        versions = self._ask(operation, acts, Load(needs_center=True, work=[part.nbytes for part in parts]))
         self._count(operation, into)
         return versions
 
@@ -111,12 +115,13 @@ class StoreClient(ServerClient):
             return HELD if isinstance(original, Held) and store.rule.answers else original
 
         parts = self._parts(update, weight, bits)
-        replies: list[PushReply] = self._ask_push(update, parts, [partial(push, part) for part in parts])
+        acts = [partial(push, part) for part in parts]
+        replies: list[PushReply] = self._ask("push", acts, self._load_of_push(update, parts))
         answers = [reply.answer for reply in replies if not isinstance(reply, Held) and reply.answer is not None]
         return replies, torch.cat(answers) if answers else None  # of its own, since a shard's may be everybody's
 
-    def _ask_push(self, update: Tensor | Encoded, parts: Sequence[Tensor], acts: Sequence[Act]) -> list[Any]:
-        return self._ask("push", acts)
+    def _load_of_push(self, update: Tensor | Encoded, parts: Sequence[Tensor]) -> Load:
+        return NO_LOAD
 
     @override
     def _tick(self, bits: int) -> int:
@@ -202,17 +207,9 @@ class _Client(StoreClient):
         self._servers = servers
 
     @override
-    def _ask(
-        self,
-        operation: str,
-        acts: Sequence[Act],
-        *,
-        sends: Sequence[int] = (),
-        work: Sequence[int] = (),
-        needs_center: bool = False,
-    ) -> list[Any]:
+    def _ask(self, operation: str, acts: Sequence[Act], load: Load = NO_LOAD) -> list[Any]:
         with self._servers.changed:
-            if needs_center:
+            if load.needs_center:
                 self._await_center(operation)
             answers = [act(store) for act, store in zip(acts, self._stores, strict=True)]
             self._servers.deliver()

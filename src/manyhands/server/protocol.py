@@ -113,8 +113,3 @@ def snapshot_of(blob: bytes | memoryview, workers: int) -> tuple[list[str], dict
     if not isinstance(numbers, dict) or not is_whole(numbers.get("version"), 0):
         raise FrameError(f"expected numbers with a version of at least 0; got {numbers!r:.200}")
     return names, numbers
-
-
-def bits_of(blob: bytes | memoryview) -> int:
-    """The non-negative number that `comm.checks.bits_bytes` wrote."""
-    return int.from_bytes(blob, "little")

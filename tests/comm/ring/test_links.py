@@ -26,7 +26,7 @@ def make():
     """Links of rank 0 of `size`, and the other ends by peer."""
     made = []
 
-    def links_and_ends(size=4, timeout_s=0.05, busy=lambda rank: False):
+    def links_and_ends(size=4, timeout_s=0.05):
         pairs = {peer: socket.socketpair() for peer in range(1, size)}
         links = Links(
             0,
@@ -34,7 +34,6 @@ def make():
             names=[10 * rank for rank in range(size)],
             hosts=[f"host-{rank}" for rank in range(size)],
             timeout_s=timeout_s,
-            busy=busy,
         )
         ends = {peer: Link(0, there) for peer, (_, there) in pairs.items()}
         made.extend([links, *ends.values()])
@@ -103,19 +102,6 @@ def test_one_that_went_on_after_it_waited_is_not_excused(make):
     assert links.header(2).kind == CHUNK  # the notice is passed over
     with pytest.raises(PeerLost, match="worker 20"):
         links.header(2)
-
-
-def test_who_is_known_to_be_busy_gets_as_long_again(make):
-    asked = []
-
-    def busy(rank):
-        asked.append(rank)
-        return len(asked) < 3
-
-    links, _ = make(busy=busy)
-    with pytest.raises(PeerLost, match="worker 10"):
-        links.header(1)
-    assert asked == [10, 10, 10]
 
 
 def test_a_death_is_noticed_whoever_is_awaited(make):
@@ -198,12 +184,16 @@ def test_one_that_left_without_reading_is_known_at_once(make):
     assert [kind for kind, _ in _said(ends[1])] == [GAVE_UP]  # and nobody heard that it is awaited
 
 
-def test_one_that_left_is_no_reason_not_to_send_to_others(make):
-    def busy(rank):
-        _say(ends[1], Frame(kind=CHUNK))
-        return True
+def test_one_that_left_is_no_reason_not_to_send_to_others(make, monkeypatch):
+    links, ends = make(size=3, timeout_s=0.5)
+    say_waiting = links._say_waiting
 
-    links, ends = make(size=3, busy=busy)
+    def comes_late(awaited):
+        say_waiting(awaited)
+        links.push()
+        _say(ends[1], Frame(kind=CHUNK))
+
+    monkeypatch.setattr(links, "_say_waiting", comes_late)
     _say(ends[2], notice(LEFT, {}))
     ends[2].close()
     assert links.header(1).kind == CHUNK

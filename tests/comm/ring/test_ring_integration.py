@@ -187,18 +187,6 @@ def test_a_peer_that_stops_in_the_middle_is_named_by_all():
     assert [outcomes[rank].value for rank in (0, 2, 3)] == [1, 1, 1]
 
 
-def _busy(group):
-    group.barrier()
-    if group.rank == 1:
-        time.sleep(1.0)
-    group.mean_(tensor := torch.full((10,), float(group.rank)))
-    return float(tensor[0])
-
-
-def test_a_peer_known_to_be_busy_is_waited_for():
-    assert values(on_ring(2, _busy, timeout_s=0.3, busy=lambda rank: rank == 1)) == [0.5, 0.5]
-
-
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_different_calls_are_told_to_all_with_both_sides(what):
     expect_told(on_ring(3, different(what), timeout_s=10), what)

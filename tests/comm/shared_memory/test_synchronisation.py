@@ -67,19 +67,6 @@ def test_silence_is_an_error_that_all_learn(boards):
         _waiting(boards[2]).until(0, ARRIVED, 1, "mean_", 7)
 
 
-def test_a_busy_peer_gets_more_time(boards):
-    asked = []
-
-    def busy(rank):
-        asked.append(rank)
-        if len(asked) == 3:
-            boards[1].raise_to(ARRIVED, 1)
-        return True
-
-    _waiting(boards[0], timeout_s=0.02, busy=busy).until(1, ARRIVED, 1, "mean_", 0)
-    assert asked == [1, 1, 1]
-
-
 def test_a_peer_that_left_is_an_error_only_for_what_it_did_not_do(boards):
     boards[1].raise_to(ARRIVED, 3)
     boards[1].raise_to(STATE, CLOSED)

@@ -99,10 +99,10 @@ def test_a_codec_takes_what_is_said_times_the_workers_factor():
     """Whatever the numbers behind its name; shards have no factor, and codecs of which nothing is said are free."""
     compute = Compute.parse("topk=2/1/4/3,1=3x")
     for text in ("topk:0.01", "topk:0.5"):
-        codec = codec_of(text)
+        codec = codec_of(text).name
         assert compute.coding(codec, 0) == compute.coding(codec, -2) == Coding(2.0, 1.0, 4.0, 3.0)
         assert compute.coding(codec, 1) == Coding(6.0, 3.0, 12.0, 9.0)
-    assert compute.coding(codec_of("bf16"), 1) == FREE
+    assert compute.coding("bf16", 1) == FREE
 
 
 @pytest.mark.parametrize("name", CODECS)

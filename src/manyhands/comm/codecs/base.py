@@ -88,33 +88,6 @@ class LinearCodec(Codec):
         """As `compressed_mean_`, which calls it on groups of several ranks, `own` included."""
 
 
-class TimedGroup(Group):
-    """A group that hears what its rank computes for a codec: one whose time is simulated, and passes here, or measured.
-
-    What a rank does besides, such as adding residuals and decoding its own payload, goes with the encoding.
-    """
-
-    @abstractmethod
-    def encoded(self, codec: Codec, n: int, nbytes: int) -> None:
-        """An [n] has become a payload of so many bytes."""
-
-    @abstractmethod
-    def decoded(self, codec: Codec, n: int, nbytes: int, payloads: int) -> None:
-        """Payloads of so many bytes together became the mean [n]. Linear codecs decode one payload, the mean's."""
-
-
-def encoded(group: Group, codec: Codec, n: int, nbytes: int) -> None:
-    """Tell the group, if it wants to hear."""
-    if isinstance(group, TimedGroup):
-        group.encoded(codec, n, nbytes)
-
-
-def decoded(group: Group, codec: Codec, n: int, nbytes: int, payloads: int = 1) -> None:
-    """Tell the group, if it wants to hear."""
-    if isinstance(group, TimedGroup):
-        group.decoded(codec, n, nbytes, payloads)
-
-
 def check_places_fit(form: str, n: int) -> None:
     """BadInput for a vector whose places are no 32-bit numbers."""
     if n >= 1 << 31:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.comm.codecs.base import NO_HINTS, Hints, LinearCodec, bytes_of, computed, decoded, encoded, numbers_of
+from manyhands.comm.codecs.base import NO_HINTS, Hints, LinearCodec, bytes_of, computed, numbers_of
 from manyhands.comm.group import Group, MeanResult
 
 
@@ -51,23 +51,16 @@ class BF16(LinearCodec):
         lost = None if own is None else torch.zeros_like(computed(vector))
         if own is not None:
             own.copy_(rounded)
-        encoded(group, self, len(vector), rounded.nbytes)
+        group.encoded(self.name, len(vector), rounded.nbytes)
         total = group.mean_(rounded, weight, bits, lost)
         if own is not None and lost is not None:
             if not weight:
                 own.zero_()
-            own.sub_(lost, alpha=_to_own(total.weight, weight, group.size))
+            # The rounding is to come back in a later mean through this rank's share alone. With the same weights it
+            # comes back whole. A share far below the average is taken for passing (a last, short batch): with a usual
+            # share the next time, it would come back many times too large. So it counts as half the average at least.
+            own.sub_(lost, alpha=min(total.weight / weight, 2.0 * group.size) if weight else group.size)
         if total.weight:
             vector.copy_(rounded)
-            decoded(group, self, len(vector), rounded.nbytes)
+            group.decoded(self.name, len(vector), rounded.nbytes)
         return total
-
-
-def _to_own(total: float, weight: float, size: int) -> float:
-    """What the mean's rounding is multiplied by, to come back in a later mean through this rank's share alone.
-
-    With the same weights it comes back whole. A share far below the average is taken for passing (a last, short batch):
-    with a usual share the next time, its rounding would come back many times too large. So it counts as half the
-    average at least.
-    """
-    return min(total / weight, 2.0 * size) if weight else float(size)

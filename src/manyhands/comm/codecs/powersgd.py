@@ -19,8 +19,6 @@ from manyhands.comm.codecs.base import (
     check_number,
     check_places_fit,
     computed,
-    decoded,
-    encoded,
     numbers_of,
 )
 from manyhands.comm.group import Group, MeanResult
@@ -113,7 +111,7 @@ class PowerSGD(LinearCodec):
         if own is not None:
             own.copy_(vector if weight else torch.zeros_like(vector))  # what is no matrix is sent as it is
         nbytes = self._numbers(matrices, len(vector)) * vector.itemsize
-        encoded(group, self, len(vector), nbytes)
+        group.encoded(self.name, len(vector), nbytes)
         ps, means, total = _mean_of(group, ps, rest, vector, weight, bits)
         if not total.weight:
             return total
@@ -128,7 +126,7 @@ class PowerSGD(LinearCodec):
             _keep(matrix, q)
         for (start, stop), mean in zip(gaps, means, strict=True):
             vector[start:stop] = mean
-        decoded(group, self, len(vector), nbytes)
+        group.decoded(self.name, len(vector), nbytes)
         return total
 
     def _smaller(self, hints: Hints) -> list[Matrix]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +20,17 @@ from typing_extensions import override
 from manyhands.comm.background import Background
 from manyhands.comm.checks import (
     bits_bytes,
+    bits_of,
     check_mean,
     check_peer,
     check_rank,
     check_sum,
     check_swap,
     describe,
+    different_operations,
     flattened,
     json_bytes,
+    other_message,
     restore,
     signature,
     slice_of,
@@ -39,7 +42,6 @@ from manyhands.comm.ring.algorithms import DIRECT_BYTES, Exchange, Shares, add_u
 from manyhands.comm.ring.link import ARRIVE, SEND, Link
 from manyhands.comm.ring.links import Links
 from manyhands.comm.ring.transfer import Scratch, Transfer
-from manyhands.comm.shared_memory.synchronisation import never_busy
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.transport.channel import Channel
 from manyhands.transport.frame import Frame, bytes_of
@@ -66,7 +68,6 @@ class RingGroup(Group):
     hosts: names by rank, for messages. names: the ranks by which messages call the members, where the group is a part
         of a larger one.
     timeout_s: a peer for which this one waits and which moves no byte for so long counts as lost.
-    busy: asked when that time is over: whether a rank (as in `names`) is known to be at work all the same.
 
     Means that were started go on in a thread of the group's while the caller computes; they complete in the order in
     which they were started, before anything that is called after them; `waited_s` leaves them out.
@@ -90,7 +91,6 @@ class RingGroup(Group):
         hosts: Sequence[str] = (),
         names: Sequence[int] = (),
         timeout_s: float = 300.0,
-        busy: Callable[[int], bool] = never_busy,
     ) -> None:
         check_rank(rank, size, "rank")
         if sorted(channels) != [peer for peer in range(size) if peer != rank]:
@@ -102,7 +102,6 @@ class RingGroup(Group):
             names=list(names) or list(range(size)),
             hosts=list(hosts) or ["localhost"] * size,
             timeout_s=timeout_s,
-            busy=busy,
         )
         self._background, self._scratch, self._sequence = Background("manyhands-ring"), Scratch(), 0
 
@@ -258,12 +257,9 @@ class RingGroup(Group):
         flat, number = _on_cpu(tensor), signature("send", tensor.dtype)
         frame = self._links.header(source)
         if (frame.kind, frame.a, frame.b, frame.elements) != (SEND, number, flat.numel(), flat.nbytes):
-            raise self._links.fail(
-                ManyhandsError(
-                    f"expected {describe(number, flat.numel())} from worker {self._links.name(source)} at step {self.step}, "
-                    f"{_called(frame)} came: both sides name the same shape and dtype, in the same order"
-                )
-            )
+            rank, peer = self._links.name(self.rank), self._links.name(source)
+            expected = describe(number, flat.numel())
+            raise self._links.fail(other_message(self.step, rank, expected, peer, _called(frame)))
         self._links.fill(source, bytes_of(flat))
         restore(flat, tensor)
 
@@ -273,17 +269,15 @@ class RingGroup(Group):
         if lost is not None:
             exchange.lost = lost.zero_()
         arrivals = self._meet("mean_", transfer, weight=weight, text=blob)
-        weights, total, bits = [arrival.weight for arrival in arrivals], 0.0, 0
-        for arrival in arrivals:
-            total += arrival.weight
-            bits |= int.from_bytes(arrival.text, "little")
-        if total and self.size > 1:
-            self._finish("mean_", exchange, shares_of(weights, total))
+        weights = [arrival.weight for arrival in arrivals]
+        total = MeanResult.of(weights, (bits_of(arrival.text) for arrival in arrivals))
+        if total.weight and self.size > 1:
+            self._finish("mean_", exchange, shares_of(weights, total.weight))
             restore(transfer.flat, tensor)
         elif self.size > 1 and transfer.n:
             exchange.skip()
             transfer.count(self.ledger, "mean_", exchange.messages)
-        return MeanResult(total, bits)
+        return total
 
     def _finish(self, operation: str, exchange: Exchange, shares: Shares) -> None:
         if self.size > 1 and exchange.transfer.n:
@@ -341,7 +335,15 @@ class RingGroup(Group):
         self._sequence += 1
         for peer in self._links.peers:
             view = transfer.opening(peer)
-            self._links[peer].post(self._opening(own, len(text) + len(view)), view, text)
+            frame = Frame(
+                kind=ARRIVE,
+                sequence=self._sequence,
+                elements=len(text) + len(view),
+                weight=weight,
+                a=own.signature,
+                b=own.n,
+            )
+            self._links[peer].post(frame, view, text)
         self._links.push()
         start = time.perf_counter()
         arrivals = [own if r == self.rank else self._arrival(r, own, transfer.coming(r)) for r in range(self.size)]
@@ -351,19 +353,11 @@ class RingGroup(Group):
             self._links.flush()
         return arrivals
 
-    def _opening(self, own: _Arrival, nbytes: int) -> Frame:
-        return Frame(kind=ARRIVE, sequence=self._sequence, elements=nbytes, weight=own.weight, a=own.signature, b=own.n)
-
     def _arrival(self, rank: int, own: _Arrival, coming: int) -> _Arrival:
         frame = self._links.header(rank)
         if (frame.kind, frame.sequence, frame.a, frame.b) != (ARRIVE, self._sequence, own.signature, own.n):
-            raise self._links.fail(
-                ManyhandsError(
-                    f"all workers of a group call the same operations in the same order; at step {self.step} "
-                    f"worker {self._links.name(self.rank)} called {describe(own.signature, own.n)} and worker "
-                    f"{self._links.name(rank)} {_called(frame)}: look for a branch that not all of them take"
-                )
-            )
+            me, peer, called = self._links.name(self.rank), self._links.name(rank), describe(own.signature, own.n)
+            raise self._links.fail(different_operations(self.step, me, called, peer, _called(frame)))
         if not 0 <= frame.elements - coming <= _MOST_TEXT:
             raise self._links.fail(
                 ManyhandsError(

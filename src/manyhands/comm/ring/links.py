@@ -9,7 +9,6 @@ up.
 
 from __future__ import annotations
 
-import copy
 import os
 import select
 import threading
@@ -17,7 +16,9 @@ import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from manyhands.comm.checks import check_rank
+from typing_extensions import override
+
+from manyhands.comm.checks import FirstError, check_rank, closed
 from manyhands.comm.ring.link import GAVE_UP, LEFT, NOTICES, RDHUP, WAITING, Link, LinkEnded, notice
 from manyhands.errors import ManyhandsError, PeerLost
 from manyhands.transport.channel import Channel, ChannelClosed, ChannelTimeout
@@ -32,10 +33,10 @@ _DEAF = -1  # the mask of a peer that left and is not polled any more
 T = TypeVar("T")
 
 
-class Links:
+class Links(FirstError):
     """All links of worker `rank`, by peer.
 
-    names: how messages call each rank; hosts: where it is. timeout_s, busy: as of `RingGroup`.
+    names: how messages call each rank; hosts: where it is. timeout_s: as of `RingGroup`.
     at_home: whether the operation is in the thread that made this, not in one beside it.
     """
 
@@ -47,11 +48,9 @@ class Links:
         names: Sequence[int],
         hosts: Sequence[str],
         timeout_s: float,
-        busy: Callable[[int], bool],
     ) -> None:
         self._rank, self._links, self._names, self._hosts = rank, dict(sorted(links.items())), names, hosts
-        self._timeout_s, self._busy = timeout_s, busy
-        self._error: ManyhandsError | None = None
+        self._timeout_s = timeout_s
         self._operation, self._step = "", 0
         self._waiting_for: dict[int, int] = {}  # by peer: what it said last, where that is all that came
         self._poll, self._masks = select.poll(), dict.fromkeys(self._links, 0)
@@ -126,29 +125,24 @@ class Links:
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
-    def check(self) -> None:
-        """Raise the error that made the group unusable, if one did."""
-        if self._error is not None:
-            raise copy.copy(self._error)
-
-    def fail(self, error: ManyhandsError) -> ManyhandsError:
-        """Remember, unless there was one before, the error that makes the group unusable; tell the peers; return it."""
-        if self._error is None:
-            self._error = copy.copy(error)  # a copy, since a raised error holds its frames and their tensors
-            self._farewell(GAVE_UP, _reason(error))
-        return error
+    @override
+    def _failed(self, error: ManyhandsError) -> None:
+        if isinstance(error, PeerLost):
+            self._farewell(GAVE_UP, {"rank": error.rank, "host": error.host, "why": error.why})
+        else:
+            self._farewell(GAVE_UP, {"text": str(error)})
 
     def close(self) -> None:
         """Leave: who still waits for this worker is told that it left. Idempotent."""
         if self._error is None:
-            self._error = ManyhandsError("this group was closed; make a new one")
+            self._error = closed()
             self._farewell(LEFT, {})
         for link in self._links.values():
             link.close()
 
     def interrupt(self) -> None:
         """From another thread than the one that waits here: that one wakes with an error, and says nothing to peers."""
-        self._error = self._error or ManyhandsError("this group was closed; make a new one")
+        self._error = self._error or closed()
         for link in self._links.values():
             link.shut()
 
@@ -195,8 +189,7 @@ class Links:
             since = since or now
             if now - since > self._timeout_s:
                 self._late(link, now - since)
-                since, fields = now, False
-            elif now - since > self._timeout_s / 2 and not fields:
+            if now - since > self._timeout_s / 2 and not fields:
                 fields = True
                 self._say_waiting(link)
             self._sleep(link, sending, since + self._timeout_s * (1 if fields else 0.5) - now)
@@ -225,8 +218,8 @@ class Links:
             if self._masks[rank] != _DEAF:
                 link.post(notice(WAITING, {"for": awaited.rank}))
 
-    def _late(self, awaited: Link, seconds: float) -> None:
-        """timeout_s are over: raise PeerLost for the cause; return if that one is known to be at work."""
+    def _late(self, awaited: Link, seconds: float) -> NoReturn:
+        """timeout_s are over: raise PeerLost for the cause."""
         cause, seen = awaited.rank, {self._rank}
         while cause not in seen:
             seen.add(cause)
@@ -240,8 +233,7 @@ class Links:
                 cause = self._waiting_for.get(cause, cause)
         if cause not in self._links:
             cause = awaited.rank  # all wait for each other
-        if not self._busy(self._names[cause]):
-            self._lost(cause, f"showed no progress for {self._timeout_s:g} s", seconds)
+        self._lost(cause, f"showed no progress for {self._timeout_s:g} s", seconds)
 
     # -- who ended, and why ------------------------------------------------------------------------------------------
 
@@ -281,12 +273,6 @@ def _pushed(link: Link) -> Link:
     except LinkEnded:
         link.drop()
     return link
-
-
-def _reason(error: ManyhandsError) -> dict[str, Any]:
-    if isinstance(error, PeerLost):
-        return {"rank": error.rank, "host": error.host, "why": error.why}
-    return {"text": str(error)}
 
 
 _SHORT_S = 1e-3  # who slept longer waited for a late peer, which says nothing about spinning

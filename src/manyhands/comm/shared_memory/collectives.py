@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.comm.checks import OPERATIONS, describe, flattened, itemsize, restore
+from manyhands.comm.checks import (
+    OPERATIONS,
+    describe,
+    different_operations,
+    flattened,
+    itemsize,
+    other_message,
+    restore,
+)
 from manyhands.comm.group import Group, MeanResult, Work
 from manyhands.comm.reducing import CHUNK
 from manyhands.comm.shared_memory.memory import Arena
@@ -33,7 +41,6 @@ from manyhands.comm.shared_memory.synchronisation import (
     Waiting,
     fence,
 )
-from manyhands.errors import ManyhandsError
 
 _SCRATCH = 1 << 20  # bytes staged at a time
 _PLANS = 256  # places whose pieces are remembered
@@ -210,13 +217,8 @@ class CollectiveRounds:
         own = (operation.signature, operation.n)
         for rank, header in enumerate(headers):
             if header[:2] != own:
-                raise self._waiting.fail(
-                    ManyhandsError(
-                        f"all workers of a group call the same operations in the same order; at step {self._group.step} "
-                        f"worker {self._group.rank} called {describe(*own)} and worker {rank} {describe(*header[:2])}: "
-                        "look for a branch that not all of them take"
-                    )
-                )
+                step, called, theirs = self._group.step, describe(*own), describe(*header[:2])
+                raise self._waiting.fail(different_operations(step, self._group.rank, called, rank, theirs))
 
     def _cut(self, places: Places, start: int, stop: int, dtype: torch.dtype) -> Iterator[list[Tensor]]:
         length = CHUNK // dtype.itemsize
@@ -286,12 +288,8 @@ class Mailbox:
 
     def _refuse(self, came: tuple[int, ...], expected: tuple[int, int], source: int, step: int) -> None:
         self._board.give_up(self._board.rank)
-        raise self._waiting.fail(
-            ManyhandsError(
-                f"worker {self._board.rank} expected {_words(*expected)} from worker {source} at step {step}; "
-                f"{_words(*came)} came: give send and receive_ tensors of the same shape and dtype"
-            )
-        )
+        rank = self._board.rank
+        raise self._waiting.fail(other_message(step, rank, _words(*expected), source, _words(*came)))
 
 
 def _starts(data: Tensor) -> range:

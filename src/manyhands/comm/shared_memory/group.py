@@ -18,11 +18,13 @@ from typing_extensions import override
 
 from manyhands.comm.checks import (
     bits_bytes,
+    bits_of,
     check_mean,
     check_peer,
     check_rank,
     check_sum,
     check_swap,
+    closed,
     flattened,
     json_bytes,
     restore,
@@ -34,8 +36,8 @@ from manyhands.comm.ledger import Ledger
 from manyhands.comm.reducing import reduce_everywhere, shares_of, sum_of
 from manyhands.comm.shared_memory.collectives import CollectiveRounds, Mailbox, Operation, Places
 from manyhands.comm.shared_memory.memory import Arena, SharedMemory
-from manyhands.comm.shared_memory.synchronisation import Header, LivenessPipes, SharedCounters, Waiting, never_busy
-from manyhands.errors import ManyhandsError, Unsupported
+from manyhands.comm.shared_memory.synchronisation import Header, LivenessPipes, SharedCounters, Waiting
+from manyhands.errors import Unsupported
 
 __all__ = ["SharedMemory", "SharedMemoryGroup"]
 
@@ -51,7 +53,6 @@ class SharedMemoryGroup(Group):
         Without any, a peer's death is noticed only by its silence.
     hosts: names by rank, for messages.
     timeout_s: a peer for which others wait and which shows no progress for so long counts as lost.
-    busy: asked when that time is over: whether a rank is known to be at work all the same.
 
     Operations complete in the order in which they were begun, on every rank. Handles may be many: from 64 on, the next
     `start_mean_` completes the oldest.
@@ -73,7 +74,6 @@ class SharedMemoryGroup(Group):
         lifelines: Sequence[tuple[int, int]] = (),
         hosts: Sequence[str] = (),
         timeout_s: float = 300.0,
-        busy: Callable[[int], bool] = never_busy,
     ) -> None:
         check_rank(rank, size, "rank")
         self.rank, self.size, self.ledger = rank, size, Ledger()
@@ -83,7 +83,7 @@ class SharedMemoryGroup(Group):
         self._board = SharedCounters(self._arena, size)
         self._lifelines = LivenessPipes(rank, lifelines)
         names = list(hosts) or ["localhost"] * size
-        self._waiting = Waiting(self._board, self._lifelines, names, timeout_s, busy)
+        self._waiting = Waiting(self._board, self._lifelines, names, timeout_s)
         self._mailbox = Mailbox(self._arena, self._board, self._waiting)
         self._rounds = CollectiveRounds(self, self._arena, self._board, self._waiting)
 
@@ -120,7 +120,7 @@ class SharedMemoryGroup(Group):
                 result[rank, start:stop].copy_(self._rounds.view(rank, place, stop - start, tensor.dtype))
 
         self._complete("all_gather", tensor, lambda o, headers: self._rounds.go_through(o, headers, copy))
-        self.ledger.add("all_gather", (self.size - 1) * _bytes(tensor))
+        self.ledger.add("all_gather", (self.size - 1) * tensor.nbytes)
         return result.view(self.size, *tensor.shape)
 
     @override
@@ -136,7 +136,7 @@ class SharedMemoryGroup(Group):
                 at += len(pieces[0])
 
         self._complete("reduce_scatter", tensor, lambda o, headers: self._rounds.go_through(o, headers, add))
-        self.ledger.add("reduce_scatter", (self.size - 1) * _bytes(result))
+        self.ledger.add("reduce_scatter", (self.size - 1) * result.nbytes)
         return result
 
     @override
@@ -152,7 +152,7 @@ class SharedMemoryGroup(Group):
             "broadcast_", tensor, lambda o, headers: self._rounds.go_through(o, headers, copy, lay_out=mine), source
         )
         if mine:
-            self.ledger.add("broadcast_", (self.size - 1) * _bytes(tensor))
+            self.ledger.add("broadcast_", (self.size - 1) * tensor.nbytes)
         else:
             restore(flat, tensor)
 
@@ -162,7 +162,7 @@ class SharedMemoryGroup(Group):
         self._waiting.check()
         check_peer(target, self.rank, self.size, "target")
         self._mailbox.send(flattened(tensor).view(torch.uint8), signature("send", tensor.dtype), target, self.step)
-        self.ledger.add("send", _bytes(tensor))
+        self.ledger.add("send", tensor.nbytes)
 
     @override
     def receive_(self, tensor: Tensor, source: int) -> None:
@@ -180,7 +180,7 @@ class SharedMemoryGroup(Group):
         own, came = flattened(tensor), flattened(into)
         number = signature("send", tensor.dtype)
         self._mailbox.swap(own.view(torch.uint8), target, came.view(torch.uint8), source, number, self.step)
-        self.ledger.add("send", _bytes(tensor))
+        self.ledger.add("send", tensor.nbytes)
         restore(came, into)
 
     @override
@@ -217,7 +217,7 @@ class SharedMemoryGroup(Group):
     @override
     def close(self) -> None:
         """As the contract says. Tensors that were allocated here stay valid for as long as they are referenced."""
-        self._waiting.fail(ManyhandsError("this group was closed; make a new one"))
+        self._waiting.fail(closed())
         self._rounds.close()
         self._board.close()
         self._arena.close()
@@ -237,17 +237,13 @@ class SharedMemoryGroup(Group):
         self._rounds.begin(Operation(self._rounds, number, tensor, run, blob=blob)).wait()
 
     def _mean(self, operation: Operation, headers: list[Header], lost: Tensor | None) -> None:
-        weights, total, bits = [header.weight for header in headers], 0.0, 0
-        for weight in weights:
-            total += weight
-        if any(header.blob for header in headers):
-            for blob in self._rounds.blobs(operation, headers):
-                bits |= int.from_bytes(blob, "little")
-        operation.total = MeanResult(total, bits)
+        weights = [header.weight for header in headers]
+        blobs = self._rounds.blobs(operation, headers) if any(header.blob for header in headers) else []
+        operation.total = total = MeanResult.of(weights, map(bits_of, blobs))
         if lost is not None:
             lost.zero_()
-        if total and self.size > 1:
-            self._reduce(operation, headers, shares_of(weights, total), lost)
+        if total.weight and self.size > 1:
+            self._reduce(operation, headers, shares_of(weights, total.weight), lost)
 
     def _reduce(
         self,
@@ -280,7 +276,3 @@ class SharedMemoryGroup(Group):
     def _slice(self, n: int) -> tuple[int, int]:
         length = -(-n // (self.size * _ALIGNED)) * _ALIGNED
         return min(n, self.rank * length), min(n, (self.rank + 1) * length)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.dtype.itemsize

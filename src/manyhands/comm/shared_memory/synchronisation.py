@@ -11,7 +11,6 @@ is gone, however it ended: the kernel closes what only that process held.
 
 from __future__ import annotations
 
-import copy
 import os
 import platform
 import select
@@ -19,11 +18,12 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from manyhands.comm.checks import FirstError
 from manyhands.comm.shared_memory.memory import Arena
-from manyhands.errors import ManyhandsError, PeerLost
+from manyhands.errors import PeerLost
 
 # counters, as indices of 8-byte words; 128 bytes apart, since processors fetch cache lines in pairs
 _LINE = 16
@@ -180,41 +180,16 @@ def fence() -> None:
             pass
 
 
-def never_busy(rank: int) -> bool:
-    """The default of `busy`: silence is silence."""
-    return False
-
-
-class Waiting:
+class Waiting(FirstError):
     """Waits for counters on the board, with a deadline and an eye on whether the peers live.
 
-    timeout_s: without progress of the awaited counter for so long, its rank counts as lost, unless `busy(rank)` says
-    that it is known to be at work (a long compile); then it gets as long again.
+    timeout_s: without progress of the awaited counter for so long, its rank counts as lost.
     """
 
-    def __init__(
-        self,
-        board: SharedCounters,
-        lifelines: LivenessPipes,
-        hosts: Sequence[str],
-        timeout_s: float,
-        busy: Callable[[int], bool] = never_busy,
-    ) -> None:
-        self._board, self._lifelines, self._hosts = board, lifelines, hosts
-        self._timeout_s, self._busy = timeout_s, busy
-        self._error: ManyhandsError | None = None
+    def __init__(self, board: SharedCounters, lifelines: LivenessPipes, hosts: Sequence[str], timeout_s: float) -> None:
+        self._board, self._lifelines, self._hosts, self._timeout_s = board, lifelines, hosts, timeout_s
         alone = board.size <= len(os.sched_getaffinity(0))
         self._spins = _SPINS if alone else 1  # more workers than cores: a spin keeps the awaited peer from its core
-
-    def check(self) -> None:
-        """Raise the error that made the group unusable, if one did."""
-        if self._error is not None:
-            raise copy.copy(self._error)
-
-    def fail(self, error: ManyhandsError) -> ManyhandsError:
-        """Remember, unless there was one before, the error after which the group is unusable; returns it."""
-        self._error = self._error or copy.copy(error)  # a copy, since a raised error holds its frames and their tensors
-        return error
 
     def until(self, rank: int, index: int, target: int, operation: str, step: int) -> None:
         """Return once counter `index` of `rank` is at least `target`.
@@ -241,9 +216,11 @@ class Waiting:
                 os.sched_yield()
                 no_files.poll(0)  # lets go of the GIL, which sched_yield does not; time.sleep(0) takes 65 µs
                 continue
-            if words[index] != seen or (now - progress > self._timeout_s and self._busy(rank)):
+            if words[index] != seen:
                 seen, progress = words[index], now
-            lost = self._lost(rank) or (now - progress > self._timeout_s and (rank, _silent(self._timeout_s)))
+            lost = self._lost(rank)
+            if lost is None and now - progress > self._timeout_s:
+                lost = rank, f"showed no progress for {self._timeout_s:g} s"
             if lost and words[index] < target:  # it may have raised the counter right before it left
                 self._board.give_up(lost[0])
                 raise self.fail(PeerLost(lost[0], self._hosts[lost[0]], operation, step, now - start, lost[1]))
@@ -262,7 +239,3 @@ class Waiting:
             if self._board.words[rank][STATE] == OPEN:
                 return rank, "is gone"
         return None
-
-
-def _silent(timeout_s: float) -> str:
-    return f"showed no progress for {timeout_s:g} s"

@@ -10,7 +10,7 @@ from dataclasses import astuple, dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, Self
 
-from manyhands.comm.codecs import CODECS, Codec
+from manyhands.comm.codecs import CODECS
 from manyhands.engines.sim.quantities import (
     expect_number,
     read_factor,
@@ -103,9 +103,9 @@ class Compute:
                 "name one of those, or leave it out"
             )
 
-    def coding(self, codec: Codec, node: int) -> Coding:
-        """What a codec takes on a worker, by rank, or on a server shard, -1 - s, which has no factor."""
-        return self.codecs.get(codec.name, FREE).times(self.factors.get(node, 1.0))
+    def coding(self, codec: str, node: int) -> Coding:
+        """What a codec, by name, takes on a worker, by rank, or on a server shard, -1 - s, which has no factor."""
+        return self.codecs.get(codec, FREE).times(self.factors.get(node, 1.0))
 
     def pace(self, rank: int, seed: int) -> ComputeSpeed:
         """One worker's."""

@@ -16,21 +16,19 @@ from manyhands.comm.checks import (
     check_rank,
     check_sum,
     check_swap,
+    closed,
     flattened,
     json_bytes,
     restore,
     signature,
     slice_of,
 )
-from manyhands.comm.codecs import Codec
-from manyhands.comm.codecs.base import TimedGroup
-from manyhands.comm.group import MeanResult, Work
+from manyhands.comm.group import Group, MeanResult, Work
 from manyhands.comm.ledger import Ledger
 from manyhands.comm.reducing import CHUNK, reduce_everywhere, shares_of, sum_of
 from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.costs import Cost
 from manyhands.engines.sim.rendezvous import CollectiveCall, PendingMessage, Round, Run, SimRendezvous
-from manyhands.errors import ManyhandsError
 
 __all__ = ["SimGroup", "SimRendezvous"]
 
@@ -38,7 +36,7 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 _FREE = Cost(0.0, [], [])
 
 
-class SimGroup(TimedGroup):
+class SimGroup(Group):
     """One simulated worker's. Only the program of this rank calls it, in its turn.
 
     A collective is computed at once when the last rank comes, in all ranks' own tensors, with the bits that
@@ -144,11 +142,11 @@ class SimGroup(TimedGroup):
         return shared
 
     @override
-    def encoded(self, codec: Codec, n: int, nbytes: int) -> None:
+    def encoded(self, codec: str, n: int, nbytes: int) -> None:
         self._meeting.timeline.work(self._compute.coding(codec, self.rank).encoding(n, nbytes))
 
     @override
-    def decoded(self, codec: Codec, n: int, nbytes: int, payloads: int) -> None:
+    def decoded(self, codec: str, n: int, nbytes: int, payloads: int = 1) -> None:
         self._meeting.timeline.work(self._compute.coding(codec, self.rank).decoding(n, nbytes, payloads))
 
     @override
@@ -164,7 +162,7 @@ class SimGroup(TimedGroup):
 
     def _arrive(self, call: CollectiveCall, run: Run) -> Round:
         if self._closed:
-            raise ManyhandsError("this group was closed; make a new one")
+            raise closed()
         return self._meeting.arrive(call, run)
 
     def _complete(self, call: CollectiveCall, run: Run) -> Any:
@@ -179,15 +177,13 @@ class SimGroup(TimedGroup):
     # -- what collectives do, with all ranks' calls ------------------------------------------------------------------
 
     def _mean(self, calls: Sequence[CollectiveCall]) -> tuple[Cost, MeanResult]:
-        weights, total, bits = [call.weight for call in calls], 0.0, 0
-        for call in calls:
-            total += call.weight
-            bits |= call.bits
-        if not total or not calls[0].n:
-            return self._words(), MeanResult(total, bits)
+        weights = [call.weight for call in calls]
+        total = MeanResult.of(weights, (call.bits for call in calls))
+        if not total.weight or not calls[0].n:
+            return self._words(), total
         if self.size > 1:
-            _reduce(calls, shares_of(weights, total))
-        return self._meeting.costs.mean(calls[0].n, calls[0].tensor.itemsize), MeanResult(total, bits)
+            _reduce(calls, shares_of(weights, total.weight))
+        return self._meeting.costs.mean(calls[0].n, calls[0].tensor.itemsize), total
 
     def _sum(self, calls: Sequence[CollectiveCall]) -> tuple[Cost, None]:
         if not calls[0].n:

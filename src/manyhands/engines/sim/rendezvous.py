@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands.comm.checks import describe, itemsize
+from manyhands.comm.checks import describe, different_operations, itemsize, other_message
 from manyhands.comm.ledger import Ledger
 from manyhands.engines.sim.costs import Cost, Costs
 from manyhands.engines.sim.network import NetworkState
@@ -191,11 +192,8 @@ class SimRendezvous:
         assert first is not None  # until all have come
         if (first.name, first.number, first.n) == (call.name, call.number, call.n):
             return
-        message = (
-            f"all workers of a group call the same operations in the same order; at step {call.step} "
-            f"worker {call.rank} called {call} and worker {first.rank} {first}: look for a branch that not all of them take"
-        )
-        raise self._fail(lambda name, step, seconds: ManyhandsError(message))(call.name, call.step, 0.0)
+        error = different_operations(call.step, call.rank, call, first.rank, first)
+        raise self._fail(lambda name, step, seconds: copy.copy(error))(call.name, call.step, 0.0)
 
     def _check_closed(self, round_: Round, call: CollectiveCall) -> None:
         gone = [rank for rank in self._closed if round_.calls[rank] is None]
@@ -236,12 +234,9 @@ class SimRendezvous:
         self, message: PendingMessage, number: int, n: int, source: int, target: int, step: int
     ) -> ManyhandsError:
         """The error of a rank that expected another message; the group is unusable."""
-        text = (
-            f"worker {target} expected {describe(number, n)} from worker {source} at step {step}; "
-            f"{describe(message.number, message.data.nbytes // itemsize(message.number))} came: "
-            "give send and receive_ tensors of the same shape and dtype"
-        )
-        return self._fail(lambda name, step, seconds: ManyhandsError(text))("receive_", step, 0.0)
+        came = describe(message.number, message.data.nbytes // itemsize(message.number))
+        error = other_message(step, target, describe(number, n), source, came)
+        return self._fail(lambda name, step, seconds: copy.copy(error))("receive_", step, 0.0)
 
     # -- those who will not come -------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from manyhands.engines.sim.shard import Request, ShardCall, ShardQueue, SimShard
 from manyhands.engines.sim.timeline import Killed, Timeline
 from manyhands.errors import ManyhandsError, PeerLost
 from manyhands.server.base import Encoded, Server, ServerSpec
-from manyhands.server.in_process import Act, StoreClient
+from manyhands.server.in_process import NO_LOAD, Act, Load, StoreClient
 from manyhands.server.line import ShardLost
 from manyhands.server.sharding import codec_for, lengths_of, make_stores
 from manyhands.server.store import InvalidCall, Store
@@ -232,7 +232,7 @@ class SimServer(StoreClient):
         if first:
             super().initialize(center)
         else:
-            self._ask("initialize", [lambda store: None] * self.shards, needs_center=True)
+            self._ask("initialize", [lambda store: None] * self.shards, Load(needs_center=True))
 
     @override
     def close(self) -> None:
@@ -242,25 +242,8 @@ class SimServer(StoreClient):
     # -- all shards ----------------------------------------------------------------------------------------------------
 
     @override
-    def _ask(
-        self,
-        operation: str,
-        acts: Sequence[Act],
-        *,
-        sends: Sequence[int] = (),
-        work: Sequence[int] = (),
-        decode_s: Sequence[float] = (),
-        **options: bool,
-    ) -> list[Any]:
-        nothing = [0] * self.shards
-        each = zip(acts, sends or nothing, work or nothing, decode_s or nothing, strict=True)
-        return self._request(
-            operation,
-            [
-                Request(shard, act, sends=sent, work=bytes, decode_s=seconds, **options)
-                for shard, (act, sent, bytes, seconds) in enumerate(each)
-            ],
-        )
+    def _ask(self, operation: str, acts: Sequence[Act], load: Load = NO_LOAD) -> list[Any]:
+        return self._request(operation, [Request(shard, act, load) for shard, act in enumerate(acts)])
 
     def _request(self, operation: str, requests: list[Request]) -> list[Any]:
         """What the shards answer; raises the first error among it."""
@@ -284,11 +267,11 @@ class SimServer(StoreClient):
         return servers.giver == self._worker and not all(store.initialized for store in servers.stores)
 
     @override
-    def _ask_push(self, update: Tensor | Encoded, parts: Sequence[Tensor], acts: Sequence[Act]) -> list[Any]:
+    def _load_of_push(self, update: Tensor | Encoded, parts: Sequence[Tensor]) -> Load:
         """Shards work through the center, after decoding an encoded part; its encoding is waited for here."""
         decode_s: Sequence[float] = ()
         if isinstance(update, Encoded):
-            codec, compute = codec_for(self.spec), self._servers.compute
+            codec, compute = codec_for(self.spec).name, self._servers.compute
             self._servers.timeline.work(compute.coding(codec, self._worker).encoding(update.n, update.nbytes))
             decode_s = [
                 compute.coding(codec, -1 - shard).decoding(n, part.nbytes, 1)
@@ -296,4 +279,4 @@ class SimServer(StoreClient):
             ]
         sizes = [part.nbytes for part in parts]
         centers = [store.center.nbytes if store.initialized else 0 for store in self._stores]
-        return self._ask("push", acts, sends=sizes, work=centers, decode_s=decode_s, again=True)
+        return Load(sends=sizes, work=centers, decode_s=decode_s, again=True)

@@ -14,7 +14,7 @@ from manyhands.engines.sim.faults import Messages
 from manyhands.engines.sim.network import NetworkState
 from manyhands.engines.sim.timeline import Due, Future, Timeline
 from manyhands.errors import ManyhandsError, PeerLost
-from manyhands.server.in_process import HELD, Act
+from manyhands.server.in_process import HELD, NO_LOAD, Act, Load
 from manyhands.server.store import Applied, Dropped, Store
 
 
@@ -38,20 +38,11 @@ class Request:
         "work",
     )
 
-    def __init__(
-        self,
-        shard: int,
-        act: Act,
-        *,
-        sends: int = 0,
-        work: int = 0,
-        decode_s: float = 0.0,
-        needs_center: bool = False,
-        again: bool = False,
-    ) -> None:
-        """sends: bytes to the shard. work: bytes processed there. decode_s: before that. again: may be repeated."""
-        self.shard, self.act, self.sends, self.work, self.decode_s = shard, act, sends, work, decode_s
-        self.needs_center, self.again = needs_center, again
+    def __init__(self, shard: int, act: Act, load: Load = NO_LOAD) -> None:
+        self.shard, self.act, self.needs_center, self.again = shard, act, load.needs_center, load.again
+        self.sends = load.sends[shard] if load.sends else 0
+        self.work = load.work[shard] if load.work else 0
+        self.decode_s = load.decode_s[shard] if load.decode_s else 0.0
         self.call: ShardCall
         self.answer: Any = None
         self.is_answered = False

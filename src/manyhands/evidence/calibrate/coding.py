@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.comm.codecs import Codec, codec_of
-from manyhands.comm.codecs.base import TimedGroup
+from manyhands.comm.codecs import codec_of
 from manyhands.comm.group import Work
 from manyhands.comm.solo import SoloGroup
 from manyhands.engines.sim.compute import Coding
@@ -155,7 +154,7 @@ class _CodecTiming(Strategy):
             )
 
 
-class _EchoGroup(SoloGroup, TimedGroup):
+class _EchoGroup(SoloGroup):
     """A group whose other ranks have this rank's values, without communication. Times encoding and decoding."""
 
     def __init__(self, worker: Worker) -> None:
@@ -181,11 +180,11 @@ class _EchoGroup(SoloGroup, TimedGroup):
             return super().all_gather_json(value) * self.size
 
     @override
-    def encoded(self, codec: Codec, n: int, nbytes: int) -> None:
+    def encoded(self, codec: str, n: int, nbytes: int) -> None:
         self.n, self.nbytes = n, nbytes
 
     @override
-    def decoded(self, codec: Codec, n: int, nbytes: int, payloads: int) -> None:
+    def decoded(self, codec: str, n: int, nbytes: int, payloads: int = 1) -> None:
         now = self._now()
         self.decode_s, self._since = (now - self._since) / payloads, now
 

@@ -126,7 +126,7 @@ class Lengths:
         return replace(compute, merge=compute.merge * self.factor, codecs=codecs)
 
     def _coding(self, codec: Codec, compute: Compute) -> Coding:
-        coding, shape = compute.coding(codec, -1), self._shape
+        coding, shape = compute.coding(codec.name, -1), self._shape
         if self._served:
             parts = zip(self._parts, self._payloads, strict=True)
             encode = coding.encoding(shape.padded, sum(self._payloads))

@@ -13,7 +13,7 @@ from typing_extensions import override
 from manyhands.evidence.replay.journal import ReplayJournal
 from manyhands.evidence.replay.turns import ThreadTurns
 from manyhands.server.base import Encoded, Pushed, ServerSpec
-from manyhands.server.in_process import HELD, Act, StoreClient
+from manyhands.server.in_process import HELD, NO_LOAD, Act, Load, StoreClient
 from manyhands.server.rules.quorum import QuorumRule
 from manyhands.server.store import Reply, Store
 
@@ -94,17 +94,9 @@ class ReplayServer(StoreClient):
         return bits if self._all.ordered else super()._tick(bits)  # the journal is what the gate allowed
 
     @override
-    def _ask(
-        self,
-        operation: str,
-        acts: Sequence[Act],
-        *,
-        sends: Sequence[int] = (),
-        work: Sequence[int] = (),
-        needs_center: bool = False,
-    ) -> list[Any]:
+    def _ask(self, operation: str, acts: Sequence[Act], load: Load = NO_LOAD) -> list[Any]:
         is_due, self._is_due = self._is_due, _always
-        if needs_center:
+        if load.needs_center:
             self._all.turns.wait_for(lambda: all(store.initialized for store in self._stores))
         answers: list[Any] = [None] * self.shards
 
