@@ -38,7 +38,7 @@ class DriverClient(ABC):
 
     @abstractmethod
     def collect(self, group: Group) -> None:
-        """A collective at an epoch's end and before a checkpoint: bring all ranks' events to the driver, of which some wait until now."""
+        """A collective at an epoch's end and before a checkpoint: bring to the driver all ranks' events that still wait."""
 
     @abstractmethod
     def lease(self, segment: Segment) -> Lease | End:

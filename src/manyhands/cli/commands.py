@@ -13,8 +13,8 @@ from typer.core import TyperGroup
 
 from manyhands.checkpoint.paths import path_of
 from manyhands.cli import evidence, options
-from manyhands.cli.options import sim_engine, stamped, task_fields, with_fields
-from manyhands.errors import BadInput, ManyhandsError, whole_of
+from manyhands.cli.options import stamped, task_fields, with_fields
+from manyhands.errors import BadInput, ManyhandsError, is_whole, whole_of
 
 if TYPE_CHECKING:
     from manyhands.callbacks.base import Callback
@@ -142,8 +142,9 @@ def train(
     [bold]manyhands train digits -n 4 --listen 10.0.0.1[/bold]
     [bold]manyhands train digits -n 64 -s downpour --network latency=1ms,bandwidth=1Gbit --compute row=1e-4,3=5x[/bold]
 
-    With --listen the engine is hosts: it prints the command by which others join. With --network, --compute or --faults it is sim: any
-    number of workers, in virtual time.
+    With --listen the engine is hosts: it prints the command by which others join.
+    With --network, --compute or --faults it is sim: any number of workers, in
+    virtual time.
     """
     engine = with_fields(
         engine,
@@ -155,7 +156,7 @@ def train(
         plain_network=plain_network or None,
         wait_s=wait,
     )
-    engine = sim_engine(engine, network=network, compute=compute, faults=faults, seed=sim_seed, profile=profile)
+    engine = with_fields(engine, "sim", network=network, compute=compute, faults=faults, seed=sim_seed, profile=profile)
     if resume and run_dir is None:
         raise BadInput("--resume needs --run-dir: name the directory of the run that is to go on")
     with _started(engine, workers) as place, _usable_cores():
@@ -203,7 +204,8 @@ def run(
     [bold]manyhands run -n 4 train.py[/bold]
     [bold]manyhands run -n 4 --strategy local-sgd:period=8 train.py --its-own-arguments[/bold]
 
-    With --roles it is another framework's own program (TensorFlow, torch.distributed, JAX), which finds its cluster in the environment:
+    With --roles it is another framework's own program (TensorFlow,
+    torch.distributed, JAX), which finds its cluster in the environment:
 
     [bold]manyhands run --roles worker=2 ddp.py[/bold]
     [bold]manyhands run --roles chief=1,worker=2,ps=1 --until chief --tensorboard logs tf.py[/bold]
@@ -287,8 +289,9 @@ def join(
 ) -> None:
     """Give workers of this host to a run on another, until it is over.
 
-    The run was started there with --listen (--engine hosts), which printed this command. MANYHANDS_CREDENTIALS names a copy of
-    its credentials. What runs here is the run's own code: join only runs that you trust.
+    The run was started there with --listen (--engine hosts), which printed this
+    command. MANYHANDS_CREDENTIALS names a copy of its credentials. What runs here
+    is the run's own code: join only runs that you trust.
 
     [bold]MANYHANDS_CREDENTIALS=run.pem manyhands join 10.0.0.1:40123 --workers 2[/bold]
     """
@@ -377,10 +380,13 @@ def _callbacks(log: str, early_stopping: str | None, tensorboard: Path | None) -
 
     callbacks: list[Callback] = [Progress(log)]
     if early_stopping is not None:
-        metric, colon, patience = early_stopping.partition(":")
-        callbacks.append(
-            EarlyStopping(metric=metric, patience=int(patience)) if colon else EarlyStopping(metric=metric)
-        )
+        metric, colon, text = early_stopping.partition(":")
+        patience = whole_of(text) if colon else EarlyStopping.patience
+        if not is_whole(patience):
+            raise BadInput(
+                f"--early-stopping must be METRIC or METRIC:PATIENCE, with a number of validations; not {early_stopping!r}"
+            )
+        callbacks.append(EarlyStopping(metric=metric, patience=patience))
     if tensorboard is not None:
         callbacks.append(TensorBoard(tensorboard))
     return callbacks

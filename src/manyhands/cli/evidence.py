@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from manyhands.cli import options
-from manyhands.cli.options import sim_engine, stamped, task_fields
+from manyhands.cli.options import stamped, task_fields, with_fields
 from manyhands.errors import BadInput, is_whole, whole_of
 
 if TYPE_CHECKING:
@@ -58,9 +58,11 @@ def compare(
     [bold]manyhands compare digits --target test_accuracy=0.97 --repeats 5[/bold]
     [bold]manyhands compare digits --workers 16 --network latency=1ms,bandwidth=1Gbit[/bold]
 
-    One process alone (solo), with one thread and with all, always takes part. Trials of all variants alternate; those of one
-    repeat have the same seed and see the same rows. Two results are called different only where repeats and margins allow
-    it (docs/compare.md). Let the machine be idle meanwhile. Ctrl-C after the first repeat reports what is there.
+    One process alone (solo), with one thread and with all, always takes part.
+    Trials of all variants alternate; those of one repeat have the same seed and
+    see the same rows. Two results are called different only where repeats and
+    margins allow it (docs/compare.md). Let the machine be idle meanwhile. Ctrl-C
+    after the first repeat reports what is there.
     """
     from manyhands import spec
     from manyhands.evidence.compare.compare import DEFAULT, compare
@@ -76,7 +78,9 @@ def compare(
         workers=_counts(workers),
         repeats=repeats,
         target=target,
-        engine=sim_engine(engine, network=network, compute=compute, faults=faults, seed=sim_seed, profile=profile),
+        engine=with_fields(
+            engine, "sim", network=network, compute=compute, faults=faults, seed=sim_seed, profile=profile
+        ),
         servers=servers,
         device=device,
         threads_per_worker=threads_per_worker,
@@ -128,9 +132,12 @@ def check(
     [bold]manyhands check my.py:task[/bold]
     [bold]manyhands check my.py:task --workers 3 --steps 20[/bold]
 
-    It tries what usually breaks it, one after the other: batch-norm, dropout, a loss that sums, rows that depend on the order
-    in which they are read, parameters changed in place, operators that are not deterministic. docs/check.md says what each finding
-    means. Exit codes: 0 they are equal, 1 they are not, 2 bad input.
+    It tries what usually breaks it, one after the other: batch-norm, dropout, a
+    loss that sums, rows that depend on the order in which they are read,
+    parameters changed in place, operators that are not deterministic.
+    docs/check.md says what each finding means.
+
+    Exit codes: 0 they are equal, 1 they are not, 2 bad input.
     """
     from manyhands.evidence.check.check import check as check_task
 
@@ -161,7 +168,7 @@ def estimate(
 
     [bold]manyhands calibrate my.py:task --output profile.json[/bold]
     [bold]manyhands estimate my.py:task --profile profile.json --workers 8,64,512[/bold]
-    [bold]manyhands estimate my.py:task --profile profile.json --network bandwidth=1Gbit,latency=1ms,workers_per_host=8[/bold]
+    [bold]manyhands estimate my.py:task --profile profile.json --network latency=1ms,workers_per_host=8[/bold]
 
     The bars are how far calibration's own predictions were off; docs/estimate.md has the rule.
     """

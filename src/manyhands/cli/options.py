@@ -1,10 +1,11 @@
-"""The options of the command, one line each; cli.py says which command takes which."""
+"""The options of the command, one line each; `commands` and `evidence` say which command takes which."""
 
 from __future__ import annotations
 
 import os
 import re
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,18 +13,13 @@ import typer
 
 from manyhands.engines.roles import TRAINING, WORKER, Roles
 from manyhands.engines.torchrun import launchers
-from manyhands.errors import BadInput, UnknownName, is_whole, whole_of
+from manyhands.errors import BadInput, whole_of
 
 DEBUG = "manyhands.debug"  # set in the context by --debug
-LOG_MODES = ("auto", "json", "quiet")
 TASK_FIELDS = (
     *("epochs", "max_steps", "batch_size", "batch_size_per_worker", "micro_batch_size"),
     *("seed", "precision", "clip_norm", "loader_processes"),
 )
-
-
-def _option(panel: str, *names: str, help: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=panel, show_default=more.pop("show_default", False), **more)
 
 
 def _debug(ctx: typer.Context, value: bool) -> bool:
@@ -31,75 +27,28 @@ def _debug(ctx: typer.Context, value: bool) -> bool:
     return value
 
 
-def _patience(value: str | None) -> str | None:
-    _, colon, patience = (value or "").partition(":")
-    if colon and not is_whole(whole_of(patience)):
-        raise BadInput(
-            f"--early-stopping must be METRIC or METRIC:PATIENCE, with a number of validations; not {value!r}"
-        )
-    return value
+_run = partial(typer.Option, rich_help_panel="The run")
+_task = partial(typer.Option, rich_help_panel="The task's fields (each overrides the task's own)")
+_hosts = partial(typer.Option, rich_help_panel="Several hosts")
+_frameworks = partial(typer.Option, rich_help_panel="Another framework's own cluster")
+_simulated = partial(typer.Option, rich_help_panel="A simulated cluster (engine sim)")
+_watch = partial(typer.Option, rich_help_panel="What is shown and kept")
 
-
-def _log_mode(value: str) -> str:
-    if value not in LOG_MODES:
-        raise UnknownName(f"no log mode {value!r}: choose one of {', '.join(LOG_MODES)}")
-    return value
-
-
-def _run(*names: str, help: str, **more: Any) -> Any:
-    return _option("The run", *names, help=help, **more)
-
-
-def _task(*names: str, help: str, **more: Any) -> Any:
-    return _option("The task's fields (each overrides the task's own)", *names, help=help, **more)
-
-
-def _hosts(*names: str, help: str, **more: Any) -> Any:
-    return _option("Several hosts", *names, help=help, **more)
-
-
-def _frameworks(*names: str, help: str, **more: Any) -> Any:
-    return _option("Another framework's own cluster", *names, help=help, **more)
-
-
-def _simulated(*names: str, help: str, **more: Any) -> Any:
-    return _option("A simulated cluster (engine sim)", *names, help=help, **more)
-
-
-def _watch(*names: str, help: str, **more: Any) -> Any:
-    return _option("What is shown and kept", *names, help=help, **more)
-
-
-TaskSpec = Annotated[
-    str, typer.Argument(help="A name, digits:batch_size=32 with options, or file.py:NAME.", show_default=False)
-]
-RunToReplay = Annotated[
-    str, typer.Argument(help="The directory of a finished run, --run-dir of `train`.", show_default=False)
-]
+TaskSpec = Annotated[str, typer.Argument(help="A name, digits:batch_size=32 with options, or file.py:NAME.")]
+RunToReplay = Annotated[str, typer.Argument(help="The directory of a finished run, --run-dir of `train`.")]
 ReplayedTask = Annotated[
     str | None, _run("--task", help="The run's task, where it lies in a file: my.py:task, with its options.")
 ]
 ReplayedStrategy = Annotated[
     str | None, _run("--strategy", "-s", help="The run's strategy, where it lies in a file: my.py:Strategy.")
 ]
-Script = Annotated[Path, typer.Argument(help="A Python script that calls manyhands.prepare(...).", show_default=False)]
-ScriptArguments = Annotated[
-    list[str] | None, typer.Argument(help="All that follows the script is the script's.", show_default=False)
-]
+Script = Annotated[Path, typer.Argument(help="A Python script that calls manyhands.prepare(...).")]
+ScriptArguments = Annotated[list[str] | None, typer.Argument(help="All that follows the script is the script's.")]
 
 Workers = Annotated[int | None, _run("--workers", "-n", help="How many; default: one per GPU, else 1.")]
-Strategy = Annotated[
-    str, _run("--strategy", "-s", help="How they agree: see `manyhands strategies`.", show_default=True)
-]
+Strategy = Annotated[str, _run("--strategy", "-s", help="How they agree: see `manyhands strategies`.")]
 ScriptStrategy = Annotated[
-    str,
-    _run(
-        "--strategy",
-        "-s",
-        help="How they agree: see `manyhands strategies`.",
-        show_default=True,
-        envvar="MANYHANDS_STRATEGY",
-    ),
+    str, _run("--strategy", "-s", help="How they agree: see `manyhands strategies`.", envvar="MANYHANDS_STRATEGY")
 ]
 ScriptRoles = Annotated[
     str | None, _frameworks("--roles", help="Who is there: chief=1,worker=2,ps=1,evaluator=1; worker may be --workers.")
@@ -110,30 +59,24 @@ Until = Annotated[
 ScriptTensorBoard = Annotated[
     Path | None, _frameworks("--tensorboard", help="Start TensorBoard on this folder, beside the chief.")
 ]
-ScriptEngine = Annotated[
-    str, _frameworks("--engine", help="Where it runs: local, hosts:listen=ADDRESS …", show_default=True)
-]
-Engine = Annotated[str, _run("--engine", help="Where they run: see `manyhands engines`.", show_default=True)]
-Servers = Annotated[
-    int, _run("--servers", help="Shards of the parameter server, where a strategy has one.", min=1, show_default=True)
-]
-Device = Annotated[str, _run("--device", help="auto, cpu or cuda.", show_default=True)]
+ScriptEngine = Annotated[str, _frameworks("--engine", help="Where it runs: local, hosts:listen=ADDRESS …")]
+Engine = Annotated[str, _run("--engine", help="Where they run: see `manyhands engines`.")]
+Servers = Annotated[int, _run("--servers", help="Shards of the parameter server, where a strategy has one.", min=1)]
+Device = Annotated[str, _run("--device", help="auto, cpu or cuda.")]
 Threads = Annotated[int | None, _run("--threads-per-worker", help="Default: usable cores / workers.", min=1)]
-Timeout = Annotated[float, _run("--timeout", help="Seconds without progress that end a run.", show_default=True)]
+Timeout = Annotated[float, _run("--timeout", help="Seconds without progress that end a run.")]
 Listen = Annotated[str | None, _hosts("--listen", help="Engine hosts: an address of this host that the others reach.")]
 LocalWorkers = Annotated[
     int | None, _hosts("--local-workers", help="Engine hosts: so many workers on this host; default: half.", min=1)
 ]
 Ports = Annotated[
-    str | None,
-    _hosts("--ports", help="Listen on these, 7000-7100, one a worker and shard; default: any free ones."),
+    str | None, _hosts("--ports", help="Listen on these, 7000-7100, one a worker and shard; default: any free ones.")
 ]
 Tls = Annotated[
     bool,
     _hosts(
         "--tls/--no-tls",
         help="Encrypt all between hosts. Without, whoever is on the way reads and changes all, the program included.",
-        show_default=True,
     ),
 ]
 PlainNetwork = Annotated[bool, _hosts("--plain-network", help="With --no-tls: also on addresses other than loopback.")]
@@ -152,32 +95,22 @@ SimSeed = Annotated[
     int | None, _simulated("--sim-seed", help="Of jitter, faults, and the order of what happens at once.")
 ]
 SimProfile = Annotated[Path | None, _simulated("--profile", help="A machine that `manyhands calibrate` measured.")]
-CalibratedWorkers = Annotated[
-    int, _run("--workers", "-n", help="How many, at the same time; at least 2.", show_default=True)
-]
+CalibratedWorkers = Annotated[int, _run("--workers", "-n", help="How many, at the same time; at least 2.")]
 CalibratedStrategies = Annotated[
     str,
     _run(
         "--strategies",
         "-s",
         help="Compare their real and simulated steps; options go behind a colon, none compares nothing.",
-        show_default=True,
     ),
 ]
-CalibratedSteps = Annotated[
-    int, _run("--steps", help="Of each real run; at least three times a strategy's period.", show_default=True)
-]
+CalibratedSteps = Annotated[int, _run("--steps", help="Of each real run; at least three times a strategy's period.")]
 ComparedStrategies = Annotated[
     str | None,
     _run("--strategies", "-s", help="With commas between them; options go behind a colon. See `manyhands strategies`."),
 ]
-ComparedWorkers = Annotated[
-    str, _run("--workers", "-n", help="Each strategy on so many; solo is always one.", show_default=True)
-]
-Repeats = Annotated[
-    int,
-    _run("--repeats", help="Of each variant; below 3 nothing is called different.", min=1, show_default=True),
-]
+ComparedWorkers = Annotated[str, _run("--workers", "-n", help="Each strategy on so many; solo is always one.")]
+Repeats = Annotated[int, _run("--repeats", help="Of each variant; below 3 nothing is called different.", min=1)]
 Target = Annotated[
     str | None, _run("--target", help="Measure the time to it: test_accuracy=0.97, 'validation_loss<=1.8'.")
 ]
@@ -185,26 +118,20 @@ ReportDirectory = Annotated[
     Path | None, _watch("--output", "-o", help="report.html and report.json go there; default: runs/compare-TASK-TIME.")
 ]
 Markdown = Annotated[str | None, _watch("--markdown", help="A table for pull requests, into this file; - prints it.")]
-TimeMargin = Annotated[
-    float, _run("--time-margin", help="Ratios of time nearer to 1 are no difference.", show_default=True)
-]
-MetricMargin = Annotated[
-    float, _run("--metric-margin", help="The same of the metric, as a share of solo's.", show_default=True)
-]
-Validations = Annotated[int, _run("--validations", help="Validations in a trial.", min=1, show_default=True)]
-CheckedWorkers = Annotated[int, _run("--workers", "-n", help="Compared with one; at least 2.", show_default=True)]
-CheckedSteps = Annotated[int, _run("--steps", help="To compare, one by one.", min=1, show_default=True)]
+TimeMargin = Annotated[float, _run("--time-margin", help="Ratios of time nearer to 1 are no difference.")]
+MetricMargin = Annotated[float, _run("--metric-margin", help="The same of the metric, as a share of solo's.")]
+Validations = Annotated[int, _run("--validations", help="Validations in a trial.", min=1)]
+CheckedWorkers = Annotated[int, _run("--workers", "-n", help="Compared with one; at least 2.")]
+CheckedSteps = Annotated[int, _run("--steps", help="To compare, one by one.", min=1)]
 AsJson = Annotated[bool, _watch("--json", help="Print JSON instead of a table.")]
 EstimateProfile = Annotated[
     Path, _run("--profile", "-p", help="What `manyhands calibrate` wrote, on such a machine as the cluster has.")
 ]
-EstimatedWorkers = Annotated[str, _run("--workers", "-n", help="With commas between them.", show_default=True)]
+EstimatedWorkers = Annotated[str, _run("--workers", "-n", help="With commas between them.")]
 EstimatedSteps = Annotated[int | None, _run("--steps", help="To simulate of each; default: until the mean is steady.")]
 Quick = Annotated[bool, _run("--quick", help="Each run once instead of three times.")]
-Output = Annotated[Path, _run("--output", "-o", help="Where the profile goes.", show_default=True)]
-DriverAddress = Annotated[
-    str, typer.Argument(help="HOST:PORT, as the driver printed it.", metavar="ADDRESS", show_default=False)
-]
+Output = Annotated[Path, _run("--output", "-o", help="Where the profile goes.")]
+DriverAddress = Annotated[str, typer.Argument(help="HOST:PORT, as the driver printed it.", metavar="ADDRESS")]
 OwnWorkers = Annotated[int, _hosts("--workers", "-n", help="How many workers this host gives.", min=1)]
 OwnAddress = Annotated[
     str, _hosts("--listen", help="Where other hosts reach this one; default: as it reaches the driver.")
@@ -229,28 +156,19 @@ RunDirectory = Annotated[
     _watch("--run-dir", help="Events, checkpoints, result: a path, hdfs://…, s3://…; default: runs/TASK-TIME."),
 ]
 Resume = Annotated[bool, _watch("--resume", help="Go on from the newest checkpoint in it.")]
-ValidateEvery = Annotated[
-    str, _watch("--validate-every", help="epoch, or a number of steps (global batches).", show_default=True)
-]
-CheckpointEvery = Annotated[
-    str, _watch("--checkpoint-every", help="epoch, or a number of steps (global batches).", show_default=True)
-]
+ValidateEvery = Annotated[str, _watch("--validate-every", help="epoch, or a number of steps (global batches).")]
+CheckpointEvery = Annotated[str, _watch("--checkpoint-every", help="epoch, or a number of steps (global batches).")]
 CheckReplicasEvery = Annotated[
     int | None,
     _watch(
         "--check-replicas-every", help="Compare the replicas every so many steps, besides before checkpoints.", min=1
     ),
 ]
-Keep = Annotated[str, _watch("--keep", help="last, or best:METRIC.", show_default=True)]
-Nonfinite = Annotated[str, _watch("--nonfinite", help="Gradients with NaN: raise, or skip them.", show_default=True)]
-Stopping = Annotated[
-    str | None, _watch("--early-stopping", help="Stop when METRIC\\[:PATIENCE] gets no better.", callback=_patience)
-]
+Keep = Annotated[str, _watch("--keep", help="last, or best:METRIC.")]
+Nonfinite = Annotated[str, _watch("--nonfinite", help="Gradients with NaN: raise, or skip them.")]
+Stopping = Annotated[str | None, _watch("--early-stopping", help="Stop when METRIC\\[:PATIENCE] gets no better.")]
 TensorBoardFolder = Annotated[Path | None, _watch("--tensorboard", help="Write event files to this folder.")]
-Log = Annotated[
-    str,
-    _watch("--log", help="auto (a bar on a terminal), json (events), quiet.", callback=_log_mode, show_default=True),
-]
+Log = Annotated[str, _watch("--log", help="auto (a bar on a terminal), json (events), quiet.")]
 
 
 # -- what several commands make of them ------------------------------------------------------------------------------
@@ -260,11 +178,6 @@ def task_fields(given: dict[str, Any]) -> dict[str, Any]:
     """The fields of Task among a command's options, those that it has and that were given."""
     fields = {name: given[name] for name in TASK_FIELDS if given.get(name) is not None}
     return fields | ({"shuffle": False} if given.get("no_shuffle") else {})
-
-
-def sim_engine(engine: str, **fields: Any) -> str:
-    """The engine's spec with the options of a simulated cluster that were given."""
-    return with_fields(engine, "sim", **fields)
 
 
 def with_fields(engine: str, kind: str, **fields: Any) -> str:
@@ -300,8 +213,10 @@ def cast_of(
 
 
 def stamped(kind: str, task: str) -> Path:
-    """runs/digits-20250131-142501-4711 for digits:epochs=5: date, time, process; runs/compare-digits-… for a `kind`. Under torchrun or
-    mpirun, whose processes must agree, the launch's name ends it."""
+    """runs/digits-20250131-142501-4711 for digits:epochs=5: date, time, process; runs/compare-digits-… for a `kind`.
+
+    Under torchrun or mpirun, whose processes must agree, the launch's name ends it.
+    """
     name, _, rest = task.partition(":")
     if name.endswith(".py"):
         name = f"{Path(name).stem}-{rest.partition(':')[0]}"
