@@ -105,11 +105,11 @@ def standalone(folder: Path, workers: int = 2) -> Iterator[str]:
 
     processes = [start("master.Master", "--port", "0", "--webui-port", "0")]
     try:
-        address = _said(processes[0], r"(spark://127\.0\.0\.1:\d+)")
+        address = _output(processes[0], r"(spark://127\.0\.0\.1:\d+)")
         options = ("--cores", "1", "--memory", "1g", "--webui-port", "0", address)
         processes += [start("worker.Worker", *options, container=f"container-{i}") for i in range(workers)]
         for worker in processes[1:]:
-            _said(worker, r"(Successfully registered with master)")
+            _output(worker, r"(Successfully registered with master)")
         yield address
     finally:
         for process in reversed(processes):
@@ -120,7 +120,7 @@ def standalone(folder: Path, workers: int = 2) -> Iterator[str]:
             process.stderr.close()
 
 
-def _said(process: subprocess.Popen[str], pattern: str) -> str:
+def _output(process: subprocess.Popen[str], pattern: str) -> str:
     """The first line of its log that matches; what follows is read and dropped, so that its pipe never fills."""
     assert process.stderr is not None
     for line in process.stderr:

@@ -1,7 +1,7 @@
 """The group of workers on several hosts: shared memory inside each, a ring between their first workers, the leaders.
 
 An operation has three phases: on each host, between the leaders, on each host again. What goes wrong between the
-leaders is told on each host in the third, and the other way round, so that all name the same cause.
+leaders is passed on within each host in the third, and the other way round, so that all name the same cause.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class TorchGroup(FirstError, Group):
     2·(size-1) messages for a mean or sum (also for reduce_scatter, which is a sum here), (size-1)·n for all_gather;
     broadcast_ counts (size-1)·n where it comes from.
 
-    PeerLost has rank -1 where torch.distributed does not tell which peer it was.
+    PeerLost has rank -1 where torch.distributed does not report which peer it was.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ class Observer:
 
     def own_event(self, event: Event) -> None:
         """Where every rank is its own driver (`spmd`): this process's worker, which is not the first, emitted this.
-        The first rank's observer hears it as an `event` at the next `collect`."""
+        The first rank's observer gets it as an `event` at the next `collect`."""
 
     def answer(self, event: Event) -> dict[str, Any]:
         """A worker asks this and waits for the answer (a small JSON dict)."""
@@ -173,7 +173,7 @@ class Engine(ABC):
         until: when all processes of these roles have returned the others get a second, then they are ended: parameter
             servers run for ever. Where workers are servers too, as under TensorFlow 2's ParameterServerStrategy:
             ("chief",).
-        tensorboard: a folder that TensorBoard shows beside the chief, at an address that is told in the log.
+        tensorboard: a folder that TensorBoard shows beside the chief, at an address that the log shows.
         rows: what `cluster.rows(batch_size)` deals to those who train: whatever Task.train_data takes, `mh.spark.frame`
             too.
         workers=None: one per visible GPU, else 1; one process alone is the caller's.

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("manyhands")
 
-TENSORBOARD = "tensorboard"  # the type of the event that tells its address
+TENSORBOARD = "tensorboard"  # the type of the event that holds its address
 NAMES = (
     "TF_CONFIG",
     *("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -54,7 +54,7 @@ _LOWEST, _SPAN = 10_000, 100
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What a function of `Engine.run` is told: its process's place among all."""
+    """The argument of a function of `Engine.run`: its process's position among all."""
 
     role: str
     index: int  # among those of its role

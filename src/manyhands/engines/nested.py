@@ -26,7 +26,7 @@ T = TypeVar("T")
 class Gathering(DriverClient):
     """A line to the observer in rank 0's process: other ranks' events wait for `collect`, which is a collective.
 
-    `local_workers` is the line to this process's observer. On other ranks than 0 it hears this rank's events alone, as
+    `local_workers` is the line to this process's observer. On other ranks than 0 it gets this rank's events alone, as
     they happen (`Observer.own_event`), and may ask for a stop: SIGTERM comes to whom it comes. `outer` is the line to
     the launcher, which goes on hearing of this worker's progress and may ask it to stop too.
     """

@@ -22,8 +22,8 @@ _URL = re.compile(r"TensorBoard \S+ at (http\S+)")
 
 
 @contextmanager
-def shown(logdir: str, host: str, tell: Callable[[str], None]) -> Iterator[None]:
-    """Within, TensorBoard shows `logdir` at any free port of this address of this host; `tell` gets its URL before.
+def shown(logdir: str, host: str, report: Callable[[str], None]) -> Iterator[None]:
+    """Within, TensorBoard shows `logdir` at any free port of this address of this host; `report` gets its URL before.
 
     Whoever reaches the address can look. BadInput where tensorboard is not installed; ManyhandsError, with its own
     words, where it does not start.
@@ -34,14 +34,14 @@ def shown(logdir: str, host: str, tell: Callable[[str], None]) -> Iterator[None]
     with tempfile.TemporaryFile() as words:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=words)
         try:
-            tell(_url(process, words))
+            report(_url(process, words))
             yield
         finally:
             _end(process)
 
 
 def _url(process: subprocess.Popen[bytes], words: IO[bytes]) -> str:
-    """What it says once it listens."""
+    """Its output once it listens."""
     deadline = time.monotonic() + _START_S
     while True:
         ended = process.poll() is not None
@@ -50,7 +50,7 @@ def _url(process: subprocess.Popen[bytes], words: IO[bytes]) -> str:
             return found[1]
         if ended or time.monotonic() >= deadline:
             how = f"ended with exit code {process.returncode}" if ended else f"did not listen within {_START_S:.0f} s"
-            raise ManyhandsError(f"TensorBoard {how}; it said:\n{output.strip() or '(nothing)'}")
+            raise ManyhandsError(f"TensorBoard {how}; its output:\n{output.strip() or '(nothing)'}")
         time.sleep(_POLL_S)
 
 

@@ -90,8 +90,8 @@ class CollectiveCounts:
     def first(self) -> int:
         return int(_TURNS.unpack_from(self._page)[0])
 
-    def tell(self) -> None:
-        """On the first rank: the own number is what the others see."""
+    def publish(self) -> None:
+        """On the first rank: publish the own number to the others."""
         _TURNS.pack_into(self._page, 0, self.own)
 
 

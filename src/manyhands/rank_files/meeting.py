@@ -136,7 +136,7 @@ def _meet(group: Group) -> Folder:
                 break
         if not met:
             raise ManyhandsError(
-                f"worker {waiting[0]} can make a folder neither in {tempfile.gettempdir()} nor in {os.getcwd()}, for what the workers tell each "
+                f"worker {waiting[0]} can make a folder neither in {tempfile.gettempdir()} nor in {os.getcwd()}, for what the workers send each "
                 "other about files: set TMPDIR to a folder that can be written to"
             )
         if group.rank in met:
@@ -168,7 +168,7 @@ def _uncounted(group: Group) -> Iterator[None]:
 
 
 def _count(group: Group, view: View) -> None:
-    """The view hears of each collective as it begins, once where it consists of others."""
+    """The view is notified of each collective as it begins, once where it consists of others."""
     if group in _counted:
         return
     _counted.add(group)

@@ -233,7 +233,7 @@ class Patches:
     def _os_open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         view = self._view()
         if view is None or dir_fd is not None or flags & _NAMELESS == _NAMELESS:
-            with as_given():  # the audit hook could not tell where it is
+            with as_given():  # the audit hook could not know where it is
                 return int(self._plain["os_open"](path, flags, mode, dir_fd=dir_fd))
         with as_given(), _errors_name(path, view):
             if not flags & _WRITES:

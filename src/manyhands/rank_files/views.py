@@ -116,7 +116,7 @@ class FirstView(View):
     @override
     def turn(self) -> None:
         self.turns.own += 1
-        self.turns.tell()
+        self.turns.publish()
 
     @override
     def mkdir(self, path: str, mode: int = 0o777) -> None:
@@ -311,7 +311,7 @@ class OtherView(View):
     @override
     def rmtree(self, path: str, *given: Any, **named: Any) -> None:
         if not os.path.lexists(self._seen(path)) and not self._is_behind(path):
-            shutil.rmtree(self._root + path, *given, **named)  # says that there is nothing, as it was told to
+            shutil.rmtree(self._root + path, *given, **named)  # reports that there is nothing, as the caller chose
             return
         self._remove(path, lambda copy: shutil.rmtree(copy))
 

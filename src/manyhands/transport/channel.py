@@ -62,7 +62,7 @@ class Channel:
     def send(self, frame: Frame, tensor: Tensor | memoryview | None = None) -> None:
         """Header, blob and tensor in one go; the tensor's own dtype and elements go into the header.
 
-        tensor: contiguous, on the CPU; or its memory as `bytes_of` gave it, `frame` then tells its dtype and elements.
+        tensor: contiguous, on the CPU; or its memory as `bytes_of` gave it, `frame` then has its dtype and elements.
         """
         generation = max(frame.generation, self.generation)
         if isinstance(tensor, Tensor):
@@ -174,7 +174,7 @@ class Channel:
         return -1 if self._closed else self._sock.fileno()
 
     def detach(self) -> socket.socket:
-        """The socket, for who speaks frames on it in another way; between two frames, and not used here any more."""
+        """The socket, for another reader of frames; between two frames, and not used here any more."""
         return self._sock
 
     def close(self) -> None:

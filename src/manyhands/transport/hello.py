@@ -3,7 +3,7 @@
 With credentials: TLS 1.3, each side's certificate checked; the hello (JSON) of the connecting side; the welcome, or a
 refusal with its reason. Without: an opening frame; a challenge of the listening side; the hello, with a challenge and a
 proof that its sender holds the run's token; the welcome, with the other side's proof. The token itself never travels,
-and what was heard on one connection opens no second one.
+and a recorded connection opens no second one.
 
 Each side is a generator that never blocks: it yields what it waits for (select.POLLIN, select.POLLOUT), so that one
 thread can hold many such conversations, and a silent peer holds up nobody.
@@ -40,7 +40,7 @@ _MOST_DISCARDED = 1 << 20
 
 
 class HandshakeRefused(Exception):
-    """The other side said no, and why."""
+    """The other side refused, and why."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -78,7 +78,7 @@ class Peer:
 
 
 def wrapped(sock: socket.socket, context: ssl.SSLContext | None, *, listening: bool) -> socket.socket:
-    """The socket to speak on, which does not block; nothing is said yet. OSError when the peer has left already."""
+    """The socket, non-blocking; nothing is sent yet. OSError when the peer has left already."""
     sock.settimeout(0)
     if context is None:
         return sock

@@ -22,7 +22,7 @@ class Scripted(HostProcesses):
     def __init__(self, host: str, process_indices: list[int]) -> None:
         self.host, self.process_indices = host, process_indices
         self.output: list[tuple[int, dict[str, Any]]] = []
-        self.told: list[tuple[int, dict[str, Any]]] = []
+        self.sent: list[tuple[int, dict[str, Any]]] = []
         self.did: list[Any] = []
         self.pages: dict[int, tuple[str, int]] = {}
         self.silence_s = 0.0
@@ -43,8 +43,8 @@ class Scripted(HostProcesses):
         return output
 
     @override
-    def tell(self, process_index: int, body: dict[str, Any]) -> None:
-        self.told.append((process_index, body))
+    def send(self, process_index: int, body: dict[str, Any]) -> None:
+        self.sent.append((process_index, body))
 
     @override
     def signal(self, number: int) -> None:
@@ -113,11 +113,11 @@ class Run:
     def lease(self, process_index: int, **changes: Any) -> None:
         self.say(process_index, "lease", segment={**SEGMENT, **changes})
 
-    def told(self) -> list[tuple[int, Any]]:
+    def sent(self) -> list[tuple[int, Any]]:
         """(seat, value) of all leases that were answered since this was last called, by host."""
-        told = [*self.alpha.told, *self.beta.told]
-        self.alpha.told, self.beta.told = [], []
-        return [(process_index, body["value"]) for process_index, body in told if body["type"] == "leased"]
+        sent = [*self.alpha.sent, *self.beta.sent]
+        self.alpha.sent, self.beta.sent = [], []
+        return [(process_index, body["value"]) for process_index, body in sent if body["type"] == "leased"]
 
     def dies(self, process_index: int, **place: Any) -> None:
         self.say(process_index, "exited", **{"status": -9, "phase": "wait", "step": 0, "detail": "", **place})
@@ -165,10 +165,10 @@ def test_every_slice_is_leased_once_across_hosts() -> None:
     run = Run()
     for process_index in (0, 2, 1, 2, 2, 1):
         run.lease(process_index)
-    slices = [(value["index"], value["part"]) for _, value in run.told()]
+    slices = [(value["index"], value["part"]) for _, value in run.sent()]
     assert sorted(slices) == [(index, part) for index in (0, 1) for part in (0, 1, 2)]
     run.lease(0)
-    ((process_index, end),) = run.told()
+    ((process_index, end),) = run.sent()
     assert (process_index, end["reason"]) == (0, "")
     assert all(front == back for front, back in end["left"])
 
@@ -177,20 +177,20 @@ def test_who_waits_while_worker_0_trains_alone_is_answered_when_it_is_done() -> 
     run = Run()
     for process_index in (2, 0):
         run.lease(process_index, rank0_warmup_ticks=1)
-    assert [(process_index, value and value["part"]) for process_index, value in run.told()] == [(0, 0), (2, None)]
+    assert [(process_index, value and value["part"]) for process_index, value in run.sent()] == [(0, 0), (2, None)]
     run.lease(0, rank0_warmup_ticks=1)
-    assert [(process_index, value["part"]) for process_index, value in run.told()] == [(0, 0), (2, 2)]
+    assert [(process_index, value["part"]) for process_index, value in run.sent()] == [(0, 0), (2, 2)]
 
 
 def test_a_stop_ends_who_asks_and_who_waits() -> None:
     run = Run()
     run.lease(1, rank0_warmup_ticks=5)
-    run.told()
+    run.sent()
     run.observer.reason = "callback"
     assert run.driver._stop()
-    assert run.told() == [(1, {"reason": "callback", "left": [[0, 2]] * 3})]
+    assert run.sent() == [(1, {"reason": "callback", "left": [[0, 2]] * 3})]
     run.lease(0, rank0_warmup_ticks=5)
-    assert run.told() == [(0, {"reason": "callback", "left": [[0, 2]] * 3})]
+    assert run.sent() == [(0, {"reason": "callback", "left": [[0, 2]] * 3})]
 
 
 def test_every_worker_hears_of_a_stop_and_no_shard_does() -> None:
@@ -200,7 +200,7 @@ def test_every_worker_hears_of_a_stop_and_no_shard_does() -> None:
     assert [
         process_index
         for host_processes in (run.alpha, run.beta)
-        for process_index, body in host_processes.told
+        for process_index, body in host_processes.sent
         if body["type"] == "stop"
     ] == [0, 1, 2]
     assert run.alpha.did == run.beta.did == [signal.SIGTERM]
@@ -211,20 +211,20 @@ def test_leases_are_answered_before_events_are_written_and_questions_after() -> 
     event = vars(Event(type="step", rank=1, step=4))
     run.say(1, "beat", phase="compute", step=4, idle_s=0.0, events=[event])
     run.lease(1)
-    assert (len(run.told()), run.observer.log) == (1, [])
+    assert (len(run.sent()), run.observer.log) == (1, [])
     run.say(0, "ask", event=vars(Event(type="epoch", step=9)))
     assert run.observer.log == [(1, 4), "asked"]
-    assert run.alpha.told == [(0, {"type": "answer", "value": {"step": 9}})]
+    assert run.alpha.sent == [(0, {"type": "answer", "value": {"step": 9}})]
 
 
 def test_who_meets_gets_everybodys_value_in_the_order_agreed() -> None:
     run = Run()
     for process_index, value in ((-1, "port 3"), (2, None), (0, [1, 2])):
-        assert not run.alpha.told
+        assert not run.alpha.sent
         run.say(process_index, "arrive", name="ring", process_indices=[0, 2, -1], value=value)
     met = {"type": "complete", "name": "ring", "values": [[1, 2], None, "port 3"]}
-    assert run.alpha.told == [(0, met)]
-    assert run.beta.told == [(2, met), (-1, met)]
+    assert run.alpha.sent == [(0, met)]
+    assert run.beta.sent == [(2, met), (-1, met)]
 
 
 def test_a_dead_shard_is_the_cause_and_is_named_with_its_host() -> None:

@@ -265,7 +265,7 @@ class Obeying:
         assert isinstance(shared["environment"], dict)
         assert program >= 0
 
-    def tell(self, process_index: int, body: dict[str, Any]) -> None:
+    def send(self, process_index: int, body: dict[str, Any]) -> None:
         assert process_index in self.process_indices
 
     def signal(self, number: int) -> None:

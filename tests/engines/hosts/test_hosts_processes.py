@@ -121,7 +121,7 @@ def test_an_answer_without_what_was_asked_for_is_none(line: Line) -> None:
 
 
 def test_orders_reach_the_agent(line: Line) -> None:
-    line.host_processes.tell(3, {"type": "stop", "reason": "x"})
+    line.host_processes.send(3, {"type": "stop", "reason": "x"})
     line.host_processes.signal(15)
     bodies = [message.body for message in [*line.agent.wait(5.0), *line.agent.wait(1.0)]]
     assert bodies == [
@@ -167,7 +167,7 @@ def test_a_host_that_is_gone_is_told_of_each_of_its_workers(line: Line) -> None:
     assert [(body["phase"], body["step"]) for _, body in lost] == [("exchange", 9), ("start", 0)]
     assert all(body["why"].startswith("the connection to its host ended (") for _, body in lost)
     assert line.host_processes.receive() == []
-    line.host_processes.tell(2, {"type": "stop", "reason": ""})  # passed over
+    line.host_processes.send(2, {"type": "stop", "reason": ""})  # passed over
     line.host_processes.end(0.0)
 
 

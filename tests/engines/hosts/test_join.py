@@ -49,7 +49,7 @@ class NotesCrew:
         output, self.says = self.says, []
         return output
 
-    def tell(self, process_index: int, body: Body) -> None:
+    def send(self, process_index: int, body: Body) -> None:
         self.notes.append((process_index, body))
 
     def signal(self, number: int) -> None:

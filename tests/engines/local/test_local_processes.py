@@ -82,8 +82,8 @@ def test_questions_come_after_what_was_said_before_them(forked: Forked, host_pro
 
 
 def test_answers_and_stops_go_where_they_are_read(forked: Forked, host_processes: LocalProcesses) -> None:
-    host_processes.tell(1, {"type": "stop", "reason": "callback"})
-    host_processes.tell(1, {"type": "leased", "value": None})
+    host_processes.send(1, {"type": "stop", "reason": "callback"})
+    host_processes.send(1, {"type": "leased", "value": None})
     assert [message.body for message in forked.there[1].receive()] == [{"type": "stop", "reason": "callback"}]
     assert [message.body for message in forked.asking[1].receive()] == [{"type": "leased", "value": None}]
 
@@ -121,8 +121,8 @@ def test_one_descriptor_tells_of_all(forked: Forked, host_processes: LocalProces
 
 def test_whoever_is_gone_is_told_nothing(forked: Forked, host_processes: LocalProcesses) -> None:
     forked.there[0].close()
-    host_processes.tell(0, {"type": "stop", "reason": "callback"})
-    host_processes.tell(1, {"type": "stop", "reason": "callback"})
+    host_processes.send(0, {"type": "stop", "reason": "callback"})
+    host_processes.send(1, {"type": "stop", "reason": "callback"})
     assert [message.body for message in forked.there[1].receive()] == [{"type": "stop", "reason": "callback"}]
 
 

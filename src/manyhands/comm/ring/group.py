@@ -2,7 +2,7 @@
 
 All are linked with all. Every operation opens with a frame to each peer that says what it is (operation, dtype, n,
 weight, bits): so weights and bits travel in headers, a mismatch is seen by all, and a dead peer is noticed by all at
-once. The data follows without waiting for those of the others; how is told in exchanges.py.
+once. The data follows without waiting for those of the others; see transfer.py.
 """
 
 from __future__ import annotations
@@ -376,7 +376,7 @@ def _on_cpu(tensor: Tensor) -> Tensor:
 
 
 def _called(frame: Frame) -> str:
-    """What a peer called, in words, as far as its frame tells."""
+    """What a peer called, in words, as far as its frame shows."""
     if frame.kind not in (ARRIVE, SEND):
         return "something else"
     try:

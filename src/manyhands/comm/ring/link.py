@@ -193,7 +193,7 @@ class Link:
                     break
                 kept.append(bytes(piece[:count]))
         except LinkEnded:
-            pass  # what came before is what counts; whoever pulls further hears of the end again
+            pass  # what came before is what counts; a further pull reports the end again
         data = b"".join(kept)
         self._stage = memoryview(bytearray(data.ljust(_STAGE, b"\0")))
         self._start, self._stop = 0, len(data)
@@ -201,7 +201,7 @@ class Link:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def end_sending(self) -> None:
-        """The peer reads the end behind what left, and its poll tells it at once."""
+        """The peer reads the end behind what left; its poll reports it at once."""
         shut_down(self._sock, socket.SHUT_WR)
 
     def shut(self) -> None:
@@ -246,4 +246,4 @@ def _notice_of(blob: memoryview) -> dict[str, Any]:
     return value
 
 
-RDHUP = getattr(select, "POLLRDHUP", 0)  # Linux: told of a peer's end without reading up to it
+RDHUP = getattr(select, "POLLRDHUP", 0)  # Linux: reports a peer's end without reading up to it

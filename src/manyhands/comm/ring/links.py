@@ -2,8 +2,8 @@
 
 Whatever it waits for, it goes on sending what was posted to any peer, so that no two workers wait for each other's
 full buffers. It spins briefly, then sleeps in poll. A peer that dies is noticed by all, since all are linked with all.
-When one falls silent, each worker that has waited half of `timeout_s` tells the others for whom; at the end of it the
-chain of those words leads to the one that says nothing, the cause. Whoever knows first tells the others why it gives
+When one falls silent, each worker that has waited half of `timeout_s` sends the others the rank for which it waits; at the
+end of it this chain leads to the silent rank, the cause. The first worker that knows sends the others why it gives
 up.
 """
 
@@ -52,7 +52,7 @@ class Links(FirstError):
         self._rank, self._links, self._names, self._hosts = rank, dict(sorted(links.items())), names, hosts
         self._timeout_s = timeout_s
         self._operation, self._step = "", 0
-        self._waiting_for: dict[int, int] = {}  # by peer: what it said last, where that is all that came
+        self._waiting_for: dict[int, int] = {}  # by peer: its newest waiting-for frame, where nothing else came
         self._poll, self._masks = select.poll(), dict.fromkeys(self._links, 0)
         self._by_fd = {link.fileno(): link for link in self._links.values()}
         crowded = list(hosts).count(hosts[rank]) > len(os.sched_getaffinity(0))
@@ -133,7 +133,7 @@ class Links(FirstError):
             self._farewell(GAVE_UP, {"text": str(error)})
 
     def close(self) -> None:
-        """Leave: who still waits for this worker is told that it left. Idempotent."""
+        """Leave: workers that still wait for this one get PeerLost. Idempotent."""
         if self._error is None:
             self._error = closed()
             self._farewell(LEFT, {})
@@ -141,7 +141,7 @@ class Links(FirstError):
             link.close()
 
     def interrupt(self) -> None:
-        """From another thread than the one that waits here: that one wakes with an error, and says nothing to peers."""
+        """From another thread than the one that waits here: that one gets an error; peers are not notified."""
         self._error = self._error or closed()
         for link in self._links.values():
             link.shut()
@@ -240,7 +240,7 @@ class Links(FirstError):
     def _ended(self, link: Link) -> None:
         """A peer's connection is over, while this worker waits for something else; return if it left in order.
 
-        What it sent for this operation is then among what came; if not, whoever waits for it hears of the end.
+        What it sent for this operation is then among what came; if not, whoever waits for it gets PeerLost.
         """
         if self._masks[link.rank] > 0:
             self._poll.unregister(link)
@@ -275,7 +275,7 @@ def _pushed(link: Link) -> Link:
     return link
 
 
-_SHORT_S = 1e-3  # who slept longer waited for a late peer, which says nothing about spinning
+_SHORT_S = 1e-3  # who slept longer waited for a late peer, which has nothing to do with spinning
 _FAILURES = 3  # in a row, after which spinning pauses
 _PAUSE = 64  # waits
 
@@ -347,8 +347,8 @@ def connect_all(
             )
         while len(channels) < size - 1:
             wanted = next(peer for peer in range(rank + 1, size) if peer not in channels)
-            channel, said = listener.accept(lambda said: _peer_of(said, hello, channels, called), left_s())
-            channels[said["rank"]] = channel
+            channel, theirs = listener.accept(lambda theirs: _peer_of(theirs, hello, channels, called), left_s())
+            channels[theirs["rank"]] = channel
     except (ChannelTimeout, ChannelClosed) as error:
         raise PeerLost(
             names[wanted],
@@ -365,13 +365,13 @@ def connect_all(
     return channels
 
 
-def _peer_of(said: dict[str, Any], own: dict[str, Any], channels: Container[int], called: Sequence[str]) -> str:
-    """The name of who said this hello. FrameError unless it is one of a higher rank for the same, and not here yet."""
-    peer, rank, purpose, generation = said.get("rank"), own["rank"], own["purpose"], own["generation"]
-    if (said.get("purpose"), said.get("generation")) != (purpose, generation):
-        raise FrameError(f"expected a worker for {purpose} of generation {generation}; it said {said}")
+def _peer_of(theirs: dict[str, Any], own: dict[str, Any], channels: Container[int], called: Sequence[str]) -> str:
+    """The name of the sender of this hello. FrameError unless it is one of a higher rank for the same, and not here yet."""
+    peer, rank, purpose, generation = theirs.get("rank"), own["rank"], own["purpose"], own["generation"]
+    if (theirs.get("purpose"), theirs.get("generation")) != (purpose, generation):
+        raise FrameError(f"expected a worker for {purpose} of generation {generation}; its hello was {theirs}")
     if not isinstance(peer, int) or not rank < peer < len(called) or peer in channels:
         raise FrameError(
-            f"expected a worker of rank {rank + 1} to {len(called) - 1} that is not here yet; it said {said}"
+            f"expected a worker of rank {rank + 1} to {len(called) - 1} that is not here yet; its hello was {theirs}"
         )
     return called[peer]

@@ -98,7 +98,7 @@ class Transfer:
         return (stop - start) * self._itemsize
 
     def take(self, peer: int, chunk: Span, into: memoryview | None = None) -> None:
-        """A chunk from a peer, into its place in `flat` unless told otherwise."""
+        """A chunk from a peer, into its place in `flat` unless `into` is given."""
         view = self._view(chunk) if into is None else into
         if peer not in self.first_in:
             frame, wanted = self.links.header(peer), (CHUNK, self.sequence, len(view), chunk[0])

@@ -71,7 +71,7 @@ def _truncated(fds: Sequence[int], length: int) -> bool:
             raise
         if length <= _SMALLEST:
             raise ManyhandsError(
-                f"shared memory of {len(fds)} × {length >> 20} MB was expected; the system said: {error.strerror}. "
+                f"shared memory of {len(fds)} × {length >> 20} MB was expected; the system reports: {error.strerror}. "
                 "Raise the limit on file sizes (ulimit -f) or on memory."
             ) from error
         return False
@@ -131,7 +131,7 @@ class Arena:
         return torch.frombuffer(lent, dtype=dtype, count=n)
 
     def keep(self, offset: int) -> None:
-        """What `allocate` gave around `offset` stays while any process maps it: nothing tells when peers release it."""
+        """What `allocate` gave around `offset` stays while any process maps it: nothing reports when peers release it."""
         self._finalizers[max(start for start in self._finalizers if start <= offset)].detach()
 
     def _take_back(self) -> None:
@@ -179,7 +179,7 @@ def _mapped(fd: int, length: int) -> mmap.mmap:
         memory = mmap.mmap(fd, length)
     except OSError as error:
         raise ManyhandsError(
-            f"{length >> 20} MB of addresses were expected for a worker's shared memory; the system said: {error.strerror}. "
+            f"{length >> 20} MB of addresses were expected for a worker's shared memory; the system reports: {error.strerror}. "
             "Raise the limit on addresses (ulimit -v), or use fewer workers."
         ) from error
     memory.madvise(mmap.MADV_DONTDUMP)  # else a core file would hold every worker's tensors

@@ -57,7 +57,7 @@ class Driver:
     spec: LaunchSpec
     clock: Callable[[], float] = time.monotonic
     _values: dict[int, Any] = field(default_factory=dict, init=False)
-    _news: deque[Event] = field(default_factory=deque, init=False)  # what the observer has not heard yet
+    _news: deque[Event] = field(default_factory=deque, init=False)  # what the observer has not received yet
     _leases: Leases = field(default_factory=Leases, init=False)
     _rendezvous: Rendezvous = field(default_factory=Rendezvous, init=False)
 
@@ -155,7 +155,7 @@ class Driver:
             case "ask":
                 self._tell_observer()  # all that was emitted before the question
                 value = self._observed(self.spec.observer.answer, Event(**body["event"]))
-                host_processes.tell(process_index, {"type": "answer", "value": value})
+                host_processes.send(process_index, {"type": "answer", "value": value})
             case "arrive":
                 self._arrived(process_index, body)
             case "value":
@@ -180,10 +180,10 @@ class Driver:
         while self._news:
             self._observed(self.spec.observer.event, self._news.popleft())
 
-    def _observed(self, hear: Callable[[Event], T], event: Event) -> T:
-        """What the observer says to an event; WorkerFailed, naming the worker and its host, where the event is none."""
+    def _observed(self, deliver: Callable[[Event], T], event: Event) -> T:
+        """The observer's result for an event; WorkerFailed, with the worker and its host, where the event is malformed."""
         try:
-            return self._busy(partial(hear, event))
+            return self._busy(partial(deliver, event))
         except FrameError as error:
             process_index = -1 if event.rank is None else event.rank
             host_processes = self._host_of.get(process_index, self.hosts[0])
@@ -228,7 +228,7 @@ class Driver:
 
     def _leased(self, process_index: int, answer: Lease | End | None) -> None:
         value = None if answer is None else leases.to_json(answer)
-        self._host_of[process_index].tell(process_index, {"type": "leased", "value": value})
+        self._host_of[process_index].send(process_index, {"type": "leased", "value": value})
 
     def _arrived(self, process_index: int, body: dict[str, Any]) -> None:
         if process_index not in body["process_indices"] or not self._host_of.keys() >= set(body["process_indices"]):
@@ -238,7 +238,7 @@ class Driver:
             )
         values = self._rendezvous.arrive(process_index, body["name"], body["process_indices"], body["value"])
         for other in body["process_indices"] if values is not None else ():
-            self._host_of[other].tell(other, {"type": "complete", "name": body["name"], "values": values})
+            self._host_of[other].send(other, {"type": "complete", "name": body["name"], "values": values})
 
     def _stop(self) -> bool:
         reason = self._busy(self.spec.observer.stopping)
@@ -246,7 +246,7 @@ class Driver:
             self._leases.stop(reason)
             self._release()
             for rank in range(self.spec.workers):
-                self._host_of[rank].tell(rank, {"type": "stop", "reason": reason})
+                self._host_of[rank].send(rank, {"type": "stop", "reason": reason})
         if reason == PREEMPTED:
             # A script's own handler may have something to save; the loop of train() ignores the signal.
             for host_processes in self.hosts:
@@ -321,7 +321,7 @@ class Driver:
             return f"{name} made no progress for {verdict.seconds:.1f} s, {place}"
         if self.monitor.is_silent(silent_s := host_processes.silent_s()):
             return (
-                f"host {host_processes.host} is silent: nothing came from it for {silent_s:.1f} s, and {name} was last heard {place}. "
+                f"host {host_processes.host} is silent: nothing came from it for {silent_s:.1f} s, and {name} was last seen {place}. "
                 "Look whether that machine is up, and whether the network between is"
             )
         return (

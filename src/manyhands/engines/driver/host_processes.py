@@ -57,7 +57,7 @@ class HostProcesses(ABC):
         """The messages that arrived, as (process_index, body), without waiting; in order, `exited` last."""
 
     @abstractmethod
-    def tell(self, process_index: int, body: dict[str, Any]) -> None:
+    def send(self, process_index: int, body: dict[str, Any]) -> None:
         """Send to a process. One that is gone is skipped: its `exited` is on the way."""
 
     @abstractmethod

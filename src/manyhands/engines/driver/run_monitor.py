@@ -130,7 +130,7 @@ class RunMonitor:
         self._returned_at = max(self._returned_at, now) if process_index >= 0 else self._returned_at
 
     def raised(self, failure: Failure, now: float) -> None:
-        """A process reported its own error; its exit then says nothing new. Errors after its return are ignored."""
+        """A process reported its own error; its exit then adds nothing. Errors after its return are ignored."""
         if self.processes[failure.rank].done:
             return
         self.processes[failure.rank].done = True
@@ -158,7 +158,7 @@ class RunMonitor:
         )
 
     def excuse(self, seconds: float) -> None:
-        """The driver itself was busy for so long and heard nobody: nobody's deadline runs meanwhile."""
+        """The driver itself was busy for so long and read no message: no deadline runs meanwhile."""
         for process in self.processes.values():
             process.progress_at += seconds
             process.last_beat_at += seconds
@@ -238,7 +238,7 @@ class RunMonitor:
 
 
 def _at_work(processes: list[ProcessStatus]) -> list[ProcessStatus]:
-    """Those of them that do not wait for others, as far as their phase tells."""
+    """Those of them that do not wait for others, as far as their phase shows."""
     return [process for process in processes if process.phase not in WAITING]
 
 

@@ -46,7 +46,7 @@ _ANYWHERE = ("0.0.0.0", "::", "")
 
 @dataclass
 class _Announcer:
-    """Who is told how to join, and who came. All are equal: it is no option of the engine's."""
+    """How to join is passed to `say`, and the hosts that came. Equal for all engines: it is no option."""
 
     say: Callable[[str], None] = field(default=LOG.warning, compare=False)  # a script's user must see it, too
 

@@ -80,7 +80,7 @@ def join(
         names.
     spawner: a fork server that was started for this; it is closed here.
     Raises ManyhandsError with the driver's reason where it refuses, and with the run's error where it fails; Preempted
-    after SIGTERM (the driver is told, and stops the run where it can be resumed).
+    after SIGTERM (the driver stops the run where it can be resumed).
     """
     if sys.platform != "linux":
         raise BadInput(f"joining a run needs Linux, this is {sys.platform}: on Windows use WSL2")
@@ -111,7 +111,7 @@ def _secret(offer: Join) -> Secret:
 
 
 def _connected(offer: Join, secret: Secret) -> Channel:
-    """A channel to the driver, once it listens and says that this host is welcome."""
+    """A channel to the driver, once it listens and has accepted this host."""
     deadline = time.monotonic() + offer.wait_s
     while True:
         timeout_s = min(SILENCE_S, max(0.1, deadline - time.monotonic()))
@@ -238,7 +238,7 @@ class Agent:
                     raise FrameError(
                         f"a message to process {body['process_index']}; here are {host_processes.process_indices}"
                     )
-                host_processes.tell(body["process_index"], body["body"])
+                host_processes.send(body["process_index"], body["body"])
             case "signal":
                 host_processes.signal(body["number"])
             case "stacks":
@@ -311,7 +311,7 @@ class Agent:
         self._send({"type": "from_process", "process_index": process_index, "body": body})
 
     def _end(self, grace_s: float) -> None:
-        """The driver has heard all it wants: end the processes, then say so."""
+        """The driver has received all it needs: end the processes, then report that."""
         if self._processes is not None:
             self._processes.end(grace_s)
         self._running = False

@@ -42,7 +42,7 @@ _END_S = 20.0
 class RemoteProcesses(HostProcesses):
     """See HostProcesses. preempted: the joined host got SIGTERM. log: where its own output is, for errors."""
 
-    def __init__(self, post: MessageChannel, host: str, log: str = "see what `manyhands join` said there") -> None:
+    def __init__(self, post: MessageChannel, host: str, log: str = "see what `manyhands join` printed there") -> None:
         self.host, self._log = host, log
         self.process_indices: list[int] = []  # when all hosts are there
         self.preempted = False
@@ -50,7 +50,7 @@ class RemoteProcesses(HostProcesses):
         self._post = post
         self._received: list[tuple[int, dict[str, Any]]] = []
         self._where: dict[int, tuple[str, int]] = {}  # process index -> (phase, step) of its last heartbeat
-        self._gone = False  # its end was told
+        self._gone = False  # its end was reported
         self._ended = False
 
     @override
@@ -117,7 +117,7 @@ class RemoteProcesses(HostProcesses):
         return {"type": "lost", "why": why, "phase": phase, "step": step}
 
     @override
-    def tell(self, process_index: int, body: dict[str, Any]) -> None:
+    def send(self, process_index: int, body: dict[str, Any]) -> None:
         self._send({"type": "to_process", "process_index": process_index, "body": body})
 
     @override

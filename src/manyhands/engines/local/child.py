@@ -121,7 +121,7 @@ def _leave_preemption_to_the_driver() -> None:
 
 
 def report(error: BaseException, line: DriverLine, below: str) -> dict[str, Any]:
-    """An error as JSON: exceptions of any class can be told, whether or not they can be pickled.
+    """An error as JSON: exceptions of any class can be reported, whether or not they can be pickled.
 
     below: the file of the engine's whose frames are left out of the traceback.
     """

@@ -43,9 +43,7 @@ class Spawner:
 
     def __init__(self, leftover: Path | None = None) -> None:
         if not sys.executable:
-            raise BadInput(
-                "cannot tell which Python this is (sys.executable is empty): start from a Python interpreter"
-            )
+            raise BadInput("sys.executable is empty, so this Python is unknown: start from a Python interpreter")
         self.wire, there = ControlSocket.pair()
         self._scratch = _folder()
         self._pids: dict[int, int] = {}  # process index -> pid of processes not known to be gone

@@ -147,11 +147,11 @@ class ForkServer:
         self._run: ForkServerRun | None = None
         self._wakeup, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._inherited = (self._wakeup, wakeup)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # any handler: the wakeup descriptor tells us
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # any handler: the wakeup descriptor reports it
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
 
     def end_with_driver(self) -> None:
-        """A signal tells when the driver is gone, so that this also holds during the seconds of importing torch."""
+        """A signal reports that the driver is gone, so that this also holds during the seconds of importing torch."""
         fd = self._wire.fileno()
         signal.signal(signal.SIGIO, self._on_io)
         fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())

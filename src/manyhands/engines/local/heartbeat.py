@@ -73,7 +73,7 @@ class DriverLine(DriverClient):
 
     @override
     def emit(self, event: Event) -> None:
-        self._outbox.append(json.dumps(vars(event)))  # here, so that what is no JSON raises where it was said
+        self._outbox.append(json.dumps(vars(event)))  # here, so that what is no JSON raises where it was emitted
 
     @override
     def ask(self, event: Event) -> dict[str, Any]:

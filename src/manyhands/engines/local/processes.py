@@ -176,7 +176,7 @@ class LocalProcesses(HostProcesses):
         return {"type": "exited", "status": status, "phase": phase, "step": step, "detail": line.stack()}
 
     @override
-    def tell(self, process_index: int, body: dict[str, Any]) -> None:
+    def send(self, process_index: int, body: dict[str, Any]) -> None:
         line = self._lines[process_index]
         wire = line.wire if body["type"] == "stop" else line.questions
         if wire.fileno() >= 0:

@@ -22,7 +22,7 @@ from manyhands.transport.listener import Listener
 
 
 def run(place: ProcessPlace) -> int:
-    """Serve until every worker has said goodbye, or is gone; the exit code. An error went to the driver."""
+    """Serve until every worker has left, or is gone; the exit code. An error went to the driver."""
     line = open_line(place)
     try:
         become_the_callers(place)
@@ -40,7 +40,7 @@ def run(place: ProcessPlace) -> int:
         )
         flush()
         line.last({"type": "value"})
-    except BaseException as error:  # noqa: BLE001 - the end of the process: whatever it is, the driver must hear of it
+    except BaseException as error:  # noqa: BLE001 - the end of the process: whatever it is, it is reported to the driver
         flush()
         line.last(report(error, line, below=__file__))
         return 1

@@ -46,16 +46,16 @@ def run(place: ProcessPlace) -> int:
         os.close(place.program)
         message, fds = _value(program, worker)
         if worker.server is not None:
-            worker.server.close()  # goodbye: a shard whose workers have all said it ends
+            worker.server.close()  # a shard ends when all its workers have left
         atexit._run_exitfuncs()
         worker.group.close()  # goodbye: peers that go on with each other do not count this worker as lost
         flush()
         line.last(message, fds)
-    except BaseException as error:  # noqa: BLE001 - the end of the process: whatever it is, the driver must hear of it
+    except BaseException as error:  # noqa: BLE001 - the end of the process: whatever it is, it is reported to the driver
         flush()
         line.last(report(error, line, below=__file__))
         if worker is not None:
-            with suppress(Exception):  # the error is told, and before what it does to the peers
+            with suppress(Exception):  # the error is reported before its effects on the peers
                 worker.group.close()
         return 1
     return 0

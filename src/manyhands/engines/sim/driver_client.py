@@ -79,7 +79,7 @@ class SimLine(InProcess):
     def __init__(self, lease_server: LeaseServer, rank: int, pace: ComputeSpeed) -> None:
         super().__init__(
             lease_server.observer, clock=lambda: lease_server.timeline.now, poll_s=0
-        )  # a stop is heard at the very next tick
+        )  # a stop is received at the very next tick
         self._lease_server, self._rank, self._pace = lease_server, rank, pace
         self._after_backward: list[Callable[[], None]] = []
         self._backwards = 0  # that this worker is in: one inside of the other with reentrant checkpoints

@@ -193,7 +193,7 @@ class Simulation:
             if worker.server is not None:
                 with suppress(Killed):  # a dead worker says no goodbye
                     worker.server.close()
-        worker.group.close()  # goodbye: who waits for this worker hears that it does not come
+        worker.group.close()  # whoever waits for this worker gets PeerLost
         return value
 
     def _ended(self, program: SimProgram) -> None:

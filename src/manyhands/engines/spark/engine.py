@@ -36,7 +36,7 @@ class Spark(Engine):
     """Workers in the executors of a Spark cluster.
 
     master: as Spark has it (spark://host:7077, local-cluster[2,1,1024], local[4], yarn, k8s://…); default: the active
-        session's, else what spark-submit was told.
+        session's, else spark-submit's.
     listen: an address of this host that the executors reach; default: spark.driver.host.
     tls: as of engine hosts: without, only on loopback, unless plain_network says otherwise.
     plain_network: with tls off, also on addresses other than loopback.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from manyhands.data.frames import ORDER, WHICH, DistributedFrame
 from manyhands.engines.hosts.roster import versions
 from manyhands.engines.spark.session import is_connect
-from manyhands.engines.spark.stage import SAID, SCHEMA, Stage, check_versions, told_versions
+from manyhands.engines.spark.stage import REPORT, SCHEMA, Stage, check_versions, report_versions
 from manyhands.errors import BadInput, ManyhandsError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Job:
         self._spark = spark
         self._tag = f"manyhands-{uuid.uuid4().hex[:12]}"
         self._error: BaseException | None = None
-        self._said: list[dict[str, Any]] = []
+        self._reports: list[dict[str, Any]] = []
         table = rows_of(spark, stage.frames, workers, stage.readers)
         self._thread = threading.Thread(target=self._run, args=(table, stage), name=self._tag, daemon=True)
 
@@ -67,7 +67,7 @@ class Job:
             else:
                 self._spark.sparkContext.setJobGroup(self._tag, "manyhands", interruptOnCancel=True)
             answers = table.mapInArrow(stage, SCHEMA, barrier=True).collect()
-            self._said = [json.loads(row[SAID]) for row in answers]
+            self._reports = [json.loads(row[REPORT]) for row in answers]
         except BaseException as error:  # noqa: BLE001 - the driver's thread asks for it
             self._error = error
 
@@ -79,9 +79,9 @@ class Job:
             raise ManyhandsError(
                 f"the Spark job of the run failed before it began: {why(self._error)}"
             ) from self._error
-        if not self._said:
+        if not self._reports:
             raise BadInput("the DataFrame has no rows: expected at least one. Is the filter or split the right one?")
-        reasons = [said["refused"] for said in self._said if said.get("refused")]
+        reasons = [report["refused"] for report in self._reports if report.get("refused")]
         raise BadInput(reasons[0] if reasons else "the Spark job of the run ended before it began")
 
     def _cancel(self) -> None:
@@ -95,7 +95,7 @@ def check_executors(spark: SparkSession, workers: int) -> None:
     """Raise BadInput for executors of other versions, before Spark computes any row for them."""
     table = spark.range(0, workers, 1, workers)
     try:
-        reason = [json.loads(row[SAID]) for row in table.mapInArrow(told_versions, SCHEMA).collect()]
+        reason = [json.loads(row[REPORT]) for row in table.mapInArrow(report_versions, SCHEMA).collect()]
     except Exception as error:
         raise ManyhandsError(f"the executors cannot work for a run: {why(error)}") from error
     for host, found in reason:
@@ -105,7 +105,7 @@ def check_executors(spark: SparkSession, workers: int) -> None:
 def why(error: BaseException) -> str:
     """The line of a Spark error that says what happened."""
     text = str(error)
-    for known, said in (
+    for known, report in (
         (
             "No module named 'manyhands'",
             "the executors' Python has no manyhands: install it there as here, or name that Python in PYSPARK_PYTHON",
@@ -120,7 +120,7 @@ def why(error: BaseException) -> str:
         ),
     ):
         if known in text:
-            return said
+            return report
     lines = [line.strip() for line in text.splitlines()]
     reason = [line for line in lines if _SAYS_WHY.match(line)]
     own = [line for line in reason if not line.startswith(("org.apache.", "py4j.", "java."))]

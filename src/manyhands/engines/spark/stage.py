@@ -30,14 +30,14 @@ from manyhands.errors import BadInput, ManyhandsError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-SAID = "said"
-"""The column of what a Spark task answers, JSON; its schema."""
-SCHEMA = f"{SAID} string"
+REPORT = "report"
+"""The column of a Spark task's report, JSON; its schema."""
+SCHEMA = f"{REPORT} string"
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What the Spark tasks are to know of the run. It travels in Spark's own closure, as Spark's own secrets do."""
+    """What the Spark tasks need of the run. It travels in Spark's own closure, as Spark's own secrets do."""
 
     address: str  # the driver's, HOST:PORT
     secret: dict[str, str] = field(repr=False)
@@ -50,10 +50,10 @@ class Stage:
     reach_s: float = 20.0  # in which the driver, which listens already, must be reached
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """The function of `mapInArrow`: its answer is one row that says what went wrong, or that nothing did."""
+        """The function of `mapInArrow`: one row with the reason of a refusal, or with nothing."""
         import pyarrow as pa
 
-        yield pa.RecordBatch.from_pydict({SAID: [json.dumps(self.run(batches))]})
+        yield pa.RecordBatch.from_pydict({REPORT: [json.dumps(self.run(batches))]})
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> dict[str, Any]:
         """Give this Spark task's part. {} when the run is over, {"refused": why} where it could not begin.
@@ -74,14 +74,14 @@ class Stage:
                 own["busy"] = stack.enter_context(closing(Busy())).place
             counts = self._counts(context, partition, len(neighbours.hosts))
             spools = [stack.enter_context(closing(self._spool(frame))) for frame in self.frames]
-            told = _told(context, own | _tried(lambda: self._filled(spools, batches, counts, partition)))
-            refused = next((said["refused"] for said in told if said["refused"]), "")
-            if refused := refused or neighbours.apart([said["processes"] for said in told]):
+            reports = _gather(context, own | _tried(lambda: self._filled(spools, batches, counts, partition)))
+            refused = next((report["refused"] for report in reports if report["refused"]), "")
+            if refused := refused or neighbours.apart([report["processes"] for report in reports]):
                 return {"refused": refused}
             if spawner is not None:
-                self._give(spawner, partition, neighbours, told)
+                self._give(spawner, partition, neighbours, reports)
             else:
-                wait_until_over(told[neighbours.here(partition)[0]]["busy"])
+                wait_until_over(reports[neighbours.here(partition)[0]]["busy"])
         return {}
 
     def _spool(self, frame: DistributedFrame) -> Spool:
@@ -95,30 +95,30 @@ class Stage:
         def counted() -> dict[str, Any]:
             return {"files": [shared_files.count(frame.files, partition, tasks) for frame in self.frames]}
 
-        return _told(context, _tried(counted))
+        return _gather(context, _tried(counted))
 
     def _filled(
         self, spools: list[Spool], batches: Iterator[pa.RecordBatch], counts: list[dict[str, Any]], partition: int
     ) -> dict[str, Any]:
         """Keep this one's rows; what is held here, for the others."""
         check_versions(socket.gethostname(), versions(), self.versions)
-        if refused := next((said["refused"] for said in counts if said["refused"]), ""):
+        if refused := next((report["refused"] for report in counts if report["refused"]), ""):
             raise BadInput(refused)
         streamed = {i: spool for i, spool in enumerate(spools) if not self.frames[i].files}
         _fill(streamed, batches)
         for i, frame in enumerate(self.frames):
             if frame.files and partition < self.readers:
-                rows = shared_files.together([told["files"][i] for told in counts])
+                rows = shared_files.together([report["files"][i] for report in counts])
                 for batch in shared_files.read(frame.files, rows, frame.sources, partition, self.readers):
                     spools[i].add(batch)
         return {"parts": [[part.to_json() for part in spool.parts()] for spool in spools]}
 
-    def _give(self, spawner: Spawner, partition: int, neighbours: Neighbours, told: list[dict[str, Any]]) -> None:
-        """Be the host's agent until the run is over. How it ended is the driver's to say."""
+    def _give(self, spawner: Spawner, partition: int, neighbours: Neighbours, reports: list[dict[str, Any]]) -> None:
+        """Be the host's agent until the run is over. The driver reports how it ended."""
         here = neighbours.here(partition)
-        pool = self._pool(partition, neighbours, told)
+        pool = self._pool(partition, neighbours, reports)
         variables = {VARIABLE: f"/proc/{os.getpid()}/fd/{pool}"}
-        if gpus := [gpu for i in here for gpu in told[i]["gpus"]]:
+        if gpus := [gpu for i in here for gpu in reports[i]["gpus"]]:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         before = {name: os.environ.get(name) for name in variables}
         try:
@@ -128,13 +128,13 @@ class Stage:
                 workers=len(here),
                 tls=self.tls,
                 plain_network=self.plain_network,
-                threads=max(1, int(told[partition]["cpus"])),
+                threads=max(1, int(reports[partition]["cpus"])),
                 order=partition,
                 wait_s=self.reach_s,
             )
             join(offer, say=_log, secret=Secret.from_json(self.secret), spawner=spawner)
         except JoinError:
-            raise  # the run cannot begin, and only Spark can tell the driver
+            raise  # the run cannot begin, and only Spark can report that to the driver
         except ManyhandsError as error:
             _log(str(error))  # the driver has raised it, or is gone
         finally:
@@ -145,7 +145,7 @@ class Stage:
                     os.environ[name] = value
             os.close(pool)
 
-    def _pool(self, partition: int, neighbours: Neighbours, told: list[dict[str, Any]]) -> int:
+    def _pool(self, partition: int, neighbours: Neighbours, reports: list[dict[str, Any]]) -> int:
         """A file in memory that says which rows are here, and how many elsewhere; see `open_pool`."""
         hosts = [neighbours.here(agent) for agent in neighbours.agents]
         here = neighbours.here(partition)
@@ -154,10 +154,10 @@ class Stage:
             "workers": [len(host) for host in hosts],
             "host": hosts.index(here),
             "rows": [
-                {frame.key: sum(part["rows"] for i in host for part in told[i]["parts"][n]) for n, frame in frames}
+                {frame.key: sum(part["rows"] for i in host for part in reports[i]["parts"][n]) for n, frame in frames}
                 for host in hosts
             ],
-            "parts": {frame.key: [part for i in here for part in told[i]["parts"][n]] for n, frame in frames},
+            "parts": {frame.key: [part for i in here for part in reports[i]["parts"][n]] for n, frame in frames},
         }
         fd = os.memfd_create("manyhands-pool", os.MFD_CLOEXEC)
         with os.fdopen(os.dup(fd), "w") as file:
@@ -165,11 +165,11 @@ class Stage:
         return fd
 
 
-def told_versions(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def report_versions(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """A function of `mapInArrow`: one row, [host, versions] as JSON."""
     import pyarrow as pa
 
-    yield pa.RecordBatch.from_pydict({SAID: [json.dumps([socket.gethostname(), versions()])]})
+    yield pa.RecordBatch.from_pydict({REPORT: [json.dumps([socket.gethostname(), versions()])]})
 
 
 def check_versions(host: str, found: dict[str, str], wanted: dict[str, str]) -> None:
@@ -200,7 +200,7 @@ def _means(context: Any) -> dict[str, Any]:
     }
 
 
-def _told(context: Any, value: dict[str, Any]) -> list[dict[str, Any]]:
+def _gather(context: Any, value: dict[str, Any]) -> list[dict[str, Any]]:
     """Every Spark task's value, by partition."""
     return [json.loads(text) for text in context.allGather(json.dumps(value))]
 

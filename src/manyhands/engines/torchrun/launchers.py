@@ -87,7 +87,7 @@ def missing(name: str) -> BadInput:
 def started_as_one_of_several(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether a launcher started this process together with others, which are to work as one.
 
-    Under srun only where they have been told where to meet: it also starts tasks that have nothing to do with each
+    Under srun only where the rendezvous address is set: it also starts tasks that have nothing to do with each
     other. A batch script has Slurm's variables too, but no step of its own.
     """
     launcher = launcher_of(environment)

@@ -29,7 +29,7 @@ def host_identity() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {socket.gethostname()} {os.readlink('/proc/self/ns/mnt')}"
     except OSError:
-        return f"{socket.gethostname()} process {os.getpid()}"  # cannot tell: then nobody shares with this one
+        return f"{socket.gethostname()} process {os.getpid()}"  # unknown: then nobody shares with this one
 
 
 def adopt(group: Group, hosts: Sequence[str], timeout_s: float) -> SharedMemoryGroup:
