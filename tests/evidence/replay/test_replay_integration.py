@@ -15,9 +15,9 @@ import manyhands as mh
 import plain
 from manyhands.callbacks.base import Callback
 from manyhands.engines.local.engine import Local
+from manyhands.engines.sim.timeline import Deadlock
 from manyhands.errors import BadInput, Unsupported
 from manyhands.events import Event
-from manyhands.evidence.replay.turns import ReplayDeadlock
 
 
 class WithDropout(nn.Sequential):
@@ -163,7 +163,7 @@ def test_a_journal_that_does_not_fit_is_an_error(local: Local, tmp_path: Path) -
     saved = json.loads(result.read_text())
     saved["sha256"]["events.jsonl"] = hashlib.sha256(events.read_bytes()).hexdigest()  # of all of it
     result.write_text(json.dumps(saved))
-    with pytest.raises(ReplayDeadlock, match="the journal does not fit"):
+    with pytest.raises(Deadlock, match="the journal does not fit"):
         mh.replay(tmp_path / "run", task=task())
 
 

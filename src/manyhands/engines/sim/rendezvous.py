@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -111,7 +112,7 @@ class SimRendezvous:
 
     A collective begins when the last rank has come and the group's previous one is over; it takes what `costs` says.
     The i-th calls of all ranks meet. timeout_s: who waits for a rank for so long gets PeerLost, and the group is
-    unusable.
+    unusable; inf: never.
     """
 
     def __init__(self, timeline: Timeline, costs: Costs, wires: NetworkState, size: int, timeout_s: float) -> None:
@@ -278,7 +279,7 @@ class SimRendezvous:
 
     def _watch(self, since: float) -> None:
         """Look at those who wait, at the deadline of who began then. One look is planned at a time."""
-        if not self._watched:
+        if not self._watched and self.timeout_s < math.inf:
             self._watched = True
             self.timeline.at(since + self.timeout_s, self._look)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from typing_extensions import override
@@ -65,11 +65,16 @@ class ReplayJournal:
 
 
 class ReplayClient(Alone):
-    """The driver client of a worker in a replay: answers with the recorded leases."""
+    """The driver client of a worker in a replay: answers with the recorded leases, and counts ticks."""
 
-    def __init__(self, journal: ReplayJournal, rank: int) -> None:
+    def __init__(self, journal: ReplayJournal, rank: int, count: Callable[[], None]) -> None:
         super().__init__()
-        self._journal, self._rank = journal, rank
+        self._journal, self._rank, self._count = journal, rank, count
+
+    @override
+    def emit(self, event: Event) -> None:
+        if event.type == "step":
+            self._count()
 
     @override
     def lease(self, segment: Segment) -> Lease | End:

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from manyhands import strategies, tasks
 from manyhands.checkpoint import checkpoints
 from manyhands.checkpoint.paths import AnyPath, open_regular, path_of
-from manyhands.comm.threads import ThreadGroup
+from manyhands.engines.sim.costs import Costs
+from manyhands.engines.sim.group import SimGroup, SimRendezvous
+from manyhands.engines.sim.network import NetworkState, SimNetworkSpec
+from manyhands.engines.sim.timeline import Deadlock, SimProgram, Timeline
 from manyhands.errors import BadInput, Unsupported
-from manyhands.events import Event
 from manyhands.evidence.replay.journal import ReplayClient, ReplayJournal
 from manyhands.evidence.replay.server import ReplayServer, Stores
-from manyhands.evidence.replay.turns import InTurns, ThreadTurns
 from manyhands.recording import event_log
 from manyhands.recording.run import environment
 from manyhands.server.sharding import make_stores
@@ -64,7 +66,7 @@ def replay(
 ) -> Replayed:
     """Repeat the finished run in `directory` in this process, in the order of its journal (its `step` events).
 
-    All workers take turns in one thread each. Pulls and pushes happen at the recorded versions, and slices go to the
+    All workers take turns. Pulls and pushes happen at the recorded versions, and slices go to the
     same workers, so that the result has the same bits with the same number of threads and the same version of torch.
     Takes the memory of all workers together.
 
@@ -106,68 +108,54 @@ def replay(
         nonfinite=settings["nonfinite"],
     )
     plan = replace(plan, keep=keep_of(settings["keep"], plan.task))
-    turns = ThreadTurns()
-    stores = Stores(
-        spec,
-        make_stores(spec, workers=workers, shards=settings["servers"]),
-        journal,
-        turns,
-        rule.leasing() is not None,
-    )
-    outcome = _Replay(plan, stores, info["threads"], progress).run(workers)
+    sharded = make_stores(spec, workers=workers, shards=settings["servers"])
+    stores = Stores(spec, sharded, journal, Timeline(), ordered=rule.leasing() is not None)
+    outcome = _run(plan, stores, workers, info["threads"], progress)
     parameters, difference, identical = _compare_with_run(outcome.states[0][0], folder)
     return Replayed(parameters, difference, identical, journal.ticks, workers, _environment_changes(info))
 
 
-class _Replay:
-    def __init__(self, plan: WorkerPlan, stores: Stores, threads: int, progress: Progress | None) -> None:
-        self._plan, self._stores, self._threads = plan, stores, threads
-        self._progress, self._done = progress, 0
+def _run(plan: WorkerPlan, stores: Stores, workers: int, threads: int, progress: Progress | None) -> Outcome:
+    """Run all workers' programs, one at a time; rank 0's outcome."""
+    timeline, network = stores.timeline, NetworkState(SimNetworkSpec(), workers, shards=0)
+    rendezvous = SimRendezvous(timeline, Costs(network, workers), network, workers, timeout_s=math.inf)
+    done = 0
 
-    def run(self, workers: int) -> Outcome:
-        rendezvous = InTurns(workers, self._stores.turns)
-        threads = torch.get_num_threads()
-        try:
-            programs = [self._program(rank, rendezvous) for rank in range(workers)]
-            outcome = self._stores.turns.run(programs)[0]
-        finally:
-            torch.set_num_threads(threads)
-        assert outcome is not None  # rank 0's
-        return outcome
+    def count() -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(done, stores.journal.ticks)
 
-    def _program(self, rank: int, rendezvous: InTurns) -> Callable[[], Outcome | None]:
-        def program() -> Outcome | None:
-            torch.set_num_threads(self._threads)  # of this thread
-            worker = Worker(
-                rank=rank,
-                size=rendezvous.size,
-                group=ThreadGroup(rendezvous, rank),
-                server=ReplayServer(self._stores, rank),
-                driver=_CountingClient(self._stores.journal, rank, self._count),
-                threads=self._threads,
-                shares_process=True,
-            )
-            return work(self._plan, worker)
+    def program(rank: int) -> Outcome | None:
+        worker = Worker(
+            rank=rank,
+            size=workers,
+            group=SimGroup(rendezvous, rank),
+            server=ReplayServer(stores, rank),
+            driver=ReplayClient(stores.journal, rank, count),
+            threads=threads,
+            shares_process=True,
+        )
+        return work(plan, worker)
 
-        return program
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    programs = [timeline.start(rank, partial(program, rank)) for rank in range(workers)]
+    timeline.on_end = _raise_error
+    try:
+        timeline.run()
+    except Deadlock as error:
+        raise Deadlock(f"the journal does not fit this program: {error}") from error
+    finally:
+        torch.set_num_threads(before)
+    outcome: Outcome = programs[0].value
+    return outcome
 
-    def _count(self) -> None:
-        self._done += 1
-        if self._progress is not None:
-            self._progress(self._done, self._stores.journal.ticks)
 
-
-class _CountingClient(ReplayClient):
-    """Also counts ticks."""
-
-    def __init__(self, journal: ReplayJournal, rank: int, count: Callable[[], None]) -> None:
-        super().__init__(journal, rank)
-        self._count = count
-
-    @override
-    def emit(self, event: Event) -> None:
-        if event.type == "step":
-            self._count()
+def _raise_error(program: SimProgram) -> None:
+    if program.error is not None:
+        raise program.error
 
 
 def _read(folder: AnyPath, name: str) -> dict[str, Any]:

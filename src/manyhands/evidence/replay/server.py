@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from manyhands.engines.sim.timeline import Future, Timeline
 from manyhands.evidence.replay.journal import ReplayJournal
-from manyhands.evidence.replay.turns import ThreadTurns
 from manyhands.server.base import Encoded, Pushed, ServerSpec
 from manyhands.server.in_process import HELD, NO_LOAD, Act, Load, StoreClient
 from manyhands.server.rules.quorum import QuorumRule
@@ -22,12 +22,27 @@ class Stores:
     """The shards, and the answers that they hold back for workers."""
 
     def __init__(
-        self, spec: ServerSpec, stores: list[Store], journal: ReplayJournal, turns: ThreadTurns, ordered: bool
+        self, spec: ServerSpec, stores: list[Store], journal: ReplayJournal, timeline: Timeline, ordered: bool
     ) -> None:
         """ordered: pulls and pushes wait for the version that the journal says; else the rule's own rounds make the order."""
         self.spec, self.stores = spec, stores
-        self.journal, self.turns, self.ordered = journal, turns, ordered
+        self.journal, self.timeline, self.ordered = journal, timeline, ordered
         self.answers: dict[tuple[int, int], Reply] = {}  # (shard, worker)
+        self._waiting: list[tuple[Callable[[], bool], Future[None]]] = []
+
+    def wait_for(self, ready: Callable[[], bool]) -> None:
+        """Let other workers run until `ready()`, which depends only on calls of the stores."""
+        while not ready():
+            cell = self.timeline.cell()
+            self._waiting.append((ready, cell))
+            self.timeline.wait(cell, "its turn in the journal")
+
+    def wake(self) -> None:
+        """After a call: those who waited for it go on."""
+        for ready, cell in self._waiting:
+            if ready():
+                cell.set(None)
+        self._waiting = [(ready, cell) for ready, cell in self._waiting if not cell.is_set]
 
     def call(self, shard: int, operation: Callable[[Store], Any]) -> Any:
         """One call of a store, on one thread as in a shard's own process; what it released is laid out."""
@@ -46,13 +61,13 @@ class Stores:
         """`do` every shard, each as soon as it is ready."""
         left = list(range(len(self.stores)))
         while left:
-            self.turns.wait_for(lambda: any(ready(shard) for shard in left))
+            self.wait_for(lambda: any(ready(shard) for shard in left))
             shard = next(s for s in left if ready(s))
             left.remove(shard)
             do(shard)
 
     def answer(self, shard: int, worker: int) -> Reply:
-        self.turns.wait_for(lambda: (shard, worker) in self.answers)
+        self.wait_for(lambda: (shard, worker) in self.answers)
         return self.answers.pop((shard, worker))
 
 
@@ -97,13 +112,14 @@ class ReplayServer(StoreClient):
     def _ask(self, operation: str, acts: Sequence[Act], load: Load = NO_LOAD) -> list[Any]:
         is_due, self._is_due = self._is_due, _always
         if load.needs_center:
-            self._all.turns.wait_for(lambda: all(store.initialized for store in self._stores))
+            self._all.wait_for(lambda: all(store.initialized for store in self._stores))
         answers: list[Any] = [None] * self.shards
 
         def act(shard: int) -> None:
             answer = self._all.call(shard, acts[shard])
             if operation == "pull":
                 self._all.journal.pulls[shard, answer] -= 1
+            self._all.wake()
             answers[shard] = self._all.answer(shard, self._worker) if answer is HELD else answer
 
         self._all.in_order(is_due, act)
