@@ -80,7 +80,7 @@ def restore(
     window (equal ones, as synchronous strategies have, are kept as they are); rank 0's optimizer and schedule; each
     rank's random state as it is now. Where `total`, the number of steps planned, is another than it was, the schedule
     is the new one's, wound on to the same step. So it is where the task says other hyperparameters than it did when the
-    checkpoint's run began: the task's are used, and `warn` is told which they are. What the task says as it did stays
+    checkpoint's run began: the task's are used, and `warn` gets their names. What the task sets as before stays
     as the checkpoint has it, moved by the schedule or by whatever else. Another class of optimizer is a BadInput.
     """
     same = checkpoint.ranks == size

@@ -47,7 +47,7 @@ class SpoolColumn:
         array = np.ascontiguousarray(arrays[0], dtype=self.dtype or arrays[0].dtype)
         if array.dtype.kind in "iu" and arrays[0].dtype.kind == "f" and not np.array_equal(array, arrays[0]):
             raise BadInput(
-                f"{self.name} holds fractions, and is to be {array.dtype}: its first rows, or dtype, said whole numbers. Write one type"
+                f"{self.name} holds fractions, and is to be {array.dtype}: its first rows, or dtype, were whole numbers. Write one type"
             )
         return array
 

@@ -34,7 +34,7 @@ _chosen: Strategy | None = None
 
 
 def launched_strategy() -> Strategy | str | None:
-    """What this process was told to use: `launch(strategy=…)`, else the variable MANYHANDS_STRATEGY, else None."""
+    """The strategy that was given to this process: `launch(strategy=…)`, else the variable MANYHANDS_STRATEGY, else None."""
     return _chosen or os.environ.get(VARIABLE) or None
 
 
@@ -84,7 +84,7 @@ def run_script(
     """Run a script on every worker as `python path *args` would; its exit code (the first that is not 0, or 0).
 
     Ranks other than the first are quiet: see `quiet_other_ranks`. With roles the processes are another framework's own
-    cluster, as of `Engine.run`: those say how many there are, all of them speak, and no strategy is set. SIGTERM
+    cluster, as of `Engine.run`: those set how many there are, all of them print, and no strategy is set. SIGTERM
     reaches the script on every worker, as it would reach `python path`; `train()` inside then checkpoints, and
     Preempted is raised here. Raises `BadInput` if there is no such file, `Unsupported` on engine sim, and
     `WorkerFailed` for an exception.

@@ -44,7 +44,7 @@ def prepare(model: M, optimizer: O, *loaders: Iterable[Any], strategy: Strategy 
     without a prepared loader's batch compares the workers' gradients; if all are equal, they train on the same rows,
     and a warning says so.
 
-    strategy: how the workers agree. None: what `manyhands run` or `launch` said, else the variable MANYHANDS_STRATEGY,
+    strategy: how the workers agree. None: the one of `manyhands run` or `launch`, else the variable MANYHANDS_STRATEGY,
     else allreduce. Under allreduce `.grad` holds the workers' mean as soon as `backward()` returns, so that clipping
     and accumulation are exact; under strategies that exchange parameters it is the worker's own. `local-sgd:period=end`
     averages at the end of each pass over a prepared loader.

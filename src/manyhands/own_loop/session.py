@@ -145,7 +145,7 @@ class Session:
     # -- backward ----------------------------------------------------------------------------------------------------
 
     def reached(self, task: int, pair: Pair) -> None:
-        """Backward number `task` gave a gradient to a parameter of `pair`; at its end the pair hears of it."""
+        """Backward number `task` gave a gradient to a parameter of `pair`; at its end the pair is notified."""
         if task not in self._pending:
             self._pending[task] = set()
             self.worker.driver.after_backward(lambda: self._after_backward(task))
@@ -265,7 +265,7 @@ class Pair:
     # -- backward ----------------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """From now on, hear of every backward that reaches a parameter."""
+        """From now on, be notified of every backward that reaches a parameter."""
         own = ref(self)  # whoever keeps the model does not keep the optimizer
 
         def arrived(_: Tensor) -> None:

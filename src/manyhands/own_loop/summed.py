@@ -16,7 +16,7 @@ Node = Any  # torch.autograd.graph.Node, whose saved attributes have no types
 
 _SUM = 2  # `_saved_reduction` of torch's losses
 _LEAST_FACTOR = 0.5  # of a sum; a smaller one may divide by what was counted
-_LEAST_ROWS = 3  # so few rows that a factor of a half, or a size that the rows divide, says nothing
+_LEAST_ROWS = 3  # so few rows that a factor of a half, or a size that the rows divide, is no evidence
 _SAME = {"Neg", "View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Alias", "Permute"}
 
 

@@ -164,7 +164,7 @@ def files_in(directory: AnyPath) -> list[AnyPath]:
 def read(path: AnyPath, warn: Callable[[str], None] | None = None) -> Iterator[Event]:
     """The events of a file, in the order written, one at a time; a half line at the end is left out.
 
-    Lines that are no events are left out too, and told to `warn` once all is read; without it the first is a BadInput,
+    Lines that are no events are left out too, and reported to `warn` once all is read; without it the first is a BadInput,
     as is a file that cannot be read.
     """
     damaged, first = 0, ""
@@ -233,7 +233,7 @@ def _launch_and_tick(numbered: Numbered) -> tuple[int, int]:
 
 
 def _starts(path: AnyPath) -> list[_Start]:
-    """All launches, in order. Damaged lines are told when the file is read again."""
+    """All launches, in order. Damaged lines are reported when the file is read again."""
     starts, number = list[_Start](), 0
     for event in read(path, lambda message: None):
         if event.type == "start":

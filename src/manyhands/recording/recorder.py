@@ -30,12 +30,12 @@ class Recorder(Observer):
     """Records one launch; a context manager around it, so that what was recorded is on the disk when it is left.
 
     Nothing is written and no callback is called before the first event: a run that never began leaves an empty
-    directory, and of torchrun's many processes only the one that hears the events records (`records`).
+    directory, and of torchrun's many processes only the one that gets the events records (`records`).
 
     workers: how many report each tick. directory: where events.jsonl goes, or None. clock: steady seconds.
     simulated: the workers' clocks are one clock of its own, which this recorder goes by.
     rank: of the process this one records in, where every rank is its own driver (None: one driver for all). Each writes
-    a file of its own as events happen; rank 0 hears those of the others later, for history and callbacks.
+    a file of its own as events happen; rank 0 gets those of the others later, for history and callbacks.
     claim: the launch that writes in the directory; may be set until the first event.
     """
 
@@ -59,7 +59,9 @@ class Recorder(Observer):
         self._directory = directory
         self._callbacks = tuple(callbacks)
         self._clock = clock
-        self._simulated_s = 0.0 if simulated else None  # the newest time that a worker said, where theirs is not real
+        self._simulated_s = (
+            0.0 if simulated else None
+        )  # the newest time that a worker reported, where time is simulated
         self._began_s = clock()
         self._before_s = 0.0  # of earlier launches
         self._offsets: dict[int, float] = {}  # rank -> the driver's clock less the worker's
@@ -119,7 +121,7 @@ class Recorder(Observer):
         self._reason = self._reason or reason
 
     def complete(self, run: Run) -> None:
-        """The run is done: tells it what only the driver heard (staleness, warnings, each worker's split of time)."""
+        """The run is done: add what only the driver has (staleness, warnings, each worker's split of time)."""
         for row in self._history.close():
             self._tell_step(row)
         if not self.records:
@@ -141,7 +143,7 @@ class Recorder(Observer):
             self._over("end", metrics=run.metrics, seconds=run.seconds, **_histograms(run))
 
     def flush(self) -> None:
-        """Give what was heard so far to the run directory."""
+        """Write all events so far to the run directory."""
         if self._log is not None:
             self._log.sync()
 
@@ -197,7 +199,7 @@ class Recorder(Observer):
     # -- one event ---------------------------------------------------------------------------------------------------
 
     def _take(self, event: Event, begins: bool = True) -> None:
-        """Write an event down and tell whom it concerns; warnings before the first event wait for it to be written."""
+        """Write an event and pass it to the callbacks that it concerns; warnings before the first event wait for it to be written."""
         if self._is_repeated(event):
             return
         if event.type == "start" and self.claim is not None:
@@ -274,11 +276,11 @@ class Recorder(Observer):
             self._over("failed", error=type(error).__name__, message=str(error))
         except Exception as problem:  # noqa: BLE001 - a callback may raise anything
             LOG.warning(
-                "a callback raised when it was told that the run failed: %s: %s", type(problem).__name__, problem
+                "a callback raised while the failure of the run was reported: %s: %s", type(problem).__name__, problem
             )
 
     def _over(self, type: str, **values: Any) -> None:
-        """The last event. Every callback hears it, whatever another one raises; what was raised goes on."""
+        """The last event. Every callback gets it, whatever another one raises; then the first error is raised."""
         event, self._ended = self._event(type, **values), True
         try:
             if self._log is not None:

@@ -248,7 +248,7 @@ def _plain(value: Any) -> Any:
 def of_rows(source: Source, what: str, seed: int) -> Facts:
     """How many rows there are, and a few of them, where all workers are to see the same ones.
 
-    They are read twice under one seed: where they differ from themselves they tell nothing. A stream is left alone:
+    They are read twice under one seed: where they differ from themselves they are no evidence. A stream is left alone:
     each worker reads its own part. The process's generators stand afterwards as they did.
     """
     if not isinstance(source, Planned):

@@ -20,7 +20,7 @@ from manyhands.worker import Worker
 MORE, STOP = 1, 2  # the control bits; bit CONTROL_BITS + i says that parameter i got a gradient
 CONTROL_BITS = 2
 _CONTROL = (1 << CONTROL_BITS) - 1
-SYNC_EVERY_S, SYNC_AT_MOST_TICKS = 1.0, 256  # a stop is heard within about so many seconds, and within so many ticks
+SYNC_EVERY_S, SYNC_AT_MOST_TICKS = 1.0, 256  # a stop is received within about so many seconds, and within so many ticks
 BUCKET_BYTES = 4 << 20  # of one slice given to `on_ready`: large enough to amortise a message, small enough to overlap
 
 
@@ -299,7 +299,7 @@ class Replica:
 
     @property
     def any_rank_has_rows(self) -> bool:
-        """As heard in this tick's exchange."""
+        """As received in this tick's exchange."""
         return bool(self.control_bits & MORE)
 
     def broadcast_from_rank0(self, group: Group) -> None:

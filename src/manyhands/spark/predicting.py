@@ -63,7 +63,7 @@ def column_of(predict: Predict, kind: DataType) -> Callable[..., SparkColumn]:
     def predicted(parts: Any) -> Any:
         return predict(parts)
 
-    # These types tell Spark that it is a function of iterators, so that the model is loaded once, not for each batch.
+    # By these types Spark knows that it is a function of iterators, so that the model is loaded once, not for each batch.
     predicted.__annotations__ = {
         "parts": typing.Iterator[tuple[pd.Series, ...]],
         "return": typing.Iterator[pd.Series],

@@ -177,7 +177,7 @@ def reader_of(loader: DataLoader[Any], processes: int) -> RowLoader:
 
 
 def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """What was said of how this DataLoader loads, as arguments of another; not what it loads, nor in which order."""
+    """The options of how this DataLoader loads, as arguments of another; not what it loads, nor in which order."""
     options = {
         "pin_memory": loader.pin_memory,
         "timeout": loader.timeout,

@@ -215,7 +215,7 @@ def _refuse_log(folder: str, names: Iterable[str]) -> None:
     for kind, log in _LOGS.items():
         if any(log.search(name) for name in names):
             raise BadInput(
-                f"{folder!r} is part of {kind}: beside current files lie others, whose rows were removed or replaced, and only a log tells "
+                f"{folder!r} is part of {kind}: beside current files lie others, whose rows were removed or replaced, and only a log records "
                 "which. Let Spark read it, or name the current files one by one"
             )
 

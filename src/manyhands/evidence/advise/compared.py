@@ -82,7 +82,7 @@ class Decision:
     faster: `best` is surely faster than one process, and not worse in the metric (with a target: in time to it).
     reached: `best` reached the target in every repeat, and the reference in none.
     unclear: `best` may be faster by enough to be worth it, and its interval leaves open whether it is.
-    repeats: they are too few to tell a difference from chance.
+    repeats: they are too few to separate a difference from chance.
     unreached: the reference did not reach the target in every repeat, so that times to it cannot be compared.
     slower: nothing that is as good was seen to be faster; `best` is the nearest.
     worse: all are worse in the metric.

@@ -131,7 +131,7 @@ class RunMeasurements:
     def too_short(self) -> bool:
         """Steps of several workers that are too short to be shared: whatever else would help them does not matter.
 
-        Members of an ensemble share none, and a simulated step costs what it was said to cost.
+        Members of an ensemble share none, and a simulated step costs what the simulator was given.
         """
         alone = self.workers == 1 or self.name == "ensemble"
         return not alone and not self.simulated and self.compute_per_step_s < SHORT_STEP_S

@@ -23,7 +23,7 @@ OF_A_RUN = (
     "server-costs",
     "few-rows",
 )
-"""Rules about one run that speak here too: what the others say, is measured here."""
+"""Rules about one run that apply here too; what the others advise is measured here."""
 
 
 def advise_comparison(compared: Compared) -> list[Advice]:

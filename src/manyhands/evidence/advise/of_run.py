@@ -31,7 +31,7 @@ def all_advice(measured: RunMeasurements) -> list[Advice]:
 
 
 def _unmeasured(m: RunMeasurements) -> Advice:
-    """Nothing can be said without a step."""
+    """No advice without a step."""
     return Advice(kind="unmeasured", text="no step was made, so nothing was measured.", numbers={"steps": m.steps})
 
 
@@ -137,7 +137,7 @@ def _stragglers(m: RunMeasurements) -> Advice | None:
     """Workers wait for the slowest at least 15 % of the time: 1 / (1 - 0.15) = 1.18 times as fast if they were even.
 
     Equal workers wait 2 to 3 % of a step (benchmarks/step.py). One that computes 10 % longer than the mean is named;
-    below that it is jitter. Where threads share cores, that rule speaks.
+    below that it is jitter. Where threads share cores, that rule applies.
     """
     share = m.share(m.wait_s)
     if not m.worth_sharing or share < WAIT_SHARE or _threads(m) is not None:

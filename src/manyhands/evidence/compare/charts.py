@@ -57,7 +57,7 @@ class Chart:
 
 
 def charts(comparison: Comparison) -> list[tuple[Chart, ...]]:
-    """Alone, or two beside each other that share a legend: those that have something to show, and what is said of the
+    """Alone, or two beside each other that share a legend: those that have something to show, and a caption in place of the
     distance where every variant is bit-equal to solo."""
     best, metric = "highest" if comparison.higher else "lowest", means.curve_metric(comparison)
     parts = {part: style.PART_HUES[part][0] for part in bars.ORDER}

@@ -71,7 +71,7 @@ def compare(
     time_margin, metric_margin: what counts as a difference: shares, of a time and of solo's metric.
     validations: about so many validations a trial; raise it for a finer time to target, lower it where validation is
         slow.
-    say: called with a line before each trial. progress: a callback that every trial tells, such as mh.Progress().
+    say: called with a line before each trial. progress: a callback of every trial, such as mh.Progress().
 
     A trial that fails does not end the comparison: it is reported, and its variant not tried again. Ctrl-C after at
     least one whole repeat returns what is complete.

@@ -1,4 +1,4 @@
-"""How far a run's parameters are from another's, told with every validation: a sketch of them among the metrics.
+"""How far a run's parameters are from another's, measured at every validation by a sketch among the metrics.
 
 A count sketch of a vector p [D] is k sums: every weight p_i is added, with a random sign σ_i, to a random one of k
 buckets. Signs and buckets are the same in all runs, so that the difference of two sketches is the sketch of the
@@ -38,7 +38,7 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Sketch:
-    """What a validation told of the parameters."""
+    """What a validation reported of the parameters."""
 
     buckets: Tensor  # float64 [BUCKETS]
     norm: float  # of the parameters, exact
@@ -50,11 +50,11 @@ class Sketch:
 
 @dataclass
 class Probe:
-    """A task's `evaluate` that also tells a sketch of the model's trainable parameters, once for each set of them.
+    """A task's `evaluate` that also returns a sketch of the model's trainable parameters, once for each set of them.
 
     A pass over the validation rows has the same parameters from its first batch to its last; where the bits are those
-    of the batch before, nothing is told. Every rank that has rows tells the same sketch with weight 1, so that their
-    mean is it. Ensembles, which have many sets of parameters, tell none. Goes to workers as the task's other functions
+    of the batch before, none is returned. Every rank that has rows returns the same sketch with weight 1, so that their
+    mean is it. Ensembles, which have many sets of parameters, return none. Goes to workers as the task's other functions
     do.
     """
 

@@ -91,7 +91,7 @@ class FinishedTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """What the warm-up told of the task."""
+    """What the warm-up measured of the task."""
 
     names: list[str]
     """Of all metrics that a trial ends with."""
@@ -230,7 +230,7 @@ def _device(run: Run) -> torch.device:
 
 
 class ValidationListener(Callback):
-    """Hears a trial's validations, and takes out of them, for all who hear them later, what the probe told.
+    """Receives a trial's validations, and removes the probe's sketch from them before other callbacks get them.
 
     validations: (tick, metrics, sketch). metrics: the final ones. Where test rows were validated, names are put right.
     """
@@ -259,7 +259,7 @@ class ValidationListener(Callback):
             self.metrics, _ = self._own(event)
 
     def _own(self, event: Event) -> tuple[dict[str, float], Sketch | None]:
-        """The task's own metrics, and the sketch; the callbacks after this one hear of the former alone."""
+        """The task's own metrics, and the sketch; the callbacks after this one get the former alone."""
         metrics = dict(event.values["metrics"])  # a worker in this process may still need its own
         sketch = taken(metrics, metric.VALIDATION)
         event.values["metrics"] = metric.renamed(metrics) if self._on_test else metrics
