@@ -56,7 +56,7 @@ class DriverClient(ABC):
         """Why the run is to stop ("preempted", "callback", …), or "" """
 
 
-class Alone(DriverClient):
+class SoloDriverClient(DriverClient):
     """No driver: for tests, and for scripts outside a run."""
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Worker:
     group: Group = field(default_factory=SoloGroup)
     server: Server | None = None
     clock: Callable[[], float] = time.perf_counter
-    driver: DriverClient = field(default_factory=Alone)
+    driver: DriverClient = field(default_factory=SoloDriverClient)
     threads: int = 1
     local_rank: int = 0
     address: str = "127.0.0.1"  # of this host, at which all other workers reach what listens here

@@ -5,7 +5,7 @@ from typing import Any
 
 from manyhands.data.leases import End, Lease, Segment
 from manyhands.engines.base import Observer
-from manyhands.engines.in_process import InProcess
+from manyhands.engines.in_process import InProcessDriverClient
 from manyhands.events import Event
 
 
@@ -28,7 +28,7 @@ class Counting(Observer):
 
 def test_events_and_questions_go_straight_to_the_observer() -> None:
     observer = Counting()
-    line = InProcess(observer)
+    line = InProcessDriverClient(observer)
     line.emit(Event(type="step", step=1))
     assert line.ask(Event(type="lease", step=2)) == {"step": 2}
     assert observer.events == [Event(type="step", step=1)]
@@ -36,7 +36,7 @@ def test_events_and_questions_go_straight_to_the_observer() -> None:
 
 def test_the_observer_is_asked_ten_times_a_second() -> None:
     observer, now = Counting(), 0.0
-    line = InProcess(observer, clock=lambda: now)
+    line = InProcessDriverClient(observer, clock=lambda: now)
     for tick in range(1000):  # ten seconds
         now = tick / 100
         line.should_stop()
@@ -45,7 +45,7 @@ def test_the_observer_is_asked_ten_times_a_second() -> None:
 
 def test_a_reason_to_stop_stays() -> None:
     observer, now = Counting(), 0.0
-    line = InProcess(observer, clock=lambda: now)
+    line = InProcessDriverClient(observer, clock=lambda: now)
     observer.reason = "callback"
     assert line.should_stop() == "callback"
     observer.reason, now = "", 5.0
@@ -56,7 +56,7 @@ SEGMENT = Segment(epoch=0, first=0, until=100, parts=2)
 
 
 def test_one_worker_gets_every_slice_once() -> None:
-    line = InProcess(Counting())
+    line = InProcessDriverClient(Counting())
     leases = [line.lease(replace(SEGMENT, until=2)) for _ in range(5)]
     slices = [(lease.index, lease.part) for lease in leases if isinstance(lease, Lease)]
     assert sorted(slices) == [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -66,7 +66,7 @@ def test_one_worker_gets_every_slice_once() -> None:
 
 def test_a_stop_ends_the_leases() -> None:
     observer, now = Counting(), 0.0
-    line = InProcess(observer, clock=lambda: now)
+    line = InProcessDriverClient(observer, clock=lambda: now)
     assert isinstance(line.lease(SEGMENT), Lease)
     observer.reason, now = "preempted", 1.0
     end = line.lease(SEGMENT)

@@ -12,13 +12,13 @@ from manyhands.comm.group import Group
 from manyhands.data.leases import End, Lease, Segment
 from manyhands.engines.base import LaunchSpec, Observer
 from manyhands.engines.driver.run_monitor import USER
-from manyhands.engines.in_process import InProcess
-from manyhands.engines.nested import Gathering, Nested
+from manyhands.engines.in_process import InProcessDriverClient
+from manyhands.engines.nested import Nested, NestedDriverClient
 from manyhands.errors import BadInput, Unsupported
 from manyhands.events import Event
 from manyhands.server.base import ServerSpec
 from manyhands.testing.threads import together
-from manyhands.worker import Alone, DriverClient, Worker
+from manyhands.worker import DriverClient, SoloDriverClient, Worker
 
 
 class Listening(Observer):
@@ -114,18 +114,20 @@ def test_the_launcher_and_this_process_may_ask_for_a_stop_on_any_rank(
 ) -> None:
     """SIGTERM comes to whom it comes; it is obeyed at once, not at the next tenth of a second."""
     observer = Listening()
-    line = Gathering(rank, InProcess(observer, poll_s=0), Outer(launcher))
+    line = NestedDriverClient(rank, InProcessDriverClient(observer, poll_s=0), Outer(launcher))
     assert line.should_stop() == launcher
     observer.reason = own
     assert line.should_stop() == expected
 
 
 def test_a_question_goes_to_the_observer() -> None:
-    assert Gathering(0, InProcess(Listening()), Outer()).ask(Event(type="epoch")) == {"stop": "asked"}
+    assert NestedDriverClient(0, InProcessDriverClient(Listening()), Outer()).ask(Event(type="epoch")) == {
+        "stop": "asked"
+    }
 
 
 def test_rows_are_not_leased_among_processes_that_make_the_same_call() -> None:
-    line = Gathering(0, InProcess(Listening()), Alone())
+    line = NestedDriverClient(0, InProcessDriverClient(Listening()), SoloDriverClient())
     with pytest.raises(Unsupported, match="at their own pace need an engine that starts the workers"):
         line.lease(Segment(epoch=0, first=0, until=1, parts=1))
 
@@ -135,9 +137,9 @@ def test_what_the_observer_raises_is_known_as_its_own() -> None:
         def event(self, event: Event) -> None:
             raise OSError("disk full")
 
-    here = InProcess(Full())
+    here = InProcessDriverClient(Full())
     with pytest.raises(OSError, match="disk full") as raised:
-        Gathering(0, here, Alone()).emit(Event(type="step"))
+        NestedDriverClient(0, here, SoloDriverClient()).emit(Event(type="step"))
     assert here.observers_error is raised.value
 
 

@@ -21,7 +21,7 @@ from manyhands.events import Event
 from manyhands.replica import fingerprint
 from manyhands.replica.fingerprint import Facts
 from manyhands.testing.threads import together
-from manyhands.worker import Alone, Worker
+from manyhands.worker import SoloDriverClient, Worker
 
 
 def code(text: str) -> str:
@@ -191,7 +191,7 @@ def test_decoders_of_other_machines_round_otherwise_other_rows_do_not() -> None:
         assert "train_data" in workers(here, rows(other))[1]
 
 
-class Hearing(Alone):
+class Hearing(SoloDriverClient):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[Event] = []

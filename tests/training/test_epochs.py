@@ -19,7 +19,7 @@ from manyhands.server.in_process import InProcessServers
 from manyhands.strategies import strategy_of
 from manyhands.training.plan import Outcome, WorkerPlan
 from manyhands.training.worker import work
-from manyhands.worker import Alone, Worker
+from manyhands.worker import SoloDriverClient, Worker
 
 
 class Desk:
@@ -48,7 +48,7 @@ class Desk:
             return answer
 
 
-class Line(Alone):
+class Line(SoloDriverClient):
     def __init__(self, lease_server: Desk, rank: int, hindrance: Callable[[int], None] | None) -> None:
         super().__init__()
         self.lease_server, self.rank, self.hindrance = lease_server, rank, hindrance

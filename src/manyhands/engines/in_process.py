@@ -1,4 +1,4 @@
-"""The line to the driver where the driver is this process: one worker alone, or rank 0 under another launcher."""
+"""The connection to the driver where the driver is this process: one worker alone, or rank 0 under another launcher."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from manyhands.worker import DriverClient
 _POLL_S = 0.1
 
 
-class InProcess(DriverClient):
+class InProcessDriverClient(DriverClient):
     """Calls the observer directly. Nobody watches for a hang: a debugger may hold this worker as long as it likes.
 
     poll_s: so long it is not asked again whether to stop; 0 where a stop shall be obeyed at the very next tick.

@@ -15,7 +15,7 @@ from manyhands.comm.ledger import Ledger
 from manyhands.data.leases import End, Lease, Segment
 from manyhands.engines.base import Engine, LaunchSpec
 from manyhands.engines.driver.run_monitor import USER
-from manyhands.engines.in_process import InProcess
+from manyhands.engines.in_process import InProcessDriverClient
 from manyhands.errors import BadInput, Unsupported
 from manyhands.events import Event
 from manyhands.worker import DriverClient, Worker
@@ -23,15 +23,15 @@ from manyhands.worker import DriverClient, Worker
 T = TypeVar("T")
 
 
-class Gathering(DriverClient):
-    """A line to the observer in rank 0's process: other ranks' events wait for `collect`, which is a collective.
+class NestedDriverClient(DriverClient):
+    """Connects to the observer in rank 0's process: other ranks' events wait for `collect`, which is a collective.
 
-    `local_workers` is the line to this process's observer. On other ranks than 0 it gets this rank's events alone, as
-    they happen (`Observer.own_event`), and may ask for a stop: SIGTERM comes to whom it comes. `outer` is the line to
-    the launcher, which goes on hearing of this worker's progress and may ask it to stop too.
+    `here` connects to this process's observer. On other ranks than 0 it gets this rank's events alone, as they happen
+    (`Observer.own_event`), and may request a stop: SIGTERM may reach any process. `outer` connects to the launcher,
+    which still receives this worker's progress and may request a stop, too.
     """
 
-    def __init__(self, rank: int, here: InProcess, outer: DriverClient) -> None:
+    def __init__(self, rank: int, here: InProcessDriverClient, outer: DriverClient) -> None:
         self._rank, self._here, self._outer = rank, here, outer
         self._waiting: list[Event] = []
 
@@ -88,8 +88,8 @@ class Nested(Engine):
     @override
     def launch(self, program: Callable[[Worker], T], spec: LaunchSpec) -> list[T]:
         self._check(spec)
-        outer, here = self.worker.driver, InProcess(spec.observer, poll_s=0)
-        worker = replace(self.worker, driver=Gathering(self.worker.rank, here, outer))
+        outer, here = self.worker.driver, InProcessDriverClient(spec.observer, poll_s=0)
+        worker = replace(self.worker, driver=NestedDriverClient(self.worker.rank, here, outer))
         values: list[Any] = [None] * worker.size
         try:
             with _ledger_of_its_own(worker.group):

@@ -13,7 +13,7 @@ import torch
 from manyhands.comm.solo import SoloGroup
 from manyhands.engines.base import LaunchSpec
 from manyhands.engines.cores import threads_per_worker
-from manyhands.engines.in_process import InProcess
+from manyhands.engines.in_process import InProcessDriverClient
 from manyhands.errors import BadInput, ManyhandsError, WorkerFailed
 from manyhands.worker import Worker, current, set_current
 
@@ -22,16 +22,16 @@ T = TypeVar("T")
 
 def run_here(program: Callable[[Worker], T], spec: LaunchSpec) -> T:
     """The program's value. Errors as `Engine.launch` says; the original one is the cause."""
-    line = InProcess(spec.observer)
+    driver = InProcessDriverClient(spec.observer)
     worker = Worker(
         host=socket.gethostname(),
         device=pick_device(spec.device, 0),
         group=SoloGroup(),
-        driver=line,
+        driver=driver,
         threads=threads_in_callers_process(1, spec.threads_per_worker),
     )
     with as_current(worker), _served(worker, spec):
-        return run_as(worker, program, line)
+        return run_as(worker, program, driver)
 
 
 @contextmanager
@@ -50,21 +50,21 @@ def _served(worker: Worker, spec: LaunchSpec) -> Iterator[None]:
         worker.server.close()
 
 
-def run_as(worker: Worker, program: Callable[[Worker], T], line: InProcess) -> T:
+def run_as(worker: Worker, program: Callable[[Worker], T], driver: InProcessDriverClient) -> T:
     """Run the program; manyhands' own errors and the observer's pass, any other becomes `WorkerFailed`."""
     try:
         return program(worker)
     except ManyhandsError:
         raise
     except Exception as error:
-        if error is line.observers_error:
+        if error is driver.observers_error:
             raise
         raise WorkerFailed(
-            f"worker {worker.rank} on {worker.host} failed in phase {line.phase} at step {line.step}: {type(error).__name__}: {error}",
+            f"worker {worker.rank} on {worker.host} failed in phase {driver.phase} at step {driver.step}: {type(error).__name__}: {error}",
             rank=worker.rank,
             host=worker.host,
-            phase=line.phase,
-            step=line.step,
+            phase=driver.phase,
+            step=driver.step,
             detail="".join(traceback.format_exception(error)),
             error=type(error).__name__,
         ) from error

@@ -7,7 +7,7 @@ import pytest
 
 from manyhands.comm.solo import SoloGroup
 from manyhands.data.leases import End, Lease, Segment
-from manyhands.engines.local.heartbeat import DriverLine
+from manyhands.engines.local.heartbeat import ProcessDriverClient
 from manyhands.engines.local.messages import ControlSocket
 from manyhands.errors import ManyhandsError
 from manyhands.events import Event
@@ -19,7 +19,7 @@ class Pair:
     def __init__(self) -> None:
         self.driver, there = ControlSocket.pair()
         self.answering, asking = ControlSocket.pair()
-        self.line = DriverLine(ControlSocket(there), ControlSocket(asking), timeout_s=5.0)
+        self.line = ProcessDriverClient(ControlSocket(there), ControlSocket(asking), timeout_s=5.0)
         self.wire = self.line._wire
 
     def sent(self) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ class Log:
         server, group = (SimpleNamespace(close=lambda name=name: self._close(name)) for name in ("server", "group"))
         worker = SimpleNamespace(rank=1, server=server, group=group)
         for name, value in {
-            "open_line": lambda place: self,
+            "open_driver_client": lambda place: self,
             "become_the_callers": lambda place: None,
             "prepare_process": lambda stacks, threads: None,
             "_reseed": lambda: None,

@@ -12,7 +12,7 @@ from sim_world import run
 from manyhands.data.leases import End, Lease, Segment
 from manyhands.engines.base import Observer
 from manyhands.engines.sim.compute import Compute
-from manyhands.engines.sim.driver_client import LeaseServer, SimLine, backward_in_turn
+from manyhands.engines.sim.driver_client import LeaseServer, SimDriverClient, backward_in_turn
 from manyhands.engines.sim.timeline import Timeline
 from manyhands.errors import PeerLost
 from manyhands.worker import Worker, set_current
@@ -34,14 +34,14 @@ class World:
         self.timeline, self.observer = Timeline(), Asked()
         output = Compute.parse(compute)
         self.lease_server = LeaseServer(self.timeline, self.observer, output.lease)
-        self.lines = [SimLine(self.lease_server, rank, output.pace(rank, 0)) for rank in range(workers)]
+        self.lines = [SimDriverClient(self.lease_server, rank, output.pace(rank, 0)) for rank in range(workers)]
 
-    def run(self, program: Callable[[SimLine, int], Any]) -> list[Any]:
+    def run(self, program: Callable[[SimDriverClient, int], Any]) -> list[Any]:
         return run(
             self.timeline, [lambda rank=rank: program(self.lines[rank], rank) for rank in range(len(self.lines))]
         )  # type: ignore[misc]
 
-    def leases(self, line: SimLine, segment: Segment = SEGMENT, rows: int = 1) -> list[tuple[float, int, int]]:
+    def leases(self, line: SimDriverClient, segment: Segment = SEGMENT, rows: int = 1) -> list[tuple[float, int, int]]:
         """(when, global batch, part) of what a worker gets until the end; each takes its time."""
         got = []
         while isinstance(lease := line.lease(segment), Lease):
@@ -53,7 +53,7 @@ class World:
 def test_computing_takes_the_workers_own_time() -> None:
     world = World("row=1,step=0.5,1=3x")
 
-    def program(line: SimLine, rank: int) -> float:
+    def program(line: SimDriverClient, rank: int) -> float:
         for rows in (2, 0, 1):
             line.computed(rows)
         return world.timeline.now
@@ -70,7 +70,7 @@ def test_a_pause_is_no_time_to_compute_in(pauses: list[tuple[float, float]], end
     for at, seconds in pauses:
         world.timeline.at(at, lambda seconds=seconds: world.timeline.programs[0].pause(seconds))  # type: ignore[misc]
 
-    def program(line: SimLine, rank: int) -> float:
+    def program(line: SimDriverClient, rank: int) -> float:
         line.computed(4)
         return world.timeline.now
 
@@ -84,7 +84,7 @@ def test_what_happens_at_a_step_happens_once_and_in_the_workers_turn() -> None:
         lambda: world.timeline.sleep(5),
     ]
 
-    def program(line: SimLine, rank: int) -> float:
+    def program(line: SimDriverClient, rank: int) -> float:
         for phase, step in (("compute", 1), ("exchange", 2), ("compute", 2), ("compute", 2), ("compute", 3)):
             line.progress(phase, step)
         assert (line.phase, line.step) == ("compute", 3)
@@ -122,7 +122,7 @@ def test_a_stop_ends_the_leases_of_all_also_of_those_who_wait() -> None:
     alone = Segment(epoch=0, first=0, until=30, parts=2, rank0_warmup_ticks=20)
     world.timeline.at(3.5, lambda: setattr(world.observer, "reason", "enough"))
 
-    def program(line: SimLine, rank: int) -> tuple[str, float]:
+    def program(line: SimDriverClient, rank: int) -> tuple[str, float]:
         while isinstance(answer := line.lease(alone), Lease):
             line.computed(1)
         assert isinstance(answer, End)
@@ -134,7 +134,7 @@ def test_a_stop_ends_the_leases_of_all_also_of_those_who_wait() -> None:
 def test_a_stop_is_heard_at_the_very_next_look() -> None:
     world = World("row=0", workers=1)
 
-    def program(line: SimLine, rank: int) -> tuple[str, str]:
+    def program(line: SimDriverClient, rank: int) -> tuple[str, str]:
         before = line.should_stop()
         world.observer.reason = "enough"
         return before, line.should_stop()
@@ -146,7 +146,7 @@ def test_a_pause_in_ones_own_turn_comes_before_the_next_work() -> None:
     """Also where that takes no time of its own."""
     world = World(workers=1)
 
-    def program(line: SimLine, rank: int) -> list[float]:
+    def program(line: SimDriverClient, rank: int) -> list[float]:
         times = []
         for rows in (2, 0):
             world.timeline.programs[0].pause(10)
@@ -163,7 +163,7 @@ def test_who_waits_too_long_for_worker_0_hears_it() -> None:
     world.lease_server.timeout_s = 3.0
     alone = Segment(epoch=0, first=0, until=30, parts=2, rank0_warmup_ticks=20)
 
-    def slow(line: SimLine, rank: int) -> None:
+    def slow(line: SimDriverClient, rank: int) -> None:
         for rows in (2,) * 5 + (50,):
             line.lease(alone)
             line.computed(rows)
@@ -173,7 +173,7 @@ def test_who_waits_too_long_for_worker_0_hears_it() -> None:
     assert (raised.value.operation, raised.value.seconds, world.timeline.now) == ("lease", 13.0, 13.0)
 
 
-def hooked(line: SimLine, output: list[str]) -> torch.Tensor:
+def hooked(line: SimDriverClient, output: list[str]) -> torch.Tensor:
     with torch.enable_grad():
         y = torch.ones(1, requires_grad=True) * 2
     y.register_hook(

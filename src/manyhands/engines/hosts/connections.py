@@ -21,7 +21,7 @@ from manyhands.comm.solo import SoloGroup
 from manyhands.engines.driver.host_processes import name_of, shard_of
 from manyhands.engines.hosts.network import Network
 from manyhands.engines.local.child import ProcessPlace, last_resort_s
-from manyhands.engines.local.heartbeat import DriverLine
+from manyhands.engines.local.heartbeat import ProcessDriverClient
 from manyhands.server.protocol import hello
 from manyhands.transport.channel import Channel
 from manyhands.transport.listener import Listener, connect
@@ -29,20 +29,20 @@ from manyhands.transport.listener import Listener, connect
 _MOST_CONNECT_S = 60.0
 
 
-def group_of(place: ProcessPlace, line: DriverLine) -> Group:
+def group_of(place: ProcessPlace, driver: ProcessDriverClient) -> Group:
     """The group of all workers, for this one."""
     network, everyone = _network(place), list(range(place.size))
     if len(network.hosts) == place.size:
-        return _ring(place, network, line, everyone, "ring")
+        return _ring(place, network, driver, everyone, "ring")
     across = None
     if place.process_index in network.leaders:
-        across = _ring(place, network, line, network.leaders, "ring")
+        across = _ring(place, network, driver, network.leaders, "ring")
     return HierarchicalGroup(
         place.process_index,
         network.hosts,
         _inside(place, network),
         across,
-        direct=_ring(place, network, line, everyone, "direct"),
+        direct=_ring(place, network, driver, everyone, "direct"),
         hosts=network.names,
     )
 
@@ -62,13 +62,17 @@ def _inside(place: ProcessPlace, network: Network) -> Group:
     )
 
 
-def _ring(place: ProcessPlace, network: Network, line: DriverLine, members: list[int], purpose: str) -> RingGroup:
+def _ring(
+    place: ProcessPlace, network: Network, driver: ProcessDriverClient, members: list[int], purpose: str
+) -> RingGroup:
     """A group of the members, of which this worker is one. Its port is closed when all are connected."""
     rank, hosts = members.index(place.process_index), [network.host_names[member] for member in members]
     # Each connects to the lower ranks: the higher ones give up first, their error says whose port is shut.
     patience_s = _connect_s(place) * (1.5 - 0.5 * (rank + 1) / len(members))
     with closing(network.listener(place.timeout_s)) as listener:
-        addresses = [(str(host), int(port)) for host, port in line.rendezvous(purpose, members, list(listener.address))]
+        addresses = [
+            (str(host), int(port)) for host, port in driver.rendezvous(purpose, members, list(listener.address))
+        ]
         channels = connect_all(
             rank,
             listener,
@@ -82,20 +86,20 @@ def _ring(place: ProcessPlace, network: Network, line: DriverLine, members: list
     return RingGroup(rank, len(members), channels, hosts=hosts, names=members, timeout_s=last_resort_s(place))
 
 
-def shard_listener(place: ProcessPlace, line: DriverLine) -> Listener | None:
+def shard_listener(place: ProcessPlace, driver: ProcessDriverClient) -> Listener | None:
     """Where this shard's workers on other hosts come to; they know it when this returns. None: all are here."""
     remote = _remote(place)
     if not remote:
         return None
     listener = _network(place).listener(last_resort_s(place))
-    line.rendezvous(name_of(place.process_index), [place.process_index, *remote], list(listener.address))
+    driver.rendezvous(name_of(place.process_index), [place.process_index, *remote], list(listener.address))
     return listener
 
 
-def shard_channel(place: ProcessPlace, line: DriverLine, shard: int) -> Channel:
+def shard_channel(place: ProcessPlace, driver: ProcessDriverClient, shard: int) -> Channel:
     """This worker's connection to a shard on another host."""
     network, process_index = _network(place), shard_of(shard)
-    (host, port), *_ = line.rendezvous(name_of(process_index), [process_index, *_remote(place)], None)
+    (host, port), *_ = driver.rendezvous(name_of(process_index), [process_index, *_remote(place)], None)
     greeting = hello(place.process_index, shard, place.servers, network.host_names[place.process_index])
     peer = f"{name_of(process_index)} on {network.names[0]}"
     sock = connect((host, port), greeting, **network.secret.proof, peer=peer, timeout_s=_connect_s(place)).detach()

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from manyhands.engines.local.heartbeat import DriverLine
+from manyhands.engines.local.heartbeat import ProcessDriverClient
 from manyhands.engines.local.messages import ControlSocket
 from manyhands.engines.local.status_page import Status
 from manyhands.errors import ManyhandsError, PeerLost
@@ -39,7 +39,7 @@ class ProcessPlace:
     environment: dict[str, str]
     program: int  # what `ship` wrote; a shard has none (-1)
     streams: Sequence[int]  # standard output and error, where the driver has them
-    line: socket.socket  # to the driver: heartbeats and events
+    wire: socket.socket  # to the driver: heartbeats and events
     questions: socket.socket  # to the driver: what waits for an answer
     stacks: int  # a file for Python stacks
     status: int  # a page for phase and step
@@ -73,18 +73,18 @@ def last_resort_s(place: ProcessPlace) -> float:
     return 20 * place.timeout_s + 600
 
 
-def open_line(place: ProcessPlace) -> DriverLine:
-    """The line to the driver, with its heartbeats."""
-    line = DriverLine(
-        ControlSocket(place.line),
+def open_driver_client(place: ProcessPlace) -> ProcessDriverClient:
+    """The connection to the driver, with its heartbeats."""
+    driver = ProcessDriverClient(
+        ControlSocket(place.wire),
         ControlSocket(place.questions),
         2 * place.timeout_s,
         Status(place.status),
         process_index=place.process_index,
     )
     os.close(place.status)
-    line.start()
-    return line
+    driver.start()
+    return driver
 
 
 def become_the_callers(place: ProcessPlace) -> None:
@@ -120,15 +120,15 @@ def _leave_preemption_to_the_driver() -> None:
     )  # a loader's process obeys it
 
 
-def report(error: BaseException, line: DriverLine, below: str) -> dict[str, Any]:
+def report(error: BaseException, driver: ProcessDriverClient, below: str) -> dict[str, Any]:
     """An error as JSON: exceptions of any class can be reported, whether or not they can be pickled.
 
     below: the file of the engine's whose frames are left out of the traceback.
     """
-    phase, step = line.where()
+    phase, step = driver.where()
     return {
         "type": "error",
-        "rank": line.process_index,
+        "rank": driver.process_index,
         "phase": phase,
         "step": step,
         "message": _text(error),

@@ -4,7 +4,7 @@ It runs no code of the user's and never touches a GPU. The workers get the progr
 themselves, so the caller's main is never imported again. Messages from the driver (see control.py):
 
     launch  the run's settings, its process indices in the order of forking; descriptors: program[, stdout, stderr]
-    fork    fork a process; descriptors: its two lines to the driver, its file for stacks, its page for phase and step
+    fork    fork a process; descriptors: its two sockets to the driver, its file for stacks, its page for phase and step
     signal  send a signal to these processes
     end     the run is over: kill whoever is left after `grace_s`
 
@@ -301,12 +301,12 @@ def _place(run: ForkServerRun, process_index: int, fds: list[int]) -> ProcessPla
 
     channels = run.keep(process_index)
     program, *streams = run.fds if process_index >= 0 else [-1, *run.fds]
-    line, questions, stacks, status = fds
+    wire, questions, stacks, status = fds
     return ProcessPlace(
         process_index=process_index,
         program=program,
         streams=streams,
-        line=socket.socket(fileno=line),
+        wire=socket.socket(fileno=wire),
         questions=socket.socket(fileno=questions),
         stacks=stacks,
         status=status,

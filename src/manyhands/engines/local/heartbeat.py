@@ -29,7 +29,7 @@ ANSWER_S = 600.0
 """The driver may be busy (a callback that writes, say) for so long; if it dies, that is seen at once."""
 
 
-class DriverLine(DriverClient):
+class ProcessDriverClient(DriverClient):
     """Heartbeats and events go over `wire`, questions and their answers over `questions`; phase and step into `status`
     besides.
 
@@ -186,7 +186,7 @@ def end_this_group() -> NoReturn:
     os._exit(1)
 
 
-def _watch_compilers(line: DriverLine) -> None:
+def _watch_compilers(line: ProcessDriverClient) -> None:
     """torch.compile says when it works, if it is there: minutes without a step are progress then."""
     module = sys.modules.get("torch._dynamo.callback")
     if module is not None:

@@ -1,4 +1,4 @@
-"""The crew of this host: processes that the fork server forks, each with a line of its own to the driver."""
+"""The processes of this host: processes that the fork server forks, each with a connection of its own to the driver."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STACKS_S = 1.0
 
 
 @dataclass
-class ProcessLine:
+class ProcessConnection:
     """The driver's end of one process: its sockets, its status page, and the file for its stacks."""
 
     wire: ControlSocket
@@ -66,7 +66,7 @@ class LocalProcesses(HostProcesses):
         self.process_indices = list(process_indices)
         self._spawner = spawner
         self._timeout_s = timeout_s
-        self._lines: dict[int, ProcessLine] = {}
+        self._connections: dict[int, ProcessConnection] = {}
         self._ready: select.epoll | None = None  # every descriptor of this crew's, as one
 
     @override
@@ -96,10 +96,10 @@ class LocalProcesses(HostProcesses):
         try:
             with there, askers:
                 stacks = os.memfd_create("manyhands-stacks", os.MFD_CLOEXEC)
-                self._lines[process_index] = ProcessLine(wire, questions, stacks, Status(page))
-                for line in (wire, questions):
-                    line.sock.settimeout(self._timeout_s)
-                    self._listen().register(line, select.EPOLLIN)
+                self._connections[process_index] = ProcessConnection(wire, questions, stacks, Status(page))
+                for connection in (wire, questions):
+                    connection.sock.settimeout(self._timeout_s)
+                    self._listen().register(connection, select.EPOLLIN)
                 self._spawner.fork(process_index, there.fileno(), askers.fileno(), stacks, page)
         finally:
             os.close(page)
@@ -116,8 +116,8 @@ class LocalProcesses(HostProcesses):
     def receive(self) -> list[tuple[int, dict[str, Any]]]:
         came: list[tuple[int, dict[str, Any]]] = []
         ready = {fd for fd, _ in self._listen().poll(0)}
-        for process_index, line in self._lines.items():
-            if line.wire.fileno() in ready or line.questions.fileno() in ready:
+        for process_index, connection in self._connections.items():
+            if connection.wire.fileno() in ready or connection.questions.fileno() in ready:
                 self._drain(process_index, came)
         if self._spawner.wire.fileno() in ready:
             self._hear_server(came)
@@ -125,9 +125,9 @@ class LocalProcesses(HostProcesses):
 
     def _drain(self, process_index: int, came: list[tuple[int, dict[str, Any]]]) -> None:
         """Take what this process has sent: its questions last, they were asked after all the rest that is here."""
-        line = self._lines[process_index]
-        asked = self._all_of(line.questions)
-        own = self._all_of(line.wire)
+        connection = self._connections[process_index]
+        asked = self._all_of(connection.questions)
+        own = self._all_of(connection.wire)
         came += [(process_index, self._opened(process_index, message)) for message in [*own, *asked]]
 
     def _all_of(self, wire: ControlSocket) -> list[ControlMessage]:
@@ -171,14 +171,14 @@ class LocalProcesses(HostProcesses):
                 came.append((process_index, self._end_of(process_index, body["status"])))
 
     def _end_of(self, process_index: int, status: int) -> dict[str, Any]:
-        line = self._lines[process_index]
-        phase, step = line.status.read() or (None, None)
-        return {"type": "exited", "status": status, "phase": phase, "step": step, "detail": line.stack()}
+        connection = self._connections[process_index]
+        phase, step = connection.status.read() or (None, None)
+        return {"type": "exited", "status": status, "phase": phase, "step": step, "detail": connection.stack()}
 
     @override
     def send(self, process_index: int, body: dict[str, Any]) -> None:
-        line = self._lines[process_index]
-        wire = line.wire if body["type"] == "stop" else line.questions
+        connection = self._connections[process_index]
+        wire = connection.wire if body["type"] == "stop" else connection.questions
         if wire.fileno() >= 0:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 wire.send(body)
@@ -192,16 +192,18 @@ class LocalProcesses(HostProcesses):
         """A signal has the interpreter write them, even where the global lock is held."""
         self._spawner.signal(self.process_indices, signal.SIGUSR1)
         deadline, before = time.monotonic() + _STACKS_S, None
-        while (sizes := [os.fstat(line.stacks).st_size for line in self._lines.values()]) != before or 0 in sizes:
+        while (
+            sizes := [os.fstat(connection.stacks).st_size for connection in self._connections.values()]
+        ) != before or 0 in sizes:
             if time.monotonic() > deadline:
                 break
             before = sizes
             time.sleep(0.05)
-        return {process_index: line.stack() for process_index, line in self._lines.items()}
+        return {process_index: connection.stack() for process_index, connection in self._connections.items()}
 
     @override
     def where(self) -> dict[int, tuple[str, int]]:
-        pages = {process_index: line.status.read() for process_index, line in self._lines.items()}
+        pages = {process_index: connection.status.read() for process_index, connection in self._connections.items()}
         return {process_index: place for process_index, place in pages.items() if place is not None}
 
     @override
@@ -213,9 +215,9 @@ class LocalProcesses(HostProcesses):
         try:
             self._spawner.end_run(grace_s)
         finally:
-            for line in self._lines.values():
-                line.close()
-            self._lines.clear()
+            for connection in self._connections.values():
+                connection.close()
+            self._connections.clear()
             if self._ready is not None:
                 self._ready.close()
                 self._ready = None

@@ -10,11 +10,11 @@ from manyhands.engines.local.child import (
     become_the_callers,
     flush,
     last_resort_s,
-    open_line,
+    open_driver_client,
     prepare_process,
     report,
 )
-from manyhands.engines.local.heartbeat import DriverLine
+from manyhands.engines.local.heartbeat import ProcessDriverClient
 from manyhands.server.base import ServerSpec
 from manyhands.server.host import serve
 from manyhands.transport.channel import Channel
@@ -23,7 +23,7 @@ from manyhands.transport.listener import Listener
 
 def run(place: ProcessPlace) -> int:
     """Serve until every worker has left, or is gone; the exit code. An error went to the driver."""
-    line = open_line(place)
+    driver = open_driver_client(place)
     try:
         become_the_callers(place)
         prepare_process(place.stacks, threads=1)  # a push is one pass over memory: the cores are the workers'
@@ -34,26 +34,26 @@ def run(place: ProcessPlace) -> int:
             shards=place.servers,
             workers=place.size,
             channels=_channels(place),
-            listener=_listener(place, line),
+            listener=_listener(place, driver),
             timeout_s=last_resort_s(place),
-            progress=line.progress,
+            progress=driver.progress,
         )
         flush()
-        line.last({"type": "value"})
+        driver.last({"type": "value"})
     except BaseException as error:  # noqa: BLE001 - the end of the process: whatever it is, it is reported to the driver
         flush()
-        line.last(report(error, line, below=__file__))
+        driver.last(report(error, driver, below=__file__))
         return 1
     return 0
 
 
-def _listener(place: ProcessPlace, line: DriverLine) -> Listener | None:
+def _listener(place: ProcessPlace, driver: ProcessDriverClient) -> Listener | None:
     """For workers on other hosts."""
     if place.network is None:
         return None
     from manyhands.engines.hosts.connections import shard_listener
 
-    return shard_listener(place, line)
+    return shard_listener(place, driver)
 
 
 def _channels(place: ProcessPlace) -> dict[int, Channel]:

@@ -20,11 +20,11 @@ from manyhands.engines.local.child import (
     become_the_callers,
     flush,
     last_resort_s,
-    open_line,
+    open_driver_client,
     prepare_process,
     report,
 )
-from manyhands.engines.local.heartbeat import DriverLine
+from manyhands.engines.local.heartbeat import ProcessDriverClient
 from manyhands.engines.local.serialization import deserialize, serialize
 from manyhands.engines.single_process import pick_device
 from manyhands.server.base import Server, ServerSpec
@@ -35,13 +35,13 @@ from manyhands.worker import Worker, set_current
 
 def run(place: ProcessPlace) -> int:
     """Run the program; the exit code. Its value, or its error, went to the driver."""
-    line = open_line(place)
+    driver = open_driver_client(place)
     worker: Worker | None = None
     try:
         become_the_callers(place)
         prepare_process(place.stacks, place.threads)
         _reseed()
-        worker = _worker(place, line)
+        worker = _worker(place, driver)
         program = deserialize(place.program, mapped=True)
         os.close(place.program)
         message, fds = _value(program, worker)
@@ -50,10 +50,10 @@ def run(place: ProcessPlace) -> int:
         atexit._run_exitfuncs()
         worker.group.close()  # goodbye: peers that go on with each other do not count this worker as lost
         flush()
-        line.last(message, fds)
+        driver.last(message, fds)
     except BaseException as error:  # noqa: BLE001 - the end of the process: whatever it is, it is reported to the driver
         flush()
-        line.last(report(error, line, below=__file__))
+        driver.last(report(error, driver, below=__file__))
         if worker is not None:
             with suppress(Exception):  # the error is reported before its effects on the peers
                 worker.group.close()
@@ -68,7 +68,7 @@ def _reseed() -> None:
         numpy.random.seed()
 
 
-def _worker(place: ProcessPlace, line: DriverLine) -> Worker:
+def _worker(place: ProcessPlace, driver: ProcessDriverClient) -> Worker:
     host, local_rank = socket.gethostname(), place.workers_here.index(place.process_index)
     device = pick_device(place.device, local_rank)
     if device.type == "cuda":
@@ -78,9 +78,9 @@ def _worker(place: ProcessPlace, line: DriverLine) -> Worker:
         size=place.size,
         host=host,
         device=device,
-        group=_group(place, host, line, device),
-        server=_server(place, host, line),
-        driver=line,
+        group=_group(place, host, driver, device),
+        server=_server(place, host, driver),
+        driver=driver,
         threads=place.threads,
         local_rank=local_rank,
         **_reached(place),
@@ -97,13 +97,13 @@ def _reached(place: ProcessPlace) -> dict[str, Any]:
     return {"address": place.network["listen"], "ports": None if ports is None else tuple(ports)}
 
 
-def _group(place: ProcessPlace, host: str, line: DriverLine, device: torch.device) -> Group:
+def _group(place: ProcessPlace, host: str, driver: ProcessDriverClient, device: torch.device) -> Group:
     if place.size == 1:
         return SoloGroup()
     if place.network is not None:
         from manyhands.engines.hosts.connections import group_of  # loads TLS, which most runs do not need
 
-        return group_of(place, line)
+        return group_of(place, driver)
     timeout_s = last_resort_s(place)
     group = SharedMemoryGroup(
         place.process_index,
@@ -121,7 +121,7 @@ def _group(place: ProcessPlace, host: str, line: DriverLine, device: torch.devic
     return group
 
 
-def _server(place: ProcessPlace, host: str, line: DriverLine) -> Server | None:
+def _server(place: ProcessPlace, host: str, driver: ProcessDriverClient) -> Server | None:
     if place.server is None:
         return None
     timeout_s, hosts, channels = last_resort_s(place), [host] * place.size, []
@@ -133,7 +133,7 @@ def _server(place: ProcessPlace, host: str, line: DriverLine) -> Server | None:
         if shard not in place.channels:
             from manyhands.engines.hosts.connections import shard_channel
 
-            channels.append(shard_channel(place, line, shard))
+            channels.append(shard_channel(place, driver, shard))
             continue
         sock = socket.socket(fileno=place.channels[shard])
         os.register_at_fork(after_in_child=sock.close)  # a loader's process must not keep the connection open

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from manyhands.data.leases import End, Lease, Leases, Segment
 from manyhands.engines.base import Observer
-from manyhands.engines.in_process import InProcess
+from manyhands.engines.in_process import InProcessDriverClient
 from manyhands.engines.sim.compute import ComputeSpeed
 from manyhands.engines.sim.timeline import Future, Timeline
 from manyhands.errors import PeerLost
@@ -20,7 +20,7 @@ from manyhands.worker import current
 
 
 class LeaseServer:
-    """The driver's side of all lines: one hands out the leases, in virtual time."""
+    """The driver's side: hands out the leases, in virtual time."""
 
     def __init__(self, timeline: Timeline, observer: Observer, lease_s: float, timeout_s: float = 300.0) -> None:
         """lease_s: the cost of asking for a lease. timeout_s: PeerLost after waiting so long for worker 0's warmup."""
@@ -73,7 +73,7 @@ class LeaseServer:
                 del self._waiting[rank]
 
 
-class SimLine(InProcess):
+class SimDriverClient(InProcessDriverClient):
     """One worker's."""
 
     def __init__(self, lease_server: LeaseServer, rank: int, pace: ComputeSpeed) -> None:
@@ -131,7 +131,7 @@ def backward_in_turn() -> Iterator[None]:
 
     def backward(*arguments: Any, **options: Any) -> None:
         worker = current()
-        if worker is not None and isinstance(worker.driver, SimLine):
+        if worker is not None and isinstance(worker.driver, SimDriverClient):
             worker.driver.backward(partial(plain, *arguments, **options))
         else:
             plain(*arguments, **options)

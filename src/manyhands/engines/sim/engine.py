@@ -17,7 +17,7 @@ from typing_extensions import override
 from manyhands.engines.base import Engine, LaunchSpec, check_counts
 from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.costs import Costs
-from manyhands.engines.sim.driver_client import LeaseServer, SimLine, backward_in_turn
+from manyhands.engines.sim.driver_client import LeaseServer, SimDriverClient, backward_in_turn
 from manyhands.engines.sim.faults import Fault, Faults
 from manyhands.engines.sim.group import SimGroup, SimRendezvous
 from manyhands.engines.sim.network import NetworkState, SimNetworkSpec
@@ -129,7 +129,7 @@ class Simulation:
         self.servers = self._servers()
         self.lease_server = LeaseServer(self.timeline, spec.observer, self.compute.lease, spec.timeout_s)
         self.workers: dict[int, Worker] = {}  # by rank, as the next two
-        self.lines: dict[int, SimLine] = {}
+        self.drivers: dict[int, SimDriverClient] = {}
         self.programs: dict[int, SimProgram] = {}
         self.planned = list(self.faults.planned)  # what did not happen yet
 
@@ -164,7 +164,7 @@ class Simulation:
     # -- workers -----------------------------------------------------------------------------------------------------
 
     def _start(self, program: Callable[[Worker], T], rank: int, generation: int = 0, at: float = 0.0) -> None:
-        line = SimLine(self.lease_server, rank, self.compute.pace(rank, self.seed))
+        driver = SimDriverClient(self.lease_server, rank, self.compute.pace(rank, self.seed))
         worker = Worker(
             rank=rank,
             size=self.spec.workers,
@@ -174,21 +174,21 @@ class Simulation:
             group=SimGroup(self.meeting, rank, self.compute),
             server=None if self.servers is None else self.servers.clients[rank],
             clock=lambda: self.timeline.now,
-            driver=line,
+            driver=driver,
             threads=torch.get_num_threads(),
             shares_process=True,
         )
-        self.workers[rank], self.lines[rank] = worker, line
-        self.programs[rank] = self.timeline.start(rank, partial(self._as_worker, worker, program, line), at)
+        self.workers[rank], self.drivers[rank] = worker, driver
+        self.programs[rank] = self.timeline.start(rank, partial(self._as_worker, worker, program, driver), at)
 
-    def _as_worker(self, worker: Worker, program: Callable[[Worker], T], line: SimLine) -> T:
+    def _as_worker(self, worker: Worker, program: Callable[[Worker], T], driver: SimDriverClient) -> T:
         """What each program does."""
         set_current(worker)
         if worker.generation and self.servers is not None:
             self.servers.restart(worker.rank)
             worker.server = self.servers.clients[worker.rank]
         try:
-            value = run_as(worker, program, line)
+            value = run_as(worker, program, driver)
         finally:
             if worker.server is not None:
                 with suppress(Killed):  # a dead worker says no goodbye
@@ -217,14 +217,14 @@ class Simulation:
         raise self._lost(rank)
 
     def _lost(self, rank: int) -> WorkerFailed:
-        line, host = self.lines[rank], f"host{self.wires.host_of(rank)}"
+        driver, host = self.drivers[rank], f"host{self.wires.host_of(rank)}"
         return WorkerFailed(
-            f"worker {rank} on {host} was killed, as faults= asks for, in phase {line.phase} at step {line.step}, "
+            f"worker {rank} on {host} was killed, as faults= asks for, in phase {driver.phase} at step {driver.step}, "
             f"and declared lost at {self.timeline.now:g} s",
             rank=rank,
             host=host,
-            phase=line.phase,
-            step=line.step,
+            phase=driver.phase,
+            step=driver.step,
         )
 
     # -- faults ------------------------------------------------------------------------------------------------------

@@ -20,14 +20,14 @@ from manyhands.comm.device_group import has_own_gpu
 from manyhands.comm.group import Group
 from manyhands.comm.torch_group import TorchGroup
 from manyhands.engines.base import Engine, LaunchSpec
-from manyhands.engines.in_process import InProcess
-from manyhands.engines.nested import Gathering
+from manyhands.engines.in_process import InProcessDriverClient
+from manyhands.engines.nested import NestedDriverClient
 from manyhands.engines.single_process import as_current, pick_device, run_as, threads_in_callers_process
 from manyhands.engines.torchrun import launchers
 from manyhands.engines.torchrun.shared_memory import adopt, host_identity
 from manyhands.errors import BadInput, Unsupported
 from manyhands.signals import leave_sigterm_to_the_system
-from manyhands.worker import Alone, DriverClient, Worker
+from manyhands.worker import DriverClient, SoloDriverClient, Worker
 
 T = TypeVar("T")
 
@@ -80,9 +80,9 @@ class Torchrun(Engine):
             raise Unsupported(
                 "engine torchrun starts no parameter server: use an engine that does (local, hosts), or a strategy that needs none"
             )
-        here = InProcess(spec.observer, poll_s=0)
+        here = InProcessDriverClient(spec.observer, poll_s=0)
         rank = LauncherRank.from_environment().rank
-        with joined(spec, Gathering(rank, here, Alone())) as worker:
+        with joined(spec, NestedDriverClient(rank, here, SoloDriverClient())) as worker:
             values: list[Any] = [None] * worker.size
             values[rank] = run_as(worker, program, here)
         return cast(list[T], values)
@@ -109,7 +109,7 @@ def joined(spec: LaunchSpec, driver: DriverClient | None = None) -> Iterator[Wor
             host=socket.gethostname(),
             device=device,
             group=group,
-            driver=driver or Alone(),
+            driver=driver or SoloDriverClient(),
             threads=threads_in_callers_process(place.local_size, spec.threads_per_worker),
             local_rank=place.local_rank,
         )

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from manyhands.data.leases import End, Lease, Segment
 from manyhands.events import Event
-from manyhands.worker import Alone
+from manyhands.worker import SoloDriverClient
 
 Versions = list[int]  # of each shard
 
@@ -64,7 +64,7 @@ class ReplayJournal:
         return End(reason=self.stopped if over else "", left=left)
 
 
-class ReplayClient(Alone):
+class ReplayClient(SoloDriverClient):
     """The driver client of a worker in a replay: answers with the recorded leases, and counts ticks."""
 
     def __init__(self, journal: ReplayJournal, rank: int, count: Callable[[], None]) -> None:
