@@ -9,7 +9,7 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -152,7 +152,7 @@ def make(maker: Callable[..., Any], options: Mapping[str, Any], what: str) -> An
     for name in options:
         if name not in hints:
             listing = f"its options are {', '.join(hints)}" if hints else "it has no options"
-            raise UnknownName(f"{what} has no option {name!r}{_did_you_mean(name, list(hints))}: {listing}")
+            raise UnknownName(f"{what} has no option {name!r}{did_you_mean(name, list(hints))}: {listing}")
     return maker(**{name: convert(f"{what}: {name}", value, hints[name]) for name, value in options.items()})
 
 
@@ -163,7 +163,7 @@ def find(name: str, catalogue: Mapping[str, str], kind: str, hints: Mapping[str,
         return _attribute(load_file(Path(path)), attribute, path)
     if name not in catalogue:
         hint = (hints or {}).get(name.lower().replace("_", "-"))
-        tail = f" (what others call {name} is {hint!r} here)" if hint else _did_you_mean(name, list(catalogue))
+        tail = f" (what others call {name} is {hint!r} here)" if hint else did_you_mean(name, list(catalogue))
         raise UnknownName(f"no {kind} {name!r}{tail}: known are {', '.join(catalogue)}, or your own as file.py:Name")
     module, _, attribute = catalogue[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
@@ -173,7 +173,7 @@ def _attribute(module: types.ModuleType, attribute: str, path: str) -> Any:
     if not hasattr(module, attribute):
         names = [name for name in vars(module) if not name.startswith("_")]
         raise UnknownName(
-            f"{path} has no {attribute!r}{_did_you_mean(attribute, names)}: it defines {', '.join(names) or 'nothing'}"
+            f"{path} has no {attribute!r}{did_you_mean(attribute, names)}: it defines {', '.join(names) or 'nothing'}"
         )
     return getattr(module, attribute)
 
@@ -236,8 +236,9 @@ def _to_text(value: Any) -> str:
     return f'"{text}"' if "," in text else text
 
 
-def _did_you_mean(name: str, names: list[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=1)
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """` (did you mean 'downpour'?)`, or nothing."""
+    close = difflib.get_close_matches(name, list(names), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 

@@ -200,7 +200,7 @@ class ServerWorld:
         self.programs[who % self.schedule.workers].paused_until = self.timeline.now + seconds
 
     def _pause_shard(self, who: int, seconds: float) -> None:
-        self.servers.pause_shard(who % self.schedule.shards, seconds)
+        self.servers.shards[who % self.schedule.shards].pause(seconds)
 
     def _restart_shard(self, who: int, seconds: float) -> None:
         self.servers.restart_shard(who % self.schedule.shards, seconds)

@@ -162,5 +162,5 @@ def test_a_restart_loses_what_is_being_decoded_and_it_is_sent_again() -> None:
 
 
 def test_a_paused_shard_decodes_afterwards() -> None:
-    times, _ = pushed(at=-0.5, befall=lambda servers: servers.pause_shard(0, 2.0))
+    times, _ = pushed(at=-0.5, befall=lambda servers: servers.shards[0].pause(2.0))
     assert times == pytest.approx([6.5])

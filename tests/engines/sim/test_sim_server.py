@@ -409,7 +409,7 @@ def test_a_shard_that_stands_still_for_long_is_lost():
 
     def program(client, world):
         ready(client, 1)
-        world.servers.pause_shard(0, 100.0)
+        world.servers.shards[0].pause(100.0)
         client.push(torch.ones(1))
 
     with pytest.raises(ShardLost, match="did not answer for 5 s"):
@@ -439,7 +439,7 @@ def test_a_paused_shard_answers_later():
 
     def program(client, world):
         ready(client, 1)
-        world.servers.pause_shard(0, 10.0)
+        world.servers.shards[0].pause(10.0)
         return taken(world, lambda: client.push(torch.ones(1)))
 
     assert world.run(program) == [11.0]
@@ -450,7 +450,7 @@ def test_a_pause_stops_the_work_on_a_push():
 
     def program(client, world):
         ready(client, 1)
-        world.timeline.at(world.now + 1.0, lambda: world.servers.pause_shard(0, 10.0))
+        world.timeline.at(world.now + 1.0, lambda: world.servers.shards[0].pause(10.0))
         return taken(world, lambda: client.push(torch.ones(1)))
 
     assert world.run(program) == [11.0]

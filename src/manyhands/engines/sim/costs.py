@@ -30,7 +30,7 @@ class Costs:
         self.size = size
         self._algorithms = _algorithms(wires, size, wires.network.collective) if size > 1 else []
         self._nothing = [0] * size
-        self._known: dict[tuple[str, int, int, int], Cost] = {}
+        self._known: dict[tuple[str | int, ...], Cost] = {}
 
     def mean(self, elements: int, item: int) -> Cost:
         """All-reduce of [elements] numbers of `item` bytes; 2 bytes are taken for bfloat16 or float16."""
@@ -60,17 +60,16 @@ class Costs:
         seconds = min((algorithm.control(nbytes) for algorithm in self._algorithms), default=0.0)
         return Cost(seconds, self._nothing, self._nothing)
 
-    def _cost(self, name: str, elements: int, item: int, source: int = 0) -> Cost:
+    def _cost(self, name: str, *arguments: int) -> Cost:
         if not self._algorithms:
             return Cost(0.0, self._nothing, self._nothing)
-        key = (name, elements, item, source)
+        key: tuple[str | int, ...] = (name, *arguments)
         found = self._known.get(key)
         if found is None:
             if len(self._known) == _KEPT:
                 self._known.clear()
-            found = self._known[key] = min(
-                (_of(algorithm, *key) for algorithm in self._algorithms), key=lambda cost: cost.seconds
-            )
+            costs = [getattr(algorithm, name)(*arguments) for algorithm in self._algorithms]
+            found = self._known[key] = min(costs, key=lambda cost: cost.seconds)
         return found
 
 
@@ -94,15 +93,3 @@ def _own(wires: NetworkState, size: int) -> Algorithm:
     if hosts == 1:
         return SharedMemoryCost(wires, ranks)
     return SocketsCost(wires, ranks) if hosts == size else HierarchicalCost(wires, ranks)
-
-
-def _of(algorithm: Algorithm, name: str, elements: int, item: int, source: int) -> Cost:
-    match name:
-        case "mean":
-            return algorithm.mean(elements, item)
-        case "all_gather":
-            return algorithm.all_gather(elements, item)
-        case "reduce_scatter":
-            return algorithm.reduce_scatter(elements, item)
-        case _:
-            return algorithm.broadcast(elements, item, source)

@@ -233,7 +233,7 @@ class Simulation:
         if fault.node < 0:
             self.timeline.at(fault.time or 0.0, partial(self._befall_shard, -1 - fault.node, fault))
         elif fault.step is not None:
-            happen = partial(self._befall_itself, program, fault)
+            happen = partial(self._befall, program, fault)
             self.lease_server.at_step.setdefault((fault.node, fault.step), []).append(happen)
         else:
             self.timeline.at(fault.time or 0.0, partial(self._befall, program, fault))
@@ -254,38 +254,28 @@ class Simulation:
             case "kill":
                 self.servers.kill_shard(shard)
             case "pause":
-                self.servers.pause_shard(shard, fault.seconds)
+                self.servers.shards[shard].pause(fault.seconds)
             case "restart":
                 self.servers.restart_shard(shard, fault.seconds)
 
     def _befall(self, program: Callable[[Worker], T], fault: Fault) -> None:
-        """A worker, at a time of which it knows nothing."""
+        """A worker: at a time of which it knows nothing, or at a step, in its own turn."""
         victim = self.programs[fault.node]
         if victim.ended:
             return
         self.planned.remove(fault)
-        match fault.what:
-            case "kill":
-                victim.kill()
-            case "pause":
-                victim.pause(fault.seconds)
-            case "restart":
-                self._restart(program, victim, fault.seconds)
-                victim.throw()  # now: the new one may begin at this very time
-
-    def _befall_itself(self, program: Callable[[Worker], T], fault: Fault) -> None:
-        """A worker, in its own turn."""
-        victim = self.programs[fault.node]
-        self.planned.remove(fault)
-        match fault.what:
-            case "kill":
-                victim.killed = True
-                raise Killed
-            case "pause":
-                victim.pause(fault.seconds)
-            case "restart":
-                self._restart(program, victim, fault.seconds)
-                raise Killed
+        if fault.what == "pause":
+            victim.pause(fault.seconds)
+            return
+        if fault.what == "restart":
+            self._restart(program, victim, fault.seconds)
+        if fault.step is not None:
+            victim.killed = fault.what == "kill"
+            raise Killed
+        if fault.what == "restart":
+            victim.throw()  # now: the new one may begin at this very time
+        else:
+            victim.kill()
 
     def _restart(self, program: Callable[[Worker], T], victim: SimProgram, seconds: float) -> None:
         """A new process will run the program from its beginning, in the next generation; the victim's is to end now."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Iterable
 
 from manyhands.errors import BadInput, UnknownName
-from manyhands.spec import split_commas
+from manyhands.spec import did_you_mean, split_commas
 
 NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?"
 TIME = rf"{NUMBER}(?:[mµun]?s)?"
@@ -65,8 +64,7 @@ def read_items(text: str, what: str) -> list[tuple[str, str]]:
 def unknown(name: str, what: str, valid: Iterable[str]) -> UnknownName:
     """The error for an option that does not exist; it lists those that do."""
     valid = list(valid)
-    close = difflib.get_close_matches(name, valid, n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    hint = did_you_mean(name, valid)
     return UnknownName(f"{what} has no option {name!r}{hint}: write option=value with one of {', '.join(valid)}")
 
 

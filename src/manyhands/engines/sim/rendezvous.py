@@ -53,19 +53,17 @@ Run = Callable[[Sequence[CollectiveCall]], tuple[Cost, Any]]
 """All ranks' calls in rank order -> the collective's cost and result; the ranks' tensors are changed in place."""
 
 
+@dataclass(slots=True, eq=False)
 class Round:
     """One collective. `result` is there with the last arrival, and known to the ranks from `done_at` on."""
 
-    __slots__ = ("arrived_at", "calls", "cells", "done_at", "first", "missing", "result")
-
-    def __init__(self, size: int, first: CollectiveCall) -> None:
-        self.first: CollectiveCall | None = first
-        self.calls: list[CollectiveCall | None] = [None] * size
-        self.missing = size
-        self.arrived_at: float | None = None  # when the last one came
-        self.done_at = 0.0
-        self.result: Any = None
-        self.cells: list[Future[None]] = []  # of the ranks that wait for it
+    first: CollectiveCall | None
+    calls: list[CollectiveCall | None]  # by rank
+    missing: int  # ranks that have not come
+    arrived_at: float | None = None  # when the last one came
+    done_at: float = 0.0
+    result: Any = None
+    cells: list[Future[None]] = field(default_factory=list)  # of the ranks that wait for it
 
     def wake(self) -> None:
         """It is over."""
@@ -143,7 +141,7 @@ class SimRendezvous:
         self._calls[call.rank] += 1
         round_ = self._rounds.get(index)
         if round_ is None:
-            round_ = self._rounds[index] = Round(self.size, call)
+            round_ = self._rounds[index] = Round(call, [None] * self.size, self.size)
         self._check_same(round_, call)
         round_.calls[call.rank] = call
         round_.missing -= 1
@@ -173,7 +171,8 @@ class SimRendezvous:
         try:
             cost, round_.result = run(calls)
         except Exception as error:
-            self._fail(self._broken(calls[0], error))
+            message = f"{calls[0]} of all workers failed at step {calls[0].step}: {type(error).__name__}: {error}"
+            self._fail(lambda name, step, seconds: ManyhandsError(message))
             raise
         for call, bytes, messages in zip(calls, cost.bytes, cost.messages, strict=False):
             if messages:
@@ -183,10 +182,6 @@ class SimRendezvous:
         round_.calls, round_.first = [], None  # nobody keeps the ranks' tensors
         if round_.cells:
             self.timeline.at(round_.done_at, round_.wake)
-
-    def _broken(self, call: CollectiveCall, error: Exception) -> Failure:
-        message = f"{call} of all workers failed at step {call.step}: {type(error).__name__}: {error}"
-        return lambda name, step, seconds: ManyhandsError(message)
 
     def _check_same(self, round_: Round, call: CollectiveCall) -> None:
         first = round_.first

@@ -82,11 +82,11 @@ class SimServers:
         if call is not None:
             call.cell.fail(self._refused(worker))
         for shard in self.shards:
-            shard.tell(partial(shard.lose, worker))
+            shard.queue(partial(shard.lose, worker))
         if worker == self.giver:
             error = PeerLost(worker, self._host(worker), "server.initialize", 0, 0.0, "is gone with the first center")
             for shard in self.shards:
-                shard.tell(partial(shard.expect_no_center, error))
+                shard.queue(partial(shard.expect_no_center, error))
 
     def restart(self, worker: int) -> None:
         """A worker has a new process: `clients[worker]` is a new client, of the next generation."""
@@ -95,13 +95,9 @@ class SimServers:
         self._generations[worker] += 1
         self.clients[worker] = SimServer(self, worker, self._generations[worker])
         for shard in self.shards:
-            shard.tell(partial(shard.restart_worker, worker, self._generations[worker]))
+            shard.queue(partial(shard.restart_worker, worker, self._generations[worker]))
             if worker == self.giver:
-                shard.tell(partial(shard.expect_no_center, None))
-
-    def pause_shard(self, shard: int, seconds: float) -> None:
-        """It handles nothing for so long; what arrives waits."""
-        self.shards[shard].pause(seconds)
+                shard.queue(partial(shard.expect_no_center, None))
 
     def restart_shard(self, shard: int, seconds: float) -> None:
         """The shard is gone for a while. Messages under way are lost and sent again later; its store is kept."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,62 +19,52 @@ from manyhands.server.in_process import HELD, NO_LOAD, Act, Load
 from manyhands.server.store import Applied, Dropped, Store
 
 
+@dataclass(slots=True, eq=False)
 class Request:
     """What a worker asks one shard, the same however often it is sent; and the answer, once there is one."""
 
-    __slots__ = (
-        "act",
-        "again",
-        "answer",
-        "call",
-        "decode_s",
-        "due",
-        "handled_at",
-        "held_s",
-        "is_answered",
-        "needs_center",
-        "quiet_from",
-        "sends",
-        "shard",
-        "work",
-    )
+    shard: int
+    act: Act
+    load: Load = NO_LOAD
+    call: ShardCall = field(init=False)
+    sends: int = field(init=False)  # bytes to the shard
+    answer: Any = None
+    is_answered: bool = False
+    handled_at: float | None = None
+    held_s: float = 0.0
+    due: Due | None = None  # when it is sent again
+    quiet_from: float = 0.0  # when its first copy, or its first answer, was to arrive: the last that was heard of it
 
-    def __init__(self, shard: int, act: Act, load: Load = NO_LOAD) -> None:
-        self.shard, self.act, self.needs_center, self.again = shard, act, load.needs_center, load.again
-        self.sends = load.sends[shard] if load.sends else 0
-        self.work = load.work[shard] if load.work else 0
-        self.decode_s = load.decode_s[shard] if load.decode_s else 0.0
-        self.call: ShardCall
-        self.answer: Any = None
-        self.is_answered = False
-        self.handled_at: float | None = None
-        self.held_s = 0.0
-        self.due: Due | None = None  # when it is sent again
-        self.quiet_from = (
-            0.0  # when something was last to be heard of it: its first copy, or its first answer, was to arrive
-        )
+    def __post_init__(self) -> None:
+        self.sends = self.load.sends[self.shard] if self.load.sends else 0
+
+    @property
+    def work(self) -> int:
+        """Bytes that the shard goes through."""
+        return self.load.work[self.shard] if self.load.work else 0
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds before that."""
+        return self.load.decode_s[self.shard] if self.load.decode_s else 0.0
 
 
+@dataclass(slots=True, eq=False)
 class ShardCall:
     """A worker's call of its server, until all shards have answered."""
 
-    __slots__ = ("cell", "key", "missing", "operation", "requests", "since", "step", "worker")
+    worker: int
+    key: tuple[int, float]  # (generation, how many calls before this one): shards tell old from new by it
+    operation: str
+    step: int
+    requests: list[Request]
+    cell: Future[None]
+    missing: set[int] = field(init=False)  # shards
+    since: float = field(init=False)
 
-    def __init__(
-        self,
-        worker: int,
-        key: tuple[int, float],
-        operation: str,
-        step: int,
-        requests: list[Request],
-        cell: Future[None],
-    ) -> None:
-        """key: (generation, how many calls before this one): shards tell old from new by it."""
-        self.worker, self.key, self.operation, self.step = worker, key, operation, step
-        self.requests, self.cell = requests, cell
-        self.missing = set(range(len(requests)))
-        self.since = cell.timeline.now
-        for request in requests:
+    def __post_init__(self) -> None:
+        self.missing, self.since = set(range(len(self.requests))), self.cell.timeline.now
+        for request in self.requests:
             request.call = self
 
 
@@ -134,9 +125,9 @@ class SimShard:
         deliver = partial(self._in_this_life, self._life, partial(self._arrive, request))
         return self._post.send(request.call.worker, -1 - self.number, request.sends, deliver)
 
-    def tell(self, action: Callable[[], None]) -> None:
-        """For the driver, whose word is not lost: do this in turn."""
-        self._queue.append(action)
+    def queue(self, item: Request | Callable[[], None]) -> None:
+        """Handle a request, or do what the driver asks for, which is never lost, in turn."""
+        self._queue.append(item)
         self._work()
 
     def holds(self, request: Request) -> bool:
@@ -160,7 +151,7 @@ class SimShard:
         if self._is_down:
             return
         if not request.decode_s:
-            self._stand_in_line(request)
+            self.queue(request)
             return
         self._decoding.append(request)
         done = max(self._timeline.now, self._free_at) + request.decode_s
@@ -168,11 +159,7 @@ class SimShard:
 
     def _decoded(self, request: Request) -> None:
         self._decoding.remove(request)
-        self._stand_in_line(request)
-
-    def _stand_in_line(self, request: Request) -> None:
-        self._queue.append(request)
-        self._work()
+        self.queue(request)
 
     def _reply(self, request: Request, answer: Any) -> None:
         assert request.handled_at is not None
@@ -235,13 +222,13 @@ class SimShard:
         if key < self._newest[worker]:
             return
         is_copy, self._newest[worker] = key == self._newest[worker], key
-        if is_copy and not request.again:
+        if is_copy and not request.load.again:
             if request.is_answered:
                 self._send_answer(request)
             return
         if request.handled_at is None:
             request.handled_at = self._timeline.now
-        if request.needs_center and not self.store.initialized:
+        if request.load.needs_center and not self.store.initialized:
             if self._no_center is not None:
                 self._reply(request, self._no_center)
             else:
