@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import manyhands as mh
-from manyhands.evidence.compare import means
+from manyhands.evidence.compare import measures
 from manyhands.evidence.compare.compare import VALIDATIONS, with_findings
 from manyhands.evidence.compare.comparison import NUMBERS, Comparison
 from manyhands.evidence.compare.markdown import markdown
@@ -148,7 +148,7 @@ def draw(comparison: Comparison, path: Path) -> None:
     figure, panel = pyplot.subplots(figsize=(9, 4.2))
     colours = pyplot.get_cmap("tab20").colors
     for i, variant in enumerate(comparison.variants):
-        course = means.course(comparison, variant.name, lambda point: point.metrics[comparison.metric])
+        course = measures.course(comparison, variant.name, lambda point: point.metrics[comparison.metric])
         if course is None:
             continue
         panel.plot(

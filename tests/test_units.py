@@ -24,8 +24,8 @@ def test_counts() -> None:
         (99.96, "99.96", "100"),
         (-0.98672, "-0.9867", "-0.987"),
         (1.2e-05, "1.2e-05", "1.2e-05"),
-        (math.inf, "inf", "inf"),
-        (math.nan, "nan", "nan"),
+        (math.inf, "not finite", "inf"),
+        (math.nan, "not finite", "nan"),
     ],
 )
 def test_numbers(value: float, four: str, three: str) -> None:
@@ -66,3 +66,58 @@ def test_text_of_others_moves_no_cursor_and_forges_no_line() -> None:
     assert units.printable("a\n\tb\x07", keep="\n\t") == "a\n\tb?"
     assert units.printable("Zürich 東京 " + "x" * 500, 12) == "Zürich 東京 xx"
     assert units.printable(7) == "7"
+
+
+@pytest.mark.parametrize(
+    ("value", "output"),
+    [(12970, "12,970"), (0.98667, "0.9867"), (1234.6, "1,235"), (0.000012, "1.2e-05"), (math.nan, "not finite")],
+)
+def test_numbers_have_four_digits(value: float, output: str) -> None:
+    assert units.number(value) == output
+
+
+def test_metrics_of_a_column_line_up() -> None:
+    assert [units.metric(value) for value in (0.98, 0.97251, 2.0, 0.00012)] == [
+        "0.9800",
+        "0.9725",
+        "2.0000",
+        "0.00012",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "output"),
+    [(0, "0"), (0.2, "0.20"), (2.4e-6, "2.4×10⁻⁶"), (12.3, "12"), (math.inf, "not finite"), (math.nan, "not finite")],
+)
+def test_distances_say_zero_only_where_it_is(value: float, output: str) -> None:
+    assert units.small(value) == output
+
+
+@pytest.mark.parametrize(
+    ("value", "output"),
+    [(0.00041, "410 µs"), (0.041, "41.0 ms"), (3.2, "3.20 s"), (125, "2.08 min"), (0.123, "123 ms")],
+)
+def test_seconds(value: float, output: str) -> None:
+    assert units.even_duration(value) == output
+
+
+def test_ratios_and_shares() -> None:
+    assert [units.times(ratio) for ratio in (1.618, 52.8, 1024.0, 0.0516)] == ["1.62×", "52.8×", "1,024×", "0.052×"]
+    assert [units.percent(share) for share in (0.384, 0.004, 0.0)] == ["38 %", "0.4 %", "0 %"]
+    assert [units.signed(value) for value in (0.00312, -0.02, 0.0)] == ["+0.0031", "−0.02", "0"]
+    assert [units.power(exponent) for exponent in (-12, -2, 0, 3)] == ["10⁻¹²", "0.01", "1", "10³"]
+
+
+def test_a_span_says_its_unit_once_and_nothing_where_both_ends_read_the_same() -> None:
+    assert units.between(3.1, 3.4, units.even_duration) == "3.10–3.40 s"
+    assert units.between(0.09, 3.4, units.even_duration) == "90.0 ms–3.40 s"
+    assert units.between(0.97, 0.98, units.metric) == "0.9700–0.9800"
+    assert units.between(0.970001, 0.970002, units.metric) == ""
+
+
+def test_lists_say_how_many_more_and_keep_commas_apart() -> None:
+    assert units.named(["a"]) == "a"
+    assert units.named(["a", "b"]) == "a and b"
+    assert units.named(["a, 1", "b", "c"]) == "a, 1; b and c"
+    assert units.named(list("abcde")) == "a, b, c and 2 more"
+    assert units.named(list("abcd")) == "a, b, c and d"  # "1 more" would be no shorter than the name

@@ -9,7 +9,7 @@ import pytest
 from synthetic import comparison
 
 from manyhands.evidence.compare import captions
-from manyhands.evidence.compare.comparison import Comparison, Difference, Point
+from manyhands.evidence.compare.comparison import Comparison, Point
 
 READINGS = (
     captions.metric_over_time,
@@ -32,30 +32,6 @@ def of(field: str, values: dict[str, Any], **changes: Any) -> Comparison:
     return replace(made, trials=trials)
 
 
-def output(name: str, of_what: str, said_of: str) -> dict[str, tuple[Difference, ...]]:
-    return {name: (Difference(of=of_what, middle=1, low=1, high=1, margin=0, outcome=said_of),)}
-
-
-def test_who_reaches_the_target_first_and_when_the_reference_does() -> None:
-    made = of("target_seconds", {ONE: 4.0, FOUR: 2.0, TWO: 1.0, GOSSIP: 3.0})
-    assert captions.metric_over_time(made) == (
-        "allreduce on 2 reaches test_accuracy ≥ 0.95 first, after 1.00 s; solo, 4 threads after 2.00 s."
-    )
-    unclear = replace(made, differences=output(TWO, "target_seconds", "unclear"))
-    assert captions.metric_over_time(unclear).endswith("2.00 s (no difference seen between the two).")
-    better = replace(made, differences=output(TWO, "target_seconds", "better"))
-    assert "no difference" not in captions.metric_over_time(better)
-
-
-def test_who_never_reaches_the_target_is_named() -> None:
-    made = of("target_seconds", {ONE: None, FOUR: None, TWO: 1.0, GOSSIP: 3.0})
-    assert captions.metric_over_time(made) == (
-        "allreduce on 2 reaches test_accuracy ≥ 0.95 first, after 1.00 s. Not in every repeat: solo, 1 thread and solo, 4 threads."
-    )
-    nobody = of("target_seconds", dict.fromkeys((ONE, FOUR, TWO, GOSSIP)))
-    assert captions.metric_over_time(nobody) == "Nobody reached test_accuracy ≥ 0.95 in every repeat."
-
-
 def curve(*points: tuple[float, float]) -> tuple[Point, ...]:
     return tuple(
         Point(rows=10 * (i + 1), seconds=seconds, metrics={"test_accuracy": value})
@@ -63,7 +39,7 @@ def curve(*points: tuple[float, float]) -> tuple[Point, ...]:
     )
 
 
-def test_without_a_target_who_stands_where_when_the_first_ends() -> None:
+def test_who_stands_where_when_the_first_ends() -> None:
     curves = {
         ONE: curve((2.0, 0.2), (8.0, 0.9)),
         FOUR: curve((2.0, 0.3), (6.0, 0.9)),
@@ -78,28 +54,12 @@ def test_without_a_target_who_stands_where_when_the_first_ends() -> None:
     assert "gossip on 2 was ahead" in captions.metric_over_time(replace(made, higher=False))
 
 
-def test_rows_say_who_needs_fewest_and_ties_are_ties() -> None:
-    made = of("target_rows", {ONE: 100.0, FOUR: 100.0, TWO: 200.0, GOSSIP: 300.0})
+def test_what_the_metric_is_after_all_rows() -> None:
     metrics = {ONE: 0.97, FOUR: 0.98, TWO: 0.96, GOSSIP: 0.99}
-    trials = tuple(replace(one, metrics={"test_accuracy": metrics[one.variant]}) for one in made.trials)
-    found = captions.metric_over_rows(replace(made, trials=trials))
-    assert found.startswith("solo, 1 thread and solo, 4 threads reach test_accuracy ≥ 0.95 first, with 100 rows.")
-    assert "between 0.9600 (allreduce on 2) and 0.9900 (gossip on 2)" in found
-
-
-@pytest.mark.parametrize(
-    ("kinds", "end"),
-    [
-        (("worse", "same"), "Against solo, 4 threads, worse: allreduce on 2."),
-        (("worse", "better"), "Against solo, 4 threads, better: gossip on 2, worse: allreduce on 2."),
-        (("same", "same"), "That is the same as of solo, 4 threads for all, within the margin."),
-        (("unclear", "same"), "No difference from solo, 4 threads was seen."),
-    ],
-)
-def test_a_final_metric_is_called_different_only_where_it_is(kinds: tuple[str, str], end: str) -> None:
-    differences = output(TWO, "test_accuracy", kinds[0]) | output(GOSSIP, "test_accuracy", kinds[1])
-    made = replace(of("target_rows", {}, target=None), differences=differences)
-    assert captions.metric_over_rows(made).endswith(end)
+    made = of("metrics", {name: {"test_accuracy": value} for name, value in metrics.items()})
+    assert captions.metric_over_rows(made) == (
+        "After all rows test_accuracy is between 0.9600 (allreduce on 2) and 0.9900 (gossip on 2)."
+    )
 
 
 def times(compute: float, exchange: float, wait: float, given: float = 0.0) -> tuple[dict[str, float], ...]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from synthetic import HOSTILE, comparison, hostile
 
-from manyhands.evidence.compare import bars, drawing, figures, style
+from manyhands.evidence.compare import bars, drawing, figures, measures, style
 from manyhands.evidence.compare.comparison import Comparison, Point, Target, Trial, Variant
 
 ALL = (
@@ -205,7 +205,7 @@ def test_without_solos_rate_there_is_no_speed_up() -> None:
 def test_few_of_many_variants_are_drawn() -> None:
     made = comparison(tuple(f"local-sgd:period={i}" for i in range(1, 31)), (2,))
     traces, _ = drawn(figures.metric_over_time, made)
-    assert len(lines(traces)) == drawing.MOST
+    assert len(lines(traces)) == measures.MOST_DRAWN
 
 
 @pytest.mark.parametrize("draw", ALL, ids=lambda draw: draw.__name__)
@@ -245,3 +245,12 @@ def texts(value: Any) -> list[str]:
 
 def colours(value: Any) -> list[str]:
     return [output for output in texts(value) if output.startswith(("#", "rgb"))]
+
+
+def test_long_names_lose_their_middle_only() -> None:
+    name = "diloco:period=16,outer_momentum=0.9,compress=topk:0.01 on 64"
+    short = drawing.label(name)
+    assert len(short) == drawing.LABEL
+    assert short.startswith("diloco:period=16")
+    assert short.endswith(" on 64")
+    assert drawing.label("allreduce on 2") == "allreduce on 2"

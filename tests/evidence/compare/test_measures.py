@@ -1,13 +1,17 @@
 """Numbers of trials and over repeats, against calculations by hand."""
 
 import math
+from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import pytest
 from by_numbers import found
+from synthetic import comparison
 
 from manyhands.evidence.compare import measures
-from manyhands.evidence.compare.comparison import Point, Target
+from manyhands.evidence.compare.comparison import Comparison, Point, Target, Trial, Variant
+from manyhands.evidence.compare.significance import Mean
 
 
 def tick(number: int, rows: int, seconds: float) -> dict[str, Any]:
@@ -86,35 +90,40 @@ def test_a_rate_leaves_out_the_first_ticks_and_their_time() -> None:
     assert measures.rows_per_s([]) == 0.0
 
 
+def speed_ups(made: Comparison, name: str) -> tuple[float | None, ...]:
+    """Of a variant against each variant of solo, then the first as a share of the ideal."""
+    found = [measures.speed_up(made, name, solo.name) for solo in made.solos]
+    middles = [None if one is None else one.middle for one in found]
+    ideal = measures.ideal(made, made.variant(name))
+    return (*middles, None if middles[0] is None else middles[0] / ideal)
+
+
 def test_speed_up_is_against_solo_with_one_thread_and_with_all_repeat_by_repeat() -> None:
     rates = {
         "solo, 1 thread": [100.0, 200.0],
         "solo, 2 threads": [150.0, 300.0],
         "allreduce on 2": [300.0, 300.0],  # 3 and 1.5 times one thread
     }
-    one = measures.speed_up(found(rates), "allreduce on 2")
-    assert one.one_thread == pytest.approx(math.sqrt(3 * 1.5))
-    assert one.all_threads == pytest.approx(math.sqrt(2 * 1))
-    assert one.efficiency == pytest.approx(math.sqrt(3 * 1.5) / 2)  # 2 workers with a thread each
-    solo = measures.speed_up(found(rates), "solo, 2 threads")
-    assert (solo.one_thread, solo.all_threads, solo.efficiency) == pytest.approx((1.5, 1.0, 0.75))
+    one, both = math.sqrt(3 * 1.5), math.sqrt(2 * 1)
+    assert speed_ups(found(rates), "allreduce on 2") == pytest.approx(
+        (one, both, one / 2)
+    )  # 2 workers with a thread each
+    assert speed_ups(found(rates), "solo, 2 threads") == pytest.approx((1.5, 1.0, 0.75))
 
 
 def test_where_solo_has_one_variant_efficiency_is_over_workers() -> None:
-    one = measures.speed_up(found({"solo": [10.0], "allreduce on 4": [30.0]}), "allreduce on 4")
-    assert (one.one_thread, one.all_threads, one.efficiency) == pytest.approx((3.0, 3.0, 0.75))
+    made = found({"solo": [10.0], "allreduce on 4": [30.0]})
+    assert speed_ups(made, "allreduce on 4") == pytest.approx((3.0, 0.75))
 
 
 def test_without_any_repeat_in_common_there_is_no_speed_up() -> None:
     rates = {"solo": [10.0], "allreduce on 2": [None], "gossip on 2": [20.0]}
-    one = measures.speed_up(found(rates, failures={"allreduce on 2": "it broke"}), "allreduce on 2")
-    assert (one.one_thread, one.all_threads, one.efficiency) == (None, None, None)
+    assert speed_ups(found(rates, failures={"allreduce on 2": "it broke"}), "allreduce on 2") == (None, None)
 
 
 def test_a_variant_that_lacks_a_repeat_has_no_speed_up_of_other_repeats() -> None:
     rates = {"solo": [10.0, 40.0], "allreduce on 2": [20.0, None]}  # twice the first repeat, and as fast as the mean
-    one = measures.speed_up(found(rates, failures={"allreduce on 2": "it broke"}), "allreduce on 2")
-    assert (one.one_thread, one.all_threads, one.efficiency) == (None, None, None)
+    assert speed_ups(found(rates, failures={"allreduce on 2": "it broke"}), "allreduce on 2") == (None, None)
 
 
 def test_the_margin_of_a_metric_is_a_share_of_the_references_mean() -> None:
@@ -134,3 +143,118 @@ def test_the_better_of_solos_variants_is_the_one_to_beat() -> None:
     faster = found({"solo, 1 thread": [120.0] * 3, "solo, 2 threads": [100.0] * 3})
     assert measures.better_solo(faster) == "solo, 1 thread"
     assert measures.better_solo(found({"solo": [1.0] * 3, "allreduce on 2": [2.0] * 3})) == "solo"
+
+
+def of_trials(*trials: Trial, **changes: object) -> Comparison:
+    names = dict.fromkeys(trial.variant for trial in trials)
+    variants = tuple(
+        Variant(strategy=name.partition(" ")[0].rstrip(","), workers=2, threads=1, name=name) for name in names
+    )
+    return replace(comparison((), ()), **({"variants": variants, "trials": trials} | changes))
+
+
+def trial(name: str, repeat: int = 0, **changes: object) -> Trial:
+    return replace(Trial(variant=name, repeat=repeat, seed=repeat), **changes)  # type: ignore[arg-type]
+
+
+def test_a_course_pairs_the_validations_of_repeats() -> None:
+    def curve(*values: tuple[int, float, float]) -> tuple[Point, ...]:
+        return tuple(Point(rows=rows, seconds=seconds, metrics={"m": value}) for rows, seconds, value in values)
+
+    found = of_trials(
+        trial("a", 0, curve=curve((10, 1.0, 0.1), (20, 2.0, math.nan), (30, 3.0, 0.7))),
+        trial("a", 1, curve=curve((10, 3.0, 0.3), (20, 4.0, 0.4))),
+    )
+    course = measures.course(found, "a", lambda point: point.metrics["m"])
+    assert course is not None
+    assert (course.rows, course.seconds) == ((10, 20), (pytest.approx(3**0.5), pytest.approx(8**0.5)))
+    assert course.values[0] == Mean(middle=pytest.approx(0.2), low=0.1, high=0.3)
+    assert course.values[1] == Mean(middle=0.4, low=0.4, high=0.4, missing=1)
+    assert measures.course(found, "a", lambda point: point.distance) is None
+
+
+def test_middles_leave_out_who_lacks_a_repeat() -> None:
+    found = of_trials(trial("a", 0, bytes=1), trial("a", 1, bytes=3), trial("b", 0, target_seconds=1.0), trial("b", 1))
+    assert measures.middles(found, "bytes") == {"a": 2, "b": 0}
+    assert measures.middles(found, "target_seconds") == {}
+
+
+def test_the_drawn_metric_is_the_targets_or_the_nearest_kin() -> None:
+    made = comparison()
+    assert measures.curve_metric(made) == "test_accuracy"
+    only = tuple(
+        replace(
+            one,
+            curve=tuple(replace(p, metrics={"validation_loss": 1.0, "validation_accuracy": 0.5}) for p in one.curve),
+        )
+        for one in made.trials
+    )
+    assert measures.curve_metric(replace(made, trials=only)) == "validation_accuracy"
+    assert measures.curve_metric(replace(made, trials=())) == ""
+
+
+def test_final_metrics_are_train_judged_and_test_without_repetition() -> None:
+    made = comparison()
+    assert measures.final_metrics(made) == ("train_accuracy", "test_accuracy")
+    trials = tuple(
+        replace(one, metrics=dict.fromkeys(["train_loss", "validation_loss", "test_loss"], 1.0)) for one in made.trials
+    )
+    judged = replace(made, trials=trials, metric="validation_loss")
+    assert measures.final_metrics(judged) == ("train_loss", "validation_loss", "test_loss")
+
+
+def test_a_speed_up_is_of_the_means_and_lies_between_those_of_the_repeats() -> None:
+    found = of_trials(
+        trial("solo", 0, rows_per_s=100.0),
+        trial("solo", 1, rows_per_s=200.0),
+        trial("a", 0, rows_per_s=200.0),
+        trial("a", 1, rows_per_s=1600.0),
+        repeats=2,
+    )
+    assert measures.speed_up(found, "a", "solo") == Mean(middle=pytest.approx(4.0), low=2.0, high=8.0)
+    assert measures.speed_up(replace(found, trials=found.trials[2:]), "a", "solo") is None
+
+
+def test_times_are_means_by_worker_and_shares_are_of_all() -> None:
+    def times(compute: float, wait: float) -> dict[str, float]:
+        return {"input": 0.0, "compute": compute, "exchange": 1.0, "wait": wait}
+
+    found = of_trials(
+        trial("a", 0, timing=(times(1, 0), times(2, 1))),
+        trial("a", 1, timing=(times(3, 0), times(4, 1))),
+        trial("b", 0),
+    )
+    assert [worker["compute"] for worker in measures.times_of_workers(found, "a")] == [2, 3]
+    assert measures.shares_of_time(found, "a") == pytest.approx(
+        {"input": 0, "compute": 5 / 8, "exchange": 2 / 8, "wait": 1 / 8}
+    )
+    assert measures.shares_of_time(found, "b") == {}
+
+
+def test_staleness_adds_up_over_repeats() -> None:
+    found = of_trials(trial("a", 0, staleness={3: 1, 0: 2}), trial("a", 1, staleness={3: 4, 7: 0}))
+    assert list(measures.staleness(found, "a").items()) == [(0, 2), (3, 5)]
+
+
+def test_drawn_are_solo_and_the_best_in_their_order() -> None:
+    made = comparison(tuple(f"local-sgd:period={i}" for i in range(1, 16)), (2,), target=None)
+    best = sorted(
+        (one for one in made.variants if not one.solo),
+        key=lambda one: -fmean(trial.metrics["test_accuracy"] for trial in made.of(one.name)),
+    )
+    drawn = measures.drawn(made, 6)
+    assert [one.name for one in drawn[:2]] == ["solo, 1 thread", "solo, 4 threads"]
+    assert set(drawn[2:]) == set(best[:4])
+    assert list(drawn) == [one for one in made.variants if one in drawn]
+    lowest = measures.drawn(replace(made, higher=False), 6)
+    assert set(lowest[2:]) == set(best[-4:])
+
+
+def test_who_reached_the_target_is_drawn_before_who_did_not_and_who_failed_is_not() -> None:
+    made = comparison(("allreduce", "gossip", "diloco"), (2,), fails=("diloco on 2",))
+    trials = tuple(
+        replace(one, target_seconds=None, metrics={"test_accuracy": 1.0}) if one.variant == "allreduce on 2" else one
+        for one in made.trials
+    )
+    assert [one.name for one in measures.drawn(replace(made, trials=trials), 3)][2:] == ["gossip on 2"]
+    assert len(measures.drawn(replace(made, trials=trials), 99)) == 4

@@ -81,15 +81,18 @@ def test_a_ratio_is_the_ratio_of_the_numbers_in_the_table(made: Comparison) -> N
         difference = made.difference(name, "rows_per_s")
         assert difference is not None
         assert difference.middle == pytest.approx(means[name] / means[made.reference])
-        assert measures.ratio(made, name, made.reference) == pytest.approx(difference.middle)
+        speed_up = measures.speed_up(made, name, made.reference)
+        assert speed_up is not None
+        assert speed_up.middle == pytest.approx(difference.middle)
         assert measures.middle(made, name, "rows_per_s") == pytest.approx(means[name])
 
 
 def test_a_slow_variant_beside_a_reference_that_varies_says_one_thing_everywhere() -> None:
     """Medians of 206 and 131 rows/s once stood beside a ratio of 1.03x, and a verdict beside another advice."""
     made = found({TWO: [110.0, 206.0, 330.0], "gossip on 2": [130.0, 131.0, 452.0]})
-    ratio = measures.ratio(made, "gossip on 2", TWO)
-    assert ratio is not None
+    speed_up = measures.speed_up(made, "gossip on 2", TWO)
+    assert speed_up is not None
+    ratio = speed_up.middle
     own, other = ((a * b * c) ** (1 / 3) for a, b, c in ((130, 131, 452), (110, 206, 330)))
     assert ratio == pytest.approx(own / other)
     for page in (text(made), markdown(made)):

@@ -10,10 +10,12 @@ import pytest
 from manyhands.evidence.compare.comparison import Difference
 from manyhands.evidence.compare.significance import (
     EXACT,
+    Mean,
     bootstrap,
     difference,
     interval,
     judged,
+    mean,
     student,
     t_quantile,
     t_within,
@@ -195,3 +197,17 @@ def test_a_difference_as_large_as_the_margin_is_rarely_called_one() -> None:
     """By chance alone in 1 of 40 cases."""
     counts = said_of(range(400), ratio=1.05, noise=0.03)
     assert counts["worse"] <= 10 + 3 * math.sqrt(10)
+
+
+def test_what_is_not_finite_is_counted_apart() -> None:
+    found = mean([1.0, math.nan, 4.0, None, 4.0, math.inf])
+    assert found == Mean(middle=3.0, low=1.0, high=4.0, missing=3)
+    assert mean([None, math.nan]) is None
+
+
+def test_rates_and_times_have_the_geometric_mean() -> None:
+    assert mean([1.0, 4.0], geometric=True) == Mean(middle=pytest.approx(2.0), low=1.0, high=4.0)
+    assert mean([0.0, 4.0], geometric=True) == Mean(middle=0.0, low=0.0, high=4.0)
+    same = mean([0.1] * 3, geometric=True)
+    assert same is not None
+    assert same.middle == 0.1

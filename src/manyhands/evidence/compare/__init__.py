@@ -6,8 +6,8 @@ repeating.py     the trials: a warm-up, repeats in blocks, failures, Ctrl-C
 trials.py        one variant trained once
 probe.py         the distance of parameters from solo's, from sketches
 comparison.py    the result: plain data, report.json
-measures.py      numbers of trials; means.py: over repeats; metric.py: which metric judges
+measures.py      numbers of trials, over repeats and along a run; metric.py: which metric judges
 significance.py  means, intervals, and when two numbers are different
 verdict.py       the decision in words; advising.py: what it and the advice are made of
-text.py          tables for terminals; markdown.py: for pull requests; report.py: one HTML file, with its charts
+table.py         the columns; text.py: in terminals; markdown.py: in pull requests; report.py: in one HTML file with charts
 """

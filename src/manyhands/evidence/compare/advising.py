@@ -40,7 +40,7 @@ def compared(comparison: Comparison) -> Compared:
 def _contestant(comparison: Comparison, name: str, base: str) -> Contestant:
     trials, other = comparison.of(name), name != base
     quality = measures.differ(comparison, name, base, comparison.metric, comparison.higher)
-    of = "rows_per_s" if comparison.target is None else "target_seconds"
+    of = comparison.speed_of
     own, against = measures.numbers(comparison, name, of), measures.numbers(comparison, base, of)
     paired = None not in own and None not in against
     spread = mean(own, geometric=True)

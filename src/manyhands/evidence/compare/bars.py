@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from manyhands.evidence.compare import drawing, means, style, wording
+from manyhands import units
+from manyhands.evidence.compare import drawing, measures, style
 from manyhands.evidence.compare.comparison import Comparison, Variant
 from manyhands.evidence.compare.drawing import Json
 from manyhands.evidence.compare.significance import Mean
@@ -30,7 +31,7 @@ ROW = 46  # pixels of a bar with its name above it
 
 def time_split(comparison: Comparison) -> Figure | None:
     """Shares of each worker's time, by what it did in it: compute, input, exchange, wait; of means over repeats."""
-    found = {one: means.times_of_workers(comparison, one.name) for one in drawing.shown(comparison)}
+    found = {one: measures.times_of_workers(comparison, one.name) for one in measures.drawn(comparison)}
     found = {one: workers for one, workers in found.items() if any(sum(times.values()) for times in workers)}
     if not found:
         return None
@@ -39,9 +40,9 @@ def time_split(comparison: Comparison) -> Figure | None:
     at = 0.0
     for variant, workers in found.items():
         mean = sum(sum(times.values()) for times in workers) / len(workers)
-        share = means.shares_of_time(comparison, variant.name)["compute"]
-        label = f"{wording.seconds(mean)}, {wording.percent(share)} compute"
-        labels += drawing.above(at - 0.5, wording.label(variant.name, SHORT), label)
+        share = measures.shares_of_time(comparison, variant.name)["compute"]
+        label = f"{units.even_duration(mean)}, {units.percent(share)} compute"
+        labels += drawing.above(at - 0.5, drawing.label(variant.name, SHORT), label)
         for rank in picked(workers, len(found)):
             bars.append(Bar(at, variant.name, rank, workers[rank]))
             at += 1
@@ -87,7 +88,7 @@ def _part(part: str, bars: Sequence[Bar]) -> Json:
         "y": [bar.at for bar in bars],
         "marker": {"color": style.PART_HUES[part][0], "line": {"width": 0}},
         "hovertext": [
-            f"<b>{drawing.text(bar.variant)}</b>, worker {bar.rank}<br>{part} {wording.seconds(bar.times[part])}, {wording.percent(share)}"
+            f"<b>{drawing.text(bar.variant)}</b>, worker {bar.rank}<br>{part} {units.even_duration(bar.times[part])}, {units.percent(share)}"
             for bar, share in zip(bars, shares, strict=True)
         ],
         "hoverinfo": "text",
@@ -96,20 +97,20 @@ def _part(part: str, bars: Sequence[Bar]) -> Json:
 
 def bytes_sent(comparison: Comparison) -> Figure | None:
     """Bytes that all workers of a variant sent, means."""
-    sent = {one: means.of_variant(comparison, one.name, lambda trial: trial.bytes) for one in drawing.shown(comparison)}
+    sent = {one: measures.mean_of(comparison, one.name, "bytes") for one in measures.drawn(comparison)}
     if not any(found and found.high for found in sent.values()):
         return None
-    return _bars(comparison, sent, lambda _, found: drawing.text_of_mean(found, wording.size))
+    return _bars(comparison, sent, lambda _, found: drawing.text_of_mean(found, units.size))
 
 
 def memory(comparison: Comparison) -> Figure | None:
     """The most that any one worker held, means."""
-    held = {one: means.of_variant(comparison, one.name, means.most_memory) for one in drawing.shown(comparison)}
-    return _bars(comparison, held, lambda variant, found: _each(variant.workers, found))
 
+    def say(variant: Variant, found: Mean) -> str:
+        return units.size(found.middle) + (f" × {variant.workers}" if variant.workers > 1 else "")
 
-def _each(workers: int, found: Mean) -> str:
-    return wording.size(found.middle) + (f" × {workers}" if workers > 1 else "")
+    held = {one: measures.mean_of(comparison, one.name, "most_memory") for one in measures.drawn(comparison)}
+    return _bars(comparison, held, say)
 
 
 def _bars(
@@ -146,7 +147,7 @@ def _bars(
 
 def staleness(comparison: Comparison) -> Figure | None:
     """Staleness of pushes as shares of all pushes: one histogram a variant, on one axis."""
-    found = {one: means.staleness(comparison, one.name) for one in drawing.shown(comparison)}
+    found = {one: measures.staleness(comparison, one.name) for one in measures.drawn(comparison)}
     found = {one: histogram for one, histogram in found.items() if histogram}
     if not found:
         return None
@@ -196,7 +197,7 @@ def _histogram(comparison: Comparison, variant: Variant, histogram: Mapping[int,
         "width": 0.9 * width,
         "marker": {"color": style.looks(comparison)[variant.name].colour, "line": {"width": 0}},
         "hovertext": [
-            f"<b>{drawing.text(variant.name)}</b><br>{wording.percent(share)} of the pushes are {span} versions late"
+            f"<b>{drawing.text(variant.name)}</b><br>{units.percent(share)} of the pushes are {span} versions late"
             for span, share in zip(spans, bins.values(), strict=True)
         ],
         "hoverinfo": "text",

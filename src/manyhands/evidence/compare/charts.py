@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-from manyhands.evidence.compare import bars, captions, drawing, figures, means, style, wording
-from manyhands.evidence.compare.comparison import Comparison, Variant
+from manyhands import units
+from manyhands.evidence.compare import bars, captions, figures, measures, style
+from manyhands.evidence.compare.comparison import Comparison
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -36,7 +37,7 @@ class Chart:
     question: str
     reading: str
     figure: Mapping[str, Any] | None
-    """As plotly.js takes it; None where a sentence says it all."""
+    """As plotly.js takes it, without plotly's own legend; None where a sentence says it all."""
     legend: tuple[LegendEntry, ...] = ()
     parts: Mapping[str, str] = field(default_factory=dict)
     """{part of the time: colour}, a legend too."""
@@ -50,7 +51,7 @@ class Chart:
             name=draw.__name__,
             question=question,
             reading=read(comparison),
-            figure=None if figure is None else _without_legend(figure),
+            figure=None if figure is None else json.loads(figure.update_layout(showlegend=False).to_json()),
             legend=() if figure is None else _legend(figure),
             parts=parts or {},
         )
@@ -59,7 +60,7 @@ class Chart:
 def charts(comparison: Comparison) -> list[tuple[Chart, ...]]:
     """Alone, or two beside each other that share a legend: those that have something to show, and a caption in place of the
     distance where every variant is bit-equal to solo."""
-    best, metric = "highest" if comparison.higher else "lowest", means.curve_metric(comparison)
+    best, metric = "highest" if comparison.higher else "lowest", measures.curve_metric(comparison)
     parts = {part: style.PART_HUES[part][0] for part in bars.ORDER}
 
     def chart(draw: Draw, read: Read, question: str, parts: Mapping[str, str] | None = None) -> Chart:
@@ -93,24 +94,20 @@ def charts(comparison: Comparison) -> list[tuple[Chart, ...]]:
 
 def left_out(comparison: Comparison) -> str:
     """Which variants and workers the charts do not show, or ""."""
-    shown = drawing.shown(comparison)
+    shown = measures.drawn(comparison)
     missing = [one.name for one in comparison.variants if comparison.of(one.name) and one not in shown]
     parts = []
     if missing:
         by = f"soonest at {comparison.target}" if comparison.target else f"best in {comparison.metric}"
         parts.append(
-            f"The charts show solo and the {len(shown) - _solos(shown)} others that were {by}, not {wording.named(missing)}; the table has all."
+            f"The charts show solo and the {sum(not one.solo for one in shown)} others that were {by}, not {units.named(missing)}; the table has all."
         )
-    most = max((len(means.times_of_workers(comparison, one.name)) for one in shown), default=0)
+    most = max((len(measures.times_of_workers(comparison, one.name)) for one in shown), default=0)
     if most > bars.room(len(shown)):
         parts.append(
             f"Of many workers, at most {bars.room(len(shown))} a variant are drawn, from the one that computed least to the one that computed most."
         )
     return " ".join(parts)
-
-
-def _solos(variants: Sequence[Variant]) -> int:
-    return sum(variant.solo for variant in variants)
 
 
 # -- legends ----------------------------------------------------------------------------------------------------------------
@@ -128,8 +125,3 @@ def _look(line: Any) -> style.Look:
     """Without a symbol where it says how many workers, which then differ along the line."""
     symbol = line.marker.symbol if isinstance(line.marker.symbol, str) else ""
     return style.Look(colour=line.line.color, dash=line.line.dash or "solid", symbol=symbol, width=line.line.width)
-
-
-def _without_legend(figure: Figure) -> dict[str, Any]:
-    """As JSON has it; the page has legends of its own."""
-    return dict(json.loads(figure.update_layout(showlegend=False).to_json()))

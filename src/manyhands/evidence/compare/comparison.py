@@ -103,6 +103,11 @@ class Trial:
         """What it costs: seconds of the loop times workers."""
         return self.seconds * max(1, len(self.timing))
 
+    @property
+    def most_memory(self) -> int | None:
+        """Bytes of the worker that held most."""
+        return max(self.memory, default=None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
@@ -192,6 +197,16 @@ class Comparison:
     """That it took."""
     complete: bool = True
     """False where it was interrupted: trials of whole repeats only."""
+
+    @property
+    def solos(self) -> list[Variant]:
+        """The one with one thread, then that with all where there is another."""
+        return [variant for variant in self.variants if variant.solo]
+
+    @property
+    def speed_of(self) -> str:
+        """What decides who is faster: the time to the target, else rows a second."""
+        return "rows_per_s" if self.target is None else "target_seconds"
 
     def variant(self, name: str) -> Variant:
         return next(variant for variant in self.variants if variant.name == name)

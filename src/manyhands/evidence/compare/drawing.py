@@ -12,22 +12,18 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from manyhands.evidence.compare import means, style, wording
+from manyhands import units
+from manyhands.evidence.compare import style
 from manyhands.evidence.compare.comparison import Comparison, Variant
 from manyhands.evidence.compare.significance import Mean
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-MOST = 12  # variants in a chart
 HEIGHT = 360  # pixels
+LABEL = 40  # characters of a name
 
 Json = dict[str, Any]
-
-
-def shown(comparison: Comparison) -> tuple[Variant, ...]:
-    """The variants that are drawn."""
-    return means.drawn(comparison, MOST)
 
 
 def text(name: str) -> str:
@@ -56,15 +52,23 @@ def seconds_axis(comparison: Comparison) -> Json:
 def text_of_mean(found: Mean | None, say: Callable[[float], str]) -> str:
     """`0.97 (0.96–0.98)`"""
     if found is None:
-        return wording.NOT_FINITE
-    between = wording.between(found.low, found.high, say)
+        return units.NOT_FINITE
+    between = units.between(found.low, found.high, say)
     return say(found.middle) + (f" ({between})" if between else "")
+
+
+def label(name: str, most: int = LABEL) -> str:
+    """A name short enough for a chart on a phone: the middle is cut, the end says how many workers."""
+    if len(name) <= most:
+        return name
+    tail = most // 3
+    return f"{name[: most - tail - 1]}…{name[-tail:]}"
 
 
 def above(at: float, name: str, value: str) -> list[Json]:
     """The line above a bar: whose it is at the left, how much at the right."""
     line = {"xref": "paper", "yref": "y", "y": at, "yanchor": "bottom", "showarrow": False, "borderpad": 0}
-    left = line | {"x": 0, "xanchor": "left", "text": text(wording.label(name))}
+    left = line | {"x": 0, "xanchor": "left", "text": text(label(name))}
     return [left, line | {"x": 1, "xanchor": "right", "text": value}]
 
 
@@ -81,14 +85,14 @@ def level(
         "y1": value,
         "line": {"color": colour, "width": 1.2, "dash": "dot"},
     }
-    label = {
+    words = {
         "xref": "paper",
         "x": 0 if side == "left" else 1,
         "xanchor": side,
         "y": math.log10(value) if log else value,
         "yanchor": "bottom" if over else "top",
         "showarrow": False,
-        "text": text(wording.label(name)),
+        "text": text(label(name)),
         "font": {"color": colour},
     }
-    return {"shapes": [shape], "annotations": [label]}
+    return {"shapes": [shape], "annotations": [words]}

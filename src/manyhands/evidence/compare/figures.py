@@ -9,10 +9,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from manyhands.evidence.compare import drawing, means, measures, style, wording
+from manyhands import units
+from manyhands.evidence.compare import drawing, measures, style
 from manyhands.evidence.compare.comparison import Comparison, Point, Variant
 from manyhands.evidence.compare.drawing import HEIGHT, Json
-from manyhands.evidence.compare.means import Course
+from manyhands.evidence.compare.measures import Course
 from manyhands.evidence.compare.significance import Mean
 
 if TYPE_CHECKING:
@@ -40,9 +41,9 @@ def metric_over_rows(comparison: Comparison) -> Figure | None:
 
 
 def _metric_over(comparison: Comparison, x: Axis, axis: Json) -> Figure | None:
-    metric, target = means.curve_metric(comparison), comparison.target
+    metric, target = measures.curve_metric(comparison), comparison.target
     lines = _lines(
-        comparison, lambda point: point.metrics.get(metric), x, lambda value: f"{metric} {wording.metric(value)}"
+        comparison, lambda point: point.metrics.get(metric), x, lambda value: f"{metric} {units.metric(value)}"
     )
     if not lines:
         return None
@@ -76,7 +77,7 @@ def _distance_over(comparison: Comparison, x: Axis, axis: Json) -> Figure | None
         comparison,
         lambda point: point.distance,
         x,
-        lambda value: f"distance {wording.small(value)}",
+        lambda value: f"distance {units.small(value)}",
         of_reference=False,
     )
     values = [value for trace in lines for value in trace["y"] if value is not None]
@@ -100,14 +101,14 @@ def _from_zero(lines: Sequence[Json]) -> Json:
     decades = range(math.floor(math.log10(first)), math.ceil(math.log10(max(ends))) + 1)
     steps = (1, 2, 5) if len(decades) <= 3 else (1,)
     ticks = [step * 10.0**decade for decade in decades for step in steps]
-    return {"type": "log", "tickvals": ticks, "ticktext": [wording.number(tick) for tick in ticks]}
+    return {"type": "log", "tickvals": ticks, "ticktext": [units.number(tick) for tick in ticks]}
 
 
 def _powers(least: int, most: int, zeros: bool) -> Json:
     """At most seven ticks of a logarithmic axis; with `zeros` the least power stands for zero."""
     every = max(1, math.ceil((most - least) / 6))
     powers = [power for power in range(most, least - 1, -every) if not zeros or power > least]
-    ticks = [(power, wording.power(power)) for power in powers] + ([(least, "0")] if zeros else [])
+    ticks = [(power, units.power(power)) for power in powers] + ([(least, "0")] if zeros else [])
     return {
         "tickvals": [10.0**power for power, _ in ticks],
         "ticktext": [label for _, label in ticks],
@@ -124,8 +125,8 @@ def _lines(
 ) -> list[Json]:
     """Bands first, so that no line is under one."""
     bands, lines, own_looks = [], [], style.looks(comparison)
-    for variant in drawing.shown(comparison):
-        course = means.course(comparison, variant.name, of)
+    for variant in measures.drawn(comparison):
+        course = measures.course(comparison, variant.name, of)
         if course is None or not (of_reference or variant.name != comparison.reference):
             continue
         own, look = drawing.of_variant(comparison, variant), own_looks[variant.name]
@@ -143,7 +144,7 @@ def _line(course: Course, x: Sequence[float], own: Json, look: style.Look, say: 
         "line": {"color": look.colour, "dash": look.dash, "width": look.width},
         "marker": {"symbol": look.symbol, "size": 6, "color": look.colour},
         "hovertext": [
-            f"<b>{own['name']}</b><br>{drawing.text(drawing.text_of_mean(value, say))}<br>{wording.seconds(seconds)}, {wording.number(rows)} rows"
+            f"<b>{own['name']}</b><br>{drawing.text(drawing.text_of_mean(value, say))}<br>{units.even_duration(seconds)}, {units.number(rows)} rows"
             for value, seconds, rows in zip(course.values, course.seconds, course.rows, strict=True)
         ],
         "hoverinfo": "text",
@@ -167,7 +168,7 @@ def _band(course: Course, x: Sequence[float], own: Json, look: style.Look) -> li
 def speed_up(comparison: Comparison) -> Figure | None:
     """Speed-up against solo with one thread, by workers: a line a strategy, and the ideal, which is as many times as
     fast as it has threads more."""
-    base = next(iter(measures.solos(comparison)), None)
+    base = next(iter(comparison.solos), None)
     found = {} if base is None else _by_strategy(comparison, base)
     if base is None or not found:
         return None
@@ -181,12 +182,12 @@ def speed_up(comparison: Comparison) -> Figure | None:
     y = (
         kind
         | (ticks if log else {})
-        | {"title": {"text": f"times as fast as {drawing.text(wording.label(base.name))}"}}
+        | {"title": {"text": f"times as fast as {drawing.text(drawing.label(base.name))}"}}
     )
     traces = [_ideal(comparison, variants)]
     traces += [_strategy(comparison, points, i - (len(found) - 1) / 2) for i, points in enumerate(found.values())]
     layout: Json = {"xaxis": x, "yaxis": y, "height": HEIGHT}
-    threads = means.speed_up(comparison, comparison.reference, base.name)
+    threads = measures.speed_up(comparison, comparison.reference, base.name)
     if threads is not None and comparison.reference != base.name:
         layout |= drawing.level(threads.middle, comparison.reference, colour=style.INK[0], log=log)
     return drawing.figure(traces, layout)
@@ -194,10 +195,10 @@ def speed_up(comparison: Comparison) -> Figure | None:
 
 def _by_strategy(comparison: Comparison, base: Variant) -> dict[str, list[tuple[Variant, Mean]]]:
     """{strategy: its variants by workers, and their speed-up}, of the strategies of which any variant is drawn."""
-    drawn = {variant.strategy for variant in drawing.shown(comparison) if not variant.solo}
+    drawn = {variant.strategy for variant in measures.drawn(comparison) if not variant.solo}
     found: dict[str, list[tuple[Variant, Mean]]] = {}
     for variant in sorted(comparison.variants, key=lambda one: (one.workers, one.threads)):
-        spread = means.speed_up(comparison, variant.name, base.name)
+        spread = measures.speed_up(comparison, variant.name, base.name)
         if variant.strategy in drawn and spread is not None:
             found.setdefault(variant.strategy, []).append((variant, spread))
     return found
@@ -206,9 +207,9 @@ def _by_strategy(comparison: Comparison, base: Variant) -> dict[str, list[tuple[
 def _ideal(comparison: Comparison, variants: Sequence[Variant]) -> Json:
     most: dict[int, float] = {}
     for variant in variants:
-        most[variant.workers] = max(most.get(variant.workers, 0.0), means.ideal(comparison, variant))
+        most[variant.workers] = max(most.get(variant.workers, 0.0), measures.ideal(comparison, variant))
     if len({variant.threads for variant in variants}) == 1:  # a straight line, which begins at one worker
-        most[1] = means.ideal(comparison, variants[0]) / variants[0].workers
+        most[1] = measures.ideal(comparison, variants[0]) / variants[0].workers
     points = sorted(most.items())
     return {
         "type": "scatter",
@@ -223,7 +224,7 @@ def _ideal(comparison: Comparison, variants: Sequence[Variant]) -> Json:
         "textfont": {"color": style.MUTED[0]},
         "line": {"color": style.MUTED[0], "dash": "dash", "width": 1.5},
         "marker": {"color": style.MUTED[0], "symbol": "diamond-open", "size": 9},
-        "hovertext": [f"ideal on {workers}: {wording.times(times)}" for workers, times in points],
+        "hovertext": [f"ideal on {workers}: {units.times(times)}" for workers, times in points],
         "hoverinfo": "text",
     }
 
@@ -249,7 +250,7 @@ def _strategy(comparison: Comparison, points: Sequence[tuple[Variant, Mean]], pl
         "line": {"color": own[0].colour, "width": own[0].width},
         "marker": {"symbol": [one.symbol for one in own], "size": 8, "color": own[0].colour},
         "hovertext": [
-            f"<b>{drawing.text(variant.name)}</b><br>{drawing.text_of_mean(spread, wording.times)}"
+            f"<b>{drawing.text(variant.name)}</b><br>{drawing.text_of_mean(spread, units.times)}"
             for variant, spread in points
         ],
         "hoverinfo": "text",

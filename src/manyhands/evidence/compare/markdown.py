@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from manyhands.evidence.compare import means, measures, table, wording
+from manyhands import units
 from manyhands.evidence.compare.comparison import Comparison, Variant
 from manyhands.evidence.compare.report import machine, notes
+from manyhands.evidence.compare.table import TableColumn, columns
 
-SIGNS = {"better": " ▲", "worse": " ▼", "same": " =", "unclear": ""}
+SIGNS = {"": "", "better": " ▲", "worse": " ▼", "same": " =", "unclear": ""}
 _SPECIAL = re.compile(r"([\\`*_\[\]|~$])")  # of GitHub's Markdown inside a line; what would be HTML is escaped apart
-
-Say = Callable[[Variant], str]
 
 
 def markdown(comparison: Comparison) -> str:
@@ -45,45 +44,22 @@ def code(text: str, in_table: bool = False) -> str:
 
 
 def _table(comparison: Comparison) -> str:
-    columns = _columns(comparison)
-    head = ["variant", *(plain(label) for label, _ in columns)]
-    rows = [_row(comparison, variant, [say for _, say in columns]) for variant in comparison.variants]
-    return "\n".join(_line(cells) for cells in [head, ["---", *["--:"] * len(columns)], *rows])
+    found = [column for column in columns(comparison) if column.markdown]
+    rows = [
+        ["variant", *(plain(column.markdown) for column in found)],
+        ["---", *["--:"] * len(found)],
+        *(_row(comparison, variant, found) for variant in comparison.variants),
+    ]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 
-def _row(comparison: Comparison, variant: Variant, says: Sequence[Say]) -> list[str]:
+def _row(comparison: Comparison, variant: Variant, found: Sequence[TableColumn]) -> list[str]:
     name = code(variant.name, in_table=True)
     if not comparison.of(variant.name):
         lines = comparison.failure(variant.name).strip().splitlines() or ["no result"]
-        return [name, f"failed: {plain(lines[0])}", *[""] * (len(says) - 1)]
-    return [name, *(say(variant) for say in says)]
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def _columns(comparison: Comparison) -> list[tuple[str, Say]]:
-    """[(label, what it says of a variant)]"""
-    cells = {(column.group, column.label): column.cell for column in table.columns(comparison)}
-    wanted = [
-        ("Speed", "rows/s"),
-        *(("Speed", f"× {solo.name}") for solo in measures.solos(comparison)),
-        (f"Until {comparison.target}", "time"),
-        ("At the end", comparison.metric),
-        (f"Against {comparison.reference}", "distance"),
-        ("Cost and rate", "sent"),
-    ]
-    labels = {"time": f"time to {comparison.target}", "distance": "distance from solo", "sent": "bytes sent"}
-    return [(labels.get(key[1], key[1]), _say(cells[key])) for key in wanted if key in cells]
-
-
-def _say(cell: Callable[[Variant], table.TableCell]) -> Say:
-    def say(variant: Variant) -> str:
-        found = cell(variant)
-        return plain(found.text) + SIGNS.get(found.mark, "")
-
-    return say
+        return [name, f"failed: {plain(lines[0])}", *[""] * (len(found) - 1)]
+    cells = [column.cell(variant) for column in found]
+    return [name, *(plain(cell.text) + SIGNS[cell.mark] for cell in cells)]
 
 
 def _legend(comparison: Comparison) -> str:
@@ -92,7 +68,7 @@ def _legend(comparison: Comparison) -> str:
     if not marks:
         return ""
     against = f"against {code(comparison.reference)}: ▲ better, ▼ worse, = the same within the margin, no sign: no difference seen"
-    return f"Means of {wording.count(means.repeats(comparison), 'repeat')}, of times and rates geometric; {against}."
+    return f"Means of {units.count(comparison.repeats, 'repeat')}, of times and rates geometric; {against}."
 
 
 def _machine(comparison: Comparison) -> list[str]:

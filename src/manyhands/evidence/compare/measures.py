@@ -1,29 +1,31 @@
-"""What a comparison's trials say, as numbers: curves, time to target, speed-up, means. Pure."""
+"""A comparison's trials as numbers: of one trial, over repeats, along a run. Pure."""
 
 from __future__ import annotations
 
 import bisect
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from manyhands.evidence.compare.comparison import Comparison, Difference, Point, Target, Trial, Variant
-from manyhands.evidence.compare.significance import HIGHER, difference, mean
+from manyhands.evidence.compare.metric import TEST, TRAIN, VALIDATION
+from manyhands.evidence.compare.significance import HIGHER, Mean, difference, mean
 from manyhands.recording.history import PARTS
 
 WARM_SHARE, WARM_LEAST = 0.05, 3  # first ticks that a rate leaves out: memory is taken, caches fill
-
-
-@dataclass(frozen=True)
-class SpeedUp:
-    """How many times as fast as solo, by the means of rows a second. None where one of them lacks a repeat."""
-
-    one_thread: float | None
-    all_threads: float | None
-    efficiency: float | None
-    """Speed-up over one thread as a share of the ideal: of all threads, or of workers if solo has one variant."""
+GEOMETRIC = (*HIGHER, "worker_seconds")  # rates and times; all else has the arithmetic mean
+OF_TRIALS = frozenset(
+    (
+        *GEOMETRIC,
+        *("target_rows", "distance", "cosine", "agreement", "rows", "unused", "bytes", "most_memory", "effective_rate"),
+    )
+)
+"""What a trial has one number of; any other name is one of its metrics."""
+MOST_DRAWN = 12  # variants in a chart
 
 
 # -- one trial -------------------------------------------------------------------------------------------------------
@@ -74,38 +76,45 @@ def reached(points: Sequence[Point], target: Target) -> tuple[float, float] | No
     for point in points:
         value = point.metrics.get(target.metric, math.nan)
         if value >= target.value if target.higher else value <= target.value:
-            share = 1.0 if before is None else _share(before.metrics[target.metric], value, target.value)
-            start = before or point
-            return _between(start.seconds, point.seconds, share), _between(start.rows, point.rows, share)
+            start, share = before or point, 1.0
+            if before is not None:
+                share = (target.value - before.metrics[target.metric]) / (value - before.metrics[target.metric])
+            seconds, rows = point.seconds - start.seconds, point.rows - start.rows
+            return start.seconds + share * seconds, start.rows + share * rows
         before = point if math.isfinite(value) else None
     return None
-
-
-def _share(before: float, after: float, value: float) -> float:
-    """How much of the way from `before` to `after` is done at `value`."""
-    return (value - before) / (after - before)
-
-
-def _between(first: float, second: float, share: float) -> float:
-    return first + share * (second - first)
 
 
 # -- over repeats ----------------------------------------------------------------------------------------------------
 
 
+def number(trial: Trial, of: str) -> float | None:
+    """of: a name in OF_TRIALS, or a metric's."""
+    value: float | None = getattr(trial, of) if of in OF_TRIALS else trial.metrics.get(of)
+    return value
+
+
 def numbers(comparison: Comparison, name: str, of: str) -> list[float | None]:
-    """A variant's numbers by repeat. of: rows_per_s, seconds, target_seconds, or a metric's name."""
-    read: Callable[[Trial], float | None] = (
-        (lambda trial: getattr(trial, of)) if of in HIGHER else (lambda trial: trial.metrics.get(of))
-    )
-    by_repeat = {trial.repeat: read(trial) for trial in comparison.of(name)}
+    """A variant's numbers by repeat; None where its trial is missing, too."""
+    by_repeat = {trial.repeat: number(trial, of) for trial in comparison.of(name)}
     return [by_repeat.get(repeat) for repeat in range(comparison.repeats)]
 
 
+def mean_of(comparison: Comparison, name: str, of: str) -> Mean | None:
+    """Over a variant's trials that came to their end."""
+    return mean((number(trial, of) for trial in comparison.of(name)), geometric=of in GEOMETRIC)
+
+
 def middle(comparison: Comparison, name: str, of: str) -> float | None:
-    """The mean over repeats, the geometric one of what is compared as ratios; None where there is none."""
-    found = mean(numbers(comparison, name, of), geometric=of in HIGHER)
+    """The mean over repeats alone."""
+    found = mean_of(comparison, name, of)
     return None if found is None else found.middle
+
+
+def middles(comparison: Comparison, of: str) -> dict[str, float]:
+    """The mean of each variant of which every repeat has a value, in the order of the variants."""
+    found = {variant.name: mean_of(comparison, variant.name, of) for variant in comparison.variants}
+    return {name: one.middle for name, one in found.items() if one is not None and not one.missing}
 
 
 def differ(comparison: Comparison, name: str, reference: str, of: str, higher: bool) -> Difference:
@@ -117,39 +126,121 @@ def differ(comparison: Comparison, name: str, reference: str, of: str, higher: b
     return difference(own, other, of=of, margin=margin, higher=higher)
 
 
-def ratio(comparison: Comparison, name: str, reference: str, of: str = "rows_per_s") -> float | None:
-    """The ratio of their means, variant / reference; None where one lacks a repeat that the other has."""
-    if not all(numbers(comparison, name, of)) or not all(numbers(comparison, reference, of)):
-        return None
-    own, other = middle(comparison, name, of), middle(comparison, reference, of)
-    return own / other if own and other else None
-
-
-def solos(comparison: Comparison) -> list[Variant]:
-    """The one with one thread, then that with all where there is another."""
-    return [variant for variant in comparison.variants if variant.solo]
-
-
 def faster(comparison: Comparison, name: str, base: str) -> Difference:
-    """How a variant differs from another in what decides: the time to the target, else rows a second."""
-    of = "rows_per_s" if comparison.target is None else "target_seconds"
-    return differ(comparison, name, base, of, HIGHER[of])
+    """How a variant differs from another in what decides."""
+    return differ(comparison, name, base, comparison.speed_of, HIGHER[comparison.speed_of])
 
 
 def better_solo(comparison: Comparison) -> str:
     """What others have to beat: solo with all threads, the reference, unless one thread is surely better."""
-    first, reference = solos(comparison)[0].name, comparison.reference
+    first, reference = comparison.solos[0].name, comparison.reference
     return first if first != reference and faster(comparison, first, reference).outcome == "better" else reference
 
 
-def speed_up(comparison: Comparison, name: str) -> SpeedUp:
-    """How many times as many rows a second as solo with one thread and with all.
+def speed_up(comparison: Comparison, name: str, base: str) -> Mean | None:
+    """rows/s over those of `base`: the ratio of their means, the least and the most of the repeats.
 
-    Efficiency is against one thread, over workers times threads; where solo has no second variant (a GPU, a simulated
-    cluster, one core) over workers alone.
+    None where one lacks a repeat that the other has.
     """
-    first, *_, last = [*solos(comparison), comparison.variant(comparison.reference)]
-    variant = comparison.variant(name)
-    one = ratio(comparison, name, first.name)
-    ideal = variant.workers * (variant.threads if len(solos(comparison)) > 1 else 1)
-    return SpeedUp(one, ratio(comparison, name, last.name), None if one is None else one / ideal)
+    own, other = numbers(comparison, name, "rows_per_s"), numbers(comparison, base, "rows_per_s")
+    pairs = [a / b for a, b in zip(own, other, strict=True) if a and b]
+    return mean(pairs, geometric=True) if len(pairs) == len(own) else None
+
+
+def ideal(comparison: Comparison, variant: Variant) -> float:
+    """The speed-up against solo with one thread if nothing were lost: workers times threads.
+
+    Where solo has no second variant (a GPU, a simulated cluster, one core) it is workers alone.
+    """
+    return variant.workers * (variant.threads if len(comparison.solos) > 1 else 1)
+
+
+def final_metrics(comparison: Comparison) -> tuple[str, ...]:
+    """What the table shows: the judged metric on the training rows, where it was judged, and on the test rows."""
+    known = {name for trial in comparison.trials for name in trial.metrics}
+    bare = _bare(comparison.metric)
+    return tuple(name for name in dict.fromkeys((TRAIN + bare, comparison.metric, TEST + bare)) if name in known)
+
+
+def times_of_workers(comparison: Comparison, name: str) -> tuple[dict[str, float], ...]:
+    """By worker: {part: seconds}, means over repeats; () where they are not known."""
+    timings = [trial.timing for trial in comparison.of(name) if trial.timing]
+    return tuple(
+        {part: fmean(one.get(part, 0.0) for one in worker) for part in PARTS} for worker in zip(*timings, strict=False)
+    )
+
+
+def shares_of_time(comparison: Comparison, name: str) -> dict[str, float]:
+    """{part: share} of the time of all workers of a variant; {} where it is not known."""
+    workers = times_of_workers(comparison, name)
+    seconds = {part: sum(worker[part] for worker in workers) for part in PARTS}
+    total = sum(seconds.values())
+    return {part: value / total for part, value in seconds.items()} if total else {}
+
+
+def staleness(comparison: Comparison, name: str) -> dict[int, int]:
+    """{versions: pushes} of all repeats, in the order of versions."""
+    total = sum((Counter(trial.staleness) for trial in comparison.of(name)), Counter())
+    return dict(sorted(total.items()))
+
+
+def drawn(comparison: Comparison, most: int = MOST_DRAWN) -> tuple[Variant, ...]:
+    """At most so many variants, in order: solo, then the best by the target, else by the judged metric."""
+    ended = [variant for variant in comparison.variants if comparison.of(variant.name)]
+    solos = [variant for variant in ended if variant.solo]
+    others = sorted((variant for variant in ended if not variant.solo), key=lambda one: _rank(comparison, one.name))
+    kept = {*solos, *others[: max(0, most - len(solos))]}
+    return tuple(variant for variant in ended if variant in kept)
+
+
+def _rank(comparison: Comparison, name: str) -> tuple[float, float]:
+    """Less is better."""
+    reached, metric = (mean_of(comparison, name, of) for of in ("target_seconds", comparison.metric))
+    sooner = math.inf if reached is None or reached.missing else reached.middle
+    if metric is None:
+        return sooner, math.inf
+    return sooner, -metric.middle if comparison.higher else metric.middle
+
+
+# -- along a run -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """A number at each validation: the validations of repeats are at the same rows, and are averaged in order."""
+
+    rows: tuple[float, ...]
+    """Means over repeats, as are the seconds."""
+    seconds: tuple[float, ...]
+    values: tuple[Mean | None, ...]
+
+
+def course(comparison: Comparison, name: str, of: Callable[[Point], float | None]) -> Course | None:
+    """As far as all repeats of the variant went; None where there is nothing finite."""
+    together = list(zip(*(trial.curve for trial in comparison.of(name)), strict=False))
+    values = tuple(mean(of(point) for point in points) for points in together)
+    if not any(values):
+        return None
+    return Course(
+        rows=tuple(fmean(point.rows for point in points) for points in together),
+        seconds=tuple(_seconds(points) for points in together),
+        values=values,
+    )
+
+
+def _seconds(points: Sequence[Point]) -> float:
+    found = mean((point.seconds for point in points), geometric=True)
+    return 0.0 if found is None else found.middle
+
+
+def curve_metric(comparison: Comparison) -> str:
+    """The metric drawn over a run: the target's, else the judged one, else the nearest validated one; or ""."""
+    known = {name for trial in comparison.trials for point in trial.curve for name in point.metrics}
+    kin = [prefix + _bare(comparison.metric) for prefix in (TEST, VALIDATION, TRAIN, "")]
+    wanted = [*([comparison.target.metric] if comparison.target else []), comparison.metric, *kin]
+    return next((name for name in wanted if name in known), "")
+
+
+def _bare(metric: str) -> str:
+    """`accuracy` of `test_accuracy`"""
+    return next((metric.removeprefix(one) for one in (TRAIN, VALIDATION, TEST) if metric.startswith(one)), metric)

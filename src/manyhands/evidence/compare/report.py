@@ -10,9 +10,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from manyhands import units
 from manyhands.checkpoint.checkpoints import write_whole
 from manyhands.errors import BadInput
-from manyhands.evidence.compare import means, significance, style, table, wording
+from manyhands.evidence.compare import significance, style, table
 from manyhands.evidence.compare.charts import charts, left_out
 from manyhands.evidence.compare.comparison import NUMBERS, Comparison, Trial
 
@@ -52,7 +53,7 @@ def missing() -> str:
     """What keeps the page from being made: `the report page needs plotly, which is not installed`; or ""."""
     lacking = [name for name in NEEDED if find_spec(name) is None]
     verb = "which is" if len(lacking) == 1 else "which are"
-    return f"the report page needs {wording.named(lacking)}, {verb} not installed" if lacking else ""
+    return f"the report page needs {units.named(lacking)}, {verb} not installed" if lacking else ""
 
 
 def html(comparison: Comparison) -> str:
@@ -83,7 +84,7 @@ def facts(comparison: Comparison) -> dict[str, Any]:
         "numbers": NUMBERS,
         "summary": _summary(comparison),
         "notes": notes(comparison),
-        "columns": table.columns(comparison),
+        "columns": [column for column in table.columns(comparison) if column.label],
         "looks": style.looks(comparison),
         "dashes": style.DASHES,
         "failed": lambda name: failed(comparison, name),
@@ -104,9 +105,9 @@ def facts(comparison: Comparison) -> dict[str, Any]:
 def _summary(comparison: Comparison) -> str:
     """`6 variants, 3 repeats, 38,282 parameters, judged by test_accuracy`"""
     parts = (
-        wording.count(len(comparison.variants), "variant"),
-        wording.count(means.repeats(comparison), "repeat"),
-        wording.count(comparison.parameters, "parameter"),
+        units.count(len(comparison.variants), "variant"),
+        units.count(comparison.repeats, "repeat"),
+        units.count(comparison.parameters, "parameter"),
         f"judged by {comparison.metric}",
         *([f"target {comparison.target}"] if comparison.target else []),
     )
@@ -120,13 +121,13 @@ def notes(comparison: Comparison) -> list[str]:
         options = ", ".join(f"{name} {value}" for name, value in comparison.simulated.items())
         found.append(f"All seconds are virtual: they are of a simulated cluster ({options}), not of a machine.")
     if not comparison.complete:
-        done = wording.count(means.repeats(comparison), "whole repeat")
-        found.append(f"The comparison was interrupted: it rests on {done} of {comparison.repeats}.")
+        done = units.count(comparison.repeats, "whole repeat")
+        found.append(f"The comparison was interrupted: it rests on {done}.")
     broken = [
         f"{one.name}{_in_some(comparison, one.name)}" for one in comparison.variants if comparison.failure(one.name)
     ]
     if broken:
-        found.append(f"Failed: {wording.named(broken)}.")
+        found.append(f"Failed: {units.named(broken)}.")
     return found
 
 
@@ -139,7 +140,7 @@ def failed(comparison: Comparison, name: str) -> str:
     """`in 1 of 3 repeats`, or "" where a variant never failed."""
     trials = [trial for trial in comparison.trials if trial.variant == name]
     broken = sum(bool(trial.failure) for trial in trials)
-    return f"in {broken} of {wording.count(len(trials), 'repeat')}" if broken else ""
+    return f"in {broken} of {units.count(len(trials), 'repeat')}" if broken else ""
 
 
 def breakable(name: str) -> Markup:
@@ -170,7 +171,7 @@ def names_marked(comparison: Comparison, sentence: str) -> Markup:
 
 def method(comparison: Comparison) -> list[str]:
     """How it was measured and when a number is called different: four sentences."""
-    times, metrics = wording.percent(comparison.time_margin), wording.percent(comparison.metric_margin)
+    times, metrics = units.percent(comparison.time_margin), units.percent(comparison.metric_margin)
     return [
         "Every repeat runs each variant once, in an order that is drawn anew, so that drift of the machine hits all alike.",
         "All trials of a repeat have the same seed and consume equally many rows, and each is compared with that repeat's trial of "
@@ -191,7 +192,7 @@ def machine(comparison: Comparison) -> list[tuple[str, str]]:
     versions = given.pop("versions", {})
     rows = [(name, _plain(value)) for name, value in given.items() if value not in ("", None)]
     rows += [("versions", _plain(versions))] if versions else []
-    rows += [("took", wording.seconds(comparison.seconds))] if comparison.seconds else []
+    rows += [("took", units.even_duration(comparison.seconds))] if comparison.seconds else []
     return rows + ([("command", str(command))] if command else [])
 
 
@@ -208,14 +209,14 @@ def trial_cells(comparison: Comparison, trial: Trial) -> tuple[str, ...]:
     """What the list of trials says of one that came to its end, in the order of TRIAL."""
     metric = trial.metrics.get(comparison.metric)
     return (
-        wording.number(trial.rows),
-        wording.seconds(trial.seconds),
-        wording.seconds(trial.launch_seconds),
-        wording.number(trial.rows_per_s),
-        table.NOTHING if trial.target_seconds is None else wording.seconds(trial.target_seconds),
-        table.NOTHING if metric is None else wording.metric(metric),
-        table.NOTHING if trial.distance is None else wording.small(trial.distance),
-        wording.size(trial.bytes),
+        units.number(trial.rows),
+        units.even_duration(trial.seconds),
+        units.even_duration(trial.launch_seconds),
+        units.number(trial.rows_per_s),
+        table.NOTHING if trial.target_seconds is None else units.even_duration(trial.target_seconds),
+        table.NOTHING if metric is None else units.metric(metric),
+        table.NOTHING if trial.distance is None else units.small(trial.distance),
+        units.size(trial.bytes),
     )
 
 

@@ -1,17 +1,24 @@
-"""The table of a comparison: a row for each variant, a column for each measure."""
+"""The columns of a comparison, a row for each variant: the one model of the page's table, the terminal's and Markdown's."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from manyhands.evidence.compare import means, measures, wording
-from manyhands.evidence.compare.comparison import Comparison, Difference, Trial, Variant
-from manyhands.evidence.compare.significance import HIGHER, Mean
+from manyhands import units
+from manyhands.evidence.compare import measures
+from manyhands.evidence.compare.comparison import Comparison, Difference, Variant
+from manyhands.evidence.compare.significance import HIGHER
+from manyhands.recording.history import PARTS
+from manyhands.server.staleness import quantile
 
 OUTCOMES = {"better": "better", "worse": "worse", "same": "same", "unclear": "no difference seen"}
 NOTHING = "–"
+COST = "Cost and rate"
+UNKNOWN_AT_0 = ("rows_per_s", "worker_seconds", "effective_rate")
+
+Say = Callable[[float], str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,23 +27,41 @@ class TableCell:
 
     text: str
     """The mean over repeats."""
-    lines: tuple[str, ...] = ()
-    """In small letters below it: what the repeats lie between, the interval of a difference."""
+    between: str = ""
+    """The least and the most of the repeats."""
+    note: str = ""
+    """Of repeats that are not in the mean."""
+    interval: str = ""
+    """Of the difference from the reference."""
     mark: str = ""
     """A key of OUTCOMES, or ""."""
     title: str = ""
     """What the mark rests on, in a sentence."""
 
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """In small letters below the text."""
+        return tuple(line for line in (self.between, self.note, self.interval) if line)
+
+
+Cell = Callable[[Variant], TableCell]
+
 
 @dataclass(frozen=True, kw_only=True)
 class TableColumn:
-    """One thing measured."""
+    """One thing measured, and what it is called where; "": it is not shown there."""
 
     group: str
-    label: str
-    about: str
+    label: str = ""
+    """On the page, under the name of its group."""
+    terminal: str = ""
+    """May have two lines."""
+    markdown: str = ""
+    spare: int = 0
+    """The column with the highest is the first that a narrow terminal leaves out; 0: it stays."""
+    about: str = ""
     """What is in it, in a sentence."""
-    cell: Callable[[Variant], TableCell]
+    cell: Cell
 
 
 def columns(comparison: Comparison) -> tuple[TableColumn, ...]:
@@ -52,194 +77,233 @@ def columns(comparison: Comparison) -> tuple[TableColumn, ...]:
     return tuple(column for column in every if any(column.cell(variant).text != NOTHING for variant in ended))
 
 
-def of_trials(
-    comparison: Comparison,
-    of: Callable[[Trial], float | None],
-    say: Callable[[float], str],
-    compared: str = "",
-    geometric: bool = False,
-) -> Callable[[Variant], TableCell]:
-    """The cell of a number of each trial; `compared`: its difference's name; `geometric`: for rates and times."""
-
-    def cell(variant: Variant) -> TableCell:
-        found = means.of_variant(comparison, variant.name, of, geometric)
-        if found is None:
-            return TableCell(text=NOTHING)
-        lines = (*_between(found, say), *_missing(found))
-        return _marked(TableCell(text=say(found.middle), lines=lines), comparison, variant, compared)
-
-    return cell
-
-
 # -- columns by group ----------------------------------------------------------------------------------------------------------
 
 
-def _speed(comparison: Comparison) -> tuple[TableColumn, ...]:
-    rate = of_trials(comparison, lambda trial: trial.rows_per_s or None, wording.number, "rows_per_s", geometric=True)
-    about = "Rows that all workers together train on in a second of the loop, without its first ticks."
-    efficient = (
-        " Efficient is the share of the ideal, which is as many times as fast as there are threads, or workers, more."
-    )
-    solos = measures.solos(comparison)
-    against = [
+def _speed(comparison: Comparison) -> list[TableColumn]:
+    found = [
         TableColumn(
             group="Speed",
-            label=f"× {solo.name}",
-            about=f"rows/s over those of {solo.name}: the ratio of their means, which is the mean of the repeats' ratios."
-            + (efficient if i == 0 else ""),
-            cell=_ratio(comparison, solo, with_efficiency=i == 0),
-        )
-        for i, solo in enumerate(solos)
+            label="rows/s",
+            terminal="rows/s",
+            markdown="rows/s",
+            about="Rows that all workers together train on in a second of the loop, without its first ticks.",
+            cell=_mean(comparison, "rows_per_s", units.number),
+        ),
+        TableColumn(group="Speed", terminal="±", cell=_spread(comparison)),
     ]
-    return TableColumn(group="Speed", label="rows/s", about=about, cell=rate), *against
+    for solo in comparison.solos:
+        found.append(
+            TableColumn(
+                group="Speed",
+                label=f"× {solo.name}",
+                terminal=f"× solo,\n{units.count(solo.threads, 'thread')}",
+                markdown=f"× {solo.name}",
+                spare=0 if solo.name == comparison.reference else 2,
+                about=f"rows/s over those of {solo.name}: the ratio of their means, which is the mean of the repeats' ratios.",
+                cell=_ratio(comparison, solo, lambda ratio, _: units.times(ratio)),
+            )
+        )
+    if comparison.solos:
+        first = comparison.solos[0]
+        found.append(
+            TableColumn(
+                group="Speed",
+                label="efficiency",
+                terminal="effi-\nciency",
+                spare=4,
+                about=f"× {first.name} as a share of the ideal, which is as many times as fast as there are threads, or workers, more.",
+                cell=_ratio(comparison, first, lambda ratio, of: units.percent(ratio / measures.ideal(comparison, of))),
+            )
+        )
+    return found
 
 
-def _ratio(comparison: Comparison, solo: Variant, with_efficiency: bool) -> Callable[[Variant], TableCell]:
+def _spread(comparison: Comparison) -> Cell:
+    """Half of what lies between the least and the largest rows/s, as a share of the mean."""
+
     def cell(variant: Variant) -> TableCell:
-        found = measures.ratio(comparison, variant.name, solo.name)
-        if found is None or variant == solo:
+        found = measures.mean_of(comparison, variant.name, "rows_per_s")
+        if found is None or found.low == found.high:
             return TableCell(text=NOTHING)
-        efficient = f"{wording.percent(found / means.ideal(comparison, variant))} efficient"
-        return TableCell(text=wording.times(found), lines=(efficient,) if with_efficiency else ())
+        return TableCell(text=f"±{50 * (found.high - found.low) / found.middle:.0f} %")
 
     return cell
 
 
-def _target(comparison: Comparison) -> tuple[TableColumn, ...]:
-    if comparison.target is None:
-        return ()
-    group, until = (
-        f"Until {comparison.target}",
-        "until the target was reached: a straight line between two validations.",
-    )
-    time = _reached(comparison, lambda trial: trial.target_seconds, wording.seconds, "target_seconds")
-    rows = _reached(comparison, lambda trial: trial.target_rows, wording.number, "target_rows")
-    return (
-        TableColumn(group=group, label="time", about=f"Seconds of training {until}", cell=time),
-        TableColumn(group=group, label="rows", about=f"Rows that all workers together consumed {until}", cell=rows),
-    )
-
-
-def _reached(
-    comparison: Comparison, of: Callable[[Trial], float | None], say: Callable[[float], str], compared: str
-) -> Callable[[Variant], TableCell]:
-    """As `of_trials`, but a repeat without a value is one that did not reach the target."""
-
+def _ratio(comparison: Comparison, solo: Variant, say: Callable[[float, Variant], str]) -> Cell:
     def cell(variant: Variant) -> TableCell:
-        trials, found = comparison.of(variant.name), means.of_variant(comparison, variant.name, of, compared in HIGHER)
-        if found is None:
-            never = TableCell(text="not reached" if trials else NOTHING)
-            return _marked(never, comparison, variant, compared)
-        often = (f"in {len(trials) - found.missing} of {len(trials)} repeats",) if found.missing else ()
-        text = TableCell(text=say(found.middle), lines=(*_between(found, say), *often))
-        return text if found.missing else _marked(text, comparison, variant, compared)
+        found = measures.speed_up(comparison, variant.name, solo.name)
+        return TableCell(text=NOTHING if found is None or variant == solo else say(found.middle, variant))
 
     return cell
 
 
-def _result(comparison: Comparison) -> tuple[TableColumn, ...]:
-    return tuple(
+def _target(comparison: Comparison) -> list[TableColumn]:
+    if comparison.target is None:
+        return []
+    group = f"Until {comparison.target}"
+    until = "until the target was reached: a straight line between two validations."
+    never = {"absent": "never", "missing": "never"}
+    return [
         TableColumn(
+            group=group,
+            label="time",
+            terminal="time to\ntarget",
+            markdown=f"time to {comparison.target}",
+            about=f"Seconds of training {until}",
+            cell=_mean(comparison, "target_seconds", units.even_duration, **never),
+        ),
+        TableColumn(
+            group=group,
+            label="rows",
+            terminal="rows to\ntarget",
+            spare=3,
+            about=f"Rows that all workers together consumed {until}",
+            cell=_mean(comparison, "target_rows", units.number, **never),
+        ),
+    ]
+
+
+def _result(comparison: Comparison) -> list[TableColumn]:
+    def column(name: str) -> TableColumn:
+        judged = name == comparison.metric
+        return TableColumn(
             group="At the end",
             label=name,
+            terminal=name.replace("_", "\n", 1) if judged else "",
+            markdown=name if judged else "",
             about=f"{name} when the training was over, of all workers' one answer.",
-            cell=of_trials(comparison, means.metric_of(name), wording.metric, name),
+            cell=_mean(comparison, name, units.metric),
         )
-        for name in means.final_metrics(comparison)
-    )
+
+    return [column(name) for name in measures.final_metrics(comparison)]
 
 
-def _distance(comparison: Comparison) -> tuple[TableColumn, ...]:
-    def column(label: str, about: str, of: Callable[[Trial], float | None], say: Callable[[float], str]) -> TableColumn:
-        cell = of_trials(comparison, of, say)
-        return TableColumn(
-            group=f"Against {comparison.reference}",
-            label=label,
-            about=about,
-            cell=lambda variant: TableCell(text=NOTHING) if variant.name == comparison.reference else cell(variant),
-        )
+def _distance(comparison: Comparison) -> list[TableColumn]:
+    group = f"Against {comparison.reference}"
+
+    def others(of: str, say: Say) -> Cell:
+        cell = _mean(comparison, of, say)
+        return lambda variant: TableCell(text=NOTHING) if variant.name == comparison.reference else cell(variant)
 
     kinds = {trial.agreement_of for trial in comparison.trials if trial.agreement_of}
     same = "Share of rows that both predict alike." if kinds <= {"classes"} else "1 − |o − s| / |s| of the outputs."
-    return (
-        column(
-            "distance",
-            "Of the final parameters, |p − s| / |s|; 0 is bit-equal.",
-            lambda trial: trial.distance,
-            wording.small,
-        ),
-        column(
-            "cosine", "Of the angle between what both moved from the common start.", lambda trial: trial.cosine, _three
-        ),
-        column("agreement", same, lambda trial: trial.agreement, _exact_percent),
-    )
-
-
-def _cost(comparison: Comparison) -> tuple[TableColumn, ...]:
-    def column(label: str, about: str, of: Callable[[Trial], float | None], say: Callable[[float], str]) -> TableColumn:
-        return TableColumn(group="Cost and rate", label=label, about=about, cell=of_trials(comparison, of, say))
-
-    unused = column(
-        "unused rows", "Rows whose gradient was dropped or skipped.", lambda trial: trial.unused, wording.number
-    )
-    rate = column(
-        "effective rate",
-        "What the learning rate amounts to: rules that add the workers' updates instead of averaging them go as many times as far.",
-        lambda trial: trial.effective_rate or None,
-        wording.number,
-    )
-    return (
-        *([unused] if any(trial.unused for trial in comparison.trials) else []),
-        column("sent", "Bytes that all workers together sent.", lambda trial: trial.bytes, wording.size),
-        column(
-            "memory",
-            "The most that the process of any one worker held.",
-            means.most_memory,
-            wording.size,
+    return [
+        TableColumn(
+            group=group,
+            label="distance",
+            terminal="distance\nfrom solo",
+            markdown="distance from solo",
+            spare=5,
+            about="Of the final parameters, |p − s| / |s|; 0 is bit-equal.",
+            cell=others("distance", units.small),
         ),
         TableColumn(
-            group="Cost and rate",
-            label="worker-seconds",
-            about="Seconds of the loop times workers.",
-            cell=of_trials(comparison, lambda trial: trial.worker_seconds or None, wording.number, geometric=True),
+            group=group,
+            label="cosine",
+            about="Of the angle between what both moved from the common start.",
+            cell=others("cosine", "{:.3f}".format),
         ),
-        rate,
-    )
+        TableColumn(
+            group=group,
+            label="agreement",
+            terminal="same\nanswers",
+            spare=6,
+            about=same,
+            cell=others("agreement", lambda share: f"{100 * share:.1f} %"),
+        ),
+    ]
+
+
+def _cost(comparison: Comparison) -> list[TableColumn]:
+    found = [
+        TableColumn(
+            group=COST,
+            label="worker-seconds",
+            terminal="worker\nseconds",
+            about="Seconds of the loop times workers.",
+            cell=_mean(comparison, "worker_seconds", units.short),
+        ),
+        *(TableColumn(group=COST, terminal=part, spare=3, cell=_share(comparison, part)) for part in PARTS),
+        TableColumn(
+            group=COST,
+            label="sent",
+            terminal="sent",
+            markdown="bytes sent",
+            about="Bytes that all workers together sent.",
+            cell=_mean(comparison, "bytes", units.size),
+        ),
+        TableColumn(group=COST, terminal="staleness\nmedian", spare=4, cell=_staleness(comparison)),
+        TableColumn(
+            group=COST,
+            label="memory",
+            terminal="memory\na worker",
+            about="The most that the process of any one worker held.",
+            cell=_mean(comparison, "most_memory", units.size),
+        ),
+        TableColumn(
+            group=COST,
+            label="effective rate",
+            about="What the learning rate amounts to: rules that add the workers' updates instead of averaging them go as many times as far.",
+            cell=_mean(comparison, "effective_rate", units.number),
+        ),
+    ]
+    if any(trial.unused for trial in comparison.trials):
+        about = "Rows whose gradient was dropped or skipped."
+        unused = _mean(comparison, "unused", units.number)
+        found.append(TableColumn(group=COST, label="unused rows", about=about, cell=unused))
+    return found
+
+
+def _share(comparison: Comparison, part: str) -> Cell:
+    """Of a worker's time."""
+
+    def cell(variant: Variant) -> TableCell:
+        shares = measures.shares_of_time(comparison, variant.name)
+        return TableCell(text=units.percent(shares[part]) if shares else NOTHING)
+
+    return cell
+
+
+def _staleness(comparison: Comparison) -> Cell:
+    def cell(variant: Variant) -> TableCell:
+        pushes = measures.staleness(comparison, variant.name)
+        return TableCell(text=f"{quantile(pushes, 0.5)}" if pushes else NOTHING)
+
+    return cell
 
 
 # -- what a cell says ------------------------------------------------------------------------------------------------------------
 
 
-def _between(found: Mean, say: Callable[[float], str]) -> tuple[str, ...]:
-    bounds = wording.between(found.low, found.high, say)
-    return (bounds,) if bounds else ()
+def _mean(comparison: Comparison, of: str, say: Say, *, absent: str = NOTHING, missing: str = "not finite") -> Cell:
+    """The mean over repeats, and how it differs from the reference where that was compared.
 
+    of: as `measures.number` takes it. absent: where no repeat has a value. missing: of repeats without one.
+    """
 
-def _missing(found: Mean) -> tuple[str, ...]:
-    return (f"{wording.count(found.missing, 'repeat')} not finite",) if found.missing else ()
+    def cell(variant: Variant) -> TableCell:
+        found, differs = measures.mean_of(comparison, variant.name, of), comparison.difference(variant.name, of)
+        if not comparison.of(variant.name) or (found is not None and of in UNKNOWN_AT_0 and not found.high):
+            return TableCell(text=NOTHING)
+        if found is None:
+            plain = TableCell(text=absent)
+        else:
+            between = units.between(found.low, found.high, say)
+            plain = TableCell(text=say(found.middle), between=between)
+            if found.missing:
+                return replace(plain, note=f"{found.missing} {missing}")
+        if differs is None or plain.text == NOTHING:
+            return plain
+        return replace(plain, interval=interval(differs), mark=differs.outcome, title=_rests_on(differs, comparison))
 
-
-def _marked(cell: TableCell, comparison: Comparison, variant: Variant, compared: str) -> TableCell:
-    """With how it differs from the reference, where that was compared."""
-    found = comparison.difference(variant.name, compared) if compared else None
-    if found is None:
-        return cell
-    return TableCell(
-        text=cell.text,
-        lines=(*cell.lines, *filter(None, [interval(found)])),
-        mark=found.outcome,
-        title=_rests_on(found, comparison),
-    )
-
-
-def is_ratio(difference: Difference) -> bool:
-    """Seconds and rates are compared as ratios, metrics as differences."""
-    return difference.of in HIGHER
+    return cell
 
 
 def interval(difference: Difference) -> str:
     """`1.62× [1.55, 1.70]`, `+0.002 [−0.004, +0.008]`; no brackets for a single repeat, "" without a ratio."""
-    say = wording.times if is_ratio(difference) else wording.signed
+    say = units.times if difference.of in HIGHER else units.signed
     if not math.isfinite(difference.middle):
         return ""
     if not (math.isfinite(difference.low) and math.isfinite(difference.high)):
@@ -249,15 +313,8 @@ def interval(difference: Difference) -> str:
 
 
 def _rests_on(difference: Difference, comparison: Comparison) -> str:
-    margin = wording.percent(difference.margin) if is_ratio(difference) else f"{difference.margin:.3g}"
-    what = "as a multiple of" if is_ratio(difference) else "as a difference from"
+    margin, what = f"{difference.margin:.3g}", "as a difference from"
+    if difference.of in HIGHER:
+        margin, what = units.percent(difference.margin), "as a multiple of"
     bounds = interval(difference) or "not in every repeat"
     return f"{OUTCOMES[difference.outcome]}: {bounds}, mean and 95 % interval, {what} {comparison.reference}; up to {margin} is no difference."
-
-
-def _three(value: float) -> str:
-    return f"{value:.3f}"
-
-
-def _exact_percent(share: float) -> str:
-    return f"{100 * share:.1f} %"

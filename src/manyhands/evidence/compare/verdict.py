@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from manyhands import units
 from manyhands.evidence.advise import VARIES, Compared, Contestant
-from manyhands.evidence.compare import measures, wording
+from manyhands.evidence.compare import measures
 from manyhands.evidence.compare.advising import compared
 from manyhands.evidence.compare.comparison import Comparison
 from manyhands.evidence.compare.significance import LEAST_PAIRS
@@ -64,7 +65,7 @@ def _unclear(comparison: Comparison, c: Compared) -> str:
 def _too_few(comparison: Comparison, c: Compared) -> str:
     best = c.decision.best
     nearest = f" (fastest so far: {best.name}, {best.times:.2f}x {_called(c)})" if best and best.times else ""
-    count = wording.count(comparison.repeats, "repeat")
+    count = units.count(comparison.repeats, "repeat")
     return f"Not decided: {count} cannot tell a difference from chance, {LEAST_PAIRS} can{nearest}."
 
 
@@ -110,12 +111,12 @@ SENTENCES: dict[str, Callable[[Comparison, Compared], str]] = {
 
 
 def _only_solo(comparison: Comparison) -> str:
-    first, reference = measures.solos(comparison)[0].name, comparison.reference
+    first, reference = comparison.solos[0].name, comparison.reference
     alone = f"Nothing but one process was tried: {_as_words(first)}"
-    times = measures.ratio(comparison, first, reference)
-    return (
-        f"{alone} is {times:.2f}x as fast as {_as_words(reference)}." if times and first != reference else f"{alone}."
-    )
+    ratio = measures.speed_up(comparison, first, reference)
+    if ratio is None or first == reference:
+        return f"{alone}."
+    return f"{alone} is {ratio.middle:.2f}x as fast as {_as_words(reference)}."
 
 
 # -- their parts -------------------------------------------------------------------------------------------------------
@@ -129,13 +130,12 @@ def _varies(comparison: Comparison, c: Compared) -> str:
     if not noisy:
         return ""
     name = c.reference if c.reference in noisy else noisy[0]
-    of = "rows_per_s" if comparison.target is None else "target_seconds"
-    known = [value for value in measures.numbers(comparison, name, of) if value is not None]
+    known = [value for value in measures.numbers(comparison, name, comparison.speed_of) if value is not None]
     unit = "rows/s" if comparison.target is None else f"s to {comparison.target}"
     called = _as_words(name)
     again = "with more --repeats" if comparison.simulated else "on an idle machine"
     return (
-        f" {called[0].upper()}{called[1:]} itself varies from {wording.number(min(known))} to {wording.number(max(known))} {unit} between "
+        f" {called[0].upper()}{called[1:]} itself varies from {units.number(min(known))} to {units.number(max(known))} {unit} between "
         f"repeats, so that ratios to it say little: compare again {again}."
     )
 
@@ -171,7 +171,7 @@ def _to_it(comparison: Comparison) -> str:
 
 def _in_some(comparison: Comparison, one: Contestant) -> str:
     missed = comparison.repeats - round((one.reached or 0.0) * comparison.repeats)
-    return f"in {missed} of {wording.count(comparison.repeats, 'repeat')}"
+    return f"in {missed} of {units.count(comparison.repeats, 'repeat')}"
 
 
 def _nearest(comparison: Comparison, one: Contestant) -> str:
