@@ -14,10 +14,15 @@ from torch import Tensor
 
 def seed_all(seed: int, rank: int = 0) -> None:
     """Seed all generators; rank 0 gets `seed` itself, so that it draws what a plain script with this seed draws."""
-    mixed = seed if rank == 0 else int(np.random.SeedSequence((seed, rank)).generate_state(1, np.uint64)[0] >> 1)
-    torch.manual_seed(mixed)
-    np.random.seed(mixed % 2**32)
-    random.seed(mixed)
+    own = seed if rank == 0 else mixed((seed, rank))
+    torch.manual_seed(own)
+    np.random.seed(own % 2**32)
+    random.seed(own)
+
+
+def mixed(key: tuple[int, ...]) -> int:
+    """One seed in [0, 2^63) from several whole numbers, without collisions between neighbours."""
+    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
 
 
 def capture() -> tuple[dict[str, Tensor], dict[str, Any]]:

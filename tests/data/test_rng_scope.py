@@ -5,7 +5,8 @@ import random
 import numpy as np
 import torch
 
-from manyhands.data.rng_scope import RngScope, mixed
+from manyhands.data.rng_scope import RngScope
+from manyhands.rng import mixed
 
 
 def draw():

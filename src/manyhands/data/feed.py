@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from manyhands.data.batch import to_device
-from manyhands.data.leased import leased
+from manyhands.data.leased import LeasedSlices
 from manyhands.data.leases import End, Lease, Segment
 from manyhands.data.prefetch import prefetch
 from manyhands.data.source import Order, Planned, Reading, Slice, Slices, Source
@@ -100,7 +100,7 @@ class Feed:
             return End(reason="", left=[])
         rank, parts = self._reading.rank, segment.parts
         reading = replace(self._of_epoch(segment.epoch, segment.first), rank=rank % parts, size=parts)
-        with closing(leased(self.source, segment, rank, reading, self._threads)) as slices:
+        with closing(LeasedSlices(self.source, segment, rank, reading, self._threads)) as slices:
             while isinstance(answer := take(), Lease):
                 yield self._here(slices.load(answer))
         return answer

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from manyhands.rng import mixed
+
 
 class RngScope:
     """`with own:` runs code under CPU generators (torch, numpy, Python) that go on where they stood at the last `with
@@ -60,11 +62,6 @@ class RngScope:
     ) -> None:
         self._state = _capture()
         _restore(self._outside.pop())
-
-
-def mixed(key: tuple[int, ...]) -> int:
-    """One seed in [0, 2^63) from several whole numbers, without collisions between neighbours."""
-    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
 
 
 def _seed(seed: int) -> None:

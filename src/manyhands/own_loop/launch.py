@@ -98,18 +98,15 @@ def run_script(
             "manyhands.launch(function, engine=...), or train a Task"
         )
     count = workers if roles is None else len(roles.members)
-    spec = _plan(place, count, threads_per_worker, timeout_s)
     observer = _Preemption()
+    spec = replace(_plan(place, count, threads_per_worker, timeout_s), observer=observer)
+    program = (str(path), tuple(args), spec.workers > 1)  # arguments of `_as_main`
     try:
         with sigterm_to(observer.stop) if spec.workers > 1 else nullcontext():
             if roles is None:
-                place.launch(_Script(str(path), tuple(args), strategy, timeout_s), replace(spec, observer=observer))
+                place.launch(_Call(_as_main, program, strategy, timeout_s), spec)
             else:
-                run(
-                    place,
-                    Member(_run_as_main, (str(path), tuple(args)), roles, tensorboard),
-                    replace(spec, observer=observer),
-                )
+                run(place, Member(_as_main_of, program, roles, tensorboard), spec)
     except SystemExit as end:  # one worker, in this process
         return end.code if isinstance(end.code, int) else 0
     except WorkerFailed as error:
@@ -140,7 +137,7 @@ def _plan(engine: Engine, workers: int | None, threads_per_worker: int | None, t
 
 @dataclass(frozen=True)
 class _Call:
-    """The program of `launch`."""
+    """The program of a worker."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -159,28 +156,8 @@ class _Call:
             return self.function(*self.args)
 
 
-@dataclass(frozen=True)
-class _Script:
-    """The program of `run_script`."""
-
-    path: str
-    args: tuple[str, ...]
-    strategy: Strategy | str | None
-    timeout_s: float
-
-    def __call__(self, worker: Worker) -> None:
-        from manyhands.own_loop.first_steps import warning_if_unprepared
-        from manyhands.own_loop.rank_zero import mute_nonzero_ranks
-
-        worker.driver.progress(USER, 0)
-        mute_nonzero_ranks(worker, self.timeout_s)
-        with _choose(self.strategy), warning_if_unprepared(worker):
-            _as_main(self.path, self.args, own_process=worker.size > 1)
-
-
-def _run_as_main(cluster: Cluster, path: str, args: Sequence[str]) -> None:
-    """The function of `run_script` with roles."""
-    _as_main(path, args, own_process=sum(map(len, cluster.addresses.values())) > 1)
+def _as_main_of(cluster: Cluster, *program: Any) -> None:
+    _as_main(*program)
 
 
 def _as_main(path: str, args: Sequence[str], own_process: bool) -> None:

@@ -12,12 +12,12 @@ from torch.utils.data import DataLoader
 
 from manyhands.data.batch import digest_of, map_columns, rows_of, slice_rows
 from manyhands.data.readers.datasets import RowLoader, set_epoch
-from manyhands.data.readers.loaders import is_indexed, reader_of, refuse_distributed, samplers_of
+from manyhands.data.readers.loaders import generators_of, is_indexed, reader_of, refuse_distributed, samplers_of
 from manyhands.data.rng_scope import RngScope
 from manyhands.data.sharding import slice_of
 from manyhands.data.source import COMPARED, Pick, Reading, check_digests
 from manyhands.errors import BadInput
-from manyhands.own_loop.order import check_equal, drawing_alike, generators_of, number_ahead, plan_of
+from manyhands.own_loop.order import check_equal, drawing_alike, number_ahead, plan_of
 from manyhands.own_loop.session import Iteration, Session
 
 

@@ -11,23 +11,17 @@ from torch.utils.data import DataLoader, Dataset
 
 from manyhands import rng
 from manyhands.comm.group import Group
-from manyhands.data.readers.loaders import samplers_of
+from manyhands.data.readers.loaders import length_of
 from manyhands.errors import BadInput
 
 
 def plan_of(loader: DataLoader[Any]) -> list[list[Any]]:
     """The pass's global batches as lists of the sampler's items; draws the numbers that `loader` would draw."""
     sampler: Any = loader.batch_sampler
-    try:
-        expected = len(sampler)
-    except TypeError as error:
-        raise BadInput(
-            f"the DataLoader's {type(sampler).__name__} has no len(): give it __len__, the number of batches in a pass, so that all workers plan alike"
-        ) from error
-    keys = DataLoader(_Keys(), batch_sampler=sampler, collate_fn=_same, generator=loader.generator)
+    expected = length_of(sampler)
     plan = []
-    for batch in keys:
-        plan.append(list(batch))
+    for batch in DataLoader(_Keys(), batch_sampler=sampler, collate_fn=list, generator=loader.generator):
+        plan.append(batch)
         if len(plan) > expected:
             raise BadInput(
                 f"the DataLoader's batch sampler says len() = {expected} batches and gave more: make both agree"
@@ -40,10 +34,6 @@ class _Keys(Dataset[Any]):
 
     def __getitems__(self, keys: list[Any]) -> list[Any]:
         return keys
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def number_ahead() -> int:
@@ -68,13 +58,6 @@ def drawing_alike(group: Group, generators: list[torch.Generator]) -> Iterator[N
         if group.rank:
             rng.restore(tensors, values)
         yield
-
-
-def generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
-    """The user's own that a pass draws from."""
-    owners = [loader, *samplers_of(loader)]
-    found = [g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)]
-    return list({id(g): g for g in found}.values())
 
 
 def check_equal(group: Group, mine: list[int]) -> None:

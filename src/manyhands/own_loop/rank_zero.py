@@ -70,7 +70,7 @@ class _FirstsOutput:
         self._output = output
 
     def write(self, text: str) -> int:
-        return self._output.write(text) if _is_first() else len(text)
+        return self._output.write(text) if not _rank_now() else len(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._output, name)
@@ -79,10 +79,6 @@ class _FirstsOutput:
 def _rank_now() -> int | None:
     worker = current()
     return None if worker is None else worker.rank
-
-
-def _is_first() -> bool:
-    return not _rank_now()
 
 
 def _say(size: int) -> None:

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from typing_extensions import override
 
 from manyhands import rng
-from manyhands.data.rng_scope import mixed
 from manyhands.data.source import BY_OPTION, Indexed, Loading, Pick, Picks, Planned, Reading, Slice, Slices, nonempty
+from manyhands.rng import mixed
 
 Collate = Callable[[list[Any]], Any]
 

@@ -25,10 +25,10 @@ from typing_extensions import override
 from manyhands import rng
 from manyhands.data.readers.datasets import Collate, RowLoader, RowSource, set_epoch
 from manyhands.data.readers.streams import LoadedStream
-from manyhands.data.rng_scope import mixed
 from manyhands.data.sharding import ticks
 from manyhands.data.source import BY_OPTION, Loading, Picks, Reading, Source, nonempty, spread
 from manyhands.errors import BadInput
+from manyhands.rng import mixed
 
 _BY_NUMBER = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 """Samplers that name rows by numbers in range(len(dataset)); one of the user's own may name them as it likes."""
@@ -80,7 +80,7 @@ class Loader(RowSource):
     def __init__(self, loader: DataLoader[Any], processes: int = 0) -> None:
         self._loader = loader
         self._sampler: Any = loader.batch_sampler  # torch's, or anything that gives lists of indices
-        self._batches = _length(self._sampler)
+        self._batches = length_of(self._sampler)
         self._looked = self._look()
         self.batch_size = self._own_batch_size()
         self.rows = nonempty(self._count(self.batch_size), "the DataLoader")
@@ -104,7 +104,7 @@ class Loader(RowSource):
     @override
     def samples(self, count: int) -> Sequence[Any] | None:
         by_number = type(self._sampler) is BatchSampler and type(self._sampler.sampler) in _BY_NUMBER
-        return spread(_length(self._loader.dataset), count) if by_number else None
+        return spread(length_of(self._loader.dataset), count) if by_number else None
 
     @override
     def ticks(self, reading: Reading) -> int:
@@ -146,14 +146,14 @@ class Loader(RowSource):
         )
 
     def _recut_ticks(self, size: int) -> int:
-        rows = _length(self._sampler.sampler)
+        rows = length_of(self._sampler.sampler)
         return rows // size if self._sampler.drop_last else ticks(rows, size)
 
     def _count(self, size: int) -> int:
         """Rows an epoch."""
         if self._looked is not None:
             return sum(self._looked)
-        rows = _length(self._sampler.sampler)
+        rows = length_of(self._sampler.sampler)
         return rows // size * size if self._sampler.drop_last else rows
 
     def _look(self) -> list[int] | None:
@@ -202,7 +202,15 @@ def samplers_of(loader: DataLoader[Any]) -> list[Any]:
     return list({id(sampler): sampler for sampler in candidates if sampler is not None}.values())
 
 
-def _length(sampler: Any) -> int:
+def generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
+    """The user's own that a pass draws from."""
+    owners = [loader, *samplers_of(loader)]
+    found = [g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)]
+    return list({id(g): g for g in found}.values())
+
+
+def length_of(sampler: Any) -> int:
+    """Its len(), or BadInput where it has none."""
     try:
         return len(sampler)
     except TypeError as error:
@@ -214,8 +222,7 @@ def _length(sampler: Any) -> int:
 @contextmanager
 def _seeded(loader: DataLoader[Any], seed: int, epoch: int) -> Iterator[None]:
     """Generators that a sampler may draw from, seeded by (seed, epoch) inside and put back afterwards."""
-    owners = [loader, *samplers_of(loader)]
-    own = {id(g): g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)}.values()
+    own = generators_of(loader)
     before = [(generator, generator.get_state()) for generator in own]
     with rng.kept():
         rng.seed_all(mixed((seed, epoch)))

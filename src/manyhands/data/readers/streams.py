@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count, islice
 from typing import Any
 
@@ -17,12 +17,23 @@ from manyhands.data.sharding import slice_of
 from manyhands.data.source import BY_OPTION, COMPARED, Loading, Reading, Slice, Slices, Source
 from manyhands.errors import BadInput
 
-NO_ORDER = (
-    "order was given for a stream, which has no row numbers: shuffle inside the stream, or give data with a length"
-)
+
+class Unsized(Source):
+    """Rows without numbers."""
+
+    @override
+    def epoch_rows(self, reading: Reading) -> None:
+        if reading.order is not None:
+            raise BadInput(
+                "order was given for a stream, which has no row numbers: shuffle inside the stream, or give data with a length"
+            )
+
+    @override
+    def ticks(self, reading: Reading) -> None:
+        return None
 
 
-class Stream(Source):
+class Stream(Unsized):
     """An IterableDataset, or any iterable of rows; rows come in the stream's own order.
 
     Every worker reads the whole stream and keeps its slice of each global batch, so that N workers see what one sees. A
@@ -45,15 +56,6 @@ class Stream(Source):
         return Loading(1) if self._processes else Loading(0, BY_OPTION)
 
     @override
-    def epoch_rows(self, reading: Reading) -> None:
-        if reading.order is not None:
-            raise BadInput(NO_ORDER)
-
-    @override
-    def ticks(self, reading: Reading) -> None:
-        return None
-
-    @override
     def slices(self, reading: Reading) -> Slices:
         return self.read(reading) if self._processes == 0 else _in_a_process(self, reading)
 
@@ -61,8 +63,9 @@ class Stream(Source):
         """The slices, read here."""
         stream = self._open()
         set_epoch(stream, reading.epoch)
-        if reading.size > 1 and _has_shards(stream, reading.size):
-            return self._read_shard(stream.shard(num_shards=reading.size, index=reading.rank), reading)  # type: ignore[attr-defined]
+        shard = getattr(stream, "shard", None)
+        if reading.size > 1 and callable(shard) and getattr(stream, "num_shards", 0) >= reading.size:
+            return self._read_shard(shard(num_shards=reading.size, index=reading.rank), reading)
         return self._read_shared(stream, reading)
 
     def _read_shared(self, stream: Iterable[Any], reading: Reading) -> Slices:
@@ -88,7 +91,7 @@ class Stream(Source):
             return self._collate(rows)
 
 
-class LoadedStream(Source):
+class LoadedStream(Unsized):
     """A DataLoader whose batches come as they come: over an IterableDataset, without automatic batches, or from an
     `__iter__` of its own.
 
@@ -105,16 +108,11 @@ class LoadedStream(Source):
 
     @override
     def epoch_rows(self, reading: Reading) -> None:
-        if reading.order is not None:
-            raise BadInput(NO_ORDER)
+        super().epoch_rows(reading)
         if self.batch_size is not None and reading.batch_size != self.batch_size:
             raise BadInput(
                 f"batch_size={reading.batch_size} was given, and the DataLoader makes batches of {self.batch_size} from a stream: give one of them"
             )
-
-    @override
-    def ticks(self, reading: Reading) -> None:
-        return None
 
     @override
     def slices(self, reading: Reading) -> Slices:
@@ -168,23 +166,13 @@ def _refuse_empty(batches: int) -> None:
         )
 
 
-def _has_shards(stream: Any, size: int) -> bool:
-    return callable(getattr(stream, "shard", None)) and getattr(stream, "num_shards", 0) >= size
-
-
-def _in_a_process(stream: Stream, reading: Reading) -> Generator[Slice, None, None]:
-    loader = DataLoader(
-        _Slices(stream, reading), batch_size=None, num_workers=1, collate_fn=_same, generator=torch.Generator()
-    )
+def _in_a_process(stream: Stream, reading: Reading) -> Slices:
+    loader = DataLoader(_Slices(stream, reading), batch_size=None, num_workers=1, generator=torch.Generator())
     slices = iter(loader)
     try:
         yield from slices
     finally:
         end_processes(slices)
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 class _Slices(IterableDataset[Slice]):

@@ -107,7 +107,11 @@ class HuggingFace(Indexed):
         batch = self._dataset[chosen]
         if not isinstance(batch, Mapping):
             return batch
-        ragged = [name for name, column in batch.items() if _is_ragged(column)]
+        ragged = [
+            name
+            for name, column in batch.items()
+            if isinstance(column, list) and any(hasattr(item, "shape") for item in column)
+        ]
         if ragged:
             raise BadInput(
                 f"the rows of column {', '.join(ragged)} differ in length: pad them (collate=, or in dataset.map), or remove the column"
@@ -122,7 +126,3 @@ class HuggingFace(Indexed):
     @override
     def in_background(self, reading: Reading) -> bool:
         return self._collate is None and self._dataset.format["type"] != "custom"
-
-
-def _is_ragged(column: Any) -> bool:
-    return isinstance(column, list) and any(hasattr(item, "shape") for item in column)

@@ -277,15 +277,14 @@ def _column(kind: int, rows: list[list[bytes]]) -> pa.Array:
         values, counts = pa.array(chain.from_iterable(rows), pa.binary()), [len(row) for row in rows]
     else:
         packed = [b"".join(row) for row in rows]
-        values, counts = (_floats if kind == _FLOAT else _int64s)(packed)
+        if kind == _FLOAT:
+            values, counts = np.frombuffer(b"".join(packed), "<f4"), [len(row) // 4 for row in packed]
+        else:
+            values, counts = _int64s(packed)
     ends = np.cumsum([0, *counts])
     if ends[-1] == len(rows) and all(n == 1 for n in counts):
         return pa.array(values)
     return pa.LargeListArray.from_arrays(ends, values)
-
-
-def _floats(packed: list[bytes]) -> tuple[Any, list[int]]:
-    return np.frombuffer(b"".join(packed), "<f4"), [len(row) // 4 for row in packed]
 
 
 def _int64s(packed: list[bytes]) -> tuple[Any, list[int]]:

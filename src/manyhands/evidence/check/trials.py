@@ -14,7 +14,6 @@ from typing_extensions import override
 
 from manyhands import rng
 from manyhands.data.batch import rows_of
-from manyhands.data.rng_scope import mixed
 from manyhands.engines.base import Engine, LaunchSpec
 from manyhands.engines.cores import usable_cores
 from manyhands.engines.local.engine import Local
@@ -35,6 +34,7 @@ from manyhands.evidence.check.interventions import RANDOMNESS, eager
 from manyhands.evidence.check.report import Step
 from manyhands.evidence.check.rows import handed_out
 from manyhands.replica.replica import Replica
+from manyhands.rng import mixed
 from manyhands.strategies.allreduce import AllReduce, AllReduceState
 from manyhands.task import Task
 from manyhands.training.plan import WorkerPlan
