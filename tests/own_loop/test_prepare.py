@@ -13,6 +13,7 @@ import torch
 
 import manyhands as mh
 import plain
+from manyhands.engines.torchrun.launchers import LOCAL_RANK, MEETING, RANK, SIZE
 from manyhands.errors import BadInput, UnknownName, Unsupported
 from manyhands.own_loop import prepare
 from manyhands.own_loop.loader import PreparedLoader
@@ -24,7 +25,7 @@ from manyhands.worker import Worker, set_current
 def nobody_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process as it begins."""
     monkeypatch.setattr(prepare, "_outside", None)
-    for name in (*prepare.TORCHRUN, "MANYHANDS_STRATEGY"):
+    for name in (RANK, SIZE, LOCAL_RANK, *MEETING, "MANYHANDS_STRATEGY"):
         monkeypatch.delenv(name, raising=False)
     yield
     set_current(None)
@@ -33,6 +34,13 @@ def nobody_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def pair() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     model = plain.mlp()
     return model, plain.OPTIMIZERS["sgd"](model)
+
+
+def test_under_mpirun_a_process_is_not_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    with pytest.raises(BadInput, match="start with mpirun"):  # it does not know where the others are
+        mh.worker()
 
 
 def test_outside_a_run_there_is_one_worker() -> None:

@@ -10,13 +10,15 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import IO, Any
+from datetime import timedelta
+from typing import IO
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 from typing_extensions import override
 
+from manyhands import units
 from manyhands.callbacks.base import Callback
 from manyhands.errors import UnknownName
 from manyhands.events import Event
@@ -71,8 +73,9 @@ class Progress(Callback):
     def on_validation(self, event: Event) -> None:
         self._print_json(event)
         if self._display is not None:
-            best = "   best so far" if event.values.get("best") else ""
-            self._display.print(f"step {event.step:,}   {metrics_text(event.values['metrics'])}{best}")
+            metrics = [f"{name} {units.number(value)}" for name, value in event.values["metrics"].items()]
+            best = ["best so far"] if event.values.get("best") else []
+            self._display.print("   ".join([f"step {event.step:,}", *metrics, *best]))
 
     @override
     def on_epoch(self, event: Event) -> None:
@@ -156,26 +159,13 @@ class StepRate:
         """One line: `epoch 2/5   step 120/410   loss 0.4121   2,345 rows/s   0:00:12 left`."""
         of_epochs = f"/{self.epochs}" if self.epochs else ""
         of_steps = f"/{self.total_steps:,}" if self.total_steps else ""
-        parts = [f"epoch {self.epoch}{of_epochs}", f"step {self.steps:,}{of_steps}", f"loss {self.loss:.4g}"]
+        parts = [f"epoch {self.epoch}{of_epochs}", f"step {self.steps:,}{of_steps}", f"loss {units.number(self.loss)}"]
         rate, left = self.rows_per_s(), self.left_s()
         if rate is not None:
             parts.append(f"{rate:,.0f} rows/s")
         if left is not None:
-            parts.append(f"{clock_text(left)} left")
+            parts.append(f"{timedelta(seconds=max(0, round(left)))} left")
         return "   ".join(parts)
-
-
-def clock_text(seconds: float) -> str:
-    """75 -> 0:01:15"""
-    whole = max(0, round(seconds))
-    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
-
-
-def metrics_text(metrics: dict[str, Any]) -> str:
-    """{"a": .5} -> `a 0.5000`, numbers to four digits."""
-    return "   ".join(
-        f"{name} {value:.4f}" if 1e-3 <= abs(value) < 1e4 else f"{name} {value:.4g}" for name, value in metrics.items()
-    )
 
 
 class _Display(ABC):

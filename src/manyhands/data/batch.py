@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -111,6 +111,16 @@ def map_leaves(batch: Any, function: Callable[[Any], Any]) -> Any:
     if _is_dataclass(batch):
         return replace(batch, **{f.name: map_leaves(getattr(batch, f.name), function) for f in fields(batch) if f.init})
     return function(batch)
+
+
+def merged(batches: Sequence[Any], function: Callable[[list[Any]], Any]) -> Any:
+    """Dicts, lists and tuples of one structure as one: `function` makes one of all that stand in the same place."""
+    first = batches[0]
+    if isinstance(first, dict):
+        return {name: merged([batch[name] for batch in batches], function) for name in first}
+    if isinstance(first, list | tuple):
+        return like_sequence(first, [merged(parts, function) for parts in zip(*batches, strict=True)])
+    return function(list(batches))
 
 
 def like_sequence(model: Any, values: list[Any]) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any, TypeVar
@@ -11,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from manyhands.engines import under_torchrun
 from manyhands.engines.base import LaunchSpec
 from manyhands.engines.single_process import pick_device
 from manyhands.own_loop.launch import launched_strategy
@@ -21,7 +21,6 @@ from manyhands.strategies import strategy_of
 from manyhands.strategies.base import Strategy
 from manyhands.worker import Worker, current
 
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 DEFAULT = "allreduce"
 TIMEOUT_S = 300.0
 
@@ -122,18 +121,12 @@ def session() -> Session:
 
 
 def _worker_here() -> Worker:
-    return current() or _worker_outside()
-
-
-def _worker_outside() -> Worker:
     global _outside
+    if (inside := current()) is not None:
+        return inside
     if _outside is None:
-        _outside = _join_torchrun() if _under_torchrun() else Worker(device=pick_device("auto", 0))
+        _outside = _join_torchrun() if under_torchrun() else Worker(device=pick_device("auto", 0))
     return _outside
-
-
-def _under_torchrun() -> bool:
-    return all(name in os.environ for name in TORCHRUN) and os.environ["WORLD_SIZE"] != "1"
 
 
 def _join_torchrun() -> Worker:

@@ -220,16 +220,9 @@ def steps_that_count(
     if before_tick is not None:
         starts.append(_Start(sys.maxsize, before_tick, left, 0))
     workers = {start.number: start.workers for start in starts}
-    for number, _, event in heapq.merge(*(_steps_of(path, warn) for path in files), key=_launch_and_tick):
+    for number, _, event in heapq.merge(*(_steps_of(path, warn) for path in files), key=lambda numbered: numbered[:2]):
         if all(_counts(event, start.tick, start.left) for start in starts if start.number > number):
             yield event, workers.get(number, 0)
-
-
-Numbered = tuple[int, int, Event]  # the launch's number, the tick, the event
-
-
-def _launch_and_tick(numbered: Numbered) -> tuple[int, int]:
-    return numbered[:2]
 
 
 def _starts(path: AnyPath) -> list[_Start]:
@@ -242,7 +235,8 @@ def _starts(path: AnyPath) -> list[_Start]:
     return starts
 
 
-def _steps_of(path: AnyPath, warn: Callable[[str], None] | None) -> Iterator[Numbered]:
+def _steps_of(path: AnyPath, warn: Callable[[str], None] | None) -> Iterator[tuple[int, int, Event]]:
+    """(the launch's number, the tick, the event)"""
     number = 0
     for event in read(path, warn):
         if event.type == "start":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -132,10 +133,9 @@ class Recorder(Observer):
         run.timing_of_workers = self._history.timing_of_workers()
         run.staleness = self._history.staleness()
         run.staleness_of_workers = self._history.staleness_of_workers()
-        run.info |= {
-            "warnings": list(self.warnings),
-            **({} if self._history.gain() is None else {"gain": self._history.gain()}),
-        }
+        run.info["warnings"] = list(self.warnings)
+        if (gain := self._history.gain()) is not None:
+            run.info["gain"] = gain
 
     def end(self, run: Run) -> None:
         """Tell the callbacks that the run is done, after `complete`. What they raise is raised."""
@@ -241,29 +241,22 @@ class Recorder(Observer):
                 self._tell_step(row)
         elif event.type == "closing":
             self._history.note(event)
-        elif event.type in ("epoch", "validation"):
-            for callback in self._callbacks:
-                self._obey(
-                    callback, callback.on_epoch(event) if event.type == "epoch" else callback.on_validation(event)
-                )
-        elif event.type == "start":
-            for callback in self._callbacks:
-                callback.on_start(event)
         else:
-            for callback in self._callbacks:
-                callback.on_notice(event)
+            name = event.type if event.type in ("start", "epoch", "validation") else "notice"
+            self._call_each(f"on_{name}", event)
 
     def _tell_step(self, row: dict[str, Any]) -> None:
         if self._callbacks:
             event = Event(type="step", time_s=row["seconds"], tick=row["tick"], step=row["step"], values=row)
-            for callback in self._callbacks:
-                self._obey(callback, callback.on_step(event))
+            self._call_each("on_step", event)
 
-    def _obey(self, callback: Callback, returned: object) -> None:
-        if returned == "stop":
-            self.stop("callback")
-        elif returned is not None:
-            raise BadInput(f'a callback returns "stop" or None; {type(callback).__name__} returned {returned!r}')
+    def _call_each(self, method: str, event: Event) -> None:
+        for callback in self._callbacks:
+            returned = getattr(callback, method)(event)
+            if returned == "stop":
+                self.stop("callback")
+            elif returned is not None:
+                raise BadInput(f'a callback returns "stop" or None; {type(callback).__name__} returned {returned!r}')
 
     def _say_reason(self) -> None:
         if self._reason and self.records and not self._reason_said:
@@ -282,11 +275,11 @@ class Recorder(Observer):
     def _over(self, type: str, **values: Any) -> None:
         """The last event. Every callback gets it, whatever another one raises; then the first error is raised."""
         event, self._ended = self._event(type, **values), True
-        try:
+        with ExitStack() as ends:
+            for callback in reversed(self._callbacks):
+                ends.callback(callback.on_end, event)
             if self._log is not None:
                 self._log.write(event)
-        finally:
-            _tell_end(self._callbacks, event)
 
     def _close(self) -> None:
         if self._log is not None:
@@ -336,11 +329,3 @@ def _histograms(run: Run) -> dict[str, Any]:
         for one in (run.staleness, *run.staleness_of_workers)
     ]
     return {"staleness": all_workers, "staleness_of_workers": each}
-
-
-def _tell_end(callbacks: tuple[Callback, ...], event: Event) -> None:
-    if callbacks:
-        try:
-            callbacks[0].on_end(event)
-        finally:
-            _tell_end(callbacks[1:], event)

@@ -8,7 +8,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Self
 
@@ -16,14 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from manyhands import events
+from manyhands import events, units
 from manyhands.checkpoint.checkpoints import write_whole
 from manyhands.checkpoint.paths import AnyPath, path_of
+from manyhands.data.batch import merged
 from manyhands.engines.cores import usable_cores
 from manyhands.errors import BadInput
 from manyhands.evidence.advise import Advice, Machine, RunMeasurements, advise, of_task
 from manyhands.recording import event_log, summary
 from manyhands.recording.history import PARTS, History
+from manyhands.replica.evaluation import evaluating
 from manyhands.strategies import described
 
 LOG = logging.getLogger("manyhands")
@@ -124,8 +126,8 @@ class Run:
         )
 
     def __repr__(self) -> str:
-        metrics = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items())
-        return f"<Run of {self.info.get('task', 'a task')}: {self.steps} step{'' if self.steps == 1 else 's'}, {self.seconds:.1f} s{', ' if metrics else ''}{metrics}>"
+        numbers = [f"{self.seconds:.1f} s", *(f"{name}={units.number(value)}" for name, value in self.metrics.items())]
+        return f"<Run of {self.info.get('task', 'a task')}: {units.count(self.steps, 'step')}, {', '.join(numbers)}>"
 
     def _repr_html_(self) -> str:
         return summary.html(self._facts(), self.advice())
@@ -140,8 +142,8 @@ class Run:
         batch_size: int = 256,
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> Any:
-        """The model's outputs for all rows of `data`, in row order, on the CPU: a tensor [rows, …], or a tuple or dict
-        of such.
+        """The model's outputs for all rows of `data`, in row order, on the CPU: a tensor [rows, …], or a tuple, list
+        or dict of such.
 
         data: anything that a task takes as data. A batch of it that is a pair counts as (inputs, targets), and the
         model gets the inputs; any other batch goes to the model as it is. forward: (model, batch) -> outputs does it
@@ -154,12 +156,17 @@ class Run:
         from manyhands.data.feed import Feed
         from manyhands.data.sources import open_source
 
-        call = forward if forward is not None else _predict_inputs
+        def outputs(batch: Any) -> Any:
+            if forward is not None:
+                return forward(self.model, batch)
+            return self.model(batch[0] if isinstance(batch, list | tuple) and len(batch) == 2 else batch)
+
         place = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
         source = open_source(_in_row_order(data, batch_size), collate=collate)
         feed = Feed(source, rank=0, size=1, batch_size=batch_size, seed=0, shuffle=False, device=place)
-        with _evaluating(self.model), closing(feed.epoch(0)) as slices:
-            return _joined([_on_cpu(call(self.model, part.batch)) for part in slices if part.batch is not None])
+        with evaluating(self.model), closing(feed.epoch(0)) as slices:
+            found = [merged([outputs(one.batch)], lambda own: own[0].cpu()) for one in slices if one.batch is not None]
+        return merged(found, torch.cat)
 
     # -- on disk -----------------------------------------------------------------------------------------------------
 
@@ -190,7 +197,7 @@ class Run:
         if warnings:
             values["info"]["warnings"] = [*values["info"].get("warnings", []), *warnings]
         values["staleness"] = _by_number(values["staleness"])
-        values["staleness_of_workers"] = [_by_number(one) for one in values.get("staleness_of_workers", [])]
+        values["staleness_of_workers"] = list(map(_by_number, values.get("staleness_of_workers", [])))
         return cls(**values, **tensors, history=history.rows, directory=directory)
 
     def save(self, path: AnyPath) -> None:
@@ -249,16 +256,12 @@ def _by_number(histogram: dict[str, int]) -> dict[int, int]:
 
 def environment() -> dict[str, Any]:
     """What a run says of the machine, the versions and the command it ran with."""
-    from importlib.metadata import PackageNotFoundError, version
+    from manyhands import __version__
 
-    try:
-        own = version("manyhands")
-    except PackageNotFoundError:  # run from the source tree
-        own = "not installed"
     return {
         "host": platform.node(),
         "cores": usable_cores(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "manyhands": own},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "manyhands": __version__},
         "command": shlex.join(sys.argv),
     }
 
@@ -278,38 +281,4 @@ def _in_row_order(data: Any, batch_size: int) -> Any:
         collate_fn=data.collate_fn,
         num_workers=data.num_workers,
         **options_of(data),
-    )
-
-
-def _predict_inputs(model: nn.Module, batch: Any) -> Any:
-    return model(batch[0] if isinstance(batch, list | tuple) and len(batch) == 2 else batch)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
-def _on_cpu(outputs: Any) -> Any:
-    if isinstance(outputs, dict):
-        return {name: _on_cpu(value) for name, value in outputs.items()}
-    return tuple(_on_cpu(value) for value in outputs) if isinstance(outputs, list | tuple) else outputs.cpu()
-
-
-def _joined(parts: list[Any]) -> Any:
-    """Batches' outputs one after the other; tuples and dicts member by member."""
-    first = parts[0]
-    if isinstance(first, dict):
-        return {name: _joined([part[name] for part in parts]) for name in first}
-    return (
-        tuple(_joined(list(members)) for members in zip(*parts, strict=True))
-        if isinstance(first, tuple)
-        else torch.cat(parts)
     )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from manyhands import rng
 from manyhands.comm.group import Group
-from manyhands.data.batch import rows_of
+from manyhands.data.batch import merged, rows_of
 from manyhands.data.feed import Feed
 from manyhands.replica.replica import Replica
 from manyhands.task import Metrics, Summed, Task
@@ -63,16 +63,8 @@ class AveragedOutputs(nn.Module):
         self.members = nn.ModuleList(members)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        return _mean_of([member(*inputs, **named) for member in self.members])
-
-
-def _mean_of(outputs: list[Any]) -> Any:
-    first = outputs[0]
-    if isinstance(first, dict):
-        return {key: _mean_of([output[key] for output in outputs]) for key in first}
-    if isinstance(first, list | tuple):
-        return type(first)(_mean_of(list(parts)) for parts in zip(*outputs, strict=True))
-    return torch.stack(outputs).mean(0)
+        outputs = [member(*inputs, **named) for member in self.members]
+        return merged(outputs, lambda parts: torch.stack(parts).mean(0))
 
 
 def mean_buffers(model: nn.Module, group: Group) -> dict[str, Tensor]:
@@ -90,21 +82,31 @@ def mean_buffers(model: nn.Module, group: Group) -> dict[str, Tensor]:
 
 
 @contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode and without gradients; afterwards each of its modules is in the mode it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
 def holding(replica: Replica, parameters: Tensor, buffers: dict[str, Tensor]) -> Iterator[nn.Module]:
     """The replica's model in evaluation mode with these parameters [D'] and buffers; all is restored afterwards."""
     model = replica.model
-    modes = [(module, module.training) for module in model.modules()]
     own = None if parameters is replica.parameters else replica.parameters.clone()
     own_buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     with torch.no_grad(), rng.kept():
         replica.set_parameters(parameters)
         _fill_buffers(model, buffers)
-        model.eval()
         try:
-            yield model
+            with evaluating(model):
+                yield model
         finally:
-            for module, mode in modes:
-                module.training = mode
             _fill_buffers(model, own_buffers)
             if own is not None:
                 replica.set_parameters(own)
