@@ -44,7 +44,7 @@ def test_in_step_everybody_gets_the_or_of_all_bits_of_the_tick():
         assert gate.opened() == [(worker, 7 * bits) for worker in range(3)]
 
 
-def test_who_parks_holds_nobody_up():
+def test_a_deactivated_worker_holds_nobody_up():
     """CASE 11: a dead worker blocks the others at the bound until it is declared lost, and then no longer."""
     gate = begun(3, 1)
     for _ in range(2):

@@ -425,7 +425,7 @@ def test_the_mean_of_one_worker_is_not_multiplied():
 
 
 def test_workers_go_on_with_their_own_steps_after_parking():
-    """An epoch's end: who parks and begins again while another is late pushes for its next step, not for an old one."""
+    """An epoch's end: a worker that deactivates and activates again while another is late pushes for its next step, not for an old one."""
     store = store_of("quorum", workers=3, backups=1)
     push = Pushes(store)
     for step in range(2):

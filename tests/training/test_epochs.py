@@ -22,7 +22,7 @@ from manyhands.training.worker import work
 from manyhands.worker import SoloDriverClient, Worker
 
 
-class Desk:
+class LeaseServer:
     """The driver's side: leases for all, and every event."""
 
     def __init__(self, stop_after: int | None = None, slow: int | None = None) -> None:
@@ -49,7 +49,7 @@ class Desk:
 
 
 class Line(SoloDriverClient):
-    def __init__(self, lease_server: Desk, rank: int, hindrance: Callable[[int], None] | None) -> None:
+    def __init__(self, lease_server: LeaseServer, rank: int, hindrance: Callable[[int], None] | None) -> None:
         super().__init__()
         self.lease_server, self.rank, self.hindrance = lease_server, rank, hindrance
 
@@ -72,7 +72,11 @@ class Line(SoloDriverClient):
 
 
 def train(
-    strategy: str, lease_server: Desk, workers: int = 3, hindrance: Callable[[int], None] | None = None, **options: Any
+    strategy: str,
+    lease_server: LeaseServer,
+    workers: int = 3,
+    hindrance: Callable[[int], None] | None = None,
+    **options: Any,
 ) -> Outcome:
     plan_options = {name: options.pop(name) for name in ("validate_every", "max_seconds") if name in options}
     made = strategy_of(strategy)
@@ -106,14 +110,14 @@ def model() -> torch.nn.Module:
     return made
 
 
-def slices(lease_server: Desk) -> list[tuple[int, int, int]]:
+def slices(lease_server: LeaseServer) -> list[tuple[int, int, int]]:
     """(epoch, batch, part) of every step event."""
     return [(e.values["epoch"], *e.values["lease"][:2]) for e in lease_server.events if e.type == "step"]
 
 
 def test_every_slice_is_trained_once_whoever_is_slow() -> None:
     """CASE 18 for workers of their own pace: rows are leased, each once an epoch."""
-    lease_server = Desk()
+    lease_server = LeaseServer()
     gate = threading.Event()
 
     def hindrance(rank: int) -> None:  # worker 0 makes no tick before the others are through most of the first epoch
@@ -132,10 +136,10 @@ def test_every_slice_is_trained_once_whoever_is_slow() -> None:
 
 def test_one_worker_is_a_plain_loop() -> None:
     """CASE 7: push and pull at every step, momentum of its own, and a schedule that follows the rows."""
-    lease_server = Desk()
+    lease_server = LeaseServer()
     options = {"epochs": 2, "optimizer": plain.OPTIMIZERS["momentum"], "schedule": cosine}
     outcome = train("downpour", lease_server, workers=1, **options)
-    alone = train("solo", Desk(), workers=1, **options)
+    alone = train("solo", LeaseServer(), workers=1, **options)
     for name, tensor in alone.states[0][0].items():
         assert torch.allclose(outcome.states[0][0][name], tensor, atol=1e-12, rtol=0)
 
@@ -148,7 +152,7 @@ def test_bound_zero_is_in_step() -> None:
     """CASE 11: the same bits, whatever the workers' speeds, and staleness 0."""
     ends = []
     for slow in (0, 2):
-        lease_server = Desk(slow=slow)
+        lease_server = LeaseServer(slow=slow)
 
         def hindrance(rank: int) -> None:
             raise AssertionError("nothing is leased at bound 0")
@@ -161,7 +165,7 @@ def test_bound_zero_is_in_step() -> None:
 
 
 def test_warmup_lets_worker_0_train_alone_first() -> None:
-    lease_server = Desk()
+    lease_server = LeaseServer()
     train("downpour:warmup=4", lease_server, epochs=1)
     steps = [e for e in lease_server.events if e.type == "step"]
     handed = sorted((e.values["lease"][2], e.rank) for e in steps)
@@ -170,14 +174,14 @@ def test_warmup_lets_worker_0_train_alone_first() -> None:
 
 
 def test_a_stop_ends_all_and_says_what_is_left() -> None:
-    lease_server = Desk(stop_after=5)
+    lease_server = LeaseServer(stop_after=5)
     outcome = train("downpour", lease_server, epochs=3)
     assert outcome.reason == "enough"
     assert len(slices(lease_server)) == 5
 
 
 def test_segments_end_where_validations_are_due_and_at_max_steps() -> None:
-    lease_server = Desk()
+    lease_server = LeaseServer()
     outcome = train(
         "downpour", lease_server, epochs=3, validate_every=2, max_steps=5, validation_data=plain.rows(5, seed=2)
     )
@@ -200,7 +204,9 @@ def test_a_stream_cannot_be_validated_after_so_many_batches() -> None:
         return Rows()
 
     with pytest.raises(BadInput, match="validate_every=2 counts global batches"):
-        train("downpour", Desk(), workers=1, train_data=stream(), validate_every=2, validation_data=plain.rows(5))
+        train(
+            "downpour", LeaseServer(), workers=1, train_data=stream(), validate_every=2, validation_data=plain.rows(5)
+        )
 
 
 def test_warmup_counts_leases_which_a_stream_has_none_of() -> None:
@@ -209,13 +215,13 @@ def test_warmup_counts_leases_which_a_stream_has_none_of() -> None:
             yield from zip(*plain.rows(9), strict=True)
 
     with pytest.raises(BadInput, match="warmup=3 counts slices that are leased"):
-        train("downpour:warmup=3", Desk(), workers=1, train_data=Rows())
+        train("downpour:warmup=3", LeaseServer(), workers=1, train_data=Rows())
 
 
 def test_the_newest_metrics_are_those_of_the_returned_model() -> None:
     """Windows that close after the last validation move the center once more."""
     data = plain.rows(30, seed=2)
-    outcome = train("agn", Desk(), epochs=1, validate_every=4, max_steps=4, validation_data=data, test_data=data)
+    outcome = train("agn", LeaseServer(), epochs=1, validate_every=4, max_steps=4, validation_data=data, test_data=data)
     assert outcome.metrics["validation_loss"] == outcome.metrics["test_loss"]
 
 
@@ -226,7 +232,7 @@ def test_a_chained_schedule_follows_the_rows() -> None:
             [scheduler.ExponentialLR(optimizer, 0.9), scheduler.ConstantLR(optimizer, 0.5, total_iters=2)]
         )
 
-    lease_server = Desk()
+    lease_server = LeaseServer()
     train("downpour", lease_server, workers=1, epochs=1, schedule=chained)
     rates = [e.values["rate"] for e in lease_server.events if e.type == "step"]
     assert rates == pytest.approx([0.005, 0.0045, 0.0081, 0.00729])

@@ -78,7 +78,7 @@ def test_what_was_heard_opens_no_second_connection(pair):
     near, far = pair
     server, client = listen_to(near, PROOF, 0, name), speak_to(far, PROOF, 0, HELLO)
     next(server)
-    next(client)  # the knock
+    next(client)  # the handshake
     next(server)  # the challenge
     next(client)  # the hello
     words = pack(Frame(kind=0, a=0)) + near.recv(1 << 16)

@@ -35,12 +35,12 @@ def check(hello):
 
 
 class Serving:
-    """A listener that a thread serves: each guest gets its own frames back, once."""
+    """A listener that a thread serves: each peer gets its own frames back, once."""
 
     def __init__(self, how, **options):
         self.proof = PROOFS[how]()
         self.listener = Listener(**self.proof, generation=2, timeout_s=5, **options)
-        self.guests = []
+        self.channels = []
         self.done = aside(self.run)
 
     def run(self):
@@ -49,7 +49,7 @@ class Serving:
                 channel, _ = self.listener.accept(check, 60)
             except ChannelClosed:
                 return
-            self.guests.append(channel)
+            self.channels.append(channel)
             channel.send(channel.receive())
 
     def connect(self, worker=0, **options):
@@ -75,8 +75,8 @@ def serving(how="tls", **options):
         yield served
     finally:
         served.listener.close()
-        for guest in served.guests:
-            guest.close()
+        for channel in served.channels:
+            channel.close()
         served.done.result(5)
 
 
@@ -87,8 +87,8 @@ def test_a_good_peer(how):
         channel.send(Frame(kind=7))
         assert channel.receive().generation == 2
         assert channel.peer == "the server"
-        assert served.guests[0].peer == "worker 3"
-        assert served.guests[0].generation == 2
+        assert served.channels[0].peer == "worker 3"
+        assert served.channels[0].generation == 2
         channel.close()
 
 

@@ -126,13 +126,15 @@ def test_hellos(inputs: int) -> None:
 def test_the_next_peer_is_served(inputs: int) -> None:
     damage = Damage(5)
     token = PROOF.token
-    knock = pack(Frame(kind=0, a=0))
+    handshake = pack(Frame(kind=0, a=0))
     listener = Listener("127.0.0.1", credentials=None, token=token, timeout_s=5.0)
     try:
         with bounded(512):  # threads reserve addresses, too
             for _ in range(inputs // 500):
                 with socket.create_connection(listener.address[:2]) as stranger:
-                    stranger.sendall(damage.of_bytes(knock, knock + HELLO, bytes(damage.choice(ODD_NUMBERS) & 0xFFF)))
+                    stranger.sendall(
+                        damage.of_bytes(handshake, handshake + HELLO, bytes(damage.choice(ODD_NUMBERS) & 0xFFF))
+                    )
             coming = aside(
                 lambda: connect(
                     listener.address[:2], {"worker": 3}, credentials=None, token=token, peer="it", timeout_s=5.0

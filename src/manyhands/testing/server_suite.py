@@ -175,7 +175,7 @@ def check_gap(open_servers: OpenServers) -> None:
 
 
 def check_deactivate_frees(open_servers: OpenServers) -> None:
-    """A parked worker delays no other, may park twice, and begins again with as many ticks as the slowest."""
+    """A deactivated worker delays no other, may deactivate twice, and activates again with as many ticks as the slowest."""
     with training(open_servers, ServerSpec(rule="add", bound=1), 2, 2) as (a, b):
         a.tick()
         with started(a.tick) as waiting:
@@ -237,7 +237,9 @@ def check_last_pushes_of_a_segment(open_servers: OpenServers) -> None:
         for rank in (2, 0, 1):
             servers[rank].push(vector(rank, D))
             servers[rank].deactivate()
-        expect_equal(center_of(servers[0]), vector(0, D) + vector(1, D) + vector(2, D), "the center when all parked")
+        expect_equal(
+            center_of(servers[0]), vector(0, D) + vector(1, D) + vector(2, D), "the center when all were deactivated"
+        )
         expect(servers[2].drain_journal()["pushes"] == [[1, 1]], "three pushes of one round made other versions than 1")
 
 

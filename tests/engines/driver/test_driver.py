@@ -17,7 +17,7 @@ from manyhands.server.base import ServerSpec
 
 
 class Scripted(HostProcesses):
-    """A crew that says what the test tells it to, and keeps what it is told."""
+    """Processes that send what the test gives them, and keep what is sent to them."""
 
     def __init__(self, host: str, process_indices: list[int]) -> None:
         self.host, self.process_indices = host, process_indices
@@ -105,7 +105,7 @@ class Run:
             self.say(process_index, "started")
 
     def say(self, process_index: int, type: str, **body: Any) -> None:
-        """A seat says something, and the driver hears it."""
+        """A process sends something, and the driver receives it."""
         host_processes = self.alpha if process_index in self.alpha.process_indices else self.beta
         host_processes.output.append((process_index, {"type": type, **body}))
         self.driver._hear(host_processes)
@@ -114,7 +114,7 @@ class Run:
         self.say(process_index, "lease", segment={**SEGMENT, **changes})
 
     def sent(self) -> list[tuple[int, Any]]:
-        """(seat, value) of all leases that were answered since this was last called, by host."""
+        """(process index, value) of all leases that were answered since this was last called, by host."""
         sent = [*self.alpha.sent, *self.beta.sent]
         self.alpha.sent, self.beta.sent = [], []
         return [(process_index, body["value"]) for process_index, body in sent if body["type"] == "leased"]

@@ -1,4 +1,4 @@
-"""What a member of a run may say of its seats, and what the driver makes of the rest."""
+"""What a member of a run may report of its processes, and how the driver treats the rest."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ BODIES: list[dict[str, Any]] = [
     {"type": "error", "rank": 2, "secondary": False, **FAILURE},
     {"type": "exited", "status": 0, "phase": "end", "step": 3, "detail": ""},
 ]
-LETTERS = [
+MESSAGES = [
     *({"type": "from_process", "process_index": 2, "body": body} for body in BODIES),
     {"type": "preempted"},
     {"type": "idle"},
@@ -82,9 +82,9 @@ LETTERS = [
 
 
 def test_letters(inputs: int) -> None:
-    """Frames of a letter with tensors, damaged: what comes is letters, then the reason of the end."""
+    """Frames of a message with tensors, damaged: what comes is messages, then the reason of the end."""
     damage = Damage(1)
-    body = {**LETTERS[1], "tensors": [["float32", [4]], ["int64", []]]}
+    body = {**MESSAGES[1], "tensors": [["float32", [4]], ["int64", []]]}
 
     def stream() -> bytes:
         text = json_bytes(damage.of_json(body) if damage.random() < 0.5 else body)
@@ -126,7 +126,7 @@ def test_values(inputs: int) -> None:
 
 
 class Silent:
-    """A post whose letters the test gives."""
+    """A channel whose messages the test gives."""
 
     lost = ""
     local_address = ""
@@ -148,7 +148,7 @@ class Silent:
 
 
 def test_what_a_joined_host_says(inputs: int) -> None:
-    """Only its own seats speak, and the driver reads what they say as text and numbers, or names the host."""
+    """Only its own processes send, and the driver reads their messages as text and numbers, or names the host."""
     damage = Damage(3)
 
     def take(body: dict[str, Any]) -> None:
@@ -163,7 +163,7 @@ def test_what_a_joined_host_says(inputs: int) -> None:
 
     def message() -> dict[str, Any]:
         while True:
-            body = damage.of_json(damage.choice(LETTERS))
+            body = damage.of_json(damage.choice(MESSAGES))
             if isinstance(body, dict) and isinstance(body.get("type"), str):  # the post lets no other pass
                 return body
 
@@ -173,7 +173,7 @@ def test_what_a_joined_host_says(inputs: int) -> None:
 
 
 def test_who_may_join(inputs: int) -> None:
-    """A hello that is not one of a host of this version is refused with a reason, and seats stay free for the next."""
+    """A hello that is not one of a host of this version is refused with a reason, and its workers stay free for the next."""
     damage, hello = Damage(4), roster.hello(1)
     hello = json.loads(json.dumps(hello))
     door = JoinListener(None, Roster(3, [Offer("alpha", 1)]), JoinedHosts(), lambda text: None)  # type: ignore[arg-type]
@@ -251,7 +251,7 @@ ORDERS: list[dict[str, Any]] = [
 
 
 class Obeying:
-    """Instead of a LocalCrew: whatever it is told is what a crew can be told."""
+    """Instead of LocalProcesses: checks that whatever is sent to it is a message that they take."""
 
     def __init__(
         self, spawner: Any, process_indices: list[int], timeout_s: float, host: str, network: dict[str, Any]

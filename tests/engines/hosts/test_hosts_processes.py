@@ -21,7 +21,7 @@ Body = dict[str, Any]
 
 
 class Line:
-    """A crew of workers 2 and 3 on beta, and its agent's end."""
+    """The processes of workers 2 and 3 on beta, and its agent's end."""
 
     def __init__(self) -> None:
         here, there = (Channel(sock, peer="the other", timeout_s=5.0) for sock in socket.socketpair())

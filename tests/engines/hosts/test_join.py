@@ -1,4 +1,4 @@
-"""The agent of a joined host, with a test in the driver's place and a crew that only takes notes."""
+"""The agent of a joined host, with a test in the driver's place and processes that only take notes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Letters over a socket pair: both ends in this process."""
+"""Messages over a socket pair: both ends in this process."""
 
 from __future__ import annotations
 

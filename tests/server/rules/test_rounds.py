@@ -172,7 +172,7 @@ def test_a_round_is_closed_when_the_center_is_read_while_nobody_takes_part() -> 
     assert made.version == 2
 
 
-def test_who_parks_and_comes_back_pushes_into_the_round_that_is_open() -> None:
+def test_a_worker_that_activates_again_pushes_into_the_open_round() -> None:
     """At its own age, 0: of all three updates comes one outer step."""
     made = store(2, quorum=2, momentum=0.5)
     push = Pusher(made)

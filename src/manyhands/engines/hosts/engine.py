@@ -150,7 +150,7 @@ class Hosts(Engine):
             return Driver([own, *joined.hosts], replace(spec, observer=observer)).run(program)
 
     def _gathered(self, spec: LaunchSpec, local_workers: int, joined: JoinedHosts, folder: Path) -> Network:
-        """This host's Network, once all workers are there; the crews of the others are in `guests`."""
+        """This host's Network, once all workers are there; the processes of the others are in `joined`."""
         from manyhands.engines.hosts.join_listener import JoinListener, check_stop
         from manyhands.engines.hosts.message_channel import SILENCE_S
         from manyhands.engines.hosts.network import Network, ports_of

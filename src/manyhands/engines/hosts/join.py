@@ -1,6 +1,6 @@
 """The agent behind `manyhands join`: gives workers of this host to a run whose driver is on another.
 
-It has a crew of its own, and carries messages both ways. What it gets from the driver, the program included, is as
+It has processes of its own, and carries messages both ways. What it gets from the driver, the program included, is as
 trustworthy as the driver: joining a run means running its code. Hence it takes it only from whoever has the run's
 credentials. The driver in turn gets JSON and tensors, and unpickles nothing.
 """

@@ -1,4 +1,4 @@
-"""Letters between the driver and a host that joined its run: JSON with tensors beside it, over a channel.
+"""Messages between the driver and a host that joined its run: JSON with tensors beside it, over a channel.
 
 A thread takes in what comes, so that the owner has one descriptor to wait on and never waits for half a message;
 another says every few seconds that this end lives. So both ends notice within the channel's timeout when the other

@@ -1,5 +1,5 @@
-"""The crew of another host, as the driver sees it: an agent there (`manyhands join`) has the processes, a post joins
-us.
+"""The processes of another host, as the driver sees them: an agent there (`manyhands join`) starts them, over a
+message channel.
 
 Messages to the agent: launch (with the program), to_process, signal, stacks, end, over. From it: from_process, stacks,
 idle (everything of the run is gone there), preempted (it was asked to end), failed (its fork server died).

@@ -67,7 +67,7 @@ class LocalProcesses(HostProcesses):
         self._spawner = spawner
         self._timeout_s = timeout_s
         self._connections: dict[int, ProcessConnection] = {}
-        self._ready: select.epoll | None = None  # every descriptor of this crew's, as one
+        self._ready: select.epoll | None = None  # every descriptor of these processes, as one
 
     @override
     def start(self, shared: dict[str, Any], program: int) -> None:
