@@ -120,7 +120,7 @@ def measured(one: Compared, quick: bool) -> Comparison:
 
 def page(found: dict[str, Comparison]) -> str:
     parts = [
-        "# What comparing said here",
+        "# What comparing showed here",
         "Made by `make results`, from real runs of the two ready-made tasks on two cores. [Compare](compare.md) says what is measured and when two "
         f"results are called different; all numbers are in [results/](results/), in the form of `{NUMBERS}`. Yours will differ: that is what the command is for.",
     ]
@@ -129,7 +129,7 @@ def page(found: dict[str, Comparison]) -> str:
         parts += [
             f"## {one.task}",
             f"{one.what[0].upper()}{one.what[1:]} {comparison.parameters:,} parameters.",
-            f"<!-- not run: it takes minutes -->\n```bash\n{one.command}\n```",
+            f"<!-- run in make test-all: with few steps half a minute; `make results` makes the table from the whole of it -->\n```bash\n{one.command}\n```",
             markdown(comparison).strip(),
             f"![{comparison.metric} of {one.task} against seconds](plots/results-{one.task}.svg)",
             f"Means of {comparison.repeats} repeats at each validation, against seconds of the training loop, validations left out.",

@@ -62,6 +62,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def session(folder: Path) -> Iterator[Callable[[int], Any]]:
     """`session(n)`: Spark with so many cores, in this process."""
     need_spark()
+    from pyspark.sql import SparkSession
+
+    if (active := SparkSession.getActiveSession()) is not None:  # of the tests in spark_, which come first
+        active.stop()
     opened: list[Any] = []
 
     def start(cores: int) -> Any:

@@ -267,7 +267,7 @@ def test_inside_launch(local: Local, tmp_path: Path) -> None:
     assert "leave device out" in device
     assert "manyhands run --threads-per-worker" in threads
     assert first["apart"] == second["apart"]
-    assert "in run/checkpoints is of tick 5 on worker 0 and of tick None on worker 1" in first["apart"]
+    assert "in run/checkpoints is of step 5 on worker 0 and of step None on worker 1" in first["apart"]
 
 
 @pytest.fixture

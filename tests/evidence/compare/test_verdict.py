@@ -41,14 +41,14 @@ def test_the_fastest_is_taken_of_several() -> None:
 def test_where_none_is_faster_the_nearest_is_named() -> None:
     comparison = found(rates(allreduce_2=[97.0, 98.0, 96.0], gossip_2=[80.0] * 3, hogwild_2=[103.0, 90.0, 85.0]))
     assert comparison.verdict == (
-        "Stay with one process: of 3 others none is seen to be faster than solo with 2 threads by more than 5 % "
+        "Stay with one process: of 3 others none was significantly faster than solo with 2 threads by more than 5 % "
         "(nearest: allreduce on 2, 0.97x)."
     )
 
 
 def test_a_nearest_one_that_may_be_faster_comes_with_its_interval() -> None:
     comparison = found(rates(allreduce_2=[120.0, 95.0, 110.0]))
-    assert "of 1 other none is seen to be faster" in comparison.verdict
+    assert "of 1 other none was significantly faster" in comparison.verdict
     assert "(nearest: allreduce on 2, 1.08x, between 0.7" in comparison.verdict
 
 
@@ -97,7 +97,7 @@ def test_a_faster_one_that_loses_is_named_and_not_recommended() -> None:
     )
     assert comparison.verdict == (
         "Stay with one process: downpour on 2 is 1.60x as fast as solo with 2 threads, but worse in test_accuracy (0.91 and 0.98), and "
-        "of the other 1 none is seen to be faster than solo with 2 threads by more than 5 % (nearest: gossip on 2, 0.90x)."
+        "of the other 1 none was significantly faster than solo with 2 threads by more than 5 % (nearest: gossip on 2, 0.90x)."
     )
 
 
@@ -113,7 +113,7 @@ def test_beside_the_one_to_take_a_faster_one_that_loses_is_named() -> None:
 def test_one_process_is_taken_with_the_threads_that_are_better() -> None:
     comparison = found({ONE: [200.0] * 3, TWO: [100.0] * 3, "allreduce on 2": [150.0] * 3})
     assert comparison.verdict == (
-        "Stay with one process, with 1 thread: of 1 other none is seen to be faster than solo with 1 thread by more than 5 % "
+        "Stay with one process, with 1 thread: of 1 other none was significantly faster than solo with 1 thread by more than 5 % "
         "(nearest: allreduce on 2, 0.75x)."
     )
 
@@ -170,7 +170,7 @@ def test_too_few_repeats_decide_nothing(repeats: int, words: str) -> None:
 
 def test_those_that_failed_are_counted() -> None:
     some = found(rates(gossip_2=[90.0] * 3, easgd_2=[None] * 3), failures={"easgd on 2": "it broke"})
-    assert "of 2 others (1 failed) none is seen" in some.verdict
+    assert "of 2 others (1 failed) none was significantly" in some.verdict
     all_failed = found(rates(easgd_2=[None] * 3), failures={"easgd on 2": "it broke"})
     assert all_failed.verdict == "Stay with one process: easgd on 2 failed."
 

@@ -84,7 +84,7 @@ class Decision:
     unclear: `best` may be faster by enough to be worth it, and its interval leaves open whether it is.
     repeats: they are too few to separate a difference from chance.
     unreached: the reference did not reach the target in every repeat, so that times to it cannot be compared.
-    slower: nothing that is as good was seen to be faster; `best` is the nearest.
+    slower: nothing that is as good was significantly faster; `best` is the nearest.
     worse: all are worse in the metric.
     failed: nothing else is left.
     """

@@ -81,7 +81,7 @@ def _stay(comparison: Comparison, c: Compared) -> str:
     best, lossy = c.decision.best, _lossy(c)
     rest = len(c.rivals) - len(lossy)
     of = f"of {tried} {'other' if tried == 1 else 'others'}{f' ({failed} failed)' if failed else ''}"
-    none = f"none is seen to be faster{_to_it(comparison)} than {_called(c)} by more than {100 * comparison.time_margin:g} %"
+    none = f"none was significantly faster{_to_it(comparison)} than {_called(c)} by more than {100 * comparison.time_margin:g} %"
     nearest = f" (nearest: {best.name}, {_nearest(comparison, best)})" if best else ""
     if not lossy:
         slower = f"{of} {none}{nearest}" if rest else f"{of} all are worse in {comparison.metric}"
