@@ -14,13 +14,13 @@ import json
 import os
 import socket
 import stat
-import weakref
 from dataclasses import dataclass, field
 from io import BytesIO
 from typing import Any
 
 from manyhands.checkpoint.paths import AnyPath, RemotePath, open_regular
 from manyhands.errors import BadInput, ManyhandsError, is_whole
+from manyhands.transport.wire import close_in_forks
 
 FILE = "launch.json"
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -89,7 +89,7 @@ class LaunchLock:
             os.close(descriptor)
             raise
         self._descriptor = descriptor
-        _HELD.add(self)
+        close_in_forks(self)
 
     def _lock(self, descriptor: int) -> None:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -125,18 +125,5 @@ class LaunchLock:
     def close(self) -> None:
         """Idempotent."""
         descriptor, self._descriptor = self._descriptor, None
-        _HELD.discard(self)
         if descriptor is not None:
             os.close(descriptor)
-
-
-_HELD: weakref.WeakSet[LaunchLock] = weakref.WeakSet()
-
-
-def _let_go() -> None:
-    """A process that is forked from the driver (a loader's) may outlive it, and must not keep its lock."""
-    for lock in list(_HELD):
-        lock.close()
-
-
-os.register_at_fork(after_in_child=_let_go)

@@ -55,8 +55,6 @@ class DeviceGroup(FirstError, Group):
     in float32.
 
     Ledger: what this rank sends in a ring, whichever algorithm the backend takes, as `TorchGroup` counts it.
-    Besides the errors of every group: ManyhandsError, on every rank, when one calls another operation than the others,
-    or with another n, dtype or source; the group is unusable from then on.
     """
 
     def __init__(self, host: Group, backend: Any, device: torch.device, timeout_s: float = 300.0) -> None:

@@ -1,7 +1,9 @@
 """The contract of a group: the collectives through which the workers of a run agree.
 
 All ranks call the same operations in the same order. A group never waits for ever: when a peer is gone, or there was
-no progress for `timeout_s`, every waiting rank raises `PeerLost`, and the group is unusable from then on.
+no progress for `timeout_s`, every waiting rank raises `PeerLost`, and the group is unusable from then on. When a rank
+calls another operation than the others, or with another n, dtype or source, all ranks raise ManyhandsError, and the
+group is unusable as well; `TorchGroup` and `ThreadGroup` do not compare calls.
 """
 
 from __future__ import annotations

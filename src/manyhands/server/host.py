@@ -27,10 +27,6 @@ _log = logging.getLogger("manyhands")
 _BEAT_S = 0.25
 
 
-def _no_progress(phase: str, step: int) -> None:
-    pass
-
-
 def serve(
     spec: ServerSpec,
     *,
@@ -41,7 +37,7 @@ def serve(
     listener: Listener | None = None,
     generation: int = 0,
     timeout_s: float = 300.0,
-    progress: Callable[[str, int], None] = _no_progress,
+    progress: Callable[[str, int], None] = lambda phase, requests: None,
 ) -> dict[str, Any]:
     """Serve shard `shard` of `shards`; returns what was done, when all of range(workers) came and went.
 

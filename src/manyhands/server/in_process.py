@@ -57,7 +57,7 @@ class StoreClient(ServerClient):
     @override
     def initialize(self, center: Tensor) -> None:
         parts = parts_of(center.detach(), self.shards)
-        acts = [partial(_initialize, part) for part in parts]
+        acts = [partial(Store.initialize, center=part.clone()) for part in parts]
         self._ask("initialize", acts, Load(sends=[part.nbytes for part in parts]))
         self._count("initialize", center)
 
@@ -77,7 +77,11 @@ class StoreClient(ServerClient):
     def restore(self, snapshot: ServerState) -> None:
         pieces = cut(snapshot, self.shards)
         sizes = [sum(vector.nbytes for vector in vectors.values()) for vectors, _ in pieces]
-        self._ask("restore", [partial(_restore, *piece) for piece in pieces], Load(sends=sizes))
+        self._ask(
+            "restore",
+            [partial(Store.restore, vectors=vectors, numbers=numbers) for vectors, numbers in pieces],
+            Load(sends=sizes),
+        )
 
     @override
     def close(self) -> None:
@@ -160,17 +164,9 @@ class StoreClient(ServerClient):
             raise BadInput(f"{what} is a flat vector of {length} elements here; got the shape {list(shape)}")
 
 
-def _initialize(part: Tensor, store: Store) -> None:
-    store.initialize(part.clone())
-
-
 def _capture(store: Store) -> tuple[dict[str, Tensor], dict[str, Any]]:
     vectors, numbers = store.capture()
     return {name: vector.clone() for name, vector in vectors.items()}, numbers
-
-
-def _restore(vectors: dict[str, Tensor], numbers: dict[str, Any], store: Store) -> None:
-    store.restore(vectors, numbers)
 
 
 class InProcessServers:

@@ -17,6 +17,7 @@ import os
 import torch
 from torch import Tensor
 
+from manyhands.comm.shared_memory.memory import mapped
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.transport.frame import MAX_TENSOR_BYTES, FrameError
 
@@ -119,13 +120,7 @@ def _memory(name: str, length: int) -> int:
 
 
 def _mapped(fd: int, length: int, flags: int = mmap.MAP_SHARED) -> mmap.mmap:
-    try:
-        return mmap.mmap(fd, length, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    except OSError as error:
-        raise ManyhandsError(
-            f"{length >> 20} MB of addresses were expected for a server's vectors; the system said: {error.strerror}. "
-            "Raise the limit on addresses (ulimit -v), or use more shards."
-        ) from error
+    return mapped(fd, length, "a server's vectors", "more shards", flags)
 
 
 def _seal(fd: int, *, read_only: bool) -> None:
@@ -150,7 +145,6 @@ def _check(fd: int, length: int) -> None:
 
 
 def _slots(memory: mmap.mmap, slots: int, stride: int, n: int, dtype: torch.dtype) -> list[Tensor]:
-    memory.madvise(mmap.MADV_DONTDUMP)  # else a core file would hold every version
     if n == 0:
         return [torch.empty(0, dtype=dtype) for _ in range(slots)]
     return [torch.frombuffer(memory, dtype=dtype, count=n, offset=index * stride) for index in range(slots)]

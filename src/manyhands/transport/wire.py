@@ -7,14 +7,17 @@ one at a time, so its calls never block and stand behind one lock, and the waiti
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import ssl
 import struct
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 from typing_extensions import override
 
@@ -207,3 +210,23 @@ def _behind(buffers: Sequence[bytes | memoryview], sent: int) -> list[bytes | me
             left.append(memoryview(buffer)[sent:])
         sent = max(0, sent - len(buffer))
     return left
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+_open: weakref.WeakSet[_Closable] = weakref.WeakSet()
+
+
+def close_in_forks(thing: _Closable) -> None:
+    """Processes that this one forks close it: a data loader's may live longer, and must not keep it open for peers."""
+    _open.add(thing)
+
+
+def _close_all() -> None:
+    for thing in list(_open):
+        thing.close()
+
+
+os.register_at_fork(after_in_child=_close_all)

@@ -96,9 +96,9 @@ def check_places_fit(form: str, n: int) -> None:
         )
 
 
-def bytes_of(tensor: Tensor) -> Tensor:
-    """[n] of any dtype -> uint8, on the CPU."""
-    return tensor.detach().cpu().contiguous().view(torch.uint8)
+def as_uint8(tensor: Tensor) -> Tensor:
+    """The elements in order as uint8 [bytes], on the CPU."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
 def numbers_of(payload: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:

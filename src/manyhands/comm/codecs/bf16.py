@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.comm.codecs.base import NO_HINTS, Hints, LinearCodec, bytes_of, computed, numbers_of
+from manyhands.comm.codecs.base import NO_HINTS, Hints, LinearCodec, as_uint8, computed, numbers_of
 from manyhands.comm.group import Group, MeanResult
 
 
@@ -32,7 +32,7 @@ class BF16(LinearCodec):
 
     @override
     def encode(self, vector: Tensor, hints: Hints = NO_HINTS) -> Tensor:
-        return bytes_of(vector.to(torch.bfloat16))
+        return as_uint8(vector.to(torch.bfloat16))
 
     @override
     def decode(self, payload: Tensor, n: int, dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.comm.codecs.base import NO_HINTS, Codec, Hints, bytes_of, computed, numbers_of
+from manyhands.comm.codecs.base import NO_HINTS, Codec, Hints, as_uint8, computed, numbers_of
 from manyhands.errors import BadInput
 
 _MOST = 127
@@ -34,7 +34,7 @@ class Int8(Codec):
         largest = values.abs().amax() if len(values) else values.new_zeros(())
         scale = (largest / _MOST).to(vector.dtype)
         codes = (values / computed(scale).clamp_min(torch.finfo(values.dtype).tiny)).nan_to_num(0, 0, 0).round_()
-        return torch.cat([bytes_of(scale.reshape(1)), bytes_of(codes.clamp_(-_MOST, _MOST).to(torch.int8))])
+        return torch.cat([as_uint8(scale.reshape(1)), as_uint8(codes.clamp_(-_MOST, _MOST).to(torch.int8))])
 
     @override
     def decode(self, payload: Tensor, n: int, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.comm.codecs.base import NO_HINTS, Codec, Hints, bytes_of, computed, numbers_of
+from manyhands.comm.codecs.base import NO_HINTS, Codec, Hints, as_uint8, computed, numbers_of
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class OneBit(Codec):
     def encode(self, vector: Tensor, hints: Hints = NO_HINTS) -> Tensor:
         scale = computed(vector).abs().sum() / max(1, len(vector))
         signs = np.packbits((vector < 0).cpu().numpy(), bitorder="little")
-        return torch.cat([bytes_of(scale.to(vector.dtype).reshape(1)), torch.from_numpy(signs)])
+        return torch.cat([as_uint8(scale.to(vector.dtype).reshape(1)), torch.from_numpy(signs)])
 
     @override
     def decode(self, payload: Tensor, n: int, dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,7 @@ from manyhands.comm.codecs.base import (
     Hints,
     LinearCodec,
     Matrix,
-    bytes_of,
+    as_uint8,
     check_number,
     check_places_fit,
     computed,
@@ -70,7 +70,7 @@ class PowerSGD(LinearCodec):
             _keep(matrix, q)
         rest = [vector[start:stop] for start, stop in _gaps(matrices, len(vector))]
         return torch.cat(
-            [bytes_of(torch.tensor(table, dtype=torch.int32)), *map(bytes_of, factors), *map(bytes_of, rest)]
+            [as_uint8(torch.tensor(table, dtype=torch.int32)), *map(as_uint8, factors), *map(as_uint8, rest)]
         )
 
     @override

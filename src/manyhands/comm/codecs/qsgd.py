@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.comm.codecs.base import NO_HINTS, Codec, Hints, bytes_of, check_number, computed, numbers_of
+from manyhands.comm.codecs.base import NO_HINTS, Codec, Hints, as_uint8, check_number, computed, numbers_of
 from manyhands.errors import BadInput
 
 BUCKET = 512
@@ -60,7 +60,7 @@ class QSGD(Codec):
         levels = torch.floor(exact + draws).nan_to_num(0, 0, 0).clamp_(0, self.levels).to(torch.uint8)
         codes = levels | (values < 0).to(torch.uint8) << self.bits - 1
         lanes = np.unpackbits(codes.numpy()[:, None], axis=1, count=self.bits, bitorder="little")
-        return torch.cat([bytes_of(scales), torch.from_numpy(np.packbits(lanes, bitorder="little"))])
+        return torch.cat([as_uint8(scales), torch.from_numpy(np.packbits(lanes, bitorder="little"))])
 
     @override
     def decode(self, payload: Tensor, n: int, dtype: torch.dtype) -> Tensor:

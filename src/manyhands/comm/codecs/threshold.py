@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.comm.codecs.base import NO_HINTS, Codec, Hints, bytes_of, check_number, check_places_fit, numbers_of
+from manyhands.comm.codecs.base import NO_HINTS, Codec, Hints, as_uint8, check_number, check_places_fit, numbers_of
 from manyhands.comm.codecs.topk import check_places
 from manyhands.errors import BadInput
 
@@ -82,4 +82,4 @@ class Threshold(Codec):
 
 def _bytes(entries: Tensor) -> Tensor:
     """int64 -> four bytes each."""
-    return bytes_of(torch.where(entries >= 1 << 31, entries - (1 << 32), entries).to(torch.int32))
+    return as_uint8(torch.where(entries >= 1 << 31, entries - (1 << 32), entries).to(torch.int32))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.comm.codecs.base import NO_HINTS, Codec, Hints, bytes_of, check_number, check_places_fit, numbers_of
+from manyhands.comm.codecs.base import NO_HINTS, Codec, Hints, as_uint8, check_number, check_places_fit, numbers_of
 from manyhands.errors import BadInput
 
 PLACE = 4  # bytes
@@ -47,7 +47,7 @@ class TopK(Codec):
         check_places_fit(self.form, len(vector))
         # Of equal ones the choice is torch's. NaN counts as largest.
         places = torch.topk(vector.abs(), self.count(len(vector)), sorted=False).indices.sort().values
-        return torch.cat([bytes_of(vector[places]), bytes_of(places.to(torch.int32))])
+        return torch.cat([as_uint8(vector[places]), as_uint8(places.to(torch.int32))])
 
     @override
     def decode(self, payload: Tensor, n: int, dtype: torch.dtype) -> Tensor:

@@ -76,10 +76,7 @@ class RingGroup(Group):
     directly; n in one for two workers that swap. All 0 weights: only what travels before they are known.
 
     A mean's products are tensor·(weight/total), rounded, then added: along the ring for large tensors, in rank order
-    for others; 16-bit numbers are added up in float32 and rounded once. See exchanges.py.
-
-    Besides the errors of every group: ManyhandsError, on every rank, when one calls another operation than the others,
-    or with another n, dtype or source; the group is unusable from then on.
+    for others; 16-bit numbers are added up in float32 and rounded once. See algorithms.py.
     """
 
     def __init__(

@@ -12,16 +12,14 @@ follow any of them:
 from __future__ import annotations
 
 import json
-import os
 import select
 import socket
 import ssl
-import weakref
 from collections import deque
 from typing import Any
 
 from manyhands.transport.frame import HEADER_BYTES, Frame, FrameError, blob_length, pack, unpack
-from manyhands.transport.wire import one_host, shut_down
+from manyhands.transport.wire import close_in_forks, one_host, shut_down
 
 ARRIVE, CHUNK, SEND, WAITING, GAVE_UP, LEFT = range(1, 7)
 
@@ -54,7 +52,7 @@ class Link:
         self._out: deque[memoryview] = deque()
         self._stage, self._start, self._stop = memoryview(bytearray(_STAGE)), 0, 0
         self.posted = self.sent = 0  # bytes, headers included
-        _open.add(self)
+        close_in_forks(self)
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -211,18 +209,6 @@ class Link:
     def close(self) -> None:
         self._out.clear()
         self._sock.close()
-
-
-_open: weakref.WeakSet[Link] = weakref.WeakSet()
-
-
-def _let_go() -> None:
-    """A process forked from a worker (a data loader's, say) must not keep the worker's connections open."""
-    for link in _open:
-        link.close()
-
-
-os.register_at_fork(after_in_child=_let_go)
 
 
 def notice(kind: int, fields: dict[str, Any]) -> Frame:

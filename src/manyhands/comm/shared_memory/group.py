@@ -60,9 +60,6 @@ class SharedMemoryGroup(Group):
     Ledger: what this rank moves between its own memory and others'. A mean or sum: its slice, read from each counted
     peer (one message) and written to each peer (another): over all ranks 2·(size-1)·n elements. all_gather and
     reduce_scatter: what is read from peers. broadcast_ and send: counted where they come from.
-
-    Besides the errors of every group: ManyhandsError, on every rank, when one calls another operation than the others,
-    or with another n, dtype or source; the group is unusable from then on.
     """
 
     def __init__(

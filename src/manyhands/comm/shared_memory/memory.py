@@ -88,7 +88,7 @@ class Arena:
         """Map every descriptor; they stay the caller's and may be closed afterwards."""
         self.rank = rank
         self.length = min(os.fstat(fd).st_size for fd in fds)
-        self.maps = [_mapped(fd, self.length) for fd in fds]
+        self.maps = [mapped(fd, self.length, "a worker's shared memory", "fewer workers") for fd in fds]
         self._next = 0  # the end of all that was ever given out
         self._free: list[tuple[int, int]] = []  # [start, end) below it, in order, apart from each other
         self._released: deque[tuple[int, int]] = deque()  # not yet among the free: whoever lets go may be any thread
@@ -174,13 +174,14 @@ def _give_back(mapped: mmap.mmap, start: int, end: int, released: deque[tuple[in
         released.append((start, end))
 
 
-def _mapped(fd: int, length: int) -> mmap.mmap:
+def mapped(fd: int, length: int, what: str, remedy: str, flags: int = mmap.MAP_SHARED) -> mmap.mmap:
+    """The file in this process's addresses; ManyhandsError, saying for what and the remedy, where there are too few."""
     try:
-        memory = mmap.mmap(fd, length)
+        memory = mmap.mmap(fd, length, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     except OSError as error:
         raise ManyhandsError(
-            f"{length >> 20} MB of addresses were expected for a worker's shared memory; the system reports: {error.strerror}. "
-            "Raise the limit on addresses (ulimit -v), or use fewer workers."
+            f"{length >> 20} MB of addresses were expected for {what}; the system reports: {error.strerror}. "
+            f"Raise the limit on addresses (ulimit -v), or use {remedy}."
         ) from error
-    memory.madvise(mmap.MADV_DONTDUMP)  # else a core file would hold every worker's tensors
+    memory.madvise(mmap.MADV_DONTDUMP)  # else a core file would hold all tensors
     return memory

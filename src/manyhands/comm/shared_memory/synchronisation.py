@@ -17,13 +17,13 @@ import select
 import struct
 import threading
 import time
-import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from manyhands.comm.checks import FirstError
 from manyhands.comm.shared_memory.memory import Arena
 from manyhands.errors import PeerLost
+from manyhands.transport.wire import close_in_forks
 
 # counters, as indices of 8-byte words; 128 bytes apart, since processors fetch cache lines in pairs
 _LINE = 16
@@ -130,7 +130,7 @@ class LivenessPipes:
         self._poll = select.poll()
         for fd in self._ranks:
             self._poll.register(fd, select.POLLIN)
-        _leave_to_parent(self)
+        close_in_forks(self)
 
     def gone(self) -> list[int]:
         """The ranks whose process has ended."""
@@ -146,18 +146,6 @@ class LivenessPipes:
 def _close(fd: int) -> None:
     if fd >= 0:
         os.close(fd)
-
-
-def _leave_to_parent(lifelines: LivenessPipes) -> None:
-    """A process that the worker forks (to load data, say) must not keep it alive in the eyes of its peers."""
-    reference = weakref.ref(lifelines)
-
-    def close_in_child() -> None:
-        held = reference()
-        if held is not None:
-            held.close()
-
-    os.register_at_fork(after_in_child=close_in_child)
 
 
 _SPINS = 60  # reads of a counter, some 3 µs; on a core that the two share, all of it is lost

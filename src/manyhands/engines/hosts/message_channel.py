@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from manyhands.comm.codecs.base import as_uint8
 from manyhands.errors import BadInput
 from manyhands.transport.channel import Channel, ChannelClosed, ChannelTimeout
 from manyhands.transport.frame import MAX_BLOB_BYTES, Frame, FrameError
@@ -107,7 +108,7 @@ class MessageChannel:
                 f"{_gb(nbytes)} of tensors were to go to another host at once; at most {_gb(MAX_TENSOR_BYTES)} do: let the "
                 "program read its data from files there, and return less"
             )
-        flat = [_bytes_of(tensor) for tensor in tensors]
+        flat = [as_uint8(tensor) for tensor in tensors]
         if tensors:
             body = {**body, "tensors": [[_name(tensor.dtype), list(tensor.shape)] for tensor in tensors]}
         text = json.dumps(body).encode()
@@ -238,11 +239,6 @@ def _local_address(channel: Channel) -> str:
 
 def _own_memory(body: dict[str, Any], nbytes: int) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8)
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """uint8 [bytes], contiguous, on the CPU."""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
 def _gb(nbytes: int) -> str:

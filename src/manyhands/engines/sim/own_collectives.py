@@ -50,8 +50,7 @@ class SocketsCost(RingCost):
         if nbytes > DIRECT_BYTES:
             return super().broadcast(elements, item, source)
         seconds = self.step([(source, rank, nbytes) for rank in range(self.size) if rank != source])
-        sends = [int(rank == source) for rank in range(self.size)]
-        return Cost(seconds, [count * (self.size - 1) * nbytes for count in sends], sends)
+        return self.from_one(seconds, source, nbytes)
 
 
 class SharedMemoryCost(Algorithm):
@@ -81,9 +80,7 @@ class SharedMemoryCost(Algorithm):
     @override
     def broadcast(self, elements: int, item: int, source: int) -> Cost:
         """All read at the same time; it counts where it comes from."""
-        sends = [int(rank == source) for rank in range(self.size)]
-        nbytes = elements * item
-        return Cost(self._moving(nbytes), [count * (self.size - 1) * nbytes for count in sends], sends)
+        return self.from_one(self._moving(elements * item), source, elements * item)
 
     @override
     def control(self, nbytes: float) -> float:

@@ -98,29 +98,25 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "networks": dict,
-    "compute": str,
-    "task": str,
-    "workers": int,
-    "batch_sizes": list,
-    "measured": str,
-    "machine": dict,
-    "errors": dict,
+_TYPES: dict[str, tuple[type, type | tuple[type, ...]]] = {
+    "networks": (dict, str),
+    "compute": (str, str),
+    "task": (str, str),
+    "workers": (int, int),
+    "batch_sizes": (list, int),
+    "measured": (str, str),
+    "machine": (dict, str),
+    "errors": (dict, (int, float)),
 }
-_INNER: dict[str, type | tuple[type, ...]] = {
-    "networks": str,
-    "batch_sizes": int,
-    "machine": str,
-    "errors": (int, float),
-}
+"""Of each field in JSON, and of what is in it."""
 
 
 def _values(content: Mapping[str, Any]) -> dict[str, Any]:
     """The fields, of the types that they have; BadInput where JSON has another."""
     for name, value in content.items():
-        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        if not _is(value, _TYPES[name]) or not all(_is(one, _INNER[name]) for one in inner):
+        outer, inner = _TYPES[name]
+        parts = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
+        if not isinstance(value, outer) or not all(isinstance(p, inner) and not isinstance(p, bool) for p in parts):
             raise BadInput(f"{name} is of another type: {json.dumps(value)[:80]}")
     return {
         **content,
@@ -128,7 +124,3 @@ def _values(content: Mapping[str, Any]) -> dict[str, Any]:
         "compute": Compute.parse(content["compute"]),
         "batch_sizes": tuple(content["batch_sizes"]),
     }
-
-
-def _is(value: Any, types: type | tuple[type, ...]) -> bool:
-    return isinstance(value, types) and not isinstance(value, bool)

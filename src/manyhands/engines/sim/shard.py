@@ -186,7 +186,11 @@ class SimShard:
             if self._free_at > now:
                 self._working = self._timeline.at(self._free_at, self._wake)
                 return
-            seconds = self._merge_s * head.work if isinstance(head, Request) and self._is_new(head) else 0.0
+            seconds = (
+                self._merge_s * head.work
+                if isinstance(head, Request) and head.call.key > self._newest[head.call.worker]
+                else 0.0
+            )
             if seconds:
                 self._working = self._timeline.at(now + seconds, self._finish)
                 return
@@ -213,9 +217,6 @@ class SimShard:
             head()
 
     # -- the store ---------------------------------------------------------------------------------------------------
-
-    def _is_new(self, request: Request) -> bool:
-        return request.call.key > self._newest[request.call.worker]
 
     def _handle(self, request: Request) -> None:
         worker, key = request.call.worker, request.call.key

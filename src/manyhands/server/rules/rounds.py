@@ -93,7 +93,7 @@ class RoundsRule(Rule):
     @override
     def complete(self) -> bool:
         everybody = self._expected.issubset(self._weights)
-        return self.open and not self._meeting and (everybody or self._grace_is_over())
+        return self.open and not self._meeting and (everybody or (self._has_quorum() and self._again >= self.grace))
 
     @property
     @override
@@ -145,6 +145,3 @@ class RoundsRule(Rule):
     def _has_quorum(self) -> bool:
         wanted = len(self._expected) // 2 + 1 if self.quorum is None else self.quorum
         return len(self._weights) >= min(wanted, len(self._expected))
-
-    def _grace_is_over(self) -> bool:
-        return self._has_quorum() and self._again >= self.grace
