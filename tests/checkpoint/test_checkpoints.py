@@ -314,7 +314,7 @@ def test_a_save_that_fails_leaves_the_older_one_and_is_cleaned_up_by_the_next(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoints, "_write_synced", full)
+        patched.setattr(checkpoints, "_write", full)
         with pytest.raises(OSError, match="No space left"):
             save(tmp_path, 2)
     found = checkpoints.newest(tmp_path, never)

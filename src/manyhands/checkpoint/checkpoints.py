@@ -204,14 +204,15 @@ def _name(tick: int) -> str:
 
 def _folders(folder: AnyPath) -> list[AnyPath]:
     """All checkpoints, oldest first; not what has another name (a copy of the user's), which is never removed."""
-    if isinstance(folder, RemotePath):
-        return [path for path in _remote_folders(folder) if (path / MANIFEST).exists()]
-    return sorted((path for path in folder.glob("step-*") if path.is_dir() and _tick(path) >= 0), key=_tick)
+    listed = folder.iterdir() if isinstance(folder, RemotePath) else filter(Path.is_dir, folder.glob("step-*"))
+    return sorted((path for path in listed if _tick(path) >= 0 and not _is_unfinished(path)), key=_tick)
 
 
-def _remote_folders(folder: RemotePath) -> list[RemotePath]:
-    """The same, finished or not."""
-    return sorted((path for path in folder.iterdir() if _tick(path) >= 0), key=_tick)
+def _is_unfinished(path: AnyPath) -> bool:
+    """Whether it is what an interrupted `save` left behind."""
+    if isinstance(path, RemotePath):
+        return _tick(path) >= 0 and not (path / MANIFEST).exists()
+    return _UNFINISHED.fullmatch(path.name) is not None
 
 
 def _tick(path: AnyPath) -> int:
@@ -265,15 +266,9 @@ def _begin(folder: AnyPath, tick: int, claim: Claim | None, warn: Warn) -> str:
         claim.check()
     token = secrets.token_hex(_TOKEN_BYTES)
     partial = _partial(folder, tick, token)
-    if isinstance(folder, RemotePath):
-        for path in _remote_folders(folder):
-            if path == partial or not (path / MANIFEST).exists():
-                _remove(path, warn)
-        partial.mkdir()
-        return token
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.iterdir():
-        if _UNFINISHED.fullmatch(old.name):
+        if old == partial or _is_unfinished(old):
             _remove(old, warn)
     partial.mkdir()
     return token
@@ -310,7 +305,7 @@ def _finish(partial: AnyPath, final: AnyPath, manifest: bytes, warn: Warn) -> No
     if isinstance(partial, RemotePath) or isinstance(final, RemotePath):
         write_whole(final / MANIFEST, manifest)
         return
-    _write_synced(partial / MANIFEST, manifest)
+    _write(partial / MANIFEST, manifest)
     _sync_folder(partial)
     if os.path.lexists(final):
         _remove(final, warn)
@@ -336,10 +331,7 @@ def _write_parts(partial: AnyPath, group: Group, files: dict[str, bytes]) -> dic
     """Every rank's files, written where the folder is seen; on rank 0 all of them, by name."""
     seen, own = isinstance(partial, RemotePath) or partial.is_dir(), {name: _part_of(files[name]) for name in files}
     for name, data in files.items() if seen else ():
-        if isinstance(partial, RemotePath):
-            (partial / name).write_bytes(data)
-        else:
-            _write_synced(partial / name, data)
+        _write(partial / name, data)
     everyone = group.all_gather_json({"seen": seen, "parts": [asdict(part) for part in own.values()]})
     if group.rank != 0:
         for name, part in own.items() if not seen else ():
@@ -446,7 +438,11 @@ def _bring(
         )
 
 
-def _write_synced(path: Path, data: bytes) -> None:
+def _write(path: AnyPath, data: bytes) -> None:
+    """Write a file; on a disk it is synced."""
+    if isinstance(path, RemotePath):
+        path.write_bytes(data)
+        return
     with _synced(path) as file:
         file.write(data)
 
@@ -475,7 +471,7 @@ def write_whole(path: AnyPath, data: bytes) -> None:
         return
     partial = path.with_name(f"{path.name}.{secrets.token_hex(_TOKEN_BYTES)}{PARTIAL}")  # nobody else's name
     try:
-        _write_synced(partial, data)
+        _write(partial, data)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

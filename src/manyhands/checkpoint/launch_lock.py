@@ -53,15 +53,8 @@ def claim_in(directory: AnyPath) -> Claim | None:
     """What the directory's launch.json says; None where there is none, or one that says nothing of the kind."""
     try:
         with open_regular(directory / FILE) as file:
-            return _parsed(directory, file.read(_MOST_BYTES))
-    except (OSError, ValueError):
-        return None
-
-
-def _parsed(directory: AnyPath, data: bytes) -> Claim | None:
-    try:
-        content: Any = json.loads(data)
-    except (ValueError, RecursionError):
+            content: Any = json.loads(file.read(_MOST_BYTES))
+    except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(content, dict) or not (is_whole(content.get("number")) and is_whole(content.get("pid"))):
         return None

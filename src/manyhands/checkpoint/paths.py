@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 from urllib.parse import unquote, urlsplit
 
 from manyhands.errors import BadInput, ManyhandsError
@@ -121,21 +121,20 @@ class RemotePath:
     @contextmanager
     def _reached(self, action: str) -> Iterator[tuple[AbstractFileSystem, str]]:
         """(file system, path there), without cached listings. Errors of every store become one of ours."""
+        from fsspec.core import url_to_fs
+
         try:
-            system, path = _opened(self.url)
+            system, path = url_to_fs(self.url)
             system.invalidate_cache()
-            yield system, path
+            yield system, str(path)
         except Exception as problem:
             if isinstance(problem, FileNotFoundError) and action == "read":
                 raise
-            raise self._cannot(action, problem) from problem
-
-    def _cannot(self, action: str, problem: Exception) -> ManyhandsError:
-        problem_text = str(problem).partition("\n")[0]
-        return ManyhandsError(
-            f"cannot {action} {self.url}: {type(problem).__name__}: {problem_text}. Is the address right, and may this host go there "
-            "(credentials are those of its environment)? A run that has begun goes on with resume=True (--resume)"
-        )
+            why = f"{type(problem).__name__}: {problem}".partition("\n")[0]
+            raise ManyhandsError(
+                f"cannot {action} {self.url}: {why}. Is the address right, and may this host go there "
+                "(credentials are those of its environment)? A run that has begun goes on with resume=True (--resume)"
+            ) from problem
 
 
 AnyPath = Path | RemotePath
@@ -210,10 +209,3 @@ def _check(protocol: str, url: str) -> None:
         package = known_implementations[protocol]["class"].partition(".")[0]
         install = "" if package == "fsspec" else f"; pip install {package}, on every host"
         raise BadInput(f"{url} needs a package that is not installed: {missing}{install}") from missing
-
-
-def _opened(url: str) -> tuple[Any, str]:
-    from fsspec.core import url_to_fs
-
-    system, path = url_to_fs(url)
-    return system, str(path)
