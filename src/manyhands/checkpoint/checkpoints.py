@@ -294,9 +294,8 @@ def _names(rank: int) -> tuple[str, str]:
 
 
 def _files(rank: int, tensors: dict[str, Tensor], values: dict[str, Any]) -> dict[str, bytes]:
-    own = {
-        name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()
-    }  # a view would save all its storage
+    # copies: a view would save all its storage
+    own = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     return dict(zip(_names(rank), (safetensors.torch.save(own), json.dumps(values).encode()), strict=True))
 
 

@@ -19,33 +19,10 @@ from manyhands.data.feed import Feed
 from manyhands.replica.replica import Replica
 from manyhands.task import Metrics, Summed, Task
 
-HIGHER = frozenset(
-    [
-        "acc",
-        "accuracy",
-        "auc",
-        "auroc",
-        "f1",
-        "iou",
-        "miou",
-        "dice",
-        "map",
-        "ap",
-        "psnr",
-        "ssim",
-        "bleu",
-        "rouge",
-        "r2",
-        "precision",
-        "recall",
-        "score",
-        "top1",
-        "top5",
-        "likelihood",
-    ]
-)
-LOWER = frozenset(["loss", "error", "perplexity", "bits", "nll", "mse", "mae", "rmse", "wer", "cer"])
-NEGATED = frozenset(("neg", "negative"))  # what such a name means is anybody's guess
+HIGHER = {"acc", "accuracy", "auc", "auroc", "f1", "precision", "recall", "r2", "top1", "top5", "score", "likelihood"}
+HIGHER |= {"iou", "miou", "dice", "ap", "map", "psnr", "ssim", "bleu", "rouge"}  # of images and texts
+LOWER = {"loss", "error", "perplexity", "bits", "nll", "mse", "mae", "rmse", "wer", "cer"}
+NEGATED = {"neg", "negative"}  # what such a name means is anybody's guess
 
 
 def higher_is_better(metric: str) -> bool | None:

@@ -64,14 +64,18 @@ def differences(worker: Worker, facts: Callable[[], Facts]) -> str:
         return ""
     first, *others = worker.group.all_gather_json({"host": worker.host, "facts": facts()})
     for rank, other in enumerate(others, start=1):
-        found = [
-            f"{name} is {_shown(other['facts'][name])} there and {_shown(value)} on worker 0 ({first['host']})"
-            for name, value in first["facts"].items()
-            if name in other["facts"] and not _alike(value, other["facts"][name])
-        ]
-        if found:
+        if found := _differing(first["facts"], other["facts"], f"worker 0 ({first['host']})"):
             return f"worker {rank} on {other['host']} does not run what worker 0 runs: {'; '.join(found)}"
     return ""
+
+
+def _differing(facts: Facts, others: Facts, where: str) -> list[str]:
+    """Those of worker 0's facts that are others there."""
+    return [
+        f"{name} is {_shown(others[name])} there and {_shown(value)} on {where}"
+        for name, value in facts.items()
+        if name in others and not _alike(value, others[name])
+    ]
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -298,18 +302,10 @@ def compare_replicas(worker: Worker, parameters: Tensor, facts: Facts, step: int
         return
     of_0 = parameters.clone()
     worker.group.broadcast_(of_0, 0)
-    own = {
-        "host": worker.host,
-        "apart": float((parameters - of_0).double().norm() / of_0.double().norm().clamp_min(1e-30)),
-    }
-    apart = worker.group.all_gather_json(own)
+    own = float((parameters - of_0).double().norm() / of_0.double().norm().clamp_min(1e-30))
+    apart = worker.group.all_gather_json({"host": worker.host, "apart": own})
     rank = max(range(worker.size), key=lambda r: apart[r]["apart"])
-    other, share = everyone[rank][1], apart[rank]["apart"]
-    found = [
-        f"{name} is {_shown(other[name])} there and {_shown(value)} on worker 0"
-        for name, value in everyone[0][1].items()
-        if name in other and other[name] != value
-    ]
+    found, share = _differing(everyone[0][1], everyone[rank][1], "worker 0"), apart[rank]["apart"]
     where = f"worker {rank} on {apart[rank]['host']}"
     if share <= ROUNDING and not found:
         if worker.rank == 0:

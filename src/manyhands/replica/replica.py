@@ -59,9 +59,7 @@ class Replica:
         self.layout.attach(self.parameters)
         self._grads = self.layout.views(self.gradients)  # what `.grad` is after a gather
         self._filled = 0  # bits: slices of `gradients` that are not zero
-        self._mean: MeanResult | None = (
-            None  # what came with the mean that `gradients` holds; None: they are this worker's own
-        )
+        self._mean: MeanResult | None = None  # of the mean that `gradients` holds; None: they are this worker's own
         self._clock, self._take_step = clock, take_step
         self._buckets: _Buckets | None = None
         self.optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else _build(optimizer, model)
@@ -75,9 +73,7 @@ class Replica:
         self.last = True  # the epoch under way is the last, as far as anybody knows
         self._follows = False  # the schedule is moved by `follow_schedule` alone
         self.idle = False  # no rows here in this tick, while others have some: the schedule moves on all the same
-        self.skip = (
-            False  # this tick's gradient would come too late: `backward` leaves it out, as if there were no rows
-        )
+        self.skip = False  # this tick's gradient would come too late: `backward` leaves it out, as without rows
         self.dropped = False  # this worker's own gradient did not enter in this tick, whatever was applied
         self.applied = False  # `apply` did something in this tick
         self.control_bits = 0  # control bits of the last exchange in this tick, OR of all ranks

@@ -148,9 +148,8 @@ def texts(folder: Path, limit: int = MAX_CHARACTERS) -> list[bytes]:
     """
     found: list[bytes] = []
     left = limit
-    for path in sorted(
-        folder.glob("[a-z]*.py"), key=lambda path: path.name
-    ):  # those with _ differ by platform, or repeat others
+    named = folder.glob("[a-z]*.py")  # those with _ differ by platform, or repeat others
+    for path in sorted(named, key=lambda path: path.name):
         text = bytes(byte for byte in path.read_bytes() if byte < ALPHABET)[:left]
         found.append(text)
         left -= len(text)

@@ -14,7 +14,6 @@ from manyhands.server.base import Encoded, Pushed, Server, ServerSpec
 from manyhands.server.sharding import parts_of
 from manyhands.testing.clients import (
     ADD,
-    DEADLINE_S,
     MOMENTUM,
     RULES,
     D,
@@ -24,7 +23,6 @@ from manyhands.testing.clients import (
     expect_near,
     pulled,
     run_clients,
-    started,
     training,
 )
 from manyhands.testing.group_suite import CheckFailed, checks_of, expect, expect_refused, vector
@@ -52,23 +50,17 @@ def check_elastic(open_servers: OpenServers) -> None:
 
 def check_elastic_in_step(open_servers: OpenServers) -> None:
     """At bound 0 all are compared with the same center; answers arrive when all have pushed in the tick or finished it."""
-    with training(open_servers, ServerSpec(rule="elastic", bound=0, options={"alpha": 0.25}), 3, 2) as servers:
-        answers = run_clients(servers[:2], lambda rank, server: _after_two(rank, server, servers[2]))
-        for rank, answer in enumerate(answers):
-            expect_equal(answer, 0.25 * vector(rank, D), f"worker {rank}'s elastic difference")
-        expect_equal(center_of(servers[0]), 0.25 * vector(0, D) + 0.25 * vector(1, D), "the center after the round")
 
-
-def _after_two(rank: int, server: Server, third: Server) -> Tensor:
-    if rank == 0:  # the third worker finishes its tick without a push, at any time
-        with started(third.tick) as waiting:
-            answer = _answer(server.push(vector(rank, D))).clone()
-            server.tick()
-            waiting.result(DEADLINE_S)
+    def program(rank: int, server: Server) -> Tensor:
+        pushes = rank < 2  # the third worker finishes its tick without a push, at any time
+        answer = _answer(server.push(vector(rank, D))).clone() if pushes else torch.zeros(D, dtype=torch.float64)
+        server.tick()
         return answer
-    answer = _answer(server.push(vector(rank, D))).clone()
-    server.tick()
-    return answer
+
+    with training(open_servers, ServerSpec(rule="elastic", bound=0, options={"alpha": 0.25}), 3, 2) as servers:
+        for rank, answer in enumerate(run_clients(servers, program)):
+            expect_equal(answer, 0.25 * vector(rank, D) * (rank < 2), f"worker {rank}'s elastic difference")
+        expect_equal(center_of(servers[0]), 0.25 * vector(0, D) + 0.25 * vector(1, D), "the center after the round")
 
 
 def _answer(pushed: Pushed) -> Tensor:

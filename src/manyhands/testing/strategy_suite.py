@@ -15,9 +15,9 @@ If every worker goes at its own pace (`leasing()` is not None), runs of several 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ from manyhands.testing.strategy_worker import (
     tiny_model,
 )
 
+T = TypeVar("T")
 SIZES = (1, 3)
 
 
@@ -87,42 +88,45 @@ def check_start(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
         expect_same_on_all([consensus for _, consensus in starts], strategy, "the consensus before the first tick")
 
 
+def _after_each_tick(trainer: StrategyWorker, look: Callable[[], T], what: str) -> list[T]:
+    """What `look` returns after each tick, where it changes nothing; then the worker is finished."""
+    found = []
+    for tick in range(len(ROWS)):
+        trainer.train(1)
+        trainer.barrier()
+        before = trainer.tensors()
+        found.append(look())
+        expect_unchanged(before, trainer.tensors(), f"{what} after tick {tick}")
+        trainer.barrier()
+    trainer.finish()
+    return found
+
+
 def check_consensus(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
     """After every tick the consensus is finite and the same on all ranks; computing it changes nothing."""
 
     def program(trainer: StrategyWorker) -> list[Tensor]:
-        answers = []
-        for tick in range(len(ROWS)):
-            trainer.train(1)
-            trainer.barrier()
-            before = trainer.tensors()
-            answers += [trainer.consensus(), trainer.consensus()]
-            expect_unchanged(before, trainer.tensors(), f"computing the consensus after tick {tick}")
-            expect(torch.equal(answers[-1], answers[-2]), f"two consensuses after tick {tick} differ")
-            trainer.barrier()
-        trainer.finish()
-        return [*answers, trainer.consensus()]
+        answers = _after_each_tick(
+            trainer, lambda: (trainer.consensus(), trainer.consensus()), "computing the consensus"
+        )
+        for tick, (first, second) in enumerate(answers):
+            expect(torch.equal(first, second), f"two consensuses after tick {tick} differ")
+        return [*(first for first, _ in answers), trainer.consensus()]
 
     for size in sizes:
-        for i, vectors in enumerate(zip(*run_workers(strategy, size, program), strict=True)):
-            expect_same_on_all(list(vectors), strategy, f"the consensus after tick {min(i // 2, len(ROWS) - 1)}")
+        for tick, vectors in enumerate(zip(*run_workers(strategy, size, program), strict=True)):
+            expect_same_on_all(list(vectors), strategy, f"the consensus after tick {min(tick, len(ROWS) - 1)}")
 
 
 def check_agreed(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
     """After each tick `agreed` returns the same on all ranks, or None on all of them; calling it changes nothing."""
 
     def program(trainer: StrategyWorker) -> list[Tensor | None]:
-        answers = []
-        for tick in range(len(ROWS)):
-            trainer.train(1)
-            trainer.barrier()
-            before = trainer.tensors()
-            agreed = trainer.strategy.agreed(trainer.replica, trainer.state)
-            answers.append(None if agreed is None else agreed.clone())
-            expect_unchanged(before, trainer.tensors(), f"calling agreed() after tick {tick}")
-            trainer.barrier()
-        trainer.finish()
-        return answers
+        def agreed() -> Tensor | None:
+            found = trainer.strategy.agreed(trainer.replica, trainer.state)
+            return None if found is None else found.clone()
+
+        return _after_each_tick(trainer, agreed, "calling agreed()")
 
     for size in _lockstep_sizes(strategy, sizes):
         for tick, answers in enumerate(zip(*run_workers(strategy, size, program), strict=True)):

@@ -15,9 +15,8 @@ from manyhands.data.sharding import slice_of
 from manyhands.data.source import Indexed, Reading, nonempty
 from manyhands.errors import BadInput
 
-BACKGROUND_BYTES = (
-    4 << 20
-)  # a batch below this is gathered in well under a millisecond: less than a thread's hand-over costs
+BACKGROUND_BYTES = 4 << 20
+"""A batch below this is gathered in well under a millisecond: less than a thread's hand-over costs."""
 
 
 class Columns(Indexed):

@@ -22,9 +22,7 @@ def frame_columns(frame: pd.DataFrame) -> dict[str, np.ndarray[Any, Any]]:
     """{column name: array [rows]} of a DataFrame, without its index. BadInput for a nullable column with gaps."""
     columns = {}
     for name, column in frame.items():
-        if (
-            not isinstance(column.dtype, np.dtype) and column.isna().any()
-        ):  # a float column's NaN is a number, this is not
+        if not isinstance(column.dtype, np.dtype) and column.isna().any():  # a float column's NaN is a number
             raise BadInput(
                 f"column {name!r} ({column.dtype}) has missing values: fill or drop them (frame.dropna()) before training"
             )
