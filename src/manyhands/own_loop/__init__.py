@@ -1,1 +1,4 @@
-"""What `prepare` gives back, and how it works: pairs of model and optimizer, loaders, and what they share."""
+"""The user's own training loop on many workers: `prepare`, `launch`, and what they return.
+
+The command and `training` (output of rank zero alone) import this.
+"""

@@ -1,1 +1,4 @@
-"""Channels between processes: frames of tensors over Unix sockets, or TCP with TLS."""
+"""Channels between processes: frames of tensors over Unix sockets, or TCP with TLS.
+
+`comm`, `server` and engines import this; it knows neither workers nor tensors' meaning.
+"""
