@@ -309,7 +309,7 @@ def reads_well(text: str, length: int = LINE) -> None:
 def test_the_page_has_every_kind_and_no_other() -> None:
     root = Path(__file__).parents[3]
     code = "".join(path.read_text() for path in (root / "src/manyhands/evidence/advise").glob("*.py"))
-    spoken = {*re.findall(r'kind="([a-z-]+)"', code), *re.findall(r'_advice\(one, "([a-z-]+)"', code)}
+    spoken = {*re.findall(r'Advice\(\s*kind="([a-z-]+)"', code), *re.findall(r'_advice\(one, "([a-z-]+)"', code)}
     rows = [line.split("|")[1] for line in (root / "docs/advice.md").read_text().splitlines() if line.startswith("| `")]
     listed = {name for row in rows for name in re.findall(r"`([a-z-]+)`", row)}
     assert spoken == listed - {"bf16"}

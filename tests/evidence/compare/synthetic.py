@@ -7,7 +7,8 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from manyhands.evidence.compare.comparison import AdviceLine, Comparison, Difference, Point, Target, Trial, Variant
+from manyhands.evidence.advise import Advice
+from manyhands.evidence.compare.comparison import Comparison, Difference, Point, Target, Trial, Variant
 
 ROWS, VALIDATIONS = 24_000, 12
 SERVED = ("downpour", "dynsgd", "agn")
@@ -55,11 +56,11 @@ def comparison(
         differences={one.name: _differences(one) for one in variants[2:] if one.name not in fails},
         verdict="allreduce on 4 is worth it: it reaches test_accuracy ≥ 0.95 in 0.62 of the time that solo, 4 threads takes, with the same test_accuracy.",
         advice=(
-            AdviceLine(
+            Advice(
                 kind="exchange-bound",
                 text="downpour:push_every=4 on 4 spends 31 % of its time exchanging: push_every=16 would send a quarter.",
             ),
-            AdviceLine(
+            Advice(
                 kind="rate",
                 text="diloco:period=16,outer_momentum=0.9 on 4 lost 0.012 of test_accuracy: its effective rate is 4 times that of solo.",
             ),
@@ -92,7 +93,7 @@ def hostile(text: str = HOSTILE) -> Comparison:
         made,
         variants=(*made.variants, named),
         trials=tuple(trials),
-        advice=(AdviceLine(kind="any", text=text),),
+        advice=(Advice(kind="any", text=text),),
         machine={"host": text, text: text, "versions": {text: text}, "command": text},
         simulated={text: text},
     )

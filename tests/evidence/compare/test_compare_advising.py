@@ -55,4 +55,4 @@ def test_with_a_target_the_speed_is_of_the_time_to_it_turned_over() -> None:
         "better",
     )
     assert speeds["agn on 2"] is None
-    assert made.advice[0].kind == "distribute"
+    assert (made.decision, made.best) == ("distribute", "gossip on 2")

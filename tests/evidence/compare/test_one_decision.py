@@ -18,7 +18,6 @@ from manyhands.evidence.compare.text import text
 ONE, TWO = SOLOS
 AIM = Target(metric="test_accuracy", value=0.97, higher=True)
 BEGINS = {"distribute": "Take ", "stay": "Stay with one process", "undecided": "Not decided: "}
-DECISIONS = set(BEGINS)
 
 
 @st.composite
@@ -53,20 +52,15 @@ def comparisons(draw: st.DrawFn) -> Comparison:
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(comparisons())
 def test_verdict_and_advice_never_contradict_each_other(made: Comparison) -> None:
-    output = [one for one in made.advice if one.kind in DECISIONS]
-    if not output:
-        assert not [one for one in made.variants if not one.solo and not made.failure(one.name)]
+    if all(one.solo for one in made.variants):
+        assert (made.decision, made.best, made.advice) == ("stay", None, ())
         return
-    (decision,) = output
-    assert made.advice[0] == decision
-    assert made.verdict.startswith(BEGINS[decision.kind])
-    assert decision.text.lower().startswith({"undecided": "not decided"}.get(decision.kind, decision.kind))
-    best = decision.numbers["best"]
-    if decision.kind == "distribute":
-        assert made.verdict.startswith(f"Take {best}: ")
-        assert best in decision.text
-    if best is not None and "speedup" in decision.numbers and decision.numbers["speedup"]:
-        assert f"{decision.numbers['speedup']:.2f}x" in decision.text
+    assert made.verdict.startswith(BEGINS[made.decision])
+    assert not [one for one in made.advice if one.kind in BEGINS]
+    if made.decision == "distribute":
+        assert made.verdict.startswith(f"Take {made.best}: ")
+    elif made.best is not None and "cannot tell" not in made.verdict:
+        assert made.best in made.verdict
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -102,4 +96,4 @@ def test_a_slow_variant_beside_a_reference_that_varies_says_one_thing_everywhere
         assert "ot decided: gossip on 2 is" in page
         assert "tay with one process" not in page
         assert "itself varies from 110 to 330 rows/s" in " ".join(page.split())
-    assert made.advice[0].numbers["speedup"] == pytest.approx(ratio)
+    assert (made.decision, made.best) == ("undecided", "gossip on 2")

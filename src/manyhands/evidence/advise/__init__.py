@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from manyhands.evidence.advise.compared import VARIES, Compared, Contestant, Decision, Ratio
 from manyhands.evidence.advise.measured import Advice, Machine, RunMeasurements, of_task
-from manyhands.evidence.advise.of_comparison import advise_comparison
+from manyhands.evidence.advise.of_comparison import advise_comparison, largest_loss
 from manyhands.evidence.advise.of_run import advise, all_advice
 
 __all__ = [
@@ -23,5 +23,6 @@ __all__ = [
     "advise",
     "advise_comparison",
     "all_advice",
+    "largest_loss",
     "of_task",
 ]

@@ -22,11 +22,6 @@ class Ratio:
     outcome: str
     """better | worse | same | unclear"""
 
-    def __str__(self) -> str:
-        """`1.31x (1.10x to 1.54x)`; without an interval where it has no bounds, as of a single repeat."""
-        interval = f" ({self.low:.2f}x to {self.high:.2f}x)" if math.isfinite(self.high) else ""
-        return f"{self.middle:.2f}x{interval}"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Contestant:
@@ -72,7 +67,7 @@ class Contestant:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Whether to distribute: verdict and advice both say it in their words."""
+    """Whether to distribute; the verdict says it in words."""
 
     kind: str
     """distribute | stay | undecided"""

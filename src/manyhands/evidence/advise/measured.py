@@ -167,7 +167,7 @@ class Advice:
     kind: str
     """The rule that spoke, as docs/advice.md lists them."""
     text: str
-    numbers: dict[str, Any]
+    numbers: Mapping[str, Any] = field(default_factory=dict)
     wins: float = 0.0
     """Predicted share of the time that following it saves; 1 where all is at stake, 0 without a promise."""
 

@@ -1,11 +1,11 @@
-"""Advice about a comparison of strategies: whether to distribute comes first, then what wins most."""
+"""Advice about a comparison of strategies, beside its decision: what wins most comes first."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from manyhands.evidence.advise.compared import VARIES, Compared, Contestant
+from manyhands.evidence.advise.compared import Compared, Contestant
 from manyhands.evidence.advise.exchanging import PERIODS, WORTH
 from manyhands.evidence.advise.explaining import explain
 from manyhands.evidence.advise.measured import Advice, RunMeasurements, ms, percent, times
@@ -27,69 +27,26 @@ OF_A_RUN = (
 
 
 def advise_comparison(compared: Compared) -> list[Advice]:
-    """All advice that applies: whether to distribute, then by gain. Empty if nothing ran on several workers."""
+    """All advice that applies, by gain; whether to distribute is `compared.decision`. Empty without several workers."""
     if not compared.several:
         return []
     found = [advice for rule in RULES for advice in rule(compared)]
-    return [_distribute(compared), *sorted(found, key=lambda advice: -advice.wins)]
+    return sorted(found, key=lambda advice: -advice.wins)
 
 
-def _distribute(c: Compared) -> Advice:
-    """What the comparison decided (compared.py), with what to do next, or the largest loss of the nearest."""
-    decision = c.decision
-    kind, best = decision.kind, decision.best
-    numbers = {"best": None if best is None else best.name} | ({"speedup": best.times} if best and best.times else {})
-    summary = {"distribute": "distribute", "stay": "stay with one process", "undecided": "not decided"}[kind]
-    why = _because(c, decision.why, best)
-    wins = share_won(best.times) if kind == "distribute" and best and best.times else 0.0
-    return Advice(kind=kind, text=f"{summary}: {why}", numbers=numbers, wins=wins)
-
-
-def _because(c: Compared, why: str, best: Contestant | None) -> str:
-    target = c.speed_of.removeprefix("time to ")
-    name = best.name if best else ""
-    speed = f"is {best.speed} as fast as {c.reference} by {c.speed_of}" if best and best.speed else ""
-    match why:
-        case "faster":
-            as_good = {
-                "better": ", and better in",
-                "same": ", and the same in",
-                "unclear": ", and no difference seen in",
-            }
-            metric = f"{as_good[best.quality]} {c.metric}" if best and best.quality in as_good else ""
-            return f"{name} {speed}{metric}."
-        case "reached":
-            return f"{name} reached {target} in every repeat, and {c.reference} in none."
-        case "unclear":
-            return f"{name} {speed}; more --repeats{_idle(c)} may tell."
-        case "repeats":
-            return f"these repeats are too few to tell{speed and f'; the fastest so far, {name}, {speed}'}."
-        case "unreached":
-            return f"{c.reference} did not reach {target} in every repeat; train longer, or lower the target."
-        case "worse":
-            return f"all that ran on several workers is worse in {c.metric}, also the fastest, {c.several[0].name}."
-        case _ if best is not None and speed:
-            return f"the best on several workers, {name}, {speed}.{_why_not(best.measured, c.base)}"
-        case _ if c.to_target:
-            return f"{c.reference} reached {target} in every repeat, and nothing on several workers did."
-        case _:
-            return f"how fast {name} is, is not known."
-
-
-def _idle(c: Compared) -> str:
-    varies = c.base.varies >= VARIES and not c.base.measured.simulated
-    return " on an idle machine" if varies else ""
-
-
-def _why_not(m: RunMeasurements, base: Contestant) -> str:
-    """Its largest loss, as the rules about one run see them (Amdahl, 1967)."""
+def largest_loss(c: Compared) -> str:
+    """Why the one that the decision rests on is no faster, as the rules about one run see it (Amdahl, 1967); or ""."""
+    best = c.decision.best
+    if best is None or best.speed is None:
+        return ""
+    m = best.measured
     if m.too_short:
         return f" Its steps compute {ms(m.compute_per_step_s)} ms, and under 10 ms sharing rarely pays."
     losses = {"exchange": m.exchange_s, "waiting": m.wait_s, "input": m.input_s}
     largest = max(losses, key=losses.__getitem__)
     if m.share(losses[largest]) >= REASON_SHARE:
         return f" {percent(m.share(losses[largest]))} of its time is {largest}."
-    if m.one_host and m.workers * m.threads_per_worker <= base.threads:
+    if m.one_host and m.workers * m.threads_per_worker <= c.base.threads:
         return " One process already uses the same cores."
     return ""
 

@@ -1,4 +1,4 @@
-"""What the rules of advice see of a comparison. Pure."""
+"""What the decision and the rules of advice see of a comparison. Pure."""
 
 from __future__ import annotations
 
@@ -8,18 +8,12 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
 
-from manyhands.evidence.advise import Compared, Contestant, Ratio, RunMeasurements, advise_comparison, of_task
+from manyhands.evidence.advise import Compared, Contestant, Ratio, RunMeasurements, of_task
 from manyhands.evidence.compare import measures
-from manyhands.evidence.compare.comparison import AdviceLine, Comparison, Difference, Trial
+from manyhands.evidence.compare.comparison import Comparison, Difference, Trial
 from manyhands.evidence.compare.significance import HIGHER, LEAST_PAIRS, mean
 from manyhands.recording.history import PARTS
 from manyhands.strategies import described
-
-
-def advice(comparison: Comparison) -> tuple[AdviceLine, ...]:
-    """All that applies, the most important first."""
-    found = advise_comparison(compared(comparison))
-    return tuple(AdviceLine(kind=one.kind, text=one.text, numbers=one.numbers) for one in found)
 
 
 def compared(comparison: Comparison) -> Compared:

@@ -16,8 +16,9 @@ from manyhands.engines.base import Engine, check_count
 from manyhands.engines.cores import usable_cores
 from manyhands.engines.local.engine import Local
 from manyhands.errors import BadInput, Unsupported
+from manyhands.evidence.advise import advise_comparison
 from manyhands.evidence.compare import measures, metric
-from manyhands.evidence.compare.advising import advice
+from manyhands.evidence.compare.advising import compared
 from manyhands.evidence.compare.comparison import Comparison, Difference, Target
 from manyhands.evidence.compare.repeating import Repeating
 from manyhands.evidence.compare.significance import HIGHER
@@ -112,10 +113,18 @@ def compare(
 
 
 def with_findings(comparison: Comparison) -> Comparison:
-    """The same with its differences, verdict and advice, as its trials and margins say."""
+    """The same with its differences, decision and advice, as its trials and margins say."""
     differences = {name: _differences(comparison, name) for name in _tried(comparison)}
     known = replace(comparison, differences=differences)
-    return replace(known, verdict=verdict(known), advice=advice(known))
+    seen = compared(known)
+    decision = seen.decision
+    return replace(
+        known,
+        decision=decision.kind,
+        best=decision.best.name if decision.best else None,
+        verdict=verdict(known, seen),
+        advice=tuple(advise_comparison(seen)),
+    )
 
 
 def _tried(comparison: Comparison) -> list[str]:

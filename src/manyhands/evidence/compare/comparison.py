@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from manyhands import events
 from manyhands.errors import BadInput
+from manyhands.evidence.advise import Advice
 
 FORMAT = 1
 NUMBERS = "report.json"
@@ -146,15 +147,6 @@ class Difference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdviceLine:
-    """A line of advice: the rule that spoke, for people, and what it rests on."""
-
-    kind: str
-    text: str
-    numbers: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Comparison:
     """The result of `compare()`."""
 
@@ -183,9 +175,13 @@ class Comparison:
     """A share of the reference's value of the metric."""
     differences: Mapping[str, tuple[Difference, ...]] = field(default_factory=dict)
     """By variant, against the reference; none of the reference itself and of variants that failed."""
+    decision: str = ""
+    """distribute | stay | undecided"""
+    best: str | None = None
+    """The variant that the decision rests on."""
     verdict: str = ""
-    """One sentence."""
-    advice: tuple[AdviceLine, ...] = ()
+    """The decision in a sentence or two."""
+    advice: tuple[Advice, ...] = ()
     """The most important first."""
     simulated: Mapping[str, str] = field(default_factory=dict)
     """The cluster's options where seconds are virtual; empty: they are real."""
@@ -256,7 +252,7 @@ def _parts(values: dict[str, Any]) -> dict[str, Any]:
         "differences": {
             name: tuple(Difference(**one) for one in found) for name, found in values["differences"].items()
         },
-        "advice": tuple(AdviceLine(**one) for one in values["advice"]),
+        "advice": tuple(Advice(**one) for one in values["advice"]),
     }
 
 

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from manyhands import units
-from manyhands.evidence.advise import VARIES, Compared, Contestant
+from manyhands.evidence.advise import VARIES, Compared, Contestant, largest_loss
 from manyhands.evidence.compare import measures
-from manyhands.evidence.compare.advising import compared
 from manyhands.evidence.compare.comparison import Comparison
 from manyhands.evidence.compare.significance import LEAST_PAIRS
 
 
-def verdict(comparison: Comparison) -> str:
+def verdict(comparison: Comparison, seen: Compared) -> str:
     """Whether to distribute, and how: what was seen, with its numbers, and no more; and whether the reference itself
     varies by half.
 
     With a target the time to it decides; else rows a second (all trials train on the same rows), among those whose
     final metric is not worse. They have to beat the better of solo's variants.
     """
-    seen = compared(comparison)
     only_solo = all(variant.solo for variant in comparison.variants)
     sentence = _only_solo(comparison) if only_solo else SENTENCES[seen.decision.why](comparison, seen)
     if comparison.simulated:
@@ -33,14 +32,18 @@ def verdict(comparison: Comparison) -> str:
 def _faster(comparison: Comparison, c: Compared) -> str:
     best, lossy = c.decision.best, _lossy(c)
     assert best is not None
-    assert best.speed is not None
-    low, high = best.speed.low, best.speed.high
-    text = (
-        f"Take {best.name}: {best.times:.2f}x as fast{_to_it(comparison)} as {_called(c)} ({low:.2f}x to {high:.2f}x), "
-        f"{_and_metric(comparison, c, best)}"
-    )
+    name = comparison.metric
+    quality = {
+        "better": f"and better in {name}",
+        "same": f"and the same {name} within {units.percent(comparison.metric_margin)}",
+        "unclear": f"and no difference seen in {name}",
+        "worse": f"but worse in the final {name}",
+    }[best.quality]
+    text = f"Take {best.name}: {_as_fast(comparison, c, best)}, {quality} {_values(comparison, c, best)}"
     if lossy and lossy[0].times > best.times:
-        text += f"; {lossy[0].name} is faster still, {lossy[0].times:.2f}x, but {_loses(comparison, c, lossy[0])}"
+        text += (
+            f"; {lossy[0].name} is faster still, {units.times(lossy[0].times)}, but {_loses(comparison, c, lossy[0])}"
+        )
     return f"{text}."
 
 
@@ -49,47 +52,49 @@ def _reached(comparison: Comparison, c: Compared) -> str:
     assert best is not None
     take = "Take" if best in c.rivals else "Stay with one process,"
     return (
-        f"{take} {best.name}: it reached {comparison.target} in all {comparison.repeats} repeats, in {best.target_s:.3g} s, and "
-        f"{_called(c)} in none."
+        f"{take} {best.name}: it reached {comparison.target} in all {comparison.repeats} repeats, in "
+        f"{units.duration(best.target_s)}, and {_as_words(c.reference)} in none."
     )
 
 
 def _unclear(comparison: Comparison, c: Compared) -> str:
     best = c.decision.best
     assert best is not None
-    assert best.speed is not None
-    between = f"between {best.speed.low:.2f}x and {best.speed.high:.2f}x"
-    return f"Not decided: {best.name} is {best.times:.2f}x as fast{_to_it(comparison)} as {_called(c)}, {between}."
+    return f"Not decided: {best.name} is {_as_fast(comparison, c, best)}; more --repeats may tell."
 
 
 def _too_few(comparison: Comparison, c: Compared) -> str:
     best = c.decision.best
-    nearest = f" (fastest so far: {best.name}, {best.times:.2f}x {_called(c)})" if best and best.times else ""
+    nearest = ""
+    if best and best.times:
+        nearest = f" (fastest so far: {best.name}, {units.times(best.times)} {_as_words(c.reference)})"
     count = units.count(comparison.repeats, "repeat")
     return f"Not decided: {count} cannot tell a difference from chance, {LEAST_PAIRS} can{nearest}."
 
 
 def _unreached(comparison: Comparison, c: Compared) -> str:
     return (
-        f"Not decided: {_called(c)} did not reach {comparison.target} {_in_some(comparison, c.base)}, so that times to it cannot be "
-        "compared: train longer, or lower the target."
+        f"Not decided: {_as_words(c.reference)} did not reach {comparison.target} {_in_some(comparison, c.base)}, so that "
+        "times to it cannot be compared: train longer, or lower the target."
     )
 
 
 def _stay(comparison: Comparison, c: Compared) -> str:
     tried, failed = _tried(comparison)
-    best, lossy = c.decision.best, _lossy(c)
+    best, lossy, base = c.decision.best, _lossy(c), _as_words(c.reference)
     rest = len(c.rivals) - len(lossy)
-    of = f"of {tried} {'other' if tried == 1 else 'others'}{f' ({failed} failed)' if failed else ''}"
-    none = f"none was significantly faster{_to_it(comparison)} than {_called(c)} by more than {100 * comparison.time_margin:g} %"
-    nearest = f" (nearest: {best.name}, {_nearest(comparison, best)})" if best else ""
-    if not lossy:
-        slower = f"{of} {none}{nearest}" if rest else f"{of} all are worse in {comparison.metric}"
-        return f"{_alone(comparison, c)}: {slower}."
-    worst = f"{lossy[0].name} is {lossy[0].times:.2f}x as fast as {_called(c)}, but {_loses(comparison, c, lossy[0])}"
-    more = f", and of the other {rest} {none}{nearest}" if rest else ""
-    also = f" ({len(lossy) - 1} more are faster and lose, too)" if len(lossy) > 1 else ""
-    return f"{_alone(comparison, c)}: {worst}{also}{more}."
+    none = f"none was significantly faster{_to_it(comparison)} than {base} by more than {units.percent(comparison.time_margin)}"
+    if best:
+        none += f"; the nearest is {best.name}, {_nearest(comparison, best)}"
+    if lossy:
+        found = (
+            f"{lossy[0].name} is {units.times(lossy[0].times)} as fast as {base}, but {_loses(comparison, c, lossy[0])}"
+        )
+        found += f" ({len(lossy) - 1} more are faster and lose, too)" if len(lossy) > 1 else ""
+        found += f", and of the other {rest} {none}" if rest else ""
+    else:
+        found = f"of {tried} {'other' if tried == 1 else 'others'}{f' ({failed} failed)' if failed else ''} {none}"
+    return f"{_alone(comparison, c)}: {found}.{largest_loss(c)}"
 
 
 def _all_failed(comparison: Comparison, c: Compared) -> str:
@@ -116,7 +121,7 @@ def _only_solo(comparison: Comparison) -> str:
     ratio = measures.speed_up(comparison, first, reference)
     if ratio is None or first == reference:
         return f"{alone}."
-    return f"{alone} is {ratio.middle:.2f}x as fast as {_as_words(reference)}."
+    return f"{alone} is {units.times(ratio.middle)} as fast as {_as_words(reference)}."
 
 
 # -- their parts -------------------------------------------------------------------------------------------------------
@@ -156,10 +161,6 @@ def _as_words(solo: str) -> str:
     return solo.replace(", ", " with ")
 
 
-def _called(c: Compared) -> str:
-    return _as_words(c.reference)
-
-
 def _alone(comparison: Comparison, c: Compared) -> str:
     fewer = "" if c.reference == comparison.reference else f", with {c.reference.partition(', ')[2]}"
     return f"Stay with one process{fewer}"
@@ -167,6 +168,17 @@ def _alone(comparison: Comparison, c: Compared) -> str:
 
 def _to_it(comparison: Comparison) -> str:
     return f" to {comparison.target}" if comparison.target is not None else ""
+
+
+def _as_fast(comparison: Comparison, c: Compared, one: Contestant) -> str:
+    return f"{units.times(one.times)} as fast{_to_it(comparison)} as {_as_words(c.reference)}{_interval(one)}"
+
+
+def _interval(one: Contestant) -> str:
+    """` (1.55× to 1.70×)`; "" without bounds."""
+    if one.speed is None or not math.isfinite(one.speed.high):
+        return ""
+    return f" ({units.times(one.speed.low)} to {units.times(one.speed.high)})"
 
 
 def _in_some(comparison: Comparison, one: Contestant) -> str:
@@ -180,18 +192,7 @@ def _nearest(comparison: Comparison, one: Contestant) -> str:
         return "which it never reached"
     if one.speed is None:
         return f"not there {_in_some(comparison, one)}" if comparison.target is not None else "its speed is not known"
-    between = f", between {one.speed.low:.2f}x and {one.speed.high:.2f}x" if one.outcome == "unclear" else ""
-    return f"{one.times:.2f}x{between}"
-
-
-def _and_metric(comparison: Comparison, c: Compared, one: Contestant) -> str:
-    name, values = comparison.metric, _values(comparison, c, one)
-    return {
-        "better": f"and better in {name} {values}",
-        "same": f"and the same {name} within {100 * comparison.metric_margin:g} % {values}",
-        "unclear": f"and no difference seen in {name} {values}",
-        "worse": f"but worse in the final {name} {values}",
-    }[one.quality]
+    return units.times(one.times) + (_interval(one) if one.outcome == "unclear" else "")
 
 
 def _loses(comparison: Comparison, c: Compared, one: Contestant) -> str:
@@ -199,6 +200,6 @@ def _loses(comparison: Comparison, c: Compared, one: Contestant) -> str:
 
 
 def _values(comparison: Comparison, c: Compared, one: Contestant) -> str:
-    """`(0.981 and 0.982)`: means, its own first."""
+    """`(0.9810 and 0.9820)`: means, its own first."""
     both = [measures.middle(comparison, name, comparison.metric) for name in (one.name, c.reference)]
-    return f"({' and '.join('not known' if value is None else f'{value:.4g}' for value in both)})"
+    return f"({' and '.join('not known' if value is None else units.metric(value) for value in both)})"
