@@ -11,6 +11,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,10 @@ class Tracker(Callback):
         self._run_failed = event.type == "failed"
         self._enqueue(event.step, event.values.get("metrics", {}))
         deadline = time.monotonic() + CLOSING_S
-        self._request_finish(deadline)
+        try:
+            self._queue.put(None, timeout=CLOSING_S)
+        except queue.Full:
+            self._failed.set()  # ends the thread at its next row
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._warn(
@@ -143,12 +147,6 @@ class Tracker(Callback):
         while self._waiting and self._waiting[0][0] <= complete:
             self._enqueue(*self._waiting.popleft())
 
-    def _request_finish(self, deadline: float) -> None:
-        try:
-            self._queue.put(None, timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Full:
-            self._failed.set()  # ends the thread at its next row
-
     # -- on the tracker's thread -------------------------------------------------------------------------------------
 
     def _work(self, facts: dict[str, Any]) -> None:
@@ -165,18 +163,13 @@ class Tracker(Callback):
             self._finish(self._run_failed)
         except (Exception, SystemExit) as problem:  # noqa: BLE001 - as above; the run must go on
             self._failed.set()
-            self._drain()
+            with suppress(queue.Empty):
+                while True:
+                    self._queue.get_nowait()
             self._warn(
                 "failed and gets no more of this run (the run directory's events.jsonl has all rows): "
                 f"{type(problem).__name__}: {problem}"
             )
-
-    def _drain(self) -> None:
-        try:
-            while True:
-                self._queue.get_nowait()
-        except queue.Empty:
-            return
 
     def _warn(self, what: str) -> None:
         LOG.warning("%s %s", type(self).__name__, what)

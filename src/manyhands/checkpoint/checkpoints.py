@@ -328,7 +328,8 @@ def _remove(path: AnyPath, warn: Warn) -> None:
 
 def _write_parts(partial: AnyPath, group: Group, files: dict[str, bytes]) -> dict[str, CheckpointFile]:
     """Every rank's files, written where the folder is seen; on rank 0 all of them, by name."""
-    seen, own = isinstance(partial, RemotePath) or partial.is_dir(), {name: _part_of(files[name]) for name in files}
+    seen = isinstance(partial, RemotePath) or partial.is_dir()
+    own = {name: CheckpointFile(len(data), hashlib.sha256(data).hexdigest()) for name, data in files.items()}
     for name, data in files.items() if seen else ():
         _write(partial / name, data)
     everyone = group.all_gather_json({"seen": seen, "parts": [asdict(part) for part in own.values()]})
@@ -377,10 +378,6 @@ def _checked(said: Any, most: int) -> CheckpointFile | None:
     if not is_whole(size, 0) or size > most or not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
         return None
     return CheckpointFile(size, digest)
-
-
-def _part_of(data: bytes) -> CheckpointFile:
-    return CheckpointFile(len(data), hashlib.sha256(data).hexdigest())
 
 
 def _check_put(folder: RemotePath, everyone: list[dict[str, CheckpointFile]]) -> None:

@@ -150,9 +150,9 @@ def _by_name(replica: Replica, tensor: Tensor) -> dict[str, Tensor]:
 
 def _fill(targets: dict[str, Tensor], prefix: str, tensors: dict[str, Tensor]) -> None:
     sources = _take(tensors, prefix)
-    if sources.keys() != targets.keys() or any(sources[name].shape != targets[name].shape for name in targets):
+    if differences := _differences(_shapes(sources), _shapes(targets)):
         raise BadInput(
-            f"the checkpoint's {prefix} are not this model's: {_difference(sources, targets)}. Resume with the model it was written by, "
+            f"the checkpoint's {prefix} are not this model's: {'; '.join(differences[:5])}. Resume with the model it was written by, "
             "or start in another run directory"
         )
     with torch.no_grad():
@@ -160,28 +160,31 @@ def _fill(targets: dict[str, Tensor], prefix: str, tensors: dict[str, Tensor]) -
             target.copy_(sources[name])
 
 
-def _difference(sources: dict[str, Tensor], targets: dict[str, Tensor]) -> str:
-    lines = [f"{name} only in the checkpoint" for name in sources.keys() - targets.keys()]
-    lines += [f"{name} only in the model" for name in targets.keys() - sources.keys()]
-    both = sources.keys() & targets.keys()
-    lines += [
-        f"{n} is {list(sources[n].shape)} there, {list(targets[n].shape)} here"
-        for n in both
-        if sources[n].shape != targets[n].shape
+def _shapes(named: Tensors, what: str = "") -> dict[str, list[int]]:
+    """The shapes by name; `what`: whose names they are, in errors."""
+    return {" of ".join(filter(None, (what, name))): list(tensor.shape) for name, tensor in named.items()}
+
+
+def _differences(then: dict[str, list[int]], now: dict[str, list[int]]) -> list[str]:
+    return [
+        f"{name} was {then.get(name, 'none')}, and is {now.get(name, 'none')}"
+        for name in sorted(then.keys() | now.keys())
+        if then.get(name) != now.get(name)
     ]
-    return "; ".join(sorted(lines)[:5])
 
 
 def _mean_parameters(parts: list[dict[str, Tensor]], weights: list[float]) -> dict[str, Tensor]:
     """The ranks' parameters by name: their weighted mean, or the parameters themselves where they are equal."""
     shares = [weight / sum(weights) if any(weights) else 1 / len(weights) for weight in weights]
-    return {name: _mean([part[name] for part in parts], shares) for name in parts[0] if name.startswith("parameters/")}
-
-
-def _mean(tensors: list[Tensor], shares: list[float]) -> Tensor:
-    if all(torch.equal(tensors[0], other) for other in tensors[1:]):
-        return tensors[0]
-    return torch.stack([tensor * share for tensor, share in zip(tensors, shares, strict=True) if share]).sum(0)
+    means = {}
+    for name in (name for name in parts[0] if name.startswith("parameters/")):
+        tensors = [part[name] for part in parts]
+        if all(torch.equal(tensors[0], other) for other in tensors[1:]):
+            means[name] = tensors[0]
+        else:
+            shared = zip(tensors, shares, strict=True)
+            means[name] = torch.stack([tensor * share for tensor, share in shared if share]).sum(0)
+    return means
 
 
 def _optimizer_state(replica: Replica, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -343,25 +346,15 @@ def _check_state(
     wrong = [f"{name} was {value}, and is none" for name, value in numbers.items() if name not in known]
     own = state.tensors()
     for name in sorted(saved.keys() | own.keys()):
-        there = _shapes(saved.get(name))
-        here = _shapes(_by_name(replica, own[name]) if name in own else None)
-        if there != here and not (name in optional and not (there and here)):
-            wrong.append(_difference_of(name, there, here))
+        then = _shapes(saved.get(name, {}), name)
+        now = _shapes(_by_name(replica, own[name]) if name in own else {}, name)
+        if not (name in optional and not (then and now)):
+            wrong += _differences(then, now)[:1]
     if wrong:
         raise BadInput(
             f"the checkpoint holds another state of the strategy: {'; '.join(wrong[:5])}. Resume with the strategy's options as they were, "
             "or start in another run directory"
         )
-
-
-def _shapes(named: Tensors | None) -> dict[str, list[int]]:
-    return {name: list(tensor.shape) for name, tensor in (named or {}).items()}
-
-
-def _difference_of(field: str, there: dict[str, list[int]], here: dict[str, list[int]]) -> str:
-    """What a field of the state was, and what it is; where it has one shape a parameter, by the first that differs."""
-    name = next(name for name in sorted(there.keys() | here.keys()) if there.get(name) != here.get(name))
-    return f"{field}{name and f' of {name}'} was {there.get(name, 'none')}, and is {here.get(name, 'none')}"
 
 
 def _plain(value: Any) -> Any:

@@ -44,10 +44,14 @@ def open_source(data: Any, *, collate: Collate | None = None, loader_processes: 
     """
     if isinstance(data, DistributedFrame):
         return data.open(collate)
-    for opener in (_open_library, _open_torch, _open_tensors):  # a Hugging Face DatasetDict is a dict, too
+    for opener in (_open_library, _open_torch):  # first: a Hugging Face DatasetDict is a dict, too
         source = opener(data, collate, loader_processes)
         if source is not None:
             return source
+    if type(data) is TensorDataset:
+        return Columns(data.tensors, collate, "the TensorDataset")
+    if _has_columns(data):
+        return Columns(data, collate)
     if isinstance(data, str | Path):
         return open_file(data, collate)
     if is_function(data):
@@ -64,12 +68,6 @@ def is_function(data: Any) -> bool:
     return callable(data) and not (
         isinstance(data, Dataset | DataLoader | DistributedFrame) or _has_rows(data) or _has_columns(data)
     )
-
-
-def _open_tensors(data: Any, collate: Collate | None, processes: int) -> Source | None:
-    if type(data) is TensorDataset:
-        return Columns(data.tensors, collate, "the TensorDataset")
-    return Columns(data, collate) if _has_columns(data) else None
 
 
 def _open_torch(data: Any, collate: Collate | None, processes: int) -> Source | None:

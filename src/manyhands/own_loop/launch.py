@@ -213,14 +213,9 @@ def _choose(strategy: Strategy | str | None) -> Iterator[None]:
         yield
     finally:
         _chosen = before
-        _restore(variable)
-
-
-def _restore(variable: str | None) -> None:
-    if variable is None:
         os.environ.pop(VARIABLE, None)
-    else:
-        os.environ[VARIABLE] = variable
+        if variable is not None:
+            os.environ[VARIABLE] = variable
 
 
 @contextmanager

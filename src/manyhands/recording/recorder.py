@@ -89,7 +89,9 @@ class Recorder(Observer):
             if error is not None and self.records and not self._ended:
                 self._over_failed(error)
         finally:
-            self._close()
+            if self._log is not None:
+                self._log.close()
+                self._log = None
 
     def preload(self, tick: int, left: event_log.Left | None = None, rows: int | None = None) -> None:
         """Take over the history of the launches before, up to the checkpoint at `tick` from which this one goes on.
@@ -200,8 +202,10 @@ class Recorder(Observer):
 
     def _take(self, event: Event, begins: bool = True) -> None:
         """Write an event and pass it to the callbacks that it concerns; warnings before the first event wait for it to be written."""
-        if self._is_repeated(event):
-            return
+        if event.type == "warning" and (kind := event.values.get("kind")) is not None:
+            if kind in self._kinds:
+                return  # it is given once a run, in the words of the first worker that gave it
+            self._kinds.add(kind)
         if event.type == "start" and self.claim is not None:
             event = replace(event, values=event.values | {"launch": self.claim.number})
         if event.type == "warning" and event.values["message"] not in self.warnings and not self._rank:
@@ -214,14 +218,6 @@ class Recorder(Observer):
             self._log.poll(self._clock())
         if self.records and not self._rank:
             self._dispatch(event)
-
-    def _is_repeated(self, event: Event) -> bool:
-        """Whether it is a warning of a kind that is given once a run, in the words of the first worker that gave it."""
-        kind = event.values.get("kind") if event.type == "warning" else None
-        if kind is None or kind not in self._kinds:
-            self._kinds |= set() if kind is None else {kind}
-            return False
-        return True
 
     def _begin(self, event: Event) -> None:
         self.records = True
@@ -280,11 +276,6 @@ class Recorder(Observer):
                 ends.callback(callback.on_end, event)
             if self._log is not None:
                 self._log.write(event)
-
-    def _close(self) -> None:
-        if self._log is not None:
-            self._log.close()
-            self._log = None
 
     # -- time --------------------------------------------------------------------------------------------------------
 

@@ -147,7 +147,9 @@ class Measured:
         """One batch of so many rows."""
         for name, measure in metrics.items():
             if isinstance(measure, Summed):
-                self.summed[name] = _added(self.summed.get(name), measure)
+                sums = measure.sums.detach().to("cpu", torch.float64)
+                sums = self.summed[name].sums + sums if name in self.summed else sums
+                self.summed[name] = Summed(sums, measure.result)
                 continue
             mean, weight = measure if isinstance(measure, tuple) else (measure, rows)
             if weight:
@@ -155,15 +157,13 @@ class Measured:
                 self.means[name] = total + float(mean) * float(weight), weights + float(weight)
 
 
-def _added(before: Summed | None, measure: Summed) -> Summed:
-    sums = measure.sums.detach().to("cpu", torch.float64)
-    return Summed(sums if before is None else before.sums + sums, measure.result)
-
-
 def means_of(everyone: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
     """The means of what several processes measured (`Measured.means`)."""
-    names = dict.fromkeys(name for one in everyone for name in one)
-    return {name: _ratio([one[name] for one in everyone if name in one]) for name in names}
+    means = {}
+    for name in dict.fromkeys(name for one in everyone for name in one):
+        parts = [one[name] for one in everyone if name in one]
+        means[name] = sum(total for total, _ in parts) / sum(weight for _, weight in parts)
+    return means
 
 
 def results_of(summed: Mapping[str, Summed], group: Group) -> dict[str, float]:
@@ -176,7 +176,3 @@ def results_of(summed: Mapping[str, Summed], group: Group) -> dict[str, float]:
         total = torch.tensor([sums[name] for sums in everyone if name in sums], dtype=torch.float64).sum(0)
         own |= {metric: float(value) for metric, value in one.result(total).items()}
     return {name: value for said in reversed(group.all_gather_json(own)) for name, value in said.items()}
-
-
-def _ratio(parts: list[Sequence[float]]) -> float:
-    return sum(total for total, _ in parts) / sum(weight for _, weight in parts)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
+from manyhands import units
 from manyhands.errors import BadInput, Unsupported
 
 ALIGNMENT_BYTES = 128  # tight packing changes results by an ulp: vectorised kernels treat unaligned ends apart
@@ -77,7 +76,7 @@ class Layout:
         ]
         if moved:
             raise Unsupported(
-                f"{', '.join(moved[:5])}{' …' if len(moved) > 5 else ''} no longer lie where training put them: "
+                f"{units.listed(moved, 5)} no longer lie where training put them: "
                 "load_state_dict(assign=True), model.to(...), .double() and replaced parameters must come before training "
                 "begins; load_state_dict without assign copies in place and may come at any time"
             )
@@ -91,23 +90,15 @@ def _check(trainable: list[tuple[str, nn.Parameter]]) -> None:
         raise BadInput(
             f"{', '.join(lazy[:5])} are lazy and have no shape yet: run the model once on a batch in the function that builds it"
         )
-    for what, key in (("dtypes", lambda p: p.dtype), ("devices", lambda p: p.device)):
-        _check_one_kind(what, key, trainable)
-
-
-def _check_one_kind(
-    what: str, key: Callable[[nn.Parameter], object], trainable: list[tuple[str, nn.Parameter]]
-) -> None:
-    kinds: dict[object, list[str]] = {}
-    for name, p in trainable:
-        kinds.setdefault(key(p), []).append(name)
-    if len(kinds) > 1:
-        listing = "; ".join(
-            f"{kind}: {', '.join(names[:5])}{' …' if len(names) > 5 else ''}" for kind, names in kinds.items()
-        )
-        raise BadInput(
-            f"the trainable parameters have several {what} ({listing}): convert the model to one, or freeze the others"
-        )
+    for what in ("dtype", "device"):
+        kinds: dict[object, list[str]] = {}
+        for name, p in trainable:
+            kinds.setdefault(getattr(p, what), []).append(name)
+        if len(kinds) > 1:
+            listing = "; ".join(f"{kind}: {units.listed(names, 5)}" for kind, names in kinds.items())
+            raise BadInput(
+                f"the trainable parameters have several {what}s ({listing}): convert the model to one, or freeze the others"
+            )
 
 
 def _dense_stride(p: Tensor) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from manyhands import units
 from manyhands.comm.group import Group, MeanResult
 from manyhands.data.batch import rows_of, slice_rows
 from manyhands.errors import BadInput, ManyhandsError, Unsupported
@@ -361,7 +362,7 @@ class Replica:
         own = 'set clip_norm, look at the rows of this step, or pass nonfinite="skip" to leave such steps out'
         users = "look at the rows of this step, or leave out step() on all workers where clip_grad_norm_ returns no finite norm"
         return ManyhandsError(
-            f"the gradient of step {self.step} is not finite in {', '.join(names[:5])}{' …' if len(names) > 5 else ''}: lower the learning rate, "
+            f"the gradient of step {self.step} is not finite in {units.listed(names, 5)}: lower the learning rate, "
             + (users if self._loss is None else own)
         )
 

@@ -138,7 +138,8 @@ def split() -> tuple[np.ndarray[Any, np.dtype[np.uint8]], ...]:
     files = texts(Path(sysconfig.get_path("stdlib")))
     ends = np.cumsum([len(text) for text in files])
     train, validation = (int(np.abs(ends - ends[-1] * share).argmin()) + 1 for share in np.cumsum(SHARES[:2]))
-    return tuple(_joined(part) for part in (files[:train], files[train:validation], files[validation:]))
+    parts = (files[:train], files[train:validation], files[validation:])
+    return tuple(np.frombuffer(bytearray(b"".join(part)), dtype=np.uint8) for part in parts)
 
 
 def texts(folder: Path, limit: int = MAX_CHARACTERS) -> list[bytes]:
@@ -160,7 +161,3 @@ def texts(folder: Path, limit: int = MAX_CHARACTERS) -> list[bytes]:
             f"{folder} holds {limit - left} characters of Python source in {len(found)} files, too little for the task chars: install Python with its library's source"
         )
     return found
-
-
-def _joined(files: list[bytes]) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    return np.frombuffer(bytearray(b"".join(files)), dtype=np.uint8)

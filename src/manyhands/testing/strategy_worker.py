@@ -146,12 +146,9 @@ def run_workers(strategy: Strategy, size: int, program: Callable[[StrategyWorker
 
 
 def expect_unchanged(before: Tensors, after: Tensors, what: str) -> None:
-    names = [name for name in before.keys() | after.keys() if not _equal(before.get(name), after.get(name))]
+    both = before.keys() & after.keys()
+    names = (before.keys() ^ after.keys()) | {name for name in both if not torch.equal(before[name], after[name])}
     expect(not names, f"{what}: expected the same bits, these differ: {', '.join(sorted(names))}")
-
-
-def _equal(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is not None and b is not None and torch.equal(a, b)
 
 
 def expect_same_on_all(vectors: list[Tensor], strategy: Strategy, what: str) -> None:

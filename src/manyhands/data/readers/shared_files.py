@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from typing_extensions import override
 
+from manyhands import units
 from manyhands.data.readers import tfrecords
 from manyhands.data.readers.tables import arrow_columns, parquet_columns
 from manyhands.data.sharding import slice_of
@@ -74,9 +75,7 @@ def types_of(files: Sequence[str]) -> dict[str, pa.DataType]:
     for file in files:
         if types := table_file(file).types():
             return types
-    raise BadInput(
-        f"the files have no rows: expected at least one; looked into {', '.join(files[:3])}{' …' * (len(files) > 3)}"
-    )
+    raise BadInput(f"the files have no rows: expected at least one; looked into {units.listed(files, 3)}")
 
 
 def count(files: Sequence[str], part: int, parts: int) -> list[int]:
