@@ -101,8 +101,8 @@ def save(
 ) -> AnyPath:
     """Write this rank's part of a checkpoint; a collective. Returns where it lies, the same on all ranks.
 
-    claim: the launch that writes; ManyhandsError where another has the run directory by now. warn: gets a message about what cannot
-        be removed.
+    claim: the launch that writes; ManyhandsError where another has the run directory by now. warn: gets a message about
+        what cannot be removed.
     A rank on a host that does not see rank 0's folder on a disk sends its part there. OSError (a full disk, say) and a
     RemotePath's ManyhandsError pass through: no checkpoint under the final name exists then.
 

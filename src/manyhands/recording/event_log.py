@@ -164,8 +164,8 @@ def files_in(directory: AnyPath) -> list[AnyPath]:
 def read(path: AnyPath, warn: Callable[[str], None] | None = None) -> Iterator[Event]:
     """The events of a file, in the order written, one at a time; a half line at the end is left out.
 
-    Lines that are no events are left out too, and reported to `warn` once all is read; without it the first is a BadInput,
-    as is a file that cannot be read.
+    Lines that are no events are left out too, and reported to `warn` once all is read; without it the first is a
+    BadInput, as is a file that cannot be read.
     """
     damaged, first = 0, ""
     with ExitStack() as stack:

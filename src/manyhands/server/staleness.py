@@ -59,8 +59,9 @@ class Curvature:
     the window is taken off. From window to window v turns into the direction in which gradients scatter most (power
     iteration, Oja, 1982): on a quadratic near its limit of stability that is the steepest, and so it is, nearly, in a
     network, whose gradients scatter where the loss is steep. The estimate is biased
-    low, except that short windows see spurious curvature in pure noise, about a fifth of the limit. The rate is measured likewise, as the slope of steps over gradients along v: for plain SGD it is the
-    learning rate; with momentum or Adam it is how much a gradient moves the parameters at once.
+    low, except that short windows see spurious curvature in pure noise, about a fifth of the limit. The rate is
+    measured likewise, as the slope of steps over gradients along v: for plain SGD it is the learning rate; with
+    momentum or Adam it is how much a gradient moves the parameters at once.
 
     While it measures, a tick costs about five passes over the parameters: the first 64 ticks, then 32 of 256. Else a
     call costs well under a microsecond. Memory: three vectors [D'].

@@ -75,10 +75,10 @@ class Gossip(Strategy):
 
     Deviations: any optimizer, whose state stays with its worker, instead of plain SGD. A window that an epoch's end
     cuts short is closed by a round. On streams a round begins with everybody's control words, so that a round before
-    which nobody had rows mixes nothing, and all workers learn at once that the rows are out; where the number of ticks is known no
-    round asks anybody but neighbours. So a round on such data mixes also where the loss counted nothing on any worker:
-    the replicas come closer, the answer stays. With `pairs` the paper's workers exchange with each other; here they meet at
-    the server, since a group knows no one-sided operation, and any two may meet.
+    which nobody had rows mixes nothing, and all workers learn at once that the rows are out; where the number of ticks
+    is known no round asks anybody but neighbours. So a round on such data mixes also where the loss counted nothing on
+    any worker: the replicas come closer, the answer stays. With `pairs` the paper's workers exchange with each other;
+    here they meet at the server, since a group knows no one-sided operation, and any two may meet.
     """
 
     graph: Literal["exponential", "ring", "random", "pairs"] = "exponential"

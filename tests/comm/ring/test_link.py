@@ -32,7 +32,7 @@ def _pull(link, size):
 def test_a_frame_its_text_and_its_tensor(pair):
     here, there = pair
     assert there.header() is None
-    here.post(Frame(kind=ARRIVE, sequence=7, elements=8, weight=2.5, a=-1, b=3), memoryview(b"data"), b"text")
+    here.enqueue(Frame(kind=ARRIVE, sequence=7, elements=8, weight=2.5, a=-1, b=3), memoryview(b"data"), b"text")
     assert here.full
     assert here.push()
     assert not here.full
@@ -40,13 +40,13 @@ def test_a_frame_its_text_and_its_tensor(pair):
     assert (frame.kind, frame.sequence, frame.weight, frame.a, frame.b) == (ARRIVE, 7, 2.5, -1, 3)
     assert _pull(there, 8) == b"textdata"
     assert there.pull(memoryview(bytearray(1))) == 0
-    assert here.posted == here.sent == HEADER_BYTES + 8
+    assert here.enqueued == here.sent == HEADER_BYTES + 8
 
 
 def test_more_than_the_sockets_hold_leaves_as_the_peer_reads(pair):
     here, there = pair
     data = os.urandom(3_000_000)
-    here.post(Frame(kind=CHUNK, elements=len(data)), memoryview(data))
+    here.enqueue(Frame(kind=CHUNK, elements=len(data)), memoryview(data))
     here.push()
     assert here.full
     assert there.header().elements == len(data)
@@ -73,7 +73,7 @@ def test_many_frames_at_once(pair):
     here, there = pair
     payloads = [bytes([number % 251]) * 31 for number in range(500)]
     for number, payload in enumerate(payloads):
-        here.post(Frame(kind=CHUNK, sequence=number, elements=len(payload)), memoryview(payload))
+        here.enqueue(Frame(kind=CHUNK, sequence=number, elements=len(payload)), memoryview(payload))
     for number, payload in enumerate(payloads):
         here.push()
         frame = there.header()
@@ -83,7 +83,7 @@ def test_many_frames_at_once(pair):
 
 def test_a_notice(pair):
     here, there = pair
-    here.post(notice(GAVE_UP, {"text": "x" * 5000, "rank": 3}))
+    here.enqueue(notice(GAVE_UP, {"text": "x" * 5000, "rank": 3}))
     here.push()
     assert there.header().kind == GAVE_UP
     output = there.notice()
@@ -94,11 +94,11 @@ def test_a_notice(pair):
 @pytest.mark.parametrize("before", [0, 5, 70_000])
 def test_the_last_notice_is_found_behind_anything_and_nothing_is_lost(pair, before):
     here, there = pair
-    here.post(Frame(kind=CHUNK, elements=before), memoryview(b"z" * before))
-    here.post(notice(WAITING, {"for": 2}))
+    here.enqueue(Frame(kind=CHUNK, elements=before), memoryview(b"z" * before))
+    here.enqueue(notice(WAITING, {"for": 2}))
     here.push()
     assert there.last_notice() == (WAITING, {"for": 2})
-    here.post(notice(LEFT, {}))
+    here.enqueue(notice(LEFT, {}))
     here.push()
     here.end_sending()
     assert there.last_notice() == (LEFT, {})
@@ -112,14 +112,14 @@ def test_the_last_notice_is_found_behind_anything_and_nothing_is_lost(pair, befo
 
 def test_data_is_no_notice(pair):
     here, there = pair
-    here.post(Frame(kind=CHUNK, elements=2000), memoryview(b"z" * 2000))
+    here.enqueue(Frame(kind=CHUNK, elements=2000), memoryview(b"z" * 2000))
     here.push()
     assert there.last_notice() == (0, {})
 
 
 def test_a_blob_where_none_belongs(pair):
     here, there = pair
-    here.post(Frame(kind=CHUNK, blob=b"surprise"))
+    here.enqueue(Frame(kind=CHUNK, blob=b"surprise"))
     here.push()
     with pytest.raises(FrameError, match="blob of 8 bytes"):
         there.header()
@@ -159,7 +159,7 @@ def test_the_end_and_a_broken_pipe(pair):
     here.close()
     with pytest.raises(LinkEnded):
         there.pull(memoryview(bytearray(1)))
-    there.post(Frame(kind=CHUNK))
+    there.enqueue(Frame(kind=CHUNK))
     with pytest.raises(LinkEnded):
         there.push()
     there.end_sending()

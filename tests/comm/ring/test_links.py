@@ -46,7 +46,7 @@ def make():
 
 
 def _say(end, frame):
-    end.post(frame)
+    end.enqueue(frame)
     end.push()
 
 
@@ -160,7 +160,7 @@ def test_rubbish_is_told_by_name(make):
 
 def test_sending_to_one_that_does_not_read_has_a_deadline(make):
     links, _ = make(timeout_s=0.2)
-    links[1].post(Frame(kind=CHUNK), memoryview(bytearray(10_000_000)))
+    links[1].enqueue(Frame(kind=CHUNK), memoryview(bytearray(10_000_000)))
     with pytest.raises(PeerLost, match="worker 10"):
         links.flush()
 
@@ -169,14 +169,14 @@ def test_sending_to_one_that_left_is_no_success(make):
     links, ends = make(timeout_s=20)
     _say(ends[2], notice(LEFT, {}))
     ends[2].close()
-    links[2].post(Frame(kind=CHUNK))
+    links[2].enqueue(Frame(kind=CHUNK))
     with pytest.raises(PeerLost, match="worker 20 on host-2 left the group"):
         links.flush()
 
 
 def test_one_that_left_without_reading_is_known_at_once(make):
     links, ends = make(timeout_s=4)
-    links[2].post(Frame(kind=CHUNK), memoryview(bytearray(10_000_000)))
+    links[2].enqueue(Frame(kind=CHUNK), memoryview(bytearray(10_000_000)))
     _say(ends[2], notice(LEFT, {}))
     ends[2].end_sending()
     with pytest.raises(PeerLost, match="worker 20 on host-2 left the group"):
@@ -198,14 +198,14 @@ def test_one_that_left_is_no_reason_not_to_send_to_others(make, monkeypatch):
     ends[2].close()
     assert links.header(1).kind == CHUNK
     assert ends[1].header().kind == WAITING  # it was said, but not to the one that left
-    links[1].post(Frame(kind=CHUNK))
+    links[1].enqueue(Frame(kind=CHUNK))
     links.flush()
 
 
 def test_what_was_posted_leaves_while_another_is_awaited(make):
     links, ends = make(size=3, timeout_s=20)
     data = memoryview(bytearray(5_000_000))
-    links[1].post(Frame(kind=CHUNK, elements=len(data)), data)
+    links[1].enqueue(Frame(kind=CHUNK, elements=len(data)), data)
     poll_is_over, original = [], links._poll
 
     class Poll:

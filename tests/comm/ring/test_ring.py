@@ -33,7 +33,7 @@ def make():
 def _arrive(peer, operation, dtype=torch.uint8, text=b"", announced=None):
     """The peer arrives first; what it announces is what it says, unless told otherwise."""
     nbytes = len(text) if announced is None else announced
-    peer.post(Frame(kind=ARRIVE, sequence=1, elements=nbytes, weight=1.0, a=signature(operation, dtype)), text=text)
+    peer.enqueue(Frame(kind=ARRIVE, sequence=1, elements=nbytes, weight=1.0, a=signature(operation, dtype)), text=text)
     peer.push()
 
 
@@ -87,7 +87,7 @@ def test_all_has_left_when_an_operation_without_data_returns(make, operation, dt
 def test_sending_waits_for_nobody_but_the_target(make):
     group, peer = make(size=3, timeout_s=0.2)
     _stuff(group._links[2]._sock)
-    group._links[2].post(notice(WAITING, {"for": 1}))
+    group._links[2].enqueue(notice(WAITING, {"for": 1}))
     group.send(torch.ones(3), 1)
     assert peer.header().kind == SEND
 

@@ -69,12 +69,12 @@ def test_every_colour_stands_out_from_the_page(page: int) -> None:
 
 def test_each_of_many_variants_has_a_look_of_its_own() -> None:
     made = comparison(tuple(f"local-sgd:period={i}" for i in range(1, 11)), (1, 2, 4))
-    found = style.looks(made)
+    found = style.styles_of(made)
     assert len({(one.colour, one.dash, one.symbol) for one in found.values()}) == len(made.variants) == 32
 
 
 def test_the_hue_is_the_strategys_and_solo_has_the_ink() -> None:
-    found = style.looks(comparison(SPECS, (2, 4)))
+    found = style.styles_of(comparison(SPECS, (2, 4)))
     assert (
         found["allreduce on 2"].colour
         == found["allreduce on 4"].colour
@@ -89,7 +89,7 @@ def test_the_hue_is_the_strategys_and_solo_has_the_ink() -> None:
 
 def test_every_colour_has_one_on_black_and_so_has_its_band() -> None:
     dark = style.dark_colours()
-    for look in style.looks(comparison(SPECS, (2, 4))).values():
-        assert dark[look.colour].startswith("#")
-        assert dark[look.band].startswith("rgba(")
+    for variant_style in style.styles_of(comparison(SPECS, (2, 4))).values():
+        assert dark[variant_style.colour].startswith("#")
+        assert dark[variant_style.band].startswith("rgba(")
     assert style.see_through("#0072b2") == "rgba(0, 114, 178, 0.16)"

@@ -88,7 +88,7 @@ class Swap(Exchange):
     @override
     def finish(self, shares: Shares) -> None:
         peer = 1 - self.rank
-        end = self.links[peer].posted
+        end = self.links[peer].enqueued
         for start, stop in self.transfer.chunks((0, self.transfer.n)):
             others, mine = self.transfer.take_aside(peer, (start, stop)), self.flat[start:stop]
             self.links.flush_to(peer, end - (self.transfer.n - stop) * mine.itemsize)
@@ -121,7 +121,7 @@ class Direct(Exchange):
             mine = self.flat[slice(*chunk)]
             add_up(self.transfer.take_from_all(chunk, mine), shares, mine, self.lost_in(chunk))
             for peer in self.links.peers:
-                self.transfer.post(peer, chunk)
+                self.transfer.enqueue(peer, chunk)
             self.links.push()
         self.transfer.opened()
         for peer in self.links.peers:
@@ -170,7 +170,7 @@ class Ring(Exchange):
         self.links.flush()
 
     def _pass_on(self, chunk: Span) -> None:
-        self.transfer.post(self._right, chunk)
+        self.transfer.enqueue(self._right, chunk)
         self.links.push()
 
     def _add(self, step: int, came: Tensor, chunk: Span, shares: Shares) -> None:

@@ -177,7 +177,7 @@ class RingGroup(Group):
         for chunk in transfer.chunks(everything) if self.rank != source else ():
             transfer.take(parent, chunk)
             for child in children:
-                transfer.post(child, chunk)
+                transfer.enqueue(child, chunk)
             self._links.push()
         self._links.flush()
         if children:
@@ -202,7 +202,7 @@ class RingGroup(Group):
 
     @override
     def swap(self, tensor: Tensor, target: int, into: Tensor, source: int) -> None:
-        """As the contract says, both ways at once: while this rank waits for what comes, what it posted leaves."""
+        """As the contract says, both ways at once: while this rank waits for what comes, what it enqueued leaves."""
         check_swap(tensor, target, into, source, self.rank, self.size)
         self._background.drain()
         self._links.begin("swap", self.step)
@@ -241,12 +241,12 @@ class RingGroup(Group):
     def _queue(self, flat: Tensor, target: int) -> None:
         """Give a message to its link; `flat` must stay as it is until all of it has left."""
         number = signature("send", flat.dtype)
-        self._links[target].post(Frame(kind=SEND, elements=flat.nbytes, a=number, b=flat.numel()), bytes_of(flat))
+        self._links[target].enqueue(Frame(kind=SEND, elements=flat.nbytes, a=number, b=flat.numel()), bytes_of(flat))
         self._links.push()
 
     def _leave(self, tensor: Tensor, target: int) -> None:
-        """Return once what was posted to `target` has left; other ranks may have left the group."""
-        self._links.flush_to(target, self._links[target].posted)
+        """Return once what was enqueued for `target` has left; other ranks may have left the group."""
+        self._links.flush_to(target, self._links[target].enqueued)
         self.ledger.add("send", tensor.nbytes)
 
     def _take(self, tensor: Tensor, source: int) -> None:
@@ -302,7 +302,7 @@ class RingGroup(Group):
             for chunk in transfer.chunks(rows[self.rank - step]):
                 transfer.take(left, chunk)
                 if step < self.size - 1:
-                    transfer.post(right, chunk)
+                    transfer.enqueue(right, chunk)
                     self._links.push()
             transfer.opened()
         self._links.flush()
@@ -340,7 +340,7 @@ class RingGroup(Group):
                 a=own.signature,
                 b=own.n,
             )
-            self._links[peer].post(frame, view, text)
+            self._links[peer].enqueue(frame, view, text)
         self._links.push()
         start = time.perf_counter()
         arrivals = [own if r == self.rank else self._arrival(r, own, transfer.coming(r)) for r in range(self.size)]

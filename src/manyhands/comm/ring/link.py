@@ -1,4 +1,4 @@
-"""A link: one peer's connection in a group of sockets. It never blocks: what is posted leaves when it can, what came is
+"""A link: one peer's connection in a group of sockets. It never blocks: what is enqueued leaves when it can, what came is
 pulled.
 
 On a link travel frames (transport/frame.py) of these kinds, each complete before the next begins, so that a notice can
@@ -51,7 +51,7 @@ class Link:
         self.rank, self._sock, self._tls = rank, sock, isinstance(sock, ssl.SSLSocket)
         self._out: deque[memoryview] = deque()
         self._stage, self._start, self._stop = memoryview(bytearray(_STAGE)), 0, 0
-        self.posted = self.sent = 0  # bytes, headers included
+        self.enqueued = self.sent = 0  # bytes, headers included
         close_in_forks(self)
 
     def fileno(self) -> int:
@@ -61,16 +61,16 @@ class Link:
 
     @property
     def full(self) -> bool:
-        """Whether something posted has not left yet. Its memory must not change before it has."""
+        """Whether something enqueued has not left yet. Its memory must not change before it has."""
         return bool(self._out)
 
-    def post(self, frame: Frame, payload: memoryview = _NOTHING, text: bytes = b"") -> None:
+    def enqueue(self, frame: Frame, payload: memoryview = _NOTHING, text: bytes = b"") -> None:
         """Queue a frame and what follows its header; `push` sends it."""
         head = memoryview(pack(frame) + frame.blob + text)
         self._out.append(head)
         if payload:
             self._out.append(payload)
-        self.posted += len(head) + len(payload)
+        self.enqueued += len(head) + len(payload)
 
     def push(self) -> bool:
         """Send what can leave now; whether anything did. LinkEnded."""
@@ -86,7 +86,7 @@ class Link:
         return moved
 
     def drop(self) -> None:
-        """Forget what was posted: nobody reads any more."""
+        """Forget what was enqueued: nobody reads any more."""
         self._out.clear()
 
     def _send(self) -> int:

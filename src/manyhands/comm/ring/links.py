@@ -1,6 +1,6 @@
 """How a worker waits on its links: it sends and receives at once, from one thread, and it never waits for ever.
 
-Whatever it waits for, it goes on sending what was posted to any peer, so that no two workers wait for each other's
+Whatever it waits for, it goes on sending what was enqueued for any peer, so that no two workers wait for each other's
 full buffers. It spins briefly, then sleeps in poll. A peer that dies is noticed by all, since all are linked with all.
 When one falls silent, each worker that has waited half of `timeout_s` sends the others the rank for which it waits; at the
 end of it this chain leads to the silent rank, the cause. The first worker that knows sends the others why it gives
@@ -113,12 +113,12 @@ class Links(FirstError):
             self.push()
 
     def flush(self) -> None:
-        """Return once all that was posted has left."""
+        """Return once all that was enqueued has left."""
         for rank, link in self._links.items():
-            self.flush_to(rank, link.posted)
+            self.flush_to(rank, link.enqueued)
 
     def flush_to(self, rank: int, position: int) -> None:
-        """Return once so many bytes of all that was ever posted to a peer have left."""
+        """Return once so many bytes of all that was ever enqueued for a peer have left."""
         link = self._links[rank]
         if link.sent < position:
             self._until(link, lambda: True if link.sent >= position else None, sending=True)
@@ -149,7 +149,7 @@ class Links(FirstError):
     def _farewell(self, kind: int, fields: dict[str, Any]) -> None:
         deadline = time.perf_counter() + _FAREWELL_S
         for link in self._links.values():
-            link.post(notice(kind, fields))
+            link.enqueue(notice(kind, fields))
         while left := [link for link in self._links.values() if _pushed(link).full]:
             poll = select.poll()
             for link in left:
@@ -162,8 +162,8 @@ class Links(FirstError):
     # -- waiting -----------------------------------------------------------------------------------------------------
 
     def _until(self, link: Link, attempt: Callable[[], T | None], sending: bool = False) -> T:
-        """`attempt()`, as soon as it is not None, while posted frames leave."""
-        looks, most, since, sent, fields = 0, 0, 0.0, link.sent, False
+        """`attempt()`, as soon as it is not None, while enqueued frames leave."""
+        attempts, most, since, sent, fields = 0, 0, 0.0, link.sent, False
         while True:
             try:
                 value = attempt()
@@ -172,7 +172,7 @@ class Links(FirstError):
             except FrameError as error:
                 raise self.fail(ManyhandsError(f"worker {self._names[link.rank]} sent rubbish: {error}")) from error
             if value is not None:
-                if looks:
+                if attempts:
                     self._looked(since)
                 return value
             if self.push():
@@ -181,9 +181,11 @@ class Links(FirstError):
                 continue
             if sending and self._masks[link.rank] == _DEAF:  # it reads no more, and wakes nobody who sleeps
                 self._lost(link.rank, "left the group", time.perf_counter() - since if since else 0.0)
-            most = most or (self._spinning.looks() if self.at_home else 1)  # beside the caller it would be at its cost
-            looks += 1
-            if looks < most:
+            most = most or (
+                self._spinning.attempts() if self.at_home else 1
+            )  # beside the caller it would be at its cost
+            attempts += 1
+            if attempts < most:
                 continue
             now = time.perf_counter()
             since = since or now
@@ -201,7 +203,7 @@ class Links(FirstError):
             self._spinning.found()
 
     def _sleep(self, awaited: Link, sending: bool, seconds: float) -> None:
-        """Until the awaited peer sent, something posted can leave, a peer ended, or the time is over."""
+        """Until the awaited peer sent, something enqueued can leave, a peer ended, or the time is over."""
         for rank, link in self._links.items():
             mask = RDHUP | (select.POLLIN if link is awaited and not sending else 0)
             mask |= select.POLLOUT if link.full else 0
@@ -216,7 +218,7 @@ class Links(FirstError):
     def _say_waiting(self, awaited: Link) -> None:
         for rank, link in self._links.items():
             if self._masks[rank] != _DEAF:
-                link.post(notice(WAITING, {"for": awaited.rank}))
+                link.enqueue(notice(WAITING, {"for": awaited.rank}))
 
     def _late(self, awaited: Link, seconds: float) -> NoReturn:
         """timeout_s are over: raise PeerLost for the cause."""
@@ -281,13 +283,13 @@ _PAUSE = 64  # waits
 
 
 class Spinning:
-    """most: looks at most before sleeping. In the hands of one thread."""
+    """most: attempts at most before sleeping. Used by one thread."""
 
     def __init__(self, most: int) -> None:
         self._most, self._failures, self._paused = most, 0, 0
 
-    def looks(self) -> int:
-        """For the wait that begins: so many looks before sleeping, at least one."""
+    def attempts(self) -> int:
+        """For the wait that begins: so many attempts before sleeping, at least one."""
         if self._paused:
             self._paused -= 1
             return 1

@@ -78,11 +78,11 @@ class Transfer:
         self.sent_bytes += len(view)
         return view
 
-    def post(self, peer: int, chunk: Span) -> None:
+    def enqueue(self, peer: int, chunk: Span) -> None:
         """Queue a chunk for a peer."""
         view = self._view(chunk)
         frame = Frame(kind=CHUNK, sequence=self.sequence, elements=len(view), a=chunk[0])
-        self.links[peer].post(frame, view)
+        self.links[peer].enqueue(frame, view)
         self.sent_bytes += len(view)
 
     def count(self, ledger: Ledger, operation: str, messages: int = 1) -> None:

@@ -131,7 +131,7 @@ def _bars(
         "y": list(range(len(known))),
         "width": 0.34,
         "marker": {
-            "color": [style.looks(comparison)[variant.name].colour for variant, _ in known],
+            "color": [style.styles_of(comparison)[variant.name].colour for variant, _ in known],
             "line": {"width": 0},
         },
         "hovertext": [f"<b>{drawing.text(variant.name)}</b><br>{say(variant, value)}" for variant, value in known],
@@ -195,7 +195,7 @@ def _histogram(comparison: Comparison, variant: Variant, histogram: Mapping[int,
         "x": [start + (width - 1) / 2 for start in bins],
         "y": list(bins.values()),
         "width": 0.9 * width,
-        "marker": {"color": style.looks(comparison)[variant.name].colour, "line": {"width": 0}},
+        "marker": {"color": style.styles_of(comparison)[variant.name].colour, "line": {"width": 0}},
         "hovertext": [
             f"<b>{drawing.text(variant.name)}</b><br>{units.percent(share)} of the pushes are {span} versions late"
             for span, share in zip(spans, bins.values(), strict=True)

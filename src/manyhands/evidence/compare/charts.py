@@ -24,7 +24,7 @@ class LegendEntry:
     """Of a legend: what stands beside a line's look."""
 
     name: str
-    look: style.Look
+    variant_style: style.VariantStyle
     group: str = ""
     """The `legendgroup` of the traces that it shows and hides; "": it does not."""
 
@@ -117,11 +117,14 @@ def _legend(figure: Figure) -> tuple[LegendEntry, ...]:
     """Of the lines of a figure, in its order; () of one without lines."""
     lines = [trace for trace in figure.data if trace.type == "scatter" and trace.showlegend is not False]
     return tuple(
-        LegendEntry(name=html.unescape(line.name), look=_look(line), group=line.legendgroup or "") for line in lines
+        LegendEntry(name=html.unescape(line.name), variant_style=_look(line), group=line.legendgroup or "")
+        for line in lines
     )
 
 
-def _look(line: Any) -> style.Look:
+def _look(line: Any) -> style.VariantStyle:
     """Without a symbol where it says how many workers, which then differ along the line."""
     symbol = line.marker.symbol if isinstance(line.marker.symbol, str) else ""
-    return style.Look(colour=line.line.color, dash=line.line.dash or "solid", symbol=symbol, width=line.line.width)
+    return style.VariantStyle(
+        colour=line.line.color, dash=line.line.dash or "solid", symbol=symbol, width=line.line.width
+    )

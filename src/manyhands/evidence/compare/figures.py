@@ -124,25 +124,27 @@ def _lines(
     of_reference: bool = True,
 ) -> list[Json]:
     """Bands first, so that no line is under one."""
-    bands, lines, own_looks = [], [], style.looks(comparison)
+    bands, lines, own_styles = [], [], style.styles_of(comparison)
     for variant in measures.drawn(comparison):
         course = measures.course(comparison, variant.name, of)
         if course is None or not (of_reference or variant.name != comparison.reference):
             continue
-        own, look = drawing.of_variant(comparison, variant), own_looks[variant.name]
-        bands += _band(course, x(course), own, look)
-        lines.append(_line(course, x(course), own, look, say))
+        own, variant_style = drawing.of_variant(comparison, variant), own_styles[variant.name]
+        bands += _band(course, x(course), own, variant_style)
+        lines.append(_line(course, x(course), own, variant_style, say))
     return bands + lines
 
 
-def _line(course: Course, x: Sequence[float], own: Json, look: style.Look, say: Callable[[float], str]) -> Json:
+def _line(
+    course: Course, x: Sequence[float], own: Json, variant_style: style.VariantStyle, say: Callable[[float], str]
+) -> Json:
     return own | {
         "type": "scatter",
         "mode": "lines+markers" if len(x) <= MARKED else "lines",
         "x": list(x),
         "y": [None if value is None else value.middle for value in course.values],
-        "line": {"color": look.colour, "dash": look.dash, "width": look.width},
-        "marker": {"symbol": look.symbol, "size": 6, "color": look.colour},
+        "line": {"color": variant_style.colour, "dash": variant_style.dash, "width": variant_style.width},
+        "marker": {"symbol": variant_style.symbol, "size": 6, "color": variant_style.colour},
         "hovertext": [
             f"<b>{own['name']}</b><br>{drawing.text(drawing.text_of_mean(value, say))}<br>{units.even_duration(seconds)}, {units.number(rows)} rows"
             for value, seconds, rows in zip(course.values, course.seconds, course.rows, strict=True)
@@ -151,14 +153,14 @@ def _line(course: Course, x: Sequence[float], own: Json, look: style.Look, say: 
     }
 
 
-def _band(course: Course, x: Sequence[float], own: Json, look: style.Look) -> list[Json]:
+def _band(course: Course, x: Sequence[float], own: Json, variant_style: style.VariantStyle) -> list[Json]:
     """From the least to the most of the repeats, there and back; none where all repeats are alike."""
     known = [(at, value) for at, value in zip(x, course.values, strict=True) if value is not None]
     if all(value.low == value.high for _, value in known):
         return []
     there, back = [(at, one.high) for at, one in known], [(at, one.low) for at, one in reversed(known)]
     outline = {"x": [at for at, _ in there + back], "y": [value for _, value in there + back]}
-    area = {"type": "scatter", "mode": "lines", "line": {"width": 0}, "fill": "toself", "fillcolor": look.band}
+    area = {"type": "scatter", "mode": "lines", "line": {"width": 0}, "fill": "toself", "fillcolor": variant_style.band}
     return [own | outline | area | {"showlegend": False, "hoverinfo": "skip"}]
 
 
@@ -231,7 +233,7 @@ def _ideal(comparison: Comparison, variants: Sequence[Variant]) -> Json:
 
 def _strategy(comparison: Comparison, points: Sequence[tuple[Variant, Mean]], place: float) -> Json:
     """`place` among the strategies, 0 in the middle: points of the same workers stand a little beside each other."""
-    own = [style.looks(comparison)[variant.name] for variant, _ in points]
+    own = [style.styles_of(comparison)[variant.name] for variant, _ in points]
     return {
         "type": "scatter",
         "mode": "lines+markers",

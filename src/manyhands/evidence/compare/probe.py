@@ -54,8 +54,8 @@ class Probe:
 
     A pass over the validation rows has the same parameters from its first batch to its last; where the bits are those
     of the batch before, none is returned. Every rank that has rows returns the same sketch with weight 1, so that their
-    mean is it. Ensembles, which have many sets of parameters, return none. Goes to workers as the task's other functions
-    do.
+    mean is it. Ensembles, which have many sets of parameters, return none. Goes to workers as the task's other
+    functions do.
     """
 
     measure: Evaluate

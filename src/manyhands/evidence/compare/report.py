@@ -85,7 +85,7 @@ def facts(comparison: Comparison) -> dict[str, Any]:
         "summary": _summary(comparison),
         "notes": notes(comparison),
         "columns": [column for column in table.columns(comparison) if column.label],
-        "looks": style.looks(comparison),
+        "styles": style.styles_of(comparison),
         "dashes": style.DASHES,
         "failed": lambda name: failed(comparison, name),
         "outcomes": table.OUTCOMES,

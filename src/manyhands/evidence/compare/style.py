@@ -40,7 +40,7 @@ BAND = 0.16  # opacity of what the repeats lie between
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class VariantStyle:
     """How a variant is drawn: the hue says which strategy, dash and symbol how many workers."""
 
     colour: str
@@ -54,7 +54,7 @@ class Look:
         return see_through(self.colour)
 
 
-def looks(comparison: Comparison) -> dict[str, Look]:
+def styles_of(comparison: Comparison) -> dict[str, VariantStyle]:
     """Of each variant, by name."""
     strategies = list(dict.fromkeys(one.strategy for one in comparison.variants if not one.solo))
     places = sorted({(one.workers, one.threads) for one in comparison.variants if not one.solo})
@@ -65,7 +65,7 @@ def looks(comparison: Comparison) -> dict[str, Look]:
             continue
         hue = strategies.index(one.strategy)
         turn = hue // len(HUES) * len(places) + places.index((one.workers, one.threads))
-        found[one.name] = Look(
+        found[one.name] = VariantStyle(
             colour=HUES[hue % len(HUES)][0], dash=list(DASHES)[turn % len(DASHES)], symbol=SYMBOLS[turn % len(SYMBOLS)]
         )
     return found
@@ -83,7 +83,7 @@ def see_through(colour: str) -> str:
     return f"rgba({red}, {green}, {blue}, {BAND})"
 
 
-def _solo(reference: bool) -> Look:
+def _solo(reference: bool) -> VariantStyle:
     if reference:
-        return Look(colour=INK[0], dash="solid", symbol="circle", width=3.0)
-    return Look(colour=INK[0], dash="dot", symbol="square", width=3.0)
+        return VariantStyle(colour=INK[0], dash="solid", symbol="circle", width=3.0)
+    return VariantStyle(colour=INK[0], dash="dot", symbol="square", width=3.0)
