@@ -6,8 +6,9 @@ import pytest
 import torch
 from served import hosting
 
+from manyhands.comm.checks import bits_of
 from manyhands.server.base import ServerSpec
-from manyhands.server.protocol import Kind, VectorPlace, about, bits_of
+from manyhands.server.protocol import Kind, VectorPlace, about
 from manyhands.transport.channel import Channel, ChannelClosed
 from manyhands.transport.frame import Frame, from_json, pack
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from manyhands.comm.checks import bits_bytes
-from manyhands.server.protocol import Kind, about, bits_of, dtype_of
+from manyhands.comm.checks import bits_bytes, bits_of
+from manyhands.server.protocol import Kind, about, dtype_of
 from manyhands.transport.frame import Frame, FrameError
 
 

@@ -14,9 +14,8 @@ from fuzzing import ODD_NUMBERS, Damage, bounded, json_bytes, survive
 from manyhands.errors import ManyhandsError, PeerLost
 from manyhands.server.base import ServerSpec
 from manyhands.server.client import ServedServer
-from manyhands.server.connection import Connection
 from manyhands.server.protocol import Kind, about
-from manyhands.server.shard import Shard
+from manyhands.server.shard import Connection, Shard
 from manyhands.transport.channel import Channel, ChannelClosed
 from manyhands.transport.frame import Frame, FrameError, pack
 

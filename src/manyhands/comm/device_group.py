@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -30,8 +31,7 @@ from manyhands.comm.checks import (
     signature,
     slice_of,
 )
-from manyhands.comm.group import Done, Group, MeanResult, Work
-from manyhands.comm.ledger import Ledger
+from manyhands.comm.group import Done, Group, Ledger, MeanResult, Work
 from manyhands.comm.reducing import added_up_as, shares_of
 from manyhands.comm.torch_group import count_ring, put_back, summed_as
 from manyhands.errors import PeerLost
@@ -45,6 +45,11 @@ def has_own_gpu(wanted: str, workers_here: int, gpus: int) -> bool:
     if wanted in ("auto", "cuda"):
         return 0 < workers_here <= gpus
     return wanted.startswith("cuda") and workers_here == 1
+
+
+def _of_host(name: str) -> Any:
+    """An attribute that is the host group's own."""
+    return property(attrgetter(f"_host.{name}"), lambda self, value: setattr(self._host, name, value))
 
 
 class DeviceGroup(FirstError, Group):
@@ -62,30 +67,9 @@ class DeviceGroup(FirstError, Group):
         self._timeout = timedelta(seconds=timeout_s)
         self.rank, self.size = host.rank, host.size
 
-    @property
-    def ledger(self) -> Ledger:
-        return self._host.ledger
-
-    @ledger.setter
-    def ledger(self, ledger: Ledger) -> None:
-        self._host.ledger = ledger
-
-    @property
-    def step(self) -> int:
-        return self._host.step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self._host.step = step
-
-    @property
-    def waited_s(self) -> float:
-        """Until all had arrived; the GPUs' own waiting is not seen here."""
-        return self._host.waited_s
-
-    @waited_s.setter
-    def waited_s(self, seconds: float) -> None:
-        self._host.waited_s = seconds
+    ledger: Ledger = _of_host("ledger")
+    step: int = _of_host("step")
+    waited_s: float = _of_host("waited_s")  # until all had arrived; the GPUs' own waiting is not seen here
 
     # -- on the device -----------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ group is unusable as well; `TorchGroup` and `ThreadGroup` do not compare calls.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,27 @@ from torch import Tensor
 from typing_extensions import override
 
 from manyhands.comm.checks import check_swap
-from manyhands.comm.ledger import Ledger
 from manyhands.errors import Unsupported
+
+
+class Ledger:
+    """Payload bytes and messages that one rank sent, by operation, headers apart. A message is one algorithm step, however many frames carry it."""
+
+    def __init__(self) -> None:
+        self._bytes: defaultdict[str, int] = defaultdict(int)
+        self._messages: defaultdict[str, int] = defaultdict(int)
+
+    def add(self, operation: str, bytes: int, messages: int = 1) -> None:
+        self._bytes[operation] += bytes
+        self._messages[operation] += messages
+
+    def as_dict(self) -> dict[str, dict[str, int]]:
+        """{operation: {"bytes", "messages"}}"""
+        return {name: {"bytes": self._bytes[name], "messages": self._messages[name]} for name in sorted(self._bytes)}
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self._bytes.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,7 @@ from manyhands.comm.checks import (
     json_bytes,
     slice_of,
 )
-from manyhands.comm.group import Group, MeanResult, Work
-from manyhands.comm.ledger import Ledger
+from manyhands.comm.group import Group, Ledger, MeanResult, Work
 from manyhands.comm.ring.group import RingGroup
 from manyhands.errors import BadInput, ManyhandsError, PeerLost, Unsupported
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.comm.checks import check_mean, check_sum, json_bytes
-from manyhands.comm.group import Done, Group, MeanResult, Work
-from manyhands.comm.ledger import Ledger
+from manyhands.comm.checks import check_mean, check_rank, check_sum, json_bytes
+from manyhands.comm.group import Done, Group, Ledger, MeanResult, Work
 from manyhands.errors import BadInput
 
 
@@ -47,7 +46,7 @@ class SoloGroup(Group):
 
     @override
     def broadcast_(self, tensor: Tensor, source: int) -> None:
-        self._refuse_peer(source)
+        check_rank(source, self.size, "source")
 
     @override
     def send(self, tensor: Tensor, target: int) -> None:
@@ -67,13 +66,9 @@ class SoloGroup(Group):
 
     @override
     def share(self, tensor: Tensor, owner: int) -> Tensor:
-        self._refuse_peer(owner)
+        check_rank(owner, self.size, "owner")
         return tensor
 
     @override
     def close(self) -> None:
         pass
-
-    def _refuse_peer(self, rank: int) -> None:
-        if rank != 0:
-            raise BadInput(f"no rank {rank} in a group of one worker: its only rank is 0")

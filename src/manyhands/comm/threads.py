@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.comm.group import Done, Group, MeanResult, Work
-from manyhands.comm.ledger import Ledger
+from manyhands.comm.group import Done, Group, Ledger, MeanResult, Work
 
 DEADLINE_S = 20.0
 

@@ -30,8 +30,7 @@ from manyhands.comm.checks import (
     restore,
     slice_of,
 )
-from manyhands.comm.group import Group, MeanResult, Work
-from manyhands.comm.ledger import Ledger
+from manyhands.comm.group import Group, Ledger, MeanResult, Work
 from manyhands.errors import BadInput, PeerLost
 
 _INLINE = 112  # bytes of bits beside a weight; more take an exchange of their own

@@ -10,8 +10,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 from typing_extensions import override
 
-from manyhands.comm.group import Group
-from manyhands.comm.ledger import Ledger
+from manyhands.comm.group import Group, Ledger
 from manyhands.data.leases import End, Lease, Segment
 from manyhands.engines.base import Engine, LaunchSpec
 from manyhands.engines.driver.run_monitor import USER

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from manyhands.comm.group import Group
-from manyhands.comm.ledger import Ledger
+from manyhands.comm.group import Group, Ledger
 from manyhands.errors import ManyhandsError
 from manyhands.rank_files import settling
 from manyhands.rank_files.folder import CollectiveCounts, Folder, as_given

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands.comm.ledger import Ledger
+from manyhands.comm.group import Ledger
 
 
 @dataclass(frozen=True, kw_only=True)

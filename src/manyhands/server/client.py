@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from manyhands.comm.checks import FirstError, bits_bytes, bits_of, check_mean, slice_of
-from manyhands.comm.ledger import Ledger
+from manyhands.comm.group import Ledger
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.server.base import Encoded, Pushed, Server, ServerSpec, ServerState
 from manyhands.server.line import Line

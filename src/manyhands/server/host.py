@@ -16,8 +16,7 @@ from typing import Any
 
 from manyhands.errors import ManyhandsError
 from manyhands.server.base import ServerSpec
-from manyhands.server.connection import Connection
-from manyhands.server.shard import Shard
+from manyhands.server.shard import Connection, Shard
 from manyhands.transport.channel import Channel, ChannelClosed, ChannelTimeout
 from manyhands.transport.frame import FrameError
 from manyhands.transport.listener import Listener

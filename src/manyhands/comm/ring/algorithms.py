@@ -53,9 +53,13 @@ class Exchange(ABC):
     def finish(self, shares: Shares) -> None:
         """Replace the tensor; return when it may be touched again."""
 
-    @abstractmethod
     def skip(self) -> None:
         """Take what travelled in vain; the tensor stays as it was."""
+        self.messages = 1
+        for peer, span in self.transfer.first_in.items():
+            for chunk in self.transfer.chunks(span):
+                self.transfer.take_aside(peer, chunk)
+        self.links.flush()
 
     def lost_in(self, chunk: Span) -> Tensor | None:
         return None if self.lost is None else self.lost[slice(*chunk)]
@@ -97,12 +101,6 @@ class Swap(Exchange):
         if self.rank and self.lost is not None:  # both computed the same, and one keeps it
             self.lost.zero_()
 
-    @override
-    def skip(self) -> None:
-        for chunk in self.transfer.chunks((0, self.transfer.n)):
-            self.transfer.take_aside(1 - self.rank, chunk)
-        self.links.flush()
-
 
 class Direct(Exchange):
     """To the owner of each piece and back."""
@@ -129,13 +127,6 @@ class Direct(Exchange):
                 self.transfer.take(peer, chunk)
         self.links.flush()
 
-    @override
-    def skip(self) -> None:
-        self.messages = 1
-        for chunk in self.transfer.chunks(self._mine):
-            self.transfer.take_from_all(chunk, self.flat)
-        self.links.flush()
-
 
 class Ring(Exchange):
     """Round the ring: at step k of the first half, a rank adds to piece rank-k-1, and passes it on."""
@@ -160,13 +151,6 @@ class Ring(Exchange):
                 self.transfer.take(self._left, chunk)
                 if step < self.size - 2:
                     self._pass_on(chunk)
-        self.links.flush()
-
-    @override
-    def skip(self) -> None:
-        self.messages = 1
-        for chunk in self.transfer.chunks(self.piece(self._left)):
-            self.transfer.take_aside(self._left, chunk)
         self.links.flush()
 
     def _pass_on(self, chunk: Span) -> None:

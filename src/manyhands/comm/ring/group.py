@@ -35,8 +35,7 @@ from manyhands.comm.checks import (
     signature,
     slice_of,
 )
-from manyhands.comm.group import Group, MeanResult, Work
-from manyhands.comm.ledger import Ledger
+from manyhands.comm.group import Group, Ledger, MeanResult, Work
 from manyhands.comm.reducing import shares_of
 from manyhands.comm.ring.algorithms import DIRECT_BYTES, Exchange, Shares, add_up, exchange_of
 from manyhands.comm.ring.link import ARRIVE, SEND, Link

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from manyhands.comm.ledger import Ledger
+from manyhands.comm.group import Ledger
 from manyhands.comm.ring.link import CHUNK
 from manyhands.comm.ring.links import Links
 from manyhands.errors import ManyhandsError

@@ -31,8 +31,7 @@ from manyhands.comm.checks import (
     signature,
     slice_of,
 )
-from manyhands.comm.group import Group, MeanResult, Work
-from manyhands.comm.ledger import Ledger
+from manyhands.comm.group import Group, Ledger, MeanResult, Work
 from manyhands.comm.reducing import reduce_everywhere, shares_of, sum_of
 from manyhands.comm.shared_memory.collectives import CollectiveRounds, Mailbox, Operation, Places
 from manyhands.comm.shared_memory.memory import Arena, SharedMemory

@@ -23,8 +23,7 @@ from manyhands.comm.checks import (
     signature,
     slice_of,
 )
-from manyhands.comm.group import Group, MeanResult, Work
-from manyhands.comm.ledger import Ledger
+from manyhands.comm.group import Group, Ledger, MeanResult, Work
 from manyhands.comm.reducing import CHUNK, reduce_everywhere, shares_of, sum_of
 from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.costs import Cost

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from manyhands.comm.checks import describe, different_operations, itemsize, other_message
-from manyhands.comm.ledger import Ledger
+from manyhands.comm.group import Ledger
 from manyhands.engines.sim.costs import Cost, Costs
 from manyhands.engines.sim.network import NetworkState
 from manyhands.engines.sim.timeline import Future, Killed, Timeline

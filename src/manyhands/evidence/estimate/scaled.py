@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from manyhands.comm.ledger import Ledger
+from manyhands.comm.group import Ledger
 from manyhands.engines.base import MOST_SECONDS, LaunchSpec, Observer
 from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.costs import Cost, Costs

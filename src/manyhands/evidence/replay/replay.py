@@ -21,8 +21,7 @@ from manyhands.engines.sim.group import SimGroup, SimRendezvous
 from manyhands.engines.sim.network import NetworkState, SimNetworkSpec
 from manyhands.engines.sim.timeline import Deadlock, SimProgram, Timeline
 from manyhands.errors import BadInput, Unsupported
-from manyhands.evidence.replay.journal import ReplayClient, ReplayJournal
-from manyhands.evidence.replay.server import ReplayServer, Stores
+from manyhands.evidence.replay.server import ReplayClient, ReplayJournal, ReplayServer, Stores
 from manyhands.recording import event_log
 from manyhands.recording.run import environment
 from manyhands.server.sharding import make_stores

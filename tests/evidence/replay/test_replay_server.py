@@ -6,7 +6,7 @@ from typing import Any
 
 from manyhands.data.leases import End, Lease, Segment
 from manyhands.events import Event
-from manyhands.evidence.replay.journal import ReplayJournal
+from manyhands.evidence.replay.server import ReplayJournal
 
 
 def step(rank: int, **values: Any) -> Event:
