@@ -361,26 +361,26 @@ def test_who_does_not_belong_is_refused_and_the_others_come(hello):
 def test_it_goes_on_while_it_finds():
     spinning = Spinning(100)
     for _ in range(10):
-        assert spinning.looks() == 100
+        assert spinning.attempts() == 100
         spinning.slept(1e-4)
         spinning.slept(1e-4)
-        assert spinning.looks() == 100
+        assert spinning.attempts() == 100
         spinning.found()
 
 
 def test_three_short_sleeps_in_a_row_make_it_pause_for_a_while():
     spinning = Spinning(100)
     for _ in range(3):
-        assert spinning.looks() == 100
+        assert spinning.attempts() == 100
         spinning.slept(1e-4)
     for _ in range(64):
-        assert spinning.looks() == 1
+        assert spinning.attempts() == 1
         spinning.slept(1e-4)
-    assert spinning.looks() == 100
+    assert spinning.attempts() == 100
 
 
 def test_late_peers_do_not_count():
     spinning = Spinning(100)
     for _ in range(100):
         spinning.slept(0.5)
-    assert spinning.looks() == 100
+    assert spinning.attempts() == 100

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import manyhands as mh
-from manyhands.evidence.compare.final_evaluation import CLASSES, NUMBERS, OUTPUTS, Predictions, look
+from manyhands.evidence.compare.final_evaluation import CLASSES, NUMBERS, OUTPUTS, Predictions, evaluate_final
 
 CPU = torch.device("cpu")
 
@@ -41,26 +41,26 @@ def classes(rows: int, right: int) -> tuple[Tensor, Tensor]:
 
 def test_metrics_and_classes_of_all_rows_in_their_order() -> None:
     data = classes(600, 450)
-    looked = look(task(train_data=data), Fixed(), data, CPU)
-    assert looked.metrics["accuracy"] == pytest.approx(0.75)
-    assert looked.predictions is not None
-    assert looked.predictions.of == CLASSES
-    assert torch.equal(looked.predictions.values, data[0].argmax(1))
+    final = evaluate_final(task(train_data=data), Fixed(), data, CPU)
+    assert final.metrics["accuracy"] == pytest.approx(0.75)
+    assert final.predictions is not None
+    assert final.predictions.of == CLASSES
+    assert torch.equal(final.predictions.values, data[0].argmax(1))
 
 
 def test_so_many_rows_and_no_more() -> None:
     model = Fixed().train()
     data = classes(2000, 256)
-    looked = look(task(train_data=data), model, data, CPU, rows=257)
+    final = evaluate_final(task(train_data=data), model, data, CPU, rows=257)
     assert model.rows == 512  # whole batches of 256
-    assert looked.metrics["accuracy"] == pytest.approx(0.5)
+    assert final.metrics["accuracy"] == pytest.approx(0.5)
     assert not model.training
 
 
 def test_a_shuffling_loader_gives_the_same_rows_each_time_and_leaves_the_random_state_alone() -> None:
     data = DataLoader(TensorDataset(*classes(100, 50)), batch_size=10, shuffle=True)
     before = torch.get_rng_state()
-    first, second = (look(task(train_data=data), Fixed(), data, CPU, rows=30) for _ in range(2))
+    first, second = (evaluate_final(task(train_data=data), Fixed(), data, CPU, rows=30) for _ in range(2))
     assert first.predictions is not None
     assert second.predictions is not None
     assert torch.equal(first.predictions.values, second.predictions.values)
@@ -74,13 +74,13 @@ def test_classes_are_found_on_whichever_axis_they_are() -> None:
         return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
     own = task(train_data=positions).with_fields(loss=loss, evaluate=None)
-    looked = look(own, Fixed(), positions, CPU)
-    assert looked.predictions is not None
-    assert torch.equal(looked.predictions.values, positions[0].argmax(2).reshape(-1))
+    final = evaluate_final(own, Fixed(), positions, CPU)
+    assert final.predictions is not None
+    assert torch.equal(final.predictions.values, positions[0].argmax(2).reshape(-1))
     maps = torch.randn(4, 3, 2, 2), torch.randint(3, (4, 2, 2))  # a segmentation: [rows, classes, height, width]
-    looked = look(task(train_data=maps), Fixed(), maps, CPU)
-    assert looked.predictions is not None
-    assert torch.equal(looked.predictions.values, maps[0].argmax(1).reshape(-1))
+    final = evaluate_final(task(train_data=maps), Fixed(), maps, CPU)
+    assert final.predictions is not None
+    assert torch.equal(final.predictions.values, maps[0].argmax(1).reshape(-1))
 
 
 class Many(Fixed):
@@ -97,11 +97,11 @@ def squares(model: nn.Module, batch: Any) -> Tensor:
 def test_outputs_that_are_no_classes_are_kept_as_they_are() -> None:
     data = {"x": torch.randn(10, 2), "y": torch.randn(10, 2)}
     own = task(train_data=data).with_fields(model=Many, loss=squares, evaluate=None)
-    looked = look(own, Many(), data, CPU)
-    assert looked.predictions is not None
-    assert looked.predictions.of == OUTPUTS
-    assert torch.equal(looked.predictions.values, data["x"].reshape(-1))
-    assert list(looked.metrics) == ["loss"]
+    final = evaluate_final(own, Many(), data, CPU)
+    assert final.predictions is not None
+    assert final.predictions.of == OUTPUTS
+    assert torch.equal(final.predictions.values, data["x"].reshape(-1))
+    assert list(final.metrics) == ["loss"]
 
 
 def test_one_number_a_row_is_no_class() -> None:
@@ -109,10 +109,10 @@ def test_one_number_a_row_is_no_class() -> None:
     own = task(train_data=data, criterion=nn.PoissonNLLLoss()).with_fields(
         loss=lambda model, batch: (model(batch[0])[:, 0] - batch[1]).square().mean(), evaluate=None
     )
-    looked = look(own, Fixed(), data, CPU)
-    assert looked.predictions is not None
-    assert looked.predictions.of == OUTPUTS
-    assert torch.equal(looked.predictions.values, data[0].reshape(-1))
+    final = evaluate_final(own, Fixed(), data, CPU)
+    assert final.predictions is not None
+    assert final.predictions.of == OUTPUTS
+    assert torch.equal(final.predictions.values, data[0].reshape(-1))
 
 
 def test_a_model_whose_outputs_have_no_rows_predicts_nothing() -> None:
@@ -121,7 +121,7 @@ def test_a_model_whose_outputs_have_no_rows_predicts_nothing() -> None:
             return super().forward(x).mean()
 
     own = task(train_data=torch.randn(10, 2)).with_fields(loss=lambda model, batch: model(batch), evaluate=None)
-    assert look(own, Whole(), torch.randn(10, 2), CPU).predictions is None
+    assert evaluate_final(own, Whole(), torch.randn(10, 2), CPU).predictions is None
 
 
 def test_so_many_numbers_are_kept_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,9 +129,9 @@ def test_so_many_numbers_are_kept_and_no_more(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("manyhands.evidence.compare.final_evaluation.NUMBERS", 700)
     model, data = Fixed(), (torch.randn(2000, 1), torch.zeros(2000, 1))
     own = task(train_data=data, criterion=nn.functional.mse_loss)
-    looked = look(own, model, data, CPU)
-    assert looked.predictions is not None
-    assert torch.equal(looked.predictions.values, data[0][:700, 0])
+    final = evaluate_final(own, model, data, CPU)
+    assert final.predictions is not None
+    assert torch.equal(final.predictions.values, data[0][:700, 0])
     assert model.rows == 2000
     assert not model._forward_hooks
 

@@ -21,7 +21,7 @@ Read = Callable[[Comparison], str]
 
 @dataclass(frozen=True, kw_only=True)
 class LegendEntry:
-    """Of a legend: what stands beside a line's look."""
+    """An entry of a legend: a line's style and its name."""
 
     name: str
     variant_style: style.VariantStyle

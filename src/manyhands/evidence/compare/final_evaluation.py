@@ -47,7 +47,7 @@ class Predictions:
 
 
 @dataclass(frozen=True)
-class Looked:
+class FinalEvaluation:
     """At one model and some rows."""
 
     metrics: dict[str, float]
@@ -55,7 +55,7 @@ class Looked:
     """None where the task's `evaluate` never calls the model for a tensor with a row for each of the batch's."""
 
 
-def look(task: Task, model: nn.Module, data: Any, device: torch.device, rows: int = ROWS) -> Looked:
+def evaluate_final(task: Task, model: nn.Module, data: Any, device: torch.device, rows: int = ROWS) -> FinalEvaluation:
     """Metrics over the first batches with `rows` rows, in the data's own order (a shuffling DataLoader's: that of seed
     0), and the predictions of the first NUMBERS numbers.
 
@@ -68,7 +68,7 @@ def look(task: Task, model: nn.Module, data: Any, device: torch.device, rows: in
         rng.seed_all(0)
         watched = task.with_fields(evaluate=watch)
         metrics = evaluation.evaluate(watched, model.to(device).eval(), feed, SoloGroup(), lambda batch: None)
-    return Looked(metrics, watch.predictions())
+    return FinalEvaluation(metrics, watch.predictions())
 
 
 class FirstRows(Source):

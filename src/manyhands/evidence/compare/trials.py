@@ -20,7 +20,7 @@ from manyhands.events import Event
 from manyhands.evidence.advise.measured import TASK_FACTS
 from manyhands.evidence.compare import measures, metric
 from manyhands.evidence.compare.comparison import Target, Trial, Variant
-from manyhands.evidence.compare.final_evaluation import ROWS, Predictions, look
+from manyhands.evidence.compare.final_evaluation import ROWS, Predictions, evaluate_final
 from manyhands.evidence.compare.probe import Sketch, probed, taken
 from manyhands.recording.run import Run
 from manyhands.replica.layout import Layout
@@ -121,9 +121,9 @@ def warm_up(setting: TrialSetup, entry: TrialEntry, engine: Engine) -> Known:
     listener = ValidationListener(setting.on_test, stop_after=WARM_TICKS)
     task = setting.trained(setting.task.seed)
     run = setting.train(task, entry, engine, listener)
-    looked = look(setting.task, run.model, setting.task.train_data, _device(run), rows=1)
+    final = evaluate_final(setting.task, run.model, setting.task.train_data, _device(run), rows=1)
     return Known(
-        names=[*listener.metrics, *(metric.TRAIN + name for name in looked.metrics)],
+        names=[*listener.metrics, *(metric.TRAIN + name for name in final.metrics)],
         ticks_per_epoch=run.info["ticks_per_epoch"],
         parameters=run.info["parameters"],
         shapes=tuple(tuple(one.shape) for one in run.model.parameters() if one.requires_grad),
@@ -174,8 +174,8 @@ def _finished(
 ) -> FinishedTrial:
     device = _device(run)
     rows = min(ROWS, run.rows["total"])  # a short trial is not to be outlasted by what looks at it
-    train = look(setting.task, run.model, setting.task.train_data, device, rows)
-    seen = train if setting.validated is None else look(setting.task, run.model, setting.validated, device)
+    train = evaluate_final(setting.task, run.model, setting.task.train_data, device, rows)
+    seen = train if setting.validated is None else evaluate_final(setting.task, run.model, setting.validated, device)
     curve = measures.curve(run.history, ((tick, metrics) for tick, metrics, _ in listener.validations))
     target_s, target_rows = (None if target is None else measures.reached(curve, target)) or (None, None)
     at = measures.until(run.history)
