@@ -23,7 +23,7 @@ import machine
 from manyhands.data.sources import open_source
 from manyhands.engines.local.engine import Local
 from manyhands.evidence.calibrate.calibrate import STRATEGIES, calibrated
-from manyhands.evidence.calibrate.observe import WARM, ObservedOn, train_before
+from manyhands.evidence.calibrate.observe import WARM, RunSetup, train_observed
 from manyhands.evidence.calibrate.report import text
 from manyhands.evidence.estimate.estimate import Estimate, estimate
 from manyhands.evidence.estimate.shape import reading_plan
@@ -50,7 +50,7 @@ def main() -> None:
     with Local() as engine:
         found = calibrated(task, workers=args.workers, engine=engine)
         print(text(found, args.task, Path("-")), flush=True)
-        measured = measure(ObservedOn(engine=engine, workers=args.workers), task, chosen, args.repeats, args.steps)
+        measured = measure(RunSetup(engine=engine, workers=args.workers), task, chosen, args.repeats, args.steps)
     predicted = estimate(task, profile=found.profile, workers=[args.workers], strategies=chosen)
     rows = [row(one, measured[one.strategy]) for one in predicted.estimates]
     print(f"\n{table(rows)}\n")
@@ -62,7 +62,7 @@ def main() -> None:
         args.json.write_text(json.dumps({"machine": facts, "task": args.task, "rows": rows}, indent=2))
 
 
-def measure(place: ObservedOn, task: Task, strategies: list[str], repeats: int, least: int) -> dict[str, list[float]]:
+def measure(place: RunSetup, task: Task, strategies: list[str], repeats: int, least: int) -> dict[str, list[float]]:
     """{strategy: seconds a step of each run}"""
     ticks = reading_plan(task, open_source(task.train_data), place.workers).ticks
     steps = least if ticks is None or ticks > least else -(-least // ticks) * ticks
@@ -71,7 +71,7 @@ def measure(place: ObservedOn, task: Task, strategies: list[str], repeats: int, 
     for _ in range(repeats):
         for strategy in order.sample(strategies, len(strategies)):
             observer = SteadyObserver(place.workers, ticks, steps)
-            train_before(observer, place, task, strategy_of(strategy), WARM + steps + (ticks or 0))
+            train_observed(observer, place, task, strategy_of(strategy), WARM + steps + (ticks or 0))
             seen = observer.measured()
             assert seen is not None, f"{strategy}: no whole block in {steps} steps, give more --steps"
             found[strategy].append(seen.step_s)

@@ -10,8 +10,10 @@ from manyhands.evidence.calibrate.calibrate import Calibration, Prediction
 from manyhands.evidence.calibrate.coding import CodecTimes
 from manyhands.evidence.calibrate.fit import Terms
 from manyhands.evidence.calibrate.measure import bandwidth_of
+from manyhands.evidence.text_table import text_table
 from manyhands.units import duration, short
 
+WIDTH = 120
 GOOD = 0.15
 """The text points out predictions with a larger error."""
 
@@ -54,22 +56,26 @@ def _coded(codecs: Sequence[CodecTimes]) -> list[str]:
     """Times for the task's own vector. In the simulator each received payload is decoded."""
     if not codecs:
         return []
-    width = max(len("codec"), *(len(one.codec) for one in codecs))
-    lines = [f"{'codec':<{width}}  {'bytes':>12}  ms to encode  ms to decode one payload"]
-    for one in codecs:
-        encode, decode = short(1e3 * one.encode_s), short(1e3 * one.decode_s)
-        lines.append(f"{one.codec:<{width}}  {one.nbytes:>12,}  {encode:>12}  {decode:>24}")
-    return lines
+    table = {
+        "codec": [one.codec for one in codecs],
+        "bytes": [f"{one.nbytes:,}" for one in codecs],
+        "ms to encode": [short(1e3 * one.encode_s) for one in codecs],
+        "ms to decode one payload": [short(1e3 * one.decode_s) for one in codecs],
+    }
+    return [text_table(table, WIDTH)]
 
 
 def _predicted(predictions: Sequence[Prediction]) -> list[str]:
     if not predictions:
         return ["No strategy was compared."]
-    width = max(len("strategy"), *(len(one.strategy) for one in predictions))
-    lines = [f"{'strategy':<{width}}  real ms a step  in the slowest run  simulated ms  error"]
-    for one in predictions:
-        real, slowest, simulated = (f"{1e3 * seconds:.2f}" for seconds in (one.real_s, one.slowest_s, one.simulated_s))
-        lines.append(f"{one.strategy:<{width}}  {real:>14}  {slowest:>18}  {simulated:>12}  {one.error:+.1%}")
+    table = {
+        "strategy": [one.strategy for one in predictions],
+        "real ms a step": [f"{1e3 * one.real_s:.2f}" for one in predictions],
+        "in the slowest run": [f"{1e3 * one.slowest_s:.2f}" for one in predictions],
+        "simulated ms": [f"{1e3 * one.simulated_s:.2f}" for one in predictions],
+        "error": [f"{one.error:+.1%}" for one in predictions],
+    }
+    lines = [text_table(table, WIDTH)]
     if any(abs(one.error) > GOOD or one.slowest_s > (1 + GOOD) * one.real_s for one in predictions):
         lines.append(
             f"Errors above {GOOD:.0%}, or runs that differ by more, mostly mean that the machine had other work to do: "

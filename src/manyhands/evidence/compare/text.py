@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import textwrap
 from collections.abc import Sequence
-
-from rich.console import Console
-from rich.table import Table
 
 from manyhands import units
 from manyhands.evidence.compare.comparison import Comparison
 from manyhands.evidence.compare.table import COST, NOTHING, TableCell, TableColumn, columns
+from manyhands.evidence.text_table import text_table
 
 WIDTH, NARROWEST = 120, 80
 SIGNS = {"": "", "better": " +", "worse": " -", "same": " =", "unclear": " ~"}
@@ -60,22 +57,13 @@ def _drawn(comparison: Comparison, found: Sequence[TableColumn], width: int) -> 
 
     The names are folded where even the columns that must stay are too wide.
     """
-    names = [variant.name for variant in comparison.variants]
+    names = [one.name if comparison.of(one.name) else f"{one.name} failed" for one in comparison.variants]
     cells = {column: _cells(comparison, column) for column in found}
     widths = {column: max(map(len, [*column.terminal.split("\n"), *cells[column]])) for column in found}
     room = width - max(map(len, names)) - _GAP
     while sum(widths[column] + _GAP for column in cells) > room and any(column.spare for column in cells):
         del cells[max(cells, key=lambda column: column.spare)]
-    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="")
-    table.add_column("variant", overflow="fold")
-    for column in cells:
-        table.add_column(column.terminal, justify="right", no_wrap=True)
-    for name, *row in zip(names, *cells.values(), strict=True):
-        table.add_row(name, *(row if comparison.of(name) else ["failed"]))
-    console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False, markup=False)
-    with console.capture() as captured:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n"))
+    return text_table({"variant": names} | {column.terminal: cells[column] for column in cells}, width)
 
 
 def _cells(comparison: Comparison, column: TableColumn) -> list[str]:

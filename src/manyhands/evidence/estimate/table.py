@@ -3,47 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from io import StringIO
-
-from rich.console import Console
-from rich.table import Table
 
 from manyhands import units
 from manyhands.engines.sim.profile import Profile
 from manyhands.evidence.estimate.bars import FLOOR
 from manyhands.evidence.estimate.estimate import Estimate, Estimates, Span
+from manyhands.evidence.text_table import text_table
 
 WIDTH = 160  # a narrower terminal breaks the lines
-_COLUMNS = (
-    "strategy",
-    "a step",
-    "rows/s",
-    "speed-up",
-    "efficiency",
-    "training",
-    "sent a step",
-    "in all",
-    "compute",
-    "exchange",
-    "wait",
-    "stale",
-)
 _NOT_TRIED = "*"
 
 
 def text(found: Estimates) -> str:
     """A block of plain text."""
-    console = Console(file=StringIO(), width=WIDTH, color_system=None, highlight=False, markup=False)
-    for line in _head(found):
-        console.print(line, soft_wrap=True)
+    lines = _head(found)
     for workers in dict.fromkeys(one.workers for one in found.estimates):
-        console.print()
-        _print(console, workers, [one for one in found.estimates if one.workers == workers])
-    console.print()
-    for line in _foot(found):
-        console.print(line, soft_wrap=True)
-    assert isinstance(console.file, StringIO)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+        lines += ["", *_table(workers, [one for one in found.estimates if one.workers == workers])]
+    return "\n".join([*lines, "", *_foot(found)])
 
 
 def _head(found: Estimates) -> list[str]:
@@ -55,42 +31,40 @@ def _head(found: Estimates) -> list[str]:
     ]
 
 
-def _print(console: Console, workers: int, estimates: list[Estimate]) -> None:
-    predicted = [one for one in estimates if not one.refused]
-    sizes = {one.batch_size for one in predicted}
-    of = f", {sizes.pop():,} rows a step" if len(sizes) == 1 else ""
-    console.print(units.count(workers, "worker") + of, soft_wrap=True)
-    if predicted:
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for name in _COLUMNS:
-            table.add_column(name, justify="left" if name in ("strategy", "training") else "right", no_wrap=True)
-        for one in predicted:
-            table.add_row(*_cells(one))
-        console.print(table)
+def _table(workers: int, estimates: list[Estimate]) -> list[str]:
+    rows = [_cells(one) for one in estimates if not one.refused]
+    sizes = {one.batch_size for one in estimates if not one.refused}
+    lines = [units.count(workers, "worker") + (f", {sizes.pop():,} rows a step" if len(sizes) == 1 else "")]
+    if rows:
+        lines.append(text_table({name: [row[name] for row in rows] for name in rows[0]}, WIDTH))
     notes: dict[str, list[str]] = {}
     for one in estimates:
         for line in [one.refused] if one.refused else one.notes:
             notes.setdefault(line, []).append(one.strategy)
     for line, strategies in notes.items():
         whose = "all" if len(strategies) == len(estimates) > 1 else ", ".join(strategies)
-        console.print(f"  {whose}: {line}", soft_wrap=True)
+        lines.append(f"  {whose}: {line}")
+    return lines
 
 
-def _cells(one: Estimate) -> list[str]:
+def _cells(one: Estimate) -> dict[str, str]:
+    """{title: text}"""
     assert one.step is not None
     mark = _NOT_TRIED if one.bars is not None and not one.bars.tried else ""
-    return [
-        f"{one.strategy}{mark}",
-        units.duration(one.step.seconds),
-        _or_dash(one.rows_per_s, units.short),
-        _or_dash(one.speed_up, units.short),
-        _or_dash(one.efficiency, _percent),
-        "-" if one.training is None else _span(one.training),
-        _or_dash(one.bytes_per_step, units.size),
-        _or_dash(one.bytes_in_training, units.size),
-        *(_or_dash(share, _percent) for share in (one.compute, one.exchange, one.wait)),
-        _or_dash(one.staleness, units.number),
-    ]
+    return {
+        "strategy": f"{one.strategy}{mark}",
+        "a step": units.duration(one.step.seconds),
+        "rows/s": _or_dash(one.rows_per_s, units.short),
+        "speed-up": _or_dash(one.speed_up, units.short),
+        "efficiency": _or_dash(one.efficiency, units.percent),
+        "training": "-" if one.training is None else _span(one.training),
+        "sent a step": _or_dash(one.bytes_per_step, units.size),
+        "in all": _or_dash(one.bytes_in_training, units.size),
+        "compute": _or_dash(one.compute, units.percent),
+        "exchange": _or_dash(one.exchange, units.percent),
+        "wait": _or_dash(one.wait, units.percent),
+        "stale": _or_dash(one.staleness, units.number),
+    }
 
 
 def _foot(found: Estimates) -> list[str]:
@@ -127,7 +101,3 @@ def _span(span: Span) -> str:
     if span.low is None or span.high is None:
         return units.duration(span.seconds)
     return f"{units.duration(span.seconds)} ({units.duration(span.low)} to {units.duration(span.high)})"
-
-
-def _percent(share: float) -> str:
-    return f"{share:.0%}" if share >= 0.095 or share == 0 else f"{share:.1%}"
