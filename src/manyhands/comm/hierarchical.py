@@ -163,7 +163,7 @@ class HierarchicalGroup(FirstError, Group):
         check_peer(target, self.rank, self.size, "target")
         self._begin()
         group, peer = self._way_to(target)
-        self._point_to_point(group, lambda: group.send(tensor, peer))
+        self._phase(group, lambda: group.send(tensor, peer))
         self.ledger.add("send", tensor.nbytes)
 
     @override
@@ -171,7 +171,7 @@ class HierarchicalGroup(FirstError, Group):
         check_peer(source, self.rank, self.size, "source")
         self._begin()
         group, peer = self._way_to(source)
-        self._point_to_point(group, lambda: group.receive_(tensor, peer))
+        self._phase(group, lambda: group.receive_(tensor, peer))
 
     @override
     def swap(self, tensor: Tensor, target: int, into: Tensor, source: int) -> None:
@@ -182,7 +182,7 @@ class HierarchicalGroup(FirstError, Group):
             return
         check_swap(tensor, target, into, source, self.rank, self.size)
         self._begin()
-        self._point_to_point(direct, lambda: direct.swap(tensor, target, into, source))
+        self._phase(direct, lambda: direct.swap(tensor, target, into, source))
         self.ledger.add("send", tensor.nbytes)
 
     @override
@@ -273,15 +273,20 @@ class HierarchicalGroup(FirstError, Group):
         self._background.drain()
         self.check()
 
-    def _here(self, action: Callable[[], T], count_waiting: bool = False) -> T:
-        """A phase among the workers of this host."""
-        self.local.step, waited = self.step, self.local.waited_s
+    def _phase(self, group: Group, action: Callable[[], T]) -> T:
+        """A part of an operation in one of the groups; after its error this group is unusable."""
+        group.step = self.step
         try:
-            value = action()
+            return action()
         except BadInput:
             raise
         except ManyhandsError as error:
-            raise self.fail(self._named(error)) from error
+            raise self.fail(self._named(error) if group is self.local else error) from error
+
+    def _here(self, action: Callable[[], T], count_waiting: bool = False) -> T:
+        """A phase among the workers of this host."""
+        waited = self.local.waited_s
+        value = self._phase(self.local, action)
         if count_waiting and self._at_home():
             self.waited_s += self.local.waited_s - waited
         return value
@@ -317,18 +322,6 @@ class HierarchicalGroup(FirstError, Group):
             raise self.fail(lost)
         if fields is not None:
             raise self.fail(_error_of(fields, self.step))
-
-    def _point_to_point(self, group: Group, action: Callable[[], None]) -> None:
-        if group is self.local:
-            self._here(action)
-            return
-        group.step = self.step
-        try:
-            action()
-        except BadInput:
-            raise
-        except ManyhandsError as error:
-            raise self.fail(error) from error
 
     @override
     def _failed(self, error: ManyhandsError) -> None:

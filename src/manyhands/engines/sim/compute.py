@@ -149,7 +149,8 @@ def _draw(jitter: str) -> Callable[[random.Random], float] | None:
         case "exponential" if not colon:
             return lambda generator: generator.expovariate(1.0)
         case "lognormal":
-            return _lognormal(_number(jitter, text))
+            sigma = _number(jitter, text)
+            return lambda generator: math.exp(sigma * generator.gauss() - sigma * sigma / 2)
         case "uniform":
             return _uniform(_number(jitter, text))
         case "quantiles":
@@ -165,10 +166,6 @@ def _number(jitter: str, text: str) -> float:
     if not 0 <= value < math.inf:
         raise BadInput(f"compute: jitter is one of {_JITTERS}, with numbers of at least 0; got {jitter!r}")
     return value
-
-
-def _lognormal(sigma: float) -> Callable[[random.Random], float]:
-    return lambda generator: math.exp(sigma * generator.gauss() - sigma * sigma / 2)
 
 
 def _uniform(share: float) -> Callable[[random.Random], float]:

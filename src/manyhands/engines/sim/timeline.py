@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from greenlet import getcurrent, greenlet
@@ -28,17 +29,15 @@ class Killed(BaseException):
     """Raised inside a program that is killed: it ends there, and is not an error of the program's."""
 
 
+@dataclass(slots=True, eq=False)
 class Future(Generic[T]):
     """A value to come. One program may wait for it; whoever has the value sets it, once."""
 
-    __slots__ = ("_program", "error", "is_set", "timeline", "value")
-
-    def __init__(self, timeline: Timeline) -> None:
-        self.timeline = timeline
-        self.is_set = False
-        self.value: T | None = None
-        self.error: BaseException | None = None
-        self._program: SimProgram | None = None  # that waits for it
+    timeline: Timeline
+    is_set: bool = False
+    value: T | None = None
+    error: BaseException | None = None
+    _program: SimProgram | None = None  # that waits for it
 
     def set(self, value: T) -> None:
         """The value is here: who waits goes on, at this time. Later ones are ignored."""
@@ -57,13 +56,11 @@ class Future(Generic[T]):
             self.timeline.at(self.timeline.now, self._program.resume)
 
 
+@dataclass(slots=True, eq=False)
 class Due:
     """Something that will happen; `cancel` it and it will not."""
 
-    __slots__ = ("action",)
-
-    def __init__(self, action: Callable[[], None]) -> None:
-        self.action: Callable[[], None] | None = action
+    action: Callable[[], None] | None
 
     def cancel(self) -> None:
         """Idempotent."""
@@ -175,7 +172,9 @@ class Timeline:
         """Run all programs to their end. Raises Deadlock, and what `on_end` raises; other programs are then killed."""
         self._outside = capture()
         try:
-            self._run()
+            while self.left:
+                if not self.advance():
+                    raise Deadlock(self._who_waits())
         finally:
             self.on_end = lambda program: None
             try:
@@ -183,11 +182,6 @@ class Timeline:
                     program.throw()
             finally:  # whatever interrupts that
                 restore(self._outside)
-
-    def _run(self) -> None:
-        while self.left:
-            if not self.advance():
-                raise Deadlock(self._who_waits())
 
     def advance(self) -> bool:
         """Let happen what is due next; whether anything was. What was cancelled takes no time."""
