@@ -7,7 +7,6 @@ import math
 import os
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
@@ -47,7 +46,7 @@ class Progress(Callback):
         self._log = log
         self._console = console
         self._clock = clock
-        self._display: _Display | None = None
+        self._display: _Terminal | _Notebook | None = None
         self._rate = StepRate()
         self._drawn_s = -math.inf
         self._metrics: dict[str, float] = {}
@@ -58,7 +57,11 @@ class Progress(Callback):
         began_s = event.time_s if clock is None else clock()
         self._rate = StepRate(event.values.get("total_steps"), event.values.get("epochs"), began_s, clock)
         if self._log == "auto":
-            self._display = _display_on(self._console or Console(stderr=True))
+            console = self._console or Console(stderr=True)
+            if console.is_jupyter:
+                self._display = _Notebook()
+            elif console.is_terminal:
+                self._display = _Terminal(console)
         self._print_json(event)
 
     @override
@@ -168,26 +171,7 @@ class StepRate:
         return "   ".join(parts)
 
 
-class _Display(ABC):
-    """Somewhere to draw."""
-
-    @abstractmethod
-    def draw(self, rate: StepRate) -> None: ...
-
-    @abstractmethod
-    def print(self, line: str) -> None: ...
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-
-def _display_on(console: Console) -> _Display | None:
-    if console.is_jupyter:
-        return _Notebook()
-    return _Terminal(console) if console.is_terminal else None
-
-
-class _Terminal(_Display):
+class _Terminal:
     """A bar of rich without its thread. Other output is printed above it."""
 
     def __init__(self, console: Console) -> None:
@@ -196,22 +180,19 @@ class _Terminal(_Display):
         self._task = self._bar.add_task("starting", total=None)
         self._bar.start()
 
-    @override
     def draw(self, rate: StepRate) -> None:
         self._bar.update(
             self._task, completed=rate.steps, total=rate.total_steps, description=rate.text(), refresh=True
         )
 
-    @override
     def print(self, line: str) -> None:
         self._bar.console.print(line, highlight=False, markup=False)
 
-    @override
     def close(self) -> None:
         self._bar.stop()
 
 
-class _Notebook(_Display):
+class _Notebook:
     """One output under the cell that is rewritten. Rich's own needs ipywidgets."""
 
     def __init__(self) -> None:
@@ -220,14 +201,11 @@ class _Notebook(_Display):
         self._lines: list[str] = []
         self._handle = display({"text/plain": "starting"}, raw=True, display_id=True)  # type: ignore[no-untyped-call]
 
-    @override
     def draw(self, rate: StepRate) -> None:
         self._handle.update({"text/plain": "\n".join([*self._lines, rate.text()])}, raw=True)
 
-    @override
     def print(self, line: str) -> None:
         self._lines.append(line)
 
-    @override
     def close(self) -> None:
         pass

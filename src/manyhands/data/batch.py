@@ -18,6 +18,8 @@ from torch import Tensor
 
 from manyhands.errors import BadInput
 
+Collate = Callable[[list[Any]], Any]  # [row, …] -> batch
+
 _DIGESTED = 1 << 20
 PLAIN = (str, bytes, int, float, bool, complex, type(None), np.generic)
 

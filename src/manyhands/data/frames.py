@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
+from manyhands.data.batch import Collate
 from manyhands.data.readers.arrays import Columns
 from manyhands.data.sharding import epoch_order, shared, slice_of, ticks
 from manyhands.data.source import Indexed, Reading, Slice, Slices, Source, nonempty
@@ -58,7 +59,7 @@ class DistributedFrame:
         """What is to be kept of a row where it is brought: all columns, and its place."""
         return self.columns if self.files else (*self.columns, SpoolColumn(ORDER, (ORDER,), "int64"))
 
-    def open(self, collate: Callable[[list[Any]], Any] | None = None) -> Source:
+    def open(self, collate: Collate | None = None) -> Source:
         """The rows, on a worker. Raises BadInput where no engine has brought them."""
         path = os.environ.get(VARIABLE)
         if path is None:
@@ -76,7 +77,7 @@ def open_pool(
     pools: dict[str, Any],
     key: str,
     names: Sequence[str],
-    collate: Callable[[list[Any]], Any] | None,
+    collate: Collate | None,
     what: str = "the DataFrame",
 ) -> Source:
     """What was brought here of one frame: all of it on a single host, else this host's share."""
@@ -92,9 +93,7 @@ def open_pool(
 class HostRows(Indexed):
     """Rows in the spools of this host, all of them mapped: any worker here takes any of them."""
 
-    def __init__(
-        self, parts: Sequence[SpoolPart], names: Sequence[str], collate: Callable[[list[Any]], Any] | None = None
-    ) -> None:
+    def __init__(self, parts: Sequence[SpoolPart], names: Sequence[str], collate: Collate | None = None) -> None:
         _check_alike(parts)
         opened = [open_part(part) for part in parts]
         self.rows = sum(part.rows for part in parts)

@@ -12,10 +12,10 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from manyhands.data.batch import describe
+from manyhands.data.batch import Collate, describe
 from manyhands.data.frames import DistributedFrame
 from manyhands.data.readers.arrays import Columns
-from manyhands.data.readers.datasets import Collate, DatasetRows
+from manyhands.data.readers.datasets import DatasetRows
 from manyhands.data.readers.files import KINDS, open_file
 from manyhands.data.readers.loaders import open_loader
 from manyhands.data.readers.streams import Stream

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.data.batch import columns, describe, like_sequence, map_columns, row_at
+from manyhands.data.batch import Collate, columns, describe, like_sequence, map_columns, row_at
 from manyhands.data.sharding import slice_of
 from manyhands.data.source import Indexed, Reading, nonempty
 from manyhands.errors import BadInput
@@ -27,7 +27,7 @@ class Columns(Indexed):
     `x[i:j]` is.
     """
 
-    def __init__(self, data: Any, collate: Callable[[list[Any]], Any] | None = None, what: str = "the data") -> None:
+    def __init__(self, data: Any, collate: Collate | None = None, what: str = "the data") -> None:
         """Raises BadInput for columns of different lengths, without rows, or of none."""
         self._data, self._collate = _as_columns(data, what), collate
         lengths = {path: len(column) for path, column in columns(self._data)}

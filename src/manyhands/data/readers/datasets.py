@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +12,8 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from typing_extensions import override
 
 from manyhands import rng
+from manyhands.data.batch import Collate
 from manyhands.data.source import BY_OPTION, Indexed, Loading, Pick, Picks, Planned, Reading, Slice, Slices, nonempty
-from manyhands.rng import mixed
-
-Collate = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class RowLoader:
     def take_seeded(self, pick: Pick, reading: Reading) -> Any:
         """The batch of a slice, loaded here and now as a loader process would."""
         with rng.kept():
-            rng.seed_all(mixed(_key(pick, reading)))
+            rng.seed_all(rng.mixed(_key(pick, reading)))
             return self.take(pick.own)
 
     def slices(self, picks: Iterator[Pick], reading: Reading) -> Slices:
@@ -68,7 +66,7 @@ class RowLoader:
             collate_fn=self.collate,
             num_workers=min(self.processes, max(1, len(plan))),
             generator=torch.Generator().manual_seed(  # else the DataLoader draws from the global one
-                mixed((reading.seed, reading.epoch, reading.rank))
+                rng.mixed((reading.seed, reading.epoch, reading.rank))
             ),
             **self.options,
         )
@@ -159,7 +157,7 @@ class _Seeded(Dataset[Any]):
         self._dataset = dataset
 
     def __getitems__(self, keyed: list[Any]) -> list[Any]:
-        rng.seed_all(mixed(keyed[0]))
+        rng.seed_all(rng.mixed(keyed[0]))
         return fetch(self._dataset, keyed[1:])
 
     def __getattr__(self, name: str) -> Any:

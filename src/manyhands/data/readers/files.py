@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import mmap
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 from typing_extensions import override
 
+from manyhands.data.batch import Collate
 from manyhands.data.readers import shared_files
 from manyhands.data.readers.arrays import Columns
 from manyhands.data.source import Indexed, Reading, Source, nonempty
 from manyhands.errors import BadInput
 
-Collate = Callable[[list[Any]], Any]
 _STRIDE = 16  # lines between two whose places are held
 _PIECE = 1 << 17  # bytes
 KINDS = f".npz, .npy, .txt, {shared_files.KINDS}"

@@ -23,12 +23,12 @@ from torch.utils.data.distributed import DistributedSampler
 from typing_extensions import override
 
 from manyhands import rng
-from manyhands.data.readers.datasets import Collate, RowLoader, RowSource, set_epoch
+from manyhands.data.batch import Collate
+from manyhands.data.readers.datasets import RowLoader, RowSource, set_epoch
 from manyhands.data.readers.streams import LoadedStream
 from manyhands.data.sharding import ticks
 from manyhands.data.source import BY_OPTION, Loading, Picks, Reading, Source, nonempty, spread
 from manyhands.errors import BadInput
-from manyhands.rng import mixed
 
 _BY_NUMBER = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 """Samplers that name rows by numbers in range(len(dataset)); one of the user's own may name them as it likes."""
@@ -82,7 +82,8 @@ class Loader(RowSource):
         self._sampler: Any = loader.batch_sampler  # torch's, or anything that gives lists of indices
         self._batches = length_of(self._sampler)
         self._looked = self._look()
-        self.batch_size = self._own_batch_size()
+        size = loader.batch_size or getattr(self._sampler, "batch_size", None)
+        self.batch_size = size if isinstance(size, int) else max(self._looked or [0])
         self.rows = nonempty(self._count(self.batch_size), "the DataLoader")
         self.reader = reader_of(loader, loader.num_workers or processes)
 
@@ -121,13 +122,10 @@ class Loader(RowSource):
     def _plan(self, reading: Reading) -> list[list[Any]]:
         """The epoch's global batches as lists of what the sampler gives: indices, or keys of the user's own."""
         with _seeded(self._loader, reading.seed, reading.epoch):
-            if self._keeps(reading):
-                return self._checked(list(islice(self._sampler, self._batches + 1)))
-            order = list(self._sampler.sampler)
-        size = reading.batch_size
-        return [order[i * size : (i + 1) * size] for i in range(self._recut_ticks(size))]
-
-    def _checked(self, batches: list[list[Any]]) -> list[list[Any]]:
+            if not self._keeps(reading):
+                order, size = list(self._sampler.sampler), reading.batch_size
+                return [order[i * size : (i + 1) * size] for i in range(self._recut_ticks(size))]
+            batches = list(islice(self._sampler, self._batches + 1))
         if len(batches) != self._batches:
             more = "more" if len(batches) > self._batches else str(len(batches))
             raise BadInput(
@@ -162,10 +160,6 @@ class Loader(RowSource):
             return None
         with _seeded(self._loader, 0, 0):
             return [len(batch) for batch in islice(self._sampler, self._batches)]
-
-    def _own_batch_size(self) -> int:
-        size = self._loader.batch_size or getattr(self._sampler, "batch_size", None)
-        return size if isinstance(size, int) else max(self._looked or [0])
 
 
 def reader_of(loader: DataLoader[Any], processes: int) -> RowLoader:
@@ -225,9 +219,9 @@ def _seeded(loader: DataLoader[Any], seed: int, epoch: int) -> Iterator[None]:
     own = generators_of(loader)
     before = [(generator, generator.get_state()) for generator in own]
     with rng.kept():
-        rng.seed_all(mixed((seed, epoch)))
+        rng.seed_all(rng.mixed((seed, epoch)))
         for generator in own:
-            generator.manual_seed(mixed((seed, epoch)))
+            generator.manual_seed(rng.mixed((seed, epoch)))
         try:
             yield
         finally:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from typing_extensions import override
 
+from manyhands.data.batch import Collate
 from manyhands.data.readers.datasets import fetch, set_epoch
 from manyhands.data.source import BY_OPTION, Indexed, Loading, Picks, Reading, nonempty
 from manyhands.errors import BadInput
@@ -86,7 +87,7 @@ class HuggingFace(Indexed):
     part.
     """
 
-    def __init__(self, dataset: datasets.Dataset, collate: Callable[[list[Any]], Any] | None = None) -> None:
+    def __init__(self, dataset: datasets.Dataset, collate: Collate | None = None) -> None:
         self.rows = nonempty(len(dataset), "the Hugging Face dataset")
         formatted = dataset.format["type"] is not None
         self._dataset = dataset if formatted or collate is not None else dataset.with_format("torch")

@@ -176,13 +176,8 @@ def _example(data: bytes) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     for features in _messages(data, 1):
         for entry in _messages(features, 1):
-            name, feature = b"", b""
-            for number, wire, inner in _fields(entry):
-                if wire == _LENGTH and number == 1:
-                    name = inner
-                elif wire == _LENGTH and number == 2:
-                    feature = inner
-            found[_text(name)] = feature
+            parts = {number: inner for number, wire, inner in _fields(entry) if wire == _LENGTH}
+            found[_text(parts.get(1, b""))] = parts.get(2, b"")
     return found
 
 
