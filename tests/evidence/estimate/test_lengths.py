@@ -103,10 +103,8 @@ def test_seconds_a_byte_and_a_number_grow_as_the_vector_shrinks(shape: Shape) ->
     given = Compute.parse("row=1,merge=1e-9,int8=4ns/2ns,3=5x")
     found = lengths(shape, "allreduce:compress=int8").compute(given)
     assert found.merge * 32 == pytest.approx(1e-9 * shape.padded)
-    codec = codec_of("bf16")
-    assert codec is not None
-    assert found.coding(codec, 0).encoding(32, 64) == pytest.approx(4e-9 * shape.padded)
-    assert found.coding(codec, 0).decoding(32, 64, 1) == pytest.approx(4 * 2e-9 * shape.padded)  # of four workers
-    assert found.coding(codec, 3).encoding(32, 64) == pytest.approx(5 * 4e-9 * shape.padded)
+    assert found.coding("bf16", 0).encoding(32, 64) == pytest.approx(4e-9 * shape.padded)
+    assert found.coding("bf16", 0).decoding(32, 64, 1) == pytest.approx(4 * 2e-9 * shape.padded)  # of four workers
+    assert found.coding("bf16", 3).encoding(32, 64) == pytest.approx(5 * 4e-9 * shape.padded)
     assert (found.row, found.factors) == (given.row, given.factors)
     assert lengths(shape, "allreduce").compute(given).codecs == {}
