@@ -123,13 +123,18 @@ def train(
         if opened.finished is not None and not config.spmd:
             return finished_run(config, opened.finished)
         if config.directory is not None and opened.claim is not None:
-            specs = {
+            settings = {
                 "task": task if isinstance(task, str) else None,
                 "strategy": strategy if isinstance(strategy, str) else spec_of(strategy),
+                "engine": config.engine.name,
+                "workers": config.count,
+                "servers": servers,
+                "validate_every": validate_every,
+                "checkpoint_every": checkpoint_every,
+                "keep": keep,
+                "nonfinite": nonfinite,
             }
-            run_directory.note(
-                config.directory, specs | _settings(config, plan) | {"servers": servers, "keep": keep}, task_fields
-            )
+            run_directory.note(config.directory, settings, task_fields)
         plan = replace(plan, claim=opened.claim, every_rank_returns=config.spmd, finished=opened.finished is not None)
         return _Training(config, plan, _shown(callbacks), launch, resume, opened).run()
 
@@ -138,16 +143,6 @@ def _frames(task: Task) -> tuple[DistributedFrame, ...]:
     """The DataFrames among the task's data, each once."""
     given = (task.train_data, task.validation_data, task.test_data)
     return tuple(dict.fromkeys(data for data in given if isinstance(data, DistributedFrame)))
-
-
-def _settings(config: TrainConfig, plan: WorkerPlan) -> dict[str, Any]:
-    return {
-        "engine": config.engine.name,
-        "workers": config.count,
-        "validate_every": plan.validate_every,
-        "checkpoint_every": plan.checkpoint_every,
-        "nonfinite": plan.nonfinite,
-    }
 
 
 def _shown(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
