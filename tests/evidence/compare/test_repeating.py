@@ -52,7 +52,7 @@ def test_the_time_left_is_told_from_the_trials_before() -> None:
     assert pace.line("gossip on 2", "repeat 2 of 2") == "trial 3 of 4: gossip on 2, repeat 2 of 2; about 50 s left"
     pace.left = ["gossip on 2"] * 5  # solo's are left out
     assert pace.line("gossip on 2", "repeat 2 of 2").startswith("trial 3 of 7: ")
-    assert pace.line("gossip on 2", "repeat 2 of 2").endswith("about 3 min left")
+    assert pace.line("gossip on 2", "repeat 2 of 2").endswith("about 3.33 min left")
 
 
 def test_the_machine_says_what_it_is(tmp_path: Path) -> None:

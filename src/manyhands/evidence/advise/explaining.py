@@ -25,11 +25,7 @@ ELASTIC = ("easgd", "eamsgd")
 
 def explain(one: Contestant, base: Contestant) -> Advice | None:
     """Of a contestant that is worse than the reference; None where its numbers show no cause."""
-    for cause in CAUSES:
-        advice = cause(one, base)
-        if advice is not None:
-            return advice
-    return None
+    return next((advice for cause in CAUSES if (advice := cause(one, base))), None)
 
 
 def _dropped(one: Contestant, base: Contestant) -> Advice | None:

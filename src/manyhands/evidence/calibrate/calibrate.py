@@ -144,7 +144,7 @@ def calibrated(
     check_resources(device, threads_per_worker)
     setup = RunSetup(engine=local, workers=workers, threads=threads_per_worker, device=device, timeout_s=timeout_s)
     with local if isinstance(engine, str) else nullcontext():  # a given engine may be warm, and stays so
-        return _Calibrator(own, setup, chosen, steps, quick, say).run()
+        return _Calibrator(own, setup, chosen, steps_for(steps), quick, say).run()
 
 
 def _local_engine(engine: Engine | str) -> Local:
@@ -169,25 +169,23 @@ def _check(task: Task, strategies: list[Strategy], engine: Local, workers: int, 
         config.check(servers=1, nonfinite="raise", max_seconds=None, timeout_s=timeout_s, resume=False)
 
 
+@dataclass
 class _Calibrator:
     """One calibration. Real runs of all kinds alternate, so that each kind has a run while the machine is idle."""
 
-    def __init__(
-        self,
-        task: Task,
-        setup: RunSetup,
-        strategies: list[Strategy],
-        steps: int,
-        quick: bool,
-        say: Callable[[str], None],
-    ) -> None:
-        self.task, self.setup, self.strategies, self.say = task, setup, strategies, say
-        self.steps, self.repeats = steps_for(steps), QUICK_REPEATS if quick else REPEATS
-        self.codec_ticks = _QUICK_CODEC_TICKS if quick else _CODEC_TICKS
+    task: Task
+    setup: RunSetup
+    strategies: list[Strategy]
+    steps: int
+    quick: bool
+    say: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self.repeats = QUICK_REPEATS if self.quick else REPEATS
         self.ticks: list[dict[int, list[float]]] = []  # of each run without exchange: {rows: seconds}
         self.alone: list[TickTime] = []  # of runs without exchange with the task's own batch
         self.serving: list[TickTime] = []  # of runs of SERVED
-        self.real: dict[str, list[float]] = {spec_of(strategy): [] for strategy in strategies}  # seconds a step, by run
+        self.real: dict[str, list[float]] = {spec_of(one): [] for one in self.strategies}  # seconds a step, by run
         self.every: dict[str, int] = {}  # steps a block
 
     def run(self) -> Calibration:
@@ -197,7 +195,7 @@ class _Calibrator:
         self.say("the parameter server and its leases")
         server = measure.time_server(self.setup, self.task)
         self.say("what codecs compute")
-        codecs = time_codecs(self.setup, self.task, self.codec_ticks)
+        codecs = time_codecs(self.setup, self.task, _QUICK_CODEC_TICKS if self.quick else _CODEC_TICKS)
         sizes = self._own_batch()
         for repeat in range(self.repeats):
             self.say(

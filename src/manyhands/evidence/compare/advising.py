@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
@@ -63,14 +62,8 @@ def _ratio(found: Difference) -> Ratio | None:
 
 def _measured(comparison: Comparison, name: str, trials: Sequence[Trial]) -> RunMeasurements:
     variant, simulated = comparison.variant(name), bool(comparison.simulated)
-
-    def middle(read: Callable[[Trial], float]) -> float:
-        return fmean(map(read, trials))
-
-    def part(which: str) -> float:
-        return middle(lambda trial: fmean(one[which] for one in trial.timing) if trial.timing else 0.0)
-
-    seconds: dict[str, Any] = {f"{which}_s": part(which) for which in PARTS}
+    timing = measures.times_of_workers(comparison, name)
+    seconds: dict[str, Any] = {f"{part}_s": fmean(one[part] for one in timing) if timing else 0.0 for part in PARTS}
     gains = [trial.gain for trial in trials if trial.gain is not None]
     return RunMeasurements(
         workers=variant.workers,
@@ -78,26 +71,22 @@ def _measured(comparison: Comparison, name: str, trials: Sequence[Trial]) -> Run
         strategy=variant.strategy,
         **described(variant.strategy),
         **of_task(comparison.facts),
-        steps=round(middle(lambda trial: trial.ticks)),
+        steps=round(fmean(trial.ticks for trial in trials)),
         **seconds,
-        period=middle(lambda trial: max(1.0, trial.steps / trial.rounds) if trial.rounds else 1.0),
+        period=fmean(max(1.0, trial.steps / trial.rounds) if trial.rounds else 1.0 for trial in trials),
         cores=variant.workers * variant.threads if simulated else int(comparison.machine.get("cores", 1)),
         device=str(comparison.machine.get("device", "cpu")),
         simulated=simulated,
         server=any(trial.staleness for trial in trials),
         one_host=comparison.machine.get("engine") == "local",
-        compute_of_workers_s=[fmean(each) for each in zip(*map(_computes, trials), strict=True)],
-        sent_bytes=middle(lambda trial: trial.bytes) / variant.workers,
+        compute_of_workers_s=[one["compute"] for one in timing],
+        sent_bytes=fmean(trial.bytes for trial in trials) / variant.workers,
         parameters=comparison.parameters,
         shapes=comparison.shapes,
         rows_per_step=trials[0].batch_size / variant.workers,
         epoch_steps=comparison.ticks_per_epoch,
-        unused=middle(lambda trial: trial.unused / max(1, trial.rows)),
+        unused=fmean(trial.unused / max(1, trial.rows) for trial in trials),
         rate=trials[0].rate,
-        staleness=dict(sum((Counter(trial.staleness) for trial in trials), Counter())),
+        staleness=measures.staleness(comparison, name),
         push_gain=fmean(gains) if gains else None,
     )
-
-
-def _computes(trial: Trial) -> list[float]:
-    return [one["compute"] for one in trial.timing]

@@ -6,7 +6,7 @@ import html
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from manyhands import units
 from manyhands.evidence.compare import bars, captions, figures, measures, style
@@ -42,20 +42,6 @@ class Chart:
     parts: Mapping[str, str] = field(default_factory=dict)
     """{part of the time: colour}, a legend too."""
 
-    @classmethod
-    def of(
-        cls, comparison: Comparison, draw: Draw, read: Read, question: str, parts: Mapping[str, str] | None = None
-    ) -> Self:
-        figure = draw(comparison)
-        return cls(
-            name=draw.__name__,
-            question=question,
-            reading=read(comparison),
-            figure=None if figure is None else json.loads(figure.update_layout(showlegend=False).to_json()),
-            legend=() if figure is None else _legend(figure),
-            parts=parts or {},
-        )
-
 
 def charts(comparison: Comparison) -> list[tuple[Chart, ...]]:
     """Alone, or two beside each other that share a legend: those that have something to show, and a caption in place of the
@@ -63,8 +49,14 @@ def charts(comparison: Comparison) -> list[tuple[Chart, ...]]:
     best, metric = "highest" if comparison.higher else "lowest", measures.curve_metric(comparison)
     parts = {part: style.PART_HUES[part][0] for part in bars.ORDER}
 
-    def chart(draw: Draw, read: Read, question: str, parts: Mapping[str, str] | None = None) -> Chart:
-        return Chart.of(comparison, draw, read, question, parts)
+    def chart(draw: Draw, read: Read, question: str, **more: Any) -> Chart:
+        figure, reading = draw(comparison), read(comparison)
+        if figure is None:
+            return Chart(name=draw.__name__, question=question, reading=reading, figure=None)
+        page = json.loads(figure.update_layout(showlegend=False).to_json())
+        return Chart(
+            name=draw.__name__, question=question, reading=reading, figure=page, legend=_legend(figure), **more
+        )
 
     groups = (
         (
@@ -73,7 +65,7 @@ def charts(comparison: Comparison) -> list[tuple[Chart, ...]]:
             ),
             chart(figures.metric_over_rows, captions.metric_over_rows, "Who learns most from the same rows?"),
         ),
-        (chart(bars.time_split, captions.time_split, "Where does the time of each worker go?", parts),),
+        (chart(bars.time_split, captions.time_split, "Where does the time of each worker go?", parts=parts),),
         (chart(figures.speed_up, captions.speed_up, "How much faster do more workers make it?"),),
         (
             chart(figures.distance_over_rows, captions.distance_over_rows, "How far from solo do they end up?"),

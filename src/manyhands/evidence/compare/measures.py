@@ -21,6 +21,7 @@ GEOMETRIC = (*HIGHER, "worker_seconds")  # rates and times; all else has the ari
 OF_TRIALS = frozenset(
     (
         *GEOMETRIC,
+        "launch_seconds",
         *("target_rows", "distance", "cosine", "agreement", "rows", "unused", "bytes", "most_memory", "effective_rate"),
     )
 )

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from manyhands import units
 from manyhands.engines.base import Engine
 from manyhands.engines.hosts.engine import Hosts
 from manyhands.engines.local.engine import Local
@@ -153,16 +154,12 @@ class TrialPace:
     def line(self, name: str, repeat: str) -> str:
         """Of the trial that begins: `trial 5 of 21: local-sgd:period=8 on 2, repeat 2 of 3; about 40 s left`."""
         text = f"trial {self._done + 1} of {self._done + len(self.left)}: {name}, {repeat}"
-        return f"{text}; about {_duration(self.left_s())} left" if self._taken else text
+        return f"{text}; about {units.duration(round(self.left_s()))} left" if self._taken else text
 
     def left_s(self) -> float:
         """As long as trials of the same variant took, or the mean of all, before there was one."""
         usual = fmean(seconds for taken in self._taken.values() for seconds in taken)
         return sum(fmean(self._taken.get(name, [usual])) for name in self.left)
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
 def validate_every(task: Task, ticks_per_epoch: int | None, validations: int) -> str | int:

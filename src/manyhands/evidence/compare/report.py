@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from manyhands import units
 from manyhands.checkpoint.checkpoints import write_whole
 from manyhands.errors import BadInput
-from manyhands.evidence.compare import significance, style, table
+from manyhands.evidence.compare import measures, significance, style, table
 from manyhands.evidence.compare.charts import charts, left_out
 from manyhands.evidence.compare.comparison import NUMBERS, Comparison, Trial
 
@@ -93,7 +93,7 @@ def facts(comparison: Comparison) -> dict[str, Any]:
         "left_out": left_out(comparison),
         "method": method(comparison),
         "machine": machine(comparison),
-        "trial_labels": TRIAL,
+        "trial_labels": list(TRIAL),
         "trial_cells": lambda trial: trial_cells(comparison, trial),
         "colours": style.dark_colours(),
     }
@@ -202,22 +202,23 @@ def _plain(value: Any) -> str:
     return ", ".join(map(_plain, value)) if isinstance(value, list | tuple) else str(value)
 
 
-TRIAL = ("rows", "seconds", "in all", "rows/s", "target", "metric", "distance", "bytes")
+TRIAL: dict[str, tuple[str, Callable[[float], str]]] = {
+    "rows": ("rows", units.number),
+    "seconds": ("seconds", units.even_duration),
+    "in all": ("launch_seconds", units.even_duration),
+    "rows/s": ("rows_per_s", units.number),
+    "target": ("target_seconds", units.even_duration),
+    "metric": ("", units.metric),
+    "distance": ("distance", units.small),
+    "bytes": ("bytes", units.size),
+}
+"""{title: (what `measures.number` takes, "" for the judged metric; how it is written)}"""
 
 
-def trial_cells(comparison: Comparison, trial: Trial) -> tuple[str, ...]:
+def trial_cells(comparison: Comparison, trial: Trial) -> list[str]:
     """What the list of trials says of one that came to its end, in the order of TRIAL."""
-    metric = trial.metrics.get(comparison.metric)
-    return (
-        units.number(trial.rows),
-        units.even_duration(trial.seconds),
-        units.even_duration(trial.launch_seconds),
-        units.number(trial.rows_per_s),
-        table.NOTHING if trial.target_seconds is None else units.even_duration(trial.target_seconds),
-        table.NOTHING if metric is None else units.metric(metric),
-        table.NOTHING if trial.distance is None else units.small(trial.distance),
-        units.size(trial.bytes),
-    )
+    found = ((measures.number(trial, of or comparison.metric), say) for of, say in TRIAL.values())
+    return [table.NOTHING if value is None else say(value) for value, say in found]
 
 
 def plotly_js() -> str:

@@ -84,7 +84,7 @@ def difference(own: Numbers, reference: Numbers, *, of: str, margin: float, high
         enough = len(own) >= LEAST_PAIRS
         return _difference(of, (math.inf, math.inf, math.inf), margin, "worse" if enough else "unclear")
     ratio = of in HIGHER
-    if not pairs or any(not _usable(value, ratio) for pair in pairs for value in pair):
+    if not pairs or not all(math.isfinite(value) and (value > 0 or not ratio) for pair in pairs for value in pair):
         return _difference(of, (math.nan, math.nan, math.nan), margin, "unclear")
     found = [math.log(a / b) if ratio else a - b for a, b in pairs]
     reach = math.log1p(margin) if ratio else margin
@@ -158,10 +158,6 @@ def t_within(t: float, freedom: int) -> float:
         total += term
         term *= math.cos(angle) ** 2 * k / (k + 1)
     return 2 / math.pi * (angle + total) if odd else total
-
-
-def _usable(value: float, ratio: bool) -> bool:
-    return math.isfinite(value) and (value > 0 or not ratio)
 
 
 def _difference(of: str, numbers: tuple[float, float, float], margin: float, outcome: str) -> Difference:

@@ -61,7 +61,8 @@ def styles_of(comparison: Comparison) -> dict[str, VariantStyle]:
     found = {}
     for one in comparison.variants:
         if one.solo:
-            found[one.name] = _solo(one.name == comparison.reference)
+            dash, symbol = ("solid", "circle") if one.name == comparison.reference else ("dot", "square")
+            found[one.name] = VariantStyle(colour=INK[0], dash=dash, symbol=symbol, width=3.0)
             continue
         hue = strategies.index(one.strategy)
         turn = hue // len(HUES) * len(places) + places.index((one.workers, one.threads))
@@ -81,9 +82,3 @@ def see_through(colour: str) -> str:
     """`rgba(0, 114, 178, 0.16)` of `#0072b2`"""
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return f"rgba({red}, {green}, {blue}, {BAND})"
-
-
-def _solo(reference: bool) -> VariantStyle:
-    if reference:
-        return VariantStyle(colour=INK[0], dash="solid", symbol="circle", width=3.0)
-    return VariantStyle(colour=INK[0], dash="dot", symbol="square", width=3.0)

@@ -20,7 +20,7 @@ from manyhands.evidence.calibrate.observe import LEAST_BLOCK
 from manyhands.evidence.estimate.bars import Bars, bars_of
 from manyhands.evidence.estimate.lengths import Lengths
 from manyhands.evidence.estimate.scaled import NEVER, PATIENCE_S, simulate, stand_in, steady_state
-from manyhands.evidence.estimate.shape import ReadingPlan, Shape, reading_plan, shape_of
+from manyhands.evidence.estimate.shape import ReadingPlan, reading_plan, shape_of
 from manyhands.evidence.estimate.steady import ENOUGH, SteadyObserver, SteadyStep
 from manyhands.strategies import spec_of, strategy_of
 from manyhands.strategies.base import Strategy
@@ -176,22 +176,21 @@ def estimate(
     return _Estimator(own, measured, network, compute, steps, servers, say).run(list(chosen.values()), counts)
 
 
+@dataclass
 class _Estimator:
     """Estimates one task on one described cluster."""
 
-    def __init__(
-        self,
-        task: Task,
-        profile: Profile,
-        network: SimNetworkSpec,
-        compute: Compute,
-        steps: int | None,
-        servers: int,
-        say: Callable[[str], None],
-    ) -> None:
-        self.task, self.profile, self.network, self.compute = task, profile, network, compute
-        self.steps, self.servers, self.say = steps, servers, say
-        self.shape: Shape = shape_of(task)
+    task: Task
+    profile: Profile
+    network: SimNetworkSpec
+    compute: Compute
+    steps: int | None
+    servers: int
+    say: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        task = self.task
+        self.shape = shape_of(task)
         self.source = open_source(task.train_data, collate=task.collate, loader_processes=task.loader_processes)
         self.solo_rows_per_s = self._solo_rows_per_s()
 
