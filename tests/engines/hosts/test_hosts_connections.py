@@ -12,7 +12,7 @@ import pytest
 from manyhands.engines.hosts import connections
 from manyhands.engines.hosts.network import Network
 from manyhands.engines.hosts.secret import Secret
-from manyhands.engines.local.child import last_resort_s
+from manyhands.engines.local.messages import last_resort_s
 from manyhands.errors import PeerLost
 from manyhands.transport.channel import Channel, ChannelTimeout
 
@@ -23,6 +23,10 @@ def place(process_index: int, timeout_s: float) -> Any:
     return SimpleNamespace(
         process_index=process_index, size=2, servers=1, timeout_s=timeout_s, network=NETWORK.to_json()
     )
+
+
+def nobody_inside(place: Any, hosts: Sequence[str]) -> Any:
+    raise AssertionError("each host has one worker")
 
 
 class Meeting:
@@ -50,7 +54,7 @@ def test_a_shut_port_of_a_shard_is_named_before_the_driver_takes_it_for_slow_wor
 
 def test_a_shut_port_of_a_worker_is_named_before_the_driver_takes_it_for_slow_work(meeting: Any) -> None:
     with pytest.raises(PeerLost, match=r"worker 0 on alpha could not be connected .* can its port be reached"):
-        connections.group_of(place(1, timeout_s=0.4), meeting)
+        connections.group_of(place(1, timeout_s=0.4), meeting, nobody_inside)
 
 
 @pytest.mark.parametrize(("timeout_s", "expected"), [(30.0, (18.75, 15.0)), (900.0, (75.0, 60.0))])
@@ -66,7 +70,7 @@ def test_who_connects_gives_up_before_who_waits_and_both_before_the_driver(
     monkeypatch.setattr(connections, "connect_all", connect_all)
     for process_index in (0, 1):
         with pytest.raises(PeerLost):
-            connections.group_of(place(process_index, timeout_s), meeting)
+            connections.group_of(place(process_index, timeout_s), meeting, nobody_inside)
     assert tuple(given) == expected
     assert max(given) < timeout_s
 

@@ -186,7 +186,7 @@ def test_an_exception_carries_its_traceback_rank_phase_and_step(local: Local) ->
     assert (error.rank, error.phase, error.step, error.error) == (1, "compute", 12, "Odd")
     assert "failed in phase compute at step 12: Odd: odd number 3" in str(error)
     assert "raise Odd(3, threading.Lock())" in error.detail
-    assert "worker_process.py" not in error.detail
+    assert "child.py" not in error.detail
 
 
 @pytest.mark.parametrize("kind", [BadInput, UnknownName, Unsupported, Preempted])

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from manyhands.engines.local.messages import Closed, ControlSocket
+from manyhands.engines.local.messages import Closed, ControlSocket, Status, create_status_page
 
 
 def pair() -> tuple[ControlSocket, ControlSocket]:
@@ -64,3 +64,16 @@ def test_not_waiting_returns_at_once() -> None:
     assert not b.hung_up()
     a.close()
     b.close()
+
+
+def test_what_one_mapping_of_a_status_page_writes_another_reads() -> None:
+    fd = create_status_page()
+    ours, theirs = Status(fd), Status(fd)
+    os.close(fd)
+    assert theirs.read() is None
+    ours.write("compute", 7)
+    assert theirs.read() == ("compute", 7)
+    ours.write("a phase of somebody's own that has a name beyond all measure", 2**40)
+    assert theirs.read() == ("a phase of somebody's own that has a nam", 2**40)
+    ours.close()
+    theirs.close()

@@ -152,7 +152,7 @@ Thread 0x2 (most recent call first):
 
 Current thread 0x3 (most recent call first):
   File "mine.py", line 7 in program
-  File "src/manyhands/engines/local/worker_process.py", line 144 in _value
+  File "src/manyhands/engines/local/child.py", line 144 in _value
   File "src/manyhands/engines/local/fork_server.py", line 123 in _receive
 
 Extension modules: numpy, torch (total: 2)

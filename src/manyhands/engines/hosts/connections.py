@@ -10,18 +10,17 @@ the run's secret, and a hello that says who comes and what for.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from contextlib import closing
 
 from manyhands.comm.group import Group
 from manyhands.comm.hierarchical import HierarchicalGroup
 from manyhands.comm.ring.group import RingGroup
 from manyhands.comm.ring.links import connect_all
-from manyhands.comm.shared_memory.group import SharedMemoryGroup
-from manyhands.comm.solo import SoloGroup
 from manyhands.engines.driver.host_processes import name_of, shard_of
 from manyhands.engines.hosts.network import Network
-from manyhands.engines.local.child import ProcessPlace, last_resort_s
 from manyhands.engines.local.heartbeat import ProcessDriverClient
+from manyhands.engines.local.messages import ProcessPlace, last_resort_s
 from manyhands.server.protocol import hello
 from manyhands.transport.channel import Channel
 from manyhands.transport.listener import Listener, connect
@@ -29,8 +28,10 @@ from manyhands.transport.listener import Listener, connect
 _MOST_CONNECT_S = 60.0
 
 
-def group_of(place: ProcessPlace, driver: ProcessDriverClient) -> Group:
-    """The group of all workers, for this one."""
+def group_of(
+    place: ProcessPlace, driver: ProcessDriverClient, inside: Callable[[ProcessPlace, Sequence[str]], Group]
+) -> Group:
+    """The group of all workers, for this one. inside: makes the group of a host's workers, of all hosts by rank."""
     network, everyone = _network(place), list(range(place.size))
     if len(network.hosts) == place.size:
         return _ring(place, network, driver, everyone, "ring")
@@ -40,25 +41,10 @@ def group_of(place: ProcessPlace, driver: ProcessDriverClient) -> Group:
     return HierarchicalGroup(
         place.process_index,
         network.hosts,
-        _inside(place, network),
+        inside(place, network.host_names),
         across,
         direct=_ring(place, network, driver, everyone, "direct"),
         hosts=network.names,
-    )
-
-
-def _inside(place: ProcessPlace, network: Network) -> Group:
-    """The group of this host's workers."""
-    here = place.workers_here
-    if len(here) == 1:
-        return SoloGroup()
-    return SharedMemoryGroup(
-        here.index(place.process_index),
-        len(here),
-        place.memory,
-        lifelines=place.lifelines,
-        hosts=[network.host_names[rank] for rank in here],
-        timeout_s=last_resort_s(place),
     )
 
 

@@ -1,8 +1,8 @@
-"""What workers and shards have in common: what they inherit, how they start, how they report an error."""
+"""What runs in the process of a worker or of a server shard, right after the fork server forked it."""
 
 from __future__ import annotations
 
-import ctypes
+import atexit
 import faulthandler
 import multiprocessing
 import os
@@ -10,67 +10,184 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
 import torch
 
+from manyhands.comm.group import Group
+from manyhands.comm.shared_memory.group import SharedMemoryGroup
+from manyhands.comm.solo import SoloGroup
+from manyhands.engines.driver.host_processes import name_of, shard_of
 from manyhands.engines.local.heartbeat import ProcessDriverClient
-from manyhands.engines.local.messages import ControlSocket
-from manyhands.engines.local.status_page import Status
+from manyhands.engines.local.messages import ControlSocket, ProcessPlace, Status, last_resort_s
+from manyhands.engines.local.serialization import deserialize, serialize
+from manyhands.engines.single_process import pick_device
 from manyhands.errors import ManyhandsError, PeerLost
+from manyhands.server.base import Server, ServerSpec
+from manyhands.server.client import ServedServer
+from manyhands.server.host import serve
 from manyhands.signals import note_sigterm
-
-_PR_SET_PDEATHSIG = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProcessPlace:
-    """Everything that a process of a run inherits. The descriptors are its own from now on."""
-
-    process_index: int  # a worker's rank, or -1 - s for server shard s
-    process_indices: Sequence[int]  # of this host
-    size: int  # workers of the run, on all hosts
-    path: list[str]  # sys.path, and so on: the driver as it is at the launch, the fork server may be older
-    argv: list[str]
-    folder: str
-    environment: dict[str, str]
-    program: int  # what `ship` wrote; a shard has none (-1)
-    streams: Sequence[int]  # standard output and error, where the driver has them
-    wire: socket.socket  # to the driver: heartbeats and events
-    questions: socket.socket  # to the driver: what waits for an answer
-    stacks: int  # a file for Python stacks
-    status: int  # a page for phase and step
-    memory: Sequence[int]  # shared by this host's workers
-    lifelines: Sequence[tuple[int, int]]  # a pipe per worker of this host: (read end, write end)
-    channels: Mapping[
-        int, int
-    ]  # a worker's sockets to the shards of this host, by shard; a shard's to the workers, by rank
-    threads: int
-    device: str
-    timeout_s: float
-    server: dict[str, Any] | None  # the fields of a ServerSpec
-    servers: int  # shards of it, on all hosts
-    scratch: str = ""  # a folder for what multiprocessing makes files for; whoever outlives this process removes it
-    network: dict[str, Any] | None = None  # how the workers of several hosts find each other
-
-    @property
-    def workers_here(self) -> list[int]:
-        return [process_index for process_index in self.process_indices if process_index >= 0]
+from manyhands.transport.channel import Channel
+from manyhands.worker import Worker, set_current
 
 
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies, however that happens."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
-        os._exit(1)
+def run(place: ProcessPlace) -> int:
+    """Run the program, or serve a shard; the exit code. The program's value, or the error, went to the driver."""
+    driver = open_driver_client(place)
+    worker: Worker | None = None
+    try:
+        become_the_callers(place)
+        value: tuple[int, ...] = ()
+        if place.process_index < 0:
+            _serve(place, driver)
+        else:
+            prepare_process(place.stacks, place.threads)
+            worker = _worker(place, driver)
+            value = (_value(place.program, worker),)
+            if worker.server is not None:
+                worker.server.close()  # a shard ends when all its workers have left
+            atexit._run_exitfuncs()
+            worker.group.close()  # goodbye: peers that go on with each other do not count this worker as lost
+        flush()
+        driver.last({"type": "value"}, value)
+    except BaseException as error:  # noqa: BLE001 - the end of the process: whatever it is, it is reported to the driver
+        flush()
+        driver.last(report(error, driver))
+        if worker is not None:
+            with suppress(Exception):  # the error is reported before its effects on the peers
+                worker.group.close()
+        return 1
+    return 0
 
 
-def last_resort_s(place: ProcessPlace) -> float:
-    """How long peers wait for each other. The driver decides earlier: it shows every stack, and sees compilers."""
-    return 20 * place.timeout_s + 600
+def _value(fd: int, worker: Worker) -> int:
+    """The descriptor of what the program returned; None where it ended itself well."""
+    program = deserialize(fd, mapped=True)
+    os.close(fd)
+    try:
+        value = program(worker)
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            raise
+        value = None
+    return serialize(value, f"the value that worker {worker.rank} returned")
+
+
+# -- a worker ----------------------------------------------------------------------------------------------------------
+
+
+def _worker(place: ProcessPlace, driver: ProcessDriverClient) -> Worker:
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()  # all workers were forked from one process; `random` does it by itself
+    local_rank, reached = place.workers_here.index(place.process_index), dict[str, Any]()
+    device = pick_device(place.device, local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # what a script calls "cuda" is this worker's own
+    if place.network is not None:  # where workers of other hosts reach this one's ports
+        ports = place.network["ports"]
+        reached = {"address": place.network["listen"], "ports": None if ports is None else tuple(ports)}
+    worker = Worker(
+        rank=place.process_index,
+        size=place.size,
+        host=socket.gethostname(),
+        device=device,
+        group=make_group(place, driver, device),
+        server=_server(place, driver),
+        driver=driver,
+        threads=place.threads,
+        local_rank=local_rank,
+        **reached,
+    )
+    set_current(worker)
+    return worker
+
+
+def make_group(place: ProcessPlace, driver: ProcessDriverClient, device: torch.device) -> Group:
+    """The group of all workers, for this one: shared memory within a host, rings between hosts, nccl where each worker
+    has a GPU of its own."""
+    if place.size == 1:
+        return SoloGroup()
+    if place.network is not None:
+        from manyhands.engines.hosts.connections import group_of  # loads TLS, which most runs do not need
+
+        return group_of(place, driver, _group_here)
+    group = _group_here(place, [socket.gethostname()] * place.size)
+    if device.type == "cuda":
+        from manyhands.comm.device_group import has_own_gpu, nccl_group  # loads torch.distributed
+
+        if has_own_gpu(place.device, place.size, torch.cuda.device_count()):
+            return nccl_group(group, device, last_resort_s(place))
+    return group
+
+
+def _group_here(place: ProcessPlace, hosts: Sequence[str]) -> Group:
+    """The group of this host's workers. hosts: by rank in the run."""
+    here = place.workers_here
+    if len(here) == 1:
+        return SoloGroup()
+    return SharedMemoryGroup(
+        here.index(place.process_index),
+        len(here),
+        place.memory,
+        lifelines=place.lifelines,
+        hosts=[hosts[rank] for rank in here],
+        timeout_s=last_resort_s(place),
+    )
+
+
+def _server(place: ProcessPlace, driver: ProcessDriverClient) -> Server | None:
+    if place.server is None:
+        return None
+    hosts, channels = [socket.gethostname()] * place.size, []
+    if place.network is not None:
+        from manyhands.engines.hosts.connections import host_names
+
+        hosts = host_names(place)
+    for shard in range(place.servers):
+        if shard not in place.channels:
+            from manyhands.engines.hosts.connections import shard_channel
+
+            channels.append(shard_channel(place, driver, shard))
+        else:
+            channels.append(_channel(place, place.channels[shard], shard_of(shard)))
+    return ServedServer(ServerSpec(**place.server), channels, hosts=hosts)
+
+
+def _channel(place: ProcessPlace, fd: int, peer: int) -> Channel:
+    """Over a socket that this process has inherited, to another of this host."""
+    sock = socket.socket(fileno=fd)
+    os.register_at_fork(after_in_child=sock.close)  # a loader's process must not keep the connection open
+    return Channel(sock, peer=f"{name_of(peer)} on {socket.gethostname()}", timeout_s=last_resort_s(place))
+
+
+# -- a shard -----------------------------------------------------------------------------------------------------------
+
+
+def _serve(place: ProcessPlace, driver: ProcessDriverClient) -> None:
+    """Until every worker has left, or is gone."""
+    prepare_process(place.stacks, threads=1)  # a push is one pass over memory: the cores are the workers'
+    listener = None
+    if place.network is not None:
+        from manyhands.engines.hosts.connections import shard_listener
+
+        listener = shard_listener(place, driver)
+    assert place.server is not None
+    serve(
+        ServerSpec(**place.server),
+        shard=shard_of(place.process_index),
+        shards=place.servers,
+        workers=place.size,
+        channels={rank: _channel(place, fd, rank) for rank, fd in place.channels.items()},
+        listener=listener,
+        timeout_s=last_resort_s(place),
+        progress=driver.progress,
+    )
+
+
+# -- both --------------------------------------------------------------------------------------------------------------
 
 
 def open_driver_client(place: ProcessPlace) -> ProcessDriverClient:
@@ -102,7 +219,8 @@ def become_the_callers(place: ProcessPlace) -> None:
 
 def prepare_process(stacks: int, threads: int) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    _leave_preemption_to_the_driver()
+    note_sigterm()  # a scheduler sends it to every process: the driver answers it, and the others live on to save
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))  # a loader's obeys it
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     torch.set_num_threads(threads)
@@ -112,19 +230,8 @@ def prepare_process(stacks: int, threads: int) -> None:
             stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
 
 
-def _leave_preemption_to_the_driver() -> None:
-    """A scheduler sends SIGTERM to every process: the driver answers it, and the others live on to save their state."""
-    note_sigterm()
-    os.register_at_fork(
-        after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    )  # a loader's process obeys it
-
-
-def report(error: BaseException, driver: ProcessDriverClient, below: str) -> dict[str, Any]:
-    """An error as JSON: exceptions of any class can be reported, whether or not they can be pickled.
-
-    below: the file of the engine's whose frames are left out of the traceback.
-    """
+def report(error: BaseException, driver: ProcessDriverClient) -> dict[str, Any]:
+    """An error as JSON: exceptions of any class can be reported, whether or not they can be pickled."""
     phase, step = driver.where()
     return {
         "type": "error",
@@ -132,7 +239,7 @@ def report(error: BaseException, driver: ProcessDriverClient, below: str) -> dic
         "phase": phase,
         "step": step,
         "message": _text(error),
-        "detail": "".join(traceback.format_exception(type(error), error, _without(error.__traceback__, below))),
+        "detail": "".join(traceback.format_exception(type(error), error, _of_program(error.__traceback__))),
         "error": type(error).__name__,
         "family": next((c.__name__ for c in type(error).__mro__ if c.__module__ == ManyhandsError.__module__), ""),
         "exit_code": error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1,
@@ -140,9 +247,9 @@ def report(error: BaseException, driver: ProcessDriverClient, below: str) -> dic
     }
 
 
-def _without(trace: TracebackType | None, file: str) -> TracebackType | None:
-    """The traceback without that file's outermost frames: the program's own remain."""
-    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == file:
+def _of_program(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without this file's outermost frames."""
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     return trace
 

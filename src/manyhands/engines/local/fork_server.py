@@ -27,25 +27,20 @@ import traceback
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from manyhands.engines.descriptors import raise_limit_of_descriptors
 from manyhands.engines.driver.host_processes import shard_of
 from manyhands.engines.local.fork_client import remove
-from manyhands.engines.local.messages import Closed, ControlMessage, ControlSocket
+from manyhands.engines.local.messages import Closed, ControlMessage, ControlSocket, ProcessPlace
 from manyhands.rank_files import settling
 from manyhands.signals import note_sigterm
-
-if TYPE_CHECKING:
-    from manyhands.engines.local.child import ProcessPlace
-
 
 _PRELOAD = (
     "torch",
     "torch._dynamo",  # the first optimizer imports it, and that takes as long as torch itself
     "torch.utils.data",
-    "manyhands.engines.local.worker_process",
-    "manyhands.engines.local.shard_process",
+    "manyhands.engines.local.child",
     "manyhands.own_loop.rank_zero",
 )
 
@@ -223,7 +218,7 @@ class ForkServer:
         assert self._run is not None
         code = 1
         try:
-            from manyhands.engines.local.child import die_with
+            from manyhands.engines.local import child
 
             die_with(parent)
             os.setpgid(0, 0)
@@ -234,7 +229,7 @@ class ForkServer:
             self._wire.close()
             for fd in self._inherited:
                 os.close(fd)
-            code = _run(_place(self._run, process_index, fds))
+            code = child.run(_place(self._run, process_index, fds))
         except BaseException:  # noqa: BLE001 - nothing may return into the fork server's loop
             traceback.print_exc()
         finally:
@@ -288,17 +283,8 @@ class ForkServer:
                     )
 
 
-def _run(place: ProcessPlace) -> int:
-    """The exit code of a worker or of a shard."""
-    from manyhands.engines.local import shard_process, worker_process
-
-    return worker_process.run(place) if place.process_index >= 0 else shard_process.run(place)
-
-
 def _place(run: ForkServerRun, process_index: int, fds: list[int]) -> ProcessPlace:
     """What a process inherits, with its own four descriptors."""
-    from manyhands.engines.local.child import ProcessPlace
-
     channels = run.keep(process_index)
     program, *streams = run.fds if process_index >= 0 else [-1, *run.fds]
     wire, questions, stacks, status = fds
@@ -317,7 +303,14 @@ def _place(run: ForkServerRun, process_index: int, fds: list[int]) -> ProcessPla
     )
 
 
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies, however that happens."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we asked
+        os._exit(1)
 
 
 def adopt_orphans() -> None:

@@ -18,8 +18,7 @@ from manyhands.comm.group import Group
 from manyhands.data import leases
 from manyhands.data.leases import End, Lease, Segment
 from manyhands.engines.driver.run_monitor import COMPILING
-from manyhands.engines.local.messages import Closed, ControlSocket
-from manyhands.engines.local.status_page import Status
+from manyhands.engines.local.messages import Closed, ControlSocket, Status
 from manyhands.errors import ManyhandsError
 from manyhands.events import Event
 from manyhands.worker import DriverClient

@@ -16,11 +16,9 @@ from typing_extensions import override
 
 from manyhands.engines.cores import threads_per_worker
 from manyhands.engines.driver.host_processes import HostProcesses
-from manyhands.engines.local import status_page
 from manyhands.engines.local.fork_client import Spawner
-from manyhands.engines.local.messages import Closed, ControlMessage, ControlSocket
+from manyhands.engines.local.messages import Closed, ControlMessage, ControlSocket, Status, create_status_page
 from manyhands.engines.local.serialization import deserialize
-from manyhands.engines.local.status_page import Status
 from manyhands.errors import ManyhandsError, WorkerFailed
 
 _STACKS_S = 1.0
@@ -92,7 +90,7 @@ class LocalProcesses(HostProcesses):
     def _fork(self, process_index: int) -> None:
         wire, there = ControlSocket.pair()
         questions, askers = ControlSocket.pair()
-        page = status_page.create()
+        page = create_status_page()
         try:
             with there, askers:
                 stacks = os.memfd_create("manyhands-stacks", os.MFD_CLOEXEC)
@@ -243,6 +241,6 @@ def tidy(dump: str) -> str:
             and "Current" not in block
         ):
             continue
-        ours = [i for i, line in enumerate(lines) if "worker_process.py" in line or "shard_process.py" in line]
+        ours = [i for i, line in enumerate(lines) if "local/child.py" in line]
         kept.append("\n".join(lines[: ours[0]] if ours else lines))
     return "\n\n".join(kept).strip()

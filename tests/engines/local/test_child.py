@@ -11,8 +11,8 @@ import pytest
 
 from manyhands.engines.hosts.network import Network
 from manyhands.engines.hosts.secret import Secret
-from manyhands.engines.local import worker_process
-from manyhands.engines.local.child import ProcessPlace
+from manyhands.engines.local import child
+from manyhands.engines.local.messages import ProcessPlace
 from manyhands.errors import ManyhandsError
 
 
@@ -28,13 +28,12 @@ class Log:
             "open_driver_client": lambda place: self,
             "become_the_callers": lambda place: None,
             "prepare_process": lambda stacks, threads: None,
-            "_reseed": lambda: None,
             "_worker": lambda place, line: worker,
             "deserialize": lambda fd, mapped: program,
             "serialize": lambda value, what: -1,
         }.items():
-            monkeypatch.setattr(worker_process, name, value)
-        monkeypatch.setattr(worker_process.atexit, "_run_exitfuncs", lambda: self.log.append("exit functions"))
+            monkeypatch.setattr(child, name, value)
+        monkeypatch.setattr(child.atexit, "_run_exitfuncs", lambda: self.log.append("exit functions"))
         self.broken = ""
 
     def _close(self, name: str) -> None:
@@ -50,7 +49,7 @@ class Log:
 
     def run(self) -> int:
         place = SimpleNamespace(process_index=1, program=os.open(os.devnull, os.O_RDONLY), stacks=-1, threads=1)
-        return worker_process.run(place)  # type: ignore[arg-type]
+        return child.run(place)  # type: ignore[arg-type]
 
 
 def test_who_returns_says_goodbye_to_its_server_and_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +75,8 @@ def test_a_goodbye_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("far", [False, True])
 def test_the_server_names_every_workers_own_host(monkeypatch: pytest.MonkeyPatch, far: bool) -> None:
     given: list[Any] = []
-    monkeypatch.setattr(worker_process, "ServedServer", lambda spec, channels, hosts: given.extend([*channels, hosts]))
+    monkeypatch.setattr(child, "ServedServer", lambda spec, channels, hosts: given.extend([*channels, hosts]))
+    monkeypatch.setattr(socket, "gethostname", lambda: "alpha")
     here, there = socket.socketpair()
     network = Network(
         hosts=[[0], [1, 2]], names=["alpha", "beta"], listen="127.0.0.1", secret=Secret(token=b"t" * 32)
@@ -90,7 +90,7 @@ def test_the_server_names_every_workers_own_host(monkeypatch: pytest.MonkeyPatch
         network=network if far else None,
     )
     checked: ProcessPlace = place
-    worker_process._server(checked, "alpha", None)  # type: ignore[arg-type]
+    child._server(checked, None)  # type: ignore[arg-type]
     assert given[1] == (["alpha", "beta", "beta"] if far else ["alpha"] * 3)
     given[0].close()
     there.close()
