@@ -48,7 +48,7 @@ class Session:
         self.counts_weights = worker.size > 1 or worker.shares_process
         """Alone, a weight matters once the user states one; in simulated time, rows are the cost of a gradient."""
         self.first_losses = FirstLosses(worker)
-        self._prepared = 0
+        self.prepared = 0  # pairs so far, gone or not
         self._began = False
         self._rows: dict[Iteration, float | None] = {}  # of each open pass's batch at hand, the newest last
         self._stated: float | None = None  # by `mh.weight`
@@ -59,13 +59,8 @@ class Session:
     def add(self, pair: Pair) -> int:
         """Take a new pair in; its place in the order of preparation."""
         self.pairs.add(pair)
-        self._prepared += 1
-        return self._prepared
-
-    @property
-    def prepared_before(self) -> bool:
-        """Whether a pair was prepared already, be it gone or not."""
-        return self._prepared > 0
+        self.prepared += 1
+        return self.prepared
 
     def remove(self, pair: Pair) -> None:
         """Forget a pair that was prepared anew."""
@@ -205,7 +200,7 @@ class Pair:
     Where the strategy applies the mean gradient, the mean is taken at the end of each backward: clipping, logging and
     editing `.grad` before `step()` then see what one worker would see. Gradients that several backwards accumulate stay
     exact: the mean of (mean before + own new gradient) is the mean before + the mean of the new ones, whatever the
-        weights.
+    weights.
     """
 
     def __init__(
@@ -216,7 +211,7 @@ class Pair:
         self.session, self.worker, self.strategy = session, session.worker, strategy
         self.together = self.worker.size > 1
         self._stepper = Stepper.of(optimizer)
-        if self.together and session.prepared_before:
+        if self.together and session.prepared:
             gc.collect()  # an earlier pair that the user dropped refers to itself, and its shared memory is this one's
         self.replica = Replica(
             model,

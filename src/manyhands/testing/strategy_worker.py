@@ -74,8 +74,9 @@ class StrategyWorker:
     def train(self, ticks: int) -> None:
         """Run the next `ticks` ticks, each with this rank's slice of the global batch."""
         for _ in range(ticks):
-            part = slice_of_batch(self.tick, self.worker)
-            self.run_tick(part, idle=part is None)
+            x, y = global_batch(self.tick)
+            start, stop = slice_of(len(x), self.worker.rank, self.worker.size)
+            self.run_tick((x[start:stop], y[start:stop]) if start < stop else None, idle=start == stop)
 
     def barrier(self) -> None:
         """Wait until no worker trains."""
@@ -124,12 +125,6 @@ def global_batch(tick: int) -> Batch:
     generator, rows = torch.Generator().manual_seed(1000 + tick), ROWS[tick % len(ROWS)]
     x = torch.randn(rows, 3, generator=generator, dtype=torch.float64)
     return x, x.sum(1, keepdim=True).sin()
-
-
-def slice_of_batch(tick: int, worker: Worker) -> Batch | None:
-    x, y = global_batch(tick)
-    start, stop = slice_of(len(x), worker.rank, worker.size)
-    return (x[start:stop], y[start:stop]) if start < stop else None
 
 
 def run_workers(strategy: Strategy, size: int, program: Callable[[StrategyWorker], T]) -> list[T]:

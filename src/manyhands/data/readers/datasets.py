@@ -35,12 +35,6 @@ class RowLoader:
         """The batch of these rows, loaded here and now."""
         return self.collate(fetch(self.dataset, [_plain(i) for i in indices]))
 
-    def take_seeded(self, pick: Pick, reading: Reading) -> Any:
-        """The batch of a slice, loaded here and now as a loader process would."""
-        with rng.kept():
-            rng.seed_all(rng.mixed(_key(pick, reading)))
-            return self.take(pick.own)
-
     def slices(self, picks: Iterator[Pick], reading: Reading) -> Slices:
         """Load what is picked, in that order."""
         if self.processes == 0:
@@ -85,7 +79,9 @@ class RowSource(Planned):
     def load_here(self, pick: Pick, reading: Reading) -> Slice:
         if not self.in_processes():
             return super().load_here(pick, reading)
-        return pick.loaded(self.reader.take_seeded(pick, reading) if len(pick.own) else None)
+        with rng.kept():  # as a loader process would
+            rng.seed_all(rng.mixed(_key(pick, reading)))
+            return pick.loaded(self.reader.take(pick.own) if len(pick.own) else None)
 
     @override
     def in_processes(self) -> bool:
