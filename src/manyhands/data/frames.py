@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -136,8 +136,6 @@ class SharedRows(Source):
     last batches are smaller, and weights keep the mean what it is. So every row counts once an epoch, and none travels
     twice.
     """
-
-    kind: ClassVar[str] = "frame"
 
     def __init__(self, here: HostRows, rows: Sequence[int], workers: Sequence[int], host: int) -> None:
         self._here, self._all, self._workers, self._host = here, list(rows), list(workers), host

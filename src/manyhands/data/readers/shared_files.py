@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from manyhands import units
 from manyhands.data.readers import tfrecords
-from manyhands.data.readers.tables import arrow_columns, parquet_columns
+from manyhands.data.readers.tables import arrow_columns
 from manyhands.data.sharding import slice_of
 from manyhands.data.source import nonempty
 from manyhands.errors import BadInput
@@ -139,12 +139,20 @@ def _seen_here(file: str) -> Iterator[None]:
 
 
 def columns_of(files: Sequence[str], what: str) -> dict[str, np.ndarray[Any, Any]]:
-    """{column: array [rows, …]} of the whole table, in this process's memory."""
+    """{column: array [rows, …]} of the whole table, in this process's memory.
+
+    For more than that holds, stream (Hugging Face's `load_dataset("parquet", data_files=…, streaming=True)`).
+    """
     import pyarrow as pa
+    import pyarrow.dataset as ds
 
     if isinstance(table_file(files[0]), Parquet):
         places = [filesystem(file) for file in files]
-        return parquet_columns([place for _, place in places], places[0][0], what)
+        try:
+            dataset = ds.dataset([place for _, place in places], filesystem=places[0][0], format="parquet")
+            return arrow_columns(dataset.to_table(), what)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise BadInput(f"{what} cannot be read as Parquet: {error}") from error
     batches = [batch for file in files for batch in table_file(file).read(0, None, None)]
     nonempty(len(batches), what)
     try:

@@ -1,4 +1,4 @@
-"""Tables: pandas DataFrames, Arrow tables and Parquet, Hugging Face datasets. Each is imported when needed."""
+"""Tables: pandas DataFrames, Arrow tables, Hugging Face datasets. Each is imported when needed."""
 
 from __future__ import annotations
 
@@ -29,23 +29,6 @@ def frame_columns(frame: pd.DataFrame) -> dict[str, np.ndarray[Any, Any]]:
             )
         columns[str(name)] = column.to_numpy()
     return columns
-
-
-def parquet_columns(paths: Sequence[str], filesystem: Any, what: str) -> dict[str, np.ndarray[Any, Any]]:
-    """{column name: array} of Parquet files, one after the other. filesystem: pyarrow's or fsspec's, in which the paths
-    are.
-
-    All columns are loaded into this worker's memory: for more than that holds, stream instead (Hugging Face's
-    `load_dataset("parquet", data_files=…, streaming=True)`).
-    """
-    import pyarrow as pa
-    import pyarrow.dataset as ds
-
-    try:
-        table = ds.dataset(list(paths), filesystem=filesystem, format="parquet").to_table()
-    except (pa.ArrowInvalid, OSError) as error:
-        raise BadInput(f"{what} cannot be read as Parquet: {error}") from error
-    return arrow_columns(table, what)
 
 
 def arrow_columns(table: pa.Table, what: str) -> dict[str, np.ndarray[Any, Any]]:
