@@ -9,8 +9,7 @@ from dataclasses import replace
 import torch
 
 from manyhands.data.batch import to_device
-from manyhands.data.leased import LeasedSlices
-from manyhands.data.leases import End, Lease, Segment
+from manyhands.data.leases import End, Lease, Segment, foreseen
 from manyhands.data.prefetch import prefetch
 from manyhands.data.source import Order, Planned, Reading, Slice, Slices, Source
 from manyhands.errors import BadInput
@@ -100,7 +99,7 @@ class Feed:
             return End(reason="", left=[])
         rank, parts = self._reading.rank, segment.parts
         reading = replace(self._of_epoch(segment.epoch, segment.first), rank=rank % parts, size=parts)
-        with closing(LeasedSlices(self.source, segment, rank, reading, self._threads)) as slices:
+        with closing(_LeasedSlices(self.source, segment, rank, reading, self._threads)) as slices:
             while isinstance(answer := take(), Lease):
                 yield self._here(slices.load(answer))
         return answer
@@ -118,3 +117,31 @@ class Feed:
         if part.batch is None or self.device.type == "cpu":
             return part
         return replace(part, batch=to_device(part.batch, self.device))
+
+
+class _LeasedSlices:
+    """The slices of a segment, each when its lease is here.
+
+    Where loader processes or a thread can read ahead, slices of this worker's own queues are loaded in the order in
+    which they will be leased. Loading is not leasing: what others took meanwhile was loaded in vain and is thrown away.
+    A worker gets others' slices only when its own queues are empty: from then on nothing is read ahead.
+    """
+
+    def __init__(self, source: Planned, segment: Segment, rank: int, reading: Reading, threads: bool) -> None:
+        self._source, self._segment, self._rank, self._reading = source, segment, rank, reading
+        self._picks = picks = source.picks(reading)
+        self._ahead: Slices | None = None
+        if source.in_processes() or (threads and source.in_background(reading)):
+            own = source.load((picks.at(lease.index, lease.part) for lease in foreseen(segment, rank)), reading)
+            self._ahead = own if source.in_processes() else prefetch(own)
+
+    def load(self, lease: Lease) -> Slice:
+        if self._ahead is not None and self._segment.owner(lease.part) == self._rank:
+            return next(s for s in self._ahead if (s.index, s.part) == (lease.index, lease.part))
+        self.close()
+        return self._source.load_here(self._picks.at(lease.index, lease.part), self._reading)
+
+    def close(self) -> None:
+        """End all threads and processes; idempotent."""
+        if self._ahead is not None:
+            self._ahead.close()
