@@ -34,7 +34,7 @@ _chosen: Strategy | None = None
 
 
 def launched_strategy() -> Strategy | str | None:
-    """The strategy that was given to this process: `launch(strategy=…)`, else the variable MANYHANDS_STRATEGY, else None."""
+    """The strategy given to this process: `launch(strategy=…)`, else the variable MANYHANDS_STRATEGY, else None."""
     return _chosen or os.environ.get(VARIABLE) or None
 
 
@@ -50,7 +50,7 @@ def launch(
     """Call `function(*args)` on every worker, and return every rank's value in rank order.
 
     Where every worker makes this call itself (torchrun, a script under `manyhands run`), the list holds this rank's own
-    value, and None for the others. Ranks other than the first are quiet: see `quiet_other_ranks`.
+    value, and None for the others. Ranks other than the first are quiet: see `own_loop.rank_zero.mute_nonzero_ranks`.
     Inside, `mh.worker()` is the current Worker and `mh.prepare` uses `strategy`. workers=None: one per visible GPU,
     else 1; one worker runs in this process. The function, its arguments and what it returns travel by pickle, so
     lambdas and functions of a notebook will do. `timeout_s`: a worker that trains without progress for so long counts
@@ -83,7 +83,7 @@ def run_script(
 ) -> int:
     """Run a script on every worker as `python path *args` would; its exit code (the first that is not 0, or 0).
 
-    Ranks other than the first are quiet: see `quiet_other_ranks`. With roles the processes are another framework's own
+    Ranks other than the first are quiet: see `own_loop.rank_zero.mute_nonzero_ranks`. With roles the processes are another framework's own
     cluster, as of `Engine.run`: those set how many there are, all of them print, and no strategy is set. SIGTERM
     reaches the script on every worker, as it would reach `python path`; `train()` inside then checkpoints, and
     Preempted is raised here. Raises `BadInput` if there is no such file, `Unsupported` on engine sim, and

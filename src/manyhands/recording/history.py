@@ -14,8 +14,6 @@ from manyhands.events import Event
 
 PARTS = ("input", "compute", "exchange", "wait")  # where a worker's time goes
 _SUMS = ("weight", "rows", "unused", "bytes", "ticks", *(f"{part}_s" for part in PARTS))
-
-
 MOST_ROWS = 1 << 15  # that are kept; a row takes about a kilobyte
 
 

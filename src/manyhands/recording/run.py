@@ -221,10 +221,11 @@ def _values_of(saved: str | dict[str, Any]) -> dict[str, Any]:
     values.pop("sha256", None)  # of the file, not of the run
     known = [one for one in fields(Run) if one.name not in _ELSEWHERE]
     missing = [one.name for one in known if one.default is one.default_factory is MISSING and one.name not in values]
-    if missing or values.keys() - {one.name for one in known}:
+    unknown = sorted(values.keys() - {one.name for one in known})
+    if missing or unknown:
         raise BadInput(
-            f"this is no JSON of a run: fields that it lacks are {missing}, and those that no run has "
-            f"{sorted(values.keys() - {one.name for one in known})[:5]}. Give what Run.to_json or a result.json says"
+            f"this is no JSON of a run: fields that it lacks are {missing}, and those that no run has {unknown[:5]}. "
+            "Give what Run.to_json or a result.json says"
         )
     return values
 
