@@ -83,11 +83,11 @@ def run_script(
 ) -> int:
     """Run a script on every worker as `python path *args` would; its exit code (the first that is not 0, or 0).
 
-    Ranks other than the first are quiet: see `own_loop.rank_zero.mute_nonzero_ranks`. With roles the processes are another framework's own
-    cluster, as of `Engine.run`: those set how many there are, all of them print, and no strategy is set. SIGTERM
-    reaches the script on every worker, as it would reach `python path`; `train()` inside then checkpoints, and
-    Preempted is raised here. Raises `BadInput` if there is no such file, `Unsupported` on engine sim, and
-    `WorkerFailed` for an exception.
+    Ranks other than the first are quiet: see `own_loop.rank_zero.mute_nonzero_ranks`. With roles the processes are
+    another framework's own cluster, as of `Engine.run`: those set how many there are, all of them print, and no
+    strategy is set. SIGTERM reaches the script on every worker, as it would reach `python path`; `train()` inside then
+    checkpoints, and Preempted is raised here. Raises `BadInput` if there is no such file, `Unsupported` on engine sim,
+    and `WorkerFailed` for an exception.
     """
     if not Path(path).is_file():
         raise BadInput(f"no script {str(path)!r} (looked from {Path.cwd()}): give the path of a Python file")
