@@ -42,7 +42,7 @@ def test_a_terminal_gets_a_bar_and_a_line_a_validation() -> None:
     out = io.StringIO()
     whole_run(Progress(console=Console(file=out, force_terminal=True, width=120)))
     assert "epoch 1/2   step 20/40   loss 0.5   320 rows/s   0:00:02 left" in out.getvalue()
-    assert "step 20   validation_loss 0.25   best so far" in out.getvalue()
+    assert "step 20   validation_loss 0.2500   best so far" in out.getvalue()
 
 
 def test_it_draws_at_most_five_times_a_second() -> None:
@@ -101,7 +101,7 @@ def test_a_notebook_gets_one_output_that_is_rewritten(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "IPython.display", fake)
     whole_run(Progress(console=Console(file=io.StringIO(), force_jupyter=True)))
     assert shown[0].startswith("epoch 1/2   step 1/40")
-    assert shown[-1].startswith("step 20   validation_loss 0.25   best so far\nepoch 1/2   step 20/40")
+    assert shown[-1].startswith("step 20   validation_loss 0.2500   best so far\nepoch 1/2   step 20/40")
 
 
 def test_the_pace_is_that_of_the_last_five_seconds() -> None:

@@ -76,7 +76,7 @@ class Progress(Callback):
     def on_validation(self, event: Event) -> None:
         self._print_json(event)
         if self._display is not None:
-            metrics = [f"{name} {units.number(value)}" for name, value in event.values["metrics"].items()]
+            metrics = [f"{name} {units.metric(value)}" for name, value in event.values["metrics"].items()]
             best = ["best so far"] if event.values.get("best") else []
             self._display.print("   ".join([f"step {event.step:,}", *metrics, *best]))
 
