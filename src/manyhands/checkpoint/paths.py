@@ -197,7 +197,6 @@ def _known(protocol: str) -> bool:
 
 def _check(protocol: str, url: str) -> None:
     from fsspec import available_protocols, get_filesystem_class
-    from fsspec.registry import known_implementations
 
     try:
         get_filesystem_class(protocol)
@@ -205,7 +204,7 @@ def _check(protocol: str, url: str) -> None:
         raise BadInput(
             f"{url}: no file system {protocol}://; give a path, or one of {', '.join(sorted(available_protocols()))}"
         ) from None
-    except ImportError as missing:
-        package = known_implementations[protocol]["class"].partition(".")[0]
-        install = "" if package == "fsspec" else f"; pip install {package}, on every host"
-        raise BadInput(f"{url} needs a package that is not installed: {missing}{install}") from missing
+    except ImportError as error:
+        from manyhands.data.readers.shared_files import missing_package
+
+        raise missing_package(url, error) from error

@@ -203,7 +203,7 @@ def test_storage_that_nobody_knows_or_whose_package_is_missing(monkeypatch: pyte
     with pytest.raises(BadInput, match="cannot be opened: Protocol not known: nosuch"):
         find(["nosuch://a/b.parquet"])
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(BadInput, match=r"s3://a/b.parquet is on storage .* \(pip install s3fs\)"):
+    with pytest.raises(BadInput, match=r"s3://a/b.parquet needs a package that is not installed: .*pip install s3fs"):
         find(["s3://a/b.parquet"])
 
 

@@ -164,20 +164,25 @@ def columns_of(files: Sequence[str], what: str) -> dict[str, np.ndarray[Any, Any
 def filesystem(url: str) -> tuple[Any, str]:
     """fsspec's file system of a URL or path, and the path in it. BadInput if unknown, or its package is missing."""
     from fsspec.core import url_to_fs
-    from fsspec.registry import known_implementations
 
-    protocol = url.partition("://")[0]
     try:
         fs, place = url_to_fs(url)
     except ImportError as error:
-        package = known_implementations.get(protocol, {"class": "fsspec"})["class"].partition(".")[0]
-        hint = "" if package == "fsspec" else f" (pip install {package})"
-        raise BadInput(f"{url} is on storage whose package is not installed here: {error}{hint}") from error
+        raise missing_package(url, error) from error
     except (ValueError, OSError) as error:
         raise BadInput(
             f"{url} cannot be opened: {error}. Give a path, or a URL that fsspec knows (s3://, hdfs://, gs://)"
         ) from error
     return fs, str(place)
+
+
+def missing_package(url: str, error: ImportError) -> BadInput:
+    """The error for storage whose package is not installed here."""
+    from fsspec.registry import known_implementations
+
+    package = known_implementations.get(url.partition("://")[0], {"class": "fsspec"})["class"].partition(".")[0]
+    install = "" if package == "fsspec" else f"; pip install {package}, on every host"
+    return BadInput(f"{url} needs a package that is not installed: {error}{install}")
 
 
 def _found(path: str, kinds: str) -> list[str]:
