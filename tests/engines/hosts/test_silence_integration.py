@@ -63,7 +63,7 @@ def test_the_stopped_worker_is_blamed_in_phases_where_all_meet(phase: str, local
         **STOPS[phase],
     }
     with pytest.raises(WorkerFailed, match="worker 1 .* is silent") as raised:
-        mh.train(engine=local, workers=3, threads_per_worker=1, timeout_s=3.0, run_dir=tmp_path / "run", **task)
+        mh.train(engine=local, workers=3, threads_per_worker=1, timeout_s=5.0, run_dir=tmp_path / "run", **task)
     assert (raised.value.rank, raised.value.phase) == (1, phase)
 
 
