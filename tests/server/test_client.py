@@ -65,7 +65,7 @@ def test_small_vectors_and_other_hosts_do_not_use_memory():
     def lines_with_memory(client, n):
         client.initialize(torch.zeros(n))
         client.pull(torch.empty(n))
-        return [line._outbox is not None for line in client._lines]
+        return [connection._outbox is not None for connection in client._connections]
 
     for n, expected in [(SMALL_BYTES // 4, True), (SMALL_BYTES // 4 - 1, False)]:
         with hosting(ADD, 1, memory_from=SMALL_BYTES) as host:
@@ -73,7 +73,7 @@ def test_small_vectors_and_other_hosts_do_not_use_memory():
     with socket.create_server(("127.0.0.1", 0)) as listening, socket.create_connection(listening.getsockname()) as its:
         mine, _ = listening.accept()
         client = ServedServer(ADD, [channel_to(0, mine, 10)], memory_from=0)
-        assert not client._lines[0]._reaches
+        assert not client._connections[0]._reaches
         client.close()
         its.close()
 

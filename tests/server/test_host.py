@@ -72,8 +72,8 @@ def test_whoever_talks_nonsense_is_closed_and_named_once_and_the_server_goes_on(
     into, one = torch.empty(N), torch.ones(N)
     with hosting(ADD, 2, memory_from=-1, generation=1) as host, caplog.at_level(logging.WARNING, "manyhands"):
         good, bad = host.client(0), host.pairs[1][0][1]
-        for line in good._lines:
-            line.channel.generation = 1
+        for connection in good._connections:
+            connection.channel.generation = 1
         good.initialize(torch.zeros(N))
         good.activate()
         before = address_space()
@@ -136,7 +136,7 @@ def test_a_worker_that_dies_holds_the_others_up_until_its_connection_ends():
         dead.push(torch.ones(N))  # it came before the worker died: it counts
         with started(alive.tick) as waiting:
             expect_waits(waiting, "a tick at bound 0")
-            dead._lines[0].channel.close()
+            dead._connections[0].channel.close()
             waiting.result(10)
         into = torch.empty(N)
         alive.pull(into)

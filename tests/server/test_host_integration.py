@@ -42,12 +42,12 @@ def test_a_worker_killed_in_the_middle_of_a_push_changes_nothing_and_frees_the_o
         client.activate()
         client.pull(into)
         os.write(tell, b".")
-        (line,) = client._lines
-        if line._outbox is None:
+        (connection,) = client._connections
+        if connection._outbox is None:
             header = pack(Frame(kind=Kind.PUSH, dtype=torch.float32, elements=N, sequence=1, weight=1.0))
-            line.channel._sock.sendall(header + bytes(2 * N))
+            connection.channel._sock.sendall(header + bytes(2 * N))
         else:
-            line._outbox[: N // 2] = 7.0
+            connection._outbox[: N // 2] = 7.0
         os.write(tell, b".")
         signal.pause()
 

@@ -356,7 +356,7 @@ def _started(engine: str, workers: int | None) -> Iterator[Engine | str]:
 
 @contextmanager
 def _usable_cores() -> Iterator[None]:
-    """Within, this process computes with as many threads as it may use cores: nobody's program has said how many."""
+    """Within, this process computes with as many threads as it may use cores: no program has set how many."""
     from manyhands.engines.cores import usable_cores
     from manyhands.engines.single_process import running_threads
 

@@ -23,7 +23,10 @@ from manyhands.errors import Unsupported
 
 
 class Ledger:
-    """Payload bytes and messages that one rank sent, by operation, headers apart. A message is one algorithm step, however many frames carry it."""
+    """Payload bytes and messages that one rank sent, by operation, without headers.
+
+    A message is one step of an algorithm, however many frames carry it.
+    """
 
     def __init__(self) -> None:
         self._bytes: defaultdict[str, int] = defaultdict(int)

@@ -15,8 +15,8 @@ from manyhands.comm.checks import FirstError, bits_bytes, bits_of, check_mean, s
 from manyhands.comm.group import Ledger
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.server.base import Encoded, Pushed, Server, ServerSpec, ServerState
-from manyhands.server.line import Line
 from manyhands.server.protocol import SMALL_BYTES, Kind, about
+from manyhands.server.shard_connection import ShardConnection
 from manyhands.server.sharding import check_encoded, codec_for, cut, joined, parts_of
 from manyhands.server.store import Applied, Dropped, Held
 from manyhands.transport.channel import Channel
@@ -101,7 +101,9 @@ class ServedServer(FirstError, ServerClient):
         memory_from: int = SMALL_BYTES,
     ) -> None:
         super().__init__(spec, len(channels))
-        self._lines = [Line(shard, channel, hosts, memory_from) for shard, channel in enumerate(channels)]
+        self._connections = [
+            ShardConnection(shard, channel, hosts, memory_from) for shard, channel in enumerate(channels)
+        ]
         self._like: tuple[int, torch.dtype] | None = None  # elements and dtype of the center
         self._answer: Tensor | None = None  # [D'] where the shards' answers are put together
 
@@ -111,12 +113,12 @@ class ServedServer(FirstError, ServerClient):
         parts = self._parts("initialize", center)
         with self._turn():
             wins = True
-            for line, part in zip(self._lines, parts, strict=True):
-                line.ask("initialize", self.step, Kind.OFFER if wins else Kind.AWAIT, **about(part))
-                wins = line.answer(Kind.WANTED, Kind.DONE).kind == Kind.WANTED
+            for connection, part in zip(self._connections, parts, strict=True):
+                connection.ask("initialize", self.step, Kind.OFFER if wins else Kind.AWAIT, **about(part))
+                wins = connection.answer(Kind.WANTED, Kind.DONE).kind == Kind.WANTED
                 if wins:
-                    line.send(Kind.GIVE, part)
-                    line.answer(Kind.DONE)
+                    connection.send(Kind.GIVE, part)
+                    connection.answer(Kind.DONE)
                     self.ledger.add("initialize", part.nbytes)
         self._like = (center.numel(), center.dtype)
 
@@ -132,14 +134,15 @@ class ServedServer(FirstError, ServerClient):
     def capture(self) -> ServerState:
         if self._like is None:
             raise BadInput(
-                "server.capture comes after a vector: initialize, pull or center tells this worker its length"
+                "server.capture comes after a vector: initialize, pull or center gives this worker its length"
             )
         bounds = [slice_of(shard, self.shards, self._like[0]) for shard in range(self.shards)]
         with self._turn():
-            for line in self._lines:
-                line.ask("capture", self.step, Kind.CAPTURE)
+            for connection in self._connections:
+                connection.ask("capture", self.step, Kind.CAPTURE)
             captured = [
-                line.read_snapshot(stop - start) for line, (start, stop) in zip(self._lines, bounds, strict=True)
+                connection.read_snapshot(stop - start)
+                for connection, (start, stop) in zip(self._connections, bounds, strict=True)
             ]
         return joined(captured)
 
@@ -147,46 +150,48 @@ class ServedServer(FirstError, ServerClient):
     def restore(self, snapshot: ServerState) -> None:
         self.initialize(snapshot.vectors["center"])  # so that the shards know their length; loses where there is one
         with self._turn():
-            for line, (vectors, numbers) in zip(self._lines, cut(snapshot, len(self._lines)), strict=True):
+            for connection, (vectors, numbers) in zip(
+                self._connections, cut(snapshot, len(self._connections)), strict=True
+            ):
                 blob = to_json({"names": list(vectors), "numbers": numbers})
-                line.ask("restore", self.step, Kind.RESTORE, blob=blob)
+                connection.ask("restore", self.step, Kind.RESTORE, blob=blob)
                 for vector in vectors.values():
-                    line.send(Kind.VECTOR, vector)
-            for line in self._lines:
-                line.answer(Kind.DONE)
+                    connection.send(Kind.VECTOR, vector)
+            for connection in self._connections:
+                connection.answer(Kind.DONE)
 
     @override
     def close(self) -> None:
-        for line in self._lines:
-            line.close()
+        for connection in self._connections:
+            connection.close()
 
     # -- all shards ----------------------------------------------------------------------------------------------------
 
     def _tell(self, operation: str, kind: Kind, answer: Kind = Kind.DONE, **fields: Any) -> Frame:
         """Ask all shards; the first one's answer."""
         with self._turn():
-            for line in self._lines:
-                line.ask(operation, self.step, kind, **fields)
+            for connection in self._connections:
+                connection.ask(operation, self.step, kind, **fields)
             return self._answers(answer)[0]
 
     def _answers(self, *kinds: Kind) -> list[Frame]:
         """One of each shard; a shard that is gone is noticed also while another one waits for workers."""
-        return [line.answer(*kinds, meanwhile=self._check_shards) for line in self._lines]
+        return [connection.answer(*kinds, meanwhile=self._check_shards) for connection in self._connections]
 
     def _check_shards(self) -> None:
-        for line in self._lines:
-            line.check()
+        for connection in self._connections:
+            connection.check()
 
     @override
     def _read(self, operation: str, into: Tensor) -> list[int]:
         parts = self._attached(operation, into)
         versions = []
         with self._turn():
-            for line, part in zip(self._lines, parts, strict=True):
-                line.ask(operation, self.step, Kind.PULL if operation == "pull" else Kind.PEEK, **about(part))
-            for line, part in zip(self._lines, parts, strict=True):
-                frame = line.answer(Kind.CENTER)
-                line.read_center(frame, part)
+            for connection, part in zip(self._connections, parts, strict=True):
+                connection.ask(operation, self.step, Kind.PULL if operation == "pull" else Kind.PEEK, **about(part))
+            for connection, part in zip(self._connections, parts, strict=True):
+                frame = connection.answer(Kind.CENTER)
+                connection.read_center(frame, part)
                 versions.append(frame.a)
         self._like = (into.numel(), into.dtype)
         self._count(operation, into)
@@ -199,8 +204,8 @@ class ServedServer(FirstError, ServerClient):
         parts = self._of_push(update, weight, bits)
         with self._turn():
             fields = {"sequence": sequence, "weight": weight, "blob": bits_bytes(bits)}
-            for line, part in zip(self._lines, parts, strict=True):
-                line.push("push", self.step, part, encoded=isinstance(update, Encoded), **fields)
+            for connection, part in zip(self._connections, parts, strict=True):
+                connection.push("push", self.step, part, encoded=isinstance(update, Encoded), **fields)
             frames = self._answers(Kind.APPLIED, Kind.DROPPED, Kind.HELD)
             return [_reply(frame) for frame in frames], self._read_answer(frames, update)
 
@@ -226,16 +231,19 @@ class ServedServer(FirstError, ServerClient):
         if self._answer is None or len(self._answer) != n:
             self._answer = torch.empty(n, dtype=update.dtype, device=device)
         answer = self._answer
-        parts = parts_of(answer, len(self._lines))
-        came = [line.read_answer(f, part) for line, f, part in zip(self._lines, frames, parts, strict=True)]
+        parts = parts_of(answer, len(self._connections))
+        came = [
+            connection.read_answer(f, part)
+            for connection, f, part in zip(self._connections, frames, parts, strict=True)
+        ]
         return answer if any(came) else None
 
     def _attached(self, operation: str, vector: Tensor) -> list[Tensor]:
         """The parts of a vector to push or to read into, memory for them mapped if they go through it."""
         parts = self._parts(operation, vector)
         with self._turn():
-            for line, part in zip(self._lines, parts, strict=True):
-                line.attach(operation, self.step, part)
+            for connection, part in zip(self._connections, parts, strict=True):
+                connection.attach(operation, self.step, part)
         return parts
 
     def _parts(self, operation: str, vector: Tensor) -> list[Tensor]:
@@ -246,11 +254,11 @@ class ServedServer(FirstError, ServerClient):
                 f"server.{operation} takes a flat vector of {n} elements of {dtype} here; got the shape {list(vector.shape)} "
                 f"of {vector.dtype}"
             )
-        return parts_of(vector.detach(), len(self._lines))
+        return parts_of(vector.detach(), len(self._connections))
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Around all that talks: after an error the connections are out of step, and only the error is left."""
+        """Around every request: after an error the connections are out of step, and only the error is left."""
         self.check()
         try:
             yield
@@ -258,7 +266,7 @@ class ServedServer(FirstError, ServerClient):
             self.fail(error)
             raise
         finally:
-            self.waited_s = sum(line.waited_s for line in self._lines)
+            self.waited_s = sum(connection.waited_s for connection in self._connections)
 
 
 def _reply(frame: Frame) -> PushReply:

@@ -23,7 +23,7 @@ none. A payload is what `ServerSpec.compress` makes of an update, as uint8, and 
 | RESTORE | JSON: names, numbers; then VECTORs | DONE                                                                     |
 | GOODBYE |                                    | none: the connection ends                                                |
 
-DROPPED has in b how many steps this worker is behind. The answer to a push comes with weight and bits; `sequence` tells
+DROPPED has in b how many steps this worker is behind. The answer to a push comes with weight and bits; `sequence` gives
 where its vector is (`VectorPlace`). REFUSED (JSON: error, message) answers what cannot be right; LATE (JSON: worker,
 seconds) what waited for that worker too long, -1 for all.
 """
@@ -91,12 +91,12 @@ def hello(worker: int, shard: int, shards: int, host: str) -> dict[str, Any]:
 
 
 def about(vector: Tensor) -> dict[str, Any]:
-    """a and b of a request that speaks of such a vector."""
+    """a and b of a request about such a vector."""
     return {"a": vector.numel(), "b": DTYPES.index(vector.dtype)}
 
 
 def dtype_of(frame: Frame) -> torch.dtype:
-    """Which dtype a request speaks of, besides its `a` elements. FrameError for none."""
+    """The dtype of a request, besides its `a` elements. FrameError for none."""
     if frame.a < 0 or not 0 <= frame.b < len(DTYPES):
         raise FrameError(f"expected a number of elements and a dtype's; got {frame.a} and {frame.b}")
     return DTYPES[frame.b]

@@ -113,7 +113,7 @@ def _memory(name: str, length: int) -> int:
     except OSError as error:
         os.close(fd)
         raise ManyhandsError(
-            f"{length >> 20} MB of shared memory were expected for a server's {name}; the system said: {error.strerror}. "
+            f"{length >> 20} MB of shared memory were expected for a server's {name}; the system reports: {error.strerror}. "
             "Raise the limit on file sizes (ulimit -f), or use more shards."
         ) from error
     return fd

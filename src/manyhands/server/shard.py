@@ -80,7 +80,7 @@ class Shard:
         self._wait(lambda: self.published is not None, alive)
 
     def _wait(self, ready: Callable[[], bool], alive: Callable[[], None]) -> None:
-        """alive: called at once, then twice a second, to tell the waiting worker that this shard lives."""
+        """alive: called at once, then twice a second, to report to the waiting worker that this shard lives."""
         begun = time.monotonic()
         while True:
             with self._changed:
@@ -146,7 +146,7 @@ class Shard:
                 self.published.unpin(worker)
 
     def push(self, worker: int, sequence: int, update: Tensor, weight: float, bits: int) -> Applied | Held | Dropped:
-        """`Store.push`, counted; what was said to a duplicate's first is said again."""
+        """`Store.push`, counted; a duplicate gets the reply of the first."""
         with self._changed:
             reply = self.store.push(worker, sequence, update, weight, bits)
             self._deliver()
@@ -202,7 +202,7 @@ class Connection:
         }
 
     def serve(self) -> None:
-        """Returns at the goodbye. Raises what ended the connection otherwise; the worker was told why if it can be."""
+        """Returns at the goodbye. Raises what ended the connection otherwise; the worker got the reason where possible."""
         while True:
             frame = self._next()
             if frame.kind == Kind.GOODBYE:
@@ -311,7 +311,7 @@ class Connection:
         return self._inbox
 
     def _decoded(self, frame: Frame) -> Tensor:
-        """[n] a decoded payload. BadInput for other codecs, before memory is taken where its length tells."""
+        """[n] a decoded payload. BadInput for other codecs, before memory is taken where its length shows it."""
         codec, center = codec_for(self._shard.spec), self._shard.memory
         if frame.dtype != torch.uint8:
             raise BadInput(f"a payload is a number of bytes (uint8); got {frame.elements} of {frame.dtype}")

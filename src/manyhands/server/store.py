@@ -68,7 +68,7 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class Duplicate:
-    """This (worker, sequence) was here before: nothing happened; `reply` is what was said then, or since."""
+    """This (worker, sequence) was here before: nothing happened; `reply` is the reply of then, or since."""
 
     reply: Applied | Held | Dropped
 

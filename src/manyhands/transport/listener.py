@@ -1,4 +1,4 @@
-"""Listening and connecting over TCP: authenticated before anything else is read, on loopback unless told otherwise.
+"""Listening and connecting over TCP: authenticated before anything else is read, on loopback by default.
 
 Every connection begins as `hello.py` says; only then is there a Channel. There is no listener without authentication:
 without credentials (TLS), both sides prove to each other that they hold the run's token.
@@ -37,13 +37,13 @@ from manyhands.transport.hello import (
 from manyhands.units import printable
 
 HELLO_S = 10.0  # a peer has so long from its connection to the end of its hello, however it spreads its bytes
-_FAREWELL_S = 2.0  # and one that was refused so long to hear why
-_MOST_PENDING = 128  # connections that have not said who they are
+_FAREWELL_S = 2.0  # and one that was refused so long to read the reason
+_MOST_PENDING = 128  # connections without a hello so far
 _PAUSE_S = 0.05
 
 
 class PendingConnection:
-    """A connection that has not said who it is, or is being refused."""
+    """A connection without a hello so far, or one that is being refused."""
 
     def __init__(self, sock: socket.socket, host: str, steps: Steps[Peer]) -> None:
         self.sock, self.host = sock, host
@@ -54,11 +54,11 @@ class PendingConnection:
 class Listener:
     """A bound address. Strangers are closed and named once in the log (logger `manyhands`); the listener goes on.
 
-    host: a name or address of this machine. Loopback unless told otherwise.
+    host: a name or address of this machine. Default: loopback.
     credentials, token: exactly one of them. Credentials: TLS. A token (16 bytes or more, as secret as a key): plain
         TCP, `tls=off`: BadInput unless the address is loopback or `plain_network` is set, since what follows the hello
         can then be read and changed by whoever is on the way.
-    ports: (first, last), None: any free one; `address` tells which it became.
+    ports: (first, last), None: any free one; `address` has the one that it became.
     generation: a hello of an older one is refused; may be raised while the listener lives.
     timeout_s: of the channels.
 
@@ -152,7 +152,7 @@ class Listener:
         except BlockingIOError:
             return
         except OSError as error:  # it left already; or no descriptor is free, and the next select would not wait
-            self._rejected.name("the network", f"accept said {error.strerror}")
+            self._rejected.name("the network", f"accept: {error.strerror}")
             self._make_room()
             time.sleep(_PAUSE_S)
             return
@@ -166,7 +166,7 @@ class Listener:
             sock, place[0], listen_to(sock, self._proof, self.generation, lambda hello: self._check(hello))
         )
         self._pending[pending] = None
-        self._selector.register(sock, selectors.EVENT_READ, pending)  # it speaks first: `accept` goes on when it has
+        self._selector.register(sock, selectors.EVENT_READ, pending)  # it sends first: `accept` goes on then
 
     def _make_room(self) -> None:
         """The oldest of the host with the most visitors leaves: one that floods us crowds out its own."""
@@ -238,7 +238,7 @@ def connect(
     generation: int = 0,
     timeout_s: float = 300.0,
 ) -> Channel:
-    """The connecting side: a channel once the other side has said welcome.
+    """The connecting side: a channel once the other side has accepted.
 
     hello: JSON, at most MAX_HELLO_BYTES. credentials, token: as the listener's.
     Tries again while nobody listens yet, until timeout_s (ChannelTimeout). ChannelClosed with the other side's reason
@@ -274,7 +274,7 @@ def _spoken(
     hello: bytes,
     where: str,
 ) -> socket.socket:
-    """A socket on which both sides have said who they are. ChannelClosed when refused; OSError: try again."""
+    """A socket on which both sides are authenticated. ChannelClosed when refused; OSError: try again."""
     sock = socket.create_connection(address, max(0.01, min(HELLO_S, deadline - time.monotonic())))
     try:
         if sock.getsockname() == sock.getpeername():
@@ -315,7 +315,7 @@ class RejectedPeers:
         self._named: set[str] = set()
 
     def name(self, address: str, why: str) -> None:
-        """Say in the log who was refused, unless it was said before."""
+        """Log who was refused, once for each."""
         if address in self._named or len(self._named) >= MOST_NAMED:
             return
         self._named.add(address)

@@ -1,4 +1,4 @@
-"""The driver's side of `manyhands join`: accepts hosts until all workers are there, and tells them the end."""
+"""The driver's side of `manyhands join`: accepts hosts until all workers are there, and reports the end to them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _POLL_S = 0.1
 
 @dataclass
 class JoinedHosts:
-    """The hosts that joined, in the order of their coming. At the end of the `with` each is told how the run ended.
+    """The hosts that joined, in the order of their coming. At the end of the `with` each gets the result of the run.
 
     log: where a lost host's own words are to be found, for the error. stopped: why the run was asked to stop, or "".
     """
 
-    log: str = "see what `manyhands join` said there"
+    log: str = "see what `manyhands join` printed there"
     hosts: list[RemoteProcesses] = field(default_factory=list)
     stopped: Callable[[], str] = str
 
@@ -66,7 +66,7 @@ class JoinListener:
     def _let_in(self) -> None:
         try:
             channel, fields = self.listener.accept(self._name, timeout_s=0.0)
-        except ChannelTimeout:  # it has not said yet who it is
+        except ChannelTimeout:  # its hello has not come yet
             return
         host = self.roster.name_of(fields)
         self.roster.offers.append(Offer(host, fields["workers"], fields["order"]))

@@ -103,7 +103,7 @@ Generator.__name__ = "MT19937"  # which numpy asks for
 
 
 def _gauss(generator: np.random.MT19937) -> float | None:
-    """What waits of numpy's legacy normal(), or None: numpy tells it only along with the generator's state."""
+    """What waits of numpy's legacy normal(), or None: numpy gives it only with the generator's state."""
     if isinstance(generator, Generator):
         generator.brief = True
     legacy: Any = np.random.get_state(legacy=False)

@@ -19,7 +19,7 @@ from manyhands.engines.sim.timeline import Killed, Timeline
 from manyhands.errors import ManyhandsError, PeerLost
 from manyhands.server.base import Encoded, Server, ServerSpec
 from manyhands.server.in_process import NO_LOAD, Act, Load, StoreClient
-from manyhands.server.line import ShardLost
+from manyhands.server.shard_connection import ShardLost
 from manyhands.server.sharding import codec_for, lengths_of, make_stores
 from manyhands.server.store import InvalidCall, Store
 
@@ -40,7 +40,7 @@ class SimServers:
     this worker is first.
 
     timeout_s: a call that waits for other workers for so long, while none of them does anything, gets PeerLost, and one
-    of which nothing is heard for so long ShardLost; what is on its way takes the time that it takes. inf: never.
+    that does not answer for so long ShardLost; what is on its way takes the time that it takes. inf: never.
 
     Ledger: as of served servers, each request once; what is sent again is counted as "resent".
     """
@@ -187,7 +187,7 @@ class SimServers:
         return max(request.quiet_from, shard.moved_at) if shard.has(request) else request.quiet_from
 
     def _late(self, request: Request) -> ManyhandsError:
-        """Nothing was heard of a request for too long: because of another worker, or of the shard."""
+        """No answer to a request for too long: because of another worker, or of the shard."""
         call, shard = request.call, self.shards[request.shard]
         seconds = self.timeline.now - call.since
         if not shard.holds(request):

@@ -33,7 +33,7 @@ class Request:
     handled_at: float | None = None
     held_s: float = 0.0
     due: Due | None = None  # when it is sent again
-    quiet_from: float = 0.0  # when its first copy, or its first answer, was to arrive: the last that was heard of it
+    quiet_from: float = 0.0  # when its first copy, or its first answer, was to arrive: its last sign of life
 
     def __post_init__(self) -> None:
         self.sends = self.load.sends[self.shard] if self.load.sends else 0
@@ -54,7 +54,7 @@ class ShardCall:
     """A worker's call of its server, until all shards have answered."""
 
     worker: int
-    key: tuple[int, float]  # (generation, how many calls before this one): shards tell old from new by it
+    key: tuple[int, float]  # (generation, how many calls before this one): shards distinguish old from new by it
     operation: str
     step: int
     requests: list[Request]

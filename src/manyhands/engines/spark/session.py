@@ -119,7 +119,7 @@ def _slots_by_settings(get: Callable[..., Any]) -> int | None:
 
 
 def addresses(spark: SparkSession) -> tuple[str, str]:
-    """(where this host is to listen, by which address executors reach it): as Spark itself was told, or for a client of
+    """(where this host is to listen, by which address executors reach it): as in Spark's settings, or for a client of
     Spark Connect where it reaches its server."""
     if is_connect(spark):
         own = _own_address(spark.client.host)

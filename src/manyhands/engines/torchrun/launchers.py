@@ -101,7 +101,7 @@ def started_as_one_of_several(environment: Mapping[str, str] = os.environ) -> bo
 def run_id(environment: Mapping[str, str] = os.environ) -> str | None:
     """A name that all processes of one launch know and no other launch has; None where the launcher gives none."""
     name = environment.get("TORCHELASTIC_RUN_ID")
-    if name is not None:  # "none" is torchrun's default for every call, so its port tells them apart
+    if name is not None:  # "none" is torchrun's default for every call, so its port distinguishes them
         return f"{name}-{environment.get('MASTER_PORT', '')}" if name == "none" else name
     if not started_as_one_of_several(environment):
         return None

@@ -57,7 +57,7 @@ class OuterRule(Rule):
             raise BadInput(
                 f"an outer optimizer treats every weight by itself: {', '.join(ELEMENTWISE)}; got {self.optimizer!r}"
             )
-        self._make(torch.zeros(1))  # wrong options are told now
+        self._make(torch.zeros(1))  # wrong options raise now
 
     @override
     def start(self, center: Tensor) -> None:

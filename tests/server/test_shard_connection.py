@@ -8,8 +8,8 @@ from served import channel_to
 
 from manyhands.server.base import ServerSpec
 from manyhands.server.client import ServedServer
-from manyhands.server.line import ShardLost
 from manyhands.server.protocol import Kind
+from manyhands.server.shard_connection import ShardLost
 from manyhands.transport.channel import Channel
 from manyhands.transport.frame import Frame, to_json
 

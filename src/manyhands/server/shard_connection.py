@@ -1,4 +1,4 @@
-"""A worker's line to one shard: requests, answers, and vectors through the socket or through memory that both map."""
+"""A worker's connection to one shard: requests, answers, and vectors through the socket or through memory that both map."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from manyhands.units import printable
 
 
 class ShardLost(PeerLost):
-    """A server shard died, or did not answer for `timeout_s`. `rank` is -1 - shard, as the engines count seats."""
+    """A server shard died, or did not answer for `timeout_s`. `rank` is -1 - shard, as the engines number processes."""
 
     def __init__(self, shard: int, peer: str, operation: str, step: int, seconds: float, why: str) -> None:
         super().__init__(-1 - shard, peer, operation, step, seconds, why)
@@ -38,7 +38,7 @@ class ShardLost(PeerLost):
         return type(self), (self.shard, self.host, self.operation, self.step, self.seconds, self.why)
 
 
-class Line:
+class ShardConnection:
     """The channel to shard `shard`. One request at a time: `ask` (or `put`), then `answer`, then what follows it.
 
     hosts: of the workers, by rank, for messages.
@@ -183,7 +183,7 @@ class Line:
         except ChannelTimeout as error:
             raise self._lost(f"did not answer for {self.channel.timeout_s:g} s") from error
         except FrameError as error:
-            raise self._lost(f"said what was not to be expected ({error})") from error
+            raise self._lost(f"sent an unexpected frame ({error})") from error
 
     def _lost(self, why: str) -> ShardLost:
         operation, step, begun = self._asked
