@@ -84,6 +84,7 @@ def test_nothing_is_lost_round_a_ring(weights, steps):
     check_feedback(values(on_ring(len(weights), feedback("bf16", weights, steps))), weights, steps)
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_between_hosts():
     weights = [3.0, 1.0, 2.0]
     check_feedback(values(on_hosts(((0,), (1, 2)), feedback("bf16", weights, MANY))), weights, MANY)

@@ -33,7 +33,7 @@ def on_device(size, program, **options):
     return on_shared_memory(size, run, **options)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_conformance(size):
     assert values(on_device(size, conformance, timeout_s=30)) == [len(GROUP_SUITE)] * size
 

@@ -53,7 +53,9 @@ def on_hosts(layout, program, *, deadline_s=60, with_direct=True, **options):
     return forked(size, run, deadline_s, then=let_go)
 
 
-@pytest.mark.parametrize("layout", [((0,),), ((0, 1),), TWO_BY_TWO, UNEVEN], ids=str)
+@pytest.mark.parametrize(
+    "layout", [((0,),), ((0, 1),), TWO_BY_TWO, pytest.param(UNEVEN, marks=pytest.mark.slow)], ids=str
+)
 def test_conformance(layout):
     assert values(on_hosts(layout, conformance, timeout_s=30)) == [len(GROUP_SUITE)] * sum(map(len, layout))
 

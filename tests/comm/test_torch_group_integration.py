@@ -21,7 +21,7 @@ def _conformance(group):
     return taken
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_conformance(size, tmp_path):
     assert values(on_gloo(size, _conformance, tmp_path)) == [len(GROUP_SUITE)] * size
 

@@ -40,6 +40,7 @@ def test_torch_distributed_beside_a_parameter_server(spark: Any) -> None:
     assert sorted(n for value in found["worker"] for n in value[2]) == sorted([*range(33)] * 2)
 
 
+@pytest.mark.slow
 def test_an_error_names_the_role() -> None:
     def program(cluster: Any) -> None:
         import threading

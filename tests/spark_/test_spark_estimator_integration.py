@@ -68,6 +68,7 @@ def test_all_rows_of_a_plane(plane: Any) -> None:
     assert found < 0.01
 
 
+@pytest.mark.slow
 def test_predictions_stay_with_their_row(fitted: Any, halves: Any) -> None:
     from pyspark.sql import functions as F_
 

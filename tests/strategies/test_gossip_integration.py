@@ -43,7 +43,12 @@ def test_one_worker_is_a_plain_loop(strategy: str, local: Local) -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["gossip:period=3", "gossip:graph=random,weights=push-sum", "gossip:graph=pairs,bound=0,period=3"]
+    "strategy",
+    [
+        "gossip:period=3",
+        pytest.param("gossip:graph=random,weights=push-sum", marks=pytest.mark.slow),
+        pytest.param("gossip:graph=pairs,bound=0,period=3", marks=pytest.mark.slow),
+    ],
 )
 def test_interrupted_and_resumed_is_uninterrupted(strategy: str, local: Local, tmp_path: Path) -> None:
     """CASE 19: windows, masses, rounds and the server's vectors included."""
@@ -55,7 +60,9 @@ def test_interrupted_and_resumed_is_uninterrupted(strategy: str, local: Local, t
 
 
 @pytest.mark.parametrize("strategy", ["gossip:graph=random,weights=push-sum", "gossip:graph=pairs"])
-@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize(
+    "workers", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_it_goes_on_with_another_number_of_workers(strategy: str, workers: int, local: Local, tmp_path: Path) -> None:
     folder, given = tmp_path / "run", {"train_data": plain.rows(12 * 60)}
     with pytest.raises(Preempted):

@@ -35,7 +35,7 @@ def on_ring(size, program, *, deadline_s=60, **options):
         close(sockets)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_conformance(size):
     assert values(on_ring(size, conformance, timeout_s=30)) == [len(GROUP_SUITE)] * size
 

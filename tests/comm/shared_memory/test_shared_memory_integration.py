@@ -15,7 +15,7 @@ from manyhands.errors import ManyhandsError, PeerLost, Unsupported
 from manyhands.testing.group_suite import GROUP_SUITE, vector, vectors
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_conformance(size):
     assert values(on_shared_memory(size, conformance, timeout_s=30)) == [len(GROUP_SUITE)] * size
 

@@ -93,6 +93,7 @@ def test_the_printed_command_joins_from_another_host(
     assert not Path(found[1]).parent.exists()
 
 
+@pytest.mark.slow
 def test_torchrun_over_two_hosts(hosts: TwoHosts, environment: dict[str, str], tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(TORCHRUN)

@@ -71,6 +71,7 @@ def test_a_killed_host_is_named_and_nothing_is_left(both: tuple[Script, Script, 
     wait_until(lambda: not joiner.processes() and not driver.processes(), 5)
 
 
+@pytest.mark.slow
 def test_when_the_driver_is_killed_the_joined_host_ends(both: tuple[Script, Script, dict[int, int]]) -> None:
     driver, joiner, _ = both
     os.kill(driver.process.pid, signal.SIGKILL)
@@ -81,6 +82,7 @@ def test_when_the_driver_is_killed_the_joined_host_ends(both: tuple[Script, Scri
     wait_until(lambda: not joiner.processes() and not driver.processes(), 5)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_there_is_named(both: tuple[Script, Script, dict[int, int]]) -> None:
     driver, joiner, pids = both
     os.kill(pids[2], signal.SIGKILL)

@@ -70,7 +70,7 @@ def ended(run: Script) -> tuple[int, str]:
     return code, err
 
 
-@pytest.mark.parametrize("how", ["wait", "hold"])
+@pytest.mark.parametrize("how", [pytest.param("wait", marks=pytest.mark.slow), "hold"])
 def test_driver_killed(script: Callable[..., Script], how: str) -> None:
     """CASE 28."""
     run, _, _ = running(script, how)
@@ -161,7 +161,7 @@ def test_program_from_standard_input(script: Callable[..., Script]) -> None:
     assert script("", stdin=program).end() == (0, "[0, 1] [True, True]\n", "")
 
 
-@pytest.mark.parametrize("closed", [(0,), (0, 1)])
+@pytest.mark.parametrize("closed", [pytest.param((0,), marks=pytest.mark.slow), (0, 1)])
 def test_with_closed_standard_descriptors(script: Callable[..., Script], closed: tuple[int, ...]) -> None:
     run = script(f"""
         import os, sys

@@ -23,6 +23,7 @@ def found(apart: Local) -> Comparison:
     return compare(tiny(), strategies=strategies, engine=apart, validations=2, threads_per_worker=1)
 
 
+@pytest.mark.slow
 def test_a_strategy_that_sleeps_is_slower_by_what_it_sleeps(found: Comparison) -> None:
     """Of each tick the same is slept: what it takes longer is that, within 30 %."""
     steps = {name: median(trial.seconds / trial.ticks for trial in found.of(name)) for name in (SAME, SLOW)}
@@ -30,6 +31,7 @@ def test_a_strategy_that_sleeps_is_slower_by_what_it_sleeps(found: Comparison) -
     assert all(trial.ticks == ROWS // 12 for name in (SAME, SLOW) for trial in found.of(name))
 
 
+@pytest.mark.slow
 def test_allreduce_ends_where_solo_does(found: Comparison) -> None:
     for trial in found.of("allreduce on 2"):
         assert trial.distance is not None
@@ -37,6 +39,7 @@ def test_allreduce_ends_where_solo_does(found: Comparison) -> None:
         assert trial.agreement == 1.0
 
 
+@pytest.mark.slow
 def test_what_is_measured_of_processes(found: Comparison) -> None:
     assert found.machine["engine"] == "local"
     for variant in found.variants:
@@ -52,6 +55,7 @@ def test_what_is_measured_of_processes(found: Comparison) -> None:
     assert names == [f"solo, {count} thread{'' if count == 1 else 's'}" for count in cores]
 
 
+@pytest.mark.slow
 def test_a_failing_strategy_ends_nobody_else(found: Comparison) -> None:
     assert [trial.repeat for trial in found.trials if trial.variant == BROKEN] == [0]
     assert "it broke" in found.failure(BROKEN)
