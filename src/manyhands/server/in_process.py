@@ -6,9 +6,8 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +27,7 @@ Act = Callable[[Store], Any]
 """What a call does with one shard's store: its answer, or HELD."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class Load(NamedTuple):
     """What a call needs besides its acts. Each sequence has a number for each shard, and takes simulated time."""
 
     needs_center: bool = False  # it waits for the first one
@@ -48,6 +46,7 @@ class StoreClient(ServerClient):
     def __init__(self, spec: ServerSpec, stores: Sequence[Store], worker: int, generation: int = 0) -> None:
         super().__init__(spec, len(stores))
         self._stores, self._worker, self._generation = stores, worker, generation
+        self._like: tuple[int, torch.dtype] | None = None  # elements and dtype of the center, once it is there
         self._closed = False
 
     @abstractmethod
@@ -95,7 +94,7 @@ class StoreClient(ServerClient):
 
         def read(part: Tensor, store: Store) -> int:
             if part.shape != store.center.shape:
-                self._check_length(into.shape, "a center")
+                self._check_length(into.shape, "a center", sum(len(one.center) for one in self._stores))
             version = store.pull(self._worker) if operation == "pull" else store.version
             part.copy_(store.read())
             return version
@@ -142,25 +141,27 @@ class StoreClient(ServerClient):
 
     def _parts(self, update: Tensor | Encoded, weight: float, bits: int) -> Sequence[Tensor]:
         """What each shard gets of an update: its part, or its payload. BadInput for what cannot be one."""
-        check_mean(torch.empty(0, dtype=update.dtype), weight, bits)
         if isinstance(update, Encoded):
+            check_mean(torch.empty(0, dtype=update.dtype), weight, bits)
             check_encoded(codec_for(self.spec), update, self.shards)
             self._check([update.n], "a push", update.dtype)
             return update.parts
+        check_mean(update, weight, bits)
         self._check(update.shape, "a push", update.dtype)
         return parts_of(update.detach(), self.shards)
 
     def _check(self, shape: Sequence[int], what: str, dtype: torch.dtype | None = None) -> None:
         """BadInput for a vector unlike the center; without a center yet, the stores check."""
-        if not all(store.initialized for store in self._stores):
-            return
-        self._check_length(shape, what)
-        if dtype not in (None, self._stores[0].center.dtype):
-            raise BadInput(f"{what} here is of {self._stores[0].center.dtype}; got {dtype}: convert it first")
+        if self._like is None:
+            if not all(store.initialized for store in self._stores):
+                return
+            self._like = sum(len(store.center) for store in self._stores), self._stores[0].center.dtype
+        self._check_length(shape, what, self._like[0])
+        if dtype not in (None, self._like[1]):
+            raise BadInput(f"{what} here is of {self._like[1]}; got {dtype}: convert it first")
 
-    def _check_length(self, shape: Sequence[int], what: str) -> None:
-        length = sum(len(store.center) for store in self._stores)
-        if list(shape) != [length]:
+    def _check_length(self, shape: Sequence[int], what: str, length: int) -> None:
+        if len(shape) != 1 or shape[0] != length:
             raise BadInput(f"{what} is a flat vector of {length} elements here; got the shape {list(shape)}")
 
 
