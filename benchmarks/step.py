@@ -134,7 +134,7 @@ def steps_of(name: str) -> tuple[dict[str, Callable[[], None]], Callable[[], Non
     steps = {
         "floor": plain_step(floor, optimizer_of(floor), batch),
         "ddp": plain_step(ddp, optimizer_of(ddp), batch),
-        "train": lambda: loop.turn(slice_, loop.place.tick),
+        "train": lambda: loop.turn(slice_, loop.position.tick),
         "prepare": plain_step(prepared, optimizer, batch),
     }
     return steps, plain_step(solo, optimizer_of(solo), whole), sum(p.numel() for p in floor.parameters())
