@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,3 +136,14 @@ def set_current(worker: Worker | None) -> None:
     """For engines: set which Worker this process is."""
     global _current
     _current = worker
+
+
+@contextmanager
+def as_current(worker: Worker) -> Iterator[None]:
+    """Within, this process is that worker; afterwards what it was."""
+    before = current()
+    set_current(worker)
+    try:
+        yield
+    finally:
+        set_current(before)

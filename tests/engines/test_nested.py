@@ -12,8 +12,8 @@ from manyhands.comm.group import Group
 from manyhands.data.leases import End, Lease, Segment
 from manyhands.engines.base import LaunchSpec, Observer
 from manyhands.engines.driver.run_monitor import USER
-from manyhands.engines.in_process import InProcessDriverClient
 from manyhands.engines.nested import Nested, NestedDriverClient
+from manyhands.engines.single_process import InProcessDriverClient
 from manyhands.errors import BadInput, Unsupported
 from manyhands.events import Event
 from manyhands.server.base import ServerSpec

@@ -60,7 +60,7 @@ def test_another_master_than_the_session_has() -> None:
 
 @pytest.mark.usefixtures("spark")
 def test_a_cluster_that_is_busy_is_not_waited_for_for_ever() -> None:
-    with pytest.raises(ManyhandsError, match="after 0 s 0 of 2 workers are here: the cluster is busy"):
+    with pytest.raises(ManyhandsError, match="after 0 s 0 of 2 workers are here; the cluster is busy"):
         Spark(wait_s=0.01).launch(lambda worker: None, PLAN)
 
 

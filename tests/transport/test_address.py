@@ -44,7 +44,16 @@ def test_any_text_is_an_address_or_bad_input(text):
 
 @pytest.mark.parametrize(
     ("host", "answer"),
-    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("0.0.0.0", False), ("::", False), ("10.0.0.1", False)],
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("10.0.0.1", False),
+        ("localhost", True),
+        ("a-name", False),
+    ],
 )
 def test_loopback(host, answer):
     assert is_loopback(host) is answer

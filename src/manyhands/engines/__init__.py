@@ -20,24 +20,11 @@ CATALOGUE: dict[str, str] = {
 """{name: "module:class"}: what a spec string may name; nothing is imported before it is asked for."""
 
 HINTS = {
-    "fork": "local",
-    "multiprocessing": "local",
-    "processes": "local",
-    "elastic": "torchrun",
-    "distributed": "torchrun",
-    "mpi": "torchrun",
-    "mpirun": "torchrun",
-    "srun": "torchrun",
-    "cluster": "hosts",
-    "pyspark": "spark",
-    "databricks": "spark",
-    "yarn": "spark",
-    "kubernetes": "spark",
-    "barrier": "spark",
-    "simulated": "sim",
-    "simulator": "sim",
-    "virtual": "sim",
-    "ssh": "hosts",
+    **dict.fromkeys(("fork", "multiprocessing", "processes"), "local"),
+    **dict.fromkeys(("elastic", "distributed", "mpi", "mpirun", "srun"), "torchrun"),
+    **dict.fromkeys(("cluster", "ssh"), "hosts"),
+    **dict.fromkeys(("pyspark", "databricks", "yarn", "kubernetes", "barrier"), "spark"),
+    **dict.fromkeys(("simulated", "simulator", "virtual"), "sim"),
 }
 """What others call them."""
 

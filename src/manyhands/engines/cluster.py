@@ -111,8 +111,8 @@ class Cluster:
 
 def variables(cluster: Cluster, local_rank: int, local_size: int) -> dict[str, str]:
     """What the frameworks read in this process's environment; local: among those who train on its host."""
-    spec = {role: list(held) for role, held in cluster.addresses.items() if role != EVALUATOR}
-    config = {"cluster": spec, "task": {"type": cluster.role, "index": cluster.index}}
+    others = {role: list(held) for role, held in cluster.addresses.items() if role != EVALUATOR}
+    config = {"cluster": others, "task": {"type": cluster.role, "index": cluster.index}}
     found = {"TF_CONFIG": json.dumps(config)}
     if cluster.role not in TRAINING:
         return found
@@ -131,8 +131,8 @@ def variables(cluster: Cluster, local_rank: int, local_size: int) -> dict[str, s
     }
 
 
-def run(engine: Engine, member: Member, plan: LaunchSpec) -> dict[str, list[Any]]:
-    """{role: values by index}. What `plan` says of workers and roles gives way to the member's; see `Engine.run`."""
+def run(engine: Engine, member: Member, spec: LaunchSpec) -> dict[str, list[Any]]:
+    """{role: values by index}. What `spec` says of workers and roles gives way to the member's; see `Engine.run`."""
     if engine.spmd or engine.simulated:
         raise Unsupported(
             f"engine {engine.name} starts no processes: run another framework's cluster on one that does (local, hosts, spark)"
@@ -144,7 +144,7 @@ def run(engine: Engine, member: Member, plan: LaunchSpec) -> dict[str, list[Any]
     if isinstance(member.rows, DistributedFrame):
         check_brings(engine)
         frames = (member.rows,)
-    values = engine.launch(member, replace(plan, workers=len(roles.members), roles=roles, device="cpu", frames=frames))
+    values = engine.launch(member, replace(spec, workers=len(roles.members), roles=roles, device="cpu", frames=frames))
     found: dict[str, list[Any]] = {role: [] for role in roles.counts}
     for (role, _), value in zip(roles.members, values, strict=True):
         found[role].append(value)

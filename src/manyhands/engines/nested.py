@@ -14,7 +14,7 @@ from manyhands.comm.group import Group, Ledger
 from manyhands.data.leases import End, Lease, Segment
 from manyhands.engines.base import Engine, LaunchSpec
 from manyhands.engines.driver.run_monitor import USER
-from manyhands.engines.in_process import InProcessDriverClient
+from manyhands.engines.single_process import InProcessDriverClient
 from manyhands.errors import BadInput, Unsupported
 from manyhands.events import Event
 from manyhands.worker import DriverClient, Worker

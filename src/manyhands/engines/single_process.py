@@ -1,23 +1,29 @@
-"""A run of one worker, in the calling process: a breakpoint works, nothing is sent anywhere."""
+"""A run of one worker in the calling process, where a breakpoint works; and the connection to a driver in this process."""
 
 from __future__ import annotations
 
 import socket
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from typing_extensions import override
 
+from manyhands.comm.group import Group
 from manyhands.comm.solo import SoloGroup
-from manyhands.engines.base import LaunchSpec
+from manyhands.data.leases import End, Lease, Leases, Segment
+from manyhands.engines.base import LaunchSpec, Observer
 from manyhands.engines.cores import threads_per_worker
-from manyhands.engines.in_process import InProcessDriverClient
 from manyhands.errors import BadInput, ManyhandsError, WorkerFailed
-from manyhands.worker import Worker, current, set_current
+from manyhands.events import Event
+from manyhands.worker import DriverClient, Worker, as_current
 
 T = TypeVar("T")
+
+_POLL_S = 0.1
 
 
 def run_here(program: Callable[[Worker], T], spec: LaunchSpec) -> T:
@@ -30,7 +36,7 @@ def run_here(program: Callable[[Worker], T], spec: LaunchSpec) -> T:
         driver=driver,
         threads=threads_in_callers_process(1, spec.threads_per_worker),
     )
-    with as_current(worker), _served(worker, spec):
+    with as_current(worker), running_threads(worker.threads), _served(worker, spec):
         return run_as(worker, program, driver)
 
 
@@ -70,18 +76,6 @@ def run_as(worker: Worker, program: Callable[[Worker], T], driver: InProcessDriv
         ) from error
 
 
-@contextmanager
-def as_current(worker: Worker) -> Iterator[None]:
-    """Within, this process is that worker, with its number of threads; afterwards what it was."""
-    before = current()
-    set_current(worker)
-    try:
-        with running_threads(worker.threads):
-            yield
-    finally:
-        set_current(before)
-
-
 def threads_in_callers_process(workers_here: int, wanted: int | None) -> int:
     """As wanted; else, for a host's only worker, the process's own number, so that results equal a plain loop's."""
     return wanted or (torch.get_num_threads() if workers_here == 1 else threads_per_worker(workers_here))
@@ -107,3 +101,71 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
     if wanted == "cuda":
         raise BadInput("device cuda was asked for, and torch sees no GPU here: give device auto or cpu")
     return torch.device("cpu")
+
+
+class InProcessDriverClient(DriverClient):
+    """Of one worker alone, or of rank 0 under another launcher. Calls the observer directly. Nobody watches for a hang: a debugger may hold this worker as long as it likes.
+
+    poll_s: so long it is not asked again whether to stop; 0 where a stop shall be obeyed at the very next tick.
+    """
+
+    def __init__(
+        self, observer: Observer, clock: Callable[[], float] = time.monotonic, poll_s: float = _POLL_S
+    ) -> None:
+        self._observer = observer
+        self._clock = clock
+        self._poll_s = poll_s
+        self._asked_at = -poll_s
+        self._reason = ""
+        self._leases = Leases()
+        self.observers_error: Exception | None = None  # what the observer (a user's callback, a full disk) raised
+        self.phase, self.step = "start", 0
+
+    @override
+    def progress(self, phase: str, step: int) -> None:
+        self.phase, self.step = phase, step
+
+    @override
+    def emit(self, event: Event) -> None:
+        with self._observing():
+            self._observer.event(event)
+
+    def emit_own(self, event: Event) -> None:
+        """See `Observer.own_event`."""
+        with self._observing():
+            self._observer.own_event(event)
+
+    @override
+    def ask(self, event: Event) -> dict[str, Any]:
+        with self._observing():
+            return self._observer.answer(event)
+
+    @override
+    def collect(self, group: Group) -> None:
+        """Nothing to do: every event arrived when it was emitted."""
+
+    @override
+    def lease(self, segment: Segment) -> Lease | End:
+        """For one worker: it gets every slice."""
+        if reason := self.should_stop():
+            self._leases.stop(reason)
+        answer = self._leases.take(0, segment)
+        assert answer is not None  # there is nobody to wait for
+        return answer
+
+    @override
+    def should_stop(self) -> str:
+        """Asks the observer every `poll_s`, not at every tick."""
+        if not self._reason and self._clock() - self._asked_at >= self._poll_s:
+            self._asked_at = self._clock()
+            with self._observing():
+                self._reason = self._observer.stopping()
+        return self._reason
+
+    @contextmanager
+    def _observing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.observers_error = error
+            raise

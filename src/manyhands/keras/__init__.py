@@ -8,14 +8,11 @@ if TYPE_CHECKING:
     from manyhands.keras.declare import task as task
 
 __all__ = ["task"]
-_WHERE = {"task": "declare"}
 
 
 def __getattr__(name: str) -> Any:
-    import importlib
-
-    if name not in _WHERE:
+    if name != "task":
         raise AttributeError(f"module 'manyhands.keras' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"manyhands.keras.{_WHERE[name]}"), name)
-    globals()[name] = value
-    return value
+    from manyhands.keras.declare import task
+
+    return task

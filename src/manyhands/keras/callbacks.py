@@ -125,7 +125,14 @@ class KerasWorkerCallback(WorkerCallback):
         self._module.counts = False
         with self._module.placed():
             self._call("on_train_end", self._logs)
-        return [_attributes(callback) for callback in self._callbacks]
+        return [
+            {
+                name: plain
+                for name, value in vars(callback).items()
+                if name != "params" and _is_plain(plain := value.item() if isinstance(value, np.generic) else value)
+            }
+            for callback in self._callbacks
+        ]
 
     def _call(self, method: str, *arguments: Any) -> None:
         for callback in self._callbacks:
@@ -153,18 +160,8 @@ class KerasWorkerCallback(WorkerCallback):
         return evaluation.results_of(sums if self._batches else {}, self._worker.group)
 
 
-def _attributes(callback: Any) -> dict[str, Any]:
-    """The attributes of a callback that JSON can hold."""
-    return {
-        name: _plain(value) for name, value in vars(callback).items() if name != "params" and _is_plain(_plain(value))
-    }
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value
-
-
 def _is_plain(value: Any) -> bool:
+    """Whether JSON can hold it."""
     if isinstance(value, list):
         return all(_is_plain(one) for one in value)
     if type(value) is dict:

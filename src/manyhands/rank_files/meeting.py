@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
+from manyhands.comm.checks import OPERATIONS
 from manyhands.comm.group import Group, Ledger
 from manyhands.errors import ManyhandsError
 from manyhands.rank_files import settling
@@ -21,16 +22,7 @@ from manyhands.rank_files.folder import CollectiveCounts, Folder, as_given
 from manyhands.rank_files.patches import Patches, Private
 from manyhands.rank_files.views import FirstView, OtherView, View
 
-_COLLECTIVES = (
-    "start_mean_",
-    "mean_",
-    "all_reduce_",
-    "all_gather",
-    "reduce_scatter",
-    "broadcast_",
-    "barrier",
-    "all_gather_json",
-)
+_COLLECTIVES = ("start_mean_", *(name for name in OPERATIONS if name != "send"))
 
 _view: View | None = None
 _counted: WeakSet[Group] = WeakSet()
@@ -124,7 +116,7 @@ def _meet(group: Group) -> Folder:
         for where in (tempfile.gettempdir(), os.getcwd()):
             offered = _offer(where, waiting[0]) if group.rank == waiting[0] else None
             root = group.all_gather_json(None if offered is None else offered.root)[waiting[0]]
-            sees = group.all_gather_json(root is not None and _sees(root))
+            sees = group.all_gather_json(root is not None and os.path.isdir(root))
             seeing = [rank for rank in waiting if sees[rank]]
             worse = root if len(seeing) <= len(met) else found
             if group.rank == waiting[0] and worse:
@@ -150,10 +142,6 @@ def _offer(where: str, first: int) -> Folder | None:
         return Folder.make(where, first)
     except OSError:  # nobody may write there
         return None
-
-
-def _sees(root: str) -> bool:
-    return os.path.isdir(root)
 
 
 @contextmanager

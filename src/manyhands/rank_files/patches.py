@@ -35,26 +35,9 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _NAMELESS = getattr(os, "O_TMPFILE", -1)  # a file without a path
 _HOLDERS = frozenset(
     (
-        "builtins",
-        "io",
-        "_io",
-        "os",
-        "shutil",
-        "tempfile",
-        "tarfile",
-        "bz2",
-        "lzma",
-        "gzip",
-        "zipfile",
-        "tokenize",
-        "codecs",
-        "numpy.lib._datasource",
-        "torch",
-        "torch.serialization",
-        "safetensors",
-        "safetensors.torch",
-        "safetensors.numpy",
-        "safetensors._safetensors_rust",
+        *("builtins", "io", "_io", "os", "shutil", "tempfile", "tarfile", "bz2", "lzma", "gzip", "zipfile", "tokenize"),
+        *("codecs", "numpy.lib._datasource", "torch", "torch.serialization"),
+        *("safetensors", "safetensors.torch", "safetensors.numpy", "safetensors._safetensors_rust"),
     )
 )
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})

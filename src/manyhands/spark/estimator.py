@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import uuid
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from pyspark.ml import Estimator as SparkEstimator
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 Make = Callable[[], nn.Module]
+S = TypeVar("S", bound=MLReadable[Any])
 
 
 class _Columns(HasFeaturesCol, HasLabelCol, HasPredictionCol, HasWeightCol):
@@ -244,12 +246,12 @@ class Estimator(SparkEstimator["Model"], _Columns, MLWritable, MLReadable["Estim
 
     @override
     def write(self) -> MLWriter:
-        return _ParamsWriter(self)
+        return _Writer(self)
 
     @classmethod
     @override
     def read(cls) -> MLReader[Estimator]:
-        return _ParamsReader()
+        return _Reader(lambda spark, path: Estimator(model=_not_saved))
 
 
 class Model(SparkModel, _Columns, MLWritable, MLReadable["Model"]):
@@ -294,7 +296,7 @@ class Model(SparkModel, _Columns, MLWritable, MLReadable["Model"]):
     @classmethod
     @override
     def read(cls) -> MLReader[Model]:
-        return _Reader()
+        return _Reader(_stored)
 
     @classmethod
     @override
@@ -305,7 +307,7 @@ class Model(SparkModel, _Columns, MLWritable, MLReadable["Model"]):
             that this process gave to an Estimator or to `mh.spark.register_model`. Raises BadInput for a folder that
             names anything else: code that a file names is not imported.
         """
-        return _Reader(model).load(path)
+        return _Reader(partial(_stored, make=model)).load(path)
 
     @override
     def copy(self, extra: Any = None) -> Model:
@@ -314,26 +316,44 @@ class Model(SparkModel, _Columns, MLWritable, MLReadable["Model"]):
         return made
 
 
-class _ParamsWriter(MLWriter):
-    """Saves only the Params: the functions of an Estimator (model, loss, optimizer) cannot be saved without pickle."""
+class _Writer(MLWriter):
+    """Saves the Params, and of a Model its module. An Estimator's functions (model, loss, optimizer) cannot be saved
+    without pickle."""
 
-    def __init__(self, estimator: Estimator) -> None:
+    def __init__(self, stage: Estimator | Model) -> None:
         super().__init__()
-        self._estimator = estimator
+        self._stage = stage
 
     @override
     def saveImpl(self, path: str) -> None:
-        DefaultParamsWriter.saveMetadata(self._estimator, path, self.sc)
+        stage = self._stage
+        if isinstance(stage, Model):
+            stored_model.check(stage._make, stage.module)
+        DefaultParamsWriter.saveMetadata(stage, path, self.sc)
+        if isinstance(stage, Model):
+            stored_model.save(_module_folder(self.sparkSession, path), stage._make, stage.module)
 
 
-class _ParamsReader(MLReader[Estimator]):
+class _Reader(MLReader[S]):
+    """make: the stage in a folder, its Params apart."""
+
+    def __init__(self, make: Callable[[SparkSession, str], S]) -> None:
+        super().__init__()
+        self._make = make
+
     @override
-    def load(self, path: str) -> Estimator:
+    def load(self, path: str) -> S:
         metadata = DefaultParamsReader.loadMetadata(path, self.sc)
-        estimator = Estimator(model=_not_saved)
-        estimator._resetUid(metadata["uid"])
-        DefaultParamsReader.getAndSetParams(estimator, metadata)
-        return estimator
+        stage: Any = self._make(self.sparkSession, path)
+        stage._resetUid(metadata["uid"])
+        DefaultParamsReader.getAndSetParams(stage, metadata)
+        found: S = stage
+        return found
+
+
+def _stored(spark: SparkSession, path: str, make: Any = None) -> Model:
+    made_by, module = stored_model.load(_module_folder(spark, path), make)
+    return Model(made_by, module, metrics_of(module))
 
 
 def _not_saved() -> nn.Module:
@@ -341,33 +361,6 @@ def _not_saved() -> nn.Module:
         "this Estimator was loaded, and a saved one holds only its Params: make a new one with its model (this one has "
         "its Params)"
     )
-
-
-class _Writer(MLWriter):
-    def __init__(self, model: Model) -> None:
-        super().__init__()
-        self._model = model
-
-    @override
-    def saveImpl(self, path: str) -> None:
-        stored_model.check(self._model._make, self._model.module)
-        DefaultParamsWriter.saveMetadata(self._model, path, self.sc)
-        stored_model.save(_module_folder(self.sparkSession, path), self._model._make, self._model.module)
-
-
-class _Reader(MLReader[Model]):
-    def __init__(self, make: Any = None) -> None:
-        super().__init__()
-        self._make = make
-
-    @override
-    def load(self, path: str) -> Model:
-        metadata = DefaultParamsReader.loadMetadata(path, self.sc)
-        make, module = stored_model.load(_module_folder(self.sparkSession, path), self._make)
-        model = Model(make, module, metrics_of(module))
-        model._resetUid(metadata["uid"])
-        DefaultParamsReader.getAndSetParams(model, metadata)
-        return model
 
 
 def _module_folder(spark: SparkSession, path: str) -> str:

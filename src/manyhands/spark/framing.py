@@ -112,7 +112,19 @@ def _is_whole_in_files(types: dict[str, pa.DataType], name: str) -> bool:
 
 def _is_whole(df: DataFrame, name: str) -> bool:
     """Whether a column holds whole numbers. Raises BadInput if it holds no numbers."""
-    return _number_of(_type_of(df, name), name) in _WHOLE
+    kind = _type_of(df, name)
+    if _is_vector(kind):
+        return False
+    inner: Any = kind
+    while inner.typeName() == "array":
+        inner = inner.elementType
+    number = inner.typeName()
+    if number in (*_WHOLE, *_FRACTIONS) or number.startswith("decimal"):
+        return number in _WHOLE
+    raise BadInput(
+        f"column {name!r} holds {kind.simpleString()}, not numbers: encode it first (StringIndexer, OneHotEncoder), or "
+        "take columns of numbers, arrays or vectors"
+    )
 
 
 def _type_of(df: DataFrame, name: str) -> DataType:
@@ -120,21 +132,6 @@ def _type_of(df: DataFrame, name: str) -> DataType:
     if name not in found:
         raise BadInput(f"the DataFrame has no column {name!r}; it has {', '.join(found)}")
     return found[name]
-
-
-def _number_of(kind: DataType, name: str) -> str:
-    """The type of the numbers in a column."""
-    if _is_vector(kind):
-        return "double"
-    inner: Any = kind
-    while inner.typeName() == "array":
-        inner = inner.elementType
-    if inner.typeName() in (*_WHOLE, *_FRACTIONS) or inner.typeName().startswith("decimal"):
-        return str(inner.typeName())
-    raise BadInput(
-        f"column {name!r} holds {kind.simpleString()}, not numbers: encode it first (StringIndexer, OneHotEncoder), or "
-        "take columns of numbers, arrays or vectors"
-    )
 
 
 def _is_vector(kind: DataType) -> bool:

@@ -93,18 +93,8 @@ def from_bytes(data: bytes, what: str, named: Any = None) -> KerasModule:
 
 
 DAMAGE = (
-    *(
-        ArithmeticError,
-        AttributeError,
-        EOFError,
-        LookupError,
-        MemoryError,
-        OSError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ),
-    *(zipfile.BadZipFile, zlib.error),
+    *(ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, OSError, RuntimeError, TypeError),
+    *(ValueError, zipfile.BadZipFile, zlib.error),
 )
 """Errors of reading a damaged file, and of making a module of its numbers. (A RecursionError is a RuntimeError.)"""
 _SAFE = (3, 13, 2)  # the bound of the extra `keras`

@@ -28,8 +28,11 @@ def format_address(address: tuple[str, int]) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address (not a name) can be reached from this machine alone."""
-    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    """Whether an address, or `localhost`, can be reached from this machine alone. What other names mean may change."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
 
 
 def bound(host: str, ports: tuple[int, int] | None) -> socket.socket:
@@ -38,7 +41,9 @@ def bound(host: str, ports: tuple[int, int] | None) -> socket.socket:
         family, _, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except socket.gaierror as error:
         raise BadInput(f"cannot listen on {host!r}: {error.strerror}; give one of this machine's addresses") from error
-    first, last = _checked(ports) if ports is not None else (0, 0)
+    first, last = ports or (0, 0)
+    if ports is not None and not 0 < first <= last < 1 << 16:
+        raise BadInput(f"a range of ports is FIRST-LAST within 1-65535; got {first}-{last}")
     for port in range(first, last + 1):
         sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the last run's connections may linger on it
@@ -54,10 +59,3 @@ def bound(host: str, ports: tuple[int, int] | None) -> socket.socket:
         else:
             return sock
     raise BadInput(f"no port from {first} to {last} is free on {host}: give a wider range, or none for any free port")
-
-
-def _checked(ports: tuple[int, int]) -> tuple[int, int]:
-    first, last = ports
-    if not 0 < first <= last < 1 << 16:
-        raise BadInput(f"a range of ports is FIRST-LAST within 1-65535; got {first}-{last}")
-    return first, last

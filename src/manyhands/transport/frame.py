@@ -27,21 +27,9 @@ MAX_TENSOR_BYTES = 1 << 40
 _MAGIC, _VERSION = b"MHnd", 1
 _HEADER = struct.Struct("<4sBBBBIIQQQdqq")
 DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    *(torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64),
 )
 _NUMBER = {dtype: number for number, dtype in enumerate(DTYPES)}
 _ITEMSIZE = tuple(dtype.itemsize for dtype in DTYPES)

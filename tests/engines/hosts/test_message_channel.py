@@ -166,7 +166,7 @@ def test_an_empty_tensor_of_no_possible_shape(raw: tuple[MessageChannel, Channel
 def test_more_bytes_than_the_other_end_takes_are_not_sent(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("manyhands.engines.hosts.message_channel.MAX_TENSOR_BYTES", 8_000)
     here, there = ends
-    with pytest.raises(BadInput, match=r"1.2e-05 GB of tensors .* at most 8e-06 GB do"):
+    with pytest.raises(BadInput, match=r"12.0 KB of tensors .* at most 8.0 KB do"):
         here.send({"type": "from_process"}, [torch.zeros(1000), torch.zeros(2000)])
     here.send({"type": "from_process"}, [torch.zeros(2000)])
     assert [tensor.shape for tensor in one(there).tensors] == [(2000,)]

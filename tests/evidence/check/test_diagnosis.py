@@ -10,9 +10,8 @@ import pytest
 
 from manyhands.evidence.check.copies import DATA, SLICES, SUMMED, WORKERS
 from manyhands.evidence.check.diagnosis import Attribution
-from manyhands.evidence.check.examination import suspect
 from manyhands.evidence.check.interventions import BATCH_NORM, DROPOUT, IN_PLACE
-from manyhands.evidence.check.report import Finding
+from manyhands.evidence.check.report import BREAKS, Finding, Suspect, finding
 
 REMEDIES = {"coupled-rows": SLICES, "summed-loss": SUMMED, "data-order": DATA, "hidden-state": ""}
 REMEDIES |= {"nondeterministic-operator": "", "depends-on-workers": WORKERS}
@@ -36,7 +35,7 @@ class Table:
 
 def judged(alone: Mapping[str, float], together: Mapping[tuple[str, ...], float] | None = None) -> dict[str, Finding]:
     table: Any = Table(alone, {frozenset(kinds): value for kinds, value in (together or {}).items()})
-    suspects = [suspect(kind, REMEDIES.get(kind, kind), kind, []) for kind in alone]
+    suspects = [Suspect(finding(kind, BREAKS, kind), REMEDIES.get(kind, kind)) for kind in alone]
     found = Attribution(table, suspects, table.difference(frozenset())).run()
     return {one.kind: one for one in found}
 

@@ -167,13 +167,18 @@ class Driver:
                 last = None if body["phase"] is None else (body["phase"], body["step"])
                 self.monitor.exited(process_index, body["status"], host_processes.host, now, last, body["detail"])
             case "error":
-                self._raised(host_processes, process_index, body)
+                self._raised(process_index, body)
             case "lost":
-                self._lost(host_processes, process_index, body)
+                self._lost(process_index, body)
             case other:
-                raise ManyhandsError(
-                    f"{self.spec.name_of(process_index)} on {host_processes.host} sent a message of unknown type {other!r}"
-                )
+                raise ManyhandsError(f"{self._who(process_index)} sent a message of unknown type {other!r}")
+
+    def _who(self, process_index: int) -> str:
+        """`worker 1 on alpha`"""
+        return f"{self.spec.name_of(process_index)} on {self._host(process_index)}"
+
+    def _host(self, process_index: int) -> str:
+        return self._host_of.get(process_index, self.hosts[0]).host
 
     def _tell_observer(self) -> None:
         """What was emitted, in order. It may write files: leases do not wait for that."""
@@ -185,16 +190,9 @@ class Driver:
         try:
             return self._busy(partial(deliver, event))
         except FrameError as error:
-            process_index = -1 if event.rank is None else event.rank
-            host_processes = self._host_of.get(process_index, self.hosts[0])
-            where = f"{self.spec.name_of(process_index)} on {host_processes.host}"
-            raise WorkerFailed(
-                f"{where} sent an event that makes no sense: {error}. Does it run the same version of manyhands?",
-                rank=process_index,
-                host=host_processes.host,
-                phase="",
-                step=event.step,
-            ) from error
+            rank = -1 if event.rank is None else event.rank
+            message = f"{self._who(rank)} sent an event that makes no sense: {error}. Does it run the same version of manyhands?"
+            raise self._failed(Failure(rank=rank, phase="", step=event.step, message=message)) from error
 
     def _busy(self, call: Callable[[], T]) -> T:
         """Time that the driver itself takes, in an observer or for a large program, is no silence of the workers."""
@@ -214,11 +212,9 @@ class Driver:
         self._release()
 
     def _out_of_turn(self, process_index: int, what: str) -> WorkerFailed:
-        known, host = self.monitor.processes[process_index], self._host_of[process_index].host
-        message = (
-            f"{self.spec.name_of(process_index)} on {host} {what}: do all hosts run the same version of manyhands?"
-        )
-        return WorkerFailed(message, rank=process_index, host=host, phase=known.phase, step=known.step)
+        known = self.monitor.processes[process_index]
+        message = f"{self._who(process_index)} {what}: do all hosts run the same version of manyhands?"
+        return self._failed(Failure(rank=process_index, phase=known.phase, step=known.step, message=message))
 
     def _release(self) -> None:
         """The answers to those who waited."""
@@ -255,18 +251,17 @@ class Driver:
 
     # -- judging -----------------------------------------------------------------------------------------------------
 
-    def _raised(self, host_processes: HostProcesses, process_index: int, body: dict[str, Any]) -> None:
+    def _raised(self, process_index: int, body: dict[str, Any]) -> None:
         fields = {name: value for name, value in body.items() if name != "type"}
         if not body["family"]:
-            place = f"{self.spec.name_of(process_index)} on {host_processes.host} failed in phase {body['phase']} at step {body['step']}"
+            place = f"{self._who(process_index)} failed in phase {body['phase']} at step {body['step']}"
             fields["message"] = f"{place}: {body['error']}: {body['message']}"
         self.monitor.raised(Failure(**fields), self.clock())
 
-    def _lost(self, host_processes: HostProcesses, process_index: int, body: dict[str, Any]) -> None:
+    def _lost(self, process_index: int, body: dict[str, Any]) -> None:
         phase, step = body["phase"], body["step"]
-        place = f"{self.spec.name_of(process_index)} on {host_processes.host} is lost in phase {phase} at step {step}"
-        failure = Failure(rank=process_index, phase=phase, step=step, message=f"{place}: {body['why']}")
-        self.monitor.raised(failure, self.clock())
+        message = f"{self._who(process_index)} is lost in phase {phase} at step {step}: {body['why']}"
+        self.monitor.raised(Failure(rank=process_index, phase=phase, step=step, message=message), self.clock())
 
     def _error(self, failure: Failure) -> Exception:
         """What to raise: manyhands' own errors as they were, anything else as `WorkerFailed`."""
@@ -275,8 +270,7 @@ class Driver:
             family = ManyhandsError
         if failure.family and family not in (errors.PeerLost, WorkerFailed):
             error: ManyhandsError = family(failure.message)
-            where = f"{self.spec.name_of(failure.rank)} on {self._host_of[failure.rank].host}"
-            error.add_note(f"raised by {where}:\n{failure.detail}")
+            error.add_note(f"raised by {self._who(failure.rank)}:\n{failure.detail}")
             return error
         return self._failed(failure)
 
@@ -284,7 +278,7 @@ class Driver:
         error = WorkerFailed(
             failure.message,
             rank=failure.rank,
-            host=self._host_of[failure.rank].host,
+            host=self._host(failure.rank),
             phase=failure.phase,
             step=failure.step,
             detail=failure.detail,
@@ -313,10 +307,7 @@ class Driver:
         return self._failed(failure)
 
     def _how_it_hangs(self, verdict: Hung, host_processes: HostProcesses, status: ProcessStatus) -> str:
-        name, place = (
-            f"{self.spec.name_of(status.number)} on {host_processes.host}",
-            f"in phase {status.phase} at step {status.step}",
-        )
+        name, place = self._who(status.number), f"in phase {status.phase} at step {status.step}"
         if not verdict.silent_s:
             return f"{name} made no progress for {verdict.seconds:.1f} s, {place}"
         if self.monitor.is_silent(silent_s := host_processes.silent_s()):

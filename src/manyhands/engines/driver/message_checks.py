@@ -124,10 +124,6 @@ def _values(value: Any) -> dict[str, Any]:
     return {name: _lines(part) if isinstance(part, str) else part for name, part in value.items()}
 
 
-def _anything(value: Any) -> Any:
-    return value
-
-
 def _object(value: Any) -> dict[str, Any]:
     _expect(isinstance(value, dict), "an object")
     return dict(value)
@@ -191,7 +187,7 @@ _KINDS: dict[str, dict[str, Check]] = {
     "beat": {"phase": _line, "step": _count, "idle_s": _seconds, "events": _events},
     "ask": {"event": _event},
     "lease": {"segment": _segment},
-    "arrive": {"name": _line, "process_indices": _process_indices, "value": _anything},
+    "arrive": {"name": _line, "process_indices": _process_indices, "value": lambda value: value},
     "value": {},
     "error": _FAILURE,
     "exited": {"status": _whole, "phase": _or_none(_line), "step": _or_none(_count), "detail": _lines},

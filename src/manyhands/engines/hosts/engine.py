@@ -16,7 +16,6 @@ import shutil
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from typing_extensions import override
 
 from manyhands.engines.base import Engine, LaunchSpec, check_counts, check_seconds
-from manyhands.errors import BadInput, ManyhandsError, Unsupported, is_whole
+from manyhands.errors import BadInput, Unsupported, is_whole
 
 if TYPE_CHECKING:
     from manyhands.engines.hosts.join_listener import JoinedHosts
@@ -125,7 +124,7 @@ class Hosts(Engine):
     def _launch(self, program: Any, spec: LaunchSpec, local_workers: int) -> list[Any]:
         from manyhands.engines.descriptors import room_for_descriptors
         from manyhands.engines.driver.driver import Driver
-        from manyhands.engines.driver.host_processes import process_indices_of, shard_of
+        from manyhands.engines.driver.host_processes import process_indices_of
         from manyhands.engines.hosts.join_listener import JoinedHosts, Listening
         from manyhands.engines.local.fork_client import Spawner
         from manyhands.engines.local.processes import LocalProcesses
@@ -136,37 +135,29 @@ class Hosts(Engine):
             spawner = Spawner(leftover=folder)  # it loads torch while the others come
             stack.callback(spawner.close)
             joined = stack.enter_context(JoinedHosts())
-            meeting = self._gathered(spec, local_workers, joined, folder)
-            shards = [
-                process_index
-                for process_index in process_indices_of(spec.workers, spec.shards)
-                if shard_of(process_index) >= 0
-            ]
-            own = LocalProcesses(
-                spawner, [*meeting.hosts[0], *shards], spec.timeout_s, host=meeting.names[0], network=meeting.to_json()
+            network = self._gathered(spec, local_workers, joined, folder)
+            here = [*network.hosts[0], *process_indices_of(0, spec.shards)]
+            own = LocalProcesses(spawner, here, spec.timeout_s, host=network.names[0], network=network.to_json())
+            warning = (
+                f"engine hosts ran WITHOUT TLS on {self.listen}: whoever was on the way between its processes could read "
+                "and change what was sent, the program included"
             )
-            observer = Listening(spec.observer, joined.hosts, "" if self.tls else self._without_tls())
+            observer = Listening(spec.observer, joined.hosts, "" if self.tls else warning)
             joined.stopped = observer.stopping  # a host that was asked to end stops the others, too
             return Driver([own, *joined.hosts], replace(spec, observer=observer)).run(program)
 
     def _gathered(self, spec: LaunchSpec, local_workers: int, joined: JoinedHosts, folder: Path) -> Network:
         """This host's Network, once all workers are there; the processes of the others are in `joined`."""
-        from manyhands.engines.hosts.join_listener import JoinListener, check_stop
+        from manyhands.engines.hosts.join_listener import JoinListener
         from manyhands.engines.hosts.message_channel import SILENCE_S
         from manyhands.engines.hosts.network import Network, ports_of
         from manyhands.engines.hosts.roster import Offer, Roster
         from manyhands.transport.listener import Listener
 
         roster = Roster(spec.workers, [Offer(socket.gethostname(), local_workers)])
-        deadline = time.monotonic() + self.wait_s
 
-        def check() -> None:
-            check_stop(spec.observer, "the other hosts")
-            if time.monotonic() >= deadline:
-                raise ManyhandsError(
-                    f"after {self.wait_s:.0f} s {roster.text()}; {roster.missing} did not come: start `manyhands join` "
-                    "on the other hosts, or give a longer wait_s"
-                )
+        def late() -> str:
+            return f"{roster.missing} did not come: start `manyhands join` on the other hosts, or give a longer wait_s"
 
         with self._secret(folder) as (secret, path):
             listener = Listener(
@@ -179,13 +170,14 @@ class Hosts(Engine):
             with contextlib.closing(listener):
                 if roster.missing:
                     self.announcer.say(f"{roster.text()}. {self._how_to_join(listener, roster, path)}")
-                JoinListener(listener, roster, joined, self.announcer.say).wait(check)
+                JoinListener(listener, roster, joined, self.announcer.say, late=late).wait(spec.observer, self.wait_s)
                 address = listener.address[0]
         names = roster.names()
         if address in _ANYWHERE and joined.hosts:
             came_by = [host_processes.local_address for host_processes in joined.hosts]
             address = _common_address(dict(zip(names[1:], came_by, strict=True)))
-        meeting = Network(
+        joined.assign(roster)
+        return Network(
             hosts=roster.process_indices(),
             names=names,
             listen=address,
@@ -193,11 +185,6 @@ class Hosts(Engine):
             plain_network=self.plain_network,
             secret=secret,
         )
-        for host_processes, process_indices, name in zip(
-            joined.hosts, meeting.hosts[1:], meeting.names[1:], strict=True
-        ):
-            host_processes.assign(process_indices, name, {"hosts": meeting.hosts, "names": meeting.names})
-        return meeting
 
     @contextmanager
     def _secret(self, folder: Path) -> Iterator[tuple[Secret, Path]]:
@@ -218,12 +205,6 @@ class Hosts(Engine):
             yield Secret.create(path, tls=self.tls), path
         finally:
             shutil.rmtree(folder)
-
-    def _without_tls(self) -> str:
-        return (
-            f"engine hosts ran WITHOUT TLS on {self.listen}: whoever was on the way between its processes could read and "
-            "change what was sent, the program included"
-        )
 
     def _how_to_join(self, listener: Listener, roster: Roster, path: Path) -> str:
         from manyhands.engines.hosts.network import PLAIN_RISK

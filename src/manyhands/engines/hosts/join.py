@@ -13,7 +13,7 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor
 from manyhands.engines.base import check_count, check_seconds
 from manyhands.engines.descriptors import room_for_descriptors
 from manyhands.engines.driver.message_checks import order
+from manyhands.engines.driver.run_monitor import Failure
 from manyhands.engines.hosts import roster
 from manyhands.engines.hosts.message_channel import SILENCE_S, HostMessage, MessageChannel
 from manyhands.engines.hosts.network import PLAIN_RISK, Network, check_way, ports_of
@@ -61,6 +62,7 @@ class Join:
     wait_s: float = 600.0  # for the driver to be there
     threads: int | None = None  # of each worker, where the run does not say; None: usable cores / workers
     order: int = 0  # this host's place among the others, where they have one
+    variables: Mapping[str, str] = field(default_factory=dict)  # for the workers' environment, beside this process's
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)
@@ -263,7 +265,7 @@ class Agent:
             "threads": shared["threads"] or self.offer.threads,
             "path": list(dict.fromkeys([os.getcwd(), *import_path()])),
             "folder": os.getcwd(),
-            "environment": {**os.environ, **body["variables"]},
+            "environment": {**os.environ, **self.offer.variables, **body["variables"]},
         }
         try:
             self._processes.start({**shared, **own}, self._program)
@@ -304,7 +306,16 @@ class Agent:
                 )
                 return
             except BadInput as error:
-                body = _refused(process_index, error)
+                failure = Failure(
+                    rank=process_index,
+                    phase="end",
+                    step=0,
+                    message=str(error),
+                    error="BadInput",
+                    family="BadInput",
+                    exit_code=2,
+                )
+                body = {"type": "error", **vars(failure)}
         elif body["type"] == "error" and body["error"] in _IMPORTS and body["phase"] == "start":
             hint = f"the driver's program needs it on this host too: install it, or join in a folder that has it (now {os.getcwd()})"
             body = {**body, "message": f"{body['message']} ({hint})"}
@@ -332,19 +343,3 @@ class Agent:
 def _by_name(of_processes: dict[int, Any]) -> dict[str, Any]:
     """As JSON has it, whose keys are strings."""
     return {str(process_index): value for process_index, value in of_processes.items()}
-
-
-def _refused(process_index: int, error: BadInput) -> dict[str, Any]:
-    """The error of a worker whose value does not travel."""
-    return {
-        "type": "error",
-        "rank": process_index,
-        "phase": "end",
-        "step": 0,
-        "message": str(error),
-        "detail": "",
-        "error": "BadInput",
-        "family": "BadInput",
-        "exit_code": 2,
-        "secondary": False,
-    }

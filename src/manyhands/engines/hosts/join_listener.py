@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,25 +44,48 @@ class JoinedHosts:
         for host_processes in self.hosts:
             host_processes.leave(text, preempted)
 
+    def assign(self, roster: Roster, shards: Sequence[int] = ()) -> None:
+        """All are there: tell each its ranks, its name, and who is where. shards: those of the run's first host."""
+        ranks, names = roster.process_indices(), roster.names()
+        own = len(names) - len(self.hosts)  # the driver's host, where it has workers
+        for i, host_processes in enumerate(self.hosts, start=own):
+            process_indices = [*ranks[i], *([] if i else shards)]
+            host_processes.assign(process_indices, names[i], {"hosts": ranks, "names": names})
+
 
 @dataclass
 class JoinListener:
-    """Lets hosts in until all workers are there."""
+    """Lets hosts in until all workers are there.
+
+    waiting_for: who is to come. late: what to do where they do not come, for the error.
+    """
 
     listener: Listener
     roster: Roster
     joined_hosts: JoinedHosts
     say: Callable[[str], None]
+    waiting_for: str = "the other hosts"
+    late: Callable[[], str] = str
 
-    def wait(self, check: Callable[[], None]) -> None:
-        """Until nobody is missing. `check` is called about ten times a second, and raises what ends the waiting."""
-        poll = select.poll()
+    def wait(self, observer: Observer, wait_s: float, check: Callable[[], None] = lambda: None) -> None:
+        """Until nobody is missing; the hosts lie in the order that they gave then. ManyhandsError after `wait_s`, and
+        where the observer stops the run. `check` is called about ten times a second, and raises what else ends it."""
+        deadline, poll = time.monotonic() + wait_s, select.poll()
         poll.register(self.listener, select.POLLIN)
         while self.roster.missing:
+            if reason := observer.stopping():
+                message = f"asked to stop ({reason}) while waiting for {self.waiting_for}: nothing was trained"
+                raise Preempted(message) if reason == PREEMPTED else ManyhandsError(message)
             check()
-            self._see_off()
+            if time.monotonic() >= deadline:
+                raise ManyhandsError(f"after {wait_s:.0f} s {self.roster.text()}; {self.late()}")
+            self._drop_departed()
             if poll.poll(_POLL_S * 1000):
                 self._let_in()
+        hosts, offers = self.joined_hosts.hosts, self.roster.offers
+        own = len(offers) - len(hosts)
+        both = sorted(zip(offers[own:], hosts, strict=True), key=lambda pair: pair[0].order)
+        offers[own:], hosts[:] = [offer for offer, _ in both], [host_processes for _, host_processes in both]
 
     def _let_in(self) -> None:
         try:
@@ -78,21 +102,14 @@ class JoinListener:
             raise FrameError(reason)
         return f"host {self.roster.name_of(fields)}"
 
-    def _see_off(self) -> None:
+    def _drop_departed(self) -> None:
         """Drop hosts that left before the start; their places are free again."""
         hosts, offers = self.joined_hosts.hosts, self.roster.offers
-        own = len(offers) - len(hosts)  # the driver's host itself does not come through the door
+        own = len(offers) - len(hosts)  # the driver's host itself does not join
         for i in reversed([i for i, host_processes in enumerate(hosts) if not host_processes.here()]):
             host_processes, offer = hosts.pop(i), offers.pop(own + i)
             host_processes.leave("")
             self.say(f"{offer.host} left again: {self.roster.text()}")
-
-
-def check_stop(observer: Observer, waiting_for: str) -> None:
-    """Raise where the run was asked to stop before it began."""
-    if reason := observer.stopping():
-        message = f"asked to stop ({reason}) while waiting for {waiting_for}: nothing was trained"
-        raise Preempted(message) if reason == PREEMPTED else ManyhandsError(message)
 
 
 @dataclass

@@ -27,6 +27,7 @@ from manyhands.comm.codecs.base import as_uint8
 from manyhands.errors import BadInput
 from manyhands.transport.channel import Channel, ChannelClosed, ChannelTimeout
 from manyhands.transport.frame import MAX_BLOB_BYTES, Frame, FrameError
+from manyhands.units import size
 
 ALIVE_S = 2.0
 SILENCE_S = 60.0
@@ -76,7 +77,7 @@ class MessageChannel:
         self.channel = channel
         self.lost = ""
         self.local_address = _local_address(channel)
-        self._memory = memory or _own_memory
+        self._memory: Memory = memory or (lambda body, nbytes: torch.empty(nbytes, dtype=torch.uint8))
         self._received: deque[HostMessage | str] = deque()  # a text: the reason of the end
         self._heard_at = time.monotonic()  # when the last message came, one that says "alive" too
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -105,7 +106,7 @@ class MessageChannel:
         """
         if (nbytes := sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors)) > MAX_TENSOR_BYTES:
             raise BadInput(
-                f"{_gb(nbytes)} of tensors were to go to another host at once; at most {_gb(MAX_TENSOR_BYTES)} do: let the "
+                f"{size(nbytes)} of tensors were to go to another host at once; at most {size(MAX_TENSOR_BYTES)} do: let the "
                 "program read its data from files there, and return less"
             )
         flat = [as_uint8(tensor) for tensor in tensors]
@@ -203,7 +204,7 @@ class MessageChannel:
             raise FrameError("expected a list of tensors")
         checked = [_checked(entry) for entry in listed]
         if (nbytes := sum(math.prod(shape) * dtype.itemsize for dtype, shape in checked)) > MAX_TENSOR_BYTES:
-            raise FrameError(f"{_gb(nbytes)} of tensors were announced, of at most {_gb(MAX_TENSOR_BYTES)}")
+            raise FrameError(f"{size(nbytes)} of tensors were announced, of at most {size(MAX_TENSOR_BYTES)}")
         return [self._tensor(body, dtype, shape) for dtype, shape in checked]
 
     def _tensor(self, body: dict[str, Any], dtype: torch.dtype, shape: list[int]) -> Tensor:
@@ -235,14 +236,6 @@ def _local_address(channel: Channel) -> str:
         if sock.family == socket.AF_UNIX:
             return ""
         return str(sock.getsockname()[0]).removeprefix("::ffff:")  # IPv4, where the socket is one of both
-
-
-def _own_memory(body: dict[str, Any], nbytes: int) -> Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8)
-
-
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.3g} GB"
 
 
 def _name(dtype: torch.dtype) -> str:

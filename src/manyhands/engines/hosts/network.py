@@ -65,19 +65,11 @@ PLAIN_RISK = (
 
 def check_way(host: str, *, tls: bool, plain_network: bool) -> None:
     """BadInput where traffic of this address may leave the machine neither encrypted nor explicitly allowed."""
-    if not (tls or plain_network or _is_loopback(host)):
+    if not (tls or plain_network or is_loopback(host)):
         raise BadInput(
             f"{host} can be reached from other machines, and without TLS whoever is on the way reads and changes what is "
             "sent, the program included: leave TLS on, or give --plain-network (plain_network=on) too if you trust that network"
         )
-
-
-def _is_loopback(host: str) -> bool:
-    """Of a name only the usual one: what another resolves to may change."""
-    try:
-        return host == "localhost" or is_loopback(host)
-    except ValueError:
-        return False
 
 
 def ports_of(text: str) -> tuple[int, int] | None:

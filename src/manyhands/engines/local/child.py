@@ -21,6 +21,7 @@ from manyhands.comm.group import Group
 from manyhands.comm.shared_memory.group import SharedMemoryGroup
 from manyhands.comm.solo import SoloGroup
 from manyhands.engines.driver.host_processes import name_of, shard_of
+from manyhands.engines.driver.run_monitor import Failure
 from manyhands.engines.local.heartbeat import ProcessDriverClient
 from manyhands.engines.local.messages import ControlSocket, ProcessPlace, Status, last_resort_s
 from manyhands.engines.local.serialization import deserialize, serialize
@@ -233,18 +234,18 @@ def prepare_process(stacks: int, threads: int) -> None:
 def report(error: BaseException, driver: ProcessDriverClient) -> dict[str, Any]:
     """An error as JSON: exceptions of any class can be reported, whether or not they can be pickled."""
     phase, step = driver.where()
-    return {
-        "type": "error",
-        "rank": driver.process_index,
-        "phase": phase,
-        "step": step,
-        "message": _text(error),
-        "detail": "".join(traceback.format_exception(type(error), error, _of_program(error.__traceback__))),
-        "error": type(error).__name__,
-        "family": next((c.__name__ for c in type(error).__mro__ if c.__module__ == ManyhandsError.__module__), ""),
-        "exit_code": error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1,
-        "secondary": isinstance(error, PeerLost),
-    }
+    failure = Failure(
+        rank=driver.process_index,
+        phase=phase,
+        step=step,
+        message=_text(error),
+        detail="".join(traceback.format_exception(type(error), error, _of_program(error.__traceback__))),
+        error=type(error).__name__,
+        family=next((c.__name__ for c in type(error).__mro__ if c.__module__ == ManyhandsError.__module__), ""),
+        exit_code=error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1,
+        secondary=isinstance(error, PeerLost),
+    )
+    return {"type": "error", **vars(failure)}
 
 
 def _of_program(trace: TracebackType | None) -> TracebackType | None:

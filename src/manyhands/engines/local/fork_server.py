@@ -1,7 +1,7 @@
 """A small fork server: a fresh interpreter that loads torch once and then forks workers and shards, which start at once.
 
 It runs no code of the user's and never touches a GPU. The workers get the program as a descriptor and unpickle it
-themselves, so the caller's main is never imported again. Messages from the driver (see control.py):
+themselves, so the caller's main is never imported again. Messages from the driver (see messages.py):
 
     launch  the run's settings, its process indices in the order of forking; descriptors: program[, stdout, stderr]
     fork    fork a process; descriptors: its two sockets to the driver, its file for stacks, its page for phase and step
@@ -50,10 +50,7 @@ _LAST_S = 5.0  # to end what workers left, when the driver is gone
 def main(fd: int, leftovers: Sequence[str] = ()) -> None:
     """Serve the driver at the socket `fd` until it closes it or dies; then remove the folders `leftovers`."""
     _fill_standard_descriptors()
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # the driver's to answer: it ends the workers, or lets them save first
+    for number in (signal.SIGINT, signal.SIGTERM):  # the driver ends the workers, or lets them save first
         signal.signal(number, signal.SIG_IGN)
     adopt_orphans()
     server = ForkServer(ControlSocket(socket.socket(fileno=fd)), leftovers)

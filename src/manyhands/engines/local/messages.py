@@ -161,7 +161,7 @@ class ProcessPlace:
     argv: list[str]
     folder: str
     environment: dict[str, str]
-    program: int  # what `ship` wrote; a shard has none (-1)
+    program: int  # what `serialize` wrote; a shard has none (-1)
     streams: Sequence[int]  # standard output and error, where the driver has them
     wire: socket.socket  # to the driver: heartbeats and events
     questions: socket.socket  # to the driver: what waits for an answer

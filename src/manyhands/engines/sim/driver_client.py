@@ -12,9 +12,9 @@ from typing_extensions import override
 
 from manyhands.data.leases import End, Lease, Leases, Segment
 from manyhands.engines.base import Observer
-from manyhands.engines.in_process import InProcessDriverClient
 from manyhands.engines.sim.compute import ComputeSpeed
 from manyhands.engines.sim.timeline import Future, Timeline
+from manyhands.engines.single_process import InProcessDriverClient
 from manyhands.errors import PeerLost
 from manyhands.worker import current
 

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 from typing_extensions import override
 
 from manyhands.engines.base import Engine, LaunchSpec, check_counts, check_seconds
-from manyhands.errors import BadInput, ManyhandsError, Unsupported
+from manyhands.errors import BadInput, Unsupported, is_whole
 
 if TYPE_CHECKING:
     from manyhands.engines.hosts.join_listener import JoinedHosts
@@ -60,7 +59,7 @@ class Spark(Engine):
 
     def __post_init__(self) -> None:
         check_seconds("wait_s", self.wait_s)
-        if isinstance(self.memory_mb, bool) or not isinstance(self.memory_mb, int) or self.memory_mb < 0:
+        if not is_whole(self.memory_mb, 0):
             raise BadInput(f"memory_mb must be a whole number of megabytes, 0 or more, not {self.memory_mb!r}")
 
     @override
@@ -116,32 +115,20 @@ class Spark(Engine):
 
     def _gather(self, spec: LaunchSpec, listener: Listener, job: Job, joined: JoinedHosts) -> None:
         """Until all workers are there; then their hosts get process indices, in the order of their Spark tasks."""
-        from manyhands.engines.driver.host_processes import process_indices_of, shard_of
-        from manyhands.engines.hosts.join_listener import JoinListener, check_stop
+        from manyhands.engines.driver.host_processes import process_indices_of
+        from manyhands.engines.hosts.join_listener import JoinListener
         from manyhands.engines.hosts.roster import Roster
 
-        roster, deadline = Roster(spec.workers), time.monotonic() + self.wait_s
+        def late() -> str:
+            return (
+                "the cluster is busy with other jobs, or reads the rows still (Spark's own pages show the job manyhands); "
+                "give a longer wait_s"
+            )
 
-        def check() -> None:
-            check_stop(spec.observer, "the executors")
-            job.check()
-            if time.monotonic() >= deadline:
-                raise ManyhandsError(
-                    f"after {self.wait_s:.0f} s {roster.text()}: the cluster is busy with other jobs, or reads the rows still (Spark's own "
-                    "pages show the job manyhands); give a longer wait_s"
-                )
-
-        JoinListener(listener, roster, joined, LOG.info).wait(check)
-        both = sorted(zip(roster.offers, joined.hosts, strict=True), key=lambda pair: pair[0].order)
-        roster.offers[:], joined.hosts[:] = [offer for offer, _ in both], [host_processes for _, host_processes in both]
-        shards = [
-            process_index
-            for process_index in process_indices_of(spec.workers, spec.shards)
-            if shard_of(process_index) >= 0
-        ]
-        hosts, names = roster.process_indices(), roster.names()
-        for i, host_processes in enumerate(joined.hosts):
-            host_processes.assign(hosts[i] + (shards if i == 0 else []), names[i], {"hosts": hosts, "names": names})
+        roster = Roster(spec.workers)
+        entrance = JoinListener(listener, roster, joined, LOG.info, "the executors", late)
+        entrance.wait(spec.observer, self.wait_s, job.check)
+        joined.assign(roster, process_indices_of(0, spec.shards))
 
     def _secret(self) -> Secret:
         """The secret of this run; it travels in the job's closure, protected as Spark protects closures."""

@@ -105,22 +105,10 @@ def check_executors(spark: SparkSession, workers: int) -> None:
 def why(error: BaseException) -> str:
     """The line of a Spark error that says what happened."""
     text = str(error)
-    for known, report in (
-        (
-            "No module named 'manyhands'",
-            "the executors' Python has no manyhands: install it there as here, or name that Python in PYSPARK_PYTHON",
-        ),
-        (
-            "No module named 'torch'",
-            "the executors' Python has no torch: install it there as here, or name that Python in PYSPARK_PYTHON",
-        ),
-        (
-            "PYTHON_VERSION_MISMATCH",
-            "the executors' Python is of another version than this one: name the right one in PYSPARK_PYTHON",
-        ),
-    ):
-        if known in text:
-            return report
+    if missing := re.search("No module named '(manyhands|torch)'", text):
+        return f"the executors' Python has no {missing[1]}: install it there as here, or name that Python in PYSPARK_PYTHON"
+    if "PYTHON_VERSION_MISMATCH" in text:
+        return "the executors' Python is of another version than this one: name the right one in PYSPARK_PYTHON"
     lines = [line.strip() for line in text.splitlines()]
     reason = [line for line in lines if _SAYS_WHY.match(line)]
     own = [line for line in reason if not line.startswith(("org.apache.", "py4j.", "java."))]

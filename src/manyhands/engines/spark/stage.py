@@ -73,7 +73,8 @@ class Stage:
                 stack.callback(spawner.close)
                 own["busy"] = stack.enter_context(closing(Busy())).place
             counts = self._counts(context, partition, len(neighbours.hosts))
-            spools = [stack.enter_context(closing(self._spool(frame))) for frame in self.frames]
+            memory_bytes = self.memory_bytes // max(1, len(self.frames))
+            spools = [stack.enter_context(closing(Spool(frame.kept, memory_bytes, _folder()))) for frame in self.frames]
             reports = _gather(context, own | _tried(lambda: self._filled(spools, batches, counts, partition)))
             refused = next((report["refused"] for report in reports if report["refused"]), "")
             if refused := refused or neighbours.apart([report["processes"] for report in reports]):
@@ -83,9 +84,6 @@ class Stage:
             else:
                 wait_until_over(reports[neighbours.here(partition)[0]]["busy"])
         return {}
-
-    def _spool(self, frame: DistributedFrame) -> Spool:
-        return Spool(frame.kept, self.memory_bytes // len(self.frames), _folder())
 
     def _counts(self, context: Any, partition: int, tasks: int) -> list[dict[str, Any]]:
         """Every Spark task's share of the files and its rows, which all tasks need; nothing without files."""
@@ -120,9 +118,7 @@ class Stage:
         variables = {VARIABLE: f"/proc/{os.getpid()}/fd/{pool}"}
         if gpus := [gpu for i in here for gpu in reports[i]["gpus"]]:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        before = {name: os.environ.get(name) for name in variables}
         try:
-            os.environ.update(variables)
             offer = Join(
                 address=self.address,
                 workers=len(here),
@@ -131,6 +127,7 @@ class Stage:
                 threads=max(1, int(reports[partition]["cpus"])),
                 order=partition,
                 wait_s=self.reach_s,
+                variables=variables,
             )
             join(offer, say=_log, secret=Secret.from_json(self.secret), spawner=spawner)
         except JoinError:
@@ -138,11 +135,6 @@ class Stage:
         except ManyhandsError as error:
             _log(str(error))  # the driver has raised it, or is gone
         finally:
-            for name, value in before.items():  # Spark uses this process again
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
             os.close(pool)
 
     def _pool(self, partition: int, neighbours: Neighbours, reports: list[dict[str, Any]]) -> int:

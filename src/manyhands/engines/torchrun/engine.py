@@ -20,14 +20,19 @@ from manyhands.comm.device_group import has_own_gpu
 from manyhands.comm.group import Group
 from manyhands.comm.torch_group import TorchGroup
 from manyhands.engines.base import Engine, LaunchSpec
-from manyhands.engines.in_process import InProcessDriverClient
 from manyhands.engines.nested import NestedDriverClient
-from manyhands.engines.single_process import as_current, pick_device, run_as, threads_in_callers_process
+from manyhands.engines.single_process import (
+    InProcessDriverClient,
+    pick_device,
+    run_as,
+    running_threads,
+    threads_in_callers_process,
+)
 from manyhands.engines.torchrun import launchers
 from manyhands.engines.torchrun.shared_memory import adopt, host_identity
 from manyhands.errors import BadInput, Unsupported
 from manyhands.signals import leave_sigterm_to_the_system
-from manyhands.worker import DriverClient, SoloDriverClient, Worker
+from manyhands.worker import DriverClient, SoloDriverClient, Worker, as_current
 
 T = TypeVar("T")
 
@@ -114,7 +119,7 @@ def joined(spec: LaunchSpec, driver: DriverClient | None = None) -> Iterator[Wor
             local_rank=place.local_rank,
         )
         try:
-            with as_current(worker):
+            with as_current(worker), running_threads(worker.threads):
                 yield worker
         finally:
             group.close()

@@ -39,11 +39,20 @@ def adopt(group: Group, hosts: Sequence[str], timeout_s: float) -> SharedMemoryG
     then.
     """
     deadline = time.monotonic() + timeout_s
-    if group.rank == 0:
-        memory, lifelines = _give(group, deadline)
-    else:
-        (path, *_) = group.all_gather_json(None)
-        memory, lifelines = _take(group.rank, group.size, path, deadline)
+    try:
+        if group.rank == 0:
+            memory, lifelines = _give(group, deadline)
+        else:
+            (path, *_) = group.all_gather_json(None)
+            memory, lifelines = _take(group.rank, group.size, path, deadline)
+    except TimeoutError:
+        raise ManyhandsError(
+            "a worker of this host did not come to share memory in time: see the other workers' errors"
+        ) from None
+    except ConnectionError:
+        raise ManyhandsError(
+            "a worker of this host ended while memory was being shared: see the other workers' errors"
+        ) from None
     return SharedMemoryGroup(
         group.rank, group.size, memory, lifelines=lifelines, hosts=list(hosts), timeout_s=timeout_s
     )
@@ -97,10 +106,7 @@ def _entered(folder: str) -> Iterator[str]:
 
 def _accept(listener: socket.socket, deadline: float) -> ControlSocket:
     listener.settimeout(_left(deadline))
-    try:
-        sock, _ = listener.accept()
-    except TimeoutError:
-        raise _late() from None
+    sock, _ = listener.accept()
     _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if uid != os.getuid():  # root, who can enter any directory; nobody else can
         sock.close()
@@ -112,11 +118,8 @@ def _accept(listener: socket.socket, deadline: float) -> ControlSocket:
 
 def _hand_out(wire: ControlSocket, memory: Sequence[int], pipes: Sequence[tuple[int, int]], deadline: float) -> None:
     peer = _receive(wire, deadline)[0].body["rank"]
-    try:
-        for rank, (read, write) in enumerate(pipes):
-            wire.send({"rank": rank}, [memory[rank], read, *([write] if rank == peer else [])])
-    except (BrokenPipeError, ConnectionResetError):
-        raise _left_early() from None
+    for rank, (read, write) in enumerate(pipes):
+        wire.send({"rank": rank}, [memory[rank], read, *([write] if rank == peer else [])])
 
 
 def _take(rank: int, size: int, folder: str, deadline: float) -> tuple[list[int], list[tuple[int, int]]]:
@@ -124,9 +127,9 @@ def _take(rank: int, size: int, folder: str, deadline: float) -> tuple[list[int]
         wire.sock.settimeout(_left(deadline))
         try:
             wire.sock.connect(short)
-            wire.send({"rank": rank})
-        except (FileNotFoundError, BrokenPipeError, ConnectionRefusedError, ConnectionResetError):
-            raise _left_early() from None
+        except FileNotFoundError as error:
+            raise Closed("the first rank has removed its socket") from error
+        wire.send({"rank": rank})
         messages: list[ControlMessage] = []
         while len(messages) < size:
             messages += _receive(wire, deadline)
@@ -138,24 +141,11 @@ def _receive(wire: ControlSocket, deadline: float) -> list[ControlMessage]:
     messages: list[ControlMessage] = []
     while not messages:
         wire.sock.settimeout(_left(deadline))
-        try:
-            messages = wire.receive()
-        except TimeoutError:
-            raise _late() from None
-        except Closed:
-            raise _left_early() from None
+        messages = wire.receive()
     return messages
 
 
 def _left(deadline: float) -> float:
     if (left := deadline - time.monotonic()) <= 0:
-        raise _late()
+        raise TimeoutError
     return left
-
-
-def _late() -> ManyhandsError:
-    return ManyhandsError("a worker of this host did not come to share memory in time: see the other workers' errors")
-
-
-def _left_early() -> ManyhandsError:
-    return ManyhandsError("a worker of this host ended while memory was being shared: see the other workers' errors")

@@ -36,12 +36,11 @@ from manyhands.evidence.check.copies import (
     with_materialized_data,
 )
 from manyhands.evidence.check.diagnosis import PROVEN_ELSEWHERE, Ablation, Attribution
-from manyhands.evidence.check.examination import Subject, Suspect, suspect
+from manyhands.evidence.check.examination import Subject
 from manyhands.evidence.check.inspection import Inspection
 from manyhands.evidence.check.interventions import eager
-from manyhands.evidence.check.report import BREAKS, NOTE, Checked, EqualityProof, Finding
+from manyhands.evidence.check.report import BREAKS, NOTE, Checked, EqualityProof, Finding, Results, Suspect, finding
 from manyhands.evidence.check.rows import TrainingData, feed_of, read, source_of
-from manyhands.evidence.check.source_locations import SourceLocation
 from manyhands.evidence.check.trials import Trace, TrialRunner, step_differences, with_solo_rates
 from manyhands.strategies.allreduce import AllReduce
 from manyhands.task import Task
@@ -114,13 +113,14 @@ def check(
             )
             config.check(servers=1, nonfinite="raise", max_seconds=None, timeout_s=timeout_s, resume=False)
             proofs.run(steps)
-            explained, held, unjudged = _explain(proofs)
-            findings += [*proofs.findings, *explained]
+            explained = _explain(proofs)
+            findings += [*proofs.results.findings, *explained.findings]
+            held, unjudged = explained.held, explained.unjudged
     return Checked(
         task=own.name,
         workers=workers,
         findings=tuple(sorted(findings, key=lambda finding: not finding.breaks)),
-        proofs=tuple(proofs.results),
+        proofs=tuple(proofs.proofs),
         held=tuple(held if unsendable else [*held, "everything can be sent to other processes"]),
         unjudged=tuple(unjudged),
         dtype=proofs.dtype,
@@ -139,20 +139,21 @@ def _engine_of(engine: Engine | str) -> Local | Sim:
     return found
 
 
-def _explain(proofs: Proofs) -> tuple[list[Finding], list[str], list[str]]:
-    """(findings beyond those of the proofs, what else held, what could not be judged)"""
+def _explain(proofs: Proofs) -> Results:
+    """What there is beyond the findings of the proofs."""
     trials, failed = proofs.trials, proofs.failed
-    config, proof = failed or (proofs.configs[0], proofs.results[0])
+    config, proof = failed or (proofs.configs[0], proofs.proofs[0])
     first = next((step for step in proof.steps if not step.largest <= proofs.limit), None)
     step = 1 if first is None else first.step  # the step in which workers failed is unknown
     data = TrainingData(trials.copies, config, trials.workers)
     inspection = Inspection(trials.copies, trials.sent, data, proofs.double, proofs.say)
     inspection.run(None if failed is None else step, proofs.traces)
-    suspects = _merged([*proofs.suspects, *inspection.suspects])
+    results = inspection.results
+    suspects = _merged([*proofs.results.suspects, *results.suspects])
     if failed is None:
         broken = [one.finding for one in suspects if one.kind in PROVEN_ELSEWHERE]
         notes = [replace(one.finding, severity=NOTE) for one in suspects if one.kind in _NOTED]
-        return [*inspection.findings, *broken, *notes], inspection.held, inspection.unjudged
+        return replace(results, findings=[*results.findings, *broken, *notes])
     proofs.say(f"what makes the difference: {', '.join(one.kind for one in suspects) or 'nothing suspected yet'}")
     adds = any(one.remedy == SUMMED for one in suspects)
     task = trials.copies.fresh()
@@ -160,7 +161,7 @@ def _explain(proofs: Proofs) -> tuple[list[Finding], list[str], list[str]]:
     failing = replace(config, steps=step, record_rows=False, adds=adds)
     ablation = Ablation(trials, failing, data, build_model(task), proofs.limit)
     findings = Attribution(ablation, suspects, proof.largest_up_to(step), proofs.failure).run()
-    return [*findings, *inspection.findings], inspection.held, inspection.unjudged
+    return replace(results, findings=[*findings, *results.findings])
 
 
 def _merged(suspects: list[Suspect]) -> list[Suspect]:
@@ -184,11 +185,10 @@ class Proofs:
     say: Callable[[str], None]
     configs: list[TrialConfig] = field(default_factory=list)
     """Of each proof."""
-    results: list[EqualityProof] = field(default_factory=list)
+    proofs: list[EqualityProof] = field(default_factory=list)
     traces: list[list[Trace]] = field(default_factory=list)
     """Of each proof: that of one worker, then of each of N; only the first if workers failed."""
-    findings: list[Finding] = field(default_factory=list)
-    suspects: list[Suspect] = field(default_factory=list)
+    results: Results = field(default_factory=Results)
     failure: Finding | None = None
     """The finding for failed workers, if nothing else explains the failure."""
     double: bool = True
@@ -209,7 +209,7 @@ class Proofs:
                 f"With one worker alone the loss or its gradient is not finite in step {last}: training ends there. "
                 'Lower the rate, look at the rows of this step, or leave such steps out (nonfinite="skip").'
             )
-            self._add("not-finite", BREAKS, text, source_locations.of_function(own.loss), step=last)
+            self.results.breaks("not-finite", text, source_locations.of_function(own.loss), step=last)
         self._prove(even, solo)
         uneven = uneven_batches(own, self.trials.workers, even, lambda: self._accepts_one_row(even))
         if uneven is not None:
@@ -218,12 +218,8 @@ class Proofs:
     @property
     def failed(self) -> tuple[TrialConfig, EqualityProof] | None:
         """The first proof that does not hold."""
-        pairs = zip(self.configs, self.results, strict=True)
+        pairs = zip(self.configs, self.proofs, strict=True)
         return next((pair for pair in pairs if not pair[1].largest <= self.limit), None)
-
-    def _add(self, kind: str, severity: str, text: str, place: SourceLocation | None = None, **numbers: Any) -> None:
-        places = source_locations.as_tuple(place)
-        self.findings.append(Finding(kind=kind, severity=severity, text=text, places=places, numbers=numbers))
 
     def _within_memory(self, config: TrialConfig) -> TrialConfig:
         """Limit the steps by `MEMORY_BYTES`: one worker and rank 0 record two vectors a step, other ranks one."""
@@ -236,7 +232,7 @@ class Proofs:
             f"The model has {count(numbers, 'parameter')}: the proof takes {most} of {config.steps} steps, whose vectors "
             f"fit {size(MEMORY_BYTES)}."
         )
-        self._add("fewer-steps", NOTE, text)
+        self.results.note("fewer-steps", text)
         return replace(config, steps=most)
 
     def _run_solo(self, config: TrialConfig) -> tuple[Trace, TrialConfig]:
@@ -252,7 +248,7 @@ class Proofs:
                 f"In float64 the task fails: {_first_line(error)}. So the proof is in {solo.dtype}, with the limit "
                 f"{self.limit:.1g} in place of {LIMIT:.1g}: differences below it cannot be distinguished from rounding."
             )
-            self._add("no-float64", NOTE, text, source_locations.of_error(error))
+            self.results.note("no-float64", text, source_locations.of_error(error))
             return solo, config
 
     def _prove(self, config: TrialConfig, solo: Trace) -> None:
@@ -266,16 +262,14 @@ class Proofs:
         except ManyhandsError as error:
             failure = _first_line(error)
             place = source_locations.of_error(error) or source_locations.in_text(str(error))
-            self.failure = Finding(
-                kind="fails-on-workers",
-                severity=BREAKS,
-                text=f"One worker alone trains, and N workers fail: {failure}. A worker gets a slice of each batch, "
-                "sometimes a single row, in a process of its own.",
-                places=source_locations.as_tuple(place),
+            text = (
+                f"One worker alone trains, and N workers fail: {failure}. A worker gets a slice of each batch, sometimes a "
+                "single row, in a process of its own."
             )
+            self.failure = finding("fails-on-workers", BREAKS, text, place)
         self.configs.append(config)
         self.traces.append([solo, *ranks])
-        self.results.append(
+        self.proofs.append(
             EqualityProof(
                 engine=self.trials.engine.name,
                 batch_size=rows,
@@ -284,8 +278,8 @@ class Proofs:
                 failure=failure,
             )
         )
-        if ranks and not self.suspects and solo.rates != ranks[0].rates:
-            self.suspects.append(self._other_rates(solo, ranks[0]))
+        if ranks and not self.results.suspects and solo.rates != ranks[0].rates:
+            self._suspect_other_rates(solo, ranks[0])
 
     def _prove_uneven(self, config: TrialConfig) -> None:
         """Compare, unless one worker alone fails on such batches."""
@@ -297,12 +291,12 @@ class Proofs:
                 "unequal size were not tried. Workers get such slices where a batch does not divide, as at the end of "
                 "an epoch."
             )
-            self._add("uneven-not-tried", NOTE, text, source_locations.of_error(error))
+            self.results.note("uneven-not-tried", text, source_locations.of_error(error))
             return
         self._prove(config, solo)
 
-    def _other_rates(self, solo: Trace, first: Trace) -> Suspect:
-        """The suspect for an optimizer with other options on N workers."""
+    def _suspect_other_rates(self, solo: Trace, first: Trace) -> None:
+        """The optimizer has other options on N workers."""
         pairs = [
             (step, name, own[name], other.get(name))
             for step, groups in enumerate(zip(solo.rates, first.rates, strict=False), start=1)
@@ -319,8 +313,8 @@ class Proofs:
             "the rate that is right for one worker is right for N. A larger batch may need another rate; give both to "
             "the task."
         )
-        where = [source_locations.of_function(source)]
-        return suspect(WORKERS, WORKERS, text, where, step=step, name=name, alone=alone, among=among)
+        numbers = {"step": step, "name": name, "alone": alone, "among": among}
+        self.results.suspect(WORKERS, WORKERS, text, source_locations.of_function(source), **numbers)
 
     def _accepts_one_row(self, config: TrialConfig) -> bool:
         """Whether the loss of a single row is a finite number."""

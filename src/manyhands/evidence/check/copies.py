@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -24,10 +24,10 @@ from manyhands.engines.local.serialization import deserialize, serialize
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.evidence.check import source_locations
 from manyhands.evidence.check.interventions import BATCH_NORM, DROPOUT, IN_PLACE, RANDOMNESS, FunctionMode
-from manyhands.evidence.check.report import BREAKS, Finding
+from manyhands.evidence.check.report import BREAKS, Finding, finding
 from manyhands.task import Measure, Task
 from manyhands.training.plan import build_model
-from manyhands.worker import Worker, current, set_current
+from manyhands.worker import Worker, as_current
 
 
 @contextmanager
@@ -137,15 +137,8 @@ def unsendable_fields(task: Task) -> list[Finding]:
             place = (
                 source_locations.of_function(value) if is_function else source_locations.of_method(value, "__init__")
             )
-            found.append(
-                Finding(
-                    kind="not-picklable",
-                    severity=BREAKS,
-                    text=f"{error} Several processes cannot train this task: each needs a copy of it.",
-                    places=source_locations.as_tuple(place),
-                    numbers={"field": field.name},
-                )
-            )
+            text = f"{error} Several processes cannot train this task: each needs a copy of it."
+            found.append(finding("not-picklable", BREAKS, text, place, field=field.name))
     return found
 
 
@@ -319,7 +312,7 @@ def interventions_of(config: TrialConfig, model: nn.Module) -> Iterator[None]:
     """Run the user's code with the precision and the removed causes of a trial."""
     functions = config.without & FUNCTIONS
     mode = FunctionMode(double=config.double, without=functions, guarded=storages_of(model))
-    with as_single_worker(WORKERS in config.without), mode:
+    with as_current(Worker()) if WORKERS in config.without else nullcontext(), mode:
         yield
 
 
@@ -337,18 +330,6 @@ def batch_in_float64(batch: Any) -> Any:
     return map_leaves(batch, cast)
 
 
-@contextmanager
-def as_single_worker(wanted: bool = True) -> Iterator[None]:
-    """Make this process appear as the only worker."""
-    before = current()
-    if wanted:
-        set_current(Worker())
-    try:
-        yield
-    finally:
-        set_current(before)
-
-
 def _optimizer_of_single_worker(make: Any, model: nn.Module) -> Any:
-    with as_single_worker():
+    with as_current(Worker()):
         return make(model)

@@ -8,9 +8,8 @@ from torch import nn
 
 from manyhands.errors import ManyhandsError
 from manyhands.evidence.check.copies import BUFFERS, DATA, FUNCTIONS, REBUILT, SLICES, WORKERS, TrialConfig
-from manyhands.evidence.check.examination import Suspect, suspect
 from manyhands.evidence.check.interventions import BATCH_NORM, RANDOMNESS, name_set
-from manyhands.evidence.check.report import BREAKS, NOTE, Finding, Step
+from manyhands.evidence.check.report import BREAKS, NOTE, Finding, Step, Suspect, finding
 from manyhands.evidence.check.rows import TrainingData
 from manyhands.evidence.check.trials import TrialRunner, step_differences
 
@@ -89,7 +88,16 @@ class Attribution:
         limit = self.ablation.limit
         if self.ablation.difference(frozenset()) <= limit:
             known = [one.finding for one in self.suspects if one.kind in PROVEN_ELSEWHERE | {"data-order"}]
-            return known or [self.failure or self._only_in_processes()]
+            if known:
+                return known
+            if self.failure is not None:
+                return [self.failure]
+            text = (
+                f"Worker processes differ from one worker by {self.measured:.1e}, and simulated workers in this process do "
+                "not: the task depends on its process (environment variables, the process id, files, a module's globals), "
+                "or manyhands' own exchange is wrong: please report it then."
+            )
+            return [replace(finding("unexplained", BREAKS, text), alone=self.measured, share=1.0)]
         everything = frozenset(one.remedy for one in self.suspects if one.remedy)
         if self.ablation.difference(everything) > limit:
             everything = self._extended(everything)
@@ -101,17 +109,6 @@ class Attribution:
             self.findings.append(self._unexplained(everything, self.measured))
         return sorted(_with_shares(self.findings), key=lambda finding: -(finding.alone or 0.0))
 
-    def _only_in_processes(self) -> Finding:
-        return Finding(
-            kind="unexplained",
-            severity=BREAKS,
-            text=f"Worker processes differ from one worker by {self.measured:.1e}, and simulated workers in this "
-            "process do not: the task depends on its process (environment variables, the process id, files, a module's "
-            "globals), or manyhands' own exchange is wrong: please report it then.",
-            alone=self.measured,
-            share=1.0,
-        )
-
     def _extended(self, everything: frozenset[str]) -> frozenset[str]:
         """Add a suspect for each other remedy that the difference depends on."""
         all_remedies = everything | set(GENERIC)
@@ -120,7 +117,7 @@ class Attribution:
         for remedy in GENERIC:
             if remedy not in everything and self.ablation.difference(all_remedies - {remedy}) > self.ablation.limit:
                 kind = "data-order" if remedy == DATA else remedy
-                self.suspects.append(suspect(kind, remedy, _TEXTS.get(remedy, _FOUND), []))
+                self.suspects.append(Suspect(finding(kind, BREAKS, _TEXTS.get(remedy, _FOUND)), remedy))
         return frozenset(one.remedy for one in self.suspects if one.remedy)
 
     def _attribute(self, everything: frozenset[str], rest: float) -> None:
@@ -172,28 +169,21 @@ class Attribution:
         if first is not None and steps is not None and steps[0].gradient <= self.ablation.limit:
             noise = self.ablation.by_rounding(everything)
             if noise * _ROUNDING_FACTOR >= rest:
-                return Finding(
-                    kind="magnified-rounding",
-                    severity=NOTE,
-                    text=f"Gradients are equal up to rounding, and later steps differ by {rest:.1e}. One worker alone "
-                    f"moves by {noise:.1e} if its gradients are off by {NUDGE:g}: model or optimizer magnify rounding "
-                    "(a sign, a division by nearly zero). No order of summation is the right one, so N workers are as "
-                    "right as one.",
-                    alone=rest,
-                    numbers={"nudge": NUDGE, "noise": noise},
+                text = (
+                    f"Gradients are equal up to rounding, and later steps differ by {rest:.1e}. One worker alone moves by "
+                    f"{noise:.1e} if its gradients are off by {NUDGE:g}: model or optimizer magnify rounding (a sign, a "
+                    "division by nearly zero). No order of summation is the right one, so N workers are as right as one."
                 )
+                return replace(finding("magnified-rounding", NOTE, text, nudge=NUDGE, noise=noise), alone=rest)
         at = "" if first is None else f" first after step {first.step}, in {first.worst or 'the loss'};"
         removed = f" with {', '.join(sorted(everything))} taken away" if everything else ""
-        return Finding(
-            kind="unexplained",
-            severity=BREAKS,
-            text=f"N workers differ from one by {rest:.1e}{removed},{at} and nothing that was tried explains it. Either "
-            "the task does something that this check does not know, or manyhands itself is wrong: please report it "
-            "with the task, this text and the versions.",
-            alone=rest,
-            numbers={"without": sorted(everything)}
-            | ({} if first is None else {"step": first.step, "parameter": first.worst}),
+        text = (
+            f"N workers differ from one by {rest:.1e}{removed},{at} and nothing that was tried explains it. Either the task "
+            "does something that this check does not know, or manyhands itself is wrong: please report it with the task, "
+            "this text and the versions."
         )
+        where = {} if first is None else {"step": first.step, "parameter": first.worst}
+        return replace(finding("unexplained", BREAKS, text, without=sorted(everything), **where), alone=rest)
 
 
 def _with_shares(findings: list[Finding]) -> list[Finding]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,11 +38,11 @@ from manyhands.evidence.check.interventions import (
     RecordedCall,
     first_change,
 )
-from manyhands.evidence.check.report import BREAKS, NOTE, Finding
+from manyhands.evidence.check.report import Results
 from manyhands.evidence.check.source_locations import SourceLocation
-from manyhands.task import Summed, Task
+from manyhands.task import Metrics, Summed, Task
 from manyhands.units import listed
-from manyhands.worker import Worker, current, set_current
+from manyhands.worker import Worker, as_current
 
 _SCHEDULE_STEPS = 1000
 """Passed to a schedule that is only examined."""
@@ -80,37 +80,14 @@ _TEXTS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Suspect:
-    """A possible finding, and what removes its cause in a trial."""
-
-    finding: Finding
-    remedy: str = ""
-    """One of `copies.REMEDIES`; "" if no trial can remove the cause."""
-
-    @property
-    def kind(self) -> str:
-        return self.finding.kind
-
-
-def suspect(kind: str, remedy: str, text: str, where: Iterable[SourceLocation | None], **numbers: Any) -> Suspect:
-    """A suspect that breaks equality; places that are None are left out."""
-    found = tuple(dict.fromkeys(place for place in where if place is not None))
-    return Suspect(finding=Finding(kind=kind, severity=BREAKS, text=text, places=found, numbers=numbers), remedy=remedy)
-
-
 @dataclass
 class Examination:
-    """Examines a task on one batch. Every method may raise what the user's code raises."""
+    """Examines a task on one batch and fills `results`. Every method may raise what the user's code raises."""
 
     copies: Copies
     double: bool
     batch: Any
-    suspects: list[Suspect] = field(default_factory=list)
-    notes: list[Finding] = field(default_factory=list)
-    held: list[str] = field(default_factory=list)
-    unjudged: list[str] = field(default_factory=list)
-    """Questions without an answer, and why."""
+    results: Results = field(default_factory=Results)
 
     def __post_init__(self) -> None:
         self.task = self.copies.fresh()
@@ -120,7 +97,6 @@ class Examination:
         self.first: BatchMeasurement | None = None  # the pass without any intervention
 
     def run(self) -> None:
-        """Fill `suspects`, `notes`, `held` and `unjudged`."""
         first = self.first = self.subject.measure(self.batch, record=True)
         self._repeat()
         self._by_function(first, BATCH_NORM)
@@ -134,7 +110,7 @@ class Examination:
     @property
     def is_deterministic(self) -> bool:
         """Whether a pass of `measure_repeatable` depends on rows and parameters alone."""
-        random = any(one.kind == RANDOMNESS for one in self.suspects)
+        random = any(one.kind == RANDOMNESS for one in self.results.suspects)
         return self.reproducible and not (random and self.drawn)
 
     @property
@@ -156,11 +132,9 @@ class Examination:
     def loss_place(self) -> SourceLocation | None:
         return source_locations.of_function(self.task.loss)
 
-    def add(
-        self, kind: str, remedy: str, where: Iterable[SourceLocation | None], text: str = "", **numbers: Any
-    ) -> None:
-        """Add a suspect. `numbers` fill the placeholders of the default text."""
-        self.suspects.append(suspect(kind, remedy, text or _TEXTS[kind].format(**numbers), where, **numbers))
+    def _suspect(self, kind: str, remedy: str, *where: SourceLocation | None, **numbers: Any) -> None:
+        """With the text of its kind, in which `numbers` fill the placeholders."""
+        self.results.suspect(kind, remedy, _TEXTS[kind].format(**numbers), *where, **numbers)
 
     def _new_subject(self) -> Subject:
         return Subject(self.copies.fresh(), self.double)
@@ -175,16 +149,11 @@ class Examination:
             self._compare_copies(one)
             if operator is not None:
                 name, place = operator
-                self.notes.append(
-                    Finding(
-                        kind="nondeterministic-operator",
-                        severity=NOTE,
-                        text=f"torch does not guarantee that {name} gives the same bits twice; here it did. Where it "
-                        "does not, the same seed gives another run.",
-                        places=source_locations.as_tuple(place),
-                        numbers={"name": name},
-                    )
+                text = (
+                    f"torch does not guarantee that {name} gives the same bits twice; here it did. Where it does not, the "
+                    "same seed gives another run."
                 )
+                self.results.note("nondeterministic-operator", text, place, name=name)
             return
         self.stateless = False
         fresh = self.measure_repeatable(self.batch), self.measure_repeatable(self.batch)
@@ -196,19 +165,19 @@ class Examination:
         at = self.loss_place() if changed is None or changed.place is None else changed.place
         far = one.relative_difference(again)
         if self.reproducible:
-            self.add("hidden-state", "", [at], far=far)
+            self._suspect("hidden-state", "", at, far=far)
             return
         name, at = operator or (changed.function if changed is not None else "something", at)
-        self.add("nondeterministic-operator", "", [at], far=far, name=name)
+        self._suspect("nondeterministic-operator", "", at, far=far, name=name)
 
     def _compare_copies(self, one: BatchMeasurement) -> None:
         """Whether another copy, built from the same seed, gives the same loss."""
         other = self._new_subject()
         pairs = zip(self.subject.model.parameters(), other.model.parameters(), strict=True)
         if one.same_as(other.measure(self.batch, without=FUNCTIONS)):
-            self.held.append("the same inputs give the same bits twice")
+            self.results.held.append("the same inputs give the same bits twice")
         elif all(torch.equal(p, q) for p, q in pairs):
-            self.add("not-rebuilt", REBUILT, [source_locations.of_function(self.task.model)])
+            self._suspect("not-rebuilt", REBUILT, source_locations.of_function(self.task.model))
 
     def _not_deterministic(self) -> tuple[str, SourceLocation | None] | None:
         """(operator, where): the first operator that torch lists as nondeterministic."""
@@ -226,7 +195,7 @@ class Examination:
         if calls:
             found = list(dict.fromkeys(place for one in calls if (place := self._place_of(one)) is not None))
             names = [place.name for place in found if place.name]
-            self.add(kind, kind, _by_line(found), named=f"In module {listed(names)} " if names else "")
+            self._suspect(kind, kind, *_by_line(found), named=f"In module {listed(names)} " if names else "")
 
     def _place_of(self, call: RecordedCall) -> SourceLocation | None:
         """Where the layer is made if a layer of torch made the call; else the call itself."""
@@ -250,12 +219,12 @@ class Examination:
         changed = first_change(*logs)
         where = draws or [self.loss_place() if changed is None else changed.place]
         drawn = ", ".join(first.drawn_from) or "a generator of their own"
-        self.add(RANDOMNESS, RANDOMNESS, where, far=one.relative_difference(other), drawn=drawn)
+        self._suspect(RANDOMNESS, RANDOMNESS, *where, far=one.relative_difference(other), drawn=drawn)
 
     def _in_place(self, first: BatchMeasurement) -> None:
         if first.changed:
             writes = [one.place for one in first.recorded if one.kind == IN_PLACE]
-            self.add(IN_PLACE, IN_PLACE, writes or [self.loss_place()], names=listed(first.changed))
+            self._suspect(IN_PLACE, IN_PLACE, *(writes or [self.loss_place()]), names=listed(first.changed))
 
     def _buffers(self, first: BatchMeasurement) -> None:
         """Whether the pass changes buffers other than batch-norm's."""
@@ -264,7 +233,7 @@ class Examination:
         names = [name for name, owner in owners.items() if not isinstance(owner, _BatchNorm)]
         if names:
             where = [self._forward_of(name.rpartition(".")[0]) for name in names]
-            self.add(BUFFERS, BUFFERS, where, names=listed(names))
+            self._suspect(BUFFERS, BUFFERS, *where, names=listed(names))
 
     def _forward_of(self, name: str) -> SourceLocation | None:
         """The line in a module's forward that changes the module; else where the module is made, or the model."""
@@ -281,7 +250,7 @@ class Examination:
             if self.task.schedule is not None:
                 self.task.schedule(optimizer, _SCHEDULE_STEPS)
         if lines:
-            self.add(WORKERS, WORKERS, lines)
+            self._suspect(WORKERS, WORKERS, *lines)
 
 
 def _by_line(found: list[SourceLocation]) -> list[SourceLocation]:
@@ -321,13 +290,10 @@ class _RecordingWorker(Worker):
 @contextmanager
 def recorded_rank_access() -> Iterator[list[SourceLocation]]:
     """The user's lines that read the rank or the number of workers inside."""
-    before, worker = current(), _RecordingWorker()
+    worker = _RecordingWorker()
     worker.lines = []
-    set_current(worker)
-    try:
+    with as_current(worker):
         yield worker.lines
-    finally:
-        set_current(before)
 
 
 # -- one pass ----------------------------------------------------------------------------------------------------------
@@ -385,7 +351,7 @@ class Subject:
         before = rng.generator_states()
         guarded = storages_of(self.model)
         with FunctionMode(double=self.double, without=without, guarded=guarded, record=record, after=after) as mode:
-            measure = self.task.loss(self.model, batch_in_float64(batch) if self.double else batch)
+            measure = self.task.loss(self.model, self._in_precision(batch))
             mean, weight = measure if isinstance(measure, tuple) else (measure, rows_of(batch))
             drawn_from = tuple(name for name, state in rng.generator_states().items() if state != before[name])
             mean.reshape(()).backward()
@@ -401,24 +367,28 @@ class Subject:
             drawn_from=drawn_from,
         )
 
+    def _in_precision(self, batch: Any) -> Any:
+        return batch_in_float64(batch) if self.double else batch
+
     def metrics(self, batch: Any) -> dict[str, tuple[float, float]]:
         """{name: (mean, weight)} of `evaluate`, in evaluation mode; without `Summed` metrics, which are exact."""
-        self.restore()
-        rng.seed_all(0)
-        self.model.eval()
-        with torch.no_grad(), FunctionMode(double=self.double):
-            measures = self.task.metrics(self.model, batch_in_float64(batch) if self.double else batch)
+        measures = self._evaluate(batch, FunctionMode(double=self.double))
         means = {name: one for name, one in measures.items() if not isinstance(one, Summed)}
         pairs = {n: one if isinstance(one, tuple) else (one, rows_of(batch)) for n, one in means.items()}
         return {name: (float(mean), float(weight)) for name, (mean, weight) in pairs.items()}
 
     def changed_by_metrics(self, batch: Any) -> tuple[tuple[str, ...], tuple[RecordedCall, ...]]:
         """(parameters that `evaluate` changes, recorded calls)"""
-        self.restore()
-        self.model.eval()
-        with torch.no_grad(), FunctionMode(double=self.double, record=True, guarded=storages_of(self.model)) as mode:
-            self.task.metrics(self.model, batch_in_float64(batch) if self.double else batch)
+        mode = FunctionMode(double=self.double, record=True, guarded=storages_of(self.model))
+        self._evaluate(batch, mode)
         return _changed(self._parameters, dict(self.model.named_parameters())), tuple(mode.recorded)
+
+    def _evaluate(self, batch: Any, mode: FunctionMode) -> Metrics:
+        self.restore()
+        rng.seed_all(0)
+        self.model.eval()
+        with torch.no_grad(), mode:
+            return self.task.metrics(self.model, self._in_precision(batch))
 
     def restore(self) -> None:
         """Reset parameters and buffers to what was built; training mode, no gradients."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,13 +12,12 @@ from torch import nn
 from manyhands import rng
 from manyhands.data.batch import first_rows
 from manyhands.evidence.check import source_locations
-from manyhands.evidence.check.copies import DATA, FOREIGN, REBUILT, Copies, errors_located
-from manyhands.evidence.check.examination import Examination, Suspect
+from manyhands.evidence.check.copies import FOREIGN, REBUILT, Copies, errors_located
+from manyhands.evidence.check.examination import Examination
 from manyhands.evidence.check.interventions import RANDOMNESS
 from manyhands.evidence.check.losses import examine_loss, examine_metrics
-from manyhands.evidence.check.report import BREAKS, NOTE, Finding
+from manyhands.evidence.check.report import Results
 from manyhands.evidence.check.rows import TrainingData, evaluation_batch, read
-from manyhands.evidence.check.source_locations import SourceLocation
 from manyhands.evidence.check.trials import Trace, tensor_digests
 from manyhands.training.plan import build_model
 from manyhands.units import count, listed
@@ -26,14 +25,10 @@ from manyhands.units import count, listed
 ENOUGH_ROWS = 24
 """Rows of a batch to examine if there is no difference to explain."""
 
-_REMEDIES = {"not-rebuilt": REBUILT, "foreign-parameters": FOREIGN, RANDOMNESS: RANDOMNESS} | dict.fromkeys(
-    ("rows-not-once", "data-order", "random-rows", "collate"), DATA
-)
-
 
 @dataclass
 class Inspection:
-    """Fills `suspects` (possible causes that a trial can test), `findings` (all others), `held` and `unjudged`."""
+    """Fills `results`."""
 
     copies: Copies
     sent: Copies
@@ -41,21 +36,19 @@ class Inspection:
     data: TrainingData
     double: bool
     say: Callable[[str], None]
-    suspects: list[Suspect] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
-    held: list[str] = field(default_factory=list)
-    unjudged: list[str] = field(default_factory=list)
+    results: Results = field(default_factory=Results)
 
     def run(self, step: int | None, proofs: list[list[Trace]]) -> None:
         """step: the first step that differs, from 1; None: all are equal. proofs: see `Proofs.traces`."""
         solo, *ranks = proofs[0]
         self.say("who reads which rows")
-        self._take(*self.data.check_once([[trace.handed_out for trace in traces] for traces in proofs]))
-        if not self.suspects:
-            self._take(self.data.check_function(self.sent))
-        if not self.suspects:
-            self._take(*self.data.check_slices())
-        self._take(self.data.check_sorted())
+        self.data.check_once([[trace.handed_out for trace in traces] for traces in proofs])
+        if not self.data.results.suspects:
+            self.data.check_function(self.sent)
+        if not self.data.results.suspects:
+            self.data.check_slices()
+        self.data.check_sorted()
+        self.results.extend(self.data.results)
         self.say("what model() and optimizer() build")
         self._check_model(solo, ranks)
         self._check_optimizer()
@@ -66,19 +59,6 @@ class Inspection:
         batch = read(self.data.task(), step or 1)[-1].batch
         self._check_loss(batch if step is not None else first_rows(batch, ENOUGH_ROWS))
         self._check_metrics()
-
-    def _take(self, findings: Iterable[Finding], held: Sequence[str] = ()) -> None:
-        """Findings whose cause a trial can remove become suspects."""
-        self.held += held
-        for finding in findings:
-            if finding.kind in _REMEDIES:
-                self.suspects.append(Suspect(finding=finding, remedy=_REMEDIES[finding.kind]))
-            else:
-                self.findings.append(finding)
-
-    def _add(self, kind: str, severity: str, text: str, place: SourceLocation | None = None, **numbers: Any) -> None:
-        places = source_locations.as_tuple(place)
-        self._take([Finding(kind=kind, severity=severity, text=text, places=places, numbers=numbers)])
 
     def _check_model(self, solo: Trace, ranks: Sequence[Trace]) -> None:
         """Whether model() builds the same model from the seed, twice here and on every worker."""
@@ -93,7 +73,7 @@ class Inspection:
         changed = [name for name in built[0] if any(a.get(name) != b.get(name) for a, b in pairs)]
         if not changed:
             where = " and on every worker" if ranks else ""
-            self.held.append(f"model() builds the same from the seed, twice here{where}")
+            self.results.held.append(f"model() builds the same from the seed, twice here{where}")
             return
         text = (
             f"model() built another {listed(changed)} under the same seed: something in it is random and not drawn from "
@@ -101,7 +81,7 @@ class Inspection:
             "parameters, which are not those of one worker, and a run cannot be repeated. Draw from torch's global "
             "generator, or give the module itself."
         )
-        self._add("not-rebuilt", BREAKS, text, source_locations.of_function(task.model), names=changed)
+        self.results.suspect("not-rebuilt", REBUILT, text, source_locations.of_function(task.model), names=changed)
 
     def _check_optimizer(self) -> None:
         """Whether the optimizer holds the trainable parameters and nothing else, and draws nothing."""
@@ -120,13 +100,13 @@ class Inspection:
                 "are no parameters of the model (a loss with weights of its own?). Only the model's gradients are "
                 "averaged, so these differ from worker to worker. Make them part of the model: a module that holds both."
             )
-            self._add("foreign-parameters", BREAKS, text, place, tensors=len(foreign))
+            self.results.suspect("foreign-parameters", FOREIGN, text, place, tensors=len(foreign))
         if left:
             text = (
                 f"{listed(left)} can be trained and the optimizer does not hold them: they never move, and their "
                 "gradients are still exchanged. Give them requires_grad=False, or give them to the optimizer."
             )
-            self._add("not-in-optimizer", NOTE, text, place, names=left)
+            self.results.note("not-in-optimizer", text, place, names=left)
         draws = _step_draws(model, optimizer)
         if draws:
             text = (
@@ -134,9 +114,9 @@ class Inspection:
                 "same mean gradient move apart for good. Draw from a generator that is seeded by the step, alike on "
                 "all workers."
             )
-            self._add(RANDOMNESS, BREAKS, text, place)
+            self.results.suspect(RANDOMNESS, RANDOMNESS, text, place)
         if not (foreign or left or draws):
-            self.held.append("the optimizer holds all trainable parameters, and no others")
+            self.results.held.append("the optimizer holds all trainable parameters, and no others")
 
     def _check_precision(self) -> None:
         precision = self.copies.fresh().precision
@@ -145,7 +125,7 @@ class Inspection:
                 f"The task trains with precision={precision}; the proof computes without autocast, whose rounding would "
                 "hide small differences."
             )
-            self._add("no-autocast", NOTE, text)
+            self.results.note("no-autocast", text)
 
     def _check_device(self) -> None:
         task = self.copies.fresh()
@@ -156,7 +136,7 @@ class Inspection:
                 f"The model is on {listed(devices)}. Each worker moves it to its own device (device=), and this check "
                 "used a copy on the CPU."
             )
-            self._add("on-device", NOTE, text, source_locations.of_function(task.model))
+            self.results.note("on-device", text, source_locations.of_function(task.model))
 
     def _check_unused(self, trace: Trace) -> None:
         """Parameters that got no gradient in any step."""
@@ -169,7 +149,7 @@ class Inspection:
         )
         task, module = self.copies.fresh(), names[0].rpartition(".")[0]
         place = source_locations.of_module(build_model(task), module, task.model) if module else None
-        self._add("unused-parameters", NOTE, text, place or source_locations.of_function(task.model), names=names)
+        self.results.note("unused-parameters", text, place or source_locations.of_function(task.model), names=names)
 
     def _check_loss(self, batch: Any) -> None:
         examination = Examination(self.copies, self.double, batch)
@@ -178,10 +158,7 @@ class Inspection:
             examine_loss(examination)
         except Exception as error:  # noqa: BLE001 - the user's code may fail outside of the training loop
             self._not_examined("The loss", error)
-        self.suspects += examination.suspects
-        self.findings += examination.notes
-        self.held += examination.held
-        self.unjudged += examination.unjudged
+        self.results.extend(examination.results)
 
     def _check_metrics(self) -> None:
         with errors_located("reading validation data"):
@@ -190,7 +167,7 @@ class Inspection:
             return
         self.say("evaluate on a batch")
         try:
-            self._take(*examine_metrics(self.copies, self.double, batch))
+            self.results.extend(examine_metrics(self.copies, self.double, batch))
         except Exception as error:  # noqa: BLE001 - as above
             if self.double:
                 self.double = False
@@ -203,7 +180,7 @@ class Inspection:
             f"{what} could not be examined by itself, so causes in it may be missed: "
             f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         )
-        self._add("not-examined", NOTE, text, source_locations.of_error(error))
+        self.results.note("not-examined", text, source_locations.of_error(error))
 
 
 def _step_draws(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:

@@ -23,7 +23,7 @@ from manyhands.evidence.check.interventions import (
     first_mixing,
     is_full_sum,
 )
-from manyhands.evidence.check.report import BREAKS, Finding
+from manyhands.evidence.check.report import Results
 from manyhands.evidence.check.source_locations import SourceLocation
 from manyhands.units import listed
 
@@ -72,31 +72,32 @@ def examine_loss(examination: Examination) -> None:
         why = "the same rows give other numbers each time"
         if examination.reproducible:
             why = f"it draws from {drawn}, and parts of a batch draw other numbers than the whole"
-        examination.unjudged.append(f"whether the loss is a mean: {why}")
+        examination.results.unjudged.append(f"whether the loss is a mean: {why}")
         return
     aggregation = _loss_aggregation(examination, EXACT if examination.double else ROUGH)
     if aggregation is None:
-        examination.unjudged.append("whether the loss is a mean: it fails on fewer rows than a batch has")
+        examination.results.unjudged.append("whether the loss is a mean: it fails on fewer rows than a batch has")
         return
     numbers, loss = aggregation.numbers | {"off": aggregation.off}, examination.loss_place()
+    suspect = examination.results.suspect
     if aggregation.kind == MEAN:
-        examination.held.append("the loss is a mean, by the weight that it returns")
+        examination.results.held.append("the loss is a mean, by the weight that it returns")
     elif aggregation.kind == SUM:
         constant = ", but for a part that does not depend on rows" if aggregation.constant else ""
         text = _SUMMED.format(constant=constant, **numbers)
         remedy = SLICES if aggregation.constant else SUMMED
-        examination.add("summed-loss", remedy, [_sum_of(examination) or loss], text, **numbers)
+        suspect("summed-loss", remedy, text, _sum_of(examination) or loss, **numbers)
     elif aggregation.kind == OTHER_WEIGHT:
         first, rows = examination.first, rows_of(examination.batch)
         assert first is not None
         weight = f"{first.weight:g} for {rows} rows" if first.weight != rows else f"its {rows} rows"
         text = _OTHER_WEIGHT.format(weight=weight, **numbers)
-        examination.add("wrong-weight", SLICES, [loss], text, **numbers)
+        suspect("wrong-weight", SLICES, text, loss, **numbers)
     else:
         mixing = _mixing(examination)
         by = "" if mixing is None else f" (first seen after {mixing.function})"
         at = loss if mixing is None or mixing.place is None else mixing.place
-        examination.add("coupled-rows", SLICES, [at], _COUPLED.format(by=by, **numbers), **numbers)
+        suspect("coupled-rows", SLICES, _COUPLED.format(by=by, **numbers), at, **numbers)
         _examine_coupled(examination, numbers)
 
 
@@ -105,8 +106,8 @@ def _examine_coupled(examination: Examination, numbers: dict[str, Any]) -> None:
     sums = _sums_over_rows(examination)
     if sums:
         text = _SUMMED.format(constant="", **numbers)
-        examination.add("summed-loss", SUMMED, [sums[-1] or examination.loss_place()], text, **numbers)
-    examination.unjudged.append(
+        examination.results.suspect("summed-loss", SUMMED, text, sums[-1] or examination.loss_place(), **numbers)
+    examination.results.unjudged.append(
         "whether the loss is a mean by the weight that it returns: rows depend on the others in the batch, so the "
         "losses of parts do not show it"
     )
@@ -190,43 +191,33 @@ def _mixing(examination: Examination) -> OperationRecord | None:
 # -- metrics -----------------------------------------------------------------------------------------------------------
 
 
-def examine_metrics(copies: Copies, double: bool, batch: Any) -> tuple[list[Finding], list[str]]:
-    """(findings, what held) of the task's `evaluate` on a batch. Raises what the user's code raises."""
-    task = copies.fresh()
+def examine_metrics(copies: Copies, double: bool, batch: Any) -> Results:
+    """Of the task's `evaluate` on a batch. Raises what the user's code raises."""
+    task, results = copies.fresh(), Results()
     subject = Subject(task, double)
-    where = source_locations.as_tuple(source_locations.of_function(task.evaluate))
-    whole = subject.metrics(batch)
-    found = [finding for name in whole if (finding := _metric(subject, name, batch, where)) is not None]
+    where = source_locations.of_function(task.evaluate)
+    aggregations = {name: _metric_aggregation(subject, name, batch) for name in subject.metrics(batch)}
+    for name, aggregation in aggregations.items():
+        if aggregation.kind != MEAN:
+            how = {SUM: ": it adds up", OTHER_WEIGHT: ": it is a mean by something else"}.get(aggregation.kind, "")
+            whole = aggregation.numbers.get("whole", float("nan"))
+            text = _METRIC.format(name=name, whole=whole, off=aggregation.off, how=how)
+            results.breaks("metric-not-mean", text, where, metric=name, **aggregation.numbers)
     changed, recorded = subject.changed_by_metrics(batch)
     if changed:
         written = next((one.place for one in recorded if one.kind == IN_PLACE and one.place is not None), None)
-        found.append(
-            Finding(
-                kind=IN_PLACE,
-                severity=BREAKS,
-                text=f"evaluate changes {listed(changed)}: validation rows train the model, and a worker without rows "
-                "of a validation batch does not take part. Only the optimizer may change parameters.",
-                places=source_locations.as_tuple(written) or where,
-                numbers={"names": list(changed)},
-            )
+        text = (
+            f"evaluate changes {listed(changed)}: validation rows train the model, and a worker without rows of a "
+            "validation batch does not take part. Only the optimizer may change parameters."
         )
-    return found, [] if found else [f"metrics are means ({', '.join(whole)})"]
+        results.breaks(IN_PLACE, text, written or where, names=list(changed))
+    if not results.findings:
+        results.held.append(f"metrics are means ({', '.join(aggregations)})")
+    return results
 
 
-def _metric(subject: Subject, name: str, batch: Any, where: tuple[SourceLocation, ...]) -> Finding | None:
-    aggregation = aggregation_of(lambda rows: subject.metrics(rows)[name], batch, OF_METRICS, 1)
-    if aggregation.kind == MEAN:
-        return None
-    how = {SUM: ": it adds up", OTHER_WEIGHT: ": it is a mean by something else"}.get(aggregation.kind, "")
-    return Finding(
-        kind="metric-not-mean",
-        severity=BREAKS,
-        text=_METRIC.format(
-            name=name, whole=aggregation.numbers.get("whole", float("nan")), off=aggregation.off, how=how
-        ),
-        places=where,
-        numbers={"metric": name, **aggregation.numbers},
-    )
+def _metric_aggregation(subject: Subject, name: str, batch: Any) -> Aggregation:
+    return aggregation_of(lambda rows: subject.metrics(rows)[name], batch, OF_METRICS)
 
 
 # -- the kind of aggregation -------------------------------------------------------------------------------------------

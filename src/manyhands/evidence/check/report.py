@@ -47,6 +47,52 @@ class Finding:
         return self.places[0].where if self.places else ""
 
 
+def finding(kind: str, severity: str, text: str, *where: SourceLocation | None, **numbers: Any) -> Finding:
+    """A finding; places that are None, or named before, are left out."""
+    places = tuple(dict.fromkeys(place for place in where if place is not None))
+    return Finding(kind=kind, severity=severity, text=text, places=places, numbers=numbers)
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A possible finding, and what removes its cause in a trial."""
+
+    finding: Finding
+    remedy: str = ""
+    """One of `copies.REMEDIES`; "" if no trial can remove the cause."""
+
+    @property
+    def kind(self) -> str:
+        return self.finding.kind
+
+
+@dataclass
+class Results:
+    """What one part of a check has found so far."""
+
+    findings: list[Finding] = field(default_factory=list)
+    suspects: list[Suspect] = field(default_factory=list)
+    """Possible causes of a difference, which trials test."""
+    held: list[str] = field(default_factory=list)
+    unjudged: list[str] = field(default_factory=list)
+    """Questions without an answer, and why."""
+
+    def breaks(self, kind: str, text: str, *where: SourceLocation | None, **numbers: Any) -> None:
+        self.findings.append(finding(kind, BREAKS, text, *where, **numbers))
+
+    def note(self, kind: str, text: str, *where: SourceLocation | None, **numbers: Any) -> None:
+        self.findings.append(finding(kind, NOTE, text, *where, **numbers))
+
+    def suspect(self, kind: str, remedy: str, text: str, *where: SourceLocation | None, **numbers: Any) -> None:
+        self.suspects.append(Suspect(finding(kind, BREAKS, text, *where, **numbers), remedy))
+
+    def extend(self, other: Results) -> None:
+        self.findings += other.findings
+        self.suspects += other.suspects
+        self.held += other.held
+        self.unjudged += other.unjudged
+
+
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """The relative differences between N workers and one after a step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import islice
 from typing import Any
 
@@ -23,8 +23,8 @@ from manyhands.data.sharding import slice_of
 from manyhands.data.source import Planned, Reading, Source
 from manyhands.data.sources import open_source
 from manyhands.evidence.check import source_locations
-from manyhands.evidence.check.copies import Copies, TrialConfig, configured, materialized_data
-from manyhands.evidence.check.report import BREAKS, NOTE, Finding
+from manyhands.evidence.check.copies import DATA, Copies, TrialConfig, configured, materialized_data
+from manyhands.evidence.check.report import Results
 from manyhands.evidence.check.source_locations import SourceLocation
 from manyhands.task import Task
 from manyhands.training.plan import global_batch
@@ -73,11 +73,12 @@ _SORTED = (
 
 @dataclass
 class TrainingData:
-    """The training data of a task, read through copies of it."""
+    """The training data of a task, read through copies of it. The checks fill `results`."""
 
     copies: Copies
     config: TrialConfig
     workers: int
+    results: Results = field(default_factory=Results)
 
     def task(self) -> Task:
         """A new copy of the task with this config."""
@@ -89,8 +90,8 @@ class TrainingData:
 
     # -- each row once -----------------------------------------------------------------------------------------------
 
-    def check_once(self, proofs: Sequence[Sequence[list[Any] | None]]) -> tuple[list[Finding], list[str]]:
-        """(findings, what held). For each proof: the rows of one worker's first epoch, then those of each of N."""
+    def check_once(self, proofs: Sequence[Sequence[list[Any] | None]]) -> None:
+        """proofs: for each, the rows of one worker's first epoch, then those of each of N."""
         held = []
         for solo, *ranks in proofs:
             if solo is None or not ranks:
@@ -99,49 +100,48 @@ class TrainingData:
             got = Counter(row for rows in ranks for row in rows or ())
             if expected != got:
                 missing, more = (expected - got).total(), (got - expected).total()
-                return [self._not_once(missing=missing, more=more, rows=expected.total(), workers=len(ranks))], []
+                numbers = {"missing": missing, "more": more, "rows": expected.total(), "workers": len(ranks)}
+                text = _NOT_ONCE.format(**numbers)
+                self.results.suspect("rows-not-once", DATA, text, self._order_place(), **numbers)
+                return
             held.append(expected)
-        if not held:
-            return [], []
-        counts = [_counted(one, source_of(self.copies.fresh()).rows) for one in held]
-        return [], [f"every row of the order is handed out once an epoch ({'; '.join(counts)})"]
+        if held:
+            counts = [_counted(one, source_of(self.copies.fresh()).rows) for one in held]
+            self.results.held.append(f"every row of the order is handed out once an epoch ({'; '.join(counts)})")
 
-    def _not_once(self, **numbers: int) -> Finding:
-        text = _NOT_ONCE.format(**numbers)
-        return Finding(kind="rows-not-once", severity=BREAKS, text=text, places=self._order_places(), numbers=numbers)
-
-    def _order_places(self) -> tuple[SourceLocation, ...]:
+    def _order_place(self) -> SourceLocation | None:
         task = self.copies.fresh()
         if task.order is not None:
-            return source_locations.as_tuple(source_locations.of_function(task.order))
+            return source_locations.of_function(task.order)
         data = task.train_data
         samplers = (data.sampler, data.batch_sampler) if isinstance(data, DataLoader) else ()
         found = (source_locations.of_method(sampler, "__iter__") for sampler in samplers)
-        place = next((place for place in found if place is not None), None)
-        return source_locations.as_tuple(place) or _places_of(data)
+        return next((place for place in found if place is not None), None) or _place_of(data)
 
     # -- the same rows -----------------------------------------------------------------------------------------------
 
-    def check_slices(self) -> tuple[list[Finding], list[str]]:
-        """(findings, what held): whether the slices of N workers are cut from the batches of one."""
+    def check_slices(self) -> None:
+        """Whether the slices of N workers are cut from the batches of one."""
         whole, again = (read(self.task(), TICKS) for _ in range(2))
         if not all(equal_values(a.batch, b.batch) for a, b in zip(whole, again, strict=False)):
-            return [_finding("data-order", _UNSEEDED, self._places(changing=True))], []
+            self.results.suspect("data-order", DATA, _UNSEEDED, self._place(changing=True))
+            return
         ranks = [read(self.task(), TICKS, rank, self.workers) for rank in range(self.workers)]
         differs = self._first_difference(whole, ranks)
         if differs is None:
-            return [], ["slices are cut from the batches that one worker reads"]
-        return [self._why(*differs, shards=any(part.global_rows is None for part in ranks[0]))], []
+            self.results.held.append("slices are cut from the batches that one worker reads")
+        else:
+            self._explain(*differs, shards=any(part.global_rows is None for part in ranks[0]))
 
-    def check_function(self, sent: Copies) -> list[Finding]:
+    def check_function(self, sent: Copies) -> None:
         """Whether the data function gives the same data when it is called again. sent: copies with the function."""
         again = materialized_data(sent)
         if again is None:
-            return []
+            return
         first, other = (read(task, 1)[0].batch for task in (self.task(), configured(again, self.config)))
-        if equal_values(first, other):
-            return []
-        return [_finding("data-order", _UNSEEDED, _places_of(sent.fresh().train_data, changing=True))]
+        if not equal_values(first, other):
+            place = _place_of(sent.fresh().train_data, changing=True)
+            self.results.suspect("data-order", DATA, _UNSEEDED, place)
 
     def _first_difference(self, whole: Sequence[Slice], ranks: Sequence[Sequence[Slice]]) -> tuple[int, int] | None:
         """(tick, rank) of the first slice that differs from that part of one worker's batch."""
@@ -153,18 +153,18 @@ class TrainingData:
                     return tick, rank
         return None
 
-    def _why(self, tick: int, rank: int, shards: bool) -> Finding:
-        at = f"Batch {tick + 1} of worker {rank}"
+    def _explain(self, tick: int, rank: int, shards: bool) -> None:
+        """Add the suspect for a slice that differs."""
+        kind, text, place = "data-order", _ORDER, self._place(changing=True)
         if self._reading_draws():
-            return _finding("random-rows", _RANDOM.format(at=at), self._places())
-        if shards:
-            return _finding("data-order", _SHARDS.format(at=at), self._places())
-        if self._equal_rows(tick, rank):
+            kind, text, place = "random-rows", _RANDOM, self._place()
+        elif shards:
+            text, place = _SHARDS, self._place()
+        elif self._equal_rows(tick, rank):
             task = self.copies.fresh()
             collate = task.train_data.collate_fn if isinstance(task.train_data, DataLoader) else task.collate
-            places = source_locations.as_tuple(source_locations.of_function(collate))
-            return _finding("collate", _COLLATE.format(at=at), places)
-        return _finding("data-order", _ORDER.format(at=at), self._places(changing=True))
+            kind, text, place = "collate", _COLLATE, source_locations.of_function(collate)
+        self.results.suspect(kind, DATA, text.format(at=f"Batch {tick + 1} of worker {rank}"), place)
 
     def _reading_draws(self) -> bool:
         """Whether reading a batch draws from the generators that the seed sets."""
@@ -182,23 +182,18 @@ class TrainingData:
         start, stop = slice_of(len(whole), rank, self.workers)
         return equal_values(whole[start:stop], rows_of_batch(self.task(), tick, rank, self.workers))
 
-    def _places(self, changing: bool = False) -> tuple[SourceLocation, ...]:
-        return _places_of(self.copies.fresh().train_data, changing)
+    def _place(self, changing: bool = False) -> SourceLocation | None:
+        return _place_of(self.copies.fresh().train_data, changing)
 
-    def check_sorted(self) -> list[Finding]:
+    def check_sorted(self) -> None:
         """A note if rows are not shuffled and sorted by class."""
         task = self.copies.fresh()
         shuffled = task.shuffle or task.order is not None or isinstance(task.train_data, DataLoader)
         if shuffled or not isinstance(source_of(task), Planned):
-            return []
+            return
         parts = read(self.task(), TICKS)
-        if any(_only_class(part.batch) is None for part in parts):
-            return []
-        return [_finding("sorted-data", _SORTED.format(batches=len(parts)), self._places(), NOTE)]
-
-
-def _finding(kind: str, text: str, where: tuple[SourceLocation, ...], severity: str = BREAKS) -> Finding:
-    return Finding(kind=kind, severity=severity, text=text, places=where)
+        if all(_only_class(part.batch) is not None for part in parts):
+            self.results.note("sorted-data", _SORTED.format(batches=len(parts)), self._place())
 
 
 def _counted(handed_out: Counter[Any], rows: int | None) -> str:
@@ -208,7 +203,7 @@ def _counted(handed_out: Counter[Any], rows: int | None) -> str:
     return f"{total:,}{repeats}" + ("" if rows is None or distinct == rows else f" of {rows:,}")
 
 
-def _places_of(data: Any, changing: bool = False) -> tuple[SourceLocation, ...]:
+def _place_of(data: Any, changing: bool = False) -> SourceLocation | None:
     """Where rows are made; `changing`: the line there that changes the dataset object."""
     while isinstance(data, DataLoader | Subset):
         data = data.dataset
@@ -216,7 +211,7 @@ def _places_of(data: Any, changing: bool = False) -> tuple[SourceLocation, ...]:
     found = find(data, "__getitem__", "__getitems__", "__iter__")
     if found is None and callable(data):
         found = source_locations.of_function(data)
-    return source_locations.as_tuple(found)
+    return found
 
 
 def _only_class(batch: Any) -> int | None:

@@ -9,11 +9,12 @@ import os
 import re
 import sys
 import sysconfig
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from types import CodeType, FrameType, TracebackType
+from types import CodeType
 from typing import Any, TypeGuard
 
 import torch
@@ -49,24 +50,20 @@ class SourceLocation:
 def running() -> SourceLocation | None:
     """The line that is running now: the innermost one of the user's, else the innermost outside of torch and manyhands."""
     library = None
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
         file = frame.f_code.co_filename
         if is_users(file):
-            return SourceLocation(file, frame.f_lineno)
+            return SourceLocation(file, line)
         if library is None and not _is_ours(file):
-            library = SourceLocation(file, frame.f_lineno)
-        frame = frame.f_back
+            library = SourceLocation(file, line)
     return library
 
 
 def module_running() -> nn.Module | None:
     """The innermost module whose forward is running now."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         if frame.f_code.co_name == "forward" and isinstance(owner := frame.f_locals.get("self"), nn.Module):
             return owner
-        frame = frame.f_back
     return None
 
 
@@ -85,18 +82,15 @@ def _is_ours(file: str) -> bool:
 def of_error(error: BaseException) -> SourceLocation | None:
     """The innermost line of the user's in the traceback of an error's cause, else of the error itself."""
     found = None
-    trace: TracebackType | None = error.__traceback__
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if is_users(file):
-            found = SourceLocation(file, trace.tb_lineno)
-        trace = trace.tb_next
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if is_users(frame.f_code.co_filename):
+            found = SourceLocation(frame.f_code.co_filename, line)
     return of_error(error.__cause__) or found if error.__cause__ is not None else found
 
 
-def in_text(traceback: str) -> SourceLocation | None:
+def in_text(text: str) -> SourceLocation | None:
     """The innermost line of the user's in the text of a traceback."""
-    lines = re.findall(r'File "(.+?)", line (\d+)', traceback)
+    lines = re.findall(r'File "(.+?)", line (\d+)', text)
     return next((SourceLocation(file, int(line)) for file, line in reversed(lines) if is_users(file)), None)
 
 
@@ -256,7 +250,11 @@ def _source(given: Any) -> _Source | None:
     definitions = [node for node in ast.walk(tree) if _first_line(node) == line]
     code = getattr(inner, "__code__", None)
     arguments = [] if code is None else list(code.co_varnames[: code.co_argcount])
-    same = [node for node in definitions if _arguments(node) == arguments]  # of several lambdas in one line
+    same = [  # of several lambdas in one line
+        node
+        for node in definitions
+        if isinstance(node, ast.Lambda | ast.FunctionDef) and [one.arg for one in node.args.args] == arguments
+    ]
     return _Source(file, line, (same or definitions)[0]) if definitions else None
 
 
@@ -272,12 +270,3 @@ def _first_line(node: ast.AST) -> int:
     if not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
         return 0
     return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-
-
-def _arguments(node: ast.AST) -> list[str]:
-    return [argument.arg for argument in node.args.args] if isinstance(node, ast.Lambda | ast.FunctionDef) else []
-
-
-def as_tuple(place: SourceLocation | None) -> tuple[SourceLocation, ...]:
-    """For `Finding.places`."""
-    return () if place is None else (place,)
