@@ -193,14 +193,14 @@ def test_the_drawn_metric_is_the_targets_or_the_nearest_kin() -> None:
     assert measures.curve_metric(replace(made, trials=())) == ""
 
 
-def test_final_metrics_are_train_judged_and_test_without_repetition() -> None:
+def test_final_metrics_are_judged_train_and_test_without_repetition() -> None:
     made = comparison()
-    assert measures.final_metrics(made) == ("train_accuracy", "test_accuracy")
+    assert measures.final_metrics(made) == ("test_accuracy", "train_accuracy")
     trials = tuple(
         replace(one, metrics=dict.fromkeys(["train_loss", "validation_loss", "test_loss"], 1.0)) for one in made.trials
     )
     judged = replace(made, trials=trials, metric="validation_loss")
-    assert measures.final_metrics(judged) == ("train_loss", "validation_loss", "test_loss")
+    assert measures.final_metrics(judged) == ("validation_loss", "train_loss", "test_loss")
 
 
 def test_a_speed_up_is_of_the_means_and_lies_between_those_of_the_repeats() -> None:

@@ -57,7 +57,7 @@ def test_one_that_is_seen_to_be_worth_it_and_may_not_be_is_not_decided() -> None
     assert comparison.verdict.startswith(
         "Not decided: allreduce on 2 is 1.14× as fast as solo with 2 threads (0.75× to "
     )
-    assert comparison.verdict.endswith("more --repeats may tell.")
+    assert comparison.verdict.endswith("more repeats may tell.")
     assert comparison.decision == "undecided"
 
 

@@ -157,10 +157,10 @@ def ideal(comparison: Comparison, variant: Variant) -> float:
 
 
 def final_metrics(comparison: Comparison) -> tuple[str, ...]:
-    """What the table shows: the judged metric on the training rows, where it was judged, and on the test rows."""
+    """What the table shows: the judged metric, then the same on the training and on the test rows."""
     known = {name for trial in comparison.trials for name in trial.metrics}
     bare = _bare(comparison.metric)
-    return tuple(name for name in dict.fromkeys((TRAIN + bare, comparison.metric, TEST + bare)) if name in known)
+    return tuple(name for name in dict.fromkeys((comparison.metric, TRAIN + bare, TEST + bare)) if name in known)
 
 
 def times_of_workers(comparison: Comparison, name: str) -> tuple[dict[str, float], ...]:

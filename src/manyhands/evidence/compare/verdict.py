@@ -60,7 +60,7 @@ def _reached(comparison: Comparison, c: Compared) -> str:
 def _unclear(comparison: Comparison, c: Compared) -> str:
     best = c.decision.best
     assert best is not None
-    return f"Not decided: {best.name} is {_as_fast(comparison, c, best)}; more --repeats may tell."
+    return f"Not decided: {best.name} is {_as_fast(comparison, c, best)}; more repeats may tell."
 
 
 def _too_few(comparison: Comparison, c: Compared) -> str:
