@@ -59,8 +59,15 @@ def test_verdict_and_advice_never_contradict_each_other(made: Comparison) -> Non
     assert not [one for one in made.advice if one.kind in BEGINS]
     if made.decision == "distribute":
         assert made.verdict.startswith(f"Take {made.best}: ")
+        assert made.best in {one.name for one in made.variants if not one.solo and not made.failure(one.name)}
     elif made.best is not None and "cannot tell" not in made.verdict:
         assert made.best in made.verdict
+    page = text(made)
+    assert " ".join(made.verdict.split()) in " ".join(page.split())
+    assert [begins for begins in BEGINS.values() if begins in page] == [BEGINS[made.decision]]
+    if made.best is not None and made.target is None and f"{made.best}, " in made.verdict:
+        ratios = [measures.speed_up(made, made.best, solo) for solo in SOLOS]  # the better of solo's decides
+        assert [one for one in ratios if one is not None and f"{one.middle:.2f}×" in made.verdict]
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
