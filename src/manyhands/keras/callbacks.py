@@ -125,14 +125,7 @@ class KerasWorkerCallback(WorkerCallback):
         self._module.counts = False
         with self._module.placed():
             self._call("on_train_end", self._logs)
-        return [
-            {
-                name: plain
-                for name, value in vars(callback).items()
-                if name != "params" and _is_plain(plain := value.item() if isinstance(value, np.generic) else value)
-            }
-            for callback in self._callbacks
-        ]
+        return [_attributes(callback) for callback in self._callbacks]
 
     def _call(self, method: str, *arguments: Any) -> None:
         for callback in self._callbacks:
@@ -158,6 +151,13 @@ class KerasWorkerCallback(WorkerCallback):
         """The metrics over the epoch's rows of all workers, as they were trained."""
         sums = {"": Summed(metric_state.read(self._model), lambda total: metric_state.results_of(self._module, total))}
         return evaluation.results_of(sums if self._batches else {}, self._worker.group)
+
+
+def _attributes(callback: Any) -> dict[str, Any]:
+    """The attributes of a callback that JSON can hold."""
+    found = vars(callback).items()
+    plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in found}
+    return {name: value for name, value in plain.items() if name != "params" and _is_plain(value)}
 
 
 def _is_plain(value: Any) -> bool:

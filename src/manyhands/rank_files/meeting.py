@@ -116,7 +116,7 @@ def _meet(group: Group) -> Folder:
         for where in (tempfile.gettempdir(), os.getcwd()):
             offered = _offer(where, waiting[0]) if group.rank == waiting[0] else None
             root = group.all_gather_json(None if offered is None else offered.root)[waiting[0]]
-            sees = group.all_gather_json(root is not None and os.path.isdir(root))
+            sees = group.all_gather_json(root is not None and _sees(root))
             seeing = [rank for rank in waiting if sees[rank]]
             worse = root if len(seeing) <= len(met) else found
             if group.rank == waiting[0] and worse:
@@ -142,6 +142,10 @@ def _offer(where: str, first: int) -> Folder | None:
         return Folder.make(where, first)
     except OSError:  # nobody may write there
         return None
+
+
+def _sees(root: str) -> bool:
+    return os.path.isdir(root)
 
 
 @contextmanager
