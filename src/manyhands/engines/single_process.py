@@ -104,7 +104,8 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
 
 
 class InProcessDriverClient(DriverClient):
-    """Of one worker alone, or of rank 0 under another launcher. Calls the observer directly. Nobody watches for a hang: a debugger may hold this worker as long as it likes.
+    """Of one worker alone, or of rank 0 under another launcher. Calls the observer directly. Nobody watches for a hang: a
+    debugger may hold this worker as long as it likes.
 
     poll_s: so long it is not asked again whether to stop; 0 where a stop shall be obeyed at the very next tick.
     """

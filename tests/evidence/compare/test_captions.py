@@ -52,6 +52,9 @@ def test_who_stands_where_when_the_first_ends() -> None:
         "solo, 4 threads 0.6000, gossip on 2 0.2500."
     )
     assert "gossip on 2 was ahead" in captions.metric_over_time(replace(made, higher=False))
+    with_target = of("curve", curves)
+    assert with_target.target is not None
+    assert captions.metric_over_time(with_target) == captions.metric_over_time(made)  # the verdict speaks of a target
 
 
 def test_what_the_metric_is_after_all_rows() -> None:
