@@ -88,6 +88,7 @@ def test_it_learned_and_validated_apart(fitted: Any, halves: Any) -> None:
     assert rows == int(rows)
 
 
+@pytest.mark.slow
 def test_distributed_evaluate_is_local_evaluate(fitted: Any, halves: Any) -> None:
     found = fitted.evaluate(halves)
     rows = halves.collect()

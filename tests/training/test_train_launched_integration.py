@@ -351,6 +351,7 @@ def test_under_torchrun(script: Callable[[str], Path], tmp_path: Path) -> None:
     assert not first["torch"]
 
 
+@pytest.mark.slow
 def test_under_torchrun_a_worker_that_never_comes_ends_all_at_once(script: Callable[[str], Path]) -> None:
     """The worker that waits for it heeds torchrun's SIGTERM; the SIGKILL would come 30 seconds later."""
     done = torchrun(

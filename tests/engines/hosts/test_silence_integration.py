@@ -52,9 +52,8 @@ STOPS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "phase", [pytest.param(phase, marks=pytest.mark.slow) if phase != "checkpoint" else phase for phase in STOPS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", STOPS)
 def test_the_stopped_worker_is_blamed_in_phases_where_all_meet(phase: str, local: Local, tmp_path: Path) -> None:
     task = {
         "model": plain.mlp,

@@ -220,6 +220,7 @@ def running(script: Callable[..., Script]) -> Script:
     return run
 
 
+@pytest.mark.slow
 def test_shards_end_with_a_killed_driver(script: Callable[..., Script]) -> None:
     """CASE 28"""
     run = running(script)

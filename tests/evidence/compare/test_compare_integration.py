@@ -62,6 +62,7 @@ def test_a_failing_strategy_ends_nobody_else(found: Comparison) -> None:
     assert all(len(found.of(variant.name)) == 3 for variant in found.variants if variant.name != BROKEN)
 
 
+@pytest.mark.slow
 def test_solo_trains_in_a_process_of_its_own(apart: Local) -> None:
     own = os.getpid()
 
