@@ -78,7 +78,7 @@ class Served(Side):
         channel = self._inherited() if kind in ("unix", "socket") else self._connected(kind)
         self.server = ServedServer(SPEC, [channel], memory_from=-1 if kind == "socket" else SMALL_BYTES)
         self.server.initialize(torch.zeros(n))
-        self.server.begin()
+        self.server.activate()
 
     def _inherited(self) -> Channel:
         mine, its = socket.socketpair()

@@ -102,7 +102,7 @@ def main(asked_file: str, result_file: str) -> None:
     engine = Hosts(
         listen=asked["listen"], ports=asked["ports"], local_workers=1, tls=False, plain_network=True, wait_s=TIMEOUT_S
     )
-    engine.voice.say = lambda text: None  # slow_links.py joins them
+    engine.announcer.say = lambda text: None  # slow_links.py joins them
     try:
         found = mh.launch(
             run, model, jobs, asked["store"], workers=asked["workers"], engine=engine, threads_per_worker=1
