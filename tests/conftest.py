@@ -38,11 +38,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A group's tests run in one process of pytest-xdist (--dist loadgroup), and first, since a group is not split."""
+    """A group's tests run in one process of pytest-xdist (--dist loadgroup), and first, since a group is not split.
+
+    So do the commands of the documentation: each of them takes minutes, and the last to start would run alone.
+    """
     for item in items:
         for group in filter(None, map(GROUPS.get, item.path.parts)):
             item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+    items.sort(
+        key=lambda item: not (item.get_closest_marker("xdist_group") or item.path.name.startswith("test_readme"))
+    )
 
 
 def pytest_collection_finish() -> None:
