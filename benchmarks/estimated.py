@@ -20,14 +20,14 @@ from typing import Any
 
 import machine
 
-from manyhands.data.sources import open_source
+from manyhands.data.open_source import open_source
 from manyhands.engines.local.engine import Local
 from manyhands.evidence.calibrate.calibrate import STRATEGIES, calibrated
 from manyhands.evidence.calibrate.observe import WARM, RunSetup, train_observed
 from manyhands.evidence.calibrate.report import text
 from manyhands.evidence.estimate.estimate import Estimate, estimate
-from manyhands.evidence.estimate.shape import reading_plan
-from manyhands.evidence.estimate.steady import SteadyObserver
+from manyhands.evidence.estimate.model_sizes import reading_plan
+from manyhands.evidence.estimate.steady_state import SteadyObserver
 from manyhands.strategies import CATALOGUE, spec_of, strategy_of
 from manyhands.task import Task
 from manyhands.tasks.finding import task_of

@@ -37,8 +37,8 @@ from machine import bytes_of, facts
 
 from manyhands.server.base import ServerSpec
 from manyhands.server.client import ServedServer
-from manyhands.server.host import serve
 from manyhands.server.protocol import SMALL_BYTES, hello
+from manyhands.server.shard_host import serve
 from manyhands.transport.channel import Channel
 from manyhands.transport.credentials import Credentials
 from manyhands.transport.listener import Listener, connect

@@ -37,7 +37,7 @@ import manyhands as mh
 from manyhands.data.feed import Slice
 from manyhands.strategies import strategy_of
 from manyhands.training.plan import WorkerPlan
-from manyhands.training.worker import make_loop
+from manyhands.training.worker_main import make_loop
 
 WORKERS = 2
 VARIANTS = ("floor", "ddp", "train", "prepare")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from manyhands.comm.group import Group
 from manyhands.comm.reducing import naive_mean
 from manyhands.replica.replica import Replica
-from manyhands.strategies import compressing, strategy_of
+from manyhands.strategies import compression, strategy_of
 from manyhands.worker import Worker
 
 MANY = 2000
@@ -35,7 +35,7 @@ def feedback(codec: str, weights: Sequence[float], steps: int) -> Callable[[Grou
             replica.collect()
             replica.weight = weights[group.rank]
             given += replica.gradients
-            compressing.mean_gradients(strategy, replica, worker, state)
+            compression.mean_gradients(strategy, replica, worker, state)
             applied += replica.gradients
         return applied, given, state.residual
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.data.feed import Feed
+from manyhands.data.open_source import open_source
 from manyhands.data.sharding import epoch_order, slice_of
-from manyhands.data.sources import open_source
 from manyhands.errors import BadInput
 
 

@@ -15,8 +15,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from manyhands.data.feed import Feed
 from manyhands.data.leases import End, Lease, Leases, Segment
+from manyhands.data.open_source import open_source
 from manyhands.data.sharding import epoch_order
-from manyhands.data.sources import open_source
 
 
 def read(

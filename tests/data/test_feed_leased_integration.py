@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from manyhands.data.feed import Feed
 from manyhands.data.leases import Leases, Segment
-from manyhands.data.sources import open_source
+from manyhands.data.open_source import open_source
 
 
 class Drawing(Dataset[Any]):

@@ -12,7 +12,7 @@ from keras_models import compiled, dense, keras, rows
 import manyhands as mh
 from manyhands.comm.solo import SoloGroup
 from manyhands.data.feed import Feed
-from manyhands.data.sources import open_source
+from manyhands.data.open_source import open_source
 from manyhands.keras import losses
 from manyhands.keras.module import KerasModule
 from manyhands.replica import evaluation

@@ -16,7 +16,7 @@ import plain
 from manyhands.engines.torchrun.launchers import LOCAL_RANK, MEETING, RANK, SIZE
 from manyhands.errors import BadInput, UnknownName, Unsupported
 from manyhands.own_loop import prepare
-from manyhands.own_loop.loader import PreparedLoader
+from manyhands.own_loop.prepared_loader import PreparedLoader
 from manyhands.server.base import ServerSpec
 from manyhands.worker import Worker, set_current
 

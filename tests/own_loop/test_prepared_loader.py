@@ -17,8 +17,8 @@ from torch.utils.data.distributed import DistributedSampler
 import plain
 from manyhands.data.sharding import slice_of
 from manyhands.errors import BadInput
-from manyhands.own_loop.loader import PreparedLoader
 from manyhands.own_loop.prepare import prepare_on
+from manyhands.own_loop.prepared_loader import PreparedLoader
 from manyhands.own_loop.session import Session
 from manyhands.testing.threads import together
 from manyhands.worker import Worker

@@ -10,7 +10,7 @@ import torch
 
 import plain
 from manyhands.comm.solo import SoloGroup
-from manyhands.own_loop.first_steps import warning_if_unprepared
+from manyhands.own_loop.first_step_checks import warning_if_unprepared
 from manyhands.worker import Worker
 
 

@@ -9,8 +9,8 @@ from torch import nn
 
 import plain
 from manyhands.data.feed import Feed
+from manyhands.data.open_source import open_source
 from manyhands.data.source import Reading, Slices, Source
-from manyhands.data.sources import open_source
 from manyhands.replica import evaluation
 from manyhands.task import Metrics, Summed
 from manyhands.testing.threads import together

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import plain
-from manyhands.data.sources import open_source
+from manyhands.data.open_source import open_source
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.events import Event
 from manyhands.replica import fingerprint

@@ -13,8 +13,8 @@ import torch
 
 from manyhands.server.base import ServerSpec
 from manyhands.server.client import ServedServer
-from manyhands.server.host import serve
-from manyhands.server.sharding import shards_of
+from manyhands.server.shard_host import serve
+from manyhands.server.shard_ranges import shards_of
 from manyhands.transport.channel import Channel
 
 Pair = tuple[socket.socket, socket.socket]  # the shard's end, the worker's

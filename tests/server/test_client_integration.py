@@ -6,7 +6,7 @@ import pytest
 import torch
 from served import client_of, processes
 
-from manyhands.server.sharding import shards_of
+from manyhands.server.shard_ranges import shards_of
 from manyhands.testing.server_suite import SERVER_SUITE
 
 

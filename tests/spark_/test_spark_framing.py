@@ -1,4 +1,4 @@
-"""spark/framing.py where no session is needed: tables in files."""
+"""spark/dataframe.py where no session is needed: tables in files."""
 
 from __future__ import annotations
 

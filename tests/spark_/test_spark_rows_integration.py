@@ -16,13 +16,13 @@ from spark_models import line
 from torch import nn
 
 import manyhands as mh
+from manyhands.data.dataframe_rows import DistributedFrame
 from manyhands.data.feed import Feed
-from manyhands.data.frames import DistributedFrame
-from manyhands.data.sources import open_source
+from manyhands.data.open_source import open_source
 from manyhands.engines.base import LaunchSpec
 from manyhands.engines.spark.engine import Spark
 from manyhands.errors import BadInput
-from manyhands.spark.framing import split
+from manyhands.spark.dataframe import split
 from manyhands.worker import Worker
 from tfrecord_files import examples
 

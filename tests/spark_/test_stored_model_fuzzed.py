@@ -21,7 +21,7 @@ from fuzzing import Damage, bounded, json_bytes, survive, writes_only_in
 from manyhands.errors import BadInput
 from manyhands.keras.module import KerasModule
 from manyhands.spark import stored_model
-from manyhands.spark.of_keras import from_bytes, to_bytes
+from manyhands.spark.keras_models import from_bytes, to_bytes
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # a model of the arguments in a damaged file

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from manyhands.data.feed import Feed
-from manyhands.data.sources import open_source
+from manyhands.data.open_source import open_source
 from manyhands.errors import UnknownName
 from manyhands.tasks.digits_task import DigitsNet, digits, load, smoothed_cross_entropy, split
 

@@ -18,7 +18,7 @@ from manyhands.events import Event
 from manyhands.server.in_process import InProcessServers
 from manyhands.strategies import strategy_of
 from manyhands.training.plan import Outcome, WorkerPlan
-from manyhands.training.worker import work
+from manyhands.training.worker_main import work
 from manyhands.worker import SoloDriverClient, Worker
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from manyhands.checkpoint.paths import AnyPath, RemotePath, open_regular
 from manyhands.errors import BadInput, ManyhandsError, is_whole
-from manyhands.transport.wire import close_in_forks
+from manyhands.transport.socket_io import close_in_forks
 
 FILE = "launch.json"
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)

@@ -12,7 +12,7 @@ from manyhands.errors import BadInput, Unsupported, is_whole
 from manyhands.events import Event
 
 if TYPE_CHECKING:  # all import torch; a command starts the fork server before it does
-    from manyhands.data.frames import DistributedFrame
+    from manyhands.data.dataframe_rows import DistributedFrame
     from manyhands.engines.roles import Roles
     from manyhands.server.base import ServerSpec
     from manyhands.worker import Worker

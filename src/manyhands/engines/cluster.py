@@ -94,7 +94,7 @@ class Cluster:
 
         from manyhands.data.batch import map_columns
         from manyhands.data.feed import Feed
-        from manyhands.data.sources import open_source
+        from manyhands.data.open_source import open_source
 
         if self.data is None:
             raise BadInput("this cluster was given no rows: run(function, rows=…)")
@@ -137,7 +137,7 @@ def run(engine: Engine, member: Member, spec: LaunchSpec) -> dict[str, list[Any]
         raise Unsupported(
             f"engine {engine.name} starts no processes: run another framework's cluster on one that does (local, hosts, spark)"
         )
-    from manyhands.data.frames import DistributedFrame
+    from manyhands.data.dataframe_rows import DistributedFrame
 
     roles = member.roles
     frames: tuple[Any, ...] = ()

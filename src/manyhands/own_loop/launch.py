@@ -145,7 +145,7 @@ class _Call:
     timeout_s: float
 
     def __call__(self, worker: Worker) -> Any:
-        from manyhands.own_loop.first_steps import warning_if_unprepared
+        from manyhands.own_loop.first_step_checks import warning_if_unprepared
         from manyhands.own_loop.rank_zero import mute_nonzero_ranks
 
         worker.driver.progress(USER, 0)

@@ -14,7 +14,7 @@ from manyhands.engines import under_torchrun
 from manyhands.engines.base import LaunchSpec
 from manyhands.engines.single_process import pick_device
 from manyhands.own_loop.launch import launched_strategy
-from manyhands.own_loop.loader import PreparedLoader
+from manyhands.own_loop.prepared_loader import PreparedLoader
 from manyhands.own_loop.rank_zero import mute_nonzero_ranks
 from manyhands.own_loop.session import Pair, Session
 from manyhands.strategies import strategy_of

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import partialmethod
 from typing import Any, TextIO, cast
 
-from manyhands.rank_files.meeting import keep_apart, kept_apart
+from manyhands.rank_files.rendezvous import keep_apart, kept_apart
 from manyhands.worker import Worker, current
 
 _quiet = False

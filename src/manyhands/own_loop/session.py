@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from manyhands import rng
 from manyhands.engines.driver.run_monitor import USER
 from manyhands.errors import BadInput, Unsupported
-from manyhands.own_loop.checks import check_alike, check_arguments, check_step, facts_of
-from manyhands.own_loop.first_steps import FirstLosses, FirstSteps
+from manyhands.own_loop.argument_checks import check_alike, check_arguments, check_step, facts_of
+from manyhands.own_loop.first_step_checks import FirstLosses, FirstSteps
 from manyhands.replica import evaluation, fingerprint
 from manyhands.replica.replica import Replica
 from manyhands.strategies.base import Strategy

@@ -6,7 +6,7 @@ import json
 import os
 import threading
 
-from manyhands.rank_files.deciding import Changes
+from manyhands.rank_files.file_owner import Changes
 
 BEGUN, CLOSED, GONE, UNDONE, ENDED = "begun", "closed", "gone", "undone", "ended"
 

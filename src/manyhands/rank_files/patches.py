@@ -27,7 +27,7 @@ from weakref import WeakSet
 import safetensors
 import torch
 
-from manyhands.rank_files.deciding import caches, is_shared
+from manyhands.rank_files.file_owner import caches, is_shared
 from manyhands.rank_files.folder import as_given, is_as_given
 from manyhands.rank_files.views import OtherView, View
 

@@ -18,10 +18,10 @@ from typing import Any
 
 from typing_extensions import override
 
-from manyhands.rank_files.deciding import FileSource, governing, is_own, is_trackers, source_of
+from manyhands.rank_files.file_owner import FileSource, governing, is_own, is_trackers, source_of
 from manyhands.rank_files.folder import CollectiveCounts, Folder, pause
 from manyhands.rank_files.journal import BEGUN, CLOSED, ENDED, GONE, UNDONE
-from manyhands.rank_files.settling import place, remove
+from manyhands.rank_files.merge import place, remove
 
 _POLL_S = 0.001
 

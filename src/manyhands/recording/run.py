@@ -154,7 +154,7 @@ class Run:
         gradients; the model is left in the mode it was in.
         """
         from manyhands.data.feed import Feed
-        from manyhands.data.sources import open_source
+        from manyhands.data.open_source import open_source
 
         def outputs(batch: Any) -> Any:
             if forward is not None:

@@ -17,7 +17,7 @@ from manyhands.errors import BadInput, ManyhandsError
 from manyhands.server.base import Encoded, Pushed, Server, ServerSpec, ServerState
 from manyhands.server.protocol import SMALL_BYTES, Kind, about
 from manyhands.server.shard_connection import ShardConnection
-from manyhands.server.sharding import check_encoded, codec_for, cut, joined, parts_of
+from manyhands.server.shard_ranges import check_encoded, codec_for, cut, joined, parts_of
 from manyhands.server.store import Applied, Dropped, Held
 from manyhands.transport.channel import Channel
 from manyhands.transport.frame import Frame, to_json

@@ -17,7 +17,7 @@ from manyhands.comm.checks import check_mean
 from manyhands.errors import BadInput, PeerLost
 from manyhands.server.base import Encoded, Server, ServerSpec, ServerState
 from manyhands.server.client import PushReply, ServerClient
-from manyhands.server.sharding import check_encoded, codec_for, cut, joined, make_stores, parts_of
+from manyhands.server.shard_ranges import check_encoded, codec_for, cut, joined, make_stores, parts_of
 from manyhands.server.store import Duplicate, Go, Held, Reply, Store
 
 HELD = object()

@@ -2,7 +2,7 @@
 
 A request is answered by one frame, before which any number of WAIT may come: the shard lives, the answer has to wait
 for other workers. Vectors have the shard's n elements. A connection is one worker's, so no frame says whose it is.
-Where both sit on one host, memory passed by descriptor carries the vectors instead (see published.py), and frames have
+Where both sit on one host, memory passed by descriptor carries the vectors instead (see versioned_buffer.py), and frames have
 none. A payload is what `ServerSpec.compress` makes of an update, as uint8, and always behind its frame.
 
 | request | carries                            | answer                                                                   |

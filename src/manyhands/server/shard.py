@@ -15,10 +15,10 @@ from manyhands.comm.checks import MEAN_DTYPES, bits_bytes, bits_of
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.server.base import ServerSpec
 from manyhands.server.protocol import Kind, VectorPlace, dtype_of, snapshot_of
-from manyhands.server.published import VersionedBuffer, make_outbox, map_outbox
 from manyhands.server.rules import make_rule
-from manyhands.server.sharding import codec_for
+from manyhands.server.shard_ranges import codec_for
 from manyhands.server.store import Applied, Dropped, Duplicate, Go, Held, InvalidCall, Reply, Store
+from manyhands.server.versioned_buffer import VersionedBuffer, make_outbox, map_outbox
 from manyhands.transport.channel import Channel, ChannelTimeout
 from manyhands.transport.frame import Frame, FrameError, to_json
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from manyhands.comm.checks import MEAN_DTYPES
 from manyhands.errors import BadInput, ManyhandsError, PeerLost, is_whole
 from manyhands.server.protocol import Kind, VectorPlace, about, snapshot_of
-from manyhands.server.published import BufferReader, map_outbox
 from manyhands.server.store import InvalidCall
+from manyhands.server.versioned_buffer import BufferReader, map_outbox
 from manyhands.transport.channel import Channel, ChannelClosed, ChannelTimeout
 from manyhands.transport.frame import Frame, FrameError, from_json
 from manyhands.units import printable

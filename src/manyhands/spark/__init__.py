@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from manyhands.errors import BadInput
 
 if TYPE_CHECKING:
+    from manyhands.spark.dataframe import frame as frame
     from manyhands.spark.estimator import Estimator as Estimator
     from manyhands.spark.estimator import Model as Model
-    from manyhands.spark.framing import frame as frame
     from manyhands.spark.stored_model import register_model as register_model
 
 _WHERE = {"Estimator": "estimator", "Model": "estimator", "frame": "framing", "register_model": "stored_model"}

@@ -19,14 +19,14 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from manyhands.callbacks import EarlyStopping
-from manyhands.data.frames import DistributedFrame
+from manyhands.data.dataframe_rows import DistributedFrame
 from manyhands.errors import BadInput
 from manyhands.recording.run import Run
 from manyhands.spark import stored_model
-from manyhands.spark.framing import frame, plain, split
-from manyhands.spark.of_keras import is_keras, metrics_of, single_output_threshold
-from manyhands.spark.predicting import OUTPUTS, Predict, column_of, evaluate
-from manyhands.spark.weighted import WeightedLoss, WeightedMetrics
+from manyhands.spark.dataframe import frame, plain, split
+from manyhands.spark.keras_models import is_keras, metrics_of, single_output_threshold
+from manyhands.spark.predictions import OUTPUTS, Predict, column_of, evaluate
+from manyhands.spark.weighted_loss import WeightedLoss, WeightedMetrics
 from manyhands.task import Task
 from manyhands.training.train import train
 

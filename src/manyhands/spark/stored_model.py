@@ -26,7 +26,7 @@ from torch import nn
 from manyhands.checkpoint.paths import AnyPath, path_of
 from manyhands.errors import BadInput
 from manyhands.replica.evaluation import AveragedOutputs
-from manyhands.spark.of_keras import DAMAGE, from_bytes, keras_module, to_bytes
+from manyhands.spark.keras_models import DAMAGE, from_bytes, keras_module, to_bytes
 from manyhands.units import printable
 
 FORMAT = 1

@@ -8,7 +8,7 @@ from typing import ClassVar
 from typing_extensions import override
 
 from manyhands.server.base import ServerSpec
-from manyhands.strategies.windowed import Windowed
+from manyhands.strategies.window import Windowed
 
 
 @dataclass(frozen=True, kw_only=True)

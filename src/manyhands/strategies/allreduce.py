@@ -10,9 +10,9 @@ from typing_extensions import override
 
 from manyhands.comm.group import MeanResult, Work
 from manyhands.errors import BadInput
-from manyhands.strategies import compressing
+from manyhands.strategies import compression
 from manyhands.strategies.base import Needs, Strategy
-from manyhands.strategies.compressing import CompressedState, CompressOptions
+from manyhands.strategies.compression import CompressedState, CompressOptions
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class AllReduce(CompressOptions, Strategy):
     needs: ClassVar[Needs] = Needs(mean_gradient=True)
 
     def __post_init__(self) -> None:
-        compressing.check(self.name, self)
+        compression.check(self.name, self)
         if self.overlap and self.compress != "none":
             raise BadInput(
                 f"strategy allreduce: overlap sends slices while backward computes, and compress={self.compress} looks at the whole gradient: give one of them"
@@ -66,9 +66,9 @@ class AllReduce(CompressOptions, Strategy):
 
     @override
     def start(self, replica: Replica, worker: Worker) -> AllReduceState:
-        compressing.refuse_own_loop(self.name, replica, self)
+        compression.refuse_own_loop(self.name, replica, self)
         replica.broadcast_from_rank0(worker.group)
-        state = AllReduceState(**compressing.remembered(self, replica, worker))
+        state = AllReduceState(**compression.remembered(self, replica, worker))
         if self.overlap:
 
             def begin(gradients: Tensor) -> None:
@@ -82,7 +82,7 @@ class AllReduce(CompressOptions, Strategy):
         if self.overlap:
             _wait(replica, worker, state)
         else:
-            compressing.mean_gradients(self, replica, worker, state)
+            compression.mean_gradients(self, replica, worker, state)
         replica.apply()
         return replica.any_rank_has_rows
 

@@ -15,8 +15,8 @@ from typing_extensions import override
 
 from manyhands.replica.replica import Replica
 from manyhands.server.rules.rounds import LAST
-from manyhands.strategies import compressing, serving
-from manyhands.strategies.compressing import CompressedState, CompressOptions
+from manyhands.strategies import compression, server_strategy
+from manyhands.strategies.compression import CompressedState, CompressOptions
 from manyhands.strategies.streaming import mean_of
 from manyhands.worker import Worker
 
@@ -52,9 +52,9 @@ class ServedState(CompressedState):
 
 def begin(options: CompressOptions, replica: Replica, worker: Worker) -> ServedState:
     """All start from rank 0's parameters, the first center. A collective."""
-    serving.begin(replica, worker)
+    server_strategy.begin(replica, worker)
     x = replica.parameters
-    memory = compressing.remembered(options, replica, worker)
+    memory = compression.remembered(options, replica, worker)
     return ServedState(center=x.clone(), start=x.clone(), memory=[torch.zeros_like(x)], **memory)
 
 
@@ -63,8 +63,8 @@ def look(options: CompressOptions, replica: Replica, worker: Worker, state: Serv
     if state.ticks:
         return
     center = state.memory[0]
-    serving.server_of(worker).pull(center)
-    compressing.clear_padding(options, replica, center)
+    server_strategy.server_of(worker).pull(center)
+    compression.clear_padding(options, replica, center)
     if not torch.equal(center, state.center):
         state.center.copy_(center)
         replica.set_parameters(center)
@@ -92,5 +92,5 @@ def _push(options: CompressOptions, replica: Replica, worker: Worker, state: Ser
     """What the window moved goes to the server, if it had rows."""
     if state.counted:
         update = torch.sub(replica.parameters, state.start, out=state.memory[0])
-        compressing.push(options, replica, worker, state, update, state.counted, bits)
+        compression.push(options, replica, worker, state, update, state.counted, bits)
     state.ticks, state.counted = 0, 0.0

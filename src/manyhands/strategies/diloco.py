@@ -15,9 +15,9 @@ from typing_extensions import override
 
 from manyhands.errors import BadInput
 from manyhands.server.base import ServerSpec
-from manyhands.strategies import compressing, decoupled, serving, streaming
+from manyhands.strategies import compression, decoupled, server_strategy, streaming
 from manyhands.strategies.base import Leasing, State, Strategy
-from manyhands.strategies.compressing import CompressOptions
+from manyhands.strategies.compression import CompressOptions
 from manyhands.strategies.streaming import Schedule
 from manyhands.worker import Worker
 
@@ -94,14 +94,14 @@ class DiLoCo(CompressOptions, Strategy):
     consistency: ClassVar[str] = "periodic"
 
     def __post_init__(self) -> None:
-        serving.check_whole(self.name, period=self.period)
-        serving.check_whole(self.name, 0, streaming=self.streaming)
-        serving.check_pace(self.name, self.bound, 0)
+        server_strategy.check_whole(self.name, period=self.period)
+        server_strategy.check_whole(self.name, 0, streaming=self.streaming)
+        server_strategy.check_pace(self.name, self.bound, 0)
         _check_number("outer_rate", self.outer_rate, "above 0", lambda rate: 0 < rate < math.inf)
         _check_number("outer_momentum", self.outer_momentum, "from 0 to below 1", lambda share: 0 <= share < 1)
         if self.via not in ("group", "server"):
             raise BadInput(f"strategy diloco: via must be group or server, not {self.via!r}")
-        compressing.check(self.name, self)
+        compression.check(self.name, self)
         self._check_streaming()
         self._check_server()
 
@@ -118,7 +118,7 @@ class DiLoCo(CompressOptions, Strategy):
 
     @override
     def leasing(self) -> Leasing | None:
-        return serving.leasing_of(self.bound, 0) if self.via == "server" else None
+        return server_strategy.leasing_of(self.bound, 0) if self.via == "server" else None
 
     @override
     def rate_factor(self, workers: int) -> float:
@@ -176,7 +176,7 @@ class DiLoCo(CompressOptions, Strategy):
 
     @override
     def consensus(self, replica: Replica, worker: Worker, state: Any) -> Tensor:
-        return state.center if self.via == "group" else compressing.center(self, replica, worker)
+        return state.center if self.via == "group" else compression.center(self, replica, worker)
 
     def _schedule(self) -> Schedule:
         on = self.streaming > 0
@@ -214,7 +214,7 @@ class DiLoCo(CompressOptions, Strategy):
                 f"give streaming={self.period} or less"
             )
         if self.overlap is not None:
-            serving.check_whole(self.name, 0, overlap=self.overlap)
+            server_strategy.check_whole(self.name, 0, overlap=self.overlap)
         if self._schedule().overlap >= self.period:
             raise BadInput(
                 f"strategy diloco: overlap={self._schedule().overlap} is not over when the same fragment's next exchange begins: "
@@ -229,9 +229,9 @@ class DiLoCo(CompressOptions, Strategy):
         if self.bound == 0:
             self._refuse("bound=0 waits for all workers", "another bound", "quorum", "grace")
         if self.quorum is not None:
-            serving.check_whole(self.name, 1, quorum=self.quorum)
+            server_strategy.check_whole(self.name, 1, quorum=self.quorum)
         if self.grace is not None:
-            serving.check_whole(self.name, 0, grace=self.grace)
+            server_strategy.check_whole(self.name, 0, grace=self.grace)
 
     def _refuse(self, why: str, instead: str, *names: str) -> None:
         """BadInput for options that mean nothing here."""

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from manyhands.errors import BadInput
 from manyhands.server.base import ServerSpec
-from manyhands.strategies.windowed import Windowed
+from manyhands.strategies.window import Windowed
 
 
 @dataclass(frozen=True, kw_only=True)

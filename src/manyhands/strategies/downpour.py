@@ -14,10 +14,10 @@ from typing_extensions import override
 from manyhands.errors import BadInput
 from manyhands.server.base import ServerSpec
 from manyhands.server.rules.outer import ELEMENTWISE
-from manyhands.strategies import compressing, serving
+from manyhands.strategies import compression, server_strategy
 from manyhands.strategies.base import Strategy
-from manyhands.strategies.compressing import CompressedState, CompressOptions
-from manyhands.strategies.serving import AsyncOptions
+from manyhands.strategies.compression import CompressedState, CompressOptions
+from manyhands.strategies.server_strategy import AsyncOptions
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
@@ -89,9 +89,9 @@ class Downpour(AsyncOptions, CompressOptions, Strategy):
     consistency: ClassVar[str] = "async / bounded"
 
     def __post_init__(self) -> None:
-        serving.check_whole(self.name, push_every=self.push_every, pull_every=self.pull_every)
-        serving.check_pace(self.name, self.bound, self.warmup)
-        compressing.check(self.name, self)
+        server_strategy.check_whole(self.name, push_every=self.push_every, pull_every=self.pull_every)
+        server_strategy.check_pace(self.name, self.bound, self.warmup)
+        compression.check(self.name, self)
         rate = self.outer_rate
         if rate is not None and not (rate > 0 and math.isfinite(rate)):
             raise BadInput(f"strategy downpour: outer_rate must be a number above 0, or none; not {rate!r}")
@@ -135,8 +135,8 @@ class Downpour(AsyncOptions, CompressOptions, Strategy):
 
     @override
     def start(self, replica: Replica, worker: Worker) -> DownpourState:
-        serving.begin(replica, worker)
-        memory = compressing.remembered(self, replica, worker)
+        server_strategy.begin(replica, worker)
+        memory = compression.remembered(self, replica, worker)
         return DownpourState(start=replica.zeros(), accrued=replica.zeros(), **memory)
 
     @override
@@ -147,7 +147,7 @@ class Downpour(AsyncOptions, CompressOptions, Strategy):
         if keep:
             state.accrued.add_(replica.parameters).sub_(state.start)
             state.interrupted = True
-        compressing.pull(self, replica, worker)
+        compression.pull(self, replica, worker)
         state.start.copy_(replica.parameters)
         if keep:
             replica.parameters.add_(state.accrued)
@@ -175,7 +175,7 @@ class Downpour(AsyncOptions, CompressOptions, Strategy):
 
     @override
     def consensus(self, replica: Replica, worker: Worker, state: DownpourState) -> Tensor:
-        return compressing.center(self, replica, worker)
+        return compression.center(self, replica, worker)
 
     def _rate(self) -> float:
         if self.outer_rate is not None:
@@ -192,7 +192,7 @@ class Downpour(AsyncOptions, CompressOptions, Strategy):
             update = torch.sub(replica.parameters, state.start, out=state.start)
             if state.interrupted:
                 update.add_(state.accrued)
-        compressing.push(self, replica, worker, state, update, state.weight)
+        compression.push(self, replica, worker, state, update, state.weight)
         state.start.copy_(replica.parameters)
         if self.rule == "adagrad" or state.interrupted:
             state.accrued.zero_()

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from manyhands.errors import BadInput
-from manyhands.strategies.elastic import Elastic, ElasticState
+from manyhands.strategies.elastic_averaging import Elastic, ElasticState
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import override
 
-from manyhands.strategies.elastic import Elastic, ElasticState
+from manyhands.strategies.elastic_averaging import Elastic, ElasticState
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:

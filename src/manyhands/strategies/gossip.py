@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from manyhands.errors import BadInput
 from manyhands.server.base import ServerSpec
-from manyhands.strategies import graphs, pairs, serving
+from manyhands.strategies import graphs, pairs, server_strategy
 from manyhands.strategies.base import Leasing, State, Strategy
 from manyhands.strategies.graphs import Turn
 from manyhands.strategies.pairs import PairsState
@@ -108,9 +108,9 @@ class Gossip(Strategy):
         for option, value, known in (("graph", self.graph, GRAPHS), ("weights", self.weights, WEIGHTS)):
             if value not in known:
                 raise BadInput(f"strategy gossip: {option} must be one of {', '.join(known)}, not {value!r}")
-        serving.check_whole(self.name, period=self.period)
-        serving.check_whole(self.name, 0, seed=self.seed)
-        serving.check_pace(self.name, self.bound, 0)
+        server_strategy.check_whole(self.name, period=self.period)
+        server_strategy.check_whole(self.name, 0, seed=self.seed)
+        server_strategy.check_pace(self.name, self.bound, 0)
         if self.graph == "pairs" and self.weights == "push-sum":
             raise BadInput(
                 "strategy gossip: with graph=pairs both become their mean, so weights=push-sum means nothing: leave it out, or take graph=random"
@@ -132,7 +132,7 @@ class Gossip(Strategy):
 
     @override
     def leasing(self) -> Leasing | None:
-        return serving.leasing_of(self.bound, 0) if self.graph == "pairs" else None
+        return server_strategy.leasing_of(self.bound, 0) if self.graph == "pairs" else None
 
     @override
     def start(self, replica: Replica, worker: Worker) -> GossipState | PairsState:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.strategies import serving
+from manyhands.strategies import server_strategy
 from manyhands.strategies.base import Leasing, Needs, State, Strategy
 from manyhands.worker import Worker
 
@@ -47,7 +47,7 @@ class Hogwild(Strategy):
     needs: ClassVar[Needs] = Needs(one_host=True)
 
     def __post_init__(self) -> None:
-        serving.check_whole(self.name, 0, warmup=self.warmup)
+        server_strategy.check_whole(self.name, 0, warmup=self.warmup)
 
     @override
     def leasing(self) -> Leasing:

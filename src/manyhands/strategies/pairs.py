@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.strategies import serving
+from manyhands.strategies import server_strategy
 from manyhands.strategies.base import State
 from manyhands.worker import Worker
 
@@ -38,7 +38,7 @@ class PairsState(State):
 
 def begin(replica: Replica, worker: Worker) -> PairsState:
     """All start from rank 0's parameters. A collective."""
-    serving.begin(replica, worker)
+    server_strategy.begin(replica, worker)
     return PairsState(start=replica.parameters.clone())
 
 
@@ -58,7 +58,7 @@ def close(replica: Replica, worker: Worker, state: PairsState) -> None:
         return
     replica.rounds += 1
     update = torch.sub(replica.parameters, state.start, out=state.start)  # until the answer is there
-    answer = serving.server_of(worker).push(update, weight).answer
+    answer = server_strategy.server_of(worker).push(update, weight).answer
     if worker.size > 1 or state.merged:  # else there is nobody to meet
         assert answer is not None
         replica.parameters.copy_(answer)
@@ -69,4 +69,4 @@ def close(replica: Replica, worker: Worker, state: PairsState) -> None:
 def consensus(replica: Replica, worker: Worker, state: PairsState) -> Tensor:
     """[D'] the mean of all workers' parameters at the server; of one worker, its own."""
     alone = worker.size == 1 and not state.merged
-    return replica.parameters if alone else serving.center(replica, worker)
+    return replica.parameters if alone else server_strategy.center(replica, worker)

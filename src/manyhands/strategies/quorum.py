@@ -11,9 +11,9 @@ from typing_extensions import override
 from manyhands.comm.group import MeanResult
 from manyhands.errors import BadInput
 from manyhands.server.base import ServerSpec
-from manyhands.strategies import compressing, serving
+from manyhands.strategies import compression, server_strategy
 from manyhands.strategies.base import Strategy
-from manyhands.strategies.compressing import CompressedState, CompressOptions
+from manyhands.strategies.compression import CompressedState, CompressOptions
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ class Quorum(CompressOptions, Strategy):
     consistency: ClassVar[str] = "synchronous with backups"
 
     def __post_init__(self) -> None:
-        serving.check_whole(self.name, 0, backups=self.backups)
-        compressing.check(self.name, self)
+        server_strategy.check_whole(self.name, 0, backups=self.backups)
+        compression.check(self.name, self)
 
     @override
     def server(self) -> ServerSpec:
@@ -83,8 +83,8 @@ class Quorum(CompressOptions, Strategy):
             raise BadInput(
                 f"strategy quorum: backups={self.backups} of {worker.size} workers leaves none to wait for: give at most {worker.size - 1}"
             )
-        serving.begin(replica, worker)
-        return QuorumState(**compressing.remembered(self, replica, worker))
+        server_strategy.begin(replica, worker)
+        return QuorumState(**compression.remembered(self, replica, worker))
 
     @override
     def before_backward(self, replica: Replica, worker: Worker, state: QuorumState) -> None:
@@ -92,7 +92,7 @@ class Quorum(CompressOptions, Strategy):
 
     @override
     def exchange(self, replica: Replica, worker: Worker, state: QuorumState) -> bool:
-        pushed = compressing.push_gradients(self, replica, worker, state)
+        pushed = compression.push_gradients(self, replica, worker, state)
         state.behind = pushed.behind
         replica.dropped = not pushed.applied
         replica.rounds += 1

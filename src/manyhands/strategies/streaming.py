@@ -16,8 +16,8 @@ from manyhands.comm.group import Done, Work
 from manyhands.errors import BadInput
 from manyhands.replica.layout import ALIGNMENT_BYTES, Layout
 from manyhands.replica.replica import MORE, STOP, Replica
-from manyhands.strategies import compressing
-from manyhands.strategies.compressing import CompressedState, CompressOptions
+from manyhands.strategies import compression
+from manyhands.strategies.compression import CompressedState, CompressOptions
 from manyhands.worker import Worker
 
 Fragment = tuple[int, int]  # [start, stop) of a flat vector
@@ -96,7 +96,7 @@ def begin(schedule: Schedule, replica: Replica, worker: Worker) -> GroupState:
         on_way_counted=torch.zeros(len(fragments), dtype=torch.float64),
         fragments=fragments,
         memory=[replica.zeros()],
-        **compressing.remembered(schedule, replica, worker),
+        **compression.remembered(schedule, replica, worker),
     )
 
 
@@ -182,7 +182,7 @@ def _mean(schedule: Schedule, replica: Replica, worker: Worker, state: GroupStat
     weight, bits = float(state.on_way_counted[fragment]), replica.bits() & (MORE | STOP)
     if schedule.compress == "none":
         return worker.group.start_mean_(gradient, weight, bits)
-    return Done(compressing.mean_(schedule, replica, worker, state, gradient, weight, bits))
+    return Done(compression.mean_(schedule, replica, worker, state, gradient, weight, bits))
 
 
 def _use_mean(

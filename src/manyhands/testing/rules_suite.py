@@ -11,7 +11,7 @@ from torch import Tensor
 from manyhands.comm.codecs import Codec, codec_of
 from manyhands.comm.reducing import naive_mean
 from manyhands.server.base import Encoded, Pushed, Server, ServerSpec
-from manyhands.server.sharding import parts_of
+from manyhands.server.shard_ranges import parts_of
 from manyhands.testing.clients import (
     ADD,
     MOMENTUM,

@@ -11,8 +11,8 @@ from torch import nn
 
 from manyhands import engines
 from manyhands.checkpoint.paths import AnyPath
-from manyhands.data.frames import DistributedFrame
-from manyhands.data.sources import is_function, open_source
+from manyhands.data.dataframe_rows import DistributedFrame
+from manyhands.data.open_source import is_function, open_source
 from manyhands.engines.base import Engine, check_brings, check_count, check_seconds, check_threads
 from manyhands.errors import BadInput, UnknownName, Unsupported, is_whole
 from manyhands.replica.layout import Layout

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from manyhands import rng
 from manyhands.data.feed import Feed, Slice
-from manyhands.data.sources import open_source
+from manyhands.data.open_source import open_source
 from manyhands.engines import cores
 from manyhands.errors import BadInput
 from manyhands.recording.run import environment

@@ -18,8 +18,8 @@ from manyhands.checkpoint import checkpoints
 from manyhands.checkpoint.launch_lock import Claim
 from manyhands.checkpoint.paths import AnyPath, path_of
 from manyhands.comm.group import Group
-from manyhands.data.frames import DistributedFrame
-from manyhands.data.sources import Once, is_function
+from manyhands.data.dataframe_rows import DistributedFrame
+from manyhands.data.open_source import Once, is_function
 from manyhands.engines.base import Engine, LaunchSpec
 from manyhands.engines.cores import shared
 from manyhands.errors import BadInput, CallbackFailed, Preempted
@@ -34,7 +34,7 @@ from manyhands.training import run_directory
 from manyhands.training.config import TrainConfig, check_resources, checks_of, every, keep_of, task_from
 from manyhands.training.plan import Outcome, WorkerPlan
 from manyhands.training.run_directory import CHECKPOINTS, Opened, answer, finished_run, models_of, open_directory
-from manyhands.training.worker import work, work_as_dict
+from manyhands.training.worker_main import work, work_as_dict
 from manyhands.worker import Worker
 
 LOG = logging.getLogger("manyhands")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from manyhands.errors import BadInput
 from manyhands.transport.frame import HEADER_BYTES, Frame, FrameError, blob_length, bytes_of, header, unpack, with_blob
-from manyhands.transport.wire import Ended, Late, PlainWire, TlsWire, prepare
+from manyhands.transport.socket_io import Ended, Late, PlainWire, TlsWire, prepare
 
 _MOST_FDS = 253  # the kernel's SCM_MAX_FD
 _FDS_MARK = b"\xfd"

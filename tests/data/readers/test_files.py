@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from manyhands.data.feed import Feed
-from manyhands.data.sources import open_source
+from manyhands.data.open_source import open_source
 from manyhands.errors import BadInput
 from tfrecord_files import examples
 

@@ -7,9 +7,9 @@ import torch
 from torch.utils.data import IterableDataset
 
 from manyhands.data.feed import Feed
+from manyhands.data.open_source import open_source
 from manyhands.data.readers.streams import Stream
 from manyhands.data.sharding import slice_of
-from manyhands.data.sources import open_source
 from manyhands.errors import BadInput
 
 

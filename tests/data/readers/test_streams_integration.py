@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from manyhands.data.feed import Feed
-from manyhands.data.sources import open_source
+from manyhands.data.open_source import open_source
 
 
 class Shuffled(IterableDataset):

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from manyhands.data.feed import Feed
+from manyhands.data.open_source import open_source
 from manyhands.data.readers.tables import arrow_columns, frame_columns
 from manyhands.data.source import Reading
-from manyhands.data.sources import open_source
 from manyhands.errors import BadInput
 
 datasets = pytest.importorskip("datasets")

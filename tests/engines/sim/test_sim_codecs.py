@@ -15,7 +15,7 @@ from manyhands.comm.codecs import codec_of
 from manyhands.engines.sim.timeline import Timeline
 from manyhands.replica.layout import Layout
 from manyhands.server.base import Encoded, ServerSpec
-from manyhands.server.sharding import parts_of
+from manyhands.server.shard_ranges import parts_of
 from plain import mlp, rows, task
 
 N = Layout(mlp()).padded  # [D'] in float64

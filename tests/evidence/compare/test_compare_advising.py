@@ -3,7 +3,7 @@
 import pytest
 from by_numbers import found
 
-from manyhands.evidence.compare.advising import compared
+from manyhands.evidence.compare.advice_inputs import compared
 from manyhands.evidence.compare.comparison import Target
 
 AIM = Target(metric="test_accuracy", value=0.97, higher=True)

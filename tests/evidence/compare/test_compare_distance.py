@@ -9,7 +9,7 @@ from manyhands.evidence.compare.comparison import Point, Trial
 from manyhands.evidence.compare.distance import compared, cosine, distance
 from manyhands.evidence.compare.final_evaluation import CLASSES, Predictions
 from manyhands.evidence.compare.probe import sketch
-from manyhands.evidence.compare.trials import FinishedTrial
+from manyhands.evidence.compare.trial import FinishedTrial
 
 START = torch.zeros(2)
 

@@ -10,7 +10,7 @@ import manyhands as mh
 from manyhands.engines.local.engine import Local
 from manyhands.engines.sim.engine import Sim
 from manyhands.errors import BadInput, UnknownName
-from manyhands.evidence.compare.trials import TrialSetup
+from manyhands.evidence.compare.trial import TrialSetup
 from manyhands.evidence.compare.variants import DEFAULT, Threads, entries_of, orders, refusals, threads_of
 from manyhands.strategies import CATALOGUE
 

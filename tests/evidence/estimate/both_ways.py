@@ -8,18 +8,18 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.data.sources import open_source
+from manyhands.data.open_source import open_source
 from manyhands.engines.base import LaunchSpec, Observer
 from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.engine import Sim
 from manyhands.engines.sim.network import SimNetworkSpec
 from manyhands.events import Event
-from manyhands.evidence.estimate.lengths import Lengths
-from manyhands.evidence.estimate.scaled import NEVER, PATIENCE_S, simulate, stand_in, steady_state
-from manyhands.evidence.estimate.shape import reading_plan, shape_of
+from manyhands.evidence.estimate.message_lengths import Lengths
+from manyhands.evidence.estimate.model_sizes import reading_plan, shape_of
+from manyhands.evidence.estimate.scaled_task import NEVER, PATIENCE_S, simulate, stand_in, steady_state
 from manyhands.strategies import strategy_of
 from manyhands.training.plan import WorkerPlan
-from manyhands.training.worker import work
+from manyhands.training.worker_main import work
 
 CODECS = "bf16=2ns/1ns,topk=15ns/1ns,onebit=3ns/1ns,int8=4ns/1ns,qsgd=20ns/4ns,powersgd=5ns/3ns/2ns/1ns"
 COMPUTE = f"row=1e-3,step=1ms,jitter=lognormal:0.1,1=1.5x,lease=1e-4,request=3e-5,merge=1e-9,{CODECS}"

@@ -19,7 +19,7 @@ from collections import deque
 from typing import Any
 
 from manyhands.transport.frame import HEADER_BYTES, Frame, FrameError, blob_length, pack, unpack
-from manyhands.transport.wire import close_in_forks, one_host, shut_down
+from manyhands.transport.socket_io import close_in_forks, one_host, shut_down
 
 ARRIVE, CHUNK, SEND, WAITING, GAVE_UP, LEFT = range(1, 7)
 

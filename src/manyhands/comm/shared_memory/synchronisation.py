@@ -23,7 +23,7 @@ from typing import NamedTuple
 from manyhands.comm.checks import FirstError
 from manyhands.comm.shared_memory.memory import Arena
 from manyhands.errors import PeerLost
-from manyhands.transport.wire import close_in_forks
+from manyhands.transport.socket_io import close_in_forks
 
 # counters, as indices of 8-byte words; 128 bytes apart, since processors fetch cache lines in pairs
 _LINE = 16

@@ -29,7 +29,7 @@ from manyhands.engines.single_process import pick_device
 from manyhands.errors import ManyhandsError, PeerLost
 from manyhands.server.base import Server, ServerSpec
 from manyhands.server.client import ServedServer
-from manyhands.server.host import serve
+from manyhands.server.shard_host import serve
 from manyhands.signals import note_sigterm
 from manyhands.transport.channel import Channel
 from manyhands.worker import Worker, set_current

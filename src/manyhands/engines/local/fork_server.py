@@ -33,7 +33,7 @@ from manyhands.engines.descriptors import raise_limit_of_descriptors
 from manyhands.engines.driver.host_processes import shard_of
 from manyhands.engines.local.fork_client import remove
 from manyhands.engines.local.messages import Closed, ControlMessage, ControlSocket, ProcessPlace
-from manyhands.rank_files import settling
+from manyhands.rank_files import merge
 from manyhands.signals import note_sigterm
 
 _PRELOAD = (
@@ -327,7 +327,7 @@ def kill_children(but: Collection[int] = ()) -> bool:
 def _settles(pid: int) -> bool:
     """Whether it waits for the run's ranks to be gone, to settle their files: it ends by itself then."""
     try:
-        return settling.__name__.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return merge.__name__.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return False
 

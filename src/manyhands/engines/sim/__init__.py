@@ -5,7 +5,7 @@ isolation.py      the state of the process that each program has for itself: ran
 quantities.py     times, bandwidths and lists of options as people write them
 network.py        the cost of a message: links, network cards, hosts
 costs.py          the cost of a collective by its algorithm; the formulas are in collectives.py (ring, tree) and in
-                  own_collectives.py (what this project's groups do)
+                  built_collectives.py (what this project's groups do)
 compute.py        the cost of a gradient: seconds a row, jitter, stragglers
 faults.py         what fails, and when
 rendezvous.py     what the ranks of a group share; group.py is one rank's view

@@ -1,4 +1,4 @@
-"""What a collective costs on a network, by its algorithm. How each travels: collectives.py and own_collectives.py.
+"""What a collective costs on a network, by its algorithm. How each travels: collectives.py and built_collectives.py.
 
 auto          as manyhands' own groups travel: shared memory on one host; sockets where each worker has a host (two
               workers swap, small tensors go directly, large ones round a ring); else the hierarchy of both
@@ -10,9 +10,9 @@ cheapest      for each call the quickest one of ring, tree and hierarchical
 
 from __future__ import annotations
 
+from manyhands.engines.sim.built_collectives import HierarchicalCost, SharedMemoryCost, SocketsCost
 from manyhands.engines.sim.collectives import Algorithm, Cost, RingCost, TreeCost
 from manyhands.engines.sim.network import Collective, NetworkState
-from manyhands.engines.sim.own_collectives import HierarchicalCost, SharedMemoryCost, SocketsCost
 
 __all__ = ["Cost", "Costs"]
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
-from manyhands.data.frames import ORDER, WHICH, DistributedFrame
+from manyhands.data.dataframe_rows import ORDER, WHICH, DistributedFrame
 from manyhands.engines.hosts.roster import versions
 from manyhands.engines.spark.session import is_connect
 from manyhands.engines.spark.stage import REPORT, SCHEMA, Stage, check_versions, report_versions

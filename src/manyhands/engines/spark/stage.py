@@ -17,7 +17,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from manyhands.data.frames import VARIABLE, WHICH, DistributedFrame
+from manyhands.data.dataframe_rows import VARIABLE, WHICH, DistributedFrame
 from manyhands.data.readers import shared_files
 from manyhands.data.spool import Spool
 from manyhands.engines.hosts.join import Join, JoinError, join

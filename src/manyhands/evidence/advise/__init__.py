@@ -6,10 +6,10 @@ explaining.py.
 
 from __future__ import annotations
 
-from manyhands.evidence.advise.compared import VARIES, Compared, Contestant, Decision, Ratio
-from manyhands.evidence.advise.measured import Advice, Machine, RunMeasurements, of_task
-from manyhands.evidence.advise.of_comparison import advise_comparison, largest_loss
-from manyhands.evidence.advise.of_run import advise, all_advice
+from manyhands.evidence.advise.comparison_advice import advise_comparison, largest_loss
+from manyhands.evidence.advise.comparison_facts import VARIES, Compared, Contestant, Decision, Ratio
+from manyhands.evidence.advise.run_advice import advise, all_advice
+from manyhands.evidence.advise.run_facts import Advice, Machine, RunMeasurements, of_task
 
 __all__ = [
     "VARIES",

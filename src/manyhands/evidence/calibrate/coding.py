@@ -25,10 +25,10 @@ from manyhands.engines.sim.compute import Coding
 from manyhands.evidence.calibrate.fit import two_terms
 from manyhands.evidence.calibrate.observe import RunSetup, observe
 from manyhands.replica.replica import Replica
-from manyhands.strategies import compressing
+from manyhands.strategies import compression
 from manyhands.strategies.allreduce import AllReduce
 from manyhands.strategies.base import Needs, State, Strategy
-from manyhands.strategies.compressing import CompressedState
+from manyhands.strategies.compression import CompressedState
 from manyhands.task import Task
 from manyhands.worker import Worker
 
@@ -135,10 +135,10 @@ class _CodecTiming(Strategy):
         options = AllReduce(compress=setting)
         if setting != state.setting:
             state.setting = setting
-            state.sent = CompressedState(**compressing.remembered(options, replica, worker))
+            state.sent = CompressedState(**compression.remembered(options, replica, worker))
         own, control_bits = replica.gradients.clone(), replica.control_bits
         group = _EchoGroup(worker)
-        compressing.mean_gradients(options, replica, replace(worker, group=group), state.sent)
+        compression.mean_gradients(options, replica, replace(worker, group=group), state.sent)
         group.stop()
         replica.control_bits = control_bits  # all workers' bits, which stop them at the same tick
         replica.gradients.copy_(own)

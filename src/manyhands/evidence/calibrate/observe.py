@@ -21,7 +21,7 @@ from manyhands.strategies import spec_of
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task
 from manyhands.training.plan import WorkerPlan
-from manyhands.training.worker import work
+from manyhands.training.worker_main import work
 
 WARM = 4
 """Ticks at the start of a run that are not measured: memory is allocated, caches fill."""

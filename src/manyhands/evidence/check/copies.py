@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from manyhands import rng
 from manyhands.data.batch import map_leaves, rows_of, slice_rows
+from manyhands.data.open_source import is_function, open_source
 from manyhands.data.readers.streams import LoadedStream
 from manyhands.data.sharding import epoch_order, slice_of
-from manyhands.data.sources import is_function, open_source
 from manyhands.engines.local.serialization import deserialize, serialize
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.evidence.check import source_locations

@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, Subset
 from manyhands import rng
 from manyhands.data.batch import columns, slice_rows
 from manyhands.data.feed import Feed, Slice
+from manyhands.data.open_source import open_source
 from manyhands.data.readers.datasets import RowSource, fetch
 from manyhands.data.sharding import slice_of
 from manyhands.data.source import Planned, Reading, Source
-from manyhands.data.sources import open_source
 from manyhands.evidence.check import source_locations
 from manyhands.evidence.check.copies import DATA, Copies, TrialConfig, configured, materialized_data
 from manyhands.evidence.check.report import Results

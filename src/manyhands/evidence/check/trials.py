@@ -38,7 +38,7 @@ from manyhands.rng import mixed
 from manyhands.strategies.allreduce import AllReduce, AllReduceState
 from manyhands.task import Task
 from manyhands.training.plan import WorkerPlan
-from manyhands.training.worker import work
+from manyhands.training.worker_main import work
 from manyhands.worker import Worker
 
 SMALL = 1e-4

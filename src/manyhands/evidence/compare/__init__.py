@@ -2,12 +2,12 @@
 
 compare.py       what the caller asks for; trials, then findings
 variants.py      what is compared, in which order
-repeating.py     the trials: a warm-up, repeats in blocks, failures, Ctrl-C
-trials.py        one variant trained once
+repeats.py       the trials: a warm-up, repeats in blocks, failures, Ctrl-C
+trial.py         one variant trained once
 probe.py         the distance of parameters from solo's, from sketches
 comparison.py    the result: plain data, report.json
 measures.py      numbers of trials, over repeats and along a run; metric.py: which metric judges
 significance.py  means, intervals, and when two numbers are different
-verdict.py       the decision in words; advising.py: what it and the advice are made of
+verdict.py       the decision in words; advice_inputs.py: what it and the advice are made of
 table.py         the columns; text.py: in terminals; markdown.py: in pull requests; report.py: in one HTML file with charts
 """

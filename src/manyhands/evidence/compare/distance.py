@@ -10,7 +10,7 @@ from torch import Tensor
 from manyhands.evidence.compare.comparison import Point, Trial
 from manyhands.evidence.compare.final_evaluation import Predictions
 from manyhands.evidence.compare.probe import Sketch
-from manyhands.evidence.compare.trials import FinishedTrial
+from manyhands.evidence.compare.trial import FinishedTrial
 
 
 def compared(finished: Iterable[FinishedTrial], reference: str, start: Tensor) -> list[Trial]:

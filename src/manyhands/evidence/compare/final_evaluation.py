@@ -15,8 +15,8 @@ from manyhands import rng
 from manyhands.comm.solo import SoloGroup
 from manyhands.data.batch import columns
 from manyhands.data.feed import Feed
+from manyhands.data.open_source import open_source
 from manyhands.data.source import Reading, Slices, Source
-from manyhands.data.sources import open_source
 from manyhands.replica import evaluation
 from manyhands.task import Evaluate, Metrics, Task
 

@@ -12,7 +12,7 @@ import numpy as np
 from manyhands.engines.base import Engine, LaunchSpec
 from manyhands.errors import BadInput
 from manyhands.evidence.compare.comparison import Variant
-from manyhands.evidence.compare.trials import TrialEntry, TrialSetup
+from manyhands.evidence.compare.trial import TrialEntry, TrialSetup
 from manyhands.strategies import spec_of, strategy_of
 from manyhands.strategies.base import Strategy
 from manyhands.strategies.solo import Solo

@@ -1,4 +1,4 @@
-"""A comparison's decision (evidence/advise/compared.py) as a sentence or two with numbers."""
+"""A comparison's decision (evidence/advise/comparison_facts.py) as a sentence or two with numbers."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands import units
-from manyhands.data.sources import open_source
+from manyhands.data.open_source import open_source
 from manyhands.engines.base import check_count
 from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.engine import Sim
@@ -18,10 +18,10 @@ from manyhands.engines.sim.profile import Profile
 from manyhands.errors import BadInput, Unsupported, is_whole
 from manyhands.evidence.calibrate.observe import LEAST_BLOCK
 from manyhands.evidence.estimate.bars import Bars, bars_of
-from manyhands.evidence.estimate.lengths import Lengths
-from manyhands.evidence.estimate.scaled import NEVER, PATIENCE_S, simulate, stand_in, steady_state
-from manyhands.evidence.estimate.shape import ReadingPlan, reading_plan, shape_of
-from manyhands.evidence.estimate.steady import ENOUGH, SteadyObserver, SteadyStep
+from manyhands.evidence.estimate.message_lengths import Lengths
+from manyhands.evidence.estimate.model_sizes import ReadingPlan, reading_plan, shape_of
+from manyhands.evidence.estimate.scaled_task import NEVER, PATIENCE_S, simulate, stand_in, steady_state
+from manyhands.evidence.estimate.steady_state import ENOUGH, SteadyObserver, SteadyStep
 from manyhands.strategies import spec_of, strategy_of
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task

@@ -24,7 +24,7 @@ from manyhands.errors import BadInput, Unsupported
 from manyhands.evidence.replay.server import ReplayClient, ReplayJournal, ReplayServer, Stores
 from manyhands.recording import event_log
 from manyhands.recording.run import environment
-from manyhands.server.sharding import make_stores
+from manyhands.server.shard_ranges import make_stores
 from manyhands.spec import parse
 from manyhands.strategies import strategy_of
 from manyhands.strategies.base import Strategy
@@ -32,7 +32,7 @@ from manyhands.task import Task
 from manyhands.training.config import every, keep_of, task_from
 from manyhands.training.plan import Outcome, WorkerPlan
 from manyhands.training.run_directory import CONFIG_FILE, FINAL, RESULT, read_result
-from manyhands.training.worker import work
+from manyhands.training.worker_main import work
 from manyhands.units import printable
 from manyhands.worker import Worker
 

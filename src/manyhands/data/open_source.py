@@ -1,0 +1,152 @@
+"""What a user may give as data, and the source that it becomes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from manyhands.data.batch import Collate, describe
+from manyhands.data.dataframe_rows import DistributedFrame
+from manyhands.data.readers.arrays import Columns
+from manyhands.data.readers.datasets import DatasetRows
+from manyhands.data.readers.files import KINDS, open_file
+from manyhands.data.readers.loaders import open_loader
+from manyhands.data.readers.streams import Stream
+from manyhands.data.readers.tables import HuggingFace, arrow_columns, frame_columns
+from manyhands.data.source import Slice, Source
+from manyhands.errors import BadInput
+
+__all__ = ["Slice", "Source", "is_function", "open_source"]
+
+ACCEPTED = (
+    "a tensor or array; a dict, tuple or dataclass of equally long ones; a torch or Hugging Face Dataset, or a list of rows; a DataLoader; "
+    f"an IterableDataset or any iterable of rows; a pandas DataFrame or Arrow table; a path or URL of {KINDS}; or a function that gives one of these"
+)
+
+
+def open_source(data: Any, *, collate: Collate | None = None, loader_processes: int = 0) -> Source:
+    """The source that `data` is; opened by every worker for itself.
+
+    data: one of ACCEPTED. A tuple or dict is columns, a list is rows. A function is called here, on every worker; where
+        it gives an iterator (a generator), it is called anew for each epoch.
+    collate: [row, …] -> batch, instead of torch's default_collate, or of gathering columns.
+    loader_processes: processes that load the rows of a Dataset or stream; what lies in memory needs none and starts
+        none. A DataLoader's own `num_workers` comes first.
+
+    Raises BadInput for anything else, for arrays of different lengths, and for no rows at all.
+    """
+    if isinstance(data, DistributedFrame):
+        return data.open(collate)
+    for opener in (_open_library, _open_torch):  # first: a Hugging Face DatasetDict is a dict, too
+        source = opener(data, collate, loader_processes)
+        if source is not None:
+            return source
+    if type(data) is TensorDataset:
+        return Columns(data.tensors, collate, "the TensorDataset")
+    if _has_columns(data):
+        return Columns(data, collate)
+    if isinstance(data, str | Path):
+        return open_file(data, collate)
+    if is_function(data):
+        return _open_function(data, collate, loader_processes)
+    if _has_rows(data):
+        return DatasetRows(data, collate, loader_processes, f"the {type(data).__name__}")
+    if isinstance(data, Iterable) and not isinstance(data, bytes | set | frozenset):
+        return Stream(lambda: data, collate, loader_processes)
+    raise BadInput(f"cannot read data from {describe(data)}: expected {ACCEPTED}")
+
+
+def is_function(data: Any) -> bool:
+    """Whether `data` is a function that returns data, to be called by `open_source`; callable datasets are not."""
+    return callable(data) and not (
+        isinstance(data, Dataset | DataLoader | DistributedFrame) or _has_rows(data) or _has_columns(data)
+    )
+
+
+def _open_torch(data: Any, collate: Collate | None, processes: int) -> Source | None:
+    if isinstance(data, DataLoader):
+        return open_loader(data, collate, processes)
+    if isinstance(data, IterableDataset):
+        return Stream(lambda: data, collate, processes)
+    if isinstance(data, Dataset) and not _has_rows(data):
+        raise BadInput(
+            f"{type(data).__name__} has no __len__: a Dataset needs __len__ and __getitem__; one without a length is an IterableDataset"
+        )
+    return None
+
+
+def _open_library(data: Any, collate: Collate | None, processes: int) -> Source | None:
+    """Types of libraries that are loaded already, else `data` could not be one of theirs."""
+    if _is_a(data, "datasets", "Dataset"):
+        return (
+            DatasetRows(data, collate, processes) if processes and collate is not None else HuggingFace(data, collate)
+        )
+    if _is_a(data, "datasets", "DatasetDict") or _is_a(data, "datasets", "IterableDatasetDict"):
+        raise BadInput(
+            f"a {type(data).__name__} holds several splits ({', '.join(data)}): give one of them, train_data=dataset['train']"
+        )
+    if _is_a(data, "pandas", "DataFrame"):
+        return Columns(frame_columns(data), collate, "the DataFrame")
+    if _is_a(data, "pandas", "Series"):
+        return Columns(np.asarray(data), collate, "the Series")
+    if _is_a(data, "pyarrow", "Table"):
+        return Columns(arrow_columns(data, "the Arrow table"), collate, "the Arrow table")
+    return None
+
+
+def _is_a(data: Any, module: str, name: str) -> bool:
+    kind = getattr(sys.modules.get(module), name, None)
+    return isinstance(kind, type) and isinstance(data, kind)
+
+
+def _has_rows(data: Any) -> bool:
+    return (
+        not isinstance(data, type)
+        and hasattr(data, "__len__")
+        and hasattr(data, "__getitem__")
+        and not isinstance(data, str | bytes | set)
+    )
+
+
+def _has_columns(data: Any) -> bool:
+    return isinstance(data, Tensor | np.ndarray | tuple | Mapping) or (
+        is_dataclass(data) and not isinstance(data, type) and not _has_rows(data)
+    )
+
+
+def _open_function(make: Callable[[], Any], collate: Collate | None, processes: int) -> Source:
+    made = make()
+    if isinstance(made, Iterator):
+        return Stream(_anew(make, made), collate, processes)
+    if is_function(made) and not isinstance(made, Iterable):
+        raise BadInput(f"the data function returned {describe(made)}: expected {ACCEPTED.rpartition(';')[0]}")
+    return open_source(made, collate=collate, loader_processes=processes)
+
+
+def _anew(make: Callable[[], Iterable[Any]], first: Iterable[Any]) -> Callable[[], Iterable[Any]]:
+    """`make`, with what it gave already for the first call."""
+    given = [first]
+    return lambda: given.pop() if given else make()
+
+
+class Once:
+    """A function that returns data, called once a process; what can be read only once is made anew."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._kept: list[Any] = []
+
+    def __call__(self) -> Any:
+        if self._kept:
+            return self._kept[0]
+        made = self._make()
+        if not isinstance(made, Iterator | IterableDataset | DataLoader):
+            self._kept.append(made)
+        return made

@@ -1,0 +1,191 @@
+"""The trials of a comparison: a warm-up, then repeats, in each of which every variant trains once."""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from manyhands import units
+from manyhands.engines.base import Engine
+from manyhands.engines.hosts.engine import Hosts
+from manyhands.engines.local.engine import Local
+from manyhands.engines.sim.engine import Sim
+from manyhands.errors import ManyhandsError
+from manyhands.evidence.compare.comparison import Comparison, Target, Trial
+from manyhands.evidence.compare.distance import compared
+from manyhands.evidence.compare.metric import metric_of
+from manyhands.evidence.compare.trial import Known, TrialEntry, TrialSetup, start_of, try_once, warm_up
+from manyhands.evidence.compare.variants import orders
+from manyhands.recording.run import environment
+from manyhands.task import Task
+
+
+@dataclass(kw_only=True)
+class Repeating:
+    """One comparison's trials. `run` once."""
+
+    setting: TrialSetup
+    entries: list[TrialEntry]
+    engine: Engine
+    repeats: int
+    validations: int
+    target: Target | None
+    time_margin: float
+    metric_margin: float
+    say: Callable[[str], None]
+    trials: list[Trial] = field(default_factory=list, init=False)
+    _pace: TrialPace = field(default_factory=lambda: TrialPace(), init=False)
+    _launches: int = field(default=0, init=False)
+
+    @property
+    def reference(self) -> TrialEntry:
+        """Solo with all threads."""
+        return [entry for entry in self.entries if entry.variant.solo][-1]
+
+    def run(self) -> Comparison:
+        """All measurements, without findings. Raises as `train` in the warm-up; ManyhandsError where solo fails."""
+        began = time.monotonic()
+        self.say("warming up")
+        known = warm_up(self.setting, self.reference, self._engine_of(self.reference))
+        judged, higher = metric_of(known.names, self.target)
+        complete = self._repeat_all(known, judged)
+        engine = self.engine
+        return Comparison(
+            task=self.setting.task.name,
+            parameters=known.parameters,
+            shapes=known.shapes,
+            ticks_per_epoch=known.ticks_per_epoch,
+            variants=tuple(entry.variant for entry in self.entries),
+            trials=tuple(self.trials),
+            repeats=1 + max(trial.repeat for trial in self.trials),
+            metric=judged,
+            higher=higher,
+            target=self.target,
+            reference=self.reference.variant.name,
+            time_margin=self.time_margin,
+            metric_margin=self.metric_margin,
+            simulated=engine.facts()["simulated"] if engine.simulated else {},
+            facts=known.facts,
+            machine=machine(engine, known.device),
+            seconds=time.monotonic() - began,
+            complete=complete,
+        )
+
+    def _repeat_all(self, known: Known, judged: str) -> bool:
+        """Whether all repeats are done: Ctrl-C ends them after the first."""
+        going = list(range(len(self.entries)))
+        for repeat, order in enumerate(orders(len(self.entries), self.repeats, self.setting.task.seed)):
+            self._pace.left = [self.entries[i].variant.name for i in going] * (self.repeats - repeat)
+            try:
+                trials = self._repeat(repeat, [self.entries[i] for i in order if i in going], known, judged)
+            except KeyboardInterrupt:
+                if not repeat:
+                    raise
+                self.say(f"interrupted: {repeat} of {self.repeats} repeats are complete")
+                return False
+            self.trials += trials
+            failed = {trial.variant for trial in trials if trial.failure}
+            going = [i for i in going if self.entries[i].variant.name not in failed]
+        return True
+
+    def _repeat(self, repeat: int, entries: list[TrialEntry], known: Known, judged: str) -> list[Trial]:
+        task, finished = self.setting.task, []
+        for entry in entries:
+            name = entry.variant.name
+            self.say(self._pace.line(name, f"repeat {repeat + 1} of {self.repeats}"))
+            began = time.monotonic()
+            one = try_once(
+                self.setting,
+                entry,
+                self._engine_of(entry),
+                repeat=repeat,
+                validate_every=validate_every(task, known.ticks_of(entry, task), self.validations),
+                target=self.target,
+                judged=judged,
+            )
+            self._look_at(one.trial, entry)
+            self._pace.done(name, time.monotonic() - began)
+            finished.append(one)
+        return compared(finished, self.reference.variant.name, start_of(task, task.seed + repeat))
+
+    def _look_at(self, trial: Trial, entry: TrialEntry) -> None:
+        """Tell of a failure; raise ManyhandsError where it is solo's."""
+        if not trial.failure:
+            return
+        if entry.variant.solo:
+            raise ManyhandsError(
+                f"{trial.variant}, with which all others are compared, failed in repeat {trial.repeat + 1}: {trial.failure}"
+            )
+        self.say(f"{trial.variant} failed, and is not tried again: {trial.failure}")
+
+    def _engine_of(self, entry: TrialEntry) -> Engine:
+        """For the next launch. Each simulated one has a seed of its own, or repeats would differ by rows alone; solo
+        beside engine hosts is on this one."""
+        self._launches += 1
+        if isinstance(self.engine, Sim):
+            return replace(self.engine, seed=self.engine.seed + self._launches)
+        if isinstance(self.engine, Hosts) and entry.variant.workers == 1:
+            return Local(apart=True)
+        return self.engine
+
+
+class TrialPace:
+    """How long trials take, and how many are left."""
+
+    def __init__(self) -> None:
+        self.left: list[str] = []  # variants, of this repeat and those to come
+        self._taken: defaultdict[str, list[float]] = defaultdict(list)
+        self._done = 0
+
+    def done(self, name: str, seconds: float) -> None:
+        """A trial of this variant is over."""
+        self._taken[name].append(seconds)
+        self.left.remove(name)
+        self._done += 1
+
+    def line(self, name: str, repeat: str) -> str:
+        """Of the trial that begins: `trial 5 of 21: local-sgd:period=8 on 2, repeat 2 of 3; about 40 s left`."""
+        text = f"trial {self._done + 1} of {self._done + len(self.left)}: {name}, {repeat}"
+        return f"{text}; about {units.duration(round(self.left_s()))} left" if self._taken else text
+
+    def left_s(self) -> float:
+        """As long as trials of the same variant took, or the mean of all, before there was one."""
+        usual = fmean(seconds for taken in self._taken.values() for seconds in taken)
+        return sum(fmean(self._taken.get(name, [usual])) for name in self.left)
+
+
+def validate_every(task: Task, ticks_per_epoch: int | None, validations: int) -> str | int:
+    """What `train` takes, for about so many validations; at ends of epochs where there are at least as many of them."""
+    if ticks_per_epoch is None:
+        return "epoch"
+    total = min(ticks_per_epoch * task.epochs, task.max_steps or math.inf)
+    epochs = total / ticks_per_epoch / validations  # between two validations
+    if epochs < 1:
+        return max(1, round(total / validations))
+    return "epoch" if epochs < 2 else ticks_per_epoch * math.floor(epochs)
+
+
+def machine(engine: Engine, device: str) -> dict[str, Any]:
+    """What a comparison says of where and when it ran."""
+    return {
+        **environment(),
+        "processor": processor(),
+        "engine": engine.name,
+        "device": device,
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Its name, where Linux says it, else what Python knows."""
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,134 @@
+"""Checks of the first steps of a user's own loop: whether the workers train apart, compute the same
+gradient, or sum the loss over rows."""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from manyhands.own_loop import summed_loss
+from manyhands.worker import Worker
+
+STEPS = 3
+"""So many steps are looked at, at most: in the first one that every rank has a gradient for, the answer is known."""
+
+_ALIKE = (
+    "all {size} workers computed the same gradient in step {step}, so they train on the same rows, and {size} workers do the work of one. "
+    "Iterate the loader that mh.prepare gives back: model, optimizer, loader = mh.prepare(model, optimizer, loader). "
+    "For batches that are drawn without a loader, see help(mh.prepare). If it is meant so, state the weight: mh.weight(1)."
+)
+_SUMMED = (
+    "the loss adds up over the batch's rows ({functions}), and each worker has a part of the batch: the mean of the workers' gradients is 1/{size} of "
+    "what one process computes. Divide the loss by the batch's rows (reduction='mean'), or keep the sum, before backward(): "
+    "mh.weight(1); loss = loss * mh.worker().size. See docs/own-loop.md."
+)
+_APART = (
+    "an optimizer took {steps} steps, and the {size} workers exchanged nothing: each of them trains all rows, for itself. "
+    "Prepare model, optimizer and training loader, and iterate the loader that comes back: "
+    "model, optimizer, loader = mh.prepare(model, optimizer, loader)"
+)
+
+
+class FirstLosses:
+    """Checks the losses of a session's first backwards. Only rank 0 does: the loss is the same code on all ranks."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.alike_warned = False  # by any `FirstSteps` of the session
+        self._left = STEPS if worker.size > 1 and worker.rank == 0 else 0
+        self._unwatch = summed_loss.watch(self) if self._left else lambda: None
+
+    def backward_over(self, rows: float | None) -> None:
+        """A backward that reached a pair is over, its loss is `summed_loss.under_way()`'s. Warns once.
+
+        rows: of the batch, where a prepared loader gave it and they are its weight.
+        """
+        if not self._left:
+            return
+        self._left -= 1
+        sums = [one.function for one in summed_loss.under_way() if rows is not None and one.over(rows)]
+        if sums:
+            self._left = 0
+            functions = ", ".join(dict.fromkeys(sums))
+            # the user's backward(), where the engine calls back in its thread
+            warnings.warn(_SUMMED.format(functions=functions, size=self.worker.size), stacklevel=8)
+        if not self._left:
+            self._unwatch()
+
+
+class FirstSteps:
+    """Of one pair: compares the ranks' own gradients in its first steps.
+
+    Dropout differs from rank to rank after the first backward, so a single step decides. Nothing is compared where
+    equal gradients are lawful: a batch of a prepared loader, a weight that the user stated or that is 0, a gradient of
+    zeros alone.
+    """
+
+    def __init__(self, session: FirstLosses) -> None:
+        self._session = session
+        self._left = STEPS if session.worker.size > 1 else 0
+        self._own: int | None = None  # checksum of this step's own gradients
+
+    def collected(self, gradients: Tensor, weight_known: bool) -> None:
+        """gradients: this worker's [D'] before any exchange. weight_known: a loader or the user gave their weight."""
+        if not self._left:
+            return
+        if weight_known:
+            self._own = None
+        elif bool(gradients.any()):
+            self._own = checksum(gradients, self._own or 0)
+
+    def stepped(self, step: int) -> None:
+        """A step is over. A collective in the first steps; rank 0 warns, once a session."""
+        if not self._left:
+            return
+        self._left -= 1
+        own, self._own = self._own, None
+        everybodys = self._session.worker.group.all_gather_json(own)
+        if None in everybodys:
+            return
+        self._left = 0
+        if len(set(everybodys)) == 1 and not self._session.alike_warned:
+            self._session.alike_warned = True
+            if self._session.worker.rank == 0:
+                warnings.warn(_ALIKE.format(size=len(everybodys), step=step), stacklevel=5)  # the user's step()
+
+
+def checksum(vector: Tensor, start: int = 0) -> int:
+    """CRC-32 of a vector's bits, after another's."""
+    return zlib.crc32(vector.detach().cpu().view(torch.uint8).numpy().data, start)
+
+
+@contextmanager
+def warning_if_unprepared(worker: Worker) -> Iterator[None]:
+    """Within, rank 0 warns once if the program trains on several workers as if there were one.
+
+    Judged without a message: nobody called `prepare` or asked for the worker, the group was not used, and no
+    torch.distributed either.
+    """
+    if worker.rank or worker.size == 1:
+        yield
+        return
+    before, steps = worker.group.ledger.as_dict(), 0
+
+    def stepped(*_: Any) -> None:
+        nonlocal steps
+        steps += 1
+        if steps != STEPS:
+            return
+        joined = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if worker.prepared is None and worker.group.ledger.as_dict() == before and not joined:
+            warnings.warn(_APART.format(steps=steps, size=worker.size), stacklevel=3)
+
+    hook = register_optimizer_step_post_hook(stepped)
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -1,0 +1,198 @@
+"""A prepared loader: this worker's share of each global batch of the user's own loader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from manyhands.data.batch import digest_of, map_columns, rows_of, slice_rows
+from manyhands.data.readers.datasets import RowLoader, set_epoch
+from manyhands.data.readers.loaders import generators_of, is_indexed, reader_of, refuse_distributed, samplers_of
+from manyhands.data.rng_scope import RngScope
+from manyhands.data.sharding import slice_of
+from manyhands.data.source import COMPARED, Pick, Reading, check_digests
+from manyhands.errors import BadInput
+from manyhands.own_loop.session import Iteration, Session
+from manyhands.own_loop.shared_order import check_equal, drawing_alike, number_ahead, plan_of
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one worker gets of one global batch."""
+
+    batch: Any
+    rows: int | None  # how many of them count; None: nobody asks (one worker)
+    stand_in: bool = False  # the batch is there only so that the loop body runs
+
+
+class PreparedLoader(Iterable[Any]):
+    """Iterates this worker's share of each global batch of `plain`, the user's own loader, whose batch size is global.
+
+    With one worker it gives what `plain` gives. With several, rank r of N gets rows [r·b//N, (r+1)·b//N) of each batch
+    of b rows: a DataLoader over a map-style dataset loads these rows alone; a stream, a DataLoader without automatic
+    batches or with an `__iter__` of its own, and any other iterable of batches is read whole by every worker, and each
+    batch is cut: as long as the loop itself draws no random numbers, these are one process's batches, also where the
+    loader draws them. Workers whose first batches of a pass differ raise BadInput. All workers get equally many batches
+    in rank 0's random order. A worker without rows gets a stand-in of two rows of the batch, of weight 0.
+
+    Once exhausted, the open rounds of all models that took a step during the pass are finished, and these models hold
+    the consensus, on all workers. After a `break` nothing is finished yet: the next pass does it first, or `finish()`.
+    What is not named here (`dataset`, `batch_size`, `sampler`, …) is the plain loader's.
+    """
+
+    def __init__(self, plain: Iterable[Any], session: Session) -> None:
+        self.plain, self.session = plain, session
+        self._open: Iteration | None = None
+        self._passes = 0
+        _check(plain, session.worker.size)
+
+    def __len__(self) -> int:
+        """Batches in a pass, the same on every worker."""
+        return len(self.plain)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "plain":
+            raise AttributeError(name)  # while unpickling, before there is one
+        return getattr(self.plain, name)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the dataset and samplers that want to know which epoch begins."""
+        parts: list[Any] = [self.plain]
+        if isinstance(self.plain, DataLoader):
+            parts = [self.plain.dataset, *samplers_of(self.plain)]
+        for part in parts:
+            set_epoch(part, epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        """One pass. Begin it on all workers alike, and go on to the same batch; collective with several workers."""
+        self.finish()
+        shares = self._shares()  # before the first batch is asked for, as a DataLoader draws its numbers
+        self.session.begin()
+        self._passes += 1
+        self._open = Iteration()
+        self.session.iterations.add(self._open)
+        return self._run(shares, self._open)
+
+    def finish(self) -> None:
+        """Finish the rounds that a pass left by `break` has opened; nothing otherwise. A collective of all workers."""
+        if self._open is not None:
+            self._close(self._open)
+
+    def _run(self, shares: Iterator[Share], iteration: Iteration) -> Iterator[Any]:
+        session = self.session
+        try:
+            for share in shares:
+                session.begin_batch(iteration, share.rows, stand_in=share.stand_in)
+                yield share.batch
+                session.end_batch(iteration)
+        finally:
+            session.end_pass(iteration)
+        self._close(iteration)
+
+    def _close(self, iteration: Iteration) -> None:
+        if self._open is iteration:
+            self._open = None
+        pairs, iteration.used = iteration.used, set()
+        self.session.iterations.discard(iteration)
+        self.session.finish(pairs)
+
+    # -- shares ------------------------------------------------------------------------------------------------------
+
+    def _shares(self) -> Iterator[Share]:
+        if self.session.worker.size == 1:
+            return (Share(batch, None) for batch in iter(self.plain))
+        if isinstance(self.plain, DataLoader) and is_indexed(self.plain):
+            return self._loaded(self.plain)
+        return self._cut()
+
+    def _loaded(self, loader: DataLoader[Any]) -> Iterator[Share]:
+        """Load own rows only."""
+        worker = self.session.worker
+        with drawing_alike(worker.group, generators_of(loader)):
+            plan, seed = plan_of(loader), number_ahead()
+        check_equal(worker.group, [len(plan), sum(len(batch) for batch in plan)])
+        reading = Reading(rank=worker.rank, size=worker.size, seed=seed, epoch=self._passes)
+        reader = reader_of(loader, loader.num_workers)
+        return _load(reader, plan, reading)
+
+    def _cut(self) -> Iterator[Share]:
+        """Read everything, keep the own rows. The source's code draws rank 0's numbers on all workers."""
+        worker = self.session.worker
+        loader = self.plain if isinstance(self.plain, DataLoader) else None
+        with drawing_alike(worker.group, generators_of(loader) if loader is not None else []):
+            batches = iter(self.plain)
+            first, own = next(batches, None), RngScope.from_here()
+        self._compare(first)
+        return self._cut_each(first, batches, own)
+
+    def _cut_each(self, first: Any, batches: Iterator[Any], own: RngScope) -> Iterator[Share]:
+        """Rank 0's generators end where one process's would, unless the loop itself drew numbers."""
+        rank, size = self.session.worker.rank, self.session.worker.size
+        with own.in_place() if rank == 0 else nullcontext():
+            batch, compared = first, 1
+            while batch is not None:
+                yield _cut(batch, rank, size)
+                with own:
+                    batch = next(batches, None)
+                if compared < COMPARED:
+                    self._compare(batch)
+                    compared += 1
+
+    def _compare(self, batch: Any) -> None:
+        """A collective."""
+        check_digests(self.session.worker.group.all_gather_json(None if batch is None else digest_of(batch)))
+
+
+def _load(reader: RowLoader, plan: list[list[Any]], reading: Reading) -> Iterator[Share]:
+    picks = []
+    for index, batch in enumerate(plan):
+        start, stop = slice_of(len(batch), reading.rank, reading.size)
+        picks.append(Pick(index, batch[start:stop], len(batch), reading.rank))
+    with closing(reader.slices(iter(picks), reading)) as parts:
+        for part in parts:
+            if part.rows:
+                yield Share(part.batch, part.rows)
+            else:
+                batch = plan[part.index]
+                yield Share(reader.take([batch[0], batch[min(1, len(batch) - 1)]]), 0, stand_in=True)
+
+
+def _cut(batch: Any, rank: int, size: int) -> Share:
+    rows = rows_of(batch)
+    start, stop = slice_of(rows, rank, size)
+    if stop > start:
+        return Share(slice_rows(batch, start, stop), stop - start)
+    if not rows:
+        raise BadInput(
+            "the loader gave a batch of no rows: leave empty batches out, every worker needs something to run on"
+        )
+    return Share(map_columns(batch, lambda column: _two_rows(column, min(1, rows - 1))), 0, stand_in=True)
+
+
+def _two_rows(column: Any, second: int) -> Any:
+    if isinstance(column, list | tuple):
+        return type(column)((column[0], column[second]))
+    return column[[0, second]]
+
+
+def _check(plain: Any, size: int) -> None:
+    if isinstance(plain, Tensor | str | bytes) or not isinstance(plain, Iterable):
+        raise BadInput(
+            f"prepare takes (model, optimizer, *loaders): a loader must be a DataLoader or another iterable of batches, not {type(plain).__name__}"
+        )
+    if isinstance(plain, Iterator):
+        raise BadInput(
+            f"a loader must be iterable anew each epoch, and a {type(plain).__name__} is read once only: give the DataLoader, not iter(loader)"
+        )
+    if isinstance(plain, DataLoader):
+        refuse_distributed(plain)
+        rows = plain.batch_size or getattr(plain.batch_sampler, "batch_size", None)
+        if isinstance(rows, int) and rows < size:
+            raise BadInput(
+                f"the DataLoader's batch_size={rows} is global, fewer than one row for each of {size} workers: raise it to at least {size}, or take fewer workers"
+            )

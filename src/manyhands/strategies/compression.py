@@ -1,0 +1,330 @@
+"""What strategies with the options `compress` and `feedback` share: what is sent, what waits, and what was lost.
+
+Error feedback: what a codec leaves out of a gradient or an update stays in the worker's residual, and is added to its
+next one. What rounding a mean of 16-bit numbers loses waits in the residual of the worker that rounded it. So all that
+was applied and the residuals are all gradients. A push or mean that does not count (weight 0, dropped) sends nothing of
+the residual, and a gradient that is not finite leaves it as it was. A parameter takes part only where somebody has a
+gradient for it; until then its residual waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manyhands.comm.codecs import Codec, Hints, Matrix, codec_of
+from manyhands.comm.codecs.powersgd import PowerSGD
+from manyhands.comm.codecs.threshold import Threshold
+from manyhands.comm.compressed import compressed_mean_
+from manyhands.comm.group import MeanResult
+from manyhands.errors import BadInput, Unsupported
+from manyhands.replica.layout import Layout
+from manyhands.replica.replica import CONTROL_BITS
+from manyhands.server.base import Encoded, Pushed
+from manyhands.server.shard_ranges import parts_of
+from manyhands.strategies import server_strategy
+from manyhands.strategies.base import State
+from manyhands.worker import Worker
+
+if TYPE_CHECKING:
+    from manyhands.replica.replica import Replica
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressOptions:
+    """The options of a strategy that compresses what it exchanges."""
+
+    compress: str = "none"
+    """The codec of what is sent: topk:FRACTION, onebit, threshold:TAU[:CLIP], powersgd:RANK, qsgd:BITS, bf16, int8, or
+    none. Give one where the link is what a step waits for."""
+    feedback: bool | None = None
+    """Whether what a codec leaves out is added to the next exchange. `none`: as its paper, all but qsgd do. Turn it off
+    to save a vector of memory, and see whether it still learns."""
+
+
+@dataclass(kw_only=True)
+class CompressedState(State):
+    """What this worker must remember of what it sent."""
+
+    residual: Tensor | None = None  # [D'] with error feedback: what has yet to be sent
+    guess: Tensor | None = None  # [1, numbers] PowerSGD's factors of the step before
+    seed: int = 0  # with this, the rank and `sent` QSGD draws
+    sent: int = 0  # how often something of weight was encoded
+
+    def shared(self, others: list[Any], size: int, *, adds: bool) -> Tensor | None:
+        """For `merge` with another number of ranks: the residual of each, so that nothing is lost.
+
+        adds: what workers send adds up, and each takes its part of the sum; else it is averaged, and each takes the
+            mean.
+        """
+        if self.residual is None:
+            return None
+        total = sum((other.residual for other in others), torch.zeros_like(self.residual))
+        return self.residual.copy_(total / (size if adds else len(others)))
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+def check(strategy: str, options: CompressOptions) -> None:
+    """Raise BadInput, by name, for a codec that does not exist, or feedback that nothing asks for."""
+    if not isinstance(options.compress, str):
+        raise BadInput(f"strategy {strategy}: compress is a text such as topk:0.01, or none; not {options.compress!r}")
+    try:
+        codec = codec_of(options.compress)
+    except BadInput as error:
+        raise type(error)(f"strategy {strategy}: compress={options.compress}: {error}") from None
+    if options.feedback not in (None, True, False):
+        raise BadInput(f"strategy {strategy}: feedback is true, false or none; not {options.feedback!r}")
+    if codec is None and options.feedback is not None:
+        raise BadInput(
+            f"strategy {strategy}: feedback={str(options.feedback).lower()} is about what compress leaves out, and compress is none: "
+            "leave feedback out, or give compress"
+        )
+
+
+def refuse_own_loop(strategy: str, replica: Replica, options: CompressOptions) -> None:
+    """Raise Unsupported where `prepare` averages gradients after each backward, which is not compressed."""
+    if codec_of(options.compress) is not None and not replica.has_loss:
+        raise Unsupported(
+            f"strategy {strategy}: a loop of one's own averages right after backward, and compress={options.compress} is for "
+            "manyhands' own loop: leave compress out, or use mh.train"
+        )
+
+
+def has_feedback(options: CompressOptions) -> bool:
+    """Whether what is left out waits: as asked for; else where the codec is biased."""
+    codec = codec_of(options.compress)
+    return codec is not None and (codec.biased if options.feedback is None else options.feedback)
+
+
+def remembered(options: CompressOptions, replica: Replica, worker: Worker) -> dict[str, Any]:
+    """The fields of `CompressedState` at the start."""
+    codec = codec_of(options.compress)
+    if codec is None or worker.size == 1:
+        return {}
+    fields: dict[str, Any] = {"seed": torch.initial_seed()}
+    if has_feedback(options):
+        fields["residual"] = replica.zeros()
+    if isinstance(codec, PowerSGD):
+        numbers = sum(columns for _, _, columns in _matrices(replica.layout)) * codec.rank
+        draws = torch.Generator().manual_seed(0)  # the same on all workers
+        fields["guess"] = torch.randn(1, numbers, generator=draws, dtype=torch.float64).to(replica.parameters)
+    return fields
+
+
+# -- exchanges ---------------------------------------------------------------------------------------------------------
+
+
+def mean_gradients(options: CompressOptions, replica: Replica, worker: Worker, state: CompressedState) -> None:
+    """`Replica.mean_gradients`, compressed. With one worker nothing is sent, and nothing compressed."""
+    codec = codec_of(options.compress)
+    if codec is None or worker.size == 1:
+        replica.mean_gradients(worker.group)
+        return
+    layout, weight = replica.layout, replica.weight
+    whole = _with_residual(state, replica.gradients)
+    vector = _without(layout, whole.clone(), replica.grad_mask)
+    own = None if state.residual is None else torch.empty_like(vector)
+    hints = Hints(_draws(state, worker.rank), _matrices_in(codec, state, layout, 0, layout.padded))
+    total = compressed_mean_(worker.group, codec, vector, weight, replica.bits(), hints, own)
+    state.sent += weight > 0
+    replica.rounds += 1
+    if total.weight:
+        grad_mask = total.bits >> CONTROL_BITS
+        replica.gradients.copy_(_without(layout, vector, grad_mask))
+        _remember(codec, state, whole, own, layout, grad_mask, weight)
+    replica.record_mean(total)
+
+
+def mean_(
+    options: CompressOptions,
+    replica: Replica,
+    worker: Worker,
+    state: CompressedState,
+    update: Tensor,
+    weight: float,
+    bits: int,
+) -> MeanResult:
+    """`Group.mean_` of everybody's update [D'], compressed. With one worker nothing is sent, and nothing compressed."""
+    codec = codec_of(options.compress)
+    if codec is None or worker.size == 1:
+        return worker.group.mean_(update, weight, bits)
+    layout, all_of_it = replica.layout, _everything(replica.layout)
+    whole = _with_residual(state, update)
+    update.copy_(whole)
+    own = None if state.residual is None else torch.empty_like(update)
+    hints = Hints(_draws(state, worker.rank), _matrices_in(codec, state, layout, 0, layout.padded))
+    total = compressed_mean_(worker.group, codec, update, weight, bits, hints, own)
+    state.sent += weight > 0
+    if total.weight:
+        _without(layout, update, all_of_it)
+        _remember(codec, state, whole, own, layout, all_of_it, weight)
+    return total
+
+
+def pull(options: CompressOptions, replica: Replica, worker: Worker) -> None:
+    """`server_strategy.pull`. Where a codec makes something of zeros, the center's padding is not 0, and is left there."""
+    server_strategy.pull(replica, worker)
+    clear_padding(options, replica, replica.parameters)
+
+
+def center(options: CompressOptions, replica: Replica, worker: Worker) -> Tensor:
+    """`server_strategy.center`, its padding 0."""
+    vector = server_strategy.center(replica, worker)
+    clear_padding(options, replica, vector)
+    return vector
+
+
+def push(
+    options: CompressOptions,
+    replica: Replica,
+    worker: Worker,
+    state: CompressedState,
+    update: Tensor,
+    weight: float = 1.0,
+    bits: int = 0,
+) -> Pushed:
+    """`Server.push` of an update [D'], compressed. With one worker nothing is."""
+    codec = codec_of(options.compress)
+    if codec is None or worker.size == 1:
+        return server_strategy.server_of(worker).push(update, weight, bits)
+    whole = _with_residual(state, update)
+    pushed, own = _push(codec, replica, worker, state, whole, weight, bits)
+    if weight and pushed.applied:
+        _remember(codec, state, whole, own, replica.layout, _everything(replica.layout))
+    return pushed
+
+
+def push_gradients(options: CompressOptions, replica: Replica, worker: Worker, state: CompressedState) -> Pushed:
+    """`Server.push` of the replica's gradients, compressed, for rules that answer with a mean of all. With one worker
+    nothing is.
+
+    The answer's bits say which parameters it is for; the answer is 0 elsewhere.
+    """
+    codec, bits = codec_of(options.compress), replica.bits()
+    if codec is None or worker.size == 1:
+        return server_strategy.server_of(worker).push(replica.gradients, replica.weight, bits)
+    layout, weight = replica.layout, replica.weight
+    whole = _with_residual(state, replica.gradients)
+    vector = _without(layout, whole.clone(), replica.grad_mask)
+    pushed, own = _push(codec, replica, worker, state, vector, weight, bits)
+    grad_mask = pushed.bits >> CONTROL_BITS
+    if pushed.answer is not None:
+        _without(layout, pushed.answer, grad_mask)
+    if weight and pushed.applied:
+        _remember(codec, state, whole, own, layout, grad_mask)
+    return pushed
+
+
+def _push(
+    codec: Codec,
+    replica: Replica,
+    worker: Worker,
+    state: CompressedState,
+    vector: Tensor,
+    weight: float,
+    bits: int = 0,
+) -> tuple[Pushed, Tensor]:
+    """The server's reply, and [D'] what was sent to it."""
+    server = server_strategy.server_of(worker)
+    if not weight:
+        vector = torch.zeros_like(vector)
+    draws, at, payloads, own = _draws(state, worker.rank), 0, [], []
+    for part in parts_of(vector, server.shards):
+        hints = Hints(draws, _matrices_in(codec, state, replica.layout, at, at + len(part)))
+        payloads.append(codec.encode(part, hints))
+        own.append(codec.decode(payloads[-1], len(part), part.dtype))
+        at += len(part)
+    state.sent += weight > 0
+    pushed = server.push(Encoded(tuple(payloads), len(vector), vector.dtype), weight, bits)
+    return pushed, torch.cat(own).to(vector.device)
+
+
+# -- residuals ---------------------------------------------------------------------------------------------------------
+
+
+def _with_residual(state: CompressedState, vector: Tensor) -> Tensor:
+    return vector.clone() if state.residual is None else vector + state.residual
+
+
+def _remember(
+    codec: Codec,
+    state: CompressedState,
+    whole: Tensor,
+    own: Tensor | None,
+    layout: Layout,
+    grad_mask: int,
+    weight: float = 1.0,
+) -> None:
+    """Unsent parts of the `grad_mask` parameters wait, all without weight; non-finite values leave no trace."""
+    if state.residual is None or own is None:
+        return
+    left = (whole if weight else state.residual) - _without(layout, own, grad_mask)
+    if not _finite(left):
+        return
+    state.residual.copy_(left)
+    if isinstance(codec, Threshold):
+        codec.clip_(state.residual)
+
+
+def _finite(vector: Tensor) -> bool:
+    return bool(vector.sum().isfinite()) or bool(vector.isfinite().all())
+
+
+def _without(layout: Layout, vector: Tensor, grad_mask: int) -> Tensor:
+    """`vector` [D'], 0 in the padding and where no bit says that a parameter got a gradient."""
+    ends = [*layout.offsets[1:], layout.padded]
+    for i, (start, size, end) in enumerate(zip(layout.offsets, layout.sizes, ends, strict=True)):
+        begin = start + size if grad_mask >> i & 1 else start
+        if begin < end:
+            vector[begin:end].zero_()
+    return vector
+
+
+def _everything(layout: Layout) -> int:
+    """A bit for each parameter."""
+    return (1 << len(layout.names)) - 1
+
+
+def clear_padding(options: CompressOptions, replica: Replica, vector: Tensor) -> None:
+    """0 where `vector` [D'], a center, has no parameter."""
+    codec = codec_of(options.compress)
+    if codec is not None and not codec.keeps_zeros:
+        _without(replica.layout, vector, _everything(replica.layout))
+
+
+# -- hints -------------------------------------------------------------------------------------------------------------
+
+
+def _draws(state: CompressedState, rank: int) -> torch.Generator:
+    """A generator of this sending's own: what the process draws is not changed, and a resumed run draws the same."""
+    mixed = np.random.SeedSequence((state.seed % 2**64, rank, state.sent)).generate_state(1, np.uint64)[0]
+    return torch.Generator().manual_seed(int(mixed >> 1))
+
+
+def _matrices(layout: Layout) -> Iterator[tuple[int, int, int]]:
+    """(start, rows, columns) of parameters of two or more dimensions; the outermost dimension is the rows."""
+    for offset, shape, stride in zip(layout.offsets, layout.shapes, layout.strides, strict=True):
+        if len(shape) > 1 and shape.numel():
+            rows = max(zip(stride, shape, strict=True))[1]
+            yield offset, rows, shape.numel() // rows
+
+
+def _matrices_in(codec: Codec, state: CompressedState, layout: Layout, low: int, high: int) -> list[Matrix]:
+    """What lies in [low, high) of the vector: of a matrix that is cut, its whole rows."""
+    if not isinstance(codec, PowerSGD) or state.guess is None:
+        return []
+    found, used = [], 0
+    for start, rows, columns in _matrices(layout):
+        guess = state.guess[0, used : used + columns * codec.rank].view(columns, codec.rank)
+        used += columns * codec.rank
+        first, last = max(0, -(-(low - start) // columns)), min(rows, (high - start) // columns)
+        if first < last:
+            found.append(Matrix(start + first * columns - low, last - first, columns, guess))
+    return found

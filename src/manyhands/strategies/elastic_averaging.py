@@ -1,0 +1,157 @@
+"""What EASGD and EAMSGD share: the elastic force between workers and a center, over a server or over the group."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from manyhands.errors import BadInput
+from manyhands.server.base import ServerSpec
+from manyhands.strategies import server_strategy
+from manyhands.strategies.base import Leasing, State, Strategy
+from manyhands.strategies.server_strategy import AsyncOptions
+from manyhands.worker import Worker
+
+if TYPE_CHECKING:
+    from manyhands.replica.replica import Replica
+
+BETA = 0.9  # the paper's β = N·α: the share of its distance from the workers' mean that the center moves
+
+
+@dataclass(kw_only=True)
+class ElasticState(State):
+    """The window since the last exchange; and the center, where the group keeps it."""
+
+    center: Tensor  # [D'] via group, the same on all ranks; [0] via server
+    ticks: int = 0
+    weight: float = 0.0
+    inside: bool = False  # this worker has begun, at the center as it was then
+    memory: list[Tensor] = field(default_factory=list)  # one [D'] that the group sums in
+
+    @override
+    def merge(self, others: list[ElasticState], rank: int, size: int) -> ElasticState:
+        """With another number of ranks, a new window: via server from the center, via group from the mean."""
+        if len(others) == size:
+            return replace(others[rank], memory=self.memory)
+        return replace(others[0], ticks=0, weight=0.0, inside=False, memory=self.memory)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elastic(AsyncOptions, Strategy):
+    """The options and the exchange of both. Their own files define where in a step it comes."""
+
+    period: int = 4
+    """Steps between exchanges (the paper's τ). Raise it when exchange takes long: the replicas explore more; lower it
+    when the center learns slowly."""
+    alpha: float | None = None
+    """How strongly a worker and the center attract each other at an exchange; none is 0.9 / N, so that all N together
+    move the center by 0.9 of its distance from their mean. Raise it when the replicas drift apart, lower it when the
+    center oscillates."""
+    via: Literal["server", "group"] = "server"
+    """Where the center lies: on a server, each worker at its own pace; or on every rank, with all in step. Take `group`
+    where there is no server, or where runs are to be the same bit for bit."""
+
+    consistency: ClassVar[str] = "elastic"
+
+    def __post_init__(self) -> None:
+        server_strategy.check_whole(self.name, period=self.period)
+        server_strategy.check_pace(self.name, self.bound, self.warmup)
+        if self.alpha is not None and not (self.alpha > 0 and math.isfinite(self.alpha)):
+            raise BadInput(f"strategy {self.name}: alpha must be a number above 0, or none; not {self.alpha!r}")
+        if self.via not in ("server", "group"):
+            raise BadInput(f"strategy {self.name}: via must be server or group, not {self.via!r}")
+        if self.via == "group" and (self.bound is not None or self.warmup):
+            raise BadInput(
+                f"strategy {self.name}: via=group keeps all in step, so bound and warmup mean nothing: leave them out, or take via=server"
+            )
+
+    @override
+    def server(self) -> ServerSpec | None:
+        return ServerSpec(rule="elastic", bound=self.bound) if self.via == "server" else None
+
+    @override
+    def leasing(self) -> Leasing | None:
+        return super().leasing() if self.via == "server" else None
+
+    def begin(self, replica: Replica, worker: Worker) -> ElasticState:
+        """Workers and center start at rank 0's parameters; warns of an alpha that no rate makes stable."""
+        self._warn(worker)
+        if self.via == "server":
+            server_strategy.begin(replica, worker)
+            return ElasticState(center=torch.empty(0, dtype=replica.parameters.dtype))
+        replica.broadcast_from_rank0(worker.group)
+        return ElasticState(center=replica.parameters.clone(), memory=[replica.zeros()])
+
+    def enter(self, replica: Replica, worker: Worker, state: ElasticState) -> None:
+        """Before a worker's first gradient: the center may have moved since `begin`, while another trained alone."""
+        if self.via == "server" and not state.inside:
+            server_strategy.pull(replica, worker)
+        state.inside = True
+
+    def tick(self, replica: Replica, worker: Worker, state: ElasticState, x: Tensor) -> Tensor | None:
+        """Count a tick; every `period`-th, exchange: the elastic difference of x [D'], which the caller subtracts."""
+        state.ticks += 1
+        state.weight += replica.weight
+        return self._difference(replica, worker, state, x) if state.ticks == self.period else None
+
+    def anybody(self, replica: Replica, worker: Worker, state: ElasticState) -> bool:
+        """What `exchange` returns."""
+        if self.via == "server":
+            return True
+        synced = state.ticks == 0 or replica.sync_control_bits_if_due(worker)  # ticks is 0 right after an exchange
+        return replica.any_rank_has_rows if synced else True
+
+    @override
+    def finish(self, replica: Replica, worker: Worker, state: ElasticState) -> None:
+        if state.ticks:
+            difference = self._difference(replica, worker, state, replica.parameters)
+            if difference is not None:
+                replica.parameters.sub_(difference)
+
+    @override
+    def consensus(self, replica: Replica, worker: Worker, state: ElasticState) -> Tensor:
+        return server_strategy.center(replica, worker) if self.via == "server" else state.center
+
+    def _difference(self, replica: Replica, worker: Worker, state: ElasticState, x: Tensor) -> Tensor | None:
+        """alpha·(x - center), by which the center moved; None for a worker without rows in this window."""
+        alpha, weight = self._alpha(worker.size), state.weight
+        state.ticks, state.weight = 0, 0.0
+        if self.via == "group":
+            return self._sum(replica, worker, state, alpha * (x - state.center) if weight else None, weight)
+        if not weight:
+            return None
+        replica.rounds += 1
+        return server_strategy.server_of(worker).push(x, alpha).answer
+
+    def _sum(
+        self, replica: Replica, worker: Worker, state: ElasticState, mine: Tensor | None, weight: float
+    ) -> Tensor | None:
+        """Move every rank's center by the sum of all differences."""
+        if not replica.mean_(worker.group, torch.empty(0), weight).weight:
+            return None  # nobody had rows
+        everyone = state.memory[0]
+        everyone.copy_(mine) if mine is not None else everyone.zero_()
+        worker.group.all_reduce_(everyone)
+        state.center.add_(everyone)
+        return mine
+
+    def _alpha(self, workers: int) -> float:
+        return BETA / workers if self.alpha is None else self.alpha
+
+    def _warn(self, worker: Worker) -> None:
+        """The stability limits for small steps; a curvature λ lowers both, see docs/strategies.md."""
+        in_step = self.leasing() is None
+        limit = 2 / (worker.size + 1) if in_step else 1.0
+        alpha = self._alpha(worker.size)
+        if worker.rank == 0 and alpha > limit:
+            where = f"with {worker.size} workers in step" if in_step else "where each goes at its own pace"
+            worker.emit(
+                "warning",
+                message=f"strategy {self.name}: alpha={alpha:g} is above {limit:.4g}, beyond which the center oscillates ever more "
+                f"{where}, whatever the rate: lower alpha, or leave it out for {BETA / worker.size:.4g}",
+            )

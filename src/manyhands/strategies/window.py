@@ -1,0 +1,97 @@
+"""What AGN, DynSGD and Distance share: a worker steps alone for a window, pushes what came of it, and pulls again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from manyhands.strategies import compression, server_strategy
+from manyhands.strategies.base import Strategy
+from manyhands.strategies.compression import CompressedState, CompressOptions
+from manyhands.strategies.server_strategy import AsyncOptions
+from manyhands.worker import Worker
+
+if TYPE_CHECKING:
+    from manyhands.replica.replica import Replica
+
+
+@dataclass(kw_only=True)
+class Window(CompressedState):
+    """A worker's steps since its last pull: it steps alone for a window, pushes the result, and pulls again."""
+
+    start: Tensor  # [D'] the center that it pulled
+    ticks: int = 0
+    steps: int = 0
+    fresh: bool = False  # the next gradient is taken here; else at the center as it is then
+
+    @override
+    def merge(self, others: list[Window], rank: int, size: int) -> Window:
+        """With another number of ranks, a new window from the center: unpushed updates are lost, except residuals."""
+        if len(others) == size:
+            return others[rank]
+        return replace(others[0], residual=self.shared(others, size, adds=True), ticks=0, steps=0, fresh=False)
+
+    def enter(self, replica: Replica, worker: Worker, options: CompressOptions) -> None:
+        """Before a gradient: where no window is open, begin one from the center."""
+        if not self.fresh:
+            compression.pull(options, replica, worker)
+            self.start.copy_(replica.parameters)
+            self.fresh = True
+
+    def step(self, replica: Replica) -> None:
+        """One local step of the replica's own optimizer."""
+        self.steps += replica.apply()
+        self.ticks += 1
+
+    def close(self, replica: Replica, worker: Worker, options: CompressOptions, *, divide: bool = False) -> None:
+        """Push the sum of the window's steps, or (`divide`) their mean; the next gradient is taken at the center."""
+        if self.steps:
+            update = torch.sub(replica.parameters, self.start, out=self.start)  # its memory is free until the next pull
+            if divide and self.steps > 1:
+                update.div_(self.steps)
+            compression.push(options, replica, worker, self, update)
+        self.ticks, self.steps, self.fresh = 0, 0, False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windowed(AsyncOptions, CompressOptions, Strategy):
+    """The steps of all three. Their own files define what is pushed, and the server's rule."""
+
+    window: int
+    """Steps between pushes."""
+
+    consistency: ClassVar[str] = "async / bounded"
+    divides: ClassVar[bool]  # a window is pushed as the mean of its steps, not as their sum
+
+    def __post_init__(self) -> None:
+        server_strategy.check_whole(self.name, window=self.window)
+        server_strategy.check_pace(self.name, self.bound, self.warmup)
+        compression.check(self.name, self)
+
+    @override
+    def start(self, replica: Replica, worker: Worker) -> Window:
+        server_strategy.begin(replica, worker)
+        return Window(start=replica.zeros(), **compression.remembered(self, replica, worker))
+
+    @override
+    def before_backward(self, replica: Replica, worker: Worker, state: Window) -> None:
+        state.enter(replica, worker, self)
+
+    @override
+    def exchange(self, replica: Replica, worker: Worker, state: Window) -> bool:
+        state.step(replica)
+        if state.ticks == self.window:
+            state.close(replica, worker, self, divide=self.divides)
+        return True
+
+    @override
+    def finish(self, replica: Replica, worker: Worker, state: Window) -> None:
+        state.close(replica, worker, self, divide=self.divides)
+
+    @override
+    def consensus(self, replica: Replica, worker: Worker, state: Window) -> Tensor:
+        return compression.center(self, replica, worker)

@@ -1,0 +1,145 @@
+"""Losses that add up over rows: told from means by their graph, named in the first step, and right with the remedy."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from own_loops import loader_of, loop, seeded, train_plain
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import plain
+from manyhands.own_loop import summed_loss
+from manyhands.own_loop.prepare import prepare_on
+from manyhands.own_loop.session import Session
+from manyhands.own_loop.summed_loss import sums_of
+from manyhands.testing.threads import together
+from manyhands.worker import Worker
+
+ROWS = 8
+LINEAR = nn.Linear(5, 3)
+TARGETS, LABELS = torch.rand(ROWS, 3), torch.arange(ROWS) % 3
+Loss = Callable[[Tensor], Tensor]
+
+SUMS: dict[str, Loss] = {
+    "criterion": lambda z: nn.CrossEntropyLoss(reduction="sum")(z, LABELS),
+    "class weights": lambda z: F.cross_entropy(z, LABELS, torch.rand(3), reduction="sum"),
+    "soft targets": lambda z: F.cross_entropy(z, TARGETS, reduction="sum"),
+    "mse": lambda z: F.mse_loss(z, TARGETS, reduction="sum"),
+    "by hand": lambda z: (z - TARGETS).square().sum(),
+    "half of squares": lambda z: 0.5 * ((z - TARGETS) ** 2).sum(),
+    "of rows' means": lambda z: F.mse_loss(z, TARGETS, reduction="none").mean(1).sum(),
+    "over tokens": lambda z: z.reshape(-1).exp().sum(),
+    "vae": lambda z: F.binary_cross_entropy_with_logits(z, TARGETS, reduction="sum") - 0.5 * torch.sum(1 + z - z.exp()),
+    "with a penalty": lambda z: F.nll_loss(z, LABELS, reduction="sum") + 1e-3 * LINEAR.weight.square().sum(),
+    "beside a mean": lambda z: F.mse_loss(z, TARGETS) + z.square().sum(),
+    "kl": lambda z: F.kl_div(z, TARGETS, reduction="sum"),
+    "converted": lambda z: z.exp().sum(dim=[0, 1]).double().reshape(()),
+}
+MEANS: dict[str, Loss] = {
+    "criterion": lambda z: nn.CrossEntropyLoss()(z, LABELS),
+    "by hand": lambda z: (z - TARGETS).square().sum(1).mean(),
+    "sum over rows' number": lambda z: F.mse_loss(z, TARGETS, reduction="sum") / len(z),
+    "over tokens that count": lambda z: (z * (TARGETS > 0.5)).sum() / (TARGETS > 0.5).sum(),
+    "batchmean": lambda z: F.kl_div(z, TARGETS, reduction="batchmean"),
+    "features of the mean": lambda z: torch.cat([z] * 8, 1).square().mean(0).sum(),
+    "features of the mean, from behind": lambda z: torch.cat([z] * 8, 1).square().mean(-2).sum(),
+    "penalties": lambda z: F.mse_loss(z, TARGETS) + sum(p.abs().sum() for p in LINEAR.parameters()),
+    "tasks": lambda z: torch.stack([z[:, i].mean() for i in (0, 1, 2, 0, 1, 2, 0, 1)]).sum(),
+    "a small factor": lambda z: F.mse_loss(z, TARGETS) + 1e-3 * z.square().sum(),
+    "a norm": lambda z: z.norm(),
+    "a number alone": lambda z: F.mse_loss(z, TARGETS).sum(),
+    "rows apart": lambda z: F.mse_loss(z, TARGETS, reduction="none"),
+}
+
+
+def over_rows(loss: Tensor) -> list[summed_loss.Sum]:
+    return [one for one in sums_of(loss) if one.over(ROWS)]
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_are_told(name: str) -> None:
+    assert over_rows(SUMS[name](LINEAR(torch.randn(ROWS, 5))))
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_means_are_not(name: str) -> None:
+    assert not over_rows(MEANS[name](LINEAR(torch.randn(ROWS, 5))))
+
+
+def test_a_long_chain_of_additions() -> None:
+    z = LINEAR(torch.randn(ROWS, 5))
+    assert not over_rows(sum((z.mean() for _ in range(3000)), torch.zeros(())))
+
+
+def test_two_rows_say_nothing() -> None:
+    assert not summed_loss.Sum("Sum", 2).over(2)
+
+
+# -- in the loop -----------------------------------------------------------------------------------------------------
+
+
+def loss_over_rows(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="sum") / 1
+
+
+def train(session: Session, loss: Callable[[nn.Module, Any], Tensor], strategy: str = "allreduce") -> Tensor:
+    model: nn.Module = seeded()
+    model, rule, shares = prepare_on(session, model, plain.OPTIMIZERS["sgd"](model), loader_of(), strategy=strategy)
+    loop(model, rule, shares, loss=loss, epochs=2)
+    return plain.flat(model)
+
+
+def told(loss: Callable[[nn.Module, Any], Tensor], size: int, strategy: str = "allreduce") -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        together(size, lambda worker: train(Session(worker), loss, strategy))
+    return [str(one.message) for one in found]
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "local-sgd:period=2"])
+def test_a_summed_loss_is_named_once(strategy: str) -> None:
+    (message,) = told(loss_over_rows, 3, strategy)
+    assert "NllLoss" in message
+    assert "1/3" in message
+    assert "mh.weight(1)" in message
+
+
+def test_a_mean_is_not_named_and_one_worker_never() -> None:
+    assert not told(plain.cross_entropy, 2)
+    assert not told(loss_over_rows, 1)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_remedy_is_one_process_and_is_not_named(size: int) -> None:
+    """`mh.weight(1)` and `loss * mh.worker().size`: the mean of N times the sums is their sum."""
+
+    def program(worker: Worker) -> Tensor:
+        session = Session(worker)
+
+        def remedied(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+            session.state_weight(1)
+            return loss_over_rows(model, batch) * worker.size
+
+        return train(session, remedied)
+
+    expected = plain.flat(train_plain(loss=loss_over_rows, epochs=2)[0])
+    for got in together(size, program):
+        assert (got - expected).abs().max() < 1e-10
+
+
+def test_backward_is_torchs_own_again_after_the_first_steps() -> None:
+    gc.collect()
+    assert torch.autograd.backward is summed_loss._plain_backward
+    session = Session(Worker(size=2))
+    assert torch.autograd.backward is not summed_loss._plain_backward
+    del session
+    gc.collect()
+    assert torch.autograd.backward is summed_loss._plain_backward
+    told(plain.cross_entropy, 2)
+    assert torch.autograd.backward is summed_loss._plain_backward

@@ -1,0 +1,388 @@
+"""Compression in strategies: nothing is lost, what does not count leaves the residual, and what the options refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from by_hand import F64, ROW, Hand, Point, hands, quadratic, sgd, slope
+from torch import Tensor, nn
+
+import manyhands as mh
+from manyhands.comm.codecs import codec_of
+from manyhands.errors import BadInput, UnknownName, Unsupported
+from manyhands.replica.replica import CONTROL_BITS, Replica
+from manyhands.server.base import Encoded, Pushed
+from manyhands.strategies import compression, spec_of, strategy_of
+from manyhands.strategies.allreduce import AllReduce, AllReduceState
+from manyhands.strategies.compression import CompressedState
+from manyhands.strategies.downpour import Downpour
+from manyhands.strategies.quorum import Quorum
+from manyhands.worker import Worker
+
+CODECS = ["topk:0.05", "onebit", "threshold:0.3:none", "powersgd:1", "int8", "bf16"]
+WIDTH = 6
+EVERY_PUSH = "diloco:period=1,via=server,quorum=1,grace=0,outer_rate=1.0,outer_momentum=0.0,"  # is a round
+
+
+class Plane(nn.Module):
+    """A matrix and a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.m = nn.Parameter(torch.zeros(5, WIDTH, dtype=F64))
+        self.v = nn.Parameter(torch.zeros(3, dtype=F64))
+
+
+def pulled_to(seed: int) -> Any:
+    """A quadratic whose minimum is a random point."""
+    draws = torch.Generator().manual_seed(seed)
+    m, v = (torch.randn(shape, generator=draws, dtype=F64) for shape in ((5, WIDTH), (3,)))
+    return lambda model, batch: ((model.m - m) ** 2).sum() / 2 + ((model.v - v) ** 2).sum() / 2
+
+
+class Wide(Hand):
+    """A worker with a Plane that notes its gradients."""
+
+    def __init__(self, spec: str, worker: Worker, seed: int) -> None:
+        self.strategy, self.worker = strategy_of(spec), worker
+        self.replica = Replica(Plane(), sgd(0.1), group=worker.group, loss=pulled_to(seed))
+        self.state = self.strategy.start(self.replica, worker)
+        self.gradients = torch.zeros_like(self.replica.gradients)
+        if worker.server is not None:
+            worker.server.activate()
+        worker.group.barrier()
+
+    def note(self) -> None:
+        self.gradient()
+        self.gradients += self.replica.gradients
+        self.exchange()
+
+
+def wide(spec: str, size: int, program: Any, shards: int = 1) -> list[Any]:
+    from manyhands.server.in_process import InProcessServers
+    from manyhands.testing.threads import together
+
+    wanted = strategy_of(spec).server()
+    clients = InProcessServers(wanted, size, shards, timeout_s=20).clients if wanted is not None else ()
+    return together(size, lambda worker: program(Wide(spec, worker, worker.rank)), clients)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("strategy", ["allreduce:", "quorum:", "diloco:period=1,outer_rate=1.0,outer_momentum=0.0,"])
+def test_what_moved_and_the_residuals_are_all_gradients(strategy: str, codec: str) -> None:
+    """CASE 16: plain SGD has moved by the rate times the mean of (gradients - residual)."""
+
+    def program(hand: Hand) -> tuple[Tensor, Tensor, Tensor]:
+        for _ in range(15):
+            hand.note()  # type: ignore[attr-defined]
+        residual = hand.state.residual  # of diloco, of what it moved
+        waits = residual / 0.1 if strategy.startswith("diloco") else residual
+        return hand.replica.parameters.clone(), hand.gradients - waits, residual  # type: ignore[attr-defined]
+
+    got = wide(f"{strategy}compress={codec}", 3, program)
+    sent = sum(counted for _, counted, _ in got) / 3
+    for moved, _, residual in got:
+        assert (moved + 0.1 * sent).abs().max() < 1e-12
+        assert residual.any()
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("strategy", ["downpour:", "agn:window=1,", "downpour:rule=sgd,outer_rate=1,", EVERY_PUSH])
+def test_the_center_and_the_residuals_are_all_updates(strategy: str, codec: str, shards: int) -> None:
+    """CASE 16: over a server of any number of shards; each update is the rate times a gradient."""
+
+    def program(hand: Hand) -> tuple[Tensor, Tensor]:
+        for _ in range(15):
+            hand.note()  # type: ignore[attr-defined]
+        hand.finish()
+        center = hand.strategy.consensus(hand.replica, hand.worker, hand.state)
+        return center, -0.1 * hand.gradients - hand.state.residual  # type: ignore[attr-defined]
+
+    got = wide(f"{strategy}compress={codec}", 2, program, shards)
+    total = sum(counted for _, counted in got)
+    assert (got[0][0] - total).abs().max() < 1e-12
+
+
+def test_traffic_of_pushes_is_that_of_payloads() -> None:
+    """CASE 17: k·(b + 4) bytes a push, and what is pulled is whole."""
+
+    def program(hand: Hand) -> dict[str, dict[str, int]]:
+        for _ in range(4):
+            hand.note()  # type: ignore[attr-defined]
+        assert hand.worker.server is not None
+        return hand.worker.server.ledger.as_dict()
+
+    padded = 32 + 16
+    for ledger in wide("downpour:compress=topk:0.05", 2, program):
+        assert ledger["push"]["bytes"] == 4 * 3 * (8 + 4)
+        assert ledger["pull"]["bytes"] == 4 * padded * 8
+
+
+@pytest.mark.parametrize(("feedback", "rest"), [("none", 0.1), ("true", 0.1), ("false", 1.0)])
+def test_with_feedback_it_converges_where_without_it_stalls(feedback: str, rest: float) -> None:
+    """Two workers disagree about the first coordinate, their largest, and agree on the second, which topk then never sends.
+
+    With feedback it waits until it is as large: 5, of which a step makes 0.02·5 = 0.1.
+    """
+    losses = [quadratic([1.0, 1.0], [5.0, 1.0]), quadratic([1.0, 1.0], [-5.0, 1.0])]
+
+    def program(hand: Hand) -> Tensor:
+        for _ in range(800):
+            hand.tick()
+        return hand.x
+
+    for x in hands(f"allreduce:compress=topk:0.01,feedback={feedback}", losses, program, start=[0.0, 0.0], rate=0.02):
+        assert abs(float(x[1]) - 1) <= rest
+        assert abs(float(x[1]) - 1) >= rest * (feedback == "false")
+
+
+def test_residuals_are_clipped_where_threshold_clips() -> None:
+    def program(hand: Hand) -> float:
+        for _ in range(9):
+            hand.tick()
+        return float(hand.state.residual[0])
+
+    assert hands("allreduce:compress=threshold:0.5", [slope(2.0)] * 2, program) == [2.5, 2.5]
+    assert hands("allreduce:compress=threshold:0.5:none", [slope(2.0)] * 2, program) == [13.5, 13.5]
+
+
+def test_a_tick_without_rows_leaves_the_residual() -> None:
+    """Weight 0: what this worker holds does not count, and is not sent."""
+
+    def program(hand: Hand) -> tuple[Tensor, Tensor]:
+        hand.tick()
+        before = hand.state.residual.clone()
+        hand.tick(None if hand.worker.rank else ROW)
+        return before, hand.state.residual
+
+    got = hands(
+        "allreduce:compress=topk:0.01", [slope(1.0), quadratic([1.0, 1.0], [3.0, 1.0])], program, start=[0.0, 0.0]
+    )
+    assert not torch.equal(*got[0])
+    assert torch.equal(*got[1])
+    assert got[1][1].any()
+
+
+def test_a_gradient_without_weight_leaves_the_residual() -> None:
+    """A loss that counts nothing may have a gradient all the same."""
+
+    def program(hand: Hand) -> tuple[Tensor, Tensor]:
+        hand.tick()
+        before = hand.state.residual.clone()
+        hand.gradient()
+        hand.replica.weight = float(hand.worker.rank == 0)
+        hand.exchange()
+        return before, hand.state.residual
+
+    for spec in ("allreduce:compress=topk:0.01", "quorum:compress=topk:0.01"):
+        got = hands(spec, [quadratic([1.0, 1.0], [3.0, 1.0])] * 2, program, start=[0.0, 0.0])
+        assert not torch.equal(*got[0])
+        assert torch.equal(*got[1])
+
+
+def test_a_gradient_that_is_not_finite_is_an_error_on_all_and_leaves_the_residual() -> None:
+    def program(hand: Hand) -> tuple[Tensor, Tensor]:
+        hand.tick()
+        before = hand.state.residual.clone()
+        hand.gradient()
+        if hand.worker.rank:
+            hand.replica.gradients[0] = float("nan")
+        with pytest.raises(mh.ManyhandsError, match="the gradient of step 1 is not finite in w"):
+            hand.exchange()
+        return before, hand.state.residual
+
+    losses = [quadratic([1.0, 1.0], [5.0, 1.0]), quadratic([1.0, 1.0], [-5.0, 1.0])]
+    for codec in ("topk:0.01", "int8", "bf16", "threshold:0.3", "onebit"):
+        before, after = hands(f"allreduce:compress={codec}", losses, program, start=[0.0, 0.0])[1]
+        assert torch.equal(before, after)
+
+
+class Dropping:
+    """A server that drops every push, and gives zeros."""
+
+    shards = 1
+
+    def initialize(self, center: Tensor) -> None:
+        pass
+
+    def push(self, update: Encoded, weight: float, bits: int) -> Pushed:
+        return Pushed(applied=False, answer=torch.zeros(update.n, dtype=F64), weight=2.0, bits=1 << CONTROL_BITS)
+
+
+def test_a_dropped_push_leaves_the_residual() -> None:
+    worker, strategy = Worker(server=Dropping(), size=2), Quorum(compress="topk:0.01")  # type: ignore[arg-type]
+    worker.group.size = 1
+    replica = Replica(Point([0.0, 0.0]), sgd(0.1), group=worker.group, loss=quadratic([1.0, 1.0], [5.0, 1.0]))
+    state = strategy.start(replica, worker)
+    state.residual[1] = 7.0
+    wanted = state.residual.clone()
+    replica.backward(ROW)
+    strategy.exchange(replica, worker, state)
+    assert replica.dropped
+    assert torch.equal(state.residual, wanted)
+
+
+class Branches(nn.Module):
+    """Two numbers, of which a batch says which is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.zeros(4, dtype=F64)) for _ in range(2))
+
+
+@pytest.mark.parametrize("codec", ["onebit", "topk:0.05"])
+@pytest.mark.parametrize("name", ["allreduce", "quorum"])
+def test_a_parameter_that_nobody_used_does_not_move_and_its_residual_waits(name: str, codec: str) -> None:
+    from manyhands.server.in_process import InProcessServers
+    from manyhands.testing.threads import together
+
+    strategy = strategy_of(f"{name}:compress={codec}")
+    wanted = strategy.server()
+    clients = InProcessServers(wanted, 2, timeout_s=20).clients if wanted is not None else ()
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        used = model.a if batch[0] else model.b
+        return (used * torch.arange(1, 5, dtype=F64)).sum()
+
+    def program(worker: Worker) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        replica = Replica(Branches(), lambda m: torch.optim.AdamW(m.parameters()), group=worker.group, loss=loss)
+        state: Any = strategy.start(replica, worker)
+        if worker.server is not None:
+            worker.server.activate()
+        worker.group.barrier()
+        held = []
+        for which in (1, 0):
+            replica.begin_tick()
+            replica.backward(torch.tensor([which]))
+            strategy.exchange(replica, worker, state)
+            held += [replica.named(vector)["a"].clone() for vector in (replica.parameters, state.residual)]
+        assert not _padding(replica, state.residual).any()
+        assert not _padding(replica, replica.gradients).any()
+        return held[0], held[1], held[2], held[3]
+
+    for moved, residual, later, waited in together(2, program, clients):
+        assert moved.any()
+        assert residual.any()
+        assert torch.equal(moved, later)
+        assert torch.equal(residual, waited)
+
+
+def _padding(replica: Replica, vector: Tensor) -> Tensor:
+    rest = vector.clone()
+    for view in replica.named(rest).values():
+        view.zero_()
+    return rest
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def test_with_another_number_of_ranks_no_residual_is_lost() -> None:
+    """CASE 16: averaged ones are averaged, added ones shared out."""
+    states = [AllReduceState(residual=torch.full((3,), value), seed=4) for value in (1.0, 2.0, 6.0)]
+    merged = AllReduceState(residual=torch.zeros(3)).merge(states, 1, 2)
+    assert merged.residual is not None
+    assert merged.residual.tolist() == [3.0] * 3
+    assert AllReduceState().merge([AllReduceState()] * 3, 0, 2).residual is None
+    shared = CompressedState(residual=torch.zeros(3)).shared(states, 2, adds=True)
+    assert shared is not None
+    assert shared.tolist() == [4.5] * 3
+    assert states[1] is AllReduceState().merge(states, 1, 3)
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+def test_specs_name_codecs() -> None:
+    strategy = strategy_of("allreduce:compress=topk:0.01,feedback=false")
+    assert strategy == AllReduce(compress="topk:0.01", feedback=False)
+    assert spec_of(strategy) == "allreduce:compress=topk:0.01,feedback=false"
+    assert mh.spec.split_list("solo,allreduce:compress=topk:0.01,feedback=true") == [
+        "solo",
+        "allreduce:compress=topk:0.01,feedback=true",
+    ]
+    for name in (
+        "downpour:rule=adagrad,",
+        "downpour:rule=adam,",
+        "downpour:",
+        "agn:",
+        "dynsgd:",
+        "distance:",
+        "quorum:",
+        "diloco:via=server,",
+        "diloco:via=server,bound=0,",
+    ):
+        server = strategy_of(f"{name}compress=threshold:1e-3:4").server()
+        assert server is not None
+        assert server.compress == "threshold:1e-3:4"
+
+
+def test_feedback_is_on_for_biased_codecs() -> None:
+    for codec in CODECS:
+        assert compression.has_feedback(AllReduce(compress=codec))
+        assert not compression.has_feedback(AllReduce(compress=codec, feedback=False))
+    assert not compression.has_feedback(AllReduce(compress="qsgd:4"))
+    assert compression.has_feedback(AllReduce(compress="qsgd:4", feedback=True))
+    assert not compression.has_feedback(AllReduce())
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (
+            lambda: AllReduce(compress="zip"),
+            "strategy allreduce: compress=zip: no codec 'zip': known are none, topk:FRACTION",
+        ),
+        (
+            lambda: Downpour(compress="topk:2"),
+            "strategy downpour: compress=topk:2: topk:FRACTION takes a fraction above 0",
+        ),
+        (lambda: AllReduce(compress=0.1), "compress is a text such as topk:0.01"),  # type: ignore[arg-type]
+        (lambda: AllReduce(feedback=True), "feedback=true is about what compress leaves out, and compress is none"),
+        (lambda: AllReduce(compress="int8", feedback="x"), "feedback is true, false or none"),  # type: ignore[arg-type]
+        (
+            lambda: AllReduce(compress="int8", overlap=True),
+            "overlap sends slices .* compress=int8 looks at the whole gradient",
+        ),
+    ],
+)
+def test_options_that_cannot_be_are_refused(make: Any, problem: str) -> None:
+    with pytest.raises(BadInput, match=problem):
+        make()
+
+
+@pytest.mark.parametrize("name", ["local-sgd", "easgd", "eamsgd", "hogwild", "solo", "ensemble"])
+def test_strategies_that_exchange_parameters_have_no_codec(name: str) -> None:
+    with pytest.raises(UnknownName, match="has no option 'compress'"):
+        strategy_of(f"{name}:compress=int8")
+
+
+def test_a_loop_of_ones_own_is_refused_by_name() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(Unsupported, match="compress=int8 is for manyhands' own loop"):
+        mh.prepare(model, optimizer, strategy="allreduce:compress=int8")
+
+
+def test_qsgd_draws_apart_on_each_rank_and_at_each_step() -> None:
+    draws = [
+        float(torch.rand(1, generator=compression._draws(CompressedState(seed=seed, sent=sent), rank)))
+        for seed, rank, sent in ((1, 0, 0), (1, 0, 1), (1, 1, 0), (2, 0, 0), (1, 0, 0))
+    ]
+    assert len(set(draws)) == 4
+    assert draws[0] == draws[4]
+
+
+def test_every_matrix_is_whole_or_cut_at_rows() -> None:
+    """Over three shards of 16 elements: of the matrix 5 x 6 at 0 the first two rows, then rows 3 and 4."""
+    replica = Replica(Plane(), sgd(0.1), group=Worker().group, loss=pulled_to(0))
+    worker = Worker(size=3)
+    state = CompressedState(**compression.remembered(AllReduce(compress="powersgd:1"), replica, worker))
+    codec = codec_of("powersgd:1")
+    assert codec is not None
+    cut = [compression._matrices_in(codec, state, replica.layout, low, low + 16) for low in (0, 16, 32)]
+    assert [[(m.start, m.rows, m.columns) for m in part] for part in cut] == [[(0, 2, 6)], [(2, 2, 6)], []]
+    assert cut[0][0].guess.data_ptr() == cut[1][0].guess.data_ptr()

@@ -1,0 +1,68 @@
+"""What is left of buffers after a part of them was sent, and deadlines below a second."""
+
+import socket
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.transport.socket_io import Ended, Late, PlainWire, _behind
+
+
+@given(st.lists(st.binary(max_size=5), max_size=5), st.integers(0, 25))
+def test_what_is_left_of_buffers(buffers, sent):
+    assert b"".join(_behind(buffers, sent)) == b"".join(buffers)[sent:]
+
+
+@pytest.mark.parametrize("timeout_s", [0.02, 1e-9])
+def test_the_kernel_keeps_the_deadline(timeout_s):
+    near, far = socket.socketpair()
+    with near, far:
+        wire, start = PlainWire(near, timeout_s), time.monotonic()
+        with pytest.raises(Late) as late:
+            wire.receive(memoryview(bytearray(4)))
+        assert not late.value.moved
+        far.sendall(b"abc")
+        with pytest.raises(Late) as late:
+            wire.receive(memoryview(bytearray(4)))
+        assert late.value.moved
+        assert time.monotonic() - start < 2
+
+
+def test_many_pieces_arrive_whole():
+    near, far = socket.socketpair()
+    with near, far:
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        sender, receiver = PlainWire(near, 0.05), PlainWire(far, 5)
+        sender.send([b"head", memoryview(b"body"), b""])
+        into = memoryview(bytearray(8))
+        receiver.receive(into)
+        assert bytes(into) == b"headbody"
+        with pytest.raises(Late) as late:  # the second piece finds no room: it is known that the first one left
+            sender.send([bytes(1000), bytes(1_000_000)])
+        assert late.value.moved
+
+
+def test_what_the_kernel_takes_in_parts_arrives_in_order(monkeypatch):
+    near, far = socket.socketpair()
+
+    class Sparing:
+        def sendmsg(self, buffers, *rest):
+            return near.send(b"".join(buffers)[:3])
+
+    with near, far:
+        wire = PlainWire(near, 5)
+        monkeypatch.setattr(wire, "_sock", Sparing())
+        wire.send([b"header", b"", memoryview(b"and a body")])
+        assert far.recv(100) == b"headerand a body"
+
+
+def test_the_end_is_told_from_silence():
+    near, far = socket.socketpair()
+    with near:
+        far.close()
+        with pytest.raises(Ended):
+            PlainWire(near, 5).receive(memoryview(bytearray(4)))
+        with pytest.raises(Ended):
+            PlainWire(near, 5).send([b"x"])
