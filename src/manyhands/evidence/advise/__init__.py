@@ -1,7 +1,7 @@
 """Advice: pure rules over what was measured, each with its number and its source; docs/advice.md has the table.
 
-About one run: of_run.py, exchanging.py. About several strategies that trained the same task: of_comparison.py,
-explaining.py.
+About one run: run_advice.py, exchange_advice.py. About several strategies that trained the same task: comparison_advice.py,
+worse_metric.py.
 """
 
 from __future__ import annotations
