@@ -13,9 +13,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from manyhands.rank_files.file_owner import Changes, destination, governing, is_trackers
-from manyhands.rank_files.folder import Folder
-from manyhands.rank_files.journal import FileJournal
+from manyhands.rank_files.file_owner import destination, governing, is_trackers
+from manyhands.rank_files.folder import FileJournal, Folder
 
 
 def settle(folder: Folder, *, wait: bool = False) -> bool:
@@ -57,7 +56,10 @@ def _settle_rank(folder: Folder, rank: int, first: FileJournal) -> list[str]:
     if first.ended:
         for path, change in own.changes.items():
             if not _is_firsts(path, first):
-                _settle_folder(folder, path, change, rank)
+                if change.gone:
+                    remove(folder, path, rank)
+                elif os.path.isdir(root + path):  # what a rank alone made without a file in it
+                    os.makedirs(path, exist_ok=True)
     return kept
 
 
@@ -65,14 +67,6 @@ def _is_firsts(path: str, first: FileJournal) -> bool:
     """Whether the first rank wrote the path, or removed a folder above it."""
     above = governing(path, first.changes)
     return path in first.changes or (above is not None and first.changes[above].gone)
-
-
-def _settle_folder(folder: Folder, path: str, change: Changes, rank: int) -> None:
-    """What a rank alone made without a file in it, or removed."""
-    if change.gone:
-        remove(folder, path, rank)
-    elif os.path.isdir(folder.copies(rank) + path):
-        os.makedirs(path, exist_ok=True)
 
 
 def remove(folder: Folder, path: str, rank: int) -> None:

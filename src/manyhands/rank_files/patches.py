@@ -18,9 +18,8 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
-from types import TracebackType
 from typing import Any
 from weakref import WeakSet
 
@@ -48,17 +47,14 @@ class Private:
 
     def __init__(self, *places: str) -> None:
         self.places = {os.path.realpath(place) for place in places}
-        self.places.update(caches(os.environ, tempfile.gettempdir(), _user()))
+        try:
+            user = getpass.getuser()
+        except (KeyError, OSError):  # a number that no name belongs to
+            user = str(os.getuid())
+        self.places.update(caches(os.environ, tempfile.gettempdir(), user))
 
     def __call__(self, path: str) -> bool:
         return not is_shared(path, self.places)
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a number that no name belongs to
-        return str(os.getuid())
 
 
 class _File(io.FileIO):
@@ -107,10 +103,10 @@ class Patches:
             "remove": self._changing("unlink"),
             **{name: self._changing_two(name) for name in _TWO},
             **{name: self._reading_view(name) for name in _LOOKS},
-            "listdir": self._listdir,
-            "scandir": self._scandir,
-            "mkdtemp": self._mkdtemp,
-            "mkstemp": self._mkstemp,
+            "listdir": self._listing("listdir"),
+            "scandir": self._listing("scandir"),
+            "mkdtemp": self._making("mkdtemp"),
+            "mkstemp": self._making("mkstemp"),
             "save": self._saving("save", 1, "f"),
             "serialize_file": self._saving("serialize_file", 1, "filename"),
             "load": self._loading("load", "f"),
@@ -335,40 +331,37 @@ class Patches:
 
         return look
 
-    def _listdir(self, path: Any = ".") -> list[Any]:
-        view = self._view()
-        if not isinstance(view, OtherView) or path is None or isinstance(path, int) or not view.has_changes():
-            return list(self._plain["listdir"](path))
-        with as_given(), _errors_name(path, view):
-            found = self._path(path)
-            if found is None:
-                return list(self._plain["listdir"](path))
-            names = view.listdir(found)
-            return [os.fsencode(name) for name in names] if isinstance(path, bytes) else names
+    def _listing(self, name: str) -> Callable[..., Any]:
+        plain = self._plain[name]
 
-    def _scandir(self, path: Any = ".") -> Any:
-        view = self._view()
-        if not isinstance(view, OtherView) or path is None or isinstance(path, int) or not view.has_changes():
-            return self._plain["scandir"](path)
-        with as_given(), _errors_name(path, view):
-            found = self._path(path)
-            if found is None or not view.has_changes_in(found):
-                return self._plain["scandir"](path)
-            return _Scan([_Entry(os.path.join(os.fsdecode(path), name), name) for name in view.listdir(found)])
+        def listed(path: Any = ".") -> Any:
+            view = self._view()
+            if not isinstance(view, OtherView) or path is None or isinstance(path, int) or not view.has_changes():
+                return plain(path)
+            with as_given(), _errors_name(path, view):
+                found = self._path(path)
+                if found is None or (name == "scandir" and not view.has_changes_in(found)):
+                    return plain(path)
+                names = view.listdir(found)
+                if name == "scandir":
+                    return _Scan([_Entry(os.path.join(os.fsdecode(path), one), one) for one in names])
+                return [os.fsencode(one) for one in names] if isinstance(path, bytes) else names
+
+        return listed
 
     # -- tempfile ----------------------------------------------------------------------------------------------------
 
-    def _mkdtemp(self, *given: Any, **named: Any) -> Any:
-        with as_given():
-            made = self._plain["mkdtemp"](*given, **named)
-            self._private.places.add(os.path.realpath(os.fsdecode(made)))
-        return made
+    def _making(self, name: str) -> Callable[..., Any]:
+        plain = self._plain[name]
 
-    def _mkstemp(self, *given: Any, **named: Any) -> Any:
-        with as_given():
-            fd, made = self._plain["mkstemp"](*given, **named)
-            self._private.places.add(os.path.realpath(os.fsdecode(made)))
-        return fd, made
+        def make(*given: Any, **named: Any) -> Any:
+            with as_given():
+                made = plain(*given, **named)
+                path = made if name == "mkdtemp" else made[1]
+                self._private.places.add(os.path.realpath(os.fsdecode(path)))
+            return made
+
+        return make
 
     # -- who gets past -----------------------------------------------------------------------------------------------
 
@@ -472,24 +465,16 @@ class _Entry:
         return self.stat(follow_symlinks=False).st_ino
 
 
-class _Scan:
+class _Scan(Iterator[_Entry], AbstractContextManager["_Scan", None]):
     """As what os.scandir gives."""
 
     def __init__(self, entries: list[_Entry]) -> None:
         self._entries = iter(entries)
 
-    def __iter__(self) -> Iterator[_Entry]:
-        return self
-
     def __next__(self) -> _Entry:
         return next(self._entries)
 
-    def __enter__(self) -> _Scan:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -19,8 +19,7 @@ from typing import Any
 from typing_extensions import override
 
 from manyhands.rank_files.file_owner import FileSource, governing, is_own, is_trackers, source_of
-from manyhands.rank_files.folder import CollectiveCounts, Folder, pause
-from manyhands.rank_files.journal import BEGUN, CLOSED, ENDED, GONE, UNDONE
+from manyhands.rank_files.folder import BEGUN, CLOSED, ENDED, GONE, UNDONE, CollectiveCounts, Folder, pause
 from manyhands.rank_files.merge import place, remove
 
 _POLL_S = 0.001
@@ -47,12 +46,6 @@ class View(ABC):
         """A collective begins."""
 
     @abstractmethod
-    def mkdir(self, path: str, mode: int = 0o777) -> None: ...
-
-    @abstractmethod
-    def unlink(self, path: str) -> None: ...
-
-    @abstractmethod
     def rmdir(self, path: str) -> None: ...
 
     @abstractmethod
@@ -66,10 +59,22 @@ class View(ABC):
     def link(self, source: str, target: str) -> None: ...
 
     @abstractmethod
-    def symlink(self, source: str, target: str, target_is_directory: bool = False) -> None: ...
+    def _remove(self, path: str, plain: Callable[[str], None]) -> None: ...
 
-    @abstractmethod
-    def truncate(self, path: str, length: int) -> None: ...
+    def unlink(self, path: str) -> None:
+        self._remove(path, os.unlink)
+
+    def mkdir(self, path: str, mode: int = 0o777) -> None:
+        at = self.begin(path, new=True)
+        self._finish(path, lambda: os.mkdir(at, mode))
+
+    def symlink(self, source: str, target: str, target_is_directory: bool = False) -> None:
+        at = self.begin(target, new=True)
+        self._finish(target, lambda: os.symlink(source, at))
+
+    def truncate(self, path: str, length: int) -> None:
+        at = self.begin(path, fresh=False)
+        self._finish(path, lambda: os.truncate(at, length))
 
     def end(self, path: str, gone: bool = False) -> None:
         """The write of `path` is complete; gone: there is nothing at this path now."""
@@ -119,20 +124,16 @@ class FirstView(View):
         self.turns.publish()
 
     @override
-    def mkdir(self, path: str, mode: int = 0o777) -> None:
-        self._finish(self.begin(path), lambda: os.mkdir(path, mode))
-
-    @override
-    def unlink(self, path: str) -> None:
-        self._finish(self.begin(path), lambda: os.unlink(path), gone=True)
-
-    @override
     def rmdir(self, path: str) -> None:
-        self._finish(self.begin(path), lambda: os.rmdir(path), gone=True)
+        self._remove(path, os.rmdir)
 
     @override
     def rmtree(self, path: str, *given: Any, **named: Any) -> None:
-        self._finish(self.begin(path), lambda: shutil.rmtree(path, *given, **named), gone=True)
+        self._remove(path, lambda at: shutil.rmtree(at, *given, **named))
+
+    @override
+    def _remove(self, path: str, plain: Callable[[str], None]) -> None:
+        self._finish(self.begin(path), lambda: plain(path), gone=True)
 
     @override
     def rename(self, source: str, target: str) -> None:
@@ -147,14 +148,6 @@ class FirstView(View):
     @override
     def link(self, source: str, target: str) -> None:
         self._finish(self.begin(target), lambda: os.link(source, target))
-
-    @override
-    def symlink(self, source: str, target: str, target_is_directory: bool = False) -> None:
-        self._finish(self.begin(target), lambda: os.symlink(source, target))
-
-    @override
-    def truncate(self, path: str, length: int) -> None:
-        self._finish(self.begin(path), lambda: os.truncate(path, length))
 
     @override
     def leave(self, well: bool) -> None:
@@ -276,30 +269,18 @@ class OtherView(View):
         if not (fresh or new) and seen == path and os.path.isfile(path):
             shutil.copy(path, copy)
         self.journal.note(BEGUN, path, self.turns.own)
-        self._say()
-        return copy
-
-    def _is_behind(self, path: str) -> bool:
-        """Whether the first rank changed the path more often, so that its present state is the first rank's."""
-        self._first.read()
-        return self._first.of(path).begun > self.journal.of(path).begun
-
-    def _say(self) -> None:
         if not self._warned:
             self._warned = True
             sys.stderr.write(
                 f"manyhands: worker {self.rank} of {self._size} writes its files to {self._root}; worker {self.folder.first}'s are the run's, "
                 "and what that one does not write is moved to its place\n"
             )
+        return copy
 
-    @override
-    def mkdir(self, path: str, mode: int = 0o777) -> None:
-        copy = self.begin(path, new=True)
-        self._finish(path, lambda: os.mkdir(copy, mode))
-
-    @override
-    def unlink(self, path: str) -> None:
-        self._remove(path, os.unlink)
+    def _is_behind(self, path: str) -> bool:
+        """Whether the first rank changed the path more often, so that its present state is the first rank's."""
+        self._first.read()
+        return self._first.of(path).begun > self.journal.of(path).begun
 
     @override
     def rmdir(self, path: str) -> None:
@@ -315,6 +296,7 @@ class OtherView(View):
             return
         self._remove(path, lambda copy: shutil.rmtree(copy))
 
+    @override
     def _remove(self, path: str, plain: Callable[[str], None]) -> None:
         self.journal.read()
         seen = self._seen(path)
@@ -327,8 +309,13 @@ class OtherView(View):
 
     @override
     def rename(self, source: str, target: str) -> None:
-        if self.is_private(source) or self.is_private(target):
-            self._rename_private(source, target)
+        if self.is_private(source):  # it is at its real place, where this rank alone looks
+            copy = self.begin(target)
+            self._finish(target, lambda: shutil.move(source, copy))
+            return
+        if self.is_private(target):
+            shutil.copy2(self._seen(source), target)
+            self._remove(source, os.unlink)
             return
         self.journal.read()
         seen, behind = self._seen(source), self._is_behind(source)
@@ -350,30 +337,11 @@ class OtherView(View):
             raise
         self.end(source, gone=True)
 
-    def _rename_private(self, source: str, target: str) -> None:
-        """One of them is at its real place, where this rank alone looks."""
-        if self.is_private(source):
-            copy = self.begin(target)
-            self._finish(target, lambda: shutil.move(source, copy))
-        else:
-            shutil.copy2(self._seen(source), target)
-            self._remove(source, os.unlink)
-
     @override
     def link(self, source: str, target: str) -> None:
         at = self._seen(source)
         copy = self.begin(target, new=True)
         self._finish(target, lambda: shutil.copy2(at, copy))
-
-    @override
-    def symlink(self, source: str, target: str, target_is_directory: bool = False) -> None:
-        copy = self.begin(target, new=True)
-        self._finish(target, lambda: os.symlink(source, copy))
-
-    @override
-    def truncate(self, path: str, length: int) -> None:
-        copy = self.begin(path, fresh=False)
-        self._finish(path, lambda: os.truncate(copy, length))
 
     def of_copy(self, plain: Callable[..., None], path: str, *given: Any, **named: Any) -> None:
         """What changes a file's mode or times changes the copy's; the first's file it leaves."""
@@ -388,17 +356,18 @@ class OtherView(View):
 
     @override
     def turn(self) -> None:
-        """What the first rank has not begun to write when it begins this collective is this rank's own, and goes to its
-        place.
+        """What the first rank has not begun to write when it begins this collective is this rank's own.
 
-        So whoever reads it after the collective, the first rank say, finds it.
+        It goes to its place, where whoever reads it after the collective finds it.
         """
         self.turns.own += 1
         self.journal.read()
         news, self.journal.news = self.journal.news | self._open_news, set()
         if not news:
             return
-        self._await_first()
+        deadline = time.monotonic() + self._timeout_s
+        while self.turns.first < self.turns.own and self._first_lives() and time.monotonic() < deadline:
+            pause(_POLL_S)  # until the first rank has begun the same collective, which cannot be over before
         self._open_news = self._place_own(sorted(news), self._has_passed(self.turns.own - 1))
 
     def _place_own(self, paths: list[str], passed: bool) -> set[str]:
@@ -412,12 +381,6 @@ class OtherView(View):
             elif own.begun > own.closed and not first.begun:
                 still_open.add(path)
         return still_open
-
-    def _await_first(self) -> None:
-        """Until the first rank has begun the collective that this one begins, which cannot be over before."""
-        deadline = time.monotonic() + self._timeout_s
-        while self.turns.first < self.turns.own and self._first_lives() and time.monotonic() < deadline:
-            pause(_POLL_S)
 
     def _place(self, path: str) -> None:
         copy = self._root + path
