@@ -25,12 +25,6 @@ def check_arguments(model: Any, optimizer: Any, strategy: Strategy) -> None:
         raise BadInput(
             f"prepare takes (model, optimizer, *loaders): the optimizer must be a torch.optim.Optimizer over model.parameters(), not {type(optimizer).__name__}"
         )
-    _check_model(model)
-    _check_optimizer(model, optimizer)
-    _check_strategy(strategy)
-
-
-def _check_model(model: nn.Module) -> None:
     wrappers = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
     for module in model.modules():
         if type(module).__module__.startswith("torch.") and type(module).__name__ in wrappers:
@@ -38,8 +32,6 @@ def _check_model(model: nn.Module) -> None:
                 f"prepare takes the plain model, not one in {type(module).__name__}: leave the wrapper out, manyhands shares the work itself"
             )
 
-
-def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     own = {id(p) for p in model.parameters()}
     strangers = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad and id(p) not in own]
     if strangers:
@@ -48,8 +40,6 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
             "prepare the module that holds them all, nn.ModuleList([first, second]) say"
         )
 
-
-def _check_strategy(strategy: Strategy) -> None:
     if strategy.server() is not None or strategy.leasing() is not None:
         wants = "a parameter server" if strategy.server() is not None else "workers that go at their own pace"
         raise Unsupported(

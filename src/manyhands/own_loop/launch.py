@@ -173,7 +173,11 @@ def _as_main(path: str, args: Sequence[str], own_process: bool) -> None:
             runpy.run_path(path, run_name="__main__")
         except SystemExit as end:
             _end_as_python_does(own_process)
-            raise SystemExit(_exit_code(end.code)) from None
+            code = 0 if end.code is None else end.code
+            if not isinstance(code, int):  # a text goes to standard error, as the interpreter has it
+                sys.stderr.write(f"{code}\n")
+                code = 1
+            raise SystemExit(code) from None
         _end_as_python_does(own_process)
 
 
@@ -190,14 +194,6 @@ def _end_as_python_does(own_process: bool) -> None:
 def _terminated(number: int, frame: object) -> None:
     """SIGTERM in a script that does not handle it itself."""
     raise SystemExit(128 + number)
-
-
-def _exit_code(code: object) -> int:
-    """As the interpreter has it: None is 0, and a text goes to standard error and is 1."""
-    if code is None or isinstance(code, int):
-        return code or 0
-    sys.stderr.write(f"{code}\n")
-    return 1
 
 
 @contextmanager

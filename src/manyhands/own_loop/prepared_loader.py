@@ -1,24 +1,33 @@
-"""A prepared loader: this worker's share of each global batch of the user's own loader."""
+"""A prepared loader: this worker's share of each global batch of the user's own loader, in rank 0's random order."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
+from manyhands import rng
+from manyhands.comm.group import Group
 from manyhands.data.batch import digest_of, map_columns, rows_of, slice_rows
 from manyhands.data.readers.datasets import RowLoader, set_epoch
-from manyhands.data.readers.loaders import generators_of, is_indexed, reader_of, refuse_distributed, samplers_of
+from manyhands.data.readers.loaders import (
+    generators_of,
+    is_indexed,
+    length_of,
+    reader_of,
+    refuse_distributed,
+    samplers_of,
+)
 from manyhands.data.rng_scope import RngScope
 from manyhands.data.sharding import slice_of
 from manyhands.data.source import COMPARED, Pick, Reading, check_digests
 from manyhands.errors import BadInput
 from manyhands.own_loop.session import Iteration, Session
-from manyhands.own_loop.shared_order import check_equal, drawing_alike, number_ahead, plan_of
 
 
 @dataclass(frozen=True)
@@ -113,18 +122,26 @@ class PreparedLoader(Iterable[Any]):
     def _loaded(self, loader: DataLoader[Any]) -> Iterator[Share]:
         """Load own rows only."""
         worker = self.session.worker
-        with drawing_alike(worker.group, generators_of(loader)):
-            plan, seed = plan_of(loader), number_ahead()
-        check_equal(worker.group, [len(plan), sum(len(batch) for batch in plan)])
+        with _drawing_alike(worker.group, generators_of(loader)):
+            plan = _plan_of(loader)
+            with rng.kept():
+                seed = int(torch.randint(2**62, ()).item())
+        mine = [len(plan), sum(len(batch) for batch in plan)]
+        for rank, theirs in enumerate(worker.group.all_gather_json(mine)):
+            if theirs != mine:
+                (a, x), (b, y) = sorted([(worker.rank, mine), (rank, theirs)])
+                raise BadInput(
+                    f"all workers must iterate the same data: rank {a} has {x[1]} rows in {x[0]} batches, rank {b} has {y[1]} in {y[0]}; "
+                    "give every worker the whole dataset, manyhands shares it out"
+                )
         reading = Reading(rank=worker.rank, size=worker.size, seed=seed, epoch=self._passes)
-        reader = reader_of(loader, loader.num_workers)
-        return _load(reader, plan, reading)
+        return _load(reader_of(loader, loader.num_workers), plan, reading)
 
     def _cut(self) -> Iterator[Share]:
         """Read everything, keep the own rows. The source's code draws rank 0's numbers on all workers."""
         worker = self.session.worker
         loader = self.plain if isinstance(self.plain, DataLoader) else None
-        with drawing_alike(worker.group, generators_of(loader) if loader is not None else []):
+        with _drawing_alike(worker.group, generators_of(loader) if loader is not None else []):
             batches = iter(self.plain)
             first, own = next(batches, None), RngScope.from_here()
         self._compare(first)
@@ -146,6 +163,45 @@ class PreparedLoader(Iterable[Any]):
     def _compare(self, batch: Any) -> None:
         """A collective."""
         check_digests(self.session.worker.group.all_gather_json(None if batch is None else digest_of(batch)))
+
+
+def _plan_of(loader: DataLoader[Any]) -> list[list[Any]]:
+    """The pass's global batches as lists of the sampler's items; draws the numbers that `loader` would draw."""
+    sampler: Any = loader.batch_sampler
+    expected = length_of(sampler)
+    plan = []
+    for batch in DataLoader(_Keys(), batch_sampler=sampler, collate_fn=list, generator=loader.generator):
+        plan.append(batch)
+        if len(plan) > expected:
+            raise BadInput(
+                f"the DataLoader's batch sampler says len() = {expected} batches and gave more: make both agree"
+            )
+    return plan
+
+
+class _Keys(Dataset[Any]):
+    """In place of the dataset: gives the sampler's own indices, or keys, back."""
+
+    def __getitems__(self, keys: list[Any]) -> list[Any]:
+        return keys
+
+
+@contextmanager
+def _drawing_alike(group: Group, generators: list[torch.Generator]) -> Iterator[None]:
+    """Inside, every rank draws rank 0's numbers. Rank 0's generators, and all of `generators`, have then moved on as in
+    a plain script; the other ranks' global ones are as before. A collective."""
+    tensors, values = rng.capture()
+    tensors.pop("cuda", None)  # orders are drawn on the CPU
+    own = [generator.get_state() for generator in generators]
+    for state in [*tensors.values(), *own]:
+        group.broadcast_(state, 0)
+    values = group.all_gather_json(values if group.rank == 0 else None)[0]
+    for generator, state in zip(generators, own, strict=True):
+        generator.set_state(state)
+    with rng.kept() if group.rank else nullcontext():
+        if group.rank:
+            rng.restore(tensors, values)
+        yield
 
 
 def _load(reader: RowLoader, plan: list[list[Any]], reading: Reading) -> Iterator[Share]:

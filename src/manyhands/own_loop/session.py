@@ -48,25 +48,13 @@ class Session:
         self.counts_weights = worker.size > 1 or worker.shares_process
         """Alone, a weight matters once the user states one; in simulated time, rows are the cost of a gradient."""
         self.first_losses = FirstLosses(worker)
-        self.prepared = 0  # pairs so far, gone or not
+        self.prepared = 0  # pairs so far, gone or not: a pair's place in the order of preparation
         self._began = False
         self._rows: dict[Iteration, float | None] = {}  # of each open pass's batch at hand, the newest last
         self._stated: float | None = None  # by `mh.weight`
         self._stated_used = False
         self._stand_ins: set[Iteration] = set()  # whose batch at hand is a stand-in
         self._pending: dict[int, set[Pair]] = {}  # backward under way -> the pairs that it reached
-
-    def add(self, pair: Pair) -> int:
-        """Take a new pair in; its place in the order of preparation."""
-        self.pairs.add(pair)
-        self.prepared += 1
-        return self.prepared
-
-    def remove(self, pair: Pair) -> None:
-        """Forget a pair that was prepared anew."""
-        self.pairs.discard(pair)
-        for iteration in self.iterations:
-            iteration.used.discard(pair)
 
     def begin(self) -> None:
         """Training begins: from here on other ranks than the first draw numbers of their own (dropout, noise)."""
@@ -77,19 +65,22 @@ class Session:
     # -- weights -----------------------------------------------------------------------------------------------------
 
     @property
+    def _newest_rows(self) -> float | None:
+        return next(reversed(self._rows.values()), None)
+
+    @property
     def weight(self) -> float:
         """Of a backward now: 0 on a stand-in batch, else as stated, else the batch's rows, else 1."""
         if self._stand_ins:
             return 0.0
         if self._stated is not None:
             return self._stated
-        newest = next(reversed(self._rows.values()), None)
-        return 1.0 if newest is None else newest
+        return 1.0 if self._newest_rows is None else self._newest_rows
 
     @property
     def counted_rows(self) -> float | None:
         """Of the batch at hand that a prepared loader gave, where they are the weight."""
-        return None if self._stated is not None else next(reversed(self._rows.values()), None)
+        return None if self._stated is not None else self._newest_rows
 
     @property
     def weight_known(self) -> bool:
@@ -150,20 +141,15 @@ class Session:
         self.begin()
         pairs = in_order(self._pending.pop(task))
         self.first_losses.backward_over(self.counted_rows)
-        if self.worker.shares_process:
-            self._take_time(pairs[0].replica.step)
+        if self.worker.shares_process:  # of simulated workers, computing a gradient takes virtual time here
+            driver, step, rows = self.worker.driver, pairs[0].replica.step, self._newest_rows
+            driver.progress("compute", step)
+            driver.computed(0 if self._stand_ins else 1 if rows is None else round(rows))
+            driver.progress(USER, step)
         with torch.no_grad():
             for pair in pairs:
                 pair.after_backward(self.weight)
         self._stated_used = True
-
-    def _take_time(self, step: int) -> None:
-        """Of simulated workers, computing a gradient takes virtual time here."""
-        rows = next(reversed(self._rows.values()), None)
-        line = self.worker.driver
-        line.progress("compute", step)
-        line.computed(0 if self._stand_ins else 1 if rows is None else round(rows))
-        line.progress(USER, step)
 
     # -- step and finish ---------------------------------------------------------------------------------------------
 
@@ -242,7 +228,9 @@ class Pair:
                 pair.release()
         if self._stepper.pair is not None:
             self._stepper.pair.release()
-        self.number = self.session.add(self)
+        self.session.pairs.add(self)
+        self.session.prepared += 1
+        self.number = self.session.prepared
         self._stepper.bind(optimizer, self)
         if self.together:  # a GradScaler then shows itself to `step`, see `check_step`
             optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
@@ -255,7 +243,9 @@ class Pair:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._stepper.pair = [], None
-        self.session.remove(self)
+        self.session.pairs.discard(self)
+        for iteration in self.session.iterations:
+            iteration.used.discard(self)
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
