@@ -160,13 +160,12 @@ def test_tensorboard_beside_the_chief(
 
 def test_tensorboard_answers_at_the_address_that_is_told(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    from manyhands.engines.tensorboard import shown
+    from manyhands.engines.cluster import shown
 
-    told: list[str] = []
-    with shown(str(tmp_path), "127.0.0.1", told.append), urllib.request.urlopen(told[0], timeout=30) as page:
+    with shown(str(tmp_path), "127.0.0.1") as url, urllib.request.urlopen(url, timeout=30) as page:
         assert page.status == 200
     with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(told[0], timeout=30)
+        urllib.request.urlopen(url, timeout=30)
 
 
 @pytest.mark.slow

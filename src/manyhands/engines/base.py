@@ -123,10 +123,7 @@ class Engine(ABC):
     """Where workers run: a frozen dataclass whose fields are its options. It does not know strategies."""
 
     name: ClassVar[str]
-    spmd: ClassVar[bool] = (
-        False  # every worker is a process that makes the same call of `launch`, and gets its own value
-    )
-
+    spmd: ClassVar[bool] = False  # each worker's process makes the same call of `launch`, and gets its own value
     simulated: ClassVar[bool] = False  # all workers live in the caller's process, and their clocks are not real
     serves: ClassVar[bool] = False  # it can start a parameter server, and its driver leases rows
     brings_frames: ClassVar[bool] = False  # it brings the rows of a DataFrame to the workers' hosts

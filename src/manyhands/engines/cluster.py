@@ -21,19 +21,25 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import secrets
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from manyhands.engines.base import Engine, LaunchSpec, Observer, check_brings
 from manyhands.engines.driver.run_monitor import USER
 from manyhands.engines.roles import CHIEF, EVALUATOR, TRAINING, WORKER, Roles
-from manyhands.errors import BadInput, Unsupported
+from manyhands.errors import BadInput, ManyhandsError, Unsupported
 from manyhands.events import Event
 from manyhands.transport.address import bound, format_address, parse_address
 
@@ -173,15 +179,12 @@ class Member:
     def __call__(self, worker: Worker) -> Any:
         cluster, found = met(worker, self.roles)
         worker.driver.progress(USER, 0)
-        with _environment(found), self._shown(worker, cluster):
+        with ExitStack() as stack:
+            stack.enter_context(_environment(found))
+            if self.tensorboard is not None and cluster.is_chief:
+                url = stack.enter_context(shown(self.tensorboard, worker.address))
+                worker.emit(TENSORBOARD, url=url)
             return self.function(replace(cluster, data=self.rows), *self.args)
-
-    def _shown(self, worker: Worker, cluster: Cluster) -> Any:
-        if self.tensorboard is None or not cluster.is_chief:
-            return nullcontext()
-        from manyhands.engines.tensorboard import shown
-
-        return shown(self.tensorboard, worker.address, lambda url: worker.emit(TENSORBOARD, url=url))
 
 
 def met(worker: Worker, roles: Roles) -> tuple[Cluster, dict[str, str]]:
@@ -221,3 +224,48 @@ def _environment(found: Mapping[str, str]) -> Iterator[None]:
         for name in NAMES:
             os.environ.pop(name, None)
         os.environ.update(before)
+
+
+# -- TensorBoard beside the chief, for as long as its function runs -------------------------------------------------------
+
+_START_S = 60.0
+_POLL_S = 0.05
+_END_S = 5.0
+_URL = re.compile(r"TensorBoard \S+ at (http\S+)")
+
+
+@contextmanager
+def shown(logdir: str, host: str) -> Iterator[str]:
+    """Within, TensorBoard shows `logdir` at any free port of this address of this host; its URL.
+
+    Whoever reaches the address can look. BadInput where tensorboard is not installed; ManyhandsError, with its own
+    words, where it does not start.
+    """
+    if find_spec("tensorboard") is None:
+        raise BadInput("tensorboard= needs the package tensorboard where the chief runs: pip install tensorboard there")
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", logdir, "--port", "0", "--host", host]
+    with tempfile.TemporaryFile() as words:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=words)
+        try:
+            yield _url(process, words)
+        finally:
+            process.terminate()
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _url(process: subprocess.Popen[bytes], words: IO[bytes]) -> str:
+    """Of its output, once it listens."""
+    deadline = time.monotonic() + _START_S
+    while True:
+        ended = process.poll() is not None
+        output = os.pread(words.fileno(), 1 << 16, 0).decode(errors="replace")
+        if found := _URL.search(output):
+            return found[1]
+        if ended or time.monotonic() >= deadline:
+            how = f"ended with exit code {process.returncode}" if ended else f"did not listen within {_START_S:.0f} s"
+            raise ManyhandsError(f"TensorBoard {how}; its output:\n{output.strip() or '(nothing)'}")
+        time.sleep(_POLL_S)

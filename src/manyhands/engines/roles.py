@@ -30,7 +30,14 @@ class Roles:
         if not is_whole(self.workers):
             raise BadInput(f"workers must be a whole number of at least 1, not {self.workers!r}")
         for role, count in self.others.items():
-            _check(role, count)
+            if role == WORKER:
+                raise BadInput("roles: say how many workers there are with workers=, and in roles who is there besides")
+            if role not in ROLES:
+                raise UnknownName(f"roles: there is no role {role!r}; choose of chief, ps, evaluator")
+            if not is_whole(count, least=0):
+                raise BadInput(f"roles: the number of {role} must be a whole number, 0 or more, not {count!r}")
+            if role in _ONLY_ONE and count > 1:
+                raise BadInput(f"roles: a cluster has at most one {role}, not {count}")
         if isinstance(self.until, str):
             raise BadInput(f"until must be a tuple of roles, such as ({self.until!r},), not a text")
         if unknown := [role for role in self.until if role not in ROLES]:
@@ -63,14 +70,3 @@ class Roles:
         """How messages call it: "ps 0"."""
         role, index = self.members[rank]
         return f"{role} {index}"
-
-
-def _check(role: str, count: object) -> None:
-    if role == WORKER:
-        raise BadInput("roles: say how many workers there are with workers=, and in roles who is there besides")
-    if role not in ROLES:
-        raise UnknownName(f"roles: there is no role {role!r}; choose of chief, ps, evaluator")
-    if not is_whole(count, least=0):
-        raise BadInput(f"roles: the number of {role} must be a whole number, 0 or more, not {count!r}")
-    if role in _ONLY_ONE and isinstance(count, int) and count > 1:
-        raise BadInput(f"roles: a cluster has at most one {role}, not {count}")

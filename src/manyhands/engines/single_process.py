@@ -6,7 +6,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -36,24 +36,14 @@ def run_here(program: Callable[[Worker], T], spec: LaunchSpec) -> T:
         driver=driver,
         threads=threads_in_callers_process(1, spec.threads_per_worker),
     )
-    with as_current(worker), running_threads(worker.threads), _served(worker, spec):
+    with as_current(worker), running_threads(worker.threads), ExitStack() as stack:
+        if spec.server is not None:
+            from manyhands.server.in_process import InProcessServers
+
+            servers = InProcessServers(spec.server, workers=1, shards=spec.shards, timeout_s=spec.timeout_s)
+            (worker.server,) = servers.clients
+            stack.callback(worker.server.close)
         return run_as(worker, program, driver)
-
-
-@contextmanager
-def _served(worker: Worker, spec: LaunchSpec) -> Iterator[None]:
-    """Within, the worker has the server that the spec wants, in this very process."""
-    if spec.server is None:
-        yield
-        return
-    from manyhands.server.in_process import InProcessServers
-
-    servers = InProcessServers(spec.server, workers=1, shards=spec.shards, timeout_s=spec.timeout_s)
-    (worker.server,) = servers.clients
-    try:
-        yield
-    finally:
-        worker.server.close()
 
 
 def run_as(worker: Worker, program: Callable[[Worker], T], driver: InProcessDriverClient) -> T:
@@ -104,8 +94,9 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
 
 
 class InProcessDriverClient(DriverClient):
-    """Of one worker alone, or of rank 0 under another launcher. Calls the observer directly. Nobody watches for a hang: a
-    debugger may hold this worker as long as it likes.
+    """Of one worker alone, or of rank 0 under another launcher; calls the observer directly.
+
+    Nobody watches for a hang: a debugger may hold this worker as long as it likes.
 
     poll_s: so long it is not asked again whether to stop; 0 where a stop shall be obeyed at the very next tick.
     """
