@@ -66,11 +66,7 @@ class Driver:
         self.monitor = RunMonitor(
             spec.workers, spec.timeout_s, self.clock(), spec.shards, awaited=spec.awaited, names=spec.name_of
         )
-        self._host_of = {
-            process_index: host_processes
-            for host_processes in self.hosts
-            for process_index in host_processes.process_indices
-        }
+        self._host_of = {number: host for host in self.hosts for number in host.process_indices}
 
     def run(self, program: Any) -> list[Any]:
         with room_for_descriptors(3 * len(self._host_of) + 2 * len(self.hosts)):
@@ -84,16 +80,7 @@ class Driver:
         return [self._values.get(rank) for rank in range(self.spec.workers)]
 
     def _start(self, program: Any) -> None:
-        fd = serialize(program, "the program")
-        try:
-            for host_processes in self.hosts:
-                host_processes.start(self._shared(), fd)
-        finally:
-            os.close(fd)
-
-    def _shared(self) -> dict[str, Any]:
-        """What every process of the run is to know; a host may override it."""
-        return {
+        shared = {  # what every process of the run is to know; a host may override it
             "size": self.spec.workers,
             "path": import_path(),
             "argv": sys.argv,
@@ -105,6 +92,12 @@ class Driver:
             "server": None if self.spec.server is None else vars(self.spec.server),
             "servers": self.spec.shards,
         }
+        fd = serialize(program, "the program")
+        try:
+            for host_processes in self.hosts:
+                host_processes.start(shared, fd)
+        finally:
+            os.close(fd)
 
     def _end(self, grace_s: float) -> None:
         """End the processes of all hosts, also when one of them fails; then raise the first error."""
@@ -167,9 +160,15 @@ class Driver:
                 last = None if body["phase"] is None else (body["phase"], body["step"])
                 self.monitor.exited(process_index, body["status"], host_processes.host, now, last, body["detail"])
             case "error":
-                self._raised(process_index, body)
+                fields = {name: value for name, value in body.items() if name != "type"}
+                if not body["family"]:
+                    place = f"{self._who(process_index)} failed in phase {body['phase']} at step {body['step']}"
+                    fields["message"] = f"{place}: {body['error']}: {body['message']}"
+                self.monitor.raised(Failure(**fields), now)
             case "lost":
-                self._lost(process_index, body)
+                phase, step = body["phase"], body["step"]
+                message = f"{self._who(process_index)} is lost in phase {phase} at step {step}: {body['why']}"
+                self.monitor.raised(Failure(rank=process_index, phase=phase, step=step, message=message), now)
             case other:
                 raise ManyhandsError(f"{self._who(process_index)} sent a message of unknown type {other!r}")
 
@@ -227,13 +226,12 @@ class Driver:
         self._host_of[process_index].send(process_index, {"type": "leased", "value": value})
 
     def _arrived(self, process_index: int, body: dict[str, Any]) -> None:
-        if process_index not in body["process_indices"] or not self._host_of.keys() >= set(body["process_indices"]):
-            raise self._out_of_turn(
-                process_index,
-                f"arrived at a rendezvous of the processes {body['process_indices']}, which are not this run's",
-            )
-        values = self._rendezvous.arrive(process_index, body["name"], body["process_indices"], body["value"])
-        for other in body["process_indices"] if values is not None else ():
+        invited = body["process_indices"]
+        if process_index not in invited or not self._host_of.keys() >= set(invited):
+            what = f"arrived at a rendezvous of the processes {invited}, which are not this run's"
+            raise self._out_of_turn(process_index, what)
+        values = self._rendezvous.arrive(process_index, body["name"], invited, body["value"])
+        for other in invited if values is not None else ():
             self._host_of[other].send(other, {"type": "complete", "name": body["name"], "values": values})
 
     def _stop(self) -> bool:
@@ -250,18 +248,6 @@ class Driver:
         return bool(reason)
 
     # -- judging -----------------------------------------------------------------------------------------------------
-
-    def _raised(self, process_index: int, body: dict[str, Any]) -> None:
-        fields = {name: value for name, value in body.items() if name != "type"}
-        if not body["family"]:
-            place = f"{self._who(process_index)} failed in phase {body['phase']} at step {body['step']}"
-            fields["message"] = f"{place}: {body['error']}: {body['message']}"
-        self.monitor.raised(Failure(**fields), self.clock())
-
-    def _lost(self, process_index: int, body: dict[str, Any]) -> None:
-        phase, step = body["phase"], body["step"]
-        message = f"{self._who(process_index)} is lost in phase {phase} at step {step}: {body['why']}"
-        self.monitor.raised(Failure(rank=process_index, phase=phase, step=step, message=message), self.clock())
 
     def _error(self, failure: Failure) -> Exception:
         """What to raise: manyhands' own errors as they were, anything else as `WorkerFailed`."""
@@ -300,11 +286,10 @@ class Driver:
         message = f"{self._how_it_hangs(verdict, host_processes, status)} (timeout_s={self.spec.timeout_s:g}). Where every worker is follows"
         if not verdict.silent_s:
             message += "; if the work is only slow, give a longer timeout_s"
-        detail = f"{self.monitor.table(now)}\n\n{stacks}"
-        failure = Failure(
-            rank=status.number, phase=status.phase, step=status.step, message=f"{message}.", detail=detail
+        rank, detail = status.number, f"{self.monitor.table(now)}\n\n{stacks}"
+        return self._failed(
+            Failure(rank=rank, phase=status.phase, step=status.step, message=f"{message}.", detail=detail)
         )
-        return self._failed(failure)
 
     def _how_it_hangs(self, verdict: Hung, host_processes: HostProcesses, status: ProcessStatus) -> str:
         name, place = self._who(status.number), f"in phase {status.phase} at step {status.step}"
@@ -322,15 +307,10 @@ class Driver:
 
     def _stacks(self) -> str:
         """Of all processes; a silent host is not asked."""
-        asked = [
-            host_processes for host_processes in self.hosts if not self.monitor.is_silent(host_processes.silent_s())
-        ]
-        stacks = {
-            process_index: stack for host_processes in asked for process_index, stack in host_processes.stacks().items()
-        }
+        stacks: dict[int, str] = {}
+        for host_processes in self.hosts:
+            if not self.monitor.is_silent(host_processes.silent_s()):
+                stacks |= host_processes.stacks()
         missing = "(no stack: the process does not answer, or has ended)"
-        process_indices = process_indices_of(self.spec.workers, self.spec.shards)
-        return "\n\n".join(
-            f"{self.spec.name_of(process_index)}:\n{stacks.get(process_index) or missing}"
-            for process_index in process_indices
-        )
+        numbers = process_indices_of(self.spec.workers, self.spec.shards)
+        return "\n\n".join(f"{self.spec.name_of(number)}:\n{stacks.get(number) or missing}" for number in numbers)

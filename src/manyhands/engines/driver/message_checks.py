@@ -60,36 +60,42 @@ def _passed(check: Check, value: Any, what: str) -> Any:
         raise FrameError(f"{what} that makes no sense ({printable(error)}): {printable(repr(value))}") from error
 
 
-def _line(value: Any) -> str:
-    """A text of one line."""
-    _expect(isinstance(value, str), "a text")
-    return printable(value, _MOST_TEXT)
+def _expected(what: str, right: Callable[[Any], bool], taken: Callable[[Any], Any] = lambda value: value) -> Check:
+    """The check of one kind of value; taken: what of it goes on."""
+
+    def check(value: Any) -> Any:
+        _expect(right(value), what)
+        return taken(value)
+
+    return check
 
 
-def _lines(value: Any) -> str:
-    """A text of any number of lines."""
-    _expect(isinstance(value, str), "a text")
-    return printable(value, _MOST_TEXT, keep="\n\t")
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
-def _whole(value: Any) -> int:
-    _expect(is_whole(value, -(1 << 62)), "a whole number")
-    return int(value)
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
 
 
-def _count(value: Any) -> int:
-    _expect(is_whole(value, 0), "a number of at least 0")
-    return int(value)
+_line = _expected("a text", _is_text, lambda text: printable(text, _MOST_TEXT))
+_lines = _expected("a text", _is_text, lambda text: printable(text, _MOST_TEXT, keep="\n\t"))
+_whole = _expected("a whole number", lambda value: is_whole(value, -(1 << 62)), int)
+_count = _expected("a number of at least 0", lambda value: is_whole(value, 0), int)
+_yes_or_no = _expected("true or false", lambda value: isinstance(value, bool))
+_object = _expected("an object", _is_object, dict)
+_texts = _expected("texts by name", lambda value: _is_object(value) and all(map(_is_text, value.values())), dict)
+_values = _expected(
+    "an object",
+    _is_object,
+    lambda value: {name: _lines(part) if _is_text(part) else part for name, part in value.items()},
+)
+_events = _expected("events", lambda value: isinstance(value, list), lambda value: [_event(one) for one in value])
 
 
 def _seconds(value: Any) -> float:
     _expect(isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value), "seconds")
     return float(value)
-
-
-def _yes_or_no(value: Any) -> bool:
-    _expect(isinstance(value, bool), "true or false")
-    return bool(value)
 
 
 def _or_none(check: Check) -> Check:
@@ -112,26 +118,6 @@ def _segment(value: Any) -> dict[str, Any]:
 def _event(value: Any) -> dict[str, Any]:
     _expect(isinstance(value, dict) and value.keys() <= _EVENT.keys() and "type" in value, "an event")
     return {name: _EVENT[name](part) for name, part in value.items()}
-
-
-def _events(value: Any) -> list[dict[str, Any]]:
-    _expect(isinstance(value, list), "events")
-    return [_event(one) for one in value]
-
-
-def _values(value: Any) -> dict[str, Any]:
-    _expect(isinstance(value, dict), "an object")
-    return {name: _lines(part) if isinstance(part, str) else part for name, part in value.items()}
-
-
-def _object(value: Any) -> dict[str, Any]:
-    _expect(isinstance(value, dict), "an object")
-    return dict(value)
-
-
-def _texts(value: Any) -> dict[str, str]:
-    _expect(isinstance(value, dict) and all(isinstance(text, str) for text in value.values()), "texts by name")
-    return dict(value)
 
 
 def _shared(value: Any) -> dict[str, Any]:

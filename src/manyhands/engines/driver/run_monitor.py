@@ -153,9 +153,8 @@ class RunMonitor:
         if last is not None:
             known.phase, known.step = last
         message = f"{self._name_of(process_index)} on {host} {how_it_ended(status)} in phase {known.phase} at step {known.step}"
-        self.raised(
-            Failure(rank=process_index, phase=known.phase, step=known.step, message=message, detail=detail), now
-        )
+        failure = Failure(rank=process_index, phase=known.phase, step=known.step, message=message, detail=detail)
+        self.raised(failure, now)
 
     def excuse(self, seconds: float) -> None:
         """The driver itself was busy for so long and read no message: no deadline runs meanwhile."""
@@ -171,25 +170,25 @@ class RunMonitor:
         if self._failures:
             return self._failed(now)
         if over:
-            all_done = (
-                all(process.done for process in self.processes.values()) or now - self._returned_at >= LAST_WORDS_S
-            )
-            return ProcessFinished() if all_done else None
+            all_done = all(process.done for process in self.processes.values())
+            return ProcessFinished() if all_done or now - self._returned_at >= LAST_WORDS_S else None
         return self._hung(now)
 
     def _failed(self, now: float) -> Failed | None:
         for at, failure in self._failures:
             if not failure.secondary:
-                return Failed(failure) if self._counts(failure, now - at) else None
+                # one that nobody waits for may have failed because those have just returned for whom all wait
+                counts = failure.rank < 0 or failure.rank in self._awaited or now - at >= ROOT_CAUSE_WAIT_S
+                return Failed(failure) if counts else None
         at, first = self._failures[0]
         waited = now - at >= ROOT_CAUSE_WAIT_S or all(process.done for process in self.processes.values())
         return Failed(first) if waited else None
 
-    def _counts(self, failure: Failure, seconds: float) -> bool:
-        """A worker that nobody waits for may have failed because those have just returned for whom all wait."""
-        return failure.rank < 0 or failure.rank in self._awaited or seconds >= ROOT_CAUSE_WAIT_S
-
     def _hung(self, now: float) -> Hung | None:
+        """Blame the process without heartbeats for longest: all others may wait for it, whatever their phase is.
+
+        Where all send heartbeats, blame the one without progress for longest, those that wait for peers last.
+        """
         running = [process for process in self.processes.values() if not process.done]
         compiling = [process for process in running if self._compiling(process, now)]
         stale = [process for process in running if self._stale(process, now) and process not in compiling]
@@ -198,13 +197,6 @@ class RunMonitor:
             return None
         if not busy and any(self._moving(process, now) for process in running):  # somebody is slow, and on the way
             return None
-        return self._suspect(running, stale, now)
-
-    def _suspect(self, running: list[ProcessStatus], stale: list[ProcessStatus], now: float) -> Hung:
-        """Blame the process without heartbeats for longest: all others may wait for it, whatever their phase is.
-
-        Where all send heartbeats, blame the one without progress for longest, those that wait for peers last.
-        """
         silent = [process for process in running if self.is_silent(process.unheard_s(now)) and process.started]
         suspects = next(filter(None, (_at_work(silent), silent, _at_work(stale), _at_work(running), stale)))
         culprit = max(suspects, key=lambda one: (one.unheard_s(now) if silent else 0.0, one.idle_s(now)))
@@ -228,9 +220,8 @@ class RunMonitor:
         """rank | last step | phase | seconds since progress | since a heartbeat"""
         rows = [("rank", "last step", "phase", "seconds since progress", "since a heartbeat")]
         for process in self.processes.values():
-            idle, unheard = (
-                ("", "") if process.done else (f"{process.idle_s(now):.1f}", f"{process.unheard_s(now):.1f}")
-            )
+            idle = "" if process.done else f"{process.idle_s(now):.1f}"
+            unheard = "" if process.done else f"{process.unheard_s(now):.1f}"
             name = str(process.number) if process.number >= 0 else self._name_of(process.number)
             rows.append((name, str(process.step), "returned" if process.done else process.phase, idle, unheard))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
