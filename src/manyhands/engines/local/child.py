@@ -12,7 +12,6 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -144,9 +143,9 @@ def _server(place: ProcessPlace, driver: ProcessDriverClient) -> Server | None:
         return None
     hosts, channels = [socket.gethostname()] * place.size, []
     if place.network is not None:
-        from manyhands.engines.hosts.connections import host_names
+        from manyhands.engines.hosts.connections import network_of
 
-        hosts = host_names(place)
+        hosts = network_of(place).host_names
     for shard in range(place.servers):
         if shard not in place.channels:
             from manyhands.engines.hosts.connections import shard_channel
@@ -234,25 +233,21 @@ def prepare_process(stacks: int, threads: int) -> None:
 def report(error: BaseException, driver: ProcessDriverClient) -> dict[str, Any]:
     """An error as JSON: exceptions of any class can be reported, whether or not they can be pickled."""
     phase, step = driver.where()
+    trace = error.__traceback__  # without this file's outermost frames
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
     failure = Failure(
         rank=driver.process_index,
         phase=phase,
         step=step,
         message=_text(error),
-        detail="".join(traceback.format_exception(type(error), error, _of_program(error.__traceback__))),
+        detail="".join(traceback.format_exception(type(error), error, trace)),
         error=type(error).__name__,
         family=next((c.__name__ for c in type(error).__mro__ if c.__module__ == ManyhandsError.__module__), ""),
         exit_code=error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1,
         secondary=isinstance(error, PeerLost),
     )
     return {"type": "error", **vars(failure)}
-
-
-def _of_program(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without this file's outermost frames."""
-    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next
-    return trace
 
 
 def _text(error: BaseException) -> str:

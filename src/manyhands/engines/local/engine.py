@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
 from typing_extensions import override
 
@@ -89,16 +89,17 @@ class Local(Engine):
 
     @override
     def launch(self, program: Callable[[Worker], T], spec: LaunchSpec) -> list[T]:
-        _check(spec)
+        check_counts(spec)
+        if spec.workers > 1 and sys.platform != "linux":
+            raise Unsupported(
+                f"several workers need Linux, this is {sys.platform}: on Windows use WSL2, or give workers=1"
+            )
         if spec.workers == 1 and not self.apart:
             from manyhands.engines.single_process import run_here
 
             if not self._slot.keep:
                 self.close()  # a server that was started early is not needed
             return [run_here(program, spec)]
-        return self._launch(program, spec)
-
-    def _launch(self, program: Callable[[Worker], T], spec: LaunchSpec) -> list[Any]:
         from manyhands.engines.driver.driver import Driver
         from manyhands.engines.driver.host_processes import process_indices_of
         from manyhands.engines.local.processes import LocalProcesses
@@ -109,9 +110,3 @@ class Local(Engine):
             return Driver([host_processes], spec).run(program)
         finally:
             self._slot.give_back(spawner)
-
-
-def _check(spec: LaunchSpec) -> None:
-    check_counts(spec)
-    if spec.workers > 1 and sys.platform != "linux":
-        raise Unsupported(f"several workers need Linux, this is {sys.platform}: on Windows use WSL2, or give workers=1")

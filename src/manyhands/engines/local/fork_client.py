@@ -35,10 +35,9 @@ _LONGEST_FOLDER = 107 - len("/mh-12345678/listener-12345678")
 
 
 class Spawner:
-    """One fork server. `start` returns at once; the server loads torch meanwhile.
+    """One fork server, which loads torch while the caller goes on.
 
-    leftover: a folder of this run that is to be gone when this process ends, also by SIGKILL: the server removes it
-        then.
+    leftover: a folder of this run that the server removes when this process ends, also by SIGKILL.
     """
 
     def __init__(self, leftover: Path | None = None) -> None:
@@ -67,14 +66,11 @@ class Spawner:
         """News of the run's processes; raises `Closed` when the server died."""
         messages = self.wire.receive()
         for body, _ in messages:
-            self._note(body)
+            if body["type"] == "started":
+                self._pids[body["process_index"]] = body["pid"]
+            elif body["type"] == "exited":
+                self._pids.pop(body["process_index"], None)
         return messages
-
-    def _note(self, body: dict[str, Any]) -> None:
-        if body["type"] == "started":
-            self._pids[body["process_index"]] = body["pid"]
-        elif body["type"] == "exited":
-            self._pids.pop(body["process_index"], None)
 
     def signal(self, process_indices: Iterable[int], number: int) -> None:
         """By way of the server, so that one that is about to be forked gets it too."""
@@ -87,17 +83,14 @@ class Spawner:
             return
         try:
             self.wire.send({"type": "end", "grace_s": grace_s})
-            self._wait_idle(time.monotonic() + grace_s + _END_S)
+            deadline, is_idle = time.monotonic() + grace_s + _END_S, False
+            while not is_idle:
+                if not self.wire.readable(deadline - time.monotonic()):
+                    raise TimeoutError
+                is_idle = any(body["type"] == "idle" for body, _ in self.receive())
             empty(self._scratch)
         except (Closed, BrokenPipeError, TimeoutError):
             self.kill()
-
-    def _wait_idle(self, deadline: float) -> None:
-        while True:
-            if not self.wire.readable(deadline - time.monotonic()):
-                raise TimeoutError
-            if any(body["type"] == "idle" for body, _ in self.receive()):
-                return
 
     def close(self) -> int:
         """End the server, and with it whatever runs; its exit status. Idempotent."""

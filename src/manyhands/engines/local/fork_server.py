@@ -45,29 +45,25 @@ _PRELOAD = (
 )
 
 _LAST_S = 5.0  # to end what workers left, when the driver is gone
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def main(fd: int, leftovers: Sequence[str] = ()) -> None:
     """Serve the driver at the socket `fd` until it closes it or dies; then remove the folders `leftovers`."""
-    _fill_standard_descriptors()
+    for number in range(3):  # where the caller's is closed, no socket may get its number, and what a worker prints
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number is this one
     for number in (signal.SIGINT, signal.SIGTERM):  # the driver ends the workers, or lets them save first
         signal.signal(number, signal.SIG_IGN)
-    adopt_orphans()
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # it adopts its descendants' orphans, of other sessions too
     server = ForkServer(ControlSocket(socket.socket(fileno=fd)), leftovers)
     server.end_with_driver()
     raise_limit_of_descriptors()
     for name in _PRELOAD:
         importlib.import_module(name)
     server.serve()
-
-
-def _fill_standard_descriptors() -> None:
-    """Where the caller's were closed, no socket of ours may get the number 1 and receive what a worker prints."""
-    for fd in range(3):
-        try:
-            os.fstat(fd)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest free number is this one
 
 
 @dataclass
@@ -78,9 +74,8 @@ class ForkServerRun:
     fds: list[int]
     memory: list[int] = field(default_factory=list)
     lifelines: list[tuple[int, int]] = field(default_factory=list)
-    channels: dict[tuple[int, int], tuple[int, int]] = field(
-        default_factory=dict
-    )  # (rank, shard) -> (its end, its end)
+    channels: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    """(rank, shard) -> (the worker's end, the shard's end)"""
 
     @property
     def workers(self) -> list[int]:
@@ -183,13 +178,18 @@ class ForkServer:
 
     def _receive(self) -> None:
         for message in self._wire.receive():
-            {"launch": self._launch, "fork": self._fork, "signal": self._signal, "end": self._end}[
-                message.body["type"]
-            ](message)
-
-    def _launch(self, message: ControlMessage) -> None:
-        self._run = ForkServerRun({name: value for name, value in message.body.items() if name != "type"}, message.fds)
-        self._run.connect()
+            match message.body.pop("type"):
+                case "launch":
+                    self._run = ForkServerRun(message.body, message.fds)
+                    self._run.connect()
+                case "fork":
+                    self._fork(message)
+                case "signal":
+                    self._signal(**message.body)
+                case "end":
+                    self._end(**message.body)
+                case other:
+                    raise ValueError(f"the driver sent a message of unknown type {other!r}")
 
     def _fork(self, message: ControlMessage) -> None:
         assert self._run is not None
@@ -205,10 +205,8 @@ class ForkServer:
         for fd in message.fds:
             os.close(fd)
         self._wire.send({"type": "started", "process_index": process_index, "pid": pid})
-        if (
-            process_index == self._run.body["process_indices"][-1]
-        ):  # all have their memory, lifelines and channels: now nobody else has
-            self._run.close()
+        if process_index == self._run.body["process_indices"][-1]:
+            self._run.close()  # all have their memory, lifelines and channels: now nobody else has
 
     def _become(self, parent: int, process_index: int, fds: list[int]) -> NoReturn:
         """In the child: leave everything of the fork server's behind, and never return to its code."""
@@ -226,21 +224,37 @@ class ForkServer:
             self._wire.close()
             for fd in self._inherited:
                 os.close(fd)
-            code = child.run(_place(self._run, process_index, fds))
+            channels = self._run.keep(process_index)
+            program, *streams = self._run.fds if process_index >= 0 else [-1, *self._run.fds]
+            wire, questions, stacks, status = fds
+            place = ProcessPlace(
+                process_index=process_index,
+                program=program,
+                streams=streams,
+                wire=socket.socket(fileno=wire),
+                questions=socket.socket(fileno=questions),
+                stacks=stacks,
+                status=status,
+                memory=self._run.memory,
+                lifelines=self._run.lifelines,
+                channels=channels,
+                **self._run.body,
+            )
+            code = child.run(place)
         except BaseException:  # noqa: BLE001 - nothing may return into the fork server's loop
             traceback.print_exc()
         finally:
             os._exit(code)
 
-    def _signal(self, message: ControlMessage) -> None:
+    def _signal(self, process_indices: list[int], number: int) -> None:
         for pid, process_index in self._process_indices.items():
-            if process_index in message.body["process_indices"]:
+            if process_index in process_indices:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, message.body["number"])
+                    os.kill(pid, number)
 
-    def _end(self, message: ControlMessage) -> None:
+    def _end(self, grace_s: float) -> None:
         """Give the processes a moment to exit, then kill their groups and what they left; answer when all are gone."""
-        deadline = time.monotonic() + message.body["grace_s"]
+        deadline = time.monotonic() + grace_s
         while self._process_indices and (left := deadline - time.monotonic()) > 0:
             select.select([self._wakeup], [], [], left)
             self._drain_wakeup()
@@ -261,46 +275,22 @@ class ForkServer:
             os.read(self._wakeup, 4096)
 
     def _reap(self) -> None:
-        """Tell of workers that ended, and kill the children they left: while its leader is unreaped, a group's number
-        is safe.
+        """Tell of workers that ended, and kill their groups, whose numbers are safe while the leaders are unreaped.
 
         What they left in sessions of its own was adopted: it lives until the run's end, and is only reaped here.
         """
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
                 process_index = self._process_indices.get(ended.si_pid)
-                if process_index is not None:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(ended.si_pid, signal.SIGKILL)
+                if process_index is None:
+                    os.waitpid(ended.si_pid, 0)
+                    continue
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(ended.si_pid, signal.SIGKILL)
                 _, status = os.waitpid(ended.si_pid, 0)
-                if process_index is not None:
-                    del self._process_indices[ended.si_pid]
-                    self._wire.send(
-                        {"type": "exited", "process_index": process_index, "status": os.waitstatus_to_exitcode(status)}
-                    )
-
-
-def _place(run: ForkServerRun, process_index: int, fds: list[int]) -> ProcessPlace:
-    """What a process inherits, with its own four descriptors."""
-    channels = run.keep(process_index)
-    program, *streams = run.fds if process_index >= 0 else [-1, *run.fds]
-    wire, questions, stacks, status = fds
-    return ProcessPlace(
-        process_index=process_index,
-        program=program,
-        streams=streams,
-        wire=socket.socket(fileno=wire),
-        questions=socket.socket(fileno=questions),
-        stacks=stacks,
-        status=status,
-        memory=run.memory,
-        lifelines=run.lifelines,
-        channels=channels,
-        **run.body,
-    )
-
-
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+                del self._process_indices[ended.si_pid]
+                exit_code = os.waitstatus_to_exitcode(status)
+                self._wire.send({"type": "exited", "process_index": process_index, "status": exit_code})
 
 
 def die_with(parent: int) -> None:
@@ -308,11 +298,6 @@ def die_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before we asked
         os._exit(1)
-
-
-def adopt_orphans() -> None:
-    """The kernel makes this process the parent of its descendants' orphans, those in other sessions too."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def kill_children(but: Collection[int] = ()) -> bool:

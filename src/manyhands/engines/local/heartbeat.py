@@ -59,7 +59,10 @@ class ProcessDriverClient(DriverClient):
         wire.sock.settimeout(self._timeout_s)
         for line in (wire, questions):
             os.register_at_fork(after_in_child=line.close)  # a loader's process must not keep the line open
-        _watch_compilers(self)
+        if (module := sys.modules.get("torch._dynamo.callback")) is not None:
+            # torch.compile says when it works: minutes without a step are progress then
+            module.callback_handler.register_start_callback(lambda *_: self.compiling(1))
+            module.callback_handler.register_end_callback(lambda *_: self.compiling(-1))
 
     def start(self) -> None:
         threading.Thread(target=self._serve, name="manyhands-heartbeat", daemon=True).start()
@@ -82,9 +85,8 @@ class ProcessDriverClient(DriverClient):
 
     @override
     def lease(self, segment: Segment) -> Lease | End:
-        return leases.from_json(
-            self._question({"type": "lease", "segment": vars(segment)}, "a request for rows")["value"]
-        )
+        question = {"type": "lease", "segment": vars(segment)}
+        return leases.from_json(self._question(question, "a request for rows")["value"])
 
     def rendezvous(self, name: str, process_indices: Sequence[int], value: Any) -> list[Any]:
         """A rendezvous of these processes, this one among them: give a value (JSON), get all values in their order."""
@@ -143,25 +145,27 @@ class ProcessDriverClient(DriverClient):
         next_beat = time.monotonic()
         while not self._closed:
             if self._wire.readable(next_beat - time.monotonic()):
-                self._read()
+                try:
+                    messages = self._wire.receive()
+                except Closed:
+                    end_this_group()
+                for body, _ in messages:
+                    self._stop = body["reason"]
             elif not self._closed:
                 self._send(None)
                 next_beat = time.monotonic() + BEAT_S
-
-    def _read(self) -> None:
-        try:
-            messages = self._wire.receive()
-        except Closed:
-            end_this_group()
-        for body, _ in messages:
-            self._stop = body["reason"]
 
     def _send(self, message: dict[str, Any] | None, fds: tuple[int, ...] = ()) -> None:
         """A heartbeat with what is in the outbox, then the message: nothing overtakes an event."""
         with self._sending:
             events = [self._outbox.popleft() for _ in range(len(self._outbox))]
+            now = self.where()
+            if now != self._seen:
+                self._seen, self._seen_at = now, time.monotonic()
+            idle_s = 0.0 if self._asking else time.monotonic() - self._seen_at
+            place = json.dumps({"phase": now[0], "step": now[1], "idle_s": idle_s})
             try:
-                self._wire.send_text(self._beat(events))
+                self._wire.send_text(f'{{"type":"beat",{place[1:-1]},"events":[{",".join(events)}]}}')
                 if message is not None:
                     self._wire.send(message, fds)
             except (BrokenPipeError, ConnectionResetError):
@@ -170,24 +174,8 @@ class ProcessDriverClient(DriverClient):
                 sys.stderr.write(f"manyhands: the driver read nothing for {self._timeout_s:.0f} s; this worker ends\n")
                 end_this_group()
 
-    def _beat(self, events: list[str]) -> str:
-        now = self.where()
-        if now != self._seen:
-            self._seen, self._seen_at = now, time.monotonic()
-        idle_s = 0.0 if self._asking else time.monotonic() - self._seen_at
-        place = json.dumps({"phase": now[0], "step": now[1], "idle_s": idle_s})
-        return f'{{"type":"beat",{place[1:-1]},"events":[{",".join(events)}]}}'
-
 
 def end_this_group() -> NoReturn:
     """Kill this worker and the children it has: its process group is its own."""
     os.killpg(0, signal.SIGKILL)
     os._exit(1)
-
-
-def _watch_compilers(line: ProcessDriverClient) -> None:
-    """torch.compile says when it works, if it is there: minutes without a step are progress then."""
-    module = sys.modules.get("torch._dynamo.callback")
-    if module is not None:
-        module.callback_handler.register_start_callback(lambda *_: line.compiling(1))
-        module.callback_handler.register_end_callback(lambda *_: line.compiling(-1))

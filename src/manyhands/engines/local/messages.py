@@ -169,9 +169,7 @@ class ProcessPlace:
     status: int  # a page for phase and step
     memory: Sequence[int]  # shared by this host's workers
     lifelines: Sequence[tuple[int, int]]  # a pipe per worker of this host: (read end, write end)
-    channels: Mapping[
-        int, int
-    ]  # a worker's sockets to the shards of this host, by shard; a shard's to the workers, by rank
+    channels: Mapping[int, int]  # sockets within this host: a worker's by shard, a shard's by rank
     threads: int
     device: str
     timeout_s: float

@@ -62,6 +62,7 @@ class LocalProcesses(HostProcesses):
         self.host = host or socket.gethostname()
         self._network = network
         self.process_indices = list(process_indices)
+        self._workers = [process_index for process_index in process_indices if process_index >= 0]
         self._spawner = spawner
         self._timeout_s = timeout_s
         self._connections: dict[int, ProcessConnection] = {}
@@ -75,8 +76,7 @@ class LocalProcesses(HostProcesses):
         """
         self._ready = select.epoll()
         self._ready.register(self._spawner.wire, select.EPOLLIN)
-        workers = [process_index for process_index in self.process_indices if process_index >= 0]
-        threads = threads_per_worker(max(1, len(workers)), shared["threads"])
+        threads = threads_per_worker(max(1, len(self._workers)), shared["threads"])
         try:
             own: dict[str, Any] = {"process_indices": self.process_indices, "threads": threads}
             if self._network is not None:
@@ -140,14 +140,13 @@ class LocalProcesses(HostProcesses):
         return messages
 
     def _opened(self, process_index: int, message: ControlMessage) -> dict[str, Any]:
+        """With what a worker returned in place of the descriptor that it sent, which is closed here."""
         if not message.fds:
             return message.body
-        return {**message.body, "value": self.open_value(process_index, message.fds[0])}
-
-    def open_value(self, process_index: int, fd: int) -> Any:
-        """What a worker returned, from the descriptor that it sent, which is closed here."""
+        (fd,) = message.fds
         try:
-            return deserialize(fd, mapped=False)  # copied: it outlives the run, and no descriptor may
+            value = deserialize(fd, mapped=False)  # copied: it outlives the run, and no descriptor may
+            return {**message.body, "value": value}
         except Exception as error:  # what a user's __setstate__ raises
             raise ManyhandsError(
                 f"the value that worker {process_index} returned cannot be rebuilt here ({type(error).__name__}: {error}): return numbers, arrays or tensors"
@@ -166,12 +165,10 @@ class LocalProcesses(HostProcesses):
             elif body["type"] == "exited":
                 process_index = body["process_index"]
                 self._drain(process_index, came)  # its last words come before the news of its end
-                came.append((process_index, self._end_of(process_index, body["status"])))
-
-    def _end_of(self, process_index: int, status: int) -> dict[str, Any]:
-        connection = self._connections[process_index]
-        phase, step = connection.status.read() or (None, None)
-        return {"type": "exited", "status": status, "phase": phase, "step": step, "detail": connection.stack()}
+                connection = self._connections[process_index]
+                phase, step = connection.status.read() or (None, None)
+                last = {"phase": phase, "step": step, "detail": connection.stack()}
+                came.append((process_index, {"type": "exited", "status": body["status"], **last}))
 
     @override
     def send(self, process_index: int, body: dict[str, Any]) -> None:
@@ -183,17 +180,16 @@ class LocalProcesses(HostProcesses):
 
     @override
     def signal(self, number: int) -> None:
-        self._spawner.signal([process_index for process_index in self.process_indices if process_index >= 0], number)
+        self._spawner.signal(self._workers, number)
 
     @override
     def stacks(self) -> dict[int, str]:
         """A signal has the interpreter write them, even where the global lock is held."""
         self._spawner.signal(self.process_indices, signal.SIGUSR1)
         deadline, before = time.monotonic() + _STACKS_S, None
-        while (
-            sizes := [os.fstat(connection.stacks).st_size for connection in self._connections.values()]
-        ) != before or 0 in sizes:
-            if time.monotonic() > deadline:
+        while time.monotonic() <= deadline:
+            sizes = [os.fstat(connection.stacks).st_size for connection in self._connections.values()]
+            if sizes == before and 0 not in sizes:
                 break
             before = sizes
             time.sleep(0.05)
@@ -222,11 +218,9 @@ class LocalProcesses(HostProcesses):
 
     def _server_died(self) -> WorkerFailed:
         status = self._spawner.died()
-        how = (
-            f"was killed by signal {-status} ({signal.Signals(-status).name})"
-            if status < 0
-            else f"ended with exit code {status}"
-        )
+        how = f"ended with exit code {status}"
+        if status < 0:
+            how = f"was killed by signal {-status} ({signal.Signals(-status).name})"
         message = f"the fork server on {self.host}, the parent of all workers, {how}; its own message, if any, is above"
         return WorkerFailed(message, rank=-1, host=self.host, phase="start", step=0)
 
@@ -236,10 +230,7 @@ def tidy(dump: str) -> str:
     kept = []
     for block in dump.split("\n\n"):
         lines = block.splitlines()
-        if (
-            any(name in line for line in lines for name in ("heartbeat.py", "Extension modules:"))
-            and "Current" not in block
-        ):
+        if "Current" not in block and ("heartbeat.py" in block or "Extension modules:" in block):
             continue
         ours = [i for i, line in enumerate(lines) if "local/child.py" in line]
         kept.append("\n".join(lines[: ours[0]] if ours else lines))

@@ -27,9 +27,7 @@ import cloudpickle
 from manyhands.errors import BadInput
 
 _ALIGNMENT = 128
-_MAPPED_FROM = (
-    1 << 16
-)  # smaller storages are copied: a tensor of a few bytes need not pin a mapping, and may be resized
+_MAPPED_FROM = 1 << 16  # smaller storages are copied: a few bytes need not pin a mapping, and may be resized
 _COUNT = struct.Struct("<Q")
 
 
@@ -43,7 +41,13 @@ def serialize(value: Any, what: str) -> int:
     try:
         Pickler(stream, buffers).dump(value)
     except Exception as error:  # user classes raise what they like from __reduce__
-        raise BadInput(_unpicklable(value, what, error)) from error
+        path, part = _culprit(value, "")
+        kind = type(part).__qualname__
+        where = f"{what} holds {path.lstrip('.')}, a {kind}" if path else f"{what} is a {kind}"
+        raise BadInput(
+            f"{where}, which cannot be sent to another process "
+            f"({type(error).__name__}: {error}). Make it inside the function that runs on the workers, or leave it out."
+        ) from error
     return _write([memoryview(stream.getbuffer()), *(buffer.raw() for buffer in buffers)])
 
 
@@ -53,9 +57,11 @@ def deserialize(fd: int, mapped: bool) -> Any:
     Raises whatever importing and rebuilding the object raises.
     """
     whole = memoryview(mmap.mmap(fd, 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)) if mapped else None
+    (count,) = _COUNT.unpack(os.pread(fd, _COUNT.size, 0))
+    table = struct.unpack(f"<{2 * count}Q", os.pread(fd, 16 * count, _COUNT.size))
     stream, *buffers = [
         whole[start : start + size] if whole is not None else memoryview(_copy(fd, start, size))
-        for start, size in _sections(fd)
+        for start, size in zip(table[::2], table[1::2], strict=True)
     ]
     return pickle.loads(stream, buffers=buffers)  # noqa: S301 - from our own process over an inherited socket, see above
 
@@ -74,22 +80,13 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no t
         if torch is not None and isinstance(obj, torch.storage.TypedStorage):
             return _typed, (obj._untyped_storage, obj.dtype)
         if torch is not None and isinstance(obj, torch.UntypedStorage) and obj.device.type == "cpu":
-            return _reduced(obj)
+            if obj.nbytes() == 0:
+                return _storage, (b"",)
+            # The buffer's array keeps the storage alive until the bytes are written, which is after the pickler let go
+            # of all objects: one that `__getstate__` made would be freed, and what takes its place would be sent.
+            view: Any = torch.empty(0, dtype=torch.uint8, device="cpu").set_(obj).numpy()
+            return _storage, (pickle.PickleBuffer(view),)
         return super().reducer_override(obj)
-
-
-def _reduced(storage: Any) -> tuple[Any, ...]:
-    """The buffer's array keeps the storage alive until the bytes are written.
-
-    The pickler lets go of all objects when it ends, which is before. A storage that `__getstate__` made would be freed
-    then, and whatever takes its place would be sent.
-    """
-    import torch
-
-    if storage.nbytes() == 0:
-        return _storage, (b"",)
-    view: Any = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
-    return _storage, (pickle.PickleBuffer(view),)
 
 
 def _typed(untyped: Any, dtype: Any) -> Any:
@@ -136,27 +133,11 @@ def _put(fd: int, data: memoryview, at: int) -> None:
         done += os.pwrite(fd, data[done:], at + done)
 
 
-def _sections(fd: int) -> Iterator[tuple[int, int]]:
-    (count,) = _COUNT.unpack(os.pread(fd, _COUNT.size, 0))
-    table = struct.unpack(f"<{2 * count}Q", os.pread(fd, 16 * count, _COUNT.size))
-    return zip(table[::2], table[1::2], strict=True)
-
-
 def _copy(fd: int, start: int, size: int) -> bytearray:
     data, done = bytearray(size), 0
     while done < size:
         done += os.preadv(fd, [memoryview(data)[done:]], start + done)
     return data
-
-
-def _unpicklable(value: Any, what: str, error: Exception) -> str:
-    path, part = _culprit(value, "")
-    kind = type(part).__qualname__
-    where = f"{what} holds {path.lstrip('.')}, a {kind}" if path else f"{what} is a {kind}"
-    return (
-        f"{where}, which cannot be sent to another process "
-        f"({type(error).__name__}: {error}). Make it inside the function that runs on the workers, or leave it out."
-    )
 
 
 def _culprit(value: Any, path: str, depth: int = 8) -> tuple[str, Any]:
