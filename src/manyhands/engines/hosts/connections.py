@@ -32,7 +32,7 @@ def group_of(
     place: ProcessPlace, driver: ProcessDriverClient, inside: Callable[[ProcessPlace, Sequence[str]], Group]
 ) -> Group:
     """The group of all workers, for this one. inside: makes the group of a host's workers, of all hosts by rank."""
-    network, everyone = _network(place), list(range(place.size))
+    network, everyone = network_of(place), list(range(place.size))
     if len(network.hosts) == place.size:
         return _ring(place, network, driver, everyone, "ring")
     across = None
@@ -77,14 +77,14 @@ def shard_listener(place: ProcessPlace, driver: ProcessDriverClient) -> Listener
     remote = _remote(place)
     if not remote:
         return None
-    listener = _network(place).listener(last_resort_s(place))
+    listener = network_of(place).listener(last_resort_s(place))
     driver.rendezvous(name_of(place.process_index), [place.process_index, *remote], list(listener.address))
     return listener
 
 
 def shard_channel(place: ProcessPlace, driver: ProcessDriverClient, shard: int) -> Channel:
     """This worker's connection to a shard on another host."""
-    network, process_index = _network(place), shard_of(shard)
+    network, process_index = network_of(place), shard_of(shard)
     (host, port), *_ = driver.rendezvous(name_of(process_index), [process_index, *_remote(place)], None)
     greeting = hello(place.process_index, shard, place.servers, network.host_names[place.process_index])
     peer = f"{name_of(process_index)} on {network.names[0]}"
@@ -93,21 +93,16 @@ def shard_channel(place: ProcessPlace, driver: ProcessDriverClient, shard: int) 
     return Channel(sock, peer=peer, timeout_s=last_resort_s(place))
 
 
-def host_names(place: ProcessPlace) -> list[str]:
-    """Where each worker is, by rank."""
-    return _network(place).host_names
-
-
 def _connect_s(place: ProcessPlace) -> float:
     """How long to try to connect: less than the driver's deadline, whose error would not name the shut port."""
     return min(_MOST_CONNECT_S, place.timeout_s / 2)
 
 
-def _network(place: ProcessPlace) -> Network:
+def network_of(place: ProcessPlace) -> Network:
     assert place.network is not None
     return Network.from_json(place.network)
 
 
 def _remote(place: ProcessPlace) -> list[int]:
     """Ranks of workers on other hosts than the driver's, which has all shards."""
-    return [] if place.network is None else [rank for ranks in _network(place).hosts[1:] for rank in ranks]
+    return [] if place.network is None else [rank for ranks in network_of(place).hosts[1:] for rank in ranks]

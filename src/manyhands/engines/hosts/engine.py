@@ -20,26 +20,29 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from typing_extensions import override
 
 from manyhands.engines.base import Engine, LaunchSpec, check_counts, check_seconds
+from manyhands.engines.driver.host_processes import process_indices_of
+from manyhands.engines.hosts.join_listener import JoinedHosts, JoinListener, Listening
+from manyhands.engines.hosts.message_channel import SILENCE_S
+from manyhands.engines.hosts.network import PLAIN_RISK, Network, check_way, ports_of
+from manyhands.engines.hosts.roster import Offer, Roster
+from manyhands.engines.hosts.secret import Secret, named_file
 from manyhands.errors import BadInput, Unsupported, is_whole
+from manyhands.transport.address import format_address, is_loopback
+from manyhands.transport.credentials import VARIABLE
+from manyhands.transport.listener import Listener
 
 if TYPE_CHECKING:
-    from manyhands.engines.hosts.join_listener import JoinedHosts
-    from manyhands.engines.hosts.network import Network
-    from manyhands.engines.hosts.roster import Roster
-    from manyhands.engines.hosts.secret import Secret
-    from manyhands.transport.listener import Listener
     from manyhands.worker import Worker
 
 T = TypeVar("T")
 
 LOG = logging.getLogger("manyhands")
 
-VARIABLE = "MANYHANDS_CREDENTIALS"  # transport.credentials.VARIABLE, without importing it
 _ANYWHERE = ("0.0.0.0", "::", "")
 
 
@@ -84,8 +87,6 @@ class Hosts(Engine):
     announcer: _Announcer = field(default_factory=_Announcer, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        from manyhands.engines.hosts.network import check_way, ports_of
-
         if self.local_workers is not None and not is_whole(self.local_workers):
             raise BadInput(
                 f"local_workers must be at least 1, not {self.local_workers!r}: worker 0 and the driver are on one host"
@@ -102,15 +103,6 @@ class Hosts(Engine):
 
     @override
     def launch(self, program: Callable[[Worker], T], spec: LaunchSpec) -> list[T]:
-        local_workers = self._check(spec)
-        if spec.workers == 1:
-            from manyhands.engines.single_process import run_here
-
-            return [run_here(program, spec)]
-        return self._launch(program, spec, local_workers)
-
-    def _check(self, spec: LaunchSpec) -> int:
-        """How many workers are here."""
         check_counts(spec)
         local_workers = math.ceil(spec.workers / 2) if self.local_workers is None else self.local_workers
         if local_workers > spec.workers:
@@ -119,13 +111,12 @@ class Hosts(Engine):
             )
         if sys.platform != "linux":
             raise Unsupported(f"engine hosts needs Linux, this is {sys.platform}: on Windows use WSL2")
-        return local_workers
+        if spec.workers == 1:
+            from manyhands.engines.single_process import run_here
 
-    def _launch(self, program: Any, spec: LaunchSpec, local_workers: int) -> list[Any]:
+            return [run_here(program, spec)]
         from manyhands.engines.descriptors import room_for_descriptors
         from manyhands.engines.driver.driver import Driver
-        from manyhands.engines.driver.host_processes import process_indices_of
-        from manyhands.engines.hosts.join_listener import JoinedHosts, Listening
         from manyhands.engines.local.fork_client import Spawner
         from manyhands.engines.local.processes import LocalProcesses
 
@@ -148,25 +139,14 @@ class Hosts(Engine):
 
     def _gathered(self, spec: LaunchSpec, local_workers: int, joined: JoinedHosts, folder: Path) -> Network:
         """This host's Network, once all workers are there; the processes of the others are in `joined`."""
-        from manyhands.engines.hosts.join_listener import JoinListener
-        from manyhands.engines.hosts.message_channel import SILENCE_S
-        from manyhands.engines.hosts.network import Network, ports_of
-        from manyhands.engines.hosts.roster import Offer, Roster
-        from manyhands.transport.listener import Listener
-
         roster = Roster(spec.workers, [Offer(socket.gethostname(), local_workers)])
+        ports, plain = ports_of(self.ports), self.plain_network
 
         def late() -> str:
             return f"{roster.missing} did not come: start `manyhands join` on the other hosts, or give a longer wait_s"
 
         with self._secret(folder) as (secret, path):
-            listener = Listener(
-                self.listen,
-                **secret.proof,
-                ports=ports_of(self.ports),
-                plain_network=self.plain_network,
-                timeout_s=SILENCE_S,
-            )
+            listener = Listener(self.listen, **secret.proof, ports=ports, plain_network=plain, timeout_s=SILENCE_S)
             with contextlib.closing(listener):
                 if roster.missing:
                     self.announcer.say(f"{roster.text()}. {self._how_to_join(listener, roster, path)}")
@@ -181,20 +161,17 @@ class Hosts(Engine):
             hosts=roster.process_indices(),
             names=names,
             listen=address,
-            ports=ports_of(self.ports),
-            plain_network=self.plain_network,
+            ports=ports,
+            plain_network=plain,
             secret=secret,
         )
 
     @contextmanager
     def _secret(self, folder: Path) -> Iterator[tuple[Secret, Path]]:
-        """The run's secret and the file that holds it; one of this run's alone lies in `folder`, and is gone
-        afterwards.
+        """The run's secret and the file that holds it; one of this run's alone lies in `folder`, and is gone afterwards.
 
         The fork server removes the folder where this process is killed meanwhile.
         """
-        from manyhands.engines.hosts.secret import Secret, named_file
-
         named = named_file()
         if named is not None:
             yield (Secret.load if named.exists() else Secret.create)(named, tls=self.tls), named
@@ -207,9 +184,6 @@ class Hosts(Engine):
             shutil.rmtree(folder)
 
     def _how_to_join(self, listener: Listener, roster: Roster, path: Path) -> str:
-        from manyhands.engines.hosts.network import PLAIN_RISK
-        from manyhands.transport.address import format_address, is_loopback
-
         host, port = listener.address
         address = format_address((socket.gethostname() if host in _ANYWHERE else host, port))
         plain = "" if self.tls else " --no-tls"
@@ -231,8 +205,6 @@ def _common_address(came_by: dict[str, str]) -> str:
 
     Loopback only if all came by it: its own workers listen where a host came by. BadInput for a mix.
     """
-    from manyhands.transport.address import is_loopback
-
     near = [host for host, address in came_by.items() if is_loopback(address)]
     far = [address for address in came_by.values() if not is_loopback(address)]
     if near and far:

@@ -53,9 +53,7 @@ class Join:
 
     address: str  # the driver's, HOST:PORT
     workers: int
-    listen: str = (
-        ""  # where other hosts reach this one's workers; "": the address by which this host reaches the driver
-    )
+    listen: str = ""  # where other hosts reach this one's workers; "": where this host reaches the driver from
     ports: str = ""  # to listen on, "7000-7100"; "": any that is free
     tls: bool = True
     plain_network: bool = False  # without TLS also over addresses other than loopback
@@ -78,9 +76,8 @@ def join(
 ) -> None:
     """Give workers to the run at `offer.address`, until it is over; then nothing of it is left on this host.
 
-    say: gets a line where there is news for the user. secret: the run's; None: in the file that MANYHANDS_CREDENTIALS
-        names.
-    spawner: a fork server that was started for this; it is closed here.
+    say: gets a line where there is news for the user. spawner: a fork server that was started for this; it is closed.
+    secret: the run's; None: in the file that MANYHANDS_CREDENTIALS names.
     Raises ManyhandsError with the driver's reason where it refuses, and with the run's error where it fails; Preempted
     after SIGTERM (the driver stops the run where it can be resumed).
     """
@@ -197,17 +194,23 @@ class Agent:
     def _turn(self) -> None:
         """Wait for news of either side, and pass it on."""
         poll = select.poll()
-        for fd in [
-            self._post.fileno(),
-            *(self._processes.filenos() if self._processes is not None and self._running else []),
-        ]:
+        poll.register(self._post, select.POLLIN)
+        for fd in self._processes.filenos() if self._processes is not None and self._running else []:
             poll.register(fd, select.POLLIN)
         poll.poll(_POLL_S * 1000)
         for message in self._post.receive():
             self._obey(message)
-        self._relay()
-        if self._preempted:
-            self._pass_on_preemption()
+        if self._processes is not None and self._running:
+            try:
+                for process_index, body in self._processes.receive():
+                    self._pass_on(process_index, body)
+            except ManyhandsError as error:  # the fork server died, or a value cannot be read
+                self._failed(error)
+        if self._preempted and self._processes is None:
+            raise Preempted("asked to end (SIGTERM) before the run began")
+        if self._preempted and not self._warned:
+            self._warned = True
+            self._send({"type": "preempted"})
         if self._post.lost and self._over is None:
             raise ManyhandsError(
                 f"the driver at {self.offer.address} is gone ({self._post.lost}): this host's workers were ended"
@@ -244,8 +247,10 @@ class Agent:
             case "signal":
                 host_processes.signal(body["number"])
             case "stacks":
-                stacks, where = host_processes.stacks(), host_processes.where()
-                self._send({"type": "stacks", "stacks": _by_name(stacks), "where": _by_name(where)})
+                # JSON's keys are strings
+                stacks = {str(process_index): stack for process_index, stack in host_processes.stacks().items()}
+                where = {str(process_index): place for process_index, place in host_processes.where().items()}
+                self._send({"type": "stacks", "stacks": stacks, "where": where})
 
     def _launch(self, body: dict[str, Any]) -> None:
         if self._processes is not None or self._program < 0:
@@ -256,7 +261,14 @@ class Agent:
         self.say(
             f"the run begins: of {shared['size']} workers, {', '.join(map(str, ranks))} {'is' if len(ranks) == 1 else 'are'} here"
         )
-        network = self._network(shared["network"]).to_json()
+        network = Network(  # the driver's view of who is where, with this host's own address and key
+            hosts=shared["network"]["hosts"],
+            names=shared["network"]["names"],
+            listen=self.offer.listen or self._post.local_address,
+            ports=ports_of(self.offer.ports),
+            plain_network=self.offer.plain_network,
+            secret=self.secret,
+        ).to_json()
         self._processes = LocalProcesses(
             self.spawner, process_indices, shared["timeout_s"], host=body["host"], network=network
         )
@@ -272,26 +284,6 @@ class Agent:
         except ManyhandsError as error:
             self._failed(error)
 
-    def _network(self, others: dict[str, Any]) -> Network:
-        """The driver's view of who is where, with this host's own address and key."""
-        return Network(
-            hosts=others["hosts"],
-            names=others["names"],
-            listen=self.offer.listen or self._post.local_address,
-            ports=ports_of(self.offer.ports),
-            plain_network=self.offer.plain_network,
-            secret=self.secret,
-        )
-
-    def _relay(self) -> None:
-        if self._processes is None or not self._running:
-            return
-        try:
-            for process_index, body in self._processes.receive():
-                self._pass_on(process_index, body)
-        except ManyhandsError as error:  # the fork server died, or a value cannot be read
-            self._failed(error)
-
     def _failed(self, error: ManyhandsError) -> None:
         """The driver decides what it means, and ends the run."""
         self._running = False
@@ -301,19 +293,13 @@ class Agent:
         if body["type"] == "value" and "value" in body:
             try:
                 value, tensors = encode(body["value"], f"the value that worker {process_index} returned")
-                self._send(
-                    {"type": "from_process", "process_index": process_index, "body": {**body, "value": value}}, tensors
-                )
+                sent = {"type": "from_process", "process_index": process_index, "body": {**body, "value": value}}
+                self._send(sent, tensors)
                 return
             except BadInput as error:
+                name = type(error).__name__
                 failure = Failure(
-                    rank=process_index,
-                    phase="end",
-                    step=0,
-                    message=str(error),
-                    error="BadInput",
-                    family="BadInput",
-                    exit_code=2,
+                    rank=process_index, phase="end", step=0, message=str(error), error=name, family=name, exit_code=2
                 )
                 body = {"type": "error", **vars(failure)}
         elif body["type"] == "error" and body["error"] in _IMPORTS and body["phase"] == "start":
@@ -328,18 +314,6 @@ class Agent:
         self._running = False
         self._send({"type": "idle"})
 
-    def _pass_on_preemption(self) -> None:
-        if self._processes is None:
-            raise Preempted("asked to end (SIGTERM) before the run began")
-        if not self._warned:
-            self._warned = True
-            self._send({"type": "preempted"})
-
     def _send(self, body: dict[str, Any], tensors: list[Tensor] | None = None) -> None:
         with suppress(ChannelClosed, ChannelTimeout):  # `lost` will say so
             self._post.send(body, tensors or [])
-
-
-def _by_name(of_processes: dict[int, Any]) -> dict[str, Any]:
-    """As JSON has it, whose keys are strings."""
-    return {str(process_index): value for process_index, value in of_processes.items()}

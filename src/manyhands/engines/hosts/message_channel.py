@@ -99,8 +99,7 @@ class MessageChannel:
         return time.monotonic() - self._heard_at
 
     def send(self, body: dict[str, Any], tensors: Sequence[Tensor] = ()) -> None:
-        """Waits for a slow reader as long as the channel allows. ChannelClosed, ChannelTimeout when the other end is
-        gone.
+        """Waits for a slow reader as long as the channel allows; ChannelClosed, ChannelTimeout when the other end is gone.
 
         BadInput for more than MAX_TENSOR_BYTES: nothing was sent then.
         """
@@ -111,15 +110,15 @@ class MessageChannel:
             )
         flat = [as_uint8(tensor) for tensor in tensors]
         if tensors:
-            body = {**body, "tensors": [[_name(tensor.dtype), list(tensor.shape)] for tensor in tensors]}
+            names = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+            body = {**body, "tensors": [[name, list(one.shape)] for name, one in zip(names, tensors, strict=True)]}
         text = json.dumps(body).encode()
         with self._sending:
             if len(text) <= MAX_BLOB_BYTES:
                 self.channel.send(Frame(kind=_LETTER, blob=text))
             else:
-                self.channel.send(
-                    Frame(kind=_LONG, elements=len(text)), torch.frombuffer(bytearray(text), dtype=torch.uint8)
-                )
+                data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+                self.channel.send(Frame(kind=_LONG, elements=len(text)), data)
             for data in flat:
                 self.channel.send(Frame(kind=_TENSOR, elements=data.numel()), data)
 
@@ -196,16 +195,13 @@ class MessageChannel:
         body = json.loads(text)
         if not isinstance(body, dict) or not isinstance(body.get("type"), str):
             raise FrameError("expected an object with a type")
-        return HostMessage(body, self._tensors(body))
-
-    def _tensors(self, body: dict[str, Any]) -> list[Tensor]:
         listed = body.pop("tensors", [])
         if not isinstance(listed, list) or len(listed) > MAX_TENSORS:
             raise FrameError("expected a list of tensors")
         checked = [_checked(entry) for entry in listed]
         if (nbytes := sum(math.prod(shape) * dtype.itemsize for dtype, shape in checked)) > MAX_TENSOR_BYTES:
             raise FrameError(f"{size(nbytes)} of tensors were announced, of at most {size(MAX_TENSOR_BYTES)}")
-        return [self._tensor(body, dtype, shape) for dtype, shape in checked]
+        return HostMessage(body, [self._tensor(body, dtype, shape) for dtype, shape in checked])
 
     def _tensor(self, body: dict[str, Any], dtype: torch.dtype, shape: list[int]) -> Tensor:
         nbytes = math.prod(shape) * dtype.itemsize
@@ -236,7 +232,3 @@ def _local_address(channel: Channel) -> str:
         if sock.family == socket.AF_UNIX:
             return ""
         return str(sock.getsockname()[0]).removeprefix("::ffff:")  # IPv4, where the socket is one of both
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

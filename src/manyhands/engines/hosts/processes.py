@@ -24,6 +24,7 @@ from manyhands.engines.hosts.message_channel import ALIVE_S, HostMessage, Messag
 from manyhands.engines.hosts.plain_values import decode
 from manyhands.errors import ManyhandsError, WorkerFailed, is_whole
 from manyhands.transport.channel import ChannelClosed, ChannelTimeout
+from manyhands.transport.credentials import VARIABLE
 from manyhands.transport.frame import FrameError
 from manyhands.units import printable
 
@@ -31,7 +32,7 @@ LOG = logging.getLogger("manyhands")
 
 OWN = frozenset({"path", "folder", "environment", "network"})
 """What a joined host has of its own: the driver's would mean nothing there."""
-PREFIX, CREDENTIALS = "MANYHANDS_", "MANYHANDS_CREDENTIALS"
+PREFIX = "MANYHANDS_"
 _STACKS_S = 3.0  # the agent's own second, and the way
 _QUIET_S = 3 * ALIVE_S
 """A host that has sent nothing for so long gives no answer either."""
@@ -58,11 +59,11 @@ class RemoteProcesses(HostProcesses):
         """The program goes through this process's memory as it lies in its file: nothing is unpickled or copied."""
         body = {name: value for name, value in shared.items() if name not in OWN}
         body |= {"process_indices": self.process_indices, "network": self.network}
-        variables = {
-            name: value for name, value in os.environ.items() if name.startswith(PREFIX) and name != CREDENTIALS
-        }
+        variables = {name: os.environ[name] for name in os.environ if name.startswith(PREFIX) and name != VARIABLE}
         launch = {"type": "launch", "host": self.host, "shared": body, "variables": variables}
-        self._send(launch, [_mapped(program)])
+        # a private view of the program's file; the tensor holds the mapping
+        memory = mmap.mmap(program, 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        self._send(launch, [torch.frombuffer(memory, dtype=torch.uint8)])
 
     @override
     def filenos(self) -> list[int]:
@@ -84,30 +85,29 @@ class RemoteProcesses(HostProcesses):
         if kind == "from_process" and body.get("process_index") in self.process_indices:
             process_index: int = body["process_index"]
             try:
-                self._received.append(
-                    (process_index, self._checked_message(process_index, body.get("body"), message.tensors))
-                )
+                self._received.append((process_index, self._checked(process_index, body.get("body"), message.tensors)))
             except (FrameError, ManyhandsError) as error:
-                raise self._nonsense(f"{name_of(process_index)} sent {error}", process_index) from error
+                phase, step = self._where.get(process_index, ("start", 0))
+                raise WorkerFailed(
+                    f"host {self.host} sent what makes no sense: {name_of(process_index)} sent {error}. "
+                    f"Does it run the same version of manyhands? {self._log}",
+                    rank=process_index,
+                    host=self.host,
+                    phase=phase,
+                    step=step,
+                ) from error
         elif kind == "preempted":
             self.preempted = True
         elif kind == "failed":
             text = printable(body.get("message"), 10_000, keep="\n\t")
             raise WorkerFailed(text, rank=-1, host=self.host, phase="start", step=0)
 
-    def _nonsense(self, what: str, process_index: int = -1) -> WorkerFailed:
-        phase, step = self._where.get(process_index, ("start", 0))
-        message = (
-            f"host {self.host} sent what makes no sense: {what}. Does it run the same version of manyhands? {self._log}"
-        )
-        return WorkerFailed(message, rank=process_index, host=self.host, phase=phase, step=step)
-
-    def _checked_message(self, process_index: int, body: Any, tensors: list[Tensor]) -> dict[str, Any]:
+    def _checked(self, process_index: int, body: Any, tensors: list[Tensor]) -> dict[str, Any]:
         message = checked(process_index, body)
         if message["type"] == "beat":
             self._where[process_index] = (message["phase"], message["step"])
-        if "value" in message and message["type"] == "value":
-            return {**message, "value": decode(message["value"], tensors)}
+        if message["type"] == "value" and "value" in message:
+            message["value"] = decode(message["value"], tensors)
         return message
 
     def _lost(self, process_index: int) -> dict[str, Any]:
@@ -129,15 +129,13 @@ class RemoteProcesses(HostProcesses):
         self._send({"type": "stacks"})
         answer = self._wait_for("stacks", _STACKS_S)
         found, places = (_object(answer, "stacks"), _object(answer, "where"))
-        self._where |= {
-            process_index: place
-            for process_index in self.process_indices
-            if (place := _place(places.get(str(process_index)))) is not None
-        }
-        return {
-            process_index: printable(found.get(str(process_index), ""), 1 << 20, keep="\n\t")
-            for process_index in self.process_indices
-        }
+        stacks: dict[int, str] = {}
+        for process_index in self.process_indices:
+            stacks[process_index] = printable(found.get(str(process_index), ""), 1 << 20, keep="\n\t")
+            match places.get(str(process_index)):
+                case [str() as phase, step] if is_whole(step, 0):
+                    self._where[process_index] = printable(phase), step
+        return stacks
 
     @override
     def where(self) -> dict[int, tuple[str, int]]:
@@ -199,19 +197,7 @@ class RemoteProcesses(HostProcesses):
             self._post.send(body, tensors or [])
 
 
-def _mapped(fd: int) -> Tensor:
-    """uint8 [bytes]: a private view of a file; the tensor holds the mapping."""
-    memory = mmap.mmap(fd, 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
-
-
 def _object(answer: dict[str, Any] | None, name: str) -> dict[str, Any]:
     """A part of an answer; nothing where it is no object."""
     found = answer.get(name) if answer else None
     return found if isinstance(found, dict) else {}
-
-
-def _place(sent: Any) -> tuple[str, int] | None:
-    """(phase, step), where it is one."""
-    right = isinstance(sent, list) and len(sent) == 2 and isinstance(sent[0], str) and is_whole(sent[1], 0)
-    return (printable(sent[0]), sent[1]) if right else None

@@ -15,14 +15,17 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 from typing_extensions import override
 
 from manyhands.engines.base import Engine, LaunchSpec, check_counts, check_seconds
+from manyhands.engines.driver.host_processes import process_indices_of
+from manyhands.engines.hosts.join_listener import JoinedHosts, JoinListener, Listening
+from manyhands.engines.hosts.message_channel import SILENCE_S
+from manyhands.engines.hosts.roster import Roster, versions
+from manyhands.engines.hosts.secret import Secret
 from manyhands.errors import BadInput, Unsupported, is_whole
+from manyhands.transport.address import format_address
+from manyhands.transport.listener import Listener
 
 if TYPE_CHECKING:
-    from manyhands.engines.hosts.join_listener import JoinedHosts
-    from manyhands.engines.hosts.secret import Secret
-    from manyhands.engines.spark.job import Job
     from manyhands.engines.spark.stage import Stage
-    from manyhands.transport.listener import Listener
     from manyhands.worker import Worker
 
 T = TypeVar("T")
@@ -73,7 +76,6 @@ class Spark(Engine):
             raise Unsupported(f"engine spark needs Linux, this is {sys.platform}")
         from manyhands.engines.descriptors import room_for_descriptors
         from manyhands.engines.driver.driver import Driver
-        from manyhands.engines.hosts.join_listener import JoinedHosts, Listening
         from manyhands.engines.spark import session
         from manyhands.engines.spark.job import Job, check_executors
 
@@ -87,19 +89,28 @@ class Spark(Engine):
             with contextlib.closing(listener):
                 job = stack.enter_context(Job(spark, stage, spec.workers))
                 joined = stack.enter_context(JoinedHosts("see the executor's log in Spark's own pages"))
-                self._gather(spec, listener, job, joined)
+                roster = Roster(spec.workers)
+                late = (
+                    "the cluster is busy with other jobs, or reads the rows still (Spark's own pages show the job manyhands); "
+                    "give a longer wait_s"
+                )
+                entrance = JoinListener(listener, roster, joined, LOG.info, "the executors", lambda: late)
+                entrance.wait(spec.observer, self.wait_s, job.check)
+                # process indices in the order of the Spark tasks, the shards on the first host
+                joined.assign(roster, process_indices_of(0, spec.shards))
             observer = Listening(spec.observer, joined.hosts)
             return Driver(joined.hosts, replace(spec, observer=observer)).run(program)
 
     def _opened(self, addresses: tuple[str, str], spec: LaunchSpec) -> tuple[Listener, Stage]:
-        """The listener for executors and their settings. addresses: to listen at, and for executors to connect to."""
-        from manyhands.engines.hosts.message_channel import SILENCE_S
-        from manyhands.engines.hosts.roster import versions
-        from manyhands.engines.spark.stage import Stage
-        from manyhands.transport.address import format_address
-        from manyhands.transport.listener import Listener
+        """The listener for executors and their settings. addresses: to listen at, and for executors to connect to.
 
-        secret, plain = self._secret(), self.plain_network
+        The run's secret travels in the job's closure, protected as Spark protects closures.
+        """
+        from manyhands.engines.spark.stage import Stage
+
+        with tempfile.TemporaryDirectory(prefix="manyhands-") as folder:
+            secret = Secret.create(Path(folder) / "run.pem", tls=self.tls)
+        plain = self.plain_network
         own, called = (self.listen, self.listen) if self.listen else addresses
         listener = Listener(own, **secret.proof, plain_network=plain, timeout_s=SILENCE_S)
         return listener, Stage(
@@ -112,27 +123,3 @@ class Spark(Engine):
             frames=tuple(spec.frames),
             readers=spec.workers if spec.roles is None else spec.roles.trainers,
         )
-
-    def _gather(self, spec: LaunchSpec, listener: Listener, job: Job, joined: JoinedHosts) -> None:
-        """Until all workers are there; then their hosts get process indices, in the order of their Spark tasks."""
-        from manyhands.engines.driver.host_processes import process_indices_of
-        from manyhands.engines.hosts.join_listener import JoinListener
-        from manyhands.engines.hosts.roster import Roster
-
-        def late() -> str:
-            return (
-                "the cluster is busy with other jobs, or reads the rows still (Spark's own pages show the job manyhands); "
-                "give a longer wait_s"
-            )
-
-        roster = Roster(spec.workers)
-        entrance = JoinListener(listener, roster, joined, LOG.info, "the executors", late)
-        entrance.wait(spec.observer, self.wait_s, job.check)
-        joined.assign(roster, process_indices_of(0, spec.shards))
-
-    def _secret(self) -> Secret:
-        """The secret of this run; it travels in the job's closure, protected as Spark protects closures."""
-        from manyhands.engines.hosts.secret import Secret
-
-        with tempfile.TemporaryDirectory(prefix="manyhands-") as folder:
-            return Secret.create(Path(folder) / "run.pem", tls=self.tls)
