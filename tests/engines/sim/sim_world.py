@@ -14,8 +14,9 @@ from typing import Any
 from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.costs import Costs
 from manyhands.engines.sim.faults import Faults
-from manyhands.engines.sim.group import SimGroup, SimRendezvous
+from manyhands.engines.sim.group import SimGroup
 from manyhands.engines.sim.network import NetworkState, SimNetworkSpec
+from manyhands.engines.sim.rendezvous import SimRendezvous
 from manyhands.engines.sim.server import SimServers
 from manyhands.engines.sim.timeline import Timeline
 from manyhands.server.base import Server, ServerSpec

@@ -21,7 +21,7 @@ from sim_chaos import (
 )
 
 from manyhands.engines.sim import group
-from manyhands.engines.sim.group import SimRendezvous
+from manyhands.engines.sim.rendezvous import SimRendezvous
 from manyhands.engines.sim.shard import SimShard
 from manyhands.server.gate import Gate
 from manyhands.server.store import Store

@@ -13,7 +13,7 @@ from manyhands.comm.ring.algorithms import DIRECT_BYTES, SWAP_BYTES
 from manyhands.comm.ring.group import RingGroup
 from manyhands.comm.shared_memory.group import SharedMemoryGroup
 from manyhands.comm.shared_memory.memory import SharedMemory as Memory
-from manyhands.engines.sim.built_collectives import HierarchicalCost, SharedMemoryCost, SocketsCost
+from manyhands.engines.sim.costs import HierarchicalCost, SharedMemoryCost, SocketsCost
 from manyhands.engines.sim.network import NetworkState, SimNetworkSpec
 from manyhands.transport.channel import Channel
 

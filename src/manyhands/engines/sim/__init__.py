@@ -4,8 +4,7 @@ timeline.py       virtual time: programs that take turns, and the events that ar
 isolation.py      the state of the process that each program has for itself: random numbers, grad mode, current worker
 quantities.py     times, bandwidths and lists of options as people write them
 network.py        the cost of a message: links, network cards, hosts
-costs.py          the cost of a collective by its algorithm; the formulas are in collectives.py (ring, tree) and in
-                  built_collectives.py (what this project's groups do)
+costs.py          the cost of a collective, by this project's groups; ring and tree are in collectives.py
 compute.py        the cost of a gradient: seconds a row, jitter, stragglers
 faults.py         what fails, and when
 rendezvous.py     what the ranks of a group share; group.py is one rank's view

@@ -11,14 +11,7 @@ from itertools import pairwise
 from typing import Any, Self
 
 from manyhands.comm.codecs import CODECS
-from manyhands.engines.sim.quantities import (
-    expect_number,
-    read_factor,
-    read_items,
-    read_seconds,
-    shown,
-    unknown,
-)
+from manyhands.engines.sim.quantities import expect_number, read_factor, read_items, read_seconds, shown, unknown
 from manyhands.errors import BadInput, is_whole, whole_of
 
 _JITTERS = "none, lognormal:SIGMA, exponential, uniform:SHARE, quantiles:A/B/…"
@@ -152,7 +145,12 @@ def _draw(jitter: str) -> Callable[[random.Random], float] | None:
             sigma = _number(jitter, text)
             return lambda generator: math.exp(sigma * generator.gauss() - sigma * sigma / 2)
         case "uniform":
-            return _uniform(_number(jitter, text))
+            share = _number(jitter, text)
+            if share > 1:
+                raise BadInput(
+                    f"compute: the SHARE of jitter=uniform:SHARE is at most 1, which is from 0 to twice; got {share:g}"
+                )
+            return lambda generator: 1 + share * (2 * generator.random() - 1)
         case "quantiles":
             return _quantiles([_number(jitter, part) for part in text.split("/")])
     raise BadInput(f"compute: jitter is one of {_JITTERS}; got {jitter!r}: write jitter=lognormal:0.2")
@@ -166,14 +164,6 @@ def _number(jitter: str, text: str) -> float:
     if not 0 <= value < math.inf:
         raise BadInput(f"compute: jitter is one of {_JITTERS}, with numbers of at least 0; got {jitter!r}")
     return value
-
-
-def _uniform(share: float) -> Callable[[random.Random], float]:
-    if share > 1:
-        raise BadInput(
-            f"compute: the SHARE of jitter=uniform:SHARE is at most 1, which is from 0 to twice; got {share:g}"
-        )
-    return lambda generator: 1 + share * (2 * generator.random() - 1)
 
 
 def _quantiles(values: list[float]) -> Callable[[random.Random], float]:

@@ -37,18 +37,14 @@ class LeaseServer:
         if stop:
             self.leases.stop(stop)
         answer = self.leases.take(rank, segment)
-        self._hand_out()
+        for other, released in self.leases.released:
+            if other in self._waiting:  # who died meanwhile gets none
+                self._waiting[other].set(released)
+        self.leases.released.clear()
         if answer is not None:
             self._moved_at = self.timeline.now
             return answer
         return self._wait(rank, step)
-
-    def _hand_out(self) -> None:
-        """To those who waited; who died meanwhile gets none."""
-        for rank, answer in self.leases.released:
-            if rank in self._waiting:
-                self._waiting[rank].set(answer)
-        self.leases.released.clear()
 
     def _wait(self, rank: int, step: int) -> Lease | End:
         """While worker 0 trains alone."""
@@ -77,9 +73,7 @@ class SimDriverClient(InProcessDriverClient):
     """One worker's."""
 
     def __init__(self, lease_server: LeaseServer, rank: int, pace: ComputeSpeed) -> None:
-        super().__init__(
-            lease_server.observer, clock=lambda: lease_server.timeline.now, poll_s=0
-        )  # a stop is received at the very next tick
+        super().__init__(lease_server.observer, clock=lambda: lease_server.timeline.now, poll_s=0)
         self._lease_server, self._rank, self._pace = lease_server, rank, pace
         self._after_backward: list[Callable[[], None]] = []
         self._backwards = 0  # that this worker is in: one inside of the other with reentrant checkpoints
@@ -93,9 +87,8 @@ class SimDriverClient(InProcessDriverClient):
 
     @override
     def computed(self, rows: int) -> None:
-        self._lease_server.timeline.work(
-            self._pace.seconds(rows)
-        )  # also without rows: a pause of this worker's passes here
+        # also without rows: a pause of this worker's passes here
+        self._lease_server.timeline.work(self._pace.seconds(rows))
 
     @override
     def after_backward(self, action: Callable[[], None]) -> None:

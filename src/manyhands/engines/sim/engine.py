@@ -19,9 +19,10 @@ from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.costs import Costs
 from manyhands.engines.sim.driver_client import LeaseServer, SimDriverClient, backward_in_turn
 from manyhands.engines.sim.faults import Fault, Faults
-from manyhands.engines.sim.group import SimGroup, SimRendezvous
+from manyhands.engines.sim.group import SimGroup
 from manyhands.engines.sim.network import NetworkState, SimNetworkSpec
 from manyhands.engines.sim.profile import Profile
+from manyhands.engines.sim.rendezvous import SimRendezvous
 from manyhands.engines.sim.server import SimServers
 from manyhands.engines.sim.timeline import Killed, SimProgram, Timeline
 from manyhands.engines.single_process import run_as
@@ -153,12 +154,18 @@ class Simulation:
         for rank in range(self.spec.workers):
             self._start(program, rank)
         for fault in self.faults.planned:
-            self._plan_fault(program, fault)
+            happen = partial(self._befall_shard if fault.node < 0 else self._befall, program, fault)
+            if fault.step is None:
+                self.timeline.at(fault.time or 0.0, happen)
+            else:
+                self.lease_server.at_step.setdefault((fault.node, fault.step), []).append(happen)
         self.timeline.run()
-        killed = self._killed()
-        if killed is not None:
+        if (killed := self._killed()) is not None:
             raise self._lost(killed)
-        self._warn_of_what_did_not_happen()
+        for fault in self.planned:
+            message = f"faults: {fault} did not happen: the run was over before, or whom it was to befall"
+            warning = Event(type="warning", time_s=self.timeline.now, rank=0, values={"message": message})
+            self.spec.observer.event(warning)
         return [self.programs[rank].value for rank in range(self.spec.workers)]
 
     # -- workers -----------------------------------------------------------------------------------------------------
@@ -197,17 +204,13 @@ class Simulation:
         return value
 
     def _ended(self, program: SimProgram) -> None:
-        if program.error is not None:
-            self._raise(program.error)
+        if (error := program.error) is not None:
+            names_a_peer = isinstance(error, PeerLost) and not isinstance(error, ShardLost)
+            if names_a_peer and (killed := self._killed()) is not None:  # whose death explains the error
+                raise self._lost(killed) from error
+            raise error
         if program.killed and self.programs[program.name] is program:  # and no other has taken its place
             self.timeline.at(self.timeline.now + self.faults.notice_s, partial(self._declare_lost, program.name))
-
-    def _raise(self, error: BaseException) -> None:
-        """A worker's error; or, where it only names a missing peer, that peer's death, which explains it."""
-        killed = self._killed() if isinstance(error, PeerLost) and not isinstance(error, ShardLost) else None
-        if killed is not None:
-            raise self._lost(killed) from error
-        raise error
 
     def _killed(self) -> int | None:
         """The first worker that was killed, and that no new process takes the place of."""
@@ -229,24 +232,9 @@ class Simulation:
 
     # -- faults ------------------------------------------------------------------------------------------------------
 
-    def _plan_fault(self, program: Callable[[Worker], T], fault: Fault) -> None:
-        if fault.node < 0:
-            self.timeline.at(fault.time or 0.0, partial(self._befall_shard, -1 - fault.node, fault))
-        elif fault.step is not None:
-            happen = partial(self._befall, program, fault)
-            self.lease_server.at_step.setdefault((fault.node, fault.step), []).append(happen)
-        else:
-            self.timeline.at(fault.time or 0.0, partial(self._befall, program, fault))
-
-    def _warn_of_what_did_not_happen(self) -> None:
-        for fault in self.planned:
-            message = f"faults: {fault} did not happen: the run was over before, or whom it was to befall"
-            self.spec.observer.event(
-                Event(type="warning", time_s=self.timeline.now, rank=0, values={"message": message})
-            )
-
-    def _befall_shard(self, shard: int, fault: Fault) -> None:
+    def _befall_shard(self, program: Callable[[Worker], T], fault: Fault) -> None:
         assert self.servers is not None
+        shard = -1 - fault.node
         if self.servers.shards[shard].is_killed:
             return
         self.planned.remove(fault)
@@ -267,8 +255,9 @@ class Simulation:
         if fault.what == "pause":
             victim.pause(fault.seconds)
             return
-        if fault.what == "restart":
-            self._restart(program, victim, fault.seconds)
+        if fault.what == "restart":  # a new process runs the program from its beginning, and the victim's ends now
+            generation = self.workers[victim.name].generation + 1
+            self._start(program, victim.name, generation, self.timeline.now + fault.seconds)
         if fault.step is not None:
             victim.killed = fault.what == "kill"
             raise Killed
@@ -276,8 +265,3 @@ class Simulation:
             victim.throw()  # now: the new one may begin at this very time
         else:
             victim.kill()
-
-    def _restart(self, program: Callable[[Worker], T], victim: SimProgram, seconds: float) -> None:
-        """A new process will run the program from its beginning, in the next generation; the victim's is to end now."""
-        generation = self.workers[victim.name].generation + 1
-        self._start(program, victim.name, generation, self.timeline.now + seconds)

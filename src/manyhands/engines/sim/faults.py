@@ -69,9 +69,7 @@ class Faults:
     duplicate: float = 0.0
     delay: float = 0.0
     delay_s: float = 0.0  # mean of an exponential delay
-    reorder: float = (
-        0.0  # a message is held back for up to 2 · retry_s: what is sent later, even its repetition, may pass it
-    )
+    reorder: float = 0.0  # a message is held back for up to 2 · retry_s: later ones, even its repetition, may pass it
     retry_s: float = 0.2  # a message without answer is sent again after so long
     notice_s: float = 1.0  # a worker that was killed is declared lost after so long
 
@@ -126,7 +124,10 @@ class Faults:
     def check(self, workers: int, shards: int, *, rejoins: bool = True) -> None:
         """BadInput or Unsupported for faults that such a run cannot have. rejoins: a restarted worker can take part."""
         for fault in self.planned:
-            _check_there(fault, workers, shards)
+            if fault.node >= workers or -1 - fault.node >= shards:
+                there = f"workers 0 to {workers - 1}" if fault.node >= 0 else f"{shards} shards of a server"
+                name = f"worker {fault.node}" if fault.node >= 0 else f"shard {-1 - fault.node}"
+                raise BadInput(f"faults: {fault.what} of {name}, and this run has {there}: name one of those")
             if fault.what == "restart" and fault.node >= 0 and not rejoins:
                 raise Unsupported(
                     f"faults: {fault} of a worker, and nobody can join a training that goes on: let it be killed or paused, "
@@ -167,13 +168,6 @@ class Messages:
 
     def _happens(self, probability: float) -> bool:
         return probability > 0 and self._generator.random() < probability
-
-
-def _check_there(fault: Fault, workers: int, shards: int) -> None:
-    if fault.node >= workers or -1 - fault.node >= shards:
-        there = f"workers 0 to {workers - 1}" if fault.node >= 0 else f"{shards} shards of a server"
-        name = f"worker {fault.node}" if fault.node >= 0 else f"shard {-1 - fault.node}"
-        raise BadInput(f"faults: {fault.what} of {name}, and this run has {there}: name one of those")
 
 
 def _read_fault(what: Any, text: str) -> Fault:

@@ -29,8 +29,6 @@ from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.costs import Cost
 from manyhands.engines.sim.rendezvous import CollectiveCall, PendingMessage, Round, Run, SimRendezvous
 
-__all__ = ["SimGroup", "SimRendezvous"]
-
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 _FREE = Cost(0.0, [], [])
 

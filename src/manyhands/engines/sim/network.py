@@ -99,8 +99,13 @@ class SimNetworkSpec:
         changes: dict[str, Any] = {}
         hosts, links = dict(self.hosts), dict(self.links)
         for name, value in read_items(text, "network"):
-            if not value:
-                changes.update(_preset(name))
+            if not value and name in PRESETS:
+                changes.update(PRESETS[name])
+            elif not value:
+                raise BadInput(
+                    f"network: {name!r} is neither option=value nor a preset; presets are {', '.join(PRESETS)}: "
+                    "write lan, or latency=1ms,bandwidth=1Gbit"
+                )
             elif found := re.fullmatch(r"(host|shard)(\d+)", name):
                 node = _host(name)
                 hosts[node] = _read_link(name, value, hosts.get(node))
@@ -255,15 +260,6 @@ def _read_link(name: str, text: str, before: SimLink | None) -> SimLink:
                 f"write {name}=latency:1ms/bandwidth:100Mbit"
             )
     return link
-
-
-def _preset(name: str) -> dict[str, float]:
-    if name not in PRESETS:
-        raise BadInput(
-            f"network: {name!r} is neither option=value nor a preset; presets are {', '.join(PRESETS)}: "
-            "write lan, or latency=1ms,bandwidth=1Gbit"
-        )
-    return PRESETS[name]
 
 
 def _host(name: str) -> int:

@@ -142,14 +142,18 @@ class SimRendezvous:
         round_ = self._rounds.get(index)
         if round_ is None:
             round_ = self._rounds[index] = Round(call, [None] * self.size, self.size)
-        self._check_same(round_, call)
+        first = round_.first
+        assert first is not None  # until all have come
+        if (first.name, first.number, first.n) != (call.name, call.number, call.n):
+            error = different_operations(call.step, call.rank, call, first.rank, first)
+            raise self._fail(lambda name, step, seconds: copy.copy(error))(call.name, call.step, 0.0)
         round_.calls[call.rank] = call
         round_.missing -= 1
         if round_.missing == 0:
             del self._rounds[index]
             self._complete(round_, run)
-        elif self._closed:
-            self._check_closed(round_, call)
+        elif gone := [rank for rank in self._closed if round_.calls[rank] is None]:
+            raise self._fail(self._lost(min(gone), "left the group"))(call.name, call.step, 0.0)
         return round_
 
     def end(self, round_: Round, rank: int, name: str, step: int) -> float:
@@ -182,19 +186,6 @@ class SimRendezvous:
         round_.calls, round_.first = [], None  # nobody keeps the ranks' tensors
         if round_.cells:
             self.timeline.at(round_.done_at, round_.wake)
-
-    def _check_same(self, round_: Round, call: CollectiveCall) -> None:
-        first = round_.first
-        assert first is not None  # until all have come
-        if (first.name, first.number, first.n) == (call.name, call.number, call.n):
-            return
-        error = different_operations(call.step, call.rank, call, first.rank, first)
-        raise self._fail(lambda name, step, seconds: copy.copy(error))(call.name, call.step, 0.0)
-
-    def _check_closed(self, round_: Round, call: CollectiveCall) -> None:
-        gone = [rank for rank in self._closed if round_.calls[rank] is None]
-        if gone:
-            raise self._fail(self._lost(min(gone), "left the group"))(call.name, call.step, 0.0)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 

@@ -164,12 +164,10 @@ class SimShard:
     def _reply(self, request: Request, answer: Any) -> None:
         assert request.handled_at is not None
         is_first = not request.is_answered
-        if is_first:
-            request.held_s = self._timeline.now - request.handled_at
         request.answer, request.is_answered = answer, True
         arrives = self._send_answer(request)
         if is_first:
-            request.quiet_from = arrives
+            request.held_s, request.quiet_from = self._timeline.now - request.handled_at, arrives
 
     def _send_answer(self, request: Request) -> float:
         deliver = partial(self._in_this_life, self._life, partial(_answered, request))
@@ -238,7 +236,6 @@ class SimShard:
         self._act(request)
 
     def _act(self, request: Request) -> None:
-        answer: Any
         try:
             answer = request.act(self.store)
         except ManyhandsError as error:
@@ -256,8 +253,7 @@ class SimShard:
     def _deliver(self) -> None:
         """Hand out what a call released."""
         for worker, reply in self.store.released:
-            request = self._held.pop(worker, None)
-            if request is not None:
+            if (request := self._held.pop(worker, None)) is not None:
                 self._reply(request, reply)
         self.store.released.clear()
 

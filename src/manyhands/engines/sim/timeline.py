@@ -174,7 +174,12 @@ class Timeline:
         try:
             while self.left:
                 if not self.advance():
-                    raise Deadlock(self._who_waits())
+                    waiting = [program for program in self.programs if not program.ended]
+                    listing = "; ".join(f"{program.name} waits for {program.waits_for}" for program in waiting[:5])
+                    more = " …" if len(waiting) > 5 else ""
+                    raise Deadlock(
+                        f"at {self.now:g} s nothing is due, and {len(waiting)} programs wait: {listing}{more}"
+                    )
         finally:
             self.on_end = lambda program: None
             try:
@@ -193,11 +198,6 @@ class Timeline:
                 action()
                 return True
         return False
-
-    def _who_waits(self) -> str:
-        waiting = [program for program in self.programs if not program.ended]
-        listing = "; ".join(f"{program.name} waits for {program.waits_for}" for program in waiting[:5])
-        return f"at {self.now:g} s nothing is due, and {len(waiting)} programs wait: {listing}{' …' if len(waiting) > 5 else ''}"
 
     # -- for programs ------------------------------------------------------------------------------------------------
 

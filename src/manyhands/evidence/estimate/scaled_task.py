@@ -22,8 +22,8 @@ from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.costs import Cost, Costs
 from manyhands.engines.sim.driver_client import backward_in_turn
 from manyhands.engines.sim.engine import Sim, Simulation
-from manyhands.engines.sim.group import SimRendezvous
 from manyhands.engines.sim.network import NetworkState, SimNetworkSpec
+from manyhands.engines.sim.rendezvous import SimRendezvous
 from manyhands.evidence.estimate.message_lengths import CODEC, Lengths, Piece, codec_named
 from manyhands.evidence.estimate.model_sizes import ReadingPlan, Shape
 from manyhands.strategies.base import Strategy

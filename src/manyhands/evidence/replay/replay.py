@@ -17,8 +17,9 @@ from manyhands import strategies, tasks
 from manyhands.checkpoint import checkpoints
 from manyhands.checkpoint.paths import AnyPath, open_regular, path_of
 from manyhands.engines.sim.costs import Costs
-from manyhands.engines.sim.group import SimGroup, SimRendezvous
+from manyhands.engines.sim.group import SimGroup
 from manyhands.engines.sim.network import NetworkState, SimNetworkSpec
+from manyhands.engines.sim.rendezvous import SimRendezvous
 from manyhands.engines.sim.timeline import Deadlock, SimProgram, Timeline
 from manyhands.errors import BadInput, Unsupported
 from manyhands.evidence.replay.server import ReplayClient, ReplayJournal, ReplayServer, Stores
