@@ -160,19 +160,16 @@ class Engine(ABC):
         threads_per_worker: int | None = None,
         timeout_s: float = 300.0,
     ) -> dict[str, list[Any]]:
-        """Call `function(cluster, *args)` in a process for each worker and each role of another framework's own
-        cluster.
+        """Call `function(cluster, *args)` in a process for each worker and role of another framework's own cluster.
 
         The environment is what TensorFlow, torch.distributed and JAX read; `cluster` says the same, see
         `engines.cluster.Cluster`. Returns {role: values by index}, None for a process that was ended.
 
         roles: who is there besides the workers: {"chief": 1, "ps": 2, "evaluator": 1}.
-        until: when all processes of these roles have returned the others get a second, then they are ended: parameter
-            servers run for ever. Where workers are servers too, as under TensorFlow 2's ParameterServerStrategy:
-            ("chief",).
+        until: when all of these roles have returned, the others (parameter servers run for ever) get a second.
+            Where workers are servers too, as under TensorFlow 2's ParameterServerStrategy: ("chief",).
         tensorboard: a folder that TensorBoard shows beside the chief, at an address that the log shows.
-        rows: what `cluster.rows(batch_size)` deals to those who train: whatever Task.train_data takes, `mh.spark.frame`
-            too.
+        rows: what `cluster.rows(batch_size)` deals to those who train: as Task.train_data, `mh.spark.frame` too.
         workers=None: one per visible GPU, else 1; one process alone is the caller's.
 
         Raises as `launch`, a process named by its role ("ps 0"); Unsupported where the engine starts no processes.

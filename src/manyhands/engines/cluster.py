@@ -1,5 +1,4 @@
-"""Another framework's own cluster on an engine's processes: TensorFlow, torch.distributed, JAX, whose programs run
-unchanged.
+"""Another framework's own cluster on an engine's processes: TensorFlow's, torch.distributed's, JAX's programs, unchanged.
 
 Each process binds a free port at the address where the others reach it, and all addresses go round. Then every process
 has the variables that the frameworks read, and calls the user's function. What they say to each other is theirs: these
@@ -85,14 +84,12 @@ class Cluster:
     def rows(
         self, batch_size: int, *, epochs: int = 1, shuffle: bool = True, seed: int = 0, drop_remainder: bool = False
     ) -> Iterator[Any]:
-        """This process's batches of what `Engine.run` was given as rows: numpy arrays [batch_size, …] in the data's own
-        structure.
+        """This process's batches of `Engine.run`'s rows: numpy arrays [batch_size, …] in the data's own structure.
 
         All who train together get every row once an epoch, in an order of each epoch's own.
 
         batch_size: rows of this process. At an epoch's end there are smaller ones, and not as many in every process.
-        drop_remainder: only whole batches, and equally many in every process: what programs that meet after each batch
-            need.
+        drop_remainder: only whole batches, equally many in every process, for programs that meet after each batch.
 
         Raises BadInput where no rows were given, and in a process that does not train.
         """
@@ -226,7 +223,7 @@ def _environment(found: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-# -- TensorBoard beside the chief, for as long as its function runs -------------------------------------------------------
+# -- TensorBoard beside the chief, for as long as its function runs ----------------------------------------------------
 
 _START_S = 60.0
 _POLL_S = 0.05
@@ -238,8 +235,7 @@ _URL = re.compile(r"TensorBoard \S+ at (http\S+)")
 def shown(logdir: str, host: str) -> Iterator[str]:
     """Within, TensorBoard shows `logdir` at any free port of this address of this host; its URL.
 
-    Whoever reaches the address can look. BadInput where tensorboard is not installed; ManyhandsError, with its own
-    words, where it does not start.
+    Whoever reaches the address can look. BadInput where it is not installed; ManyhandsError where it does not start.
     """
     if find_spec("tensorboard") is None:
         raise BadInput("tensorboard= needs the package tensorboard where the chief runs: pip install tensorboard there")

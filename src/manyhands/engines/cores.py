@@ -52,11 +52,9 @@ def report(threads: int, root: Path = Path("/")) -> dict[str, Any]:
 
 
 def shared(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """[{host, workers, threads, cores}] of each machine, and of each control group with a quota; the most crowded
-    first.
+    """[{host, workers, threads, cores}] of each machine and each control group with a quota, the most crowded first.
 
-    reports: what `report` gave on each worker. Hosts that joined from one machine share its cores, so they are one
-        here.
+    reports: what `report` gave on each worker. Hosts that joined from one machine share its cores: they are one here.
     """
     machines: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
     groups: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)

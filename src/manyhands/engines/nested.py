@@ -76,8 +76,7 @@ class NestedDriverClient(DriverClient):
 class Nested(Engine):
     """Runs the program on this worker, together with its peers, who make the same call.
 
-    `launch` returns a list with this rank's value in its place and None for the others. Errors pass as they are: the
-    launcher says where they were raised.
+    `launch` returns this rank's value in its place and None for the others. Errors pass as they are.
     """
 
     name: ClassVar[str] = "inside"

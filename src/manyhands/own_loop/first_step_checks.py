@@ -66,9 +66,8 @@ class FirstLosses:
 class FirstSteps:
     """Of one pair: compares the ranks' own gradients in its first steps.
 
-    Dropout differs from rank to rank after the first backward, so a single step decides. Nothing is compared where
-    equal gradients are lawful: a batch of a prepared loader, a weight that the user stated or that is 0, a gradient of
-    zeros alone.
+    Dropout differs from rank to rank after the first backward, so a single step decides. Equal gradients are lawful, and
+    not compared, of a prepared loader's batch, with a weight that the user stated or that is 0, and where all are zeros.
     """
 
     def __init__(self, session: FirstLosses) -> None:
@@ -110,8 +109,7 @@ def checksum(vector: Tensor, start: int = 0) -> int:
 def warning_if_unprepared(worker: Worker) -> Iterator[None]:
     """Within, rank 0 warns once if the program trains on several workers as if there were one.
 
-    Judged without a message: nobody called `prepare` or asked for the worker, the group was not used, and no
-    torch.distributed either.
+    Judged without a message: nobody called `prepare` or asked for the worker, no group or torch.distributed was used.
     """
     if worker.rank or worker.size == 1:
         yield

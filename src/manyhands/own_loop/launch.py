@@ -86,8 +86,7 @@ def run_script(
     Ranks other than the first are quiet: see `own_loop.rank_zero.mute_nonzero_ranks`. With roles the processes are
     another framework's own cluster, as of `Engine.run`: those set how many there are, all of them print, and no
     strategy is set. SIGTERM reaches the script on every worker, as it would reach `python path`; `train()` inside then
-    checkpoints, and Preempted is raised here. Raises `BadInput` if there is no such file, `Unsupported` on engine sim,
-    and `WorkerFailed` for an exception.
+    checkpoints. Raises Preempted then, BadInput without a file, Unsupported on engine sim, WorkerFailed for exceptions.
     """
     if not Path(path).is_file():
         raise BadInput(f"no script {str(path)!r} (looked from {Path.cwd()}): give the path of a Python file")

@@ -17,11 +17,9 @@ _quiet = False
 
 
 def mute_nonzero_ranks(worker: Worker, timeout_s: float) -> None:
-    """On every rank but 0: standard output goes nowhere, and files to a folder of that rank's (`rank_files`), from now
-    on.
+    """From now on, on every rank but 0, standard output goes nowhere, and files to a folder of that rank's (`rank_files`).
 
-    Standard error stays, without tqdm's bars. Rank 1 says so, once, on standard error. A collective of all ranks;
-    idempotent.
+    Standard error stays, without tqdm's bars; rank 1 says so there, once. A collective of all ranks; idempotent.
     """
     global _quiet
     if worker.size == 1:

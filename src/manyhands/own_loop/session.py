@@ -184,9 +184,8 @@ class Pair:
     """One prepared (model, optimizer): a replica, its strategy and what this worker knows since its last step.
 
     Where the strategy applies the mean gradient, the mean is taken at the end of each backward: clipping, logging and
-    editing `.grad` before `step()` then see what one worker would see. Gradients that several backwards accumulate stay
-    exact: the mean of (mean before + own new gradient) is the mean before + the mean of the new ones, whatever the
-    weights.
+    editing `.grad` before `step()` then see what one worker would see. Gradients of several backwards stay exact: the
+    mean of (mean before + own new gradient) is the mean before + the mean of the new ones, whatever the weights.
     """
 
     def __init__(

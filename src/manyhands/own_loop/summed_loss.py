@@ -33,10 +33,9 @@ class Sum:
 
 
 def sums_of(loss: Tensor) -> list[Sum]:
-    """The sums that a scalar loss consists of, of data; those of parameters alone (penalties) are left out, and so is
-    what a divisor may make a mean.
+    """The sums over data that a scalar loss consists of, without penalties (sums of parameters alone).
 
-    What is not known is left out: functions of the user's own, compiled code, small factors.
+    Left out is what a divisor may make a mean, and what is not known: functions of the user's own, compiled code.
     """
     found = []
     ahead: list[tuple[Node, float]] = [(loss.grad_fn, 1.0)] if loss.numel() == 1 else []

@@ -28,8 +28,7 @@ class FileSource(Enum):
 
 
 def source_of(own: Changes, first: Changes, passed: bool) -> FileSource:
-    """Where a rank reads a path that it changed itself: from the first rank's, once that rank has closed as many writes
-    of it.
+    """Where a rank reads a path that it changed: from the first rank's, once that has closed as many writes of it.
 
     passed: the first rank has begun a collective that comes after this rank's last write. In the same program it would
     have written the path before, so there is nothing to wait for.

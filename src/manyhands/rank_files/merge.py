@@ -1,5 +1,4 @@
-"""What becomes of other ranks' files: those that the first rank never wrote go to their paths, the rest goes with the
-folder.
+"""What becomes of other ranks' files: those that the first never wrote go to their paths, the rest with the folder.
 
 The last rank that ends settles them; after any other end a process that waits for that does.
 """

@@ -2,9 +2,8 @@
 
 Replaced are `open`, the functions of `os` and `shutil` that change or look up paths, torch's and safetensors' own,
 which write in C, and wherever a loaded module holds one of them under a name of its own. NumPy, pathlib, logging,
-zipfile and most others call these. What gets past them is named, by an audit hook. Files that this rank alone knows
-(made by `tempfile`), caches, devices, pipes and sockets are left alone, and so are descriptors and paths relative to
-one.
+zipfile and most others call these. What gets past them is named, by an audit hook. Left alone are files that this rank
+alone knows (made by `tempfile`), caches, devices, pipes, sockets, descriptors and paths relative to one.
 """
 
 from __future__ import annotations
@@ -421,11 +420,9 @@ def _errors_name(given: Any, view: View) -> Iterator[None]:
 
 
 def _replace(replaced: dict[int, tuple[Any, Any]]) -> None:
-    """Whatever the name: `tarfile` has an `open` of its own. In all modules of the user's, and in those libraries' that
-    are known for it.
+    """Whatever the name: `tarfile` has an `open` of its own. In all modules of the user's, and in some libraries' alone.
 
-    Not in `posix`, by which Python imports. To look through all libraries would copy their pages into each forked
-    process.
+    To look through all would copy their pages into each forked process. Not in `posix`, by which Python imports.
     """
     for name, module in list(sys.modules.items()):
         names = getattr(module, "__dict__", {})  # what lies there need not be a module

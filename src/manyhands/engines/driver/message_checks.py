@@ -1,5 +1,4 @@
-"""Which messages of a process are valid, and which of a driver. Pure. What comes from another host is checked here
-before anybody acts on it.
+"""Which messages of a process are valid, and which of a driver: checked before anybody acts on another host's. Pure.
 
 The types of a process's messages are listed in host_processes.py, those of a driver's in hosts/processes.py. Extra
 fields are left out of what is returned, so that nobody can come to rely on them.

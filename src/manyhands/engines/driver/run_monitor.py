@@ -1,7 +1,6 @@
 """The driver's knowledge of its workers and server shards, as a pure state machine: no clock, no process, no socket.
 
-What happened goes in with the time at which it happened; `verdict(now)` says what it means: go on, finished, failed,
-or hung. `driver.py` acts on it.
+What happened goes in with its time; `verdict(now)`, on which driver.py acts, is go on, finished, failed, or hung.
 """
 
 from __future__ import annotations

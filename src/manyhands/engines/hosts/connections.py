@@ -1,5 +1,4 @@
-"""How the processes of several hosts come together: addresses go round through the driver, then each connects to those
-it needs.
+"""How processes of several hosts are connected: addresses go round through the driver, then each connects as it needs.
 
 Inside a host the fork server has given its workers shared memory already. Between hosts the first worker of each, its
 leader, is linked with all other leaders; for messages from one worker to another all are linked with all; a worker on

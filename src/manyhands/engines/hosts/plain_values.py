@@ -15,8 +15,7 @@ _TUPLE, _DICT, _TENSOR = "tuple", "dict", "tensor"
 def encode(value: Any, what: str) -> tuple[Any, list[Tensor]]:
     """(JSON, the tensors that it refers to by their place). `what` names the value in the error.
 
-    None, booleans, numbers, strings, lists, tuples, dicts with strings as keys, and dense tensors; BadInput for
-    anything else.
+    BadInput for other than None, booleans, numbers, strings, lists, tuples, dicts by strings, and dense tensors.
     """
     tensors: list[Tensor] = []
     return _encoded(value, what, tensors), tensors

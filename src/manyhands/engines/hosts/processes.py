@@ -1,8 +1,7 @@
-"""The processes of another host, as the driver sees them: an agent there (`manyhands join`) starts them, over a
-message channel.
+"""The processes of another host, as the driver sees them: an agent there (`manyhands join`) starts them.
 
-Messages to the agent: launch (with the program), to_process, signal, stacks, end, over. From it: from_process, stacks,
-idle (everything of the run is gone there), preempted (it was asked to end), failed (its fork server died).
+Messages over a channel to the agent: launch (with the program), to_process, signal, stacks, end, over. From it:
+from_process, stacks, idle (everything of the run is gone there), preempted (asked to end), failed (no fork server).
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""What makes a process a member of a run on several hosts: the run's credentials, in a file that MANYHANDS_CREDENTIALS
-names.
+"""What makes a process a member of a run on several hosts: the credentials in the file that MANYHANDS_CREDENTIALS names.
 
 With TLS that is a key and its certificate. Without, it is a token that both ends of a connection prove to hold, and
 never send: any private file will do, the credentials' too.

@@ -106,8 +106,7 @@ def _worker(place: ProcessPlace, driver: ProcessDriverClient) -> Worker:
 
 
 def make_group(place: ProcessPlace, driver: ProcessDriverClient, device: torch.device) -> Group:
-    """The group of all workers, for this one: shared memory within a host, rings between hosts, nccl where each worker
-    has a GPU of its own."""
+    """The group of all workers: shared memory within a host, rings between hosts, nccl where each has its own GPU."""
     if place.size == 1:
         return SoloGroup()
     if place.network is not None:

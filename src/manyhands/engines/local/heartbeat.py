@@ -29,8 +29,7 @@ ANSWER_S = 600.0
 
 
 class ProcessDriverClient(DriverClient):
-    """Heartbeats and events go over `wire`, questions and their answers over `questions`; phase and step into `status`
-    besides.
+    """Heartbeats and events go over `wire`, questions and answers over `questions`; phase and step also into `status`.
 
     The thread that asks reads its answer itself, which is why questions have a wire of their own: a lease is asked for
     at every tick. `timeout_s` is how long the driver may leave either unread, if more than ANSWER_S. Once the driver is

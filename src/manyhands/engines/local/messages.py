@@ -1,8 +1,7 @@
 """What driver, fork server and processes of one host hand each other: messages, status pages, and what is inherited.
 
-Messages are JSON frames and descriptors over an inherited socket pair. A frame is four bytes of length, then the JSON
-object; descriptors travel beside it (SCM_RIGHTS). The sockets have no name and are inherited or handed over, so nobody
-else can reach them.
+Messages are JSON frames over a socket pair: four bytes of length, then the JSON object; descriptors travel beside it
+(SCM_RIGHTS). The sockets have no name and are inherited or handed over, so nobody else can reach them.
 """
 
 from __future__ import annotations

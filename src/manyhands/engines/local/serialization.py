@@ -6,8 +6,7 @@ memory, and a worker that writes to a tensor gets pages of its own. Tensors on o
 
 The file has no name and goes over inherited sockets only, between a driver and the workers that it started itself.
 That is why pickle is allowed here. One thing only arrives from a network: the program, on a host that joined a run,
-from a driver that proved to hold the run's credentials (hosts/join.py). What comes back from such a host is never
-unpickled.
+from a driver that proved to hold the run's credentials (hosts/join.py). What comes from such a host is not unpickled.
 """
 
 from __future__ import annotations

@@ -24,9 +24,7 @@ class Compute:
     """How long workers compute: (step + row · rows) · factor · jitter seconds a tick with rows, 0 without.
 
     Codecs, by name, take what their `Coding` says, times the worker's factor; those that are not named take none.
-
-    Frozen, so that it is an engine's option. `str()` gives what `parse` reads. Raises BadInput where a number makes no
-    sense.
+    `str()` gives what `parse` reads. Raises BadInput where a number makes no sense.
     """
 
     row: float = 1e-4  # seconds a row of a batch

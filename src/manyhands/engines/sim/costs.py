@@ -100,7 +100,7 @@ def _own(wires: NetworkState, size: int) -> Algorithm:
     return SocketsCost(wires, ranks) if hosts == size else HierarchicalCost(wires, ranks)
 
 
-# -- as this project's own groups do it ----------------------------------------------------------------------------------
+# -- as this project's own groups do it --------------------------------------------------------------------------------
 
 
 class SocketsCost(RingCost):

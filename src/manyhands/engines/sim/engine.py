@@ -39,8 +39,7 @@ COLLECT_AFTER_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Sim(Engine):
-    """Any number of simulated workers in this process, in virtual time: real gradients on real data, the same every
-    time.
+    """Any number of simulated workers in this process, in virtual time: real gradients on real data, repeatable.
 
     Workers take turns. Computing, messages and waiting take virtual seconds, by what `compute` and `network` say; the
     same seed gives the same bits, whatever else the machine does. What each cost is, docs/simulate.md says.

@@ -58,8 +58,7 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Faults:
-    """All that goes wrong. Frozen, so that it is an engine's option. The probabilities are of each message to or from a
-    server.
+    """All that goes wrong. The probabilities are of each message to or from a server.
 
     `str()` gives what `parse` reads. Raises BadInput where a number makes no sense.
     """
@@ -93,8 +92,7 @@ class Faults:
 
         kill, pause and restart: of worker 2, or shard0 of the server, at a step that the worker begins or at a time,
         and for how long; as many as wanted. drop, duplicate, delay (with its mean seconds), reorder: the probability
-        for each message to or from a server. Times are seconds, or 2s, 10ms. Raises BadInput, and UnknownName for an
-        option.
+        for each message to or from a server. Times are seconds, or 2s, 10ms. Raises BadInput or UnknownName.
         """
         planned: list[Fault] = []
         changes: dict[str, Any] = {}

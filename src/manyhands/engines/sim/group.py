@@ -42,10 +42,8 @@ class SimGroup(Group):
     that was started travels while its worker computes. `waited_s` ends with the last arrival; what follows is exchange.
 
     send leaves at once, of any size: the message waits for this worker's network card, not the worker. share: any
-    tensor. What codecs compute takes what `compute` says (nothing without it), before what they send leaves and after
-    it has come.
-    Ledger: what this rank sends in the algorithm that `Costs` chose; words (weights, bits, JSON, barriers) are not
-        counted.
+    tensor. Codecs take what `compute` says (nothing without it), before what they send leaves and after it has come.
+    Ledger: what this rank sends in the algorithm that `Costs` chose, without words (weights, bits, JSON, barriers).
 
     After PeerLost the tensors of operations that were under way hold what they held, or the result.
     """

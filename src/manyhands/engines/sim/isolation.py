@@ -1,5 +1,4 @@
-"""What each simulated worker has for itself although all are in one process: random state, modes, default dtype, whose
-turn it is.
+"""What each simulated worker has for itself in the one process of all: random state, modes, default dtype, whose turn.
 
 PyTorch keeps the modes in the thread, and it, numpy and Python keep their generators in the process, so that all of it
 would leak from one worker into the next: it is swapped when another worker's turn comes. That happens at every step of

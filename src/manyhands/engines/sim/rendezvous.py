@@ -108,9 +108,8 @@ class PendingWait:
 class SimRendezvous:
     """What the ranks of one simulated group share.
 
-    A collective begins when the last rank has come and the group's previous one is over; it takes what `costs` says.
-    The i-th calls of all ranks meet. timeout_s: who waits for a rank for so long gets PeerLost, and the group is
-    unusable; inf: never.
+    The i-th calls of all ranks meet. A collective begins when the last rank has come and the previous one is over; it
+    takes what `costs` says. timeout_s: who waits for a rank so long gets PeerLost, the group is unusable; inf: never.
     """
 
     def __init__(self, timeline: Timeline, costs: Costs, wires: NetworkState, size: int, timeout_s: float) -> None:

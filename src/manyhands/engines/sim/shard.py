@@ -83,15 +83,12 @@ class ShardQueue:
 
 
 class SimShard:
-    """Handles requests one at a time, in the order in which they arrive, or have been decoded where they bring a
-    payload.
+    """Handles requests one at a time, in the order in which they arrive, or were decoded where they bring a payload.
 
-    Each worker's payloads are decoded on their own, at the same time as those of others: as by the thread of a
-    connection.
+    Each worker's payloads are decoded at the same time as those of others, as by the thread of a connection.
 
     Copies of a request that was handled get the same answer; for pushes the store says so itself. Copies of a worker's
-    older requests are ignored. merge_s: seconds a byte. on_answer: (request, when it is to arrive) when an answer was
-    sent.
+    older requests are ignored. merge_s: seconds a byte. on_answer: (request, when its answer, now sent, is to arrive).
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """Virtual time: programs that take turns, each running until it waits, and one heap of what happens next.
 
 A program's own computation takes no virtual time; time passes where a program sleeps or waits. What is due at the same
-time happens in an order that the seed draws. So the same programs with the same seed do the same, whatever else the
-machine does meanwhile.
+time happens in an order that the seed draws, so that the same programs with the same seed do the same.
 """
 
 from __future__ import annotations

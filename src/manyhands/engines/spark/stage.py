@@ -1,5 +1,4 @@
-"""What runs in each Spark task of the barrier stage: bring the partition's rows, then give the host's workers to the
-run.
+"""What runs in each Spark task of the barrier stage: bring the partition's rows, then give the run the host's workers.
 
 All Spark tasks keep the rows of their partition, or of their part of the files that they read themselves. The first one
 of each host is its agent (`manyhands join`'s), whose worker processes share memory and see all of the host's rows. The

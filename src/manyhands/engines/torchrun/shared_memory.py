@@ -35,8 +35,7 @@ def host_identity() -> str:
 def adopt(group: Group, hosts: Sequence[str], timeout_s: float) -> SharedMemoryGroup:
     """A SharedMemoryGroup of the same ranks as `group`; a collective, for ranks of one host. `group` stays open.
 
-    Raises ManyhandsError when a peer does not come within `timeout_s`, or goes away meanwhile; nothing is left open
-    then.
+    Raises ManyhandsError, with nothing left open, when a peer does not come within `timeout_s` or goes away meanwhile.
     """
     deadline = time.monotonic() + timeout_s
     try:
@@ -45,14 +44,10 @@ def adopt(group: Group, hosts: Sequence[str], timeout_s: float) -> SharedMemoryG
         else:
             (path, *_) = group.all_gather_json(None)
             memory, lifelines = _take(group.rank, group.size, path, deadline)
-    except TimeoutError:
-        raise ManyhandsError(
-            "a worker of this host did not come to share memory in time: see the other workers' errors"
-        ) from None
-    except ConnectionError:
-        raise ManyhandsError(
-            "a worker of this host ended while memory was being shared: see the other workers' errors"
-        ) from None
+    except (TimeoutError, ConnectionError) as error:
+        late = isinstance(error, TimeoutError)
+        what = "did not come to share memory in time" if late else "ended while memory was being shared"
+        raise ManyhandsError(f"a worker of this host {what}: see the other workers' errors") from None
     return SharedMemoryGroup(
         group.rank, group.size, memory, lifelines=lifelines, hosts=list(hosts), timeout_s=timeout_s
     )
@@ -62,36 +57,26 @@ def _give(group: Group, deadline: float) -> tuple[list[int], list[tuple[int, int
     """Rank 0: everything, handed out to whoever comes; the write end of a lifeline goes to its owner alone."""
     memory = list(SharedMemory.create(group.size))
     pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(group.size)]
-    with _closed_on_error([*memory, *(end for pipe in pipes for end in pipe)]), _listener() as (listener, folder):
-        group.all_gather_json(folder)
-        for _ in range(group.size - 1):
-            wire = _accept(listener, deadline)
-            with closing(wire):
-                _hand_out(wire, memory, pipes, deadline)
+    with ExitStack() as closed_on_error:
+        for fd in [*memory, *(end for pipe in pipes for end in pipe)]:
+            closed_on_error.callback(os.close, fd)
+        with (
+            tempfile.TemporaryDirectory(prefix="manyhands-") as folder,  # mode 0700
+            _entered(folder) as short,
+            socket.socket(socket.AF_UNIX) as listener,
+        ):
+            listener.bind(short)
+            listener.listen(128)
+            group.all_gather_json(folder)
+            for _ in range(group.size - 1):
+                with closing(_accept(listener, deadline)) as wire:
+                    peer = _receive(wire, deadline)[0].body["rank"]
+                    for rank, (read, write) in enumerate(pipes):
+                        wire.send({"rank": rank}, [memory[rank], read, *([write] if rank == peer else [])])
+        closed_on_error.pop_all()
     for rank in range(1, group.size):
         os.close(pipes[rank][1])
     return memory, [(read, write if rank == 0 else -1) for rank, (read, write) in enumerate(pipes)]
-
-
-@contextmanager
-def _closed_on_error(fds: Sequence[int]) -> Iterator[None]:
-    with ExitStack() as undo:
-        for fd in fds:
-            undo.callback(os.close, fd)
-        yield
-        undo.pop_all()
-
-
-@contextmanager
-def _listener() -> Iterator[tuple[socket.socket, str]]:
-    with (
-        tempfile.TemporaryDirectory(prefix="manyhands-") as folder,  # mode 0700
-        _entered(folder) as short,
-        socket.socket(socket.AF_UNIX) as listener,
-    ):
-        listener.bind(short)
-        listener.listen(128)
-        yield listener, folder
 
 
 @contextmanager
@@ -114,12 +99,6 @@ def _accept(listener: socket.socket, deadline: float) -> ControlSocket:
             f"a process of user {uid} came to swap shared memory; only this user's, {os.getuid()}, may"
         )
     return ControlSocket(sock)
-
-
-def _hand_out(wire: ControlSocket, memory: Sequence[int], pipes: Sequence[tuple[int, int]], deadline: float) -> None:
-    peer = _receive(wire, deadline)[0].body["rank"]
-    for rank, (read, write) in enumerate(pipes):
-        wire.send({"rank": rank}, [memory[rank], read, *([write] if rank == peer else [])])
 
 
 def _take(rank: int, size: int, folder: str, deadline: float) -> tuple[list[int], list[tuple[int, int]]]:
