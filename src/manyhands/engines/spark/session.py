@@ -29,7 +29,14 @@ def session(master: str) -> Iterator[SparkSession]:
         from pyspark.sql import SparkSession
     except ImportError as error:
         raise BadInput(f"engine spark needs pyspark ({error}): pip install 'manyhands[spark]'") from error
-    active = SparkSession.getActiveSession() or _of_another_thread() or _of_another_client()
+    active = SparkSession.getActiveSession()
+    if active is None:
+        from pyspark import SparkContext
+
+        if SparkContext._active_spark_context is not None:  # another thread's, as in the threads of a CrossValidator
+            active = SparkSession.builder.getOrCreate()
+    if active is None and (client := sys.modules.get("pyspark.sql.connect.session")) is not None:
+        active = client.SparkSession._get_default_session()
     if active is not None:
         own = active.conf.get("spark.master", "")
         if master and own != master:
@@ -44,20 +51,6 @@ def session(master: str) -> Iterator[SparkSession]:
         yield made
     finally:
         made.stop()
-
-
-def _of_another_thread() -> SparkSession | None:
-    """The session that is there although it is not this thread's active one, as in the threads of a CrossValidator."""
-    from pyspark import SparkContext
-    from pyspark.sql import SparkSession
-
-    return None if SparkContext._active_spark_context is None else SparkSession.builder.getOrCreate()
-
-
-def _of_another_client() -> SparkSession | None:
-    """The same of Spark Connect."""
-    client = sys.modules.get("pyspark.sql.connect.session")
-    return None if client is None else client.SparkSession._get_default_session()
 
 
 def is_connect(spark: SparkSession) -> bool:

@@ -7,13 +7,15 @@ others wait, so that their cores stay the run's, until it is over.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.data.dataframe_rows import VARIABLE, WHICH, DistributedFrame
@@ -23,7 +25,6 @@ from manyhands.engines.hosts.join import Join, JoinError, join
 from manyhands.engines.hosts.roster import listed, versions
 from manyhands.engines.hosts.secret import Secret
 from manyhands.engines.local.fork_client import Spawner
-from manyhands.engines.spark.neighbours import Busy, Neighbours, process_space, wait_until_over
 from manyhands.errors import BadInput, ManyhandsError
 
 if TYPE_CHECKING:
@@ -66,7 +67,10 @@ class Stage:
         partition = context.partitionId()
         neighbours = Neighbours.of([info.address for info in context.getTaskInfos()])
         with ExitStack() as stack:
-            spawner, own = None, {**_means(context), "busy": ""}
+            gpu = context.resources().get("gpu")
+            gpus = [] if gpu is None else list(gpu.addresses)
+            own = {"cpus": context.cpus(), "gpus": gpus, "processes": process_space(), "busy": ""}
+            spawner = None
             if partition in neighbours.agents:
                 spawner = Spawner()  # it loads torch while the rows come
                 stack.callback(spawner.close)
@@ -98,11 +102,15 @@ class Stage:
         self, spools: list[Spool], batches: Iterator[pa.RecordBatch], counts: list[dict[str, Any]], partition: int
     ) -> dict[str, Any]:
         """Keep this one's rows; what is held here, for the others."""
+        import pyarrow.compute as pc
+
         check_versions(socket.gethostname(), versions(), self.versions)
         if refused := next((report["refused"] for report in counts if report["refused"]), ""):
             raise BadInput(refused)
         streamed = {i: spool for i, spool in enumerate(spools) if not self.frames[i].files}
-        _fill(streamed, batches)
+        for batch in batches:
+            for i, spool in streamed.items():
+                spool.add(batch if len(streamed) == 1 else batch.filter(pc.equal(batch.column(WHICH), i)))
         for i, frame in enumerate(self.frames):
             if frame.files and partition < self.readers:
                 rows = shared_files.together([report["files"][i] for report in counts])
@@ -172,25 +180,6 @@ def check_versions(host: str, found: dict[str, str], wanted: dict[str, str]) -> 
         )
 
 
-def _fill(spools: dict[int, Spool], batches: Iterator[pa.RecordBatch]) -> None:
-    """Add the rows that Spark brings, to the spools of the frames' numbers."""
-    import pyarrow.compute as pc
-
-    for batch in batches:
-        for i, spool in spools.items():
-            spool.add(batch if len(spools) == 1 else batch.filter(pc.equal(batch.column(WHICH), i)))
-
-
-def _means(context: Any) -> dict[str, Any]:
-    """What Spark gave to this Spark task, and which processes it sees."""
-    gpu = context.resources().get("gpu")
-    return {
-        "cpus": context.cpus(),
-        "gpus": list(gpu.addresses) if gpu is not None else [],
-        "processes": process_space(),
-    }
-
-
 def _gather(context: Any, value: dict[str, Any]) -> list[dict[str, Any]]:
     """Every Spark task's value, by partition."""
     return [json.loads(text) for text in context.allGather(json.dumps(value))]
@@ -212,3 +201,71 @@ def _folder() -> str:
 
 def _log(text: str) -> None:
     print(f"manyhands: {text}", file=sys.stderr, flush=True)  # noqa: T201 - the executor's log
+
+
+# -- Spark tasks of one host -------------------------------------------------------------------------------------------
+# A barrier among Spark tasks lasts a second, as Spark looks once a second whether it is over: so none is used to wait.
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """The hosts of a stage's Spark tasks, by partition. What has memory in common is a host: a machine, or a container
+    of YARN's, whose limit of memory is its own."""
+
+    hosts: tuple[str, ...]
+
+    @classmethod
+    def of(cls, addresses: Sequence[str]) -> Neighbours:
+        """addresses: HOST:PORT of each Spark task's executor, as the barrier context has them."""
+        apart = "CONTAINER_ID" in os.environ
+        return cls(tuple(address if apart else address.rpartition(":")[0] for address in addresses))
+
+    @property
+    def agents(self) -> list[int]:
+        """The first partition of every host."""
+        return [self.hosts.index(host) for host in dict.fromkeys(self.hosts)]
+
+    def here(self, partition: int) -> list[int]:
+        """The partitions on this one's host, in order."""
+        return [i for i, host in enumerate(self.hosts) if host == self.hosts[partition]]
+
+    def apart(self, spaces: Sequence[str]) -> str:
+        """Why partitions of one host cannot work together, or "": they share an address, and not their processes.
+
+        spaces: of each partition (`process_space`).
+        """
+        for i, host in enumerate(self.hosts):
+            if spaces[i] != spaces[self.hosts.index(host)]:
+                return (
+                    f"executors at {host} have one address and no processes in common, as containers in the host's network have: give each an "
+                    "address of its own"
+                )
+        return ""
+
+
+def process_space() -> str:
+    """Which machine this is since it started, and which of its processes are seen here."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+class Busy:
+    """What an agent holds while its host is at work; its neighbours wait until it lets go, or is dead."""
+
+    def __init__(self) -> None:
+        self._fd = os.memfd_create("manyhands-busy", os.MFD_CLOEXEC)
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+
+    @property
+    def place(self) -> str:
+        """Where neighbours find it."""
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def close(self) -> None:
+        fcntl.flock(self._fd, fcntl.LOCK_UN)  # children that have a copy hold it no longer, either
+        os.close(self._fd)
+
+
+def wait_until_over(place: str) -> None:
+    """Until whoever holds the `Busy` at that place lets go; Spark ends the Spark task if the run is cancelled."""
+    with suppress(FileNotFoundError), open(place) as file:  # its process is gone
+        fcntl.flock(file, fcntl.LOCK_SH)
