@@ -5,6 +5,7 @@ import sys
 import threading
 
 import pytest
+
 from manyhands.engines.spark.stage import Busy, Neighbours, process_space, wait_until_over
 
 ADDRESSES = ["10.0.0.1:7001", "10.0.0.2:7001", "10.0.0.1:7002", "10.0.0.2:7001"]
@@ -49,9 +50,7 @@ def test_neighbours_wait_until_the_agent_lets_go() -> None:
 
 
 def test_neighbours_do_not_wait_for_a_dead_agent() -> None:
-    script = (
-        "from manyhands.engines.spark.stage import Busy\nbusy = Busy()\nprint(busy.place, flush=True)\ninput()"
-    )
+    script = "from manyhands.engines.spark.stage import Busy\nbusy = Busy()\nprint(busy.place, flush=True)\ninput()"
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
         assert agent.stdout is not None
         thread = threading.Thread(target=wait_until_over, args=(agent.stdout.readline().decode().strip(),))

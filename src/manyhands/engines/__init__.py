@@ -43,9 +43,12 @@ def engine_of(engine: Engine | str) -> Engine:
     if not isinstance(engine, str):
         raise BadInput(f"engine must be an engine or its spec string, such as 'local', not {type(engine).__name__}")
     if engine == "auto":
-        inside = _inside()
-        if inside is not None:
-            return inside
+        if "manyhands.worker" in sys.modules:  # else nobody can have made this process a worker
+            from manyhands.engines.nested import Nested
+            from manyhands.worker import current
+
+            if (worker := current()) is not None:
+                return Nested(worker=worker)
         engine = "torchrun" if under_torchrun() else "local"
     name, options = spec.parse(engine)
     made = spec.make(spec.find(name, CATALOGUE, "engine", HINTS), options, f"engine {name}")
@@ -73,16 +76,6 @@ def default_workers(engine: Engine) -> int:
     import torch
 
     return max(1, torch.cuda.device_count())
-
-
-def _inside() -> Engine | None:
-    if "manyhands.worker" not in sys.modules:  # nobody can have made this process a worker then
-        return None
-    from manyhands.engines.nested import Nested
-    from manyhands.worker import current
-
-    worker = current()
-    return None if worker is None else Nested(worker=worker)
 
 
 def own_rank(engine: Engine) -> int:

@@ -143,10 +143,9 @@ def run(engine: Engine, member: Member, spec: LaunchSpec) -> dict[str, list[Any]
     from manyhands.data.dataframe_rows import DistributedFrame
 
     roles = member.roles
-    frames: tuple[Any, ...] = ()
-    if isinstance(member.rows, DistributedFrame):
+    frames = (member.rows,) if isinstance(member.rows, DistributedFrame) else ()
+    if frames:
         check_brings(engine)
-        frames = (member.rows,)
     values = engine.launch(member, replace(spec, workers=len(roles.members), roles=roles, device="cpu", frames=frames))
     found: dict[str, list[Any]] = {role: [] for role in roles.counts}
     for (role, _), value in zip(roles.members, values, strict=True):

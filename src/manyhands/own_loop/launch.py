@@ -118,14 +118,13 @@ def run_script(
 class _Preemption(Telling):
     """Passes SIGTERM on to the workers."""
 
-    def __init__(self) -> None:
-        self._reason = ""
+    reason = ""
 
     def stop(self, reason: str) -> None:
-        self._reason = reason
+        self.reason = reason
 
     def stopping(self) -> str:
-        return self._reason
+        return self.reason
 
 
 def _plan(engine: Engine, workers: int | None, threads_per_worker: int | None, timeout_s: float) -> LaunchSpec:

@@ -124,17 +124,16 @@ def _worker_here() -> Worker:
     global _outside
     if (inside := current()) is not None:
         return inside
-    if _outside is None:
-        _outside = _join_torchrun() if under_torchrun() else Worker(device=pick_device("auto", 0))
-    return _outside
-
-
-def _join_torchrun() -> Worker:
-    """Take the place that torchrun gave this process, until the process ends."""
+    if _outside is not None:
+        return _outside
+    if not under_torchrun():
+        _outside = Worker(device=pick_device("auto", 0))
+        return _outside
     from manyhands.engines.torchrun.engine import LauncherRank, joined
 
-    stack = ExitStack()
+    stack = ExitStack()  # until the process ends, it has the place that torchrun gave it
     worker = stack.enter_context(joined(LaunchSpec(workers=LauncherRank.from_environment().size, timeout_s=TIMEOUT_S)))
     atexit.register(stack.close)
     mute_nonzero_ranks(worker, TIMEOUT_S)
+    _outside = worker
     return worker

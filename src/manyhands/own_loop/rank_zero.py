@@ -33,11 +33,7 @@ def mute_nonzero_ranks(worker: Worker, timeout_s: float) -> None:
     nowhere = open(os.devnull, "w")  # noqa: SIM115 - open for the rest of the process's life
     atexit.register(nowhere.close)
     sys.stdout = nowhere
-    _turn_bars_and_trackers_off()
-
-
-def _turn_bars_and_trackers_off() -> None:
-    """tqdm and W&B, unless the script says otherwise; TensorBoard's files are dropped with the rank's copies."""
+    # unless the script says otherwise; TensorBoard's files are dropped with the rank's copies
     os.environ.setdefault("WANDB_MODE", "disabled")
     os.environ.setdefault("TQDM_DISABLE", "1")  # read where tqdm is imported, and torch may have done that already
     loaded = sys.modules.get("tqdm.std")

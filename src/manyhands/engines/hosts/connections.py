@@ -34,17 +34,11 @@ def group_of(
     network, everyone = network_of(place), list(range(place.size))
     if len(network.hosts) == place.size:
         return _ring(place, network, driver, everyone, "ring")
-    across = None
-    if place.process_index in network.leaders:
-        across = _ring(place, network, driver, network.leaders, "ring")
-    return HierarchicalGroup(
-        place.process_index,
-        network.hosts,
-        inside(place, network.host_names),
-        across,
-        direct=_ring(place, network, driver, everyone, "direct"),
-        hosts=network.names,
-    )
+    leads = place.process_index in network.leaders
+    across = _ring(place, network, driver, network.leaders, "ring") if leads else None
+    here = inside(place, network.host_names)
+    direct = _ring(place, network, driver, everyone, "direct")
+    return HierarchicalGroup(place.process_index, network.hosts, here, across, direct=direct, hosts=network.names)
 
 
 def _ring(
@@ -55,18 +49,10 @@ def _ring(
     # Each connects to the lower ranks: the higher ones give up first, their error says whose port is shut.
     patience_s = _connect_s(place) * (1.5 - 0.5 * (rank + 1) / len(members))
     with closing(network.listener(place.timeout_s)) as listener:
-        addresses = [
-            (str(host), int(port)) for host, port in driver.rendezvous(purpose, members, list(listener.address))
-        ]
+        found = driver.rendezvous(purpose, members, list(listener.address))
+        addresses, proof = [(str(host), int(port)) for host, port in found], network.secret.proof
         channels = connect_all(
-            rank,
-            listener,
-            addresses,
-            **network.secret.proof,
-            hosts=hosts,
-            names=members,
-            purpose=purpose,
-            timeout_s=patience_s,
+            rank, listener, addresses, **proof, hosts=hosts, names=members, purpose=purpose, timeout_s=patience_s
         )
     return RingGroup(rank, len(members), channels, hosts=hosts, names=members, timeout_s=last_resort_s(place))
 

@@ -76,7 +76,10 @@ class MessageChannel:
     def __init__(self, channel: Channel, memory: Memory | None = None) -> None:
         self.channel = channel
         self.lost = ""
-        self.local_address = _local_address(channel)
+        self.local_address = ""
+        with socket.socket(fileno=os.dup(channel.fileno())) as sock:
+            if sock.family != socket.AF_UNIX:  # without the prefix of IPv4 where the socket is one of both
+                self.local_address = str(sock.getsockname()[0]).removeprefix("::ffff:")
         self._memory: Memory = memory or (lambda body, nbytes: torch.empty(nbytes, dtype=torch.uint8))
         self._received: deque[HostMessage | str] = deque()  # a text: the reason of the end
         self._heard_at = time.monotonic()  # when the last message came, one that says "alive" too
@@ -225,10 +228,3 @@ def _checked(entry: Any) -> tuple[torch.dtype, list[int]]:
     if not isinstance(name, str) or name not in _DTYPES or any(not isinstance(n, int) or n < 0 for n in shape):
         raise FrameError(f"no tensor of {name!r} and {shape!r} can come")
     return _DTYPES[name], shape
-
-
-def _local_address(channel: Channel) -> str:
-    with socket.socket(fileno=os.dup(channel.fileno())) as sock:
-        if sock.family == socket.AF_UNIX:
-            return ""
-        return str(sock.getsockname()[0]).removeprefix("::ffff:")  # IPv4, where the socket is one of both

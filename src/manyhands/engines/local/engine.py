@@ -39,17 +39,6 @@ class _Slot:
             spawner = None
         return spawner or Spawner()
 
-    def give_back(self, spawner: Spawner) -> None:
-        if self.keep and self.spawner is None and spawner.alive:
-            self.spawner = spawner
-        else:
-            spawner.close()
-
-    def close(self) -> None:
-        spawner, self.spawner = self.spawner, None
-        if spawner is not None:
-            spawner.close()
-
 
 @dataclass(frozen=True, kw_only=True)
 class Local(Engine):
@@ -77,7 +66,9 @@ class Local(Engine):
 
     def close(self) -> None:
         """End a fork server that waits for a launch. Idempotent."""
-        self._slot.close()
+        spawner, self._slot.spawner = self._slot.spawner, None
+        if spawner is not None:
+            spawner.close()
 
     def __enter__(self) -> Self:
         self._slot.keep = True
@@ -104,9 +95,13 @@ class Local(Engine):
         from manyhands.engines.driver.host_processes import process_indices_of
         from manyhands.engines.local.processes import LocalProcesses
 
-        spawner = self._slot.take()
+        slot = self._slot
+        spawner = slot.take()
         try:
             host_processes = LocalProcesses(spawner, process_indices_of(spec.workers, spec.shards), spec.timeout_s)
             return Driver([host_processes], spec).run(program)
         finally:
-            self._slot.give_back(spawner)
+            if slot.keep and slot.spawner is None and spawner.alive:
+                slot.spawner = spawner
+            else:
+                spawner.close()

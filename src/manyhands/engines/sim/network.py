@@ -110,8 +110,12 @@ class SimNetworkSpec:
                 node = _host(name)
                 hosts[node] = _read_link(name, value, hosts.get(node))
             elif found := re.fullmatch(r"link((?:host|shard)?\d+)-((?:host|shard)?\d+)", name):
-                way = _between(_host(found[1]), _host(found[2]), name)
-                links[way] = _read_link(name, value, links.get(way))
+                one, other = sorted((_host(found[1]), _host(found[2])))
+                if one == other:
+                    raise BadInput(
+                        f"network: {name} is between two hosts; within a host it is local_latency, local_bandwidth"
+                    )
+                links[one, other] = _read_link(name, value, links.get((one, other)))
             else:
                 option = name.replace("-", "_")
                 changes[option] = _read_option(option, value)
@@ -122,7 +126,8 @@ class SimNetworkSpec:
         for entry in fields(self):
             value = getattr(self, entry.name)
             if entry.name not in ("hosts", "links") and value != entry.default:
-                parts.append(f"{entry.name}={_shown(value)}")
+                text = "all" if value == ALL else shown(value) if isinstance(value, float) else str(value)
+                parts.append(f"{entry.name}={text}")
         parts += [f"{_name(host)}={link}" for host, link in sorted(self.hosts.items()) if str(link)]
         parts += [
             f"link{_name(a).removeprefix('host')}-{_name(b).removeprefix('host')}={link}"
@@ -163,7 +168,15 @@ class NetworkState:
         self.network, self.workers, self.shards = network, workers, shards
         self.hosts = -(-workers // network.workers_per_host)
         """Of workers: they have the numbers 0 … hosts - 1."""
-        self._check()
+        shards_apart = shards if network.servers == "own" else 0
+        there = set(range(-shards_apart, self.hosts))
+        for host in [*network.hosts, *(host for way in network.links for host in way)]:
+            if host not in there:
+                last = f" and shard0 to shard{shards_apart - 1}" if shards_apart else ""
+                raise BadInput(
+                    f"network: {_name(host)} is overridden, and {workers} workers, {network.workers_per_host} a "
+                    f"host, are on host0 to host{self.hosts - 1}{last}: name one of those, or leave it out"
+                )
         self._out: dict[int, float] = {}  # by host: when its card is free
         self._in = self._out if network.duplex == "shared" else {}
         self._link: dict[tuple[int, int], float] = {}  # of those with a bandwidth of their own
@@ -220,18 +233,6 @@ class NetworkState:
         bandwidths = self.card_of(here), own.bandwidth or math.inf, self.card_of(there)
         return Way(latency, *bandwidths, min(bandwidths))
 
-    def _check(self) -> None:
-        shards = self.shards if self.network.servers == "own" else 0
-        there = set(range(-shards, self.hosts))
-        named = [host for host in self.network.hosts if host not in there]
-        named += [host for way in self.network.links for host in way if host not in there]
-        if named:
-            last = f" and shard0 to shard{shards - 1}" if shards else ""
-            raise BadInput(
-                f"network: {_name(named[0])} is overridden, and {self.workers} workers, {self.network.workers_per_host} a "
-                f"host, are on host0 to host{self.hosts - 1}{last}: name one of those, or leave it out"
-            )
-
 
 def _read_option(name: str, text: str) -> Any:
     if name in ("latency", "local_latency"):
@@ -270,18 +271,6 @@ def _host(name: str) -> int:
 
 def _name(host: int) -> str:
     return f"host{host}" if host >= 0 else f"shard{-1 - host}"
-
-
-def _shown(value: Any) -> str:
-    if value == ALL:
-        return "all"
-    return shown(value) if isinstance(value, float) else str(value)
-
-
-def _between(one: int, other: int, name: str) -> tuple[int, int]:
-    if one == other:
-        raise BadInput(f"network: {name} is between two hosts; within a host it is local_latency, local_bandwidth")
-    return min(one, other), max(one, other)
 
 
 def _expect_bandwidth(value: float, what: str) -> None:
