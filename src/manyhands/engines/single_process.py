@@ -123,7 +123,6 @@ class InProcessDriverClient(DriverClient):
             self._observer.event(event)
 
     def emit_own(self, event: Event) -> None:
-        """See `Observer.own_event`."""
         with self._observing():
             self._observer.own_event(event)
 

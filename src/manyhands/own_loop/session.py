@@ -170,7 +170,6 @@ class Session:
                 iteration.used.add(pair)
 
     def finish(self, pairs: Iterable[Pair]) -> None:
-        """Close the open rounds of these pairs; a collective."""
         for pair in in_order(pairs):
             pair.finish()
 
@@ -237,7 +236,6 @@ class Pair:
             self.watch()
 
     def release(self) -> None:
-        """Let go of the model and the optimizer."""
         self.silence.turn(False)
         for hook in self._hooks:
             hook.remove()
@@ -399,8 +397,6 @@ class Silence:
         self._fresh: set[int] = set()  # parameters whose `.grad` is nothing but zeros of a silent batch
         self._buffers: list[tuple[Tensor, Tensor]] = []  # (buffer, what it was before the stand-in)
 
-    # -- gradients ---------------------------------------------------------------------------------------------------
-
     def turn(self, on: bool) -> None:
         """While on, backward adds zeros to every gradient, whatever it computed, NaN too; existing graphs included."""
         if on and not self._hooks:
@@ -423,8 +419,6 @@ class Silence:
             self._parameters[i].grad = None
         self._fresh.clear()
 
-    # -- buffers -----------------------------------------------------------------------------------------------------
-
     def keep_buffers(self) -> None:
         """A stand-in batch is coming."""
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
@@ -435,6 +429,5 @@ class Silence:
             buffer.data.copy_(before)  # .data: a graph that is still alive may have saved the buffer
 
     def forget_buffers(self) -> None:
-        """The stand-in is over."""
         self.restore_buffers()
         self._buffers = []

@@ -17,7 +17,20 @@ Node = Any  # torch.autograd.graph.Node, whose saved attributes have no types
 _SUM = 2  # `_saved_reduction` of torch's losses
 _LEAST_FACTOR = 0.5  # of a sum; a smaller one may divide by what was counted
 _LEAST_ROWS = 3  # so few rows that a factor of a half, or a size that the rows divide, is no evidence
-_SAME = {"Neg", "View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Alias", "Permute"}
+_THROUGH = {
+    "Add",
+    "Sub",
+    "Neg",
+    "View",
+    "UnsafeView",
+    "Reshape",
+    "Squeeze",
+    "Unsqueeze",
+    "ToCopy",
+    "Clone",
+    "Alias",
+    "Permute",
+}
 
 
 @dataclass(frozen=True)
@@ -57,13 +70,11 @@ def sums_of(loss: Tensor) -> list[Sum]:
                 ahead += [(part, factor) for part in _parts(below)]
             elif abs(factor) >= _LEAST_FACTOR and not _is_penalty(below, sizes) and not _is_reduced(below):
                 found.append(Sum(name, sizes[0]))
-        elif name in ("Add", "Sub"):
-            ahead += [(part, factor) for part in _parts(node)]
         elif name in ("Mul", "Div"):
             constant = _constant(node)
             if constant:
                 ahead.append((node.next_functions[0][0], factor * constant if name == "Mul" else factor / constant))
-        elif name in _SAME:
+        elif name in _THROUGH:
             ahead += [(part, factor) for part in _parts(node)]
     return found
 

@@ -165,7 +165,6 @@ class CollectiveCounts:
         return int(_TURNS.unpack_from(self._page)[0])
 
     def publish(self) -> None:
-        """On the first rank: publish the own number to the others."""
         _TURNS.pack_into(self._page, 0, self.own)
 
 
@@ -196,5 +195,4 @@ def pause(seconds: float) -> None:
 
 
 def is_as_given() -> bool:
-    """Whether this thread is inside `as_given`."""
     return _here.depth > 0

@@ -233,7 +233,6 @@ class OtherView(View):
         return copy if emptied else path
 
     def has_changes(self) -> bool:
-        """Whether this rank has changed any path."""
         self.journal.read()
         return bool(self.journal.changes)
 

@@ -68,7 +68,6 @@ def shard_listener(place: ProcessPlace, driver: ProcessDriverClient) -> Listener
 
 
 def shard_channel(place: ProcessPlace, driver: ProcessDriverClient, shard: int) -> Channel:
-    """This worker's connection to a shard on another host."""
     network, process_index = network_of(place), shard_of(shard)
     (host, port), *_ = driver.rendezvous(name_of(process_index), [process_index, *_remote(place)], None)
     greeting = hello(place.process_index, shard, place.servers, network.host_names[place.process_index])

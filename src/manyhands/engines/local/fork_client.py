@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,13 @@ class Spawner:
     def launch(self, shared: dict[str, Any], program: int) -> None:
         """Announce a run: what its processes share, and the descriptor of its program."""
         self._pids.clear()
-        self.wire.send({"type": "launch", **shared, "scratch": self._scratch}, [program, *_streams()])
+        streams = [1, 2]  # standard output and error as they are now: a warm server may have inherited others
+        try:
+            for fd in streams:
+                os.fstat(fd)
+        except OSError:  # not both are open
+            streams = []
+        self.wire.send({"type": "launch", **shared, "scratch": self._scratch}, [program, *streams])
 
     def fork(self, process_index: int, line: int, questions: int, stacks: int, status: int) -> None:
         """Have a process forked, with copies of these descriptors."""
@@ -163,13 +169,3 @@ def _start(there: int, leftovers: Sequence[str]) -> subprocess.Popen[bytes]:
 def import_path() -> list[str]:
     """sys.path with its empty entry (a notebook's, or stdin's) spelled out: other processes have other folders."""
     return [entry or os.getcwd() for entry in sys.path if isinstance(entry, str)]
-
-
-def _streams() -> Iterator[int]:
-    """Standard output and error as they are now, if both are open: a warm server may have inherited others."""
-    try:
-        os.fstat(1)
-        os.fstat(2)
-    except OSError:
-        return
-    yield from (1, 2)

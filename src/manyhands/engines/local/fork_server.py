@@ -215,7 +215,9 @@ class ForkServer:
         try:
             from manyhands.engines.local import child
 
-            die_with(parent)
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # it dies with its parent, however that happens
+            if os.getppid() != parent:  # it died before we asked
+                os._exit(1)
             os.setpgid(0, 0)
             signal.set_wakeup_fd(-1)
             note_sigterm()
@@ -291,13 +293,6 @@ class ForkServer:
                 del self._process_indices[ended.si_pid]
                 exit_code = os.waitstatus_to_exitcode(status)
                 self._wire.send({"type": "exited", "process_index": process_index, "status": exit_code})
-
-
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies, however that happens."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
-        os._exit(1)
 
 
 def kill_children(but: Collection[int] = ()) -> bool:

@@ -68,7 +68,6 @@ class Algorithm(ABC):
     # -- for algorithms ----------------------------------------------------------------------------------------------
 
     def pieces(self, elements: int) -> list[int]:
-        """How many elements belong to each."""
         bounds = [slice_of(position, self.size, elements) for position in range(self.size)]
         return [stop - start for start, stop in bounds]
 
@@ -103,12 +102,10 @@ class Algorithm(ABC):
         return Cost(self.control(0), [0] * self.size, [0] * self.size)
 
     def from_one(self, seconds: float, source: int, nbytes: int) -> Cost:
-        """From one rank to each of the others."""
         sends = [int(rank == source) for rank in range(self.size)]
         return Cost(seconds, [count * (self.size - 1) * nbytes for count in sends], sends)
 
     def alike(self, seconds: float, nbytes: int, messages: int) -> Cost:
-        """The same from every rank."""
         return Cost(seconds, [nbytes] * self.size, [messages] * self.size)
 
 

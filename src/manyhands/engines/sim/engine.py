@@ -188,7 +188,6 @@ class Simulation:
         self.programs[rank] = self.timeline.start(rank, partial(self._as_worker, worker, program, driver), at)
 
     def _as_worker(self, worker: Worker, program: Callable[[Worker], T], driver: SimDriverClient) -> T:
-        """What each program does."""
         set_current(worker)
         if worker.generation and self.servers is not None:
             self.servers.restart(worker.rank)

@@ -164,7 +164,6 @@ class SimGroup(Group):
         return round_.result
 
     def end(self, round_: Round, name: str, step: int) -> None:
-        """Return when a collective is over."""
         self.waited_s += self._meeting.end(round_, self.rank, name, step)
 
     # -- what collectives do, with all ranks' calls ------------------------------------------------------------------
@@ -208,8 +207,6 @@ class SimGroup(Group):
 
 
 class _Started(Work):
-    """A mean that was started."""
-
     def __init__(self, group: SimGroup, round_: Round, step: int) -> None:
         self._group, self._round, self._step = group, round_, step
 

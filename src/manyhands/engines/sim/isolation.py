@@ -59,7 +59,6 @@ def capture() -> Isolated:
 
 
 def restore(state: Isolated) -> None:
-    """Put back what `capture` gave."""
     torch.set_rng_state(state.torch_state)
     np.random.set_bit_generator(state.numpy_generator)  # type: ignore[attr-defined]
     if state.gauss is not None:

@@ -66,7 +66,6 @@ class Round:
     cells: list[Future[None]] = field(default_factory=list)  # of the ranks that wait for it
 
     def wake(self) -> None:
-        """It is over."""
         for cell in self.cells:
             cell.set(None)
         self.cells.clear()
@@ -189,7 +188,6 @@ class SimRendezvous:
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def send(self, message: PendingMessage, source: int, target: int, step: int) -> None:
-        """Give a message to the network."""
         self.check("send", step)
         now = self.timeline.now
         message.arrives_at = self.wires.send(source, target, message.data.nbytes, now)

@@ -248,7 +248,6 @@ class SimShard:
                 self._act(one)
 
     def _deliver(self) -> None:
-        """Hand out what a call released."""
         for worker, reply in self.store.released:
             if (request := self._held.pop(worker, None)) is not None:
                 self._reply(request, reply)

@@ -228,7 +228,6 @@ class Timeline:
             left = program.paused_s - paused - (self.now - due)
 
     def cell(self) -> Future[Any]:
-        """A new cell."""
         return Future(self)
 
     def wait(self, cell: Future[T], what: str = "something") -> T:
