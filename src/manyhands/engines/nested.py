@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -89,13 +88,16 @@ class Nested(Engine):
         outer, here = self.worker.driver, InProcessDriverClient(spec.observer, poll_s=0)
         worker = replace(self.worker, driver=NestedDriverClient(self.worker.rank, here, outer))
         values: list[Any] = [None] * worker.size
+        before, worker.group.ledger = worker.group.ledger, Ledger()  # within, the group counts from 0
         try:
-            with _ledger_of_its_own(worker.group):
-                values[worker.rank] = program(worker)
+            values[worker.rank] = program(worker)
         except BadInput:
             outer.progress(USER, here.step)  # a script may catch it and go on
             raise
         finally:
+            for operation, counts in worker.group.ledger.as_dict().items():
+                before.add(operation, counts["bytes"], counts["messages"])
+            worker.group.ledger = before
             gc.collect()  # a replica refers to itself, and the group's memory that it lay in is the next one's
         outer.progress(USER, here.step)
         return cast(list[T], values)
@@ -125,15 +127,3 @@ class Nested(Engine):
             raise Unsupported(
                 "a parameter server needs an engine that starts it (local, hosts): call train() outside manyhands run and torchrun"
             )
-
-
-@contextmanager
-def _ledger_of_its_own(group: Group) -> Iterator[None]:
-    """Within, the group counts from 0, whatever ran on it before; afterwards all together."""
-    before, group.ledger = group.ledger, Ledger()
-    try:
-        yield
-    finally:
-        for operation, counts in group.ledger.as_dict().items():
-            before.add(operation, counts["bytes"], counts["messages"])
-        group.ledger = before

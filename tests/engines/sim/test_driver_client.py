@@ -11,7 +11,7 @@ from sim_world import run
 
 from manyhands.data.leases import End, Lease, Segment
 from manyhands.engines.base import Observer
-from manyhands.engines.sim.compute import Compute
+from manyhands.engines.sim.compute import Compute, ComputeSpeed
 from manyhands.engines.sim.driver_client import LeaseServer, SimDriverClient, backward_in_turn
 from manyhands.engines.sim.timeline import Timeline
 from manyhands.errors import PeerLost
@@ -34,7 +34,9 @@ class World:
         self.timeline, self.observer = Timeline(), Asked()
         output = Compute.parse(compute)
         self.lease_server = LeaseServer(self.timeline, self.observer, output.lease)
-        self.lines = [SimDriverClient(self.lease_server, rank, output.pace(rank, 0)) for rank in range(workers)]
+        self.lines = [
+            SimDriverClient(self.lease_server, rank, ComputeSpeed(output, rank, 0)) for rank in range(workers)
+        ]
 
     def run(self, program: Callable[[SimDriverClient, int], Any]) -> list[Any]:
         return run(

@@ -6,14 +6,14 @@ import statistics
 import pytest
 
 from manyhands.comm.codecs import CODECS, codec_of
-from manyhands.engines.sim.compute import FREE, Coding, Compute
+from manyhands.engines.sim.compute import FREE, Coding, Compute, ComputeSpeed
 from manyhands.errors import BadInput, UnknownName
 
 EVERYTHING = "row=1e-4,step=1ms,jitter=lognormal:0.2,3=5x,7=0.5x,8-10=2x,lease=1e-4,request=5e-5,merge=2e-10,topk=15e-9/1e-9,threshold=1e-9/0/12e-9/7e-9"
 
 
 def draws(text, n=20_000, rank=0, seed=0, rows=1):
-    pace = Compute.parse(text).pace(rank, seed)
+    pace = ComputeSpeed(Compute.parse(text), rank, seed)
     return [pace.seconds(rows) for _ in range(n)]
 
 
@@ -121,14 +121,14 @@ def test_a_factor_of_a_worker_that_is_not_there():
 
 def test_seconds_of_a_tick():
     """1 ms and 32 rows of 0.1 ms: 4.2 ms; a tick without rows takes none."""
-    pace = Compute.parse("row=1e-4,step=1ms").pace(0, 0)
+    pace = ComputeSpeed(Compute.parse("row=1e-4,step=1ms"), 0, 0)
     assert pace.seconds(32) == pytest.approx(4.2e-3)
     assert pace.seconds(0) == 0.0
 
 
 def test_a_straggler_takes_so_many_times_as_long():
     compute = Compute.parse("row=1e-4,step=1ms,3=5x,7=0.5x")
-    assert [compute.pace(rank, 0).seconds(32) for rank in (0, 3, 7)] == pytest.approx([4.2e-3, 21e-3, 2.1e-3])
+    assert [ComputeSpeed(compute, rank, 0).seconds(32) for rank in (0, 3, 7)] == pytest.approx([4.2e-3, 21e-3, 2.1e-3])
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_each_worker_draws_its_own_and_the_same_again():
 
 
 def test_the_draw_of_a_tick_does_not_depend_on_its_rows_or_on_empty_ticks():
-    pace, other = (Compute.parse("row=1,jitter=exponential").pace(0, 0) for _ in range(2))
+    pace, other = (ComputeSpeed(Compute.parse("row=1,jitter=exponential"), 0, 0) for _ in range(2))
     first = [pace.seconds(1), pace.seconds(1)]
     assert [other.seconds(2) / 2, other.seconds(0), other.seconds(1)] == [first[0], 0.0, first[1]]
 

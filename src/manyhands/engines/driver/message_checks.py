@@ -48,15 +48,12 @@ def _of_kinds(kinds: dict[str, dict[str, Check]], body: Any) -> dict[str, Any]:
     for name, check in kinds[kind].items():
         if name not in body:
             raise FrameError(f"a message of type {kind} without {name}")
-        message[name] = _passed(check, body[name], f"{name} of a message of type {kind}")
+        try:
+            message[name] = check(body[name])
+        except (AssertionError, AttributeError, TypeError, ValueError) as error:
+            what = f"{name} of a message of type {kind} that makes no sense ({printable(error)})"
+            raise FrameError(f"{what}: {printable(repr(body[name]))}") from error
     return message
-
-
-def _passed(check: Check, value: Any, what: str) -> Any:
-    try:
-        return check(value)
-    except (AssertionError, AttributeError, TypeError, ValueError) as error:
-        raise FrameError(f"{what} that makes no sense ({printable(error)}): {printable(repr(value))}") from error
 
 
 def _expected(what: str, right: Callable[[Any], bool], taken: Callable[[Any], Any] = lambda value: value) -> Check:

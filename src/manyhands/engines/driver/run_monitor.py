@@ -189,7 +189,8 @@ class RunMonitor:
         Where all send heartbeats, blame the one without progress for longest, those that wait for peers last.
         """
         running = [process for process in self.processes.values() if not process.done]
-        compiling = [process for process in running if self._compiling(process, now)]
+        heard = [process for process in running if now - process.last_beat_at < self.timeout_s]
+        compiling = [process for process in heard if process.phase == COMPILING]
         stale = [process for process in running if self._stale(process, now) and process not in compiling]
         busy = [process for process in stale if process.phase not in WAITING]
         if not stale or (compiling and not busy):  # whoever waits for a compiler waits for progress
@@ -211,9 +212,6 @@ class RunMonitor:
 
     def _moving(self, process: ProcessStatus, now: float) -> bool:
         return process.phase not in (*WAITING, USER) and not self._stale(process, now)
-
-    def _compiling(self, process: ProcessStatus, now: float) -> bool:
-        return process.phase == COMPILING and now - process.last_beat_at < self.timeout_s
 
     def table(self, now: float) -> str:
         """rank | last step | phase | seconds since progress | since a heartbeat"""

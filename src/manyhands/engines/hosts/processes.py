@@ -74,7 +74,10 @@ class RemoteProcesses(HostProcesses):
             self._take(message)
         if self._post.lost and not self._gone and not self._ended:
             self._gone = True
-            self._received += [(process_index, self._lost(process_index)) for process_index in self.process_indices]
+            why = f"the connection to its host ended ({self._post.lost}); {self._log}"
+            for process_index in self.process_indices:
+                phase, step = self._where.get(process_index, ("start", 0))
+                self._received.append((process_index, {"type": "lost", "why": why, "phase": phase, "step": step}))
         came, self._received = self._received, []
         return came
 
@@ -108,12 +111,6 @@ class RemoteProcesses(HostProcesses):
         if message["type"] == "value" and "value" in message:
             message["value"] = decode(message["value"], tensors)
         return message
-
-    def _lost(self, process_index: int) -> dict[str, Any]:
-        """The message that the whole host is gone, for one of its processes."""
-        phase, step = self._where.get(process_index, ("start", 0))
-        why = f"the connection to its host ended ({self._post.lost}); {self._log}"
-        return {"type": "lost", "why": why, "phase": phase, "step": step}
 
     @override
     def send(self, process_index: int, body: dict[str, Any]) -> None:

@@ -99,7 +99,13 @@ class ProcessDriverClient(DriverClient):
         try:
             self._questions.sock.settimeout(self._timeout_s)
             self._questions.send(question)
-            return self._answer()
+            while True:
+                for body, _ in self._questions.receive():
+                    if body.get("value", body) is not None:
+                        return body
+                    # Rows will come when worker 0 has trained alone, however long that takes: the driver watches it,
+                    # and this wire watches the driver.
+                    self._questions.sock.settimeout(None)
         except (Closed, BrokenPipeError, ConnectionResetError):
             end_this_group()
         except TimeoutError:
@@ -108,15 +114,6 @@ class ProcessDriverClient(DriverClient):
             ) from None
         finally:
             self._asking, self._seen_at = False, time.monotonic()
-
-    def _answer(self) -> dict[str, Any]:
-        while True:
-            for body, _ in self._questions.receive():
-                if body.get("value", body) is not None:
-                    return body
-                # Rows will come when worker 0 has trained alone, however long that takes: the driver watches it, and
-                # this wire watches the driver.
-                self._questions.sock.settimeout(None)
 
     @override
     def should_stop(self) -> str:

@@ -70,26 +70,18 @@ class ControlSocket:
         """The complete messages after one read, perhaps none; raises `Closed` once the other end is gone."""
         if not wait and not self.readable(0):
             return []
-        try:
-            data, fds = self._recv()
+        try:  # not by `socket.recv_fds`, whose descriptors a program's children would inherit
+            data, ancillary, _, _ = self.sock.recvmsg(_CHUNK, _ROOM, socket.MSG_CMSG_CLOEXEC)
         except ConnectionResetError:
             raise Closed("the other end is gone") from None
         if not data:
             raise Closed("the other end is gone")
         self._bytes += data
-        self._fds.extend(fds)
-        return self._complete()
-
-    def _recv(self) -> tuple[bytes, list[int]]:
-        """`socket.recv_fds`, with descriptors that a program's children do not inherit (its `flags` cannot do that)."""
-        fds = array.array("i")
-        data, ancillary, _, _ = self.sock.recvmsg(_CHUNK, _ROOM, socket.MSG_CMSG_CLOEXEC)
         for level, kind, payload in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds = array.array("i")
                 fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-        return data, list(fds)
-
-    def _complete(self) -> list[ControlMessage]:
+                self._fds.extend(fds)
         messages = []
         while len(self._bytes) >= _LENGTH.size:
             end = _LENGTH.size + _LENGTH.unpack_from(self._bytes)[0]

@@ -66,7 +66,12 @@ class Compute:
         factors, codecs = dict(self.factors), dict(self.codecs)
         for name, value in read_items(text, "compute"):
             if found := re.fullmatch(r"(\d+)(?:-(\d+))?", name):
-                factors.update(dict.fromkeys(_ranks(found), read_factor(value, f"compute: {name}")))
+                first, last = whole_of(found[1]), whole_of(found[2] or found[1])
+                if first is None or last is None or not first <= last < _MOST_WORKERS:
+                    raise BadInput(
+                        f"compute: factors are of a worker or of several, as 3=5x or 8-15=2x, below {_MOST_WORKERS:,}; got {name!r}"
+                    )
+                factors.update(dict.fromkeys(range(first, last + 1), read_factor(value, f"compute: {name}")))
             elif name in _SECONDS:
                 changes[name] = read_seconds(value, f"compute: {name}")
             elif name in CODECS:
@@ -97,19 +102,6 @@ class Compute:
     def coding(self, codec: str, node: int) -> Coding:
         """What a codec, by name, takes on a worker, by rank, or on a server shard, -1 - s, which has no factor."""
         return self.codecs.get(codec, FREE).times(self.factors.get(node, 1.0))
-
-    def pace(self, rank: int, seed: int) -> ComputeSpeed:
-        """One worker's."""
-        return ComputeSpeed(self, rank, seed)
-
-
-def _ranks(found: re.Match[str]) -> range:
-    first, last = whole_of(found[1]), whole_of(found[2] or found[1])
-    if first is None or last is None or not first <= last < _MOST_WORKERS:
-        raise BadInput(
-            f"compute: factors are of a worker or of several, as 3=5x or 8-15=2x, below {_MOST_WORKERS:,}; got {found[0]!r}"
-        )
-    return range(first, last + 1)
 
 
 class ComputeSpeed:

@@ -15,7 +15,7 @@ import torch
 from typing_extensions import override
 
 from manyhands.engines.base import Engine, LaunchSpec, check_counts
-from manyhands.engines.sim.compute import Compute
+from manyhands.engines.sim.compute import Compute, ComputeSpeed
 from manyhands.engines.sim.costs import Costs
 from manyhands.engines.sim.driver_client import LeaseServer, SimDriverClient, backward_in_turn
 from manyhands.engines.sim.faults import Fault, Faults
@@ -170,7 +170,7 @@ class Simulation:
     # -- workers -----------------------------------------------------------------------------------------------------
 
     def _start(self, program: Callable[[Worker], T], rank: int, generation: int = 0, at: float = 0.0) -> None:
-        driver = SimDriverClient(self.lease_server, rank, self.compute.pace(rank, self.seed))
+        driver = SimDriverClient(self.lease_server, rank, ComputeSpeed(self.compute, rank, self.seed))
         worker = Worker(
             rank=rank,
             size=self.spec.workers,

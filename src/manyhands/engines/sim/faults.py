@@ -100,7 +100,14 @@ class Faults:
             if name in get_args(What):
                 planned.append(_read_fault(name, value))
             elif name in _PROBABILITIES:
-                changes.update(_read_probability(name, value))
+                probability, colon, mean = value.partition(":")
+                if not re.fullmatch(rf"-?{NUMBER}", probability) or (colon and name != "delay"):
+                    by_name = f"a number, as in {name}=0.01"
+                    shape = "PROBABILITY:SECONDS, as in delay=0.1:0.5" if name == "delay" else by_name
+                    raise BadInput(f"faults: {name} is {shape}; got {value!r}")
+                changes[name] = float(probability)
+                if colon:
+                    changes["delay_s"] = read_seconds(mean, "faults: the mean delay")
             elif name in _OPTIONS:
                 changes[_OPTIONS[name]] = read_seconds(value, f"faults: {name}")
             else:
@@ -183,11 +190,3 @@ def _read_fault(what: Any, text: str) -> Fault:
         time=None if found["time"] is None else read_seconds(found["time"], f"faults: {what}"),
         seconds=0.0 if found["seconds"] is None else read_seconds(found["seconds"], f"faults: {what}"),
     )
-
-
-def _read_probability(name: str, text: str) -> dict[str, float]:
-    value, colon, mean = text.partition(":")
-    if not re.fullmatch(rf"-?{NUMBER}", value) or (colon and name != "delay"):
-        shape = "PROBABILITY:SECONDS, as in delay=0.1:0.5" if name == "delay" else f"a number, as in {name}=0.01"
-        raise BadInput(f"faults: {name} is {shape}; got {text!r}")
-    return {name: float(value), **({"delay_s": read_seconds(mean, "faults: the mean delay")} if colon else {})}

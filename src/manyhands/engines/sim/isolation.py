@@ -43,10 +43,15 @@ def capture() -> Isolated:
     """The state of the process now; numpy's generator is the very object, not a copy."""
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     assert isinstance(generator, np.random.MT19937), f"numpy's global generator is a {type(generator).__name__}"
+    if isinstance(generator, Generator):
+        generator.brief = True
+    legacy: Any = np.random.get_state(legacy=False)  # the only way to what waits of numpy's legacy normal()
+    if isinstance(generator, Generator):
+        generator.brief = False
     return Isolated(
         torch_state=torch.get_rng_state(),
         numpy_generator=generator,
-        gauss=_gauss(generator),
+        gauss=legacy["gauss"] if legacy["has_gauss"] else None,
         python_state=random.getstate(),
         dtype=torch.get_default_dtype(),
         inference=torch.is_inference_mode_enabled(),
@@ -98,16 +103,6 @@ class Generator(np.random.MT19937):
 
 
 Generator.__name__ = "MT19937"  # which numpy asks for
-
-
-def _gauss(generator: np.random.MT19937) -> float | None:
-    """What waits of numpy's legacy normal(), or None: numpy gives it only with the generator's state."""
-    if isinstance(generator, Generator):
-        generator.brief = True
-    legacy: Any = np.random.get_state(legacy=False)
-    if isinstance(generator, Generator):
-        generator.brief = False
-    return legacy["gauss"] if legacy["has_gauss"] else None
 
 
 def _set_inference(wanted: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from typing_extensions import override
 from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.faults import Faults, Messages
 from manyhands.engines.sim.network import NetworkState
-from manyhands.engines.sim.shard import Request, ShardCall, ShardQueue, SimShard
+from manyhands.engines.sim.shard import Request, ShardCall, SimShard
 from manyhands.engines.sim.timeline import Killed, Timeline
 from manyhands.errors import ManyhandsError, PeerLost
 from manyhands.server.base import Encoded, Server, ServerSpec
@@ -60,9 +60,9 @@ class SimServers:
         self.spec, self.timeline, self.wires, self.timeout_s = spec, timeline, wires, timeout_s
         self.compute = compute
         self.stores = make_stores(spec, workers, shards)
-        post = ShardQueue(timeline, wires, messages)
+        self._messages = messages
         self.shards = [
-            SimShard(number, store, workers, post, compute.merge, self._plan_retry)
+            SimShard(number, store, workers, timeline, self._carry, compute.merge, self._plan_retry)
             for number, store in enumerate(self.stores)
         ]
         self.clients: list[Server] = [SimServer(self, worker, 0) for worker in range(workers)]
@@ -133,6 +133,13 @@ class SimServers:
             for request in call.requests:
                 if request.due is not None:
                     request.due.cancel()
+
+    def _carry(self, source: int, target: int, bytes: int, deliver: Callable[[], None]) -> float:
+        """Bring a message between worker and shard, by `Carry`; with faults, some come late, twice, or never."""
+        arrives = self.wires.send(source, target, bytes, self.timeline.now)
+        for late in [0.0] if self._messages is None else self._messages.copies():
+            self.timeline.at(arrives + late, deliver)
+        return arrives
 
     def _send(self, request: Request) -> float:
         """When it is to arrive."""

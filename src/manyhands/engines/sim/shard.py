@@ -11,8 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from manyhands.engines.sim.faults import Messages
-from manyhands.engines.sim.network import NetworkState
 from manyhands.engines.sim.timeline import Due, Future, Timeline
 from manyhands.errors import ManyhandsError, PeerLost
 from manyhands.server.in_process import HELD, NO_LOAD, Act, Load
@@ -68,18 +66,8 @@ class ShardCall:
             request.call = self
 
 
-class ShardQueue:
-    """Carries messages between workers and shards; with faults, some come late, twice, or never."""
-
-    def __init__(self, timeline: Timeline, wires: NetworkState, messages: Messages | None) -> None:
-        self.timeline, self._wires, self._messages = timeline, wires, messages
-
-    def send(self, source: int, target: int, bytes: int, deliver: Callable[[], None]) -> float:
-        """When it is to arrive. Nodes as in `NetworkState`; `deliver` is called for each copy that does."""
-        arrives = self._wires.send(source, target, bytes, self.timeline.now)
-        for late in [0.0] if self._messages is None else self._messages.copies():
-            self.timeline.at(arrives + late, deliver)
-        return arrives
+Carry = Callable[[int, int, int, Callable[[], None]], float]
+"""(source, target, bytes, what to do for each copy that arrives) -> when the message is to arrive."""
 
 
 class SimShard:
@@ -96,14 +84,15 @@ class SimShard:
         number: int,
         store: Store,
         workers: int,
-        post: ShardQueue,
+        timeline: Timeline,
+        carry: Carry,
         merge_s: float,
         on_answer: Callable[[Request, float], None],
     ) -> None:
         self.number, self.store = number, store
         self.is_killed = False
         self.moved_at = 0.0  # when it last handled something
-        self._post, self._timeline, self._merge_s, self._on_answer = post, post.timeline, merge_s, on_answer
+        self._timeline, self._carry, self._merge_s, self._on_answer = timeline, carry, merge_s, on_answer
         self._life = 0  # grows when it breaks down and when it is back: what was sent in another life is lost
         self._is_down = False
         self._free_at = 0.0  # down or paused until then
@@ -120,7 +109,7 @@ class SimShard:
     def send(self, request: Request) -> float:
         """From its worker to this shard; when it is to arrive."""
         deliver = partial(self._in_this_life, self._life, partial(self._arrive, request))
-        return self._post.send(request.call.worker, -1 - self.number, request.sends, deliver)
+        return self._carry(request.call.worker, -1 - self.number, request.sends, deliver)
 
     def queue(self, item: Request | Callable[[], None]) -> None:
         """Handle a request, or do what the driver asks for, which is never lost, in turn."""
@@ -168,7 +157,7 @@ class SimShard:
 
     def _send_answer(self, request: Request) -> float:
         deliver = partial(self._in_this_life, self._life, partial(_answered, request))
-        arrives = self._post.send(-1 - self.number, request.call.worker, _payload(request), deliver)
+        arrives = self._carry(-1 - self.number, request.call.worker, _payload(request), deliver)
         self._on_answer(request, arrives)
         return arrives
 
