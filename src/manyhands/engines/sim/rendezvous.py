@@ -14,7 +14,8 @@ from torch import Tensor
 
 from manyhands.comm.checks import describe, different_operations, itemsize, other_message
 from manyhands.comm.group import Ledger
-from manyhands.engines.sim.costs import Cost, Costs
+from manyhands.engines.sim.collectives import Cost
+from manyhands.engines.sim.costs import Costs
 from manyhands.engines.sim.network import NetworkState
 from manyhands.engines.sim.timeline import Future, Killed, Timeline
 from manyhands.errors import ManyhandsError, PeerLost

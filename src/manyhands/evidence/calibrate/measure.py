@@ -18,7 +18,8 @@ from manyhands.comm.ring.group import RingGroup
 from manyhands.comm.ring.links import connect_all
 from manyhands.data.leases import Segment
 from manyhands.engines.driver.run_monitor import USER
-from manyhands.engines.sim.costs import Cost, Costs
+from manyhands.engines.sim.collectives import Cost
+from manyhands.engines.sim.costs import Costs
 from manyhands.engines.sim.network import ALL, NetworkState, SimNetworkSpec
 from manyhands.errors import BadInput
 from manyhands.evidence.calibrate.fit import Terms, two_terms
