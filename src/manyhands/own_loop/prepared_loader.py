@@ -27,7 +27,7 @@ from manyhands.data.rng_scope import RngScope
 from manyhands.data.sharding import slice_of
 from manyhands.data.source import COMPARED, Pick, Reading, check_digests
 from manyhands.errors import BadInput
-from manyhands.own_loop.session import Iteration, Session
+from manyhands.own_loop.session import Iteration, Session, in_order
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,8 @@ class PreparedLoader(Iterable[Any]):
             self._open = None
         pairs, iteration.used = iteration.used, set()
         self.session.iterations.discard(iteration)
-        self.session.finish(pairs)
+        for pair in in_order(pairs):
+            pair.finish()
 
     # -- shares ------------------------------------------------------------------------------------------------------
 

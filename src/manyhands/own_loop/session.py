@@ -151,7 +151,7 @@ class Session:
                 pair.after_backward(self.weight)
         self._stated_used = True
 
-    # -- step and finish ---------------------------------------------------------------------------------------------
+    # -- step --------------------------------------------------------------------------------------------------------
 
     def check_weight_used(self) -> None:
         """Raise BadInput if a stated weight came too late for its backward."""
@@ -168,10 +168,6 @@ class Session:
         if self.worker.size > 1:
             for iteration in self.iterations:
                 iteration.used.add(pair)
-
-    def finish(self, pairs: Iterable[Pair]) -> None:
-        for pair in in_order(pairs):
-            pair.finish()
 
 
 def in_order(pairs: Iterable[Pair]) -> list[Pair]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,25 +98,18 @@ def _constant(node: Node) -> float | None:
 
 def _is_penalty(node: Node, sizes: tuple[int, ...]) -> bool:
     """Whether all that leads here is one parameter, of the shape that is added up."""
-    leaves = set()
-    for one in _below(node):
+    leaves, seen, ahead = set(), {node}, [node]
+    while ahead:
+        one = ahead.pop()
         if hasattr(one, "variable"):
             leaves.add(one)
             if len(leaves) > 1 or tuple(one.variable.shape) != tuple(sizes):
                 return False
-    return bool(leaves)
-
-
-def _below(node: Node) -> Iterator[Node]:
-    """All nodes from here to the leaves, each once."""
-    seen, ahead = {node}, [node]
-    while ahead:
-        one = ahead.pop()
-        yield one
         for part in _parts(one):
             if part not in seen:
                 seen.add(part)
                 ahead.append(part)
+    return bool(leaves)
 
 
 def _is_reduced(node: Node) -> bool:

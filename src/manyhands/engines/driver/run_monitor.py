@@ -192,13 +192,14 @@ class RunMonitor:
         heard = [process for process in running if now - process.last_beat_at < self.timeout_s]
         compiling = [process for process in heard if process.phase == COMPILING]
         stale = [process for process in running if self._stale(process, now) and process not in compiling]
-        busy = [process for process in stale if process.phase not in WAITING]
+        busy = _at_work(stale)
         if not stale or (compiling and not busy):  # whoever waits for a compiler waits for progress
             return None
-        if not busy and any(self._moving(process, now) for process in running):  # somebody is slow, and on the way
+        at_work = [process for process in _at_work(running) if process.phase != USER]
+        if not busy and any(not self._stale(process, now) for process in at_work):  # somebody is slow, and on the way
             return None
         silent = [process for process in running if self.is_silent(process.unheard_s(now)) and process.started]
-        suspects = next(filter(None, (_at_work(silent), silent, _at_work(stale), _at_work(running), stale)))
+        suspects = next(filter(None, (_at_work(silent), silent, busy, _at_work(running), stale)))
         culprit = max(suspects, key=lambda one: (one.unheard_s(now) if silent else 0.0, one.idle_s(now)))
         return Hung(culprit.number, culprit.idle_s(now), culprit.unheard_s(now) if silent else 0.0)
 
@@ -209,9 +210,6 @@ class RunMonitor:
     def _stale(self, process: ProcessStatus, now: float) -> bool:
         timeout_s = self.timeout_s if process.started else max(self.timeout_s, START_S)
         return process.phase != USER and process.idle_s(now) >= timeout_s
-
-    def _moving(self, process: ProcessStatus, now: float) -> bool:
-        return process.phase not in (*WAITING, USER) and not self._stale(process, now)
 
     def table(self, now: float) -> str:
         """rank | last step | phase | seconds since progress | since a heartbeat"""

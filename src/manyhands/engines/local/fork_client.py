@@ -94,7 +94,11 @@ class Spawner:
                 if not self.wire.readable(deadline - time.monotonic()):
                     raise TimeoutError
                 is_idle = any(body["type"] == "idle" for body, _ in self.receive())
-            empty(self._scratch)
+            for entry in os.scandir(self._scratch) if self._scratch else ():  # the next run finds it as this one did
+                if entry.is_dir(follow_symlinks=False):
+                    remove(entry.path)
+                else:
+                    os.unlink(entry.path)
         except (Closed, BrokenPipeError, TimeoutError):
             self.kill()
 
@@ -140,15 +144,6 @@ def remove(folder: str) -> None:
     """Remove such a folder and what is in it, unless somebody else has."""
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def empty(folder: str) -> None:
-    """Remove what is in it: the next run's processes are to find it as it was."""
-    for entry in os.scandir(folder) if folder else ():
-        if entry.is_dir(follow_symlinks=False):
-            remove(entry.path)
-        else:
-            os.unlink(entry.path)
 
 
 def _start(there: int, leftovers: Sequence[str]) -> subprocess.Popen[bytes]:

@@ -70,10 +70,8 @@ class Sim(Engine):
         if self.profile is not None:
             profile = Profile.load(self.profile)
             network, compute = profile.network, profile.compute
-        if isinstance(self.network, SimNetworkSpec) or self.network:
-            network = self.network if isinstance(self.network, SimNetworkSpec) else network.with_text(self.network)
-        if isinstance(self.compute, Compute) or self.compute:
-            compute = self.compute if isinstance(self.compute, Compute) else compute.with_text(self.compute)
+        network = self.network if isinstance(self.network, SimNetworkSpec) else network.with_text(self.network)
+        compute = self.compute if isinstance(self.compute, Compute) else compute.with_text(self.compute)
         faults = self.faults if isinstance(self.faults, Faults) else Faults.parse(self.faults)
         return network, compute, faults
 

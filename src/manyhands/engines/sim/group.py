@@ -25,8 +25,8 @@ from manyhands.comm.checks import (
 )
 from manyhands.comm.group import Group, Ledger, MeanResult, Work
 from manyhands.comm.reducing import CHUNK, reduce_everywhere, shares_of, sum_of
-from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.collectives import Cost
+from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.rendezvous import CollectiveCall, PendingMessage, Round, Run, SimRendezvous
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)

@@ -200,10 +200,9 @@ class NetworkState:
 
     def way(self, here: int, there: int) -> Way:
         """From host to host; between two nodes of one host where both are the same."""
-        found = self._ways.get((here, there))
-        if found is None:
-            found = self._ways[here, there] = self._way(here, there)
-        return found
+        if (here, there) not in self._ways:
+            self._ways[here, there] = self._way(here, there)
+        return self._ways[here, there]
 
     def send(self, source: int, target: int, bytes: int, at: float) -> float:
         """When a message that is given to the network at `at` has arrived (seconds); it occupies both cards meanwhile.

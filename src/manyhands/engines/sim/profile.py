@@ -68,7 +68,19 @@ class Profile:
     @classmethod
     def load(cls, path: Path) -> Self:
         """What `save` wrote. Raises BadInput for a file that is not there, is no profile, or is of another schema."""
-        content = _read(Path(path))
+        try:
+            content = json.loads(Path(path).read_bytes())
+        except OSError as error:
+            raise BadInput(
+                f"profile {path} cannot be read ({error.strerror}): give the path of one, or {_AGAIN}"
+            ) from error
+        except ValueError as error:
+            raise BadInput(f"profile {path} is no JSON ({error}): {_AGAIN}") from error
+        if not isinstance(content, dict) or content.pop("kind", None) != _KIND:
+            raise BadInput(f"{path} is not a profile of manyhands: {_AGAIN}")
+        schema = content.pop("schema", None)
+        if schema != _SCHEMA:
+            raise BadInput(f"profile {path} has schema {schema!r}, and this version reads {_SCHEMA}: {_AGAIN}")
         known = {entry.name for entry in fields(cls)}
         if content.keys() != known:
             lacks = [f"lacks {name}" for name in sorted(known - content.keys())]
@@ -78,24 +90,6 @@ class Profile:
             return cls(**_values(content))
         except BadInput as error:
             raise BadInput(f"profile {path} is damaged: {error}; {_AGAIN}") from error
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Its entries, without kind and schema."""
-    try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise BadInput(
-            f"profile {path} cannot be read ({error.strerror}): give the path of one, or {_AGAIN}"
-        ) from error
-    except ValueError as error:
-        raise BadInput(f"profile {path} is no JSON ({error}): {_AGAIN}") from error
-    if not isinstance(content, dict) or content.pop("kind", None) != _KIND:
-        raise BadInput(f"{path} is not a profile of manyhands: {_AGAIN}")
-    schema = content.pop("schema", None)
-    if schema != _SCHEMA:
-        raise BadInput(f"profile {path} has schema {schema!r}, and this version reads {_SCHEMA}: {_AGAIN}")
-    return content
 
 
 _TYPES: dict[str, tuple[type, type | tuple[type, ...]]] = {

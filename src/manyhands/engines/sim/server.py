@@ -242,8 +242,6 @@ class SimServer(StoreClient):
         with suppress(PeerLost, InvalidCall):  # there is nobody to say goodbye to
             super().close()
 
-    # -- all shards ----------------------------------------------------------------------------------------------------
-
     @override
     def _ask(self, operation: str, acts: Sequence[Act], load: Load = NO_LOAD) -> list[Any]:
         return self._request(operation, [Request(shard, act, load) for shard, act in enumerate(acts)])

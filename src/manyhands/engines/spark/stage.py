@@ -77,7 +77,10 @@ class Stage:
                 own["busy"] = stack.enter_context(closing(Busy())).place
             counts = self._counts(context, partition, len(neighbours.hosts))
             memory_bytes = self.memory_bytes // max(1, len(self.frames))
-            spools = [stack.enter_context(closing(Spool(frame.kept, memory_bytes, _folder()))) for frame in self.frames]
+            # the executor's own disk, as Spark has it
+            folders = os.environ.get("SPARK_LOCAL_DIRS") or os.environ.get("LOCAL_DIRS") or ""
+            disk = next((folder for folder in folders.split(",") if os.access(folder, os.W_OK)), "/tmp")
+            spools = [stack.enter_context(closing(Spool(frame.kept, memory_bytes, disk))) for frame in self.frames]
             reports = _gather(context, own | _tried(lambda: self._filled(spools, batches, counts, partition)))
             refused = next((report["refused"] for report in reports if report["refused"]), "")
             if refused := refused or neighbours.apart([report["processes"] for report in reports]):
@@ -191,12 +194,6 @@ def _tried(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"refused": "", **work()}
     except (BadInput, OSError) as error:
         return {"refused": str(error)}
-
-
-def _folder() -> str:
-    """The executor's own disk, as Spark has it."""
-    folders = os.environ.get("SPARK_LOCAL_DIRS") or os.environ.get("LOCAL_DIRS") or ""
-    return next((folder for folder in folders.split(",") if os.access(folder, os.W_OK)), "/tmp")
 
 
 def _log(text: str) -> None:

@@ -18,8 +18,8 @@ from typing_extensions import override
 
 from manyhands.comm.group import Ledger
 from manyhands.engines.base import MOST_SECONDS, LaunchSpec, Observer
-from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.collectives import Cost
+from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.costs import Costs
 from manyhands.engines.sim.driver_client import backward_in_turn
 from manyhands.engines.sim.engine import Sim, Simulation
