@@ -49,11 +49,10 @@ def _begin(group: Group, timeout_s: float) -> View:
             _start_settling(folder)
         group.barrier()  # all hold their lock before one may be the last
     private, turns = Private(folder.root), CollectiveCounts(folder)
-    view: View = (
-        FirstView(folder, rank, turns)
-        if rank == first
-        else OtherView(folder, rank, group.size, turns, timeout_s, private)
-    )
+    if rank == first:
+        view: View = FirstView(folder, rank, turns)
+    else:
+        view = OtherView(folder, rank, group.size, turns, timeout_s, private)
     view.journal.open()
     patches = Patches(lambda: view, private)
     held = [lock for lock in locks if lock is not None]

@@ -141,15 +141,18 @@ class ProcessDriverClient(DriverClient):
         next_beat = time.monotonic()
         while not self._closed:
             if self._wire.readable(next_beat - time.monotonic()):
-                try:
-                    messages = self._wire.receive()
-                except Closed:
-                    end_this_group()
-                for body, _ in messages:
-                    self._stop = body["reason"]
+                self._read()
             elif not self._closed:
                 self._send(None)
                 next_beat = time.monotonic() + BEAT_S
+
+    def _read(self) -> None:
+        try:
+            messages = self._wire.receive()
+        except Closed:
+            end_this_group()
+        for body, _ in messages:
+            self._stop = body["reason"]
 
     def _send(self, message: dict[str, Any] | None, fds: tuple[int, ...] = ()) -> None:
         """A heartbeat with what is in the outbox, then the message: nothing overtakes an event."""

@@ -170,11 +170,9 @@ class SimShard:
             if self._free_at > now:
                 self._working = self._timeline.at(self._free_at, self._wake)
                 return
-            seconds = (
-                self._merge_s * head.work
-                if isinstance(head, Request) and head.call.key > self._newest[head.call.worker]
-                else 0.0
-            )
+            seconds = 0.0
+            if isinstance(head, Request) and head.call.key > self._newest[head.call.worker]:
+                seconds = self._merge_s * head.work
             if seconds:
                 self._working = self._timeline.at(now + seconds, self._finish)
                 return

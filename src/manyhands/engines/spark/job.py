@@ -117,8 +117,11 @@ def why(error: BaseException) -> str:
 
 
 def rows_of(spark: SparkSession, frames: Sequence[DistributedFrame], workers: int, readers: int) -> DataFrame:
-    """All rows of all frames with a table and the place of each, dealt evenly to the first `readers` of one partition a
-    worker; without any, partitions with nothing of use."""
+    """All rows of all frames with a table and the place of each, in one partition a worker; without any, nothing of use.
+
+    Every partition's rows go in turn to the first `readers`, beginning anywhere: by a key, as `repartition(workers)`
+    sorts all rows first, so that a shuffle that is read again deals them as before; this stage is never read in part.
+    """
     tables = {i: frame.table for i, frame in enumerate(frames) if not frame.files}
     if not tables:
         return spark.range(0, workers, 1, workers)
@@ -128,17 +131,7 @@ def rows_of(spark: SparkSession, frames: Sequence[DistributedFrame], workers: in
         tables = {i: t if WHICH in t.columns else t.withColumn(WHICH, F.lit(i)) for i, t in tables.items()}
     once = {id(table): table for table in tables.values()}.values()  # one may hold the rows of several frames
     together = reduce(lambda one, other: one.unionByName(other, allowMissingColumns=True), once)
-    return _dealt(spark, together.withColumn(ORDER, F.monotonically_increasing_id()), workers, readers)
-
-
-def _dealt(spark: SparkSession, table: DataFrame, workers: int, readers: int) -> DataFrame:
-    """Every partition's rows in turn to all readers, beginning anywhere.
-
-    By a key instead of `repartition(workers)`, which sorts all rows first, so that a shuffle that is read again deals
-    them as before; this stage is never read again in part.
-    """
-    from pyspark.sql import functions as F
-
+    table = together.withColumn(ORDER, F.monotonically_increasing_id())
     if workers == 1:
         return table.repartition(1)
     turn = F.pmod(F.hash(F.spark_partition_id()) + F.col(ORDER), F.lit(readers))
