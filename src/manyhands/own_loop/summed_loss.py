@@ -17,20 +17,7 @@ Node = Any  # torch.autograd.graph.Node, whose saved attributes have no types
 _SUM = 2  # `_saved_reduction` of torch's losses
 _LEAST_FACTOR = 0.5  # of a sum; a smaller one may divide by what was counted
 _LEAST_ROWS = 3  # so few rows that a factor of a half, or a size that the rows divide, is no evidence
-_THROUGH = {
-    "Add",
-    "Sub",
-    "Neg",
-    "View",
-    "UnsafeView",
-    "Reshape",
-    "Squeeze",
-    "Unsqueeze",
-    "ToCopy",
-    "Clone",
-    "Alias",
-    "Permute",
-}
+_SAME = {"Neg", "View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Alias", "Permute"}
 
 
 @dataclass(frozen=True)
@@ -48,7 +35,7 @@ class Sum:
 def sums_of(loss: Tensor) -> list[Sum]:
     """The sums over data that a scalar loss consists of, without penalties (sums of parameters alone).
 
-    Left out is what a divisor may make a mean, and what is not known: functions of the user's own, compiled code.
+    Left out is what a divisor may make a mean, and what is not known: own functions, compiled code, small factors.
     """
     found = []
     ahead: list[tuple[Node, float]] = [(loss.grad_fn, 1.0)] if loss.numel() == 1 else []
@@ -74,7 +61,7 @@ def sums_of(loss: Tensor) -> list[Sum]:
             constant = _constant(node)
             if constant:
                 ahead.append((node.next_functions[0][0], factor * constant if name == "Mul" else factor / constant))
-        elif name in _THROUGH:
+        elif name in _SAME or name in ("Add", "Sub"):
             ahead += [(part, factor) for part in _parts(node)]
     return found
 

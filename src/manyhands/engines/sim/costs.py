@@ -1,5 +1,6 @@
-"""What a collective costs on a network, by its algorithm. Rings and trees are in collectives.py; here are
-this project's own groups: algorithms by size, and bytes as their ledgers count them.
+"""What a collective costs on a network, by its algorithm.
+
+Rings and trees are in collectives.py; this project's own groups are here, with bytes as their ledgers count them.
 
 auto          as manyhands' own groups travel: shared memory on one host; sockets where each worker has a host (two
               workers swap, small tensors go directly, large ones round a ring); else the hierarchy of both
