@@ -151,7 +151,7 @@ class Simulation:
         for rank in range(self.spec.workers):
             self._start(program, rank)
         for fault in self.faults.planned:
-            happen = partial(self._befall_shard if fault.node < 0 else self._befall, program, fault)
+            happen = partial(self._befall_shard, fault) if fault.node < 0 else partial(self._befall, program, fault)
             if fault.step is None:
                 self.timeline.at(fault.time or 0.0, happen)
             else:
@@ -228,7 +228,7 @@ class Simulation:
 
     # -- faults ------------------------------------------------------------------------------------------------------
 
-    def _befall_shard(self, program: Callable[[Worker], T], fault: Fault) -> None:
+    def _befall_shard(self, fault: Fault) -> None:
         assert self.servers is not None
         shard = -1 - fault.node
         if self.servers.shards[shard].is_killed:
