@@ -104,9 +104,8 @@ class ServerWorld:
         spec = ServerSpec(rule="add", bound=schedule.bound)
         faults = f"drop=0.5,retry={10 * MOMENT_S}" if schedule.fates else ""
         self.servers = servers_of(self.timeline, spec, schedule.workers, schedule.shards, NETWORK, faults)
-        for shard in self.servers.shards:
-            if schedule.fates:
-                shard._post._messages = _Fates(schedule.fates)
+        if schedule.fates:
+            self.servers._messages = _Fates(schedule.fates)
         self.leases, self.segment = Leases(), Segment(epoch=0, first=0, until=schedule.rows, parts=1, size=1)
         self.begun = _Begun(self.timeline, schedule.workers)
         self.finished: dict[int, list[int]] = {}  # of those who take part, by shard: counted before they are told

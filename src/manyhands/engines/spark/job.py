@@ -131,7 +131,7 @@ def rows_of(spark: SparkSession, frames: Sequence[DistributedFrame], workers: in
         tables = {i: t if WHICH in t.columns else t.withColumn(WHICH, F.lit(i)) for i, t in tables.items()}
     once = {id(table): table for table in tables.values()}.values()  # one may hold the rows of several frames
     together = reduce(lambda one, other: one.unionByName(other, allowMissingColumns=True), once)
-    table = together.withColumn(ORDER, F.monotonically_increasing_id())
+    table: DataFrame = together.withColumn(ORDER, F.monotonically_increasing_id())
     if workers == 1:
         return table.repartition(1)
     turn = F.pmod(F.hash(F.spark_partition_id()) + F.col(ORDER), F.lit(readers))
