@@ -212,14 +212,13 @@ class Fates:
 
 def scripted(world, *fates):
     """The next messages' fates."""
-    world.servers.shards[0]._post._messages.fates = list(fates)
+    world.servers._messages.fates = list(fates)
 
 
 def written(**options):
     """A world whose messages' fates are written down."""
     world = World(network="latency=1", faults="drop=0.5,retry=10", **options)
-    for shard in world.servers.shards:
-        shard._post._messages = Fates()
+    world.servers._messages = Fates()
     return world
 
 
@@ -339,8 +338,7 @@ def test_a_deadlock_is_seen_also_where_messages_get_lost():
 def test_nothing_is_sent_again_while_it_is_on_its_way():
     """A push takes 8 s on the wire, and four workers share a card: one lost control message starts no storm."""
     world = World(workers=4, network="latency=1ms,bandwidth=1000", faults="drop=0.5,retry=0.2")
-    for shard in world.servers.shards:
-        shard._post._messages = Fates()
+    world.servers._messages = Fates()
 
     def program(client, world):
         ready(client, 250)
