@@ -189,8 +189,8 @@ class RunMonitor:
         Where all send heartbeats, blame the one without progress for longest, those that wait for peers last.
         """
         running = [process for process in self.processes.values() if not process.done]
-        heard = [process for process in running if now - process.last_beat_at < self.timeout_s]
-        compiling = [process for process in heard if process.phase == COMPILING]
+        beating = [process for process in running if now - process.last_beat_at < self.timeout_s]
+        compiling = [process for process in beating if process.phase == COMPILING]
         stale = [process for process in running if self._stale(process, now) and process not in compiling]
         busy = _at_work(stale)
         if not stale or (compiling and not busy):  # whoever waits for a compiler waits for progress
