@@ -131,9 +131,9 @@ class _LeasedSlices:
         self._source, self._segment, self._rank, self._reading = source, segment, rank, reading
         self._picks = picks = source.picks(reading)
         self._ahead: Slices | None = None
-        if source.in_processes() or (threads and source.in_background(reading)):
+        if source.in_processes or (threads and source.in_background(reading)):
             own = source.load((picks.at(lease.index, lease.part) for lease in foreseen(segment, rank)), reading)
-            self._ahead = own if source.in_processes() else prefetch(own)
+            self._ahead = own if source.in_processes else prefetch(own)
 
     def load(self, lease: Lease) -> Slice:
         if self._ahead is not None and self._segment.owner(lease.part) == self._rank:

@@ -44,10 +44,16 @@ def open_source(data: Any, *, collate: Collate | None = None, loader_processes: 
     """
     if isinstance(data, DistributedFrame):
         return data.open(collate)
-    for opener in (_open_library, _open_torch):  # first: a Hugging Face DatasetDict is a dict, too
-        source = opener(data, collate, loader_processes)
-        if source is not None:
-            return source
+    if source := _open_library(data, collate, loader_processes):  # first: a Hugging Face DatasetDict is a dict, too
+        return source
+    if isinstance(data, DataLoader):
+        return open_loader(data, collate, loader_processes)
+    if isinstance(data, IterableDataset):
+        return Stream(lambda: data, collate, loader_processes)
+    if isinstance(data, Dataset) and not _has_rows(data):
+        raise BadInput(
+            f"{type(data).__name__} has no __len__: a Dataset needs __len__ and __getitem__; one without a length is an IterableDataset"
+        )
     if type(data) is TensorDataset:
         return Columns(data.tensors, collate, "the TensorDataset")
     if _has_columns(data):
@@ -68,18 +74,6 @@ def is_function(data: Any) -> bool:
     return callable(data) and not (
         isinstance(data, Dataset | DataLoader | DistributedFrame) or _has_rows(data) or _has_columns(data)
     )
-
-
-def _open_torch(data: Any, collate: Collate | None, processes: int) -> Source | None:
-    if isinstance(data, DataLoader):
-        return open_loader(data, collate, processes)
-    if isinstance(data, IterableDataset):
-        return Stream(lambda: data, collate, processes)
-    if isinstance(data, Dataset) and not _has_rows(data):
-        raise BadInput(
-            f"{type(data).__name__} has no __len__: a Dataset needs __len__ and __getitem__; one without a length is an IterableDataset"
-        )
-    return None
 
 
 def _open_library(data: Any, collate: Collate | None, processes: int) -> Source | None:
@@ -124,16 +118,11 @@ def _has_columns(data: Any) -> bool:
 def _open_function(make: Callable[[], Any], collate: Collate | None, processes: int) -> Source:
     made = make()
     if isinstance(made, Iterator):
-        return Stream(_anew(make, made), collate, processes)
+        first = [made]
+        return Stream(lambda: first.pop() if first else make(), collate, processes)
     if is_function(made) and not isinstance(made, Iterable):
         raise BadInput(f"the data function returned {describe(made)}: expected {ACCEPTED.rpartition(';')[0]}")
     return open_source(made, collate=collate, loader_processes=processes)
-
-
-def _anew(make: Callable[[], Iterable[Any]], first: Iterable[Any]) -> Callable[[], Iterable[Any]]:
-    """`make`, with what it gave already for the first call."""
-    given = [first]
-    return lambda: given.pop() if given else make()
 
 
 class Once:

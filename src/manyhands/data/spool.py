@@ -150,11 +150,11 @@ def _row(dtype: str, shape: Sequence[int]) -> str:
 
 def open_part(part: SpoolPart) -> dict[str, Array]:
     """{name: array [rows, …]} of a part that a process of this host holds, mapped and not to be written to."""
-    return {name: _mapped(part.pid, stored, part.rows) for name, stored in part.columns.items()}
-
-
-def _mapped(pid: int, stored: Stored, rows: int) -> Array:
-    shape = (rows, *stored.shape)
-    if 0 in shape:
-        return np.empty(shape, stored.dtype)
-    return np.memmap(f"/proc/{pid}/fd/{stored.fd}", dtype=stored.dtype, mode="r", shape=shape)
+    arrays: dict[str, Array] = {}
+    for name, stored in part.columns.items():
+        shape = (part.rows, *stored.shape)
+        if 0 in shape:
+            arrays[name] = np.empty(shape, stored.dtype)
+        else:
+            arrays[name] = np.memmap(f"/proc/{part.pid}/fd/{stored.fd}", dtype=stored.dtype, mode="r", shape=shape)
+    return arrays

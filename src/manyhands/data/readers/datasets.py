@@ -39,13 +39,13 @@ class RowLoader:
         """Load what is picked, in that order."""
         if self.processes == 0:
             for pick in picks:
-                yield pick.loaded(self.take(pick.own) if len(pick.own) else None)
+                yield pick.load(self.take)
             return
         plan = list(picks)
         batches = iter(self._loader([pick for pick in plan if len(pick.own)], reading))
         try:
             for pick in plan:
-                yield pick.loaded(next(batches) if len(pick.own) else None)
+                yield pick.load(lambda own: next(batches))
         finally:
             end_processes(batches)
 
@@ -77,20 +77,11 @@ class RowSource(Planned):
 
     @override
     def load_here(self, pick: Pick, reading: Reading) -> Slice:
-        if not self.in_processes():
-            return super().load_here(pick, reading)
+        if not self.in_processes:
+            return pick.load(self.reader.take)
         with rng.kept():  # as a loader process would
             rng.seed_all(rng.mixed(_key(pick, reading)))
-            return pick.loaded(self.reader.take(pick.own) if len(pick.own) else None)
-
-    @override
-    def in_processes(self) -> bool:
-        return self.reader.processes > 0
-
-    @property
-    @override
-    def loading(self) -> Loading:
-        return Loading(self.reader.processes, BY_OPTION)
+            return pick.load(self.reader.take)
 
 
 class DatasetRows(RowSource, Indexed):
@@ -101,6 +92,7 @@ class DatasetRows(RowSource, Indexed):
     ) -> None:
         self.rows = nonempty(len(dataset), what)
         self.reader = RowLoader(dataset, collate or default_collate, processes)
+        self.loading = Loading(processes, BY_OPTION)
 
     @override
     def take(self, indices: Sequence[Any]) -> Any:

@@ -86,13 +86,8 @@ class Loader(RowSource):
         self.batch_size = size if isinstance(size, int) else max(self._looked or [0])
         self.rows = nonempty(self._count(self.batch_size), "the DataLoader")
         self.reader = reader_of(loader, loader.num_workers or processes)
-
-    @property
-    @override
-    def loading(self) -> Loading:
-        if isinstance(self.reader, _TensorRows):
-            return Loading()
-        return Loading(self.reader.processes, "num_workers" if self._loader.num_workers else BY_OPTION)
+        if not isinstance(self.reader, _TensorRows):
+            self.loading = Loading(self.reader.processes, "num_workers" if loader.num_workers else BY_OPTION)
 
     @override
     def epoch_rows(self, reading: Reading) -> int:

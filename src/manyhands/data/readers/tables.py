@@ -75,11 +75,7 @@ class HuggingFace(Indexed):
         formatted = dataset.format["type"] is not None
         self._dataset = dataset if formatted or collate is not None else dataset.with_format("torch")
         self._collate = collate
-
-    @property
-    @override
-    def loading(self) -> Loading:
-        return Loading() if self._collate is None else Loading(0, BY_OPTION)
+        self.loading = Loading() if collate is None else Loading(0, BY_OPTION)
 
     @override
     def take(self, indices: Sequence[Any]) -> Any:
