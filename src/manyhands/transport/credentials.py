@@ -90,7 +90,12 @@ class Credentials:
                 f"{path} does not hold a private key and a certificate in PEM: write it with Credentials.save"
             )
         credentials = cls(key, certificate)
-        credentials._check(path)
+        try:
+            (own,) = credentials.client_context().get_ca_certs()
+        except (ssl.SSLError, ValueError) as error:
+            raise BadInput(f"the key and certificate in {path} cannot be used: {error}") from error
+        if ssl.cert_time_to_seconds(str(own["notAfter"])) < time.time():
+            raise BadInput(f"the certificate in {path} ended on {own['notAfter']}: make new credentials")
         return credentials
 
     @classmethod
@@ -135,14 +140,6 @@ class Credentials:
             context.load_cert_chain(path)
         return context
 
-    def _check(self, path: Path) -> None:
-        try:
-            (certificate,) = self.client_context().get_ca_certs()
-        except (ssl.SSLError, ValueError) as error:
-            raise BadInput(f"the key and certificate in {path} cannot be used: {error}") from error
-        if ssl.cert_time_to_seconds(str(certificate["notAfter"])) < time.time():
-            raise BadInput(f"the certificate in {path} ended on {certificate['notAfter']}: make new credentials")
-
 
 def read_private(path: Path) -> bytes:
     """What a file of mode 0600 holds, at most 64 KB. BadInput for one that others may read or change."""
@@ -151,21 +148,20 @@ def read_private(path: Path) -> bytes:
     except OSError as error:
         raise BadInput(f"cannot read the credentials in {path}: {error.strerror}") from error
     try:
-        _check_private(path, os.fstat(fd))
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid not in (os.geteuid(), 0):
+            raise BadInput(
+                f"credentials are a file of user {os.geteuid()}; {path} is of user {status.st_uid}, or no file"
+            )
+        if status.st_mode & 0o077:
+            raise BadInput(
+                f"{path} has mode {stat.S_IMODE(status.st_mode):04o}: others may read or change it. chmod 600 it, and "
+                "make new credentials if somebody may have"
+            )
         with open(fd, "rb", closefd=False) as file:
             return file.read(_MOST_BYTES)
     finally:
         os.close(fd)
-
-
-def _check_private(path: Path, status: os.stat_result) -> None:
-    if not stat.S_ISREG(status.st_mode) or status.st_uid not in (os.geteuid(), 0):
-        raise BadInput(f"credentials are a file of user {os.geteuid()}; {path} is of user {status.st_uid}, or no file")
-    if status.st_mode & 0o077:
-        raise BadInput(
-            f"{path} has mode {stat.S_IMODE(status.st_mode):04o}: others may read or change it. chmod 600 it, and "
-            "make new credentials if somebody may have"
-        )
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from manyhands.errors import BadInput
 from manyhands.transport.credentials import Credentials
-from manyhands.transport.frame import HEADER_BYTES, Frame, FrameError, blob_length, from_json, pack, to_json, unpack
+from manyhands.transport.frame import HEADER_BYTES, Frame, FrameError, from_json, pack, to_json, unpack
 from manyhands.units import printable
 
 T = TypeVar("T")
@@ -99,7 +99,10 @@ def listen_to(sock: socket.socket, proof: Proof, generation: int, check: Check) 
     if frame.generation < generation:
         raise FrameError(f"a hello of generation {frame.generation}; this is generation {generation}")
     hello = from_json(blob)
-    name = _named(check, hello)
+    try:
+        name = check(hello)
+    except (KeyError, TypeError, ValueError) as error:
+        raise FrameError(f"a hello that lacks something or has it wrong: {error!r}") from error
     yield from _send(sock.send, _WELCOME, frame.generation, answer)
     return Peer(name, hello, frame.generation)
 
@@ -151,13 +154,6 @@ def _mac(token: bytes, role: bytes, challenge: bytes, own: bytes, hello: bytes) 
     return hmac.new(token, parts, hashlib.sha256).digest()
 
 
-def _named(check: Check, hello: dict[str, Any]) -> str:
-    try:
-        return check(hello)
-    except (KeyError, TypeError, ValueError) as error:
-        raise FrameError(f"a hello that lacks something or has it wrong: {error!r}") from error
-
-
 def _shake(sock: socket.socket, proof: Proof) -> Steps[None]:
     if proof.credentials is None:
         return
@@ -180,8 +176,7 @@ def _send(send: Callable[[memoryview], int], what: int, generation: int, blob: b
 
 
 def _receive(sock: socket.socket, what: int) -> Steps[Frame]:
-    head = yield from _exactly(sock, HEADER_BYTES)
-    frame, size = unpack(head), blob_length(head)
+    frame, size = unpack((yield from _exactly(sock, HEADER_BYTES)))
     welcome = (what, _REFUSAL) if what in (_CHALLENGE, _WELCOME) else (what,)
     if frame.kind != KIND or frame.a not in welcome or frame.elements or size > MAX_HELLO_BYTES + 2 * _PROOF_BYTES:
         raise FrameError(f"expected a hello of at most {MAX_HELLO_BYTES} bytes; got {frame} with {size} bytes")

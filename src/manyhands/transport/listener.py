@@ -108,12 +108,15 @@ class Listener:
         with self._lock:
             self._check = check
             while not self._closed:
-                for key, _ in self._selector.select(self._patience(deadline)):
+                first = min([deadline, *(pending.deadline for pending in self._pending)])
+                for key, _ in self._selector.select(max(0.0, first - time.monotonic())):
                     if key.data is None:
                         self._let_in()
                     elif key.data in self._pending and (good := self._go_on(key.data)):
                         return good
-                self._end_late_ones()
+                now = time.monotonic()
+                for late in [pending for pending in self._pending if pending.deadline < now]:
+                    self._turn_away(late, f"it did not say who it is within {HELLO_S:g} s")
                 if time.monotonic() >= deadline:
                     raise ChannelTimeout(f"nobody came to {format_address(self.address)} within {timeout_s:g} s")
         raise ChannelClosed(f"the listener on {format_address(self.address)} was closed")
@@ -137,10 +140,6 @@ class Listener:
                 self._drop(pending)
             self._selector.close()
             self._sock.close()
-
-    def _patience(self, deadline: float) -> float:
-        first = min((pending.deadline for pending in self._pending), default=deadline)
-        return max(0.0, min(deadline, first) - time.monotonic())
 
     def _let_in(self) -> None:
         if self._closed:
@@ -212,11 +211,6 @@ class Listener:
         if not pending.refused:
             self._rejected.name(pending.host, why)
         self._drop(pending)
-
-    def _end_late_ones(self) -> None:
-        now = time.monotonic()
-        for pending in [pending for pending in self._pending if pending.deadline < now]:
-            self._turn_away(pending, f"it did not say who it is within {HELLO_S:g} s")
 
     def _drop(self, pending: PendingConnection) -> None:
         del self._pending[pending]

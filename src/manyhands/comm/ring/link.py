@@ -18,7 +18,7 @@ import ssl
 from collections import deque
 from typing import Any
 
-from manyhands.transport.frame import HEADER_BYTES, Frame, FrameError, blob_length, pack, unpack
+from manyhands.transport.frame import HEADER_BYTES, Frame, FrameError, from_json, pack, unpack
 from manyhands.transport.socket_io import close_in_forks, one_host, shut_down
 
 ARRIVE, CHUNK, SEND, WAITING, GAVE_UP, LEFT = range(1, 7)
@@ -130,8 +130,7 @@ class Link:
             if not self._read_ahead():
                 return None
         self._start += HEADER_BYTES
-        head = self._stage[self._start - HEADER_BYTES : self._start]
-        frame, length = unpack(head), blob_length(head)
+        frame, length = unpack(self._stage[self._start - HEADER_BYTES : self._start])
         if length != (_NOTICE_BLOB if frame.kind in NOTICES else 0):
             raise FrameError(f"a frame of kind {frame.kind} came with a blob of {length} bytes")
         return frame
@@ -142,7 +141,7 @@ class Link:
             if not self._read_ahead():
                 return None
         self._start += _NOTICE_BLOB
-        return _notice_of(self._stage[self._start - _NOTICE_BLOB : self._start])
+        return from_json(self._stage[self._start - _NOTICE_BLOB : self._start])
 
     def last_notice(self) -> tuple[int, dict[str, Any]]:
         """(kind, what it says) if a notice is the last that came, whatever lies before it; else (0, {})."""
@@ -152,12 +151,12 @@ class Link:
             return 0, {}
         last = self._stage[self._stop - size : self._stop]
         try:
-            frame = unpack(last[:HEADER_BYTES])
-            if frame.kind not in NOTICES or blob_length(last[:HEADER_BYTES]) != _NOTICE_BLOB:
-                return 0, {}
-            return frame.kind, _notice_of(last[HEADER_BYTES:])
+            frame, length = unpack(last[:HEADER_BYTES])
+            if frame.kind in NOTICES and length == _NOTICE_BLOB:
+                return frame.kind, from_json(last[HEADER_BYTES:])
         except FrameError:
-            return 0, {}
+            pass  # data that looks like nothing
+        return 0, {}
 
     def _read_ahead(self) -> int:
         """Bytes that were added to the stage."""
@@ -220,16 +219,6 @@ def notice(kind: int, fields: dict[str, Any]) -> Frame:
         }
         blob = json.dumps(fields).encode()
     return Frame(kind=kind, blob=blob.ljust(_NOTICE_BLOB))
-
-
-def _notice_of(blob: memoryview) -> dict[str, Any]:
-    try:
-        value = json.loads(bytes(blob))
-    except ValueError as error:
-        raise FrameError(f"a notice is a JSON object; got {bytes(blob[:40])!r}") from error
-    if not isinstance(value, dict):
-        raise FrameError(f"a notice is a JSON object; got {bytes(blob[:40])!r}")
-    return value
 
 
 RDHUP = getattr(select, "POLLRDHUP", 0)  # Linux: reports a peer's end without reading up to it

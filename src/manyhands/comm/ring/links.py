@@ -172,8 +172,10 @@ class Links(FirstError):
             except FrameError as error:
                 raise self.fail(ManyhandsError(f"worker {self._names[link.rank]} sent rubbish: {error}")) from error
             if value is not None:
-                if attempts:
-                    self._looked(since)
+                if since:
+                    self._spinning.slept(time.perf_counter() - since)
+                elif attempts:
+                    self._spinning.found()
                 return value
             if self.push():
                 if sending and link.sent != sent:
@@ -195,12 +197,6 @@ class Links(FirstError):
                 fields = True
                 self._say_waiting(link)
             self._sleep(link, sending, since + self._timeout_s * (1 if fields else 0.5) - now)
-
-    def _looked(self, since: float) -> None:
-        if since:
-            self._spinning.slept(time.perf_counter() - since)
-        else:
-            self._spinning.found()
 
     def _sleep(self, awaited: Link, sending: bool, seconds: float) -> None:
         """Until the awaited peer sent, something enqueued can leave, a peer ended, or the time is over."""
