@@ -7,7 +7,7 @@ import torch
 
 from manyhands.errors import BadInput
 from manyhands.server.base import ServerSpec
-from manyhands.server.shard import Shard, WorkersLate
+from manyhands.server.shard_host import Shard, WorkersLate
 from manyhands.server.store import Go, InvalidCall, WaitForGate
 from manyhands.testing.clients import expect_waits, started
 
