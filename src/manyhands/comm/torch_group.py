@@ -267,21 +267,18 @@ class _Mean(Work):
             group.wait(self._gathered)
             group.waited_s += time.perf_counter() - start
             group.wait(self._summed)
-        total = self._read_words()
+        rows = [row.numpy().tobytes() for row in self._words]
+        weights, lengths = zip(*(_CONTROL.unpack_from(row) for row in rows), strict=True)
+        blobs = [row[_CONTROL.size : _CONTROL.size + length] for row, length in zip(rows, lengths, strict=True)]
+        if max(lengths) > _INLINE:
+            blobs = group.gather_bytes(self._blob, "mean_")
+        total = MeanResult.of(weights, map(bits_of, blobs))
         if total.weight and len(self._shares):
             mean = self._shares.div_(total.weight)
             put_back(mean, self._tensor, self._lost if group.rank == 0 else None)
         if len(self._shares):
             count_ring(group, "mean_", self._shares)
         return total
-
-    def _read_words(self) -> MeanResult:
-        rows = [row.numpy().tobytes() for row in self._words]
-        weights, lengths = zip(*(_CONTROL.unpack_from(row) for row in rows), strict=True)
-        blobs = [row[_CONTROL.size : _CONTROL.size + length] for row, length in zip(rows, lengths, strict=True)]
-        if max(lengths) > _INLINE:
-            blobs = self._group.gather_bytes(self._blob, "mean_")
-        return MeanResult.of(weights, map(bits_of, blobs))
 
 
 def summed_as(dtype: torch.dtype) -> torch.dtype:

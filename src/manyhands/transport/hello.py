@@ -95,7 +95,12 @@ def listen_to(sock: socket.socket, proof: Proof, generation: int, check: Check) 
         challenge = secrets.token_bytes(_NONCE_BYTES)
         yield from _send(sock.send, _CHALLENGE, generation, challenge)
     frame = yield from _receive(sock, _HELLO)
-    answer, blob = _proven(proof.token, challenge, frame.blob)
+    answer, blob = b"", frame.blob
+    if proof.token is not None:
+        shown, own, blob = blob[:_PROOF_BYTES], blob[_PROOF_BYTES : 2 * _PROOF_BYTES], blob[2 * _PROOF_BYTES :]
+        if not hmac.compare_digest(shown, _mac(proof.token, b"hello", challenge, own, blob)):
+            raise FrameError("a hello without a proof of this run's token")
+        answer = _mac(proof.token, b"welcome", challenge, own, blob)
     if frame.generation < generation:
         raise FrameError(f"a hello of generation {frame.generation}; this is generation {generation}")
     hello = from_json(blob)
@@ -137,16 +142,6 @@ def speak_to(sock: socket.socket, proof: Proof, generation: int, hello: bytes) -
     answer = (yield from _receive(sock, _WELCOME)).blob
     if not hmac.compare_digest(answer, _mac(proof.token, b"welcome", challenge, own, hello)):
         raise FrameError("who answers there does not hold this run's token")
-
-
-def _proven(token: bytes | None, challenge: bytes, blob: bytes) -> tuple[bytes, bytes]:
-    """(what to prove in the welcome, the hello) of a hello's blob."""
-    if token is None:
-        return b"", blob
-    shown, own, hello = blob[:_PROOF_BYTES], blob[_PROOF_BYTES : 2 * _PROOF_BYTES], blob[2 * _PROOF_BYTES :]
-    if not hmac.compare_digest(shown, _mac(token, b"hello", challenge, own, hello)):
-        raise FrameError("a hello without a proof of this run's token")
-    return _mac(token, b"welcome", challenge, own, hello), hello
 
 
 def _mac(token: bytes, role: bytes, challenge: bytes, own: bytes, hello: bytes) -> bytes:

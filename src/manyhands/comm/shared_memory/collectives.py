@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -154,12 +154,12 @@ class CollectiveRounds:
         if plan is None:
             if len(self._plans) == _PLANS:
                 self._plans.clear()
-            plan = self._plans[key] = list(self._cut(places, start, stop, dtype))
+            plan, length = [], CHUNK // dtype.itemsize
+            for at in range(start, stop, length):
+                n, begin = min(length, stop - at), at * dtype.itemsize
+                plan.append([self._arena.view(rank, place + begin, n, dtype) for rank, place in enumerate(places)])
+            self._plans[key] = plan
         return plan
-
-    def view(self, rank: int, place: int, n: int, dtype: torch.dtype) -> Tensor:
-        """[n] elements of a rank's memory."""
-        return self._arena.view(rank, place, n, dtype)
 
     def blobs(self, operation: Operation, headers: list[Header]) -> list[bytes]:
         """What every rank gave along, of any length."""
@@ -220,14 +220,6 @@ class CollectiveRounds:
                 step, called, theirs = self._group.step, describe(*own), describe(*header[:2])
                 raise self._waiting.fail(different_operations(step, self._group.rank, called, rank, theirs))
 
-    def _cut(self, places: Places, start: int, stop: int, dtype: torch.dtype) -> Iterator[list[Tensor]]:
-        length = CHUNK // dtype.itemsize
-        for begin in range(start, stop, length):
-            n = min(length, stop - begin)
-            yield [
-                self._arena.view(rank, place + begin * dtype.itemsize, n, dtype) for rank, place in enumerate(places)
-            ]
-
 
 _RING = 4  # chunks laid out and not yet taken
 _CHUNK = 1 << 18  # bytes
@@ -276,7 +268,9 @@ class Mailbox:
         place = self._place(rank, taken)
         came = _HEADER.unpack_from(self._arena.maps[source], place)
         if came != (signature, data.numel()):
-            self._refuse(came, (signature, data.numel()), source, step)
+            self._board.give_up(rank)
+            expected, other = _words(signature, data.numel()), _words(*came)
+            raise self._waiting.fail(other_message(step, rank, expected, source, other))
         piece = data[start : start + _CHUNK]
         piece.copy_(self._arena.view(source, place + 4096, len(piece), torch.uint8))
         fence()
@@ -285,11 +279,6 @@ class Mailbox:
 
     def _place(self, target: int, chunk: int) -> int:
         return self._start + (target * _RING + chunk % _RING) * _SLOT
-
-    def _refuse(self, came: tuple[int, ...], expected: tuple[int, int], source: int, step: int) -> None:
-        self._board.give_up(self._board.rank)
-        rank = self._board.rank
-        raise self._waiting.fail(other_message(step, rank, _words(*expected), source, _words(*came)))
 
 
 def _starts(data: Tensor) -> range:
