@@ -9,7 +9,7 @@ from manyhands.errors import BadInput
 from manyhands.server.base import ServerSpec
 from manyhands.server.shard_host import Shard, WorkersLate
 from manyhands.server.store import Go, InvalidCall, WaitForGate
-from manyhands.testing.clients import expect_waits, started
+from manyhands.testing.server_suite import expect_waits, started
 
 N = 4
 
