@@ -107,7 +107,12 @@ def map_leaves(batch: Any, function: Callable[[Any], Any]) -> Any:
     if _is_column(batch):
         return function(batch)
     if isinstance(batch, Mapping):
-        return _like_mapping(batch, {key: map_leaves(value, function) for key, value in batch.items()})
+        values = {key: map_leaves(value, function) for key, value in batch.items()}
+        if not isinstance(batch, MutableMapping):
+            return values
+        clone = copy.copy(batch)  # keeps what a subclass carries beside its items
+        clone.update(values)
+        return clone
     if isinstance(batch, list | tuple):
         return like_sequence(batch, [map_leaves(value, function) for value in batch])
     if _is_dataclass(batch):
@@ -163,11 +168,3 @@ def _children(value: Any) -> list[tuple[str, Any]]:
     if _is_dataclass(value):
         return [(f".{f.name}", getattr(value, f.name)) for f in fields(value)]
     return []
-
-
-def _like_mapping(model: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    if isinstance(model, MutableMapping):  # a copy keeps what a subclass carries beside its items
-        clone = copy.copy(model)
-        clone.update(values)
-        return clone
-    return values

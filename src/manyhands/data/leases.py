@@ -136,26 +136,17 @@ class Leases:
         assert self._segment is not None
         if self._reason or self._handed == self._segment.slices:
             return End(reason=self._reason, left=[list(queue) for queue in self._queues])
-        part, index = self._own(rank) or self._from_the_fullest()
+        everyone = range(rank, self._segment.parts, self._segment.size or self._segment.parts)
+        if own := [part for part in everyone if _length(self._queues[part])]:
+            part = min(own, key=lambda p: self._queues[p][0])  # the furthest behind first
+            self._queues[part][0] += 1
+            index = self._queues[part][0] - 1
+        else:  # the back of the queue that has most left: what its owner would come to last
+            part = max(range(len(self._queues)), key=lambda p: _length(self._queues[p]))
+            self._queues[part][1] -= 1
+            index = self._queues[part][1]
         self._handed += 1
         return Lease(index=index, part=part, handed=self._handed - 1)
-
-    def _own(self, rank: int) -> tuple[int, int] | None:
-        """The front of this worker's own queues, the furthest behind first."""
-        assert self._segment is not None
-        everyone = range(rank, self._segment.parts, self._segment.size or self._segment.parts)
-        own = [part for part in everyone if _length(self._queues[part])]
-        if not own:
-            return None
-        part = min(own, key=lambda p: self._queues[p][0])
-        self._queues[part][0] += 1
-        return part, self._queues[part][0] - 1
-
-    def _from_the_fullest(self) -> tuple[int, int]:
-        """The back of the queue that has most left: what its owner would come to last."""
-        part = max(range(len(self._queues)), key=lambda p: _length(self._queues[p]))
-        self._queues[part][1] -= 1
-        return part, self._queues[part][1]
 
 
 def _length(queue: list[int]) -> int:

@@ -61,7 +61,13 @@ def open_source(data: Any, *, collate: Collate | None = None, loader_processes: 
     if isinstance(data, str | Path):
         return open_file(data, collate)
     if is_function(data):
-        return _open_function(data, collate, loader_processes)
+        made = data()
+        if isinstance(made, Iterator):
+            first = [made]
+            return Stream(lambda: first.pop() if first else data(), collate, loader_processes)
+        if is_function(made) and not isinstance(made, Iterable):
+            raise BadInput(f"the data function returned {describe(made)}: expected {ACCEPTED.rpartition(';')[0]}")
+        return open_source(made, collate=collate, loader_processes=loader_processes)
     if _has_rows(data):
         return DatasetRows(data, collate, loader_processes, f"the {type(data).__name__}")
     if isinstance(data, Iterable) and not isinstance(data, bytes | set | frozenset):
@@ -113,16 +119,6 @@ def _has_columns(data: Any) -> bool:
     return isinstance(data, Tensor | np.ndarray | tuple | Mapping) or (
         is_dataclass(data) and not isinstance(data, type) and not _has_rows(data)
     )
-
-
-def _open_function(make: Callable[[], Any], collate: Collate | None, processes: int) -> Source:
-    made = make()
-    if isinstance(made, Iterator):
-        first = [made]
-        return Stream(lambda: first.pop() if first else make(), collate, processes)
-    if is_function(made) and not isinstance(made, Iterable):
-        raise BadInput(f"the data function returned {describe(made)}: expected {ACCEPTED.rpartition(';')[0]}")
-    return open_source(made, collate=collate, loader_processes=processes)
 
 
 class Once:

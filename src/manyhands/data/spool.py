@@ -105,7 +105,8 @@ class Spool:
         spills = not self.on_disk and self.bytes + size > self.memory
         if spills or not self._parts:
             self.on_disk = self.on_disk or spills
-            self._parts.append(self._begun(arrays))
+            columns = {name: Stored(self._file(), array.dtype.str, array.shape[1:]) for name, array in arrays.items()}
+            self._parts.append(SpoolPart(os.getpid(), 0, columns))
         part = self._parts[-1]
         for name, array in arrays.items():
             stored = part.columns[name]
@@ -114,13 +115,11 @@ class Spool:
                     f"{name} has rows of {_row(stored.dtype, stored.shape)} and of {_row(array.dtype.str, array.shape[1:])}: "
                     "bring them to one length and type"
                 )
-            _append(stored.fd, array)
+            data = array.reshape(-1).view(np.uint8).data
+            while data.nbytes:  # one call writes 2 GB at most
+                data = data[os.write(stored.fd, data) :]
         self._parts[-1] = SpoolPart(part.pid, part.rows + batch.num_rows, part.columns)
         self.rows, self.bytes = self.rows + batch.num_rows, self.bytes + size
-
-    def _begun(self, arrays: dict[str, Array]) -> SpoolPart:
-        columns = {name: Stored(self._file(), array.dtype.str, array.shape[1:]) for name, array in arrays.items()}
-        return SpoolPart(os.getpid(), 0, columns)
 
     def _file(self) -> int:
         if not self.on_disk:
@@ -136,12 +135,6 @@ class Spool:
             for stored in part.columns.values():
                 os.close(stored.fd)
         self._parts.clear()
-
-
-def _append(fd: int, array: Array) -> None:
-    data = array.reshape(-1).view(np.uint8).data
-    while data.nbytes:  # one call writes 2 GB at most
-        data = data[os.write(fd, data) :]
 
 
 def _row(dtype: str, shape: Sequence[int]) -> str:

@@ -333,7 +333,8 @@ class ShardConnection:
         self._window: BufferReader | None = None
         self._outbox: Tensor | None = None  # [n]
         self._stage: Tensor | None = None  # [n], see `_staging`
-        self._reaches = memory_from >= 0 and _is_unix(channel)
+        with socket.socket(fileno=os.dup(channel.fileno())) as probe:
+            self._reaches = memory_from >= 0 and probe.family == socket.AF_UNIX  # over which descriptors travel
 
     def ask(self, operation: str, step: int, kind: Kind, vector: Tensor | None = None, **fields: Any) -> None:
         """Send a request, with a vector behind it."""
@@ -493,12 +494,6 @@ class ShardConnection:
 
 def _is_portable(vector: Tensor) -> bool:
     return vector.device.type == "cpu" and vector.is_contiguous()
-
-
-def _is_unix(channel: Channel) -> bool:
-    """Whether descriptors travel over this channel."""
-    with socket.socket(fileno=os.dup(channel.fileno())) as probe:
-        return probe.family == socket.AF_UNIX
 
 
 class ShardLost(PeerLost):

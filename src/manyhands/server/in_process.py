@@ -70,7 +70,7 @@ class StoreClient(ServerClient):
 
     @override
     def capture(self) -> ServerState:
-        return joined(self._ask_each("capture", _capture))
+        return joined(self._ask_each("capture", captured))
 
     @override
     def restore(self, snapshot: ServerState) -> None:
@@ -165,7 +165,8 @@ class StoreClient(ServerClient):
             raise BadInput(f"{what} is a flat vector of {length} elements here; got the shape {list(shape)}")
 
 
-def _capture(store: Store) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def captured(store: Store) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """`Store.capture`, in memory of its own."""
     vectors, numbers = store.capture()
     return {name: vector.clone() for name, vector in vectors.items()}, numbers
 

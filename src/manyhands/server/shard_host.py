@@ -21,6 +21,7 @@ from torch import Tensor
 from manyhands.comm.checks import MEAN_DTYPES, bits_bytes, bits_of
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.server.base import ServerSpec
+from manyhands.server.in_process import captured
 from manyhands.server.protocol import Kind, VectorPlace, dtype_of, snapshot_of
 from manyhands.server.rules import make_rule
 from manyhands.server.shard_ranges import codec_for
@@ -220,9 +221,10 @@ class Shard:
         with self._changed:
             return self._mail.pop(worker)
 
-    def await_center(self, alive: Callable[[], None]) -> None:
-        """Return when there is a first center. Raises Late."""
+    def await_center(self, n: int, dtype: torch.dtype, alive: Callable[[], None]) -> None:
+        """Return when there is a first center. Raises Late; BadInput for vectors unlike it."""
         self._wait(lambda: self.published is not None, alive)
+        self.check(n, dtype, "a vector")
 
     def _wait(self, ready: Callable[[], bool], alive: Callable[[], None]) -> None:
         """alive: called at once, then twice a second, to report to the waiting worker that this shard lives."""
@@ -300,12 +302,6 @@ class Shard:
             self.calls["pushes"] += 1
             self.calls["dropped"] += isinstance(reply, Dropped)
             return reply
-
-    def capture(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """`Store.capture`, in memory of its own."""
-        with self._changed:
-            vectors, numbers = self.store.capture()
-            return {name: vector.clone() for name, vector in vectors.items()}, numbers
 
     def end(self, worker: int, *, lost: bool) -> None:
         """This worker's connection ended. Nobody waits for it any more."""
@@ -393,18 +389,13 @@ class Connection:
                 self._shard.take(offered, came=came)
         self._send(Kind.DONE)
 
-    def _expect_center(self, frame: Frame) -> None:
-        """Wait until there is one, and check that the worker's vectors are alike."""
-        self._shard.await_center(self._alive)
-        self._shard.check(frame.a, dtype_of(frame), "a vector")
-
     def _await(self, frame: Frame) -> None:
-        self._expect_center(frame)
+        self._shard.await_center(frame.a, dtype_of(frame), self._alive)
         self._send(Kind.DONE)
 
     def _memory(self, frame: Frame) -> None:
         """The center's slots, and an outbox for this worker."""
-        self._expect_center(frame)
+        self._shard.await_center(frame.a, dtype_of(frame), self._alive)
         center = self._shard.memory
         outbox = make_outbox(center.n, center.dtype)
         try:
@@ -419,7 +410,7 @@ class Connection:
         self._send(Kind.DONE)
 
     def _pull(self, frame: Frame) -> None:
-        self._expect_center(frame)
+        self._shard.await_center(frame.a, dtype_of(frame), self._alive)
         version, slot = self._shard.pin(self.worker, pull=frame.kind == Kind.PULL)
         if self._shared:
             self._send(Kind.CENTER, a=version, b=slot)  # RELEASE will follow
@@ -494,14 +485,20 @@ class Connection:
         self._send(Kind.DONE)
 
     def _capture(self, frame: Frame) -> None:
-        vectors, numbers = self._shard.capture()
+        vectors, numbers = self._shard.call(captured)
         self._send(Kind.SNAPSHOT, blob=to_json({"names": list(vectors), "numbers": numbers}))
         for vector in vectors.values():
             self._send(Kind.VECTOR, vector)
 
     def _restore(self, frame: Frame) -> None:
         names, numbers = snapshot_of(frame.blob, self._shard.workers)
-        vectors = {name: self._vector() for name in names}
+        vectors, n = {}, self._shard.memory.n
+        for name in names:
+            frame = self.channel.receive()
+            if frame.kind != Kind.VECTOR or frame.elements != n:
+                raise FrameError(f"expected a vector of {n} elements; got kind {frame.kind} with {frame.elements}")
+            vectors[name] = torch.empty(n, dtype=frame.dtype)
+            self.channel.receive_into(vectors[name])
         try:
             self._shard.call(lambda store: store.restore(vectors, numbers))
         except ManyhandsError:
@@ -509,12 +506,3 @@ class Connection:
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise FrameError(f"this shard's rule cannot go on from such a snapshot ({error!r:.200})") from error
         self._send(Kind.DONE)
-
-    def _vector(self) -> Tensor:
-        frame = self.channel.receive()
-        n = self._shard.memory.n
-        if frame.kind != Kind.VECTOR or frame.elements != n:
-            raise FrameError(f"expected a vector of {n} elements; got kind {frame.kind} with {frame.elements}")
-        vector = torch.empty(n, dtype=frame.dtype)
-        self.channel.receive_into(vector)
-        return vector

@@ -178,7 +178,14 @@ class Listener:
         try:
             wanted = next(pending.steps)
         except StopIteration as end:
-            return self._welcome(pending, end.value)
+            peer: Peer | None = end.value
+            if peer is None:  # it was refused, with the reason
+                self._drop(pending)
+                return None
+            self._selector.unregister(pending.sock)
+            del self._pending[pending]
+            channel = Channel(pending.sock, peer=peer.name, timeout_s=self._timeout_s, generation=peer.generation)
+            return channel, peer.hello
         except (FrameError, ssl.SSLError) as error:
             self._refuse(pending, str(error))
         except OSError as error:
@@ -188,15 +195,6 @@ class Listener:
             if self._selector.get_key(pending.sock).events != events:
                 self._selector.modify(pending.sock, events, pending)
         return None
-
-    def _welcome(self, pending: PendingConnection, peer: Peer | None) -> tuple[Channel, dict[str, Any]] | None:
-        if peer is None:  # it was refused, with the reason
-            self._drop(pending)
-            return None
-        self._selector.unregister(pending.sock)
-        del self._pending[pending]
-        channel = Channel(pending.sock, peer=peer.name, timeout_s=self._timeout_s, generation=peer.generation)
-        return channel, peer.hello
 
     def _refuse(self, pending: PendingConnection, why: str) -> None:
         if pending.refused:

@@ -144,12 +144,27 @@ class Link:
         return from_json(self._stage[self._start - _NOTICE_BLOB : self._start])
 
     def last_notice(self) -> tuple[int, dict[str, Any]]:
-        """(kind, what it says) if a notice is the last that came, whatever lies before it; else (0, {})."""
-        self._hoard()
+        """(kind, what it says) if a notice is the last that came, whatever lies before it; else (0, {}).
+
+        All that is here moves into the stage.
+        """
+        kept = [bytes(self._stage[self._start : self._stop])]
+        try:
+            while sum(map(len, kept)) < _HOARD:
+                piece = bytearray(1 << 18)
+                count = self._receive(memoryview(piece))
+                if not count:
+                    break
+                kept.append(bytes(piece[:count]))
+        except LinkEnded:
+            pass  # what came before is what counts; a further pull reports the end again
+        data = b"".join(kept)
+        self._stage = memoryview(bytearray(data.ljust(_STAGE, b"\0")))
+        self._start, self._stop = 0, len(data)
         size = HEADER_BYTES + _NOTICE_BLOB
-        if self._stop - self._start < size:
+        if len(data) < size:
             return 0, {}
-        last = self._stage[self._stop - size : self._stop]
+        last = self._stage[len(data) - size : len(data)]
         try:
             frame, length = unpack(last[:HEADER_BYTES])
             if frame.kind in NOTICES and length == _NOTICE_BLOB:
@@ -178,22 +193,6 @@ class Link:
         if not count:
             raise LinkEnded("the end of the connection")
         return count
-
-    def _hoard(self) -> None:
-        """Move all that is here into the stage."""
-        kept = [bytes(self._stage[self._start : self._stop])]
-        try:
-            while sum(map(len, kept)) < _HOARD:
-                piece = bytearray(1 << 18)
-                count = self._receive(memoryview(piece))
-                if not count:
-                    break
-                kept.append(bytes(piece[:count]))
-        except LinkEnded:
-            pass  # what came before is what counts; a further pull reports the end again
-        data = b"".join(kept)
-        self._stage = memoryview(bytearray(data.ljust(_STAGE, b"\0")))
-        self._start, self._stop = 0, len(data)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 

@@ -81,7 +81,12 @@ class Loader(RowSource):
         self._loader = loader
         self._sampler: Any = loader.batch_sampler  # torch's, or anything that gives lists of indices
         self._batches = length_of(self._sampler)
-        self._looked = self._look()
+        self._looked: list[int] | None = (
+            None  # sizes of the batches of a user's own sampler in one epoch; others may differ
+        )
+        if type(self._sampler) is not BatchSampler:
+            with _seeded(loader, 0, 0):
+                self._looked = [len(batch) for batch in islice(self._sampler, self._batches)]
         size = loader.batch_size or getattr(self._sampler, "batch_size", None)
         self.batch_size = size if isinstance(size, int) else max(self._looked or [0])
         self.rows = nonempty(self._count(self.batch_size), "the DataLoader")
@@ -148,13 +153,6 @@ class Loader(RowSource):
             return sum(self._looked)
         rows = length_of(self._sampler.sampler)
         return rows // size * size if self._sampler.drop_last else rows
-
-    def _look(self) -> list[int] | None:
-        """The sizes of the batches that a sampler of the user's own gives in one epoch; others may differ."""
-        if type(self._sampler) is BatchSampler:
-            return None
-        with _seeded(self._loader, 0, 0):
-            return [len(batch) for batch in islice(self._sampler, self._batches)]
 
 
 def reader_of(loader: DataLoader[Any], processes: int) -> RowLoader:
