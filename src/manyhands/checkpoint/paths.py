@@ -166,12 +166,8 @@ def path_of(given: str | AnyPath) -> AnyPath:
     Raises BadInput for a protocol that is unknown, or whose package is not installed; nothing is connected to.
     """
     protocol = str(given).partition(":/")[0]
-    if (
-        isinstance(given, Path)
-        and len(given.parts) > 1
-        and given.parts[0] == f"{protocol}:"
-        and protocol in _protocols()
-    ):
+    swallowed = isinstance(given, Path) and len(given.parts) > 1 and given.parts[0] == f"{protocol}:"
+    if swallowed and protocol in _protocols():
         raise BadInput(f"a pathlib.Path cannot hold a URL, it made {str(given)!r} of it: give the URL as a string")
     if isinstance(given, Path | RemotePath):
         return given

@@ -86,10 +86,8 @@ def restore(
     same = checkpoint.ranks == size
     parts = [checkpoint.tensors(r) for r in ([rank] if same else range(checkpoint.ranks))]
     numbers = [checkpoint.values(r) for r in ([rank] if same else range(checkpoint.ranks))]
-    states = [
-        _restore_state(replica, state, part, number["strategy"], own=not same)
-        for part, number in zip(parts, numbers, strict=True)
-    ]
+    written = zip(parts, numbers, strict=True)
+    states = [_restore_state(replica, state, part, number["strategy"], own=not same) for part, number in written]
     merged = states[0] if same else state.merge(states, rank, size)
     tensors, values = parts[0], numbers[0]
     now = declared(replica)
@@ -169,11 +167,8 @@ def _shapes(named: Tensors, what: str = "") -> dict[str, list[int]]:
 
 
 def _differences(then: dict[str, list[int]], now: dict[str, list[int]]) -> list[str]:
-    return [
-        f"{name} was {then.get(name, 'none')}, and is {now.get(name, 'none')}"
-        for name in sorted(then.keys() | now.keys())
-        if then.get(name) != now.get(name)
-    ]
+    other = [name for name in sorted(then.keys() | now.keys()) if then.get(name) != now.get(name)]
+    return [f"{name} was {then.get(name, 'none')}, and is {now.get(name, 'none')}" for name in other]
 
 
 def _mean_parameters(parts: list[dict[str, Tensor]], weights: list[float]) -> dict[str, Tensor]:

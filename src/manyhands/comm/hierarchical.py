@@ -121,9 +121,8 @@ class HierarchicalGroup(FirstError, Group):
         first, last = self._layout[self._host][0], self._layout[self._host][-1] + 1
         result[first:last] = rows
         with_own = self._sent()
-        self._between(
-            lambda across: [across.broadcast_(result[r[0] : r[-1] + 1], h) for h, r in enumerate(self._layout)]
-        )
+        parts = [result[ranks[0] : ranks[-1] + 1] for ranks in self._layout]
+        self._between(lambda across: [across.broadcast_(part, host) for host, part in enumerate(parts)])
         for part in (result[:first], result[last:]):
             if len(part):
                 self._here(lambda part=part: self.local.broadcast_(part, 0))  # type: ignore[misc]

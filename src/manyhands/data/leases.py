@@ -108,24 +108,17 @@ class Leases:
 
     def _begin(self, segment: Segment) -> None:
         assert not self._waiting, f"workers {self._waiting} still wait for leases of {self._segment}"
-        left = segment.left
         self._segment, self._requested = segment, 0
-        self._queues = (
-            [list(q) for q in left]
-            if left is not None
-            else [[segment.first, segment.until] for _ in range(segment.parts)]
-        )
+        left = [[segment.first, segment.until]] * segment.parts if segment.left is None else segment.left
+        self._queues = [list(queue) for queue in left]
         self._handed = segment.slices - sum(map(_length, self._queues))
 
     def _closed(self, rank: int) -> bool:
         """Whether this worker has to wait for worker 0, which trains alone."""
         assert self._segment is not None
-        over = (
-            self._requested > self._segment.rank0_warmup_ticks
-            or bool(self._reason)
-            or self._handed == self._segment.slices
-        )
-        return rank != 0 and self._segment.rank0_warmup_ticks > 0 and not over
+        warmup = self._segment.rank0_warmup_ticks
+        over = self._requested > warmup or bool(self._reason) or self._handed == self._segment.slices
+        return rank != 0 and warmup > 0 and not over
 
     def _release(self) -> None:
         while self._waiting and not self._closed(self._waiting[0]):

@@ -77,17 +77,15 @@ def open_source(data: Any, *, collate: Collate | None = None, loader_processes: 
 
 def is_function(data: Any) -> bool:
     """Whether `data` is a function that returns data, to be called by `open_source`; callable datasets are not."""
-    return callable(data) and not (
-        isinstance(data, Dataset | DataLoader | DistributedFrame) or _has_rows(data) or _has_columns(data)
-    )
+    is_data = isinstance(data, Dataset | DataLoader | DistributedFrame) or _has_rows(data) or _has_columns(data)
+    return callable(data) and not is_data
 
 
 def _open_library(data: Any, collate: Collate | None, processes: int) -> Source | None:
     """Types of libraries that are loaded already, else `data` could not be one of theirs."""
     if _is_a(data, "datasets", "Dataset"):
-        return (
-            DatasetRows(data, collate, processes) if processes and collate is not None else HuggingFace(data, collate)
-        )
+        by_row = processes and collate is not None
+        return DatasetRows(data, collate, processes) if by_row else HuggingFace(data, collate)
     if _is_a(data, "datasets", "DatasetDict") or _is_a(data, "datasets", "IterableDatasetDict"):
         raise BadInput(
             f"a {type(data).__name__} holds several splits ({', '.join(data)}): give one of them, train_data=dataset['train']"
@@ -107,18 +105,13 @@ def _is_a(data: Any, module: str, name: str) -> bool:
 
 
 def _has_rows(data: Any) -> bool:
-    return (
-        not isinstance(data, type)
-        and hasattr(data, "__len__")
-        and hasattr(data, "__getitem__")
-        and not isinstance(data, str | bytes | set)
-    )
+    return hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, type | str | bytes | set)
 
 
 def _has_columns(data: Any) -> bool:
-    return isinstance(data, Tensor | np.ndarray | tuple | Mapping) or (
-        is_dataclass(data) and not isinstance(data, type) and not _has_rows(data)
-    )
+    if isinstance(data, Tensor | np.ndarray | tuple | Mapping):
+        return True
+    return is_dataclass(data) and not isinstance(data, type) and not _has_rows(data)
 
 
 class Once:

@@ -74,10 +74,8 @@ class SpoolPart:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> SpoolPart:
-        columns = {
-            name: Stored(stored["fd"], stored["dtype"], tuple(stored["shape"]))
-            for name, stored in values["columns"].items()
-        }
+        stored = values["columns"].items()
+        columns = {name: Stored(one["fd"], one["dtype"], tuple(one["shape"])) for name, one in stored}
         return cls(values["pid"], values["rows"], columns)
 
 

@@ -138,9 +138,7 @@ class ServedServer(FirstError, ServerClient):
         memory_from: int = SMALL_BYTES,
     ) -> None:
         super().__init__(spec, len(channels))
-        self._connections = [
-            ShardConnection(shard, channel, hosts, memory_from) for shard, channel in enumerate(channels)
-        ]
+        self._connections = [ShardConnection(s, channel, hosts, memory_from) for s, channel in enumerate(channels)]
         self._like: tuple[int, torch.dtype] | None = None  # elements and dtype of the center
         self._answer: Tensor | None = None  # [D'] where the shards' answers are put together
 
@@ -173,23 +171,21 @@ class ServedServer(FirstError, ServerClient):
             raise BadInput(
                 "server.capture comes after a vector: initialize, pull or center gives this worker its length"
             )
-        bounds = [slice_of(shard, self.shards, self._like[0]) for shard in range(self.shards)]
         with self._turn():
             for connection in self._connections:
                 connection.ask("capture", self.step, Kind.CAPTURE)
-            captured = [
-                connection.read_snapshot(stop - start)
-                for connection, (start, stop) in zip(self._connections, bounds, strict=True)
-            ]
+            captured = []
+            for shard, connection in enumerate(self._connections):
+                start, stop = slice_of(shard, self.shards, self._like[0])
+                captured.append(connection.read_snapshot(stop - start))
         return joined(captured)
 
     @override
     def restore(self, snapshot: ServerState) -> None:
         self.initialize(snapshot.vectors["center"])  # so that the shards know their length; loses where there is one
         with self._turn():
-            for connection, (vectors, numbers) in zip(
-                self._connections, cut(snapshot, len(self._connections)), strict=True
-            ):
+            pieces = cut(snapshot, self.shards)
+            for connection, (vectors, numbers) in zip(self._connections, pieces, strict=True):
                 blob = to_json({"names": list(vectors), "numbers": numbers})
                 connection.ask("restore", self.step, Kind.RESTORE, blob=blob)
                 for vector in vectors.values():
@@ -268,11 +264,8 @@ class ServedServer(FirstError, ServerClient):
         if self._answer is None or len(self._answer) != n:
             self._answer = torch.empty(n, dtype=update.dtype, device=device)
         answer = self._answer
-        parts = parts_of(answer, len(self._connections))
-        came = [
-            connection.read_answer(f, part)
-            for connection, f, part in zip(self._connections, frames, parts, strict=True)
-        ]
+        shards = zip(self._connections, frames, parts_of(answer, self.shards), strict=True)
+        came = [connection.read_answer(frame, part) for connection, frame, part in shards]
         return answer if any(came) else None
 
     def _attached(self, operation: str, vector: Tensor) -> list[Tensor]:
@@ -291,7 +284,7 @@ class ServedServer(FirstError, ServerClient):
                 f"server.{operation} takes a flat vector of {n} elements of {dtype} here; got the shape {list(vector.shape)} "
                 f"of {vector.dtype}"
             )
-        return parts_of(vector.detach(), len(self._connections))
+        return parts_of(vector.detach(), self.shards)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:

@@ -76,11 +76,8 @@ class StoreClient(ServerClient):
     def restore(self, snapshot: ServerState) -> None:
         pieces = cut(snapshot, self.shards)
         sizes = [sum(vector.nbytes for vector in vectors.values()) for vectors, _ in pieces]
-        self._ask(
-            "restore",
-            [partial(Store.restore, vectors=vectors, numbers=numbers) for vectors, numbers in pieces],
-            Load(sends=sizes),
-        )
+        acts = [partial(Store.restore, vectors=vectors, numbers=numbers) for vectors, numbers in pieces]
+        self._ask("restore", acts, Load(sends=sizes))
 
     @override
     def close(self) -> None:

@@ -463,15 +463,11 @@ class Connection:
             assert self._inbox is not None
             self._inbox.copy_(vector)
             vector, place = None, VectorPlace.OUTBOX
-        self._send(
-            Kind.APPLIED if isinstance(reply, Applied) else Kind.DROPPED,
-            vector,
-            a=reply.version,
-            b=reply.staleness if isinstance(reply, Applied) else reply.behind,
-            sequence=place,
-            weight=reply.weight,
-            blob=bits_bytes(reply.bits),
-        )
+        answer = {"sequence": place, "weight": reply.weight, "blob": bits_bytes(reply.bits)}
+        if isinstance(reply, Applied):
+            self._send(Kind.APPLIED, vector, a=reply.version, b=reply.staleness, **answer)
+        else:
+            self._send(Kind.DROPPED, vector, a=reply.version, b=reply.behind, **answer)
 
     def _tick(self, frame: Frame) -> None:
         reply: object = self._shard.call(lambda store: store.tick(self.worker, bits_of(frame.blob)))

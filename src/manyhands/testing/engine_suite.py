@@ -181,10 +181,8 @@ def check_events(engine: Engine, workers: int = WORKERS) -> None:
     expect(answers == [{"doubled": 2 * EVENTS}] * workers, f"expected the answer {2 * EVENTS}, got {answers}")
     for rank in range(workers):
         mine = [event for event in observer.events if event.rank == rank]
-        steps = [event.step for event in mine]
-        expect(
-            steps == list(range(EVENTS + 2)), f"events of rank {rank} arrived as {steps}, expected the order of sending"
-        )
+        steps, wanted = [event.step for event in mine], list(range(EVENTS + 2))
+        expect(steps == wanted, f"events of rank {rank} arrived as {steps}, expected the order of sending")
         last = mine[EVENTS - 1]
         right = (last.type, last.tick, last.values, mine[-1].type) == ("step", EVENTS, {"loss": float("inf")}, "end")
         expect(right, f"an event of rank {rank} arrived changed: {last}")

@@ -309,9 +309,8 @@ def check_last_pushes_of_a_segment(open_servers: OpenServers) -> None:
         for rank in (2, 0, 1):
             servers[rank].push(vector(rank, D))
             servers[rank].deactivate()
-        expect_equal(
-            center_of(servers[0]), vector(0, D) + vector(1, D) + vector(2, D), "the center when all were deactivated"
-        )
+        wanted = vector(0, D) + vector(1, D) + vector(2, D)
+        expect_equal(center_of(servers[0]), wanted, "the center when all were deactivated")
         expect(servers[2].drain_journal()["pushes"] == [[1, 1]], "three pushes of one round made other versions than 1")
 
 
@@ -464,10 +463,8 @@ def check_quorum_mean(open_servers: OpenServers) -> None:
 
         with training(open_servers, quorum(0), workers, 3) as servers:
             run_clients(servers, program)
-            expect(
-                servers[0].drain_journal()["pushes"] == [[1], [2]],
-                "a quorum has one shard, whose versions are its steps",
-            )
+            journal = servers[0].drain_journal()["pushes"]
+            expect(journal == [[1], [2]], "a quorum has one shard, whose versions are its steps")
 
 
 def check_quorum_late(open_servers: OpenServers) -> None:
@@ -487,15 +484,13 @@ def check_quorum_late(open_servers: OpenServers) -> None:
             late = servers[2].push(torch.full((D,), math.nan, dtype=torch.float64), 0.0 if step else 1.0, 8)
             got = (late.applied, late.weight, late.bits, late.behind)
             expect(got == (False, 2.0, 0, 1 - step), f"applied, weight, bits and behind of a late push: {got}")
-            expect(
-                late.answer is not None and torch.equal(late.answer, mean), f"the mean of step {step}: {late.answer}"
-            )
+            right = late.answer is not None and torch.equal(late.answer, mean)
+            expect(right, f"the mean of step {step}: {late.answer}")
             servers[2].tick()
         pushes = run_clients([servers[2], servers[0]], lambda rank, server: server.push(vector(rank, D)))
         expect(all(pushed.applied for pushed in pushes), "a worker that caught up was dropped")
-        expect(
-            servers[2].drain_journal()["pushes"] == [None, None, [3]], "dropped pushes are None in a worker's journal"
-        )
+        journal = servers[2].drain_journal()["pushes"]
+        expect(journal == [None, None, [3]], "dropped pushes are None in a worker's journal")
 
 
 def check_weight_zero(open_servers: OpenServers) -> None:
@@ -601,10 +596,8 @@ def check_encoded_pushes(open_servers: OpenServers) -> None:
                     wanted += update / (1 if turn == 0 else 2)
                     server.drain_journal()
                 expect_near(center_of(a), wanted, 1e-15, f"the center after encoded pushes, {text} on {shards} shards")
-                counts = a.ledger.as_dict()["push"]
-                expect(
-                    counts == {"bytes": sent, "messages": 2 * shards}, f"{text}: sent {counts}, expected {sent} bytes"
-                )
+                counts, wanted_counts = a.ledger.as_dict()["push"], {"bytes": sent, "messages": 2 * shards}
+                expect(counts == wanted_counts, f"{text}: sent {counts}, expected {sent} bytes")
 
 
 def check_encoded_pushes_of_another_kind(open_servers: OpenServers) -> None:
@@ -617,10 +610,8 @@ def check_encoded_pushes_of_another_kind(open_servers: OpenServers) -> None:
             expect_refused(lambda parts=parts: server.push(Encoded(parts, D, torch.float64)), "another payload")  # type: ignore[misc]
         server.push(good)
         server.push(vector(1, D))
-        expect(
-            server.drain_journal()["pushes"] == [[1, 1], [2, 2]],
-            "a refused push is in the worker's journal, or one is missing",
-        )
+        journal = server.drain_journal()["pushes"]
+        expect(journal == [[1, 1], [2, 2]], "a refused push is in the worker's journal, or one is missing")
     with training(open_servers, ADD, 1, 2) as (server,):
         expect_refused(lambda: server.push(good), "an encoded push to a server without a codec")
 

@@ -272,10 +272,8 @@ def check_agreed(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
     for size in _lockstep_sizes(strategy, sizes):
         for tick, answers in enumerate(zip(*run_workers(strategy, size, program), strict=True)):
             vectors = [answer for answer in answers if answer is not None]
-            expect(
-                len(vectors) in (0, size),
-                f"{strategy} on {size} workers: after tick {tick} agreed() is None on some ranks and not on others",
-            )
+            problem = f"after tick {tick} agreed() is None on some ranks and not on others"
+            expect(len(vectors) in (0, size), f"{strategy} on {size} workers: {problem}")
             expect_same_on_all(vectors, strategy, f"what is agreed after tick {tick}")
 
 
@@ -325,9 +323,8 @@ def check_round_of_nothing(strategy: Strategy, sizes: Sequence[int] = SIZES) -> 
         with_them = run_workers(strategy, size, lambda trainer: program(trainer, empty=True))
         without = run_workers(strategy, size, lambda trainer: program(trainer, empty=False))
         for rank, (a, b) in enumerate(zip(with_them, without, strict=True)):
-            expect_unchanged(
-                b[1], a[1], f"{strategy} on {size} workers, rank {rank}: training after 9 ticks without rows"
-            )
+            what = f"{strategy} on {size} workers, rank {rank}: training after 9 ticks without rows"
+            expect_unchanged(b[1], a[1], what)
 
 
 def check_worker_without_rows(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
@@ -347,11 +344,8 @@ def check_worker_without_rows(strategy: Strategy, sizes: Sequence[int] = SIZES) 
         return trainer.consensus(), trainer.replica.rounds
 
     for size in _lockstep_sizes(strategy, sizes):
-        expect_same_on_all(
-            [end for end, _ in run_workers(strategy, size, program)],
-            strategy,
-            "the consensus with empty ticks on the last rank",
-        )
+        ends = [end for end, _ in run_workers(strategy, size, program)]
+        expect_same_on_all(ends, strategy, "the consensus with empty ticks on the last rank")
 
 
 def check_streams(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:

@@ -115,9 +115,7 @@ def listen_to(sock: socket.socket, proof: Proof, generation: int, check: Check) 
 def refuse(sock: socket.socket, why: str) -> Steps[None]:
     """Refuse a peer, then read until it leaves: closing with unread bytes would discard the refusal."""
     shaken = isinstance(sock, ssl.SSLSocket) and sock.version() is not None
-    send = (
-        sock.send if shaken else partial(socket.socket.send, sock)
-    )  # in plain text where there is no TLS to say it in
+    send = sock.send if shaken else partial(socket.socket.send, sock)  # in plain text without TLS to say it in
     yield from _send(send, _REFUSAL, 0, to_json({"reason": why[:500]}))
     socket.socket.shutdown(sock, socket.SHUT_WR)
     left = _MOST_DISCARDED

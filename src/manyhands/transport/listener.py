@@ -161,9 +161,8 @@ class Listener:
             self._rejected.name(place[0], str(error))
             sock.close()
             return
-        pending = PendingConnection(
-            sock, place[0], listen_to(sock, self._proof, self.generation, lambda hello: self._check(hello))
-        )
+        steps = listen_to(sock, self._proof, self.generation, lambda hello: self._check(hello))
+        pending = PendingConnection(sock, place[0], steps)
         self._pending[pending] = None
         self._selector.register(sock, selectors.EVENT_READ, pending)  # it sends first: `accept` goes on then
 

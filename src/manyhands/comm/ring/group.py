@@ -2,7 +2,7 @@
 
 All are linked with all. Every operation opens with a frame to each peer that says what it is (operation, dtype, n,
 weight, bits): so weights and bits travel in headers, a mismatch is seen by all, and a dead peer is noticed by all at
-once. The data follows without waiting for those of the others; see transfer.py.
+once. The data follows without waiting for those of the others; see algorithms.py.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ from manyhands.comm.checks import (
 )
 from manyhands.comm.group import Group, Ledger, MeanResult, Work
 from manyhands.comm.reducing import shares_of
-from manyhands.comm.ring.algorithms import DIRECT_BYTES, Exchange, Shares, add_up, exchange_of
+from manyhands.comm.ring.algorithms import DIRECT_BYTES, Exchange, Scratch, Shares, Transfer, add_up, exchange_of
 from manyhands.comm.ring.link import ARRIVE, SEND, Link
 from manyhands.comm.ring.links import Links
-from manyhands.comm.ring.transfer import Scratch, Transfer
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.transport.channel import Channel
 from manyhands.transport.frame import Frame, bytes_of
@@ -319,20 +318,13 @@ class RingGroup(Group):
         self._sequence += 1
         for peer in self._links.peers:
             view = transfer.opening(peer)
-            frame = Frame(
-                kind=ARRIVE,
-                sequence=self._sequence,
-                elements=len(text) + len(view),
-                weight=weight,
-                a=number,
-                b=transfer.n,
-            )
+            nbytes = len(text) + len(view)
+            frame = Frame(kind=ARRIVE, sequence=self._sequence, elements=nbytes, weight=weight, a=number, b=transfer.n)
             self._links[peer].enqueue(frame, view, text)
         self._links.push()
         start = time.perf_counter()
-        arrivals = [
-            (weight, text) if rank == self.rank else self._arrival(rank, number, transfer) for rank in range(self.size)
-        ]
+        arrivals = [self._arrival(peer, number, transfer) for peer in self._links.peers]
+        arrivals.insert(self.rank, (weight, text))
         if self._links.at_home:  # what a mean under way waits for, the caller does not
             self.waited_s += time.perf_counter() - start
         if not transfer.n:  # else what follows takes the rest along

@@ -213,9 +213,8 @@ def notice(kind: int, fields: dict[str, Any]) -> Frame:
     """A notice that says this; its texts are cut so that it fits."""
     blob = json.dumps(fields).encode()
     while len(blob) > _NOTICE_BLOB:
-        fields = {
-            name: value[: len(value) * 3 // 4] if isinstance(value, str) else value for name, value in fields.items()
-        }
+        texts = {name: value for name, value in fields.items() if isinstance(value, str)}
+        fields = fields | {name: text[: len(text) * 3 // 4] for name, text in texts.items()}
         blob = json.dumps(fields).encode()
     return Frame(kind=kind, blob=blob.ljust(_NOTICE_BLOB))
 

@@ -183,9 +183,8 @@ class Links(FirstError):
                 continue
             if sending and self._masks[link.rank] == _DEAF:  # it reads no more, and wakes nobody who sleeps
                 self._lost(link.rank, "left the group", time.perf_counter() - since if since else 0.0)
-            most = most or (
-                self._spinning.attempts() if self.at_home else 1
-            )  # beside the caller it would be at its cost
+            if not most:  # beside the caller, spinning would be at its cost
+                most = self._spinning.attempts() if self.at_home else 1
             attempts += 1
             if attempts < most:
                 continue
@@ -348,14 +347,8 @@ def connect_all(
             channel, theirs = listener.accept(lambda theirs: _peer_of(theirs, hello, channels, called), left_s())
             channels[theirs["rank"]] = channel
     except (ChannelTimeout, ChannelClosed) as error:
-        raise PeerLost(
-            names[wanted],
-            hosts[wanted],
-            f"connecting the {purpose}",
-            0,
-            time.monotonic() - start,
-            f"could not be connected ({error})",
-        ) from error
+        seconds, why = time.monotonic() - start, f"could not be connected ({error})"
+        raise PeerLost(names[wanted], hosts[wanted], f"connecting the {purpose}", 0, seconds, why) from error
     finally:
         if len(channels) < size - 1:
             for channel in channels.values():

@@ -193,9 +193,8 @@ class SharedMemoryGroup(Group):
         offset = self._arena.locate(tensor) if tensor.device.type == "cpu" else -1
         if self.rank == owner and offset >= 0:
             self._arena.keep(offset)
-        offset = self.all_gather_json(offset)[
-            owner
-        ]  # ranks let go of memory at different times, and so may lie differently
+        # ranks let go of memory at different times, and so may lie differently
+        offset = self.all_gather_json(offset)[owner]
         if offset < 0:
             raise Unsupported(
                 f"only memory that allocate() gave can be shared, and a tensor on {tensor.device} is none: train on the CPU"

@@ -50,9 +50,8 @@ def is_indexed(loader: DataLoader[Any]) -> bool:
 
     A subclass that iterates in a way of its own (accelerate's, torchdata's) is to be iterated.
     """
-    iterates_itself = any(
-        getattr(type(loader), name) is not getattr(DataLoader, name) for name in ("__iter__", "_get_iterator")
-    )
+    kind = type(loader)
+    iterates_itself = kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator
     return not (iterates_itself or isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None)
 
 

@@ -254,9 +254,8 @@ def _chosen(row: dict[str, bytes], names: Sequence[str], first: dict[str, Featur
 def _batch(rows: list[dict[str, Feature]], names: Sequence[str]) -> pa.RecordBatch:
     import pyarrow as pa
 
-    return pa.RecordBatch.from_arrays(
-        [_column(rows[0][name][0], [row[name][1] for row in rows]) for name in names], names=list(names)
-    )
+    columns = [_column(rows[0][name][0], [row[name][1] for row in rows]) for name in names]
+    return pa.RecordBatch.from_arrays(columns, names=list(names))
 
 
 def _column(kind: int, rows: list[list[bytes]]) -> pa.Array:
