@@ -283,7 +283,6 @@ class HierarchicalGroup(FirstError, Group):
             raise self.fail(self._named(error) if group is self.local else error) from error
 
     def _here(self, action: Callable[[], T], count_waiting: bool = False) -> T:
-        """A phase among the workers of this host."""
         waited = self.local.waited_s
         value = self._phase(self.local, action)
         if count_waiting and self._at_home():

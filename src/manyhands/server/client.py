@@ -95,7 +95,6 @@ class PushJournal:
         self._lists: dict[str, list[Any]] = {"pulls": [], "pushes": [], "staleness": [], "behind": []}
 
     def pulled(self, versions: Sequence[int]) -> None:
-        """A pull got these versions, one of each shard."""
         self._lists["pulls"].append(list(versions))
 
     def pushed(self, replies: Sequence[PushReply], weight: float, answered: bool = False) -> None:
@@ -257,7 +256,6 @@ class ServedServer(FirstError, ServerClient):
         return update.parts
 
     def _read_answer(self, frames: Sequence[Frame], update: Tensor | Encoded) -> Tensor | None:
-        """The answer to a push, [D'], or None."""
         if frames[0].kind == Kind.HELD:
             return None
         n, device = (len(update), update.device) if isinstance(update, Tensor) else (update.n, torch.device("cpu"))
@@ -330,7 +328,6 @@ class ShardConnection:
             self._reaches = memory_from >= 0 and probe.family == socket.AF_UNIX  # over which descriptors travel
 
     def ask(self, operation: str, step: int, kind: Kind, vector: Tensor | None = None, **fields: Any) -> None:
-        """Send a request, with a vector behind it."""
         self._asked = (operation, step, time.perf_counter())
         self.send(kind, vector, **fields)
 
@@ -394,7 +391,6 @@ class ShardConnection:
         self.ask(operation, step, Kind.PUSH, **fields)
 
     def read_center(self, frame: Frame, into: Tensor) -> None:
-        """What a CENTER brought."""
         if self._window is None:
             self.read(frame, into)
             return

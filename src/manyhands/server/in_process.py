@@ -133,7 +133,6 @@ class StoreClient(ServerClient):
         return go.bits
 
     def _ask_each(self, operation: str, act: Act) -> list[Any]:
-        """The same of all shards."""
         return self._ask(operation, [act] * self.shards)
 
     def _parts(self, update: Tensor | Encoded, weight: float, bits: int) -> Sequence[Tensor]:

@@ -82,7 +82,6 @@ def expect_same_everywhere(group: Group, tensor: Tensor, what: str) -> None:
 
 
 def expect_refused(action: Callable[[], object], what: str) -> None:
-    """Expect BadInput."""
     try:
         action()
     except BadInput:

@@ -86,14 +86,12 @@ def expect_waits(future: Future[Any], what: str) -> None:
 
 
 def pulled(server: Server, like: Tensor | None = None) -> Tensor:
-    """The result of a pull."""
     into = torch.full((D,), math.nan, dtype=torch.float64) if like is None else torch.full_like(like, math.nan)
     server.pull(into)
     return into
 
 
 def center_of(server: Server, n: int = D) -> Tensor:
-    """The center, [n]."""
     into = torch.full((n,), math.nan, dtype=torch.float64)
     server.center(into)
     return into

@@ -13,8 +13,6 @@ import re
 import ssl
 import stat
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -116,13 +114,11 @@ class Credentials:
             file.write(self.key + self.certificate)
 
     def server_context(self) -> ssl.SSLContext:
-        """For the listening side."""
         context = self._context(ssl.PROTOCOL_TLS_SERVER)
         context.num_tickets = 0  # nobody resumes, and an unread ticket would turn a client's end into a reset
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """For the connecting side."""
         return self._context(ssl.PROTOCOL_TLS_CLIENT)
 
     def is_peer(self, sock: ssl.SSLSocket) -> bool:
@@ -136,8 +132,12 @@ class Credentials:
         context.check_hostname = False  # the certificate is the run's, whatever its hosts are called
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(cadata=self.certificate.decode())
-        with _in_memory(self.key + self.certificate) as path:
-            context.load_cert_chain(path)
+        fd = os.memfd_create("credentials", os.MFD_CLOEXEC)
+        try:  # `ssl` reads a key only from a file: memory, so that the key reaches no disk
+            os.write(fd, self.key + self.certificate)
+            context.load_cert_chain(f"/proc/self/fd/{fd}")
+        finally:
+            os.close(fd)
         return context
 
 
@@ -160,16 +160,5 @@ def read_private(path: Path) -> bytes:
             )
         with open(fd, "rb", closefd=False) as file:
             return file.read(_MOST_BYTES)
-    finally:
-        os.close(fd)
-
-
-@contextmanager
-def _in_memory(data: bytes) -> Iterator[str]:
-    """A path for `ssl`, which reads a key only from a file: memory, so that the key reaches no disk."""
-    fd = os.memfd_create("credentials", os.MFD_CLOEXEC)
-    try:
-        os.write(fd, data)
-        yield f"/proc/self/fd/{fd}"
     finally:
         os.close(fd)

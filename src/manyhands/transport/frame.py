@@ -91,9 +91,8 @@ def unpack(header: bytes | bytearray | memoryview) -> tuple[Frame, int]:
     """
     if len(header) != HEADER_BYTES:
         raise FrameError(f"a frame's header has {HEADER_BYTES} bytes; got {len(header)}")
-    magic, version, kind, number, zero, size, zeros, generation, sequence, elements, weight, a, b = _HEADER.unpack(
-        header
-    )
+    magic, version, kind, number, zero, size, zeros, *numbers = _HEADER.unpack(header)
+    generation, sequence, elements, weight, a, b = numbers
     if magic != _MAGIC or version != _VERSION:
         raise FrameError(f"expected a frame of manyhands, version {_VERSION}; it began with {bytes(header[:5])!r}")
     if number >= len(DTYPES) or zero or zeros:

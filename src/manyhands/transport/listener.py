@@ -306,7 +306,6 @@ class RejectedPeers:
         self._named: set[str] = set()
 
     def name(self, address: str, why: str) -> None:
-        """Log who was refused, once for each."""
         if address in self._named or len(self._named) >= MOST_NAMED:
             return
         self._named.add(address)

@@ -36,6 +36,7 @@ DIRECT_BYTES = 1 << 20  # up to so many, pieces travel directly
 
 Shares = Sequence[float | None] | None
 """Each rank's factor, None for one that does not count; None instead of all is the plain sum."""
+
 CHUNK_BYTES = 1 << 20  # small enough for a core's cache (L2), large enough that a frame's cost does not count
 _LEAST_BYTES = 1 << 16
 _CHUNKS = 2  # a piece has at least so many, where they are not too small: the first travels on while the second comes
@@ -271,14 +272,12 @@ class Transfer:
         return view
 
     def enqueue(self, peer: int, chunk: Span) -> None:
-        """Queue a chunk for a peer."""
         view = self._view(chunk)
         frame = Frame(kind=CHUNK, sequence=self.sequence, elements=len(view), a=chunk[0])
         self.links[peer].enqueue(frame, view)
         self.sent_bytes += len(view)
 
     def count(self, ledger: Ledger, operation: str, messages: int = 1) -> None:
-        """Add what was sent."""
         if self.size > 1:
             ledger.add(operation, self.sent_bytes, messages)
 

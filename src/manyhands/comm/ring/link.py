@@ -111,7 +111,6 @@ class Link:
 
     @property
     def unread(self) -> bool:
-        """Whether something was read ahead."""
         return self._start < self._stop
 
     def pull(self, into: memoryview) -> int:

@@ -85,7 +85,7 @@ class CollectiveRounds:
         self._group, self._arena, self._board, self._waiting = group, arena, board, waiting
         self._scratch = arena.reserve(_SCRATCH)
         self._peers = [rank for rank in range(group.size) if rank != group.rank]
-        self._begun = self._ready = self._done = 0
+        self._begun, self._rounds = 0, {READY: 0, DONE: 0}
         self._under_way: deque[Operation] = deque()
         self._plans: dict[tuple[object, ...], list[list[Tensor]]] = {}
 
@@ -129,7 +129,7 @@ class CollectiveRounds:
         """
         if min(header.offset for header in headers) >= 0:
             work([header.offset for header in headers], 0, operation.n)
-            self._all_done(operation)
+            self._all(DONE, operation)
             return
         itemsize = operation.tensor.dtype.itemsize
         outside = operation.offset < 0 and (lay_out or put_back)
@@ -139,9 +139,9 @@ class CollectiveRounds:
             scratch = self._arena.view(self._group.rank, self._scratch, stop - start, operation.tensor.dtype)
             if outside and lay_out:
                 scratch.copy_(flat[start:stop])
-            self._all_ready(operation)
+            self._all(READY, operation)
             work([self._scratch if h.offset < 0 else h.offset + start * itemsize for h in headers], start, stop)
-            self._all_done(operation)
+            self._all(DONE, operation)
             if outside and put_back:
                 flat[start:stop].copy_(scratch)
         if outside and put_back:
@@ -170,10 +170,10 @@ class CollectiveRounds:
         for start in range(0, max(lengths), _SCRATCH):
             piece = operation.blob[start : start + _SCRATCH]
             self._arena.maps[self._group.rank][self._scratch : self._scratch + len(piece)] = piece
-            self._all_ready(operation)
+            self._all(READY, operation)
             for text, memory, length in zip(texts, self._arena.maps, lengths, strict=True):
                 text += memory[self._scratch : self._scratch + max(0, min(_SCRATCH, length - start))]
-            self._all_done(operation)
+            self._all(DONE, operation)
         return [bytes(text) for text in texts]
 
     # -- the protocol ------------------------------------------------------------------------------------------------
@@ -191,27 +191,18 @@ class CollectiveRounds:
         for rank in self._peers:
             if self._board.words[rank][ARRIVED] < operation.sequence:
                 start = start or time.perf_counter()
-                self._until(rank, ARRIVED, operation.sequence, operation)
+                self._waiting.until(rank, ARRIVED, operation.sequence, operation.name, self._group.step)
         fence()
         if start:
             self._group.waited_s += time.perf_counter() - start
 
-    def _all_ready(self, operation: Operation) -> None:
-        self._ready += 1
-        self._all(READY, self._ready, operation)
-
-    def _all_done(self, operation: Operation) -> None:
-        self._done += 1
-        self._all(DONE, self._done, operation)
-
-    def _all(self, counter: int, value: int, operation: Operation) -> None:
+    def _all(self, counter: int, operation: Operation) -> None:
+        """One more round laid out (READY) or done with (DONE); return when all ranks are as far."""
+        self._rounds[counter] += 1
         fence()
-        self._board.raise_to(counter, value)
+        self._board.raise_to(counter, self._rounds[counter])
         for rank in self._peers:
-            self._until(rank, counter, value, operation)
-
-    def _until(self, rank: int, counter: int, value: int, operation: Operation) -> None:
-        self._waiting.until(rank, counter, value, operation.name, self._group.step)
+            self._waiting.until(rank, counter, self._rounds[counter], operation.name, self._group.step)
 
     def _check_same(self, operation: Operation, headers: list[Header]) -> None:
         own = (operation.signature, operation.n)
