@@ -13,6 +13,7 @@ import select
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -128,7 +129,9 @@ class _Host:
                 if fd == self.awake:
                     os.read(self.awake, 1)
                 elif listener is not None:
-                    self._let_in(listener, shards)
+                    with suppress(ChannelTimeout):  # it was a stranger, or not all of a hello
+                        channel, hello = listener.accept(lambda hello: self._name(hello, shards), 0.0)
+                        self.start(hello["worker"], channel)
             requests = sum(self.shard.calls.values())
             progress("wait" if requests == before else "serve", requests)
             before = requests
@@ -143,13 +146,6 @@ class _Host:
                     f"server shard {self.number} waits for workers {missing}, who did not come within {self.timeout_s:g} s"
                 )
             return len(self.gone) < self.workers
-
-    def _let_in(self, listener: Listener, shards: int) -> None:
-        try:
-            channel, hello = listener.accept(lambda hello: self._name(hello, shards), 0.0)
-        except ChannelTimeout:  # it was a stranger, or not all of a hello
-            return
-        self.start(hello["worker"], channel)
 
     def _name(self, hello: dict[str, Any], shards: int) -> str:
         """Who this is; FrameError when it is nobody that this shard serves."""

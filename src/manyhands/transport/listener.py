@@ -242,11 +242,24 @@ def connect(
     where, deadline, pause_s = f"{peer} at {format_address(address)}", time.monotonic() + timeout_s, _PAUSE_S
     while True:
         try:
-            sock = _spoken(address, deadline, proof, context, generation, blob, where)
-            return Channel(sock, peer=peer, timeout_s=timeout_s, generation=generation)
-        except OSError as error:  # nobody there yet, or it had too many visitors
-            if isinstance(error, ChannelClosed):
+            sock = socket.create_connection(address, max(0.01, min(HELLO_S, deadline - time.monotonic())))
+            try:
+                if sock.getsockname() == sock.getpeername():
+                    raise ConnectionRefusedError("the connection reached itself: nobody listens there")
+                sock = wrapped(sock, context, listening=False)
+                _drive(speak_to(sock, proof, generation, blob), sock, deadline)
+                return Channel(sock, peer=peer, timeout_s=timeout_s, generation=generation)
+            except BaseException:
+                sock.close()
                 raise
+        except HandshakeRefused as error:
+            raise ChannelClosed(f"{where} refused this connection: {error}") from error
+        except (FrameError, ssl.SSLError) as error:
+            raise ChannelClosed(
+                f"{where} did not take this connection: {error}. Both sides need the same credentials file (or both none and "
+                "the same token) and the same version of manyhands"
+            ) from error
+        except OSError as error:  # nobody there yet, or it had too many visitors
             if time.monotonic() + pause_s >= deadline:
                 raise ChannelTimeout(
                     f"no answer of {where} within {timeout_s:g} s: the last try ended with {error!r}. Is it started, and "
@@ -254,37 +267,6 @@ def connect(
                 ) from error
         time.sleep(pause_s)
         pause_s = min(1.0, 1.5 * pause_s)
-
-
-def _spoken(
-    address: tuple[str, int],
-    deadline: float,
-    proof: Proof,
-    context: ssl.SSLContext | None,
-    generation: int,
-    hello: bytes,
-    where: str,
-) -> socket.socket:
-    """A socket on which both sides are authenticated. ChannelClosed when refused; OSError: try again."""
-    sock = socket.create_connection(address, max(0.01, min(HELLO_S, deadline - time.monotonic())))
-    try:
-        if sock.getsockname() == sock.getpeername():
-            raise ConnectionRefusedError("the connection reached itself: nobody listens there")
-        sock = wrapped(sock, context, listening=False)
-        _drive(speak_to(sock, proof, generation, hello), sock, deadline)
-    except HandshakeRefused as error:
-        sock.close()
-        raise ChannelClosed(f"{where} refused this connection: {error}") from error
-    except (FrameError, ssl.SSLError) as error:
-        sock.close()
-        raise ChannelClosed(
-            f"{where} did not take this connection: {error}. Both sides need the same credentials file (or both none and "
-            "the same token) and the same version of manyhands"
-        ) from error
-    except BaseException:
-        sock.close()
-        raise
-    return sock
 
 
 def _drive(steps: Steps[None], sock: socket.socket, deadline: float) -> None:

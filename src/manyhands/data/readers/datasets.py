@@ -53,7 +53,7 @@ class RowLoader:
         own = "worker_init_fn" in self.options
         batches = [[_plain(i) for i in pick.own] for pick in plan]
         if not own:
-            batches = [[_Key(_key(pick, reading)), *batch] for pick, batch in zip(plan, batches, strict=True)]
+            batches = [[_key(pick, reading), *batch] for pick, batch in zip(plan, batches, strict=True)]
         return DataLoader(
             self.dataset if own else _Seeded(self.dataset),
             batch_sampler=batches,
@@ -132,14 +132,8 @@ def _plain(index: Any) -> Any:
     return int(index) if isinstance(index, np.integer) else index
 
 
-class _Key(tuple[int, ...]):
-    """Rides in front of a batch's indices into the loader process."""
-
-    __slots__ = ()
-
-
 class _Seeded(Dataset[Any]):
-    """The user's dataset, with the process's generators seeded by the key of each batch before its rows load."""
+    """The user's dataset. The key in front of a batch's indices seeds the process's generators before its rows load."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
