@@ -315,11 +315,19 @@ class HierarchicalGroup(FirstError, Group):
 
     def _tell(self, lost: ManyhandsError | None) -> None:
         """The leader's error, if it has one, is raised on all workers of the host."""
-        fields = self._here(lambda: self.local.all_gather_json(None if lost is None else _notice_of(lost)))[0]
+        notice: dict[str, Any] | None = None
+        if isinstance(lost, PeerLost):
+            notice = {"lost": [lost.rank, lost.host, lost.operation], "seconds": lost.seconds, "why": lost.why}
+        elif lost is not None:
+            notice = {"text": str(lost)}
+        fields = self._here(lambda: self.local.all_gather_json(notice))[0]
         if lost is not None:
             raise self.fail(lost)
-        if fields is not None:
-            raise self.fail(_error_of(fields, self.step))
+        if fields is None:
+            return
+        if "text" in fields:
+            raise self.fail(ManyhandsError(fields["text"]))
+        raise self.fail(PeerLost(*fields["lost"], self.step, fields["seconds"], fields["why"]))
 
     @override
     def _failed(self, error: ManyhandsError) -> None:
@@ -349,16 +357,3 @@ class HierarchicalGroup(FirstError, Group):
         if self.size > 1:
             sent, messages = self._sent()
             self.ledger.add(operation, nbytes + sent - before[0], (1 if nbytes else 0) + messages - before[1])
-
-
-def _notice_of(error: ManyhandsError) -> dict[str, Any]:
-    if isinstance(error, PeerLost):
-        return {"lost": [error.rank, error.host, error.operation], "seconds": error.seconds, "why": error.why}
-    return {"text": str(error)}
-
-
-def _error_of(fields: dict[str, Any], step: int) -> ManyhandsError:
-    if "text" in fields:
-        return ManyhandsError(fields["text"])
-    rank, host, operation = fields["lost"]
-    return PeerLost(rank, host, operation, step, fields["seconds"], fields["why"])

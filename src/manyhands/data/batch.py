@@ -74,18 +74,18 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
     Arrays and lists stay as they are. An object of the user's own is moved by its own `to`, where it has one.
     """
-    return map_leaves(batch, lambda leaf: _move(leaf, device))
 
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            if leaf.device == device:
+                return leaf
+            if device.type == "cuda" and leaf.device.type == "cpu":
+                return leaf.pin_memory().to(device, non_blocking=True)
+            return leaf.to(device)
+        move = None if _is_column(leaf) or isinstance(leaf, PLAIN) else getattr(leaf, "to", None)
+        return leaf if move is None else move(device)
 
-def _move(leaf: Any, device: torch.device) -> Any:
-    if isinstance(leaf, Tensor):
-        if leaf.device == device:
-            return leaf
-        if device.type == "cuda" and leaf.device.type == "cpu":
-            return leaf.pin_memory().to(device, non_blocking=True)
-        return leaf.to(device)
-    move = None if _is_column(leaf) or isinstance(leaf, PLAIN) else getattr(leaf, "to", None)
-    return leaf if move is None else move(device)
+    return map_leaves(batch, moved)
 
 
 def columns(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:

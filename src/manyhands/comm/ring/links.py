@@ -194,7 +194,9 @@ class Links(FirstError):
                 self._late(link, now - since)
             if now - since > self._timeout_s / 2 and not fields:
                 fields = True
-                self._say_waiting(link)
+                for rank, other in self._links.items():
+                    if self._masks[rank] != _DEAF:
+                        other.enqueue(notice(WAITING, {"for": link.rank}))
             self._sleep(link, sending, since + self._timeout_s * (1 if fields else 0.5) - now)
 
     def _sleep(self, awaited: Link, sending: bool, seconds: float) -> None:
@@ -209,11 +211,6 @@ class Links(FirstError):
             link = self._by_fd[fd]
             if events & (RDHUP | select.POLLHUP | select.POLLERR) and (sending or link is not awaited):
                 self._ended(link)
-
-    def _say_waiting(self, awaited: Link) -> None:
-        for rank, link in self._links.items():
-            if self._masks[rank] != _DEAF:
-                link.enqueue(notice(WAITING, {"for": awaited.rank}))
 
     def _late(self, awaited: Link, seconds: float) -> NoReturn:
         """timeout_s are over: raise PeerLost for the cause."""
