@@ -183,7 +183,14 @@ def newest(folder: AnyPath, warn: Warn) -> Checkpoint | None:
     folders = _folders(folder)
     for path in sorted(folders, key=lambda path: (_launch(path), _tick(path)), reverse=True):
         try:
-            return _verified(path)
+            manifest, parts = _manifest(path), {}
+            for name, digest in manifest["sha256"].items():
+                with open_regular(path / name) as file:
+                    found = hashlib.file_digest(file, "sha256").hexdigest()
+                    parts[name] = CheckpointFile(file.tell(), found)
+                if found != digest:
+                    raise ValueError(f"{name} is not what was written")
+            return Checkpoint(path, manifest["tick"], manifest["ranks"], parts)
         except (*_DAMAGE, SafetensorError) as problem:
             warn(f"checkpoint {path} is damaged and left out: {problem}")
     if folders:
@@ -224,17 +231,6 @@ def _is_unfinished(path: AnyPath) -> bool:
 def _tick(path: AnyPath) -> int:
     """-1: it has another name."""
     return int(path.name.removeprefix("step-")) if _NAME.fullmatch(path.name) else -1
-
-
-def _verified(path: AnyPath) -> Checkpoint:
-    manifest, parts = _manifest(path), {}
-    for name, digest in manifest["sha256"].items():
-        with open_regular(path / name) as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-            parts[name] = CheckpointFile(file.tell(), found)
-        if found != digest:
-            raise ValueError(f"{name} is not what was written")
-    return Checkpoint(path, manifest["tick"], manifest["ranks"], parts)
 
 
 def _manifest(path: AnyPath) -> dict[str, Any]:
@@ -339,7 +335,14 @@ def _write_parts(partial: AnyPath, group: Group, files: dict[str, bytes]) -> dic
     most = _MOST_TIMES * max(map(len, files.values())) + _MOST_MORE_BYTES
     announced = [_announced(rank, said, most) for rank, said in enumerate(everyone)]
     if isinstance(partial, RemotePath):
-        _check_put(partial, [parts for _, parts in announced])
+        found = partial.sizes()
+        for rank, (_, parts) in enumerate(announced):
+            for name, part in parts.items():
+                if found.get(name) != part.bytes:
+                    raise ManyhandsError(
+                        f"worker {rank} put {name} of {part.bytes} bytes into {partial}, and worker 0 finds {found.get(name, 'none')} there: "
+                        "give a run directory (run_dir=, --run-dir) that is one and the same place for all hosts"
+                    )
     else:
         for rank, (there, parts) in enumerate(announced):
             for name, part in parts.items() if not there else ():
@@ -368,18 +371,6 @@ def _is_file(said: Any, most: int) -> bool:
     size, digest = said["bytes"], said["sha256"]
     right = is_whole(size, 0) and size <= most and isinstance(digest, str)
     return right and re.fullmatch("[0-9a-f]{64}", digest) is not None
-
-
-def _check_put(folder: RemotePath, everyone: list[dict[str, CheckpointFile]]) -> None:
-    """ManyhandsError where rank 0 does not find there what another rank put."""
-    found = folder.sizes()
-    for rank, parts in enumerate(everyone):
-        for name, part in parts.items():
-            if found.get(name) != part.bytes:
-                raise ManyhandsError(
-                    f"worker {rank} put {name} of {part.bytes} bytes into {folder}, and worker 0 finds {found.get(name, 'none')} there: "
-                    "give a run directory (run_dir=, --run-dir) that is one and the same place for all hosts"
-                )
 
 
 def _holds(saved: Checkpoint) -> bool:

@@ -223,13 +223,10 @@ class HierarchicalGroup(FirstError, Group):
         self.check()
         before = self._sent()
         host = self._here(lambda: self.local.mean_(tensor, weight, bits, lost), count_waiting=True)
-        total, failed = MeanResult(0.0, 0), None
         lost_across = None if lost is None or self.across is None else torch.zeros_like(lost)
-        if self.across is not None:
-            try:
-                total = self._across(lambda across: across.mean_(tensor, host.weight, host.bits, lost_across))
-            except ManyhandsError as error:
-                failed = error
+        total, failed = self._across(
+            lambda across: across.mean_(tensor, host.weight, host.bits, lost_across), MeanResult(0.0, 0)
+        )
         flag = 0 if failed is None else 1
         spread = self._here(lambda: self.local.mean_(tensor, total.weight, total.bits << 1 | flag))
         if spread.bits & 1:
@@ -289,12 +286,15 @@ class HierarchicalGroup(FirstError, Group):
             self.waited_s += self.local.waited_s - waited
         return value
 
-    def _across(self, action: Callable[[RingGroup], T]) -> T:
-        """A phase among the leaders, of which this is one."""
-        assert self.across is not None
+    def _across(self, action: Callable[[RingGroup], T], other: T) -> tuple[T, ManyhandsError | None]:
+        """A phase among the leaders: its value, `other` where there is none, and the error, for `_tell`."""
+        if self.across is None:
+            return other, None
         self.across.step, waited = self.step, self.across.waited_s
         try:
-            return action(self.across)
+            return action(self.across), None
+        except ManyhandsError as error:
+            return other, error
         finally:
             if self._at_home():
                 self.waited_s += self.across.waited_s - waited
@@ -305,12 +305,7 @@ class HierarchicalGroup(FirstError, Group):
 
     def _between(self, action: Callable[[RingGroup], object]) -> None:
         """A phase among the leaders, after which all workers of the host know whether it went well."""
-        lost = None
-        if self.across is not None:
-            try:
-                self._across(action)
-            except ManyhandsError as error:
-                lost = error
+        _, lost = self._across(action, None)
         self._tell(lost)
 
     def _tell(self, lost: ManyhandsError | None) -> None:

@@ -74,11 +74,7 @@ class DistributedFrame:
 
 
 def open_pool(
-    pools: dict[str, Any],
-    key: str,
-    names: Sequence[str],
-    collate: Collate | None,
-    what: str = "the DataFrame",
+    pools: dict[str, Any], key: str, names: Sequence[str], collate: Collate | None, what: str = "the DataFrame"
 ) -> Source:
     """What was brought here of one frame: all of it on a single host, else this host's share."""
     rows: list[int] = [host[key] for host in pools["rows"]]  # by host

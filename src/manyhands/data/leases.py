@@ -35,12 +35,11 @@ class Segment:
         assert min(self.size, self.rank0_warmup_ticks) >= 0, (
             f"expected size and rank0_warmup_ticks of at least 0, got {self}"
         )
-        assert self.left is None or self._fits(self.left), (
+        left = [[self.first, self.until]] * self.parts if self.left is None else self.left
+        fits = len(left) == self.parts and all(self.first <= front <= back <= self.until for front, back in left)
+        assert fits, (
             f"left must hold [front, back) in [{self.first}, {self.until}] for each of {self.parts} parts, got {self.left}"
         )
-
-    def _fits(self, left: list[list[int]]) -> bool:
-        return len(left) == self.parts and all(self.first <= front <= back <= self.until for front, back in left)
 
     @property
     def slices(self) -> int:

@@ -237,7 +237,7 @@ class ServedServer(FirstError, ServerClient):
         with self._turn():
             fields = {"sequence": sequence, "weight": weight, "blob": bits_bytes(bits)}
             for connection, part in zip(self._connections, parts, strict=True):
-                connection.push("push", self.step, part, encoded=isinstance(update, Encoded), **fields)
+                connection.push(self.step, part, encoded=isinstance(update, Encoded), **fields)
             frames = self._answers(Kind.APPLIED, Kind.DROPPED, Kind.HELD)
             return [_reply(frame) for frame in frames], self._read_answer(frames, update)
 
@@ -382,13 +382,13 @@ class ShardConnection:
                 for fd in fds:
                     os.close(fd)
 
-    def push(self, operation: str, step: int, update: Tensor, *, encoded: bool = False, **fields: Any) -> None:
+    def push(self, step: int, update: Tensor, *, encoded: bool, **fields: Any) -> None:
         """Ask PUSH with an update [n], or with a payload, which always goes through the socket."""
         if encoded or self._outbox is None:
-            self.ask(operation, step, Kind.ENCODED if encoded else Kind.PUSH, update, **fields)
+            self.ask("push", step, Kind.ENCODED if encoded else Kind.PUSH, update, **fields)
             return
         self._outbox.copy_(update)
-        self.ask(operation, step, Kind.PUSH, **fields)
+        self.ask("push", step, Kind.PUSH, **fields)
 
     def read_center(self, frame: Frame, into: Tensor) -> None:
         if self._window is None:

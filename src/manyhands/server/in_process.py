@@ -204,10 +204,13 @@ class _Client(StoreClient):
     def _ask(self, operation: str, acts: Sequence[Act], load: Load = NO_LOAD) -> list[Any]:
         with self._servers.changed:
             if load.needs_center:
-                self._wait(lambda: all(store.initialized for store in self._stores), self._stores[0], operation)
+                self._await_center(operation)
             answers = [act(store) for act, store in zip(acts, self._stores, strict=True)]
             self._servers.deliver()
             return [self._mail(shard, operation) if one is HELD else one for shard, one in enumerate(answers)]
+
+    def _await_center(self, operation: str) -> None:
+        self._wait(lambda: all(store.initialized for store in self._stores), self._stores[0], operation)
 
     def _mail(self, shard: int, operation: str) -> Reply:
         key = (self._worker, shard)

@@ -41,13 +41,7 @@ class Links(FirstError):
     """
 
     def __init__(
-        self,
-        rank: int,
-        links: Mapping[int, Link],
-        *,
-        names: Sequence[int],
-        hosts: Sequence[str],
-        timeout_s: float,
+        self, rank: int, links: Mapping[int, Link], *, names: Sequence[int], hosts: Sequence[str], timeout_s: float
     ) -> None:
         self._rank, self._links, self._names, self._hosts = rank, dict(sorted(links.items())), names, hosts
         self._timeout_s = timeout_s
@@ -194,9 +188,7 @@ class Links(FirstError):
                 self._late(link, now - since)
             if now - since > self._timeout_s / 2 and not fields:
                 fields = True
-                for rank, other in self._links.items():
-                    if self._masks[rank] != _DEAF:
-                        other.enqueue(notice(WAITING, {"for": link.rank}))
+                self._say_waiting(link)
             self._sleep(link, sending, since + self._timeout_s * (1 if fields else 0.5) - now)
 
     def _sleep(self, awaited: Link, sending: bool, seconds: float) -> None:
@@ -211,6 +203,11 @@ class Links(FirstError):
             link = self._by_fd[fd]
             if events & (RDHUP | select.POLLHUP | select.POLLERR) and (sending or link is not awaited):
                 self._ended(link)
+
+    def _say_waiting(self, awaited: Link) -> None:
+        for rank, link in self._links.items():
+            if self._masks[rank] != _DEAF:
+                link.enqueue(notice(WAITING, {"for": awaited.rank}))
 
     def _late(self, awaited: Link, seconds: float) -> NoReturn:
         """timeout_s are over: raise PeerLost for the cause."""

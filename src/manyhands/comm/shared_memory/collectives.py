@@ -179,15 +179,7 @@ class CollectiveRounds:
     # -- the protocol ------------------------------------------------------------------------------------------------
 
     def _run_next(self) -> None:
-        operation = self._under_way.popleft()
-        self._all_arrived(operation)
-        headers = [self._board.read(rank, operation.sequence) for rank in range(self._group.size)]
-        self._check_same(operation, headers)
-        operation.run(operation, headers)
-        operation.finished = True
-
-    def _all_arrived(self, operation: Operation) -> None:
-        start = 0.0
+        operation, start = self._under_way.popleft(), 0.0
         for rank in self._peers:
             if self._board.words[rank][ARRIVED] < operation.sequence:
                 start = start or time.perf_counter()
@@ -195,6 +187,14 @@ class CollectiveRounds:
         fence()
         if start:
             self._group.waited_s += time.perf_counter() - start
+        headers = [self._board.read(rank, operation.sequence) for rank in range(self._group.size)]
+        own = (operation.signature, operation.n)
+        for rank, header in enumerate(headers):
+            if header[:2] != own:
+                step, called, theirs = self._group.step, describe(*own), describe(*header[:2])
+                raise self._waiting.fail(different_operations(step, self._group.rank, called, rank, theirs))
+        operation.run(operation, headers)
+        operation.finished = True
 
     def _all(self, counter: int, operation: Operation) -> None:
         """One more round laid out (READY) or done with (DONE); return when all ranks are as far."""
@@ -203,13 +203,6 @@ class CollectiveRounds:
         self._board.raise_to(counter, self._rounds[counter])
         for rank in self._peers:
             self._waiting.until(rank, counter, self._rounds[counter], operation.name, self._group.step)
-
-    def _check_same(self, operation: Operation, headers: list[Header]) -> None:
-        own = (operation.signature, operation.n)
-        for rank, header in enumerate(headers):
-            if header[:2] != own:
-                step, called, theirs = self._group.step, describe(*own), describe(*header[:2])
-                raise self._waiting.fail(different_operations(step, self._group.rank, called, rank, theirs))
 
 
 _RING = 4  # chunks laid out and not yet taken

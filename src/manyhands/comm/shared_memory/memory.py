@@ -132,14 +132,12 @@ class Arena:
         """Put what was let go of among the free."""
         while self._released:
             self._free.append(self._released.popleft())
-            self._free.sort()
-            merged = [self._free[0]]
-            for start, end in self._free[1:]:
-                if start == merged[-1][1]:
-                    merged[-1] = (merged[-1][0], end)
-                else:
-                    merged.append((start, end))
-            self._free = merged
+        free, self._free = sorted(self._free), []
+        for start, end in free:
+            if self._free and start == self._free[-1][1]:
+                self._free[-1] = (self._free[-1][0], end)
+            else:
+                self._free.append((start, end))
 
     def view(self, rank: int, offset: int, n: int, dtype: torch.dtype) -> Tensor:
         """[n] elements of `rank`'s memory from `offset` on."""

@@ -80,13 +80,13 @@ def types_of(files: Sequence[str]) -> dict[str, pa.DataType]:
 
 def count(files: Sequence[str], part: int, parts: int) -> list[int]:
     """The rows of the files part, part + parts, …: what one reader counts for all."""
+
+    def rows(file: str) -> int:
+        with _seen_here(file):
+            return table_file(file).rows()
+
     with ThreadPoolExecutor(_READS_AT_ONCE) as pool:
-        return list(pool.map(_rows, files[part::parts]))
-
-
-def _rows(file: str) -> int:
-    with _seen_here(file):
-        return table_file(file).rows()
+        return list(pool.map(rows, files[part::parts]))
 
 
 def together(counts: Sequence[Sequence[int]]) -> list[int]:

@@ -61,24 +61,19 @@ class Stream(Unsized):
         set_epoch(stream, reading.epoch)
         shard = getattr(stream, "shard", None)
         if reading.size > 1 and callable(shard) and getattr(stream, "num_shards", 0) >= reading.size:
-            return self._read_shard(shard(num_shards=reading.size, index=reading.rank), reading)
-        return self._read_shared(stream, reading)
-
-    def _read_shared(self, stream: Iterable[Any], reading: Reading) -> Slices:
+            mine = shard(num_shards=reading.size, index=reading.rank)
+            own = RngScope((reading.seed, reading.epoch, reading.rank))
+            start, stop = slice_of(reading.batch_size, reading.rank, reading.size)
+            for index, rows in enumerate(_chunks(mine, stop - start, own, may_be_empty=True)):
+                if index >= reading.first_tick:
+                    yield Slice(self._batch(rows, own), len(rows), None, index, reading.rank)
+            return
         own = RngScope((reading.seed, reading.epoch))
         for index, rows in enumerate(_chunks(stream, reading.batch_size, own)):
-            if index < reading.first_tick:
-                continue
-            start, stop = slice_of(len(rows), reading.rank, reading.size)
-            digest = _digest(rows, reading, index)
-            yield Slice(self._batch(rows[start:stop], own), stop - start, len(rows), index, reading.rank, digest)
-
-    def _read_shard(self, shard: Iterable[Any], reading: Reading) -> Slices:
-        own = RngScope((reading.seed, reading.epoch, reading.rank))
-        start, stop = slice_of(reading.batch_size, reading.rank, reading.size)
-        for index, rows in enumerate(_chunks(shard, stop - start, own, may_be_empty=True)):
             if index >= reading.first_tick:
-                yield Slice(self._batch(rows, own), len(rows), None, index, reading.rank)
+                start, stop = slice_of(len(rows), reading.rank, reading.size)
+                batch, digest = self._batch(rows[start:stop], own), _digest(rows, reading, index)
+                yield Slice(batch, stop - start, len(rows), index, reading.rank, digest)
 
     def _batch(self, rows: list[Any], own: RngScope) -> Any:
         if not rows:
