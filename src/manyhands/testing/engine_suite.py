@@ -231,18 +231,16 @@ def _descriptors() -> set[int]:
 
 def _descendants() -> set[int]:
     """All descendants of this process, zombies included."""
-    parents = {int(entry.name): _parent(entry) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
     found, count = {os.getpid()}, 0
     while len(found) > count:
         count = len(found)
         found |= {pid for pid, parent in parents.items() if parent in found}
     return found - {os.getpid()}
-
-
-def _parent(entry: Path) -> int | None:
-    with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
-        return int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-    return None
 
 
 ENGINE_SUITE: dict[str, EngineCheck] = checks_of(globals())

@@ -240,7 +240,7 @@ class RingGroup(Group):
         flat, number = _on_cpu(tensor), signature("send", tensor.dtype)
         frame = self._links.header(source)
         if (frame.kind, frame.a, frame.b, frame.elements) != (SEND, number, flat.numel(), flat.nbytes):
-            rank, peer = self._links.name(self.rank), self._links.name(source)
+            rank, peer = self._links.names[self.rank], self._links.names[source]
             expected = describe(number, flat.numel())
             raise self._links.fail(other_message(self.step, rank, expected, peer, _called(frame)))
         self._links.fill(source, bytes_of(flat))
@@ -335,12 +335,12 @@ class RingGroup(Group):
         """(weight, text) of a peer; what goes first of its tensor follows."""
         frame, coming = self._links.header(rank), transfer.coming(rank)
         if (frame.kind, frame.sequence, frame.a, frame.b) != (ARRIVE, self._sequence, number, transfer.n):
-            me, peer, called = self._links.name(self.rank), self._links.name(rank), describe(number, transfer.n)
+            me, peer, called = self._links.names[self.rank], self._links.names[rank], describe(number, transfer.n)
             raise self._links.fail(different_operations(self.step, me, called, peer, _called(frame)))
         if not 0 <= frame.elements - coming <= _MOST_TEXT:
             raise self._links.fail(
                 ManyhandsError(
-                    f"worker {self._links.name(rank)} announced {frame.elements} bytes with {_called(frame)}; expected "
+                    f"worker {self._links.names[rank]} announced {frame.elements} bytes with {_called(frame)}; expected "
                     f"{coming} and at most {_MOST_TEXT} of bits or JSON: do all workers run the same version of manyhands?"
                 )
             )

@@ -43,7 +43,8 @@ class Links(FirstError):
     def __init__(
         self, rank: int, links: Mapping[int, Link], *, names: Sequence[int], hosts: Sequence[str], timeout_s: float
     ) -> None:
-        self._rank, self._links, self._names, self._hosts = rank, dict(sorted(links.items())), names, hosts
+        self._rank, self._links, self.names, self._hosts = rank, dict(sorted(links.items())), names, hosts
+        self.peers = list(self._links)  # all other ranks, in rank order
         self._timeout_s = timeout_s
         self._operation, self._step = "", 0
         self._waiting_for: dict[int, int] = {}  # by peer: its newest waiting-for frame, where nothing else came
@@ -55,15 +56,6 @@ class Links(FirstError):
 
     def __getitem__(self, rank: int) -> Link:
         return self._links[rank]
-
-    @property
-    def peers(self) -> list[int]:
-        """All other ranks, in rank order."""
-        return list(self._links)
-
-    def name(self, rank: int) -> int:
-        """How messages call a rank."""
-        return self._names[rank]
 
     # -- an operation ------------------------------------------------------------------------------------------------
 
@@ -164,7 +156,7 @@ class Links(FirstError):
             except LinkEnded:
                 self._lost(link.rank, "is gone", time.perf_counter() - since if since else 0.0)
             except FrameError as error:
-                raise self.fail(ManyhandsError(f"worker {self._names[link.rank]} sent rubbish: {error}")) from error
+                raise self.fail(ManyhandsError(f"worker {self.names[link.rank]} sent rubbish: {error}")) from error
             if value is not None:
                 if since:
                     self._spinning.slept(time.perf_counter() - since)
@@ -250,11 +242,11 @@ class Links(FirstError):
             raise self.fail(ManyhandsError(str(fields["text"])))
         rank, why = int(fields.get("rank", -1)), str(fields.get("why", "is gone"))
         if "noticed" not in why:
-            why = f"{why} (worker {self._names[link.rank]} noticed)"
+            why = f"{why} (worker {self.names[link.rank]} noticed)"
         raise self.fail(PeerLost(rank, str(fields.get("host")), self._operation, self._step, 0.0, why))
 
     def _lost(self, rank: int, why: str, seconds: float) -> NoReturn:
-        name, host = self._names[rank], self._hosts[rank]
+        name, host = self.names[rank], self._hosts[rank]
         raise self.fail(PeerLost(name, host, self._operation, self._step, seconds, why))
 
 
