@@ -52,8 +52,7 @@ def serve(
     timeout_s: float = 300.0,
     progress: Callable[[str, int], None] = lambda phase, requests: None,
 ) -> dict[str, Any]:
-    """Serve shard `shard` of `shards`, until all of range(workers) came and went; returns its version, the calls by
-    name, and the lost workers.
+    """Serve shard `shard` of `shards` until all of range(workers) came and went; its version, calls and lost workers.
 
     channels: by rank, of the workers whose connections are inherited; from now on this call's. The others come to
     `listener` with the hello that `protocol.hello` makes; it is closed once all are here, or this call ends.

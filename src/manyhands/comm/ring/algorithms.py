@@ -226,19 +226,16 @@ class Scratch:
         """`count` tensors [n] and their bytes; what they held before is anything."""
         key = (count, n, dtype)
         if key not in self._views:
-            self._views[key] = self._cut(*key)
+            nbytes = n * dtype.itemsize
+            length = -(-nbytes // 64) * 64
+            if self._memory.numel() < count * length:
+                self._memory = torch.empty(count * length, dtype=torch.uint8)
+                self._views.clear()
+            elif len(self._views) == _KEPT:
+                self._views.clear()
+            rows = [self._memory[i * length : i * length + nbytes].view(dtype) for i in range(count)]
+            self._views[key] = [(row, bytes_of(row)) for row in rows]
         return self._views[key]
-
-    def _cut(self, count: int, n: int, dtype: torch.dtype) -> list[tuple[Tensor, memoryview]]:
-        nbytes = n * dtype.itemsize
-        length = -(-nbytes // 64) * 64
-        if self._memory.numel() < count * length:
-            self._memory = torch.empty(count * length, dtype=torch.uint8)
-            self._views.clear()
-        elif len(self._views) == _KEPT:
-            self._views.clear()
-        rows = [self._memory[i * length : i * length + nbytes].view(dtype) for i in range(count)]
-        return [(row, bytes_of(row)) for row in rows]
 
 
 class Transfer:
