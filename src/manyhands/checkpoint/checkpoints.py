@@ -355,13 +355,13 @@ def _announced(rank: int, said: Any, most: int) -> tuple[bool, dict[str, Checkpo
     """(whether this rank sees the folder, its parts by name) of what it says; ManyhandsError where that cannot be."""
     names = _names(rank)
     seen, parts = (said.get("seen"), said.get("parts")) if isinstance(said, dict) else (None, None)
-    right = isinstance(seen, bool) and isinstance(parts, list) and len(parts) == len(names)
-    if not right or not all(_is_file(part, most) for part in parts):
+    files = parts if isinstance(parts, list) and len(parts) == len(names) else []
+    if not isinstance(seen, bool) or not files or not all(_is_file(part, most) for part in files):
         raise ManyhandsError(
             f"worker {rank} announced {said!r:.200} as its part of a checkpoint; expected the lengths (of at most {most} bytes) "
             f"and SHA-256 of {' and '.join(names)}: do all hosts run the same version of manyhands, and the same program?"
         )
-    return seen, {name: CheckpointFile(**part) for name, part in zip(names, parts, strict=True)}
+    return seen, {name: CheckpointFile(**part) for name, part in zip(names, files, strict=True)}
 
 
 def _is_file(said: Any, most: int) -> bool:

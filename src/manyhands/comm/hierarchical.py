@@ -322,7 +322,8 @@ class HierarchicalGroup(FirstError, Group):
             return
         if "text" in fields:
             raise self.fail(ManyhandsError(fields["text"]))
-        raise self.fail(PeerLost(*fields["lost"], self.step, fields["seconds"], fields["why"]))
+        rank, host, operation = fields["lost"]
+        raise self.fail(PeerLost(rank, host, operation, self.step, fields["seconds"], fields["why"]))
 
     @override
     def _failed(self, error: ManyhandsError) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import (
@@ -78,7 +78,7 @@ class Loader(RowSource):
 
     def __init__(self, loader: DataLoader[Any], processes: int = 0) -> None:
         self._loader = loader
-        self._sampler: Any = loader.batch_sampler  # torch's, or anything that gives lists of indices
+        self._sampler = cast(Any, loader.batch_sampler)  # torch's, or anything that gives lists of indices
         self._batches = length_of(self._sampler)
         self._looked: list[int] | None = (
             None  # sizes of the batches of a user's own sampler in one epoch; others may differ
