@@ -5,7 +5,7 @@ import traceback
 
 import pytest
 
-from manyhands.data.prefetch import DEPTH, prefetch
+from manyhands.data.feed import DEPTH, prefetch
 
 
 def threads():

@@ -13,8 +13,7 @@ from manyhands.server.base import ServerSpec
 from manyhands.server.client import ServedServer
 from manyhands.server.protocol import SMALL_BYTES
 from manyhands.server.store import InvalidCall
-from manyhands.testing.clients import expect_waits, started
-from manyhands.testing.server_suite import SERVER_SUITE
+from manyhands.testing.server_suite import SERVER_SUITE, expect_waits, started
 
 ADD = ServerSpec(rule="add")
 BY_MEMORY_AND_SOCKET = pytest.mark.parametrize("memory_from", [0, -1], ids=["memory", "socket"])

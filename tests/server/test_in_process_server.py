@@ -8,8 +8,7 @@ import torch
 from manyhands.errors import PeerLost
 from manyhands.server.base import ServerSpec
 from manyhands.server.in_process import InProcessServers
-from manyhands.testing.clients import expect_waits, started
-from manyhands.testing.server_suite import SERVER_SUITE
+from manyhands.testing.server_suite import SERVER_SUITE, expect_waits, started
 
 
 @contextmanager

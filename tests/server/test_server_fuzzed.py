@@ -15,7 +15,7 @@ from manyhands.errors import ManyhandsError, PeerLost
 from manyhands.server.base import ServerSpec
 from manyhands.server.client import ServedServer
 from manyhands.server.protocol import Kind, about
-from manyhands.server.shard import Connection, Shard
+from manyhands.server.shard_host import Connection, Shard
 from manyhands.transport.channel import Channel, ChannelClosed
 from manyhands.transport.frame import Frame, FrameError, pack
 

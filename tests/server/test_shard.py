@@ -7,9 +7,10 @@ import torch
 
 from manyhands.errors import BadInput
 from manyhands.server.base import ServerSpec
-from manyhands.server.shard import Shard, WorkersLate
+from manyhands.server.in_process import captured
+from manyhands.server.shard_host import Shard, WorkersLate
 from manyhands.server.store import Go, InvalidCall, WaitForGate
-from manyhands.testing.clients import expect_waits, started
+from manyhands.testing.server_suite import expect_waits, started
 
 N = 4
 
@@ -91,7 +92,7 @@ def test_a_worker_that_ends_gives_back_what_it_read_and_holds_nobody_up():
 
 def test_captured_vectors_are_copies():
     shard = opened(ServerSpec(rule="add"))
-    vectors, numbers = shard.capture()
+    vectors, numbers = shard.call(captured)
     shard.push(0, 1, torch.ones(N), 1.0, 0)
     shard.push(0, 2, torch.ones(N), 1.0, 0)
     assert vectors["center"].eq(0).all()

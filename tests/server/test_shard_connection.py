@@ -7,9 +7,8 @@ import torch
 from served import channel_to
 
 from manyhands.server.base import ServerSpec
-from manyhands.server.client import ServedServer
+from manyhands.server.client import ServedServer, ShardLost
 from manyhands.server.protocol import Kind
-from manyhands.server.shard_connection import ShardLost
 from manyhands.transport.channel import Channel
 from manyhands.transport.frame import Frame, to_json
 

@@ -16,7 +16,7 @@ from manyhands.server.base import ServerSpec
 from manyhands.server.client import ServedServer
 from manyhands.server.protocol import Kind, hello
 from manyhands.server.shard_host import serve
-from manyhands.testing.clients import expect_waits, started
+from manyhands.testing.server_suite import expect_waits, started
 from manyhands.transport.channel import ChannelClosed, ChannelTimeout
 from manyhands.transport.frame import DTYPES, HEADER_BYTES, Frame, pack, to_json
 from manyhands.transport.listener import Listener, connect

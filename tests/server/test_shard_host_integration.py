@@ -17,7 +17,7 @@ from manyhands.server.base import ServerSpec
 from manyhands.server.client import ServedServer
 from manyhands.server.protocol import Kind, hello
 from manyhands.server.shard_host import serve
-from manyhands.testing.clients import expect_waits, started
+from manyhands.testing.server_suite import expect_waits, started
 from manyhands.transport.channel import ChannelClosed
 from manyhands.transport.credentials import Credentials
 from manyhands.transport.frame import Frame, pack

@@ -14,7 +14,7 @@ from manyhands.strategies import strategy_of
 from manyhands.strategies.base import Leasing
 from manyhands.strategies.decoupled import ServedState
 from manyhands.strategies.diloco import DiLoCo
-from manyhands.testing.strategy_worker import StrategyWorker, run_workers
+from manyhands.testing.strategy_suite import StrategyWorker, run_workers
 from manyhands.testing.threads import ScriptedTurns
 
 SHIFTS = (-1.0, 0.0, 4.0)

@@ -20,7 +20,7 @@ from manyhands.events import Event
 from manyhands.replica.layout import Layout
 from manyhands.strategies import strategy_of
 from manyhands.strategies.streaming import GroupState, Schedule, cut
-from manyhands.testing.strategy_worker import StrategyWorker, run_workers
+from manyhands.testing.strategy_suite import StrategyWorker, run_workers
 
 
 def schedule(period: int, fragments: int, overlap: int = 0) -> Schedule:

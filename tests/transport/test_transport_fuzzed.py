@@ -18,7 +18,6 @@ from manyhands.transport.frame import (
     MAX_TENSOR_BYTES,
     Frame,
     FrameError,
-    blob_length,
     from_json,
     pack,
     unpack,
@@ -38,8 +37,8 @@ def test_headers(inputs: int) -> None:
     damage = Damage(1)
 
     def take(data: bytes) -> None:
-        frame = unpack(data)
-        assert blob_length(data) <= MAX_BLOB_BYTES
+        frame, length = unpack(data)
+        assert length <= MAX_BLOB_BYTES
         assert frame.tensor_bytes <= MAX_TENSOR_BYTES
 
     def drawn() -> bytes:

@@ -43,7 +43,7 @@ KEPT = 2
 FORMAT = 2
 MANIFEST = "manifest.json"
 _TOKEN_BYTES = 8
-_MOST_TIMES, _MOST_MORE_BYTES = 8, 64 << 20  # see `_most_bytes`
+_MOST_TIMES, _MOST_MORE_BYTES = 8, 64 << 20  # how long another rank's file may be, see `_write_parts`
 _PIECE_BYTES = 64 << 20
 _NAME = re.compile(r"step-[0-9]{8,18}")
 _UNFINISHED = re.compile(rf"{_NAME.pattern}\.[0-9a-f]{{{2 * _TOKEN_BYTES}}}\.partial")
@@ -107,11 +107,17 @@ def save(
     RemotePath's ManyhandsError pass through: no checkpoint under the final name exists then.
 
     No rank writes where another one chooses: every rank knows `folder` and the names of all files, and takes from
-    the others a random token, lengths within `_most_bytes`, and digests. ManyhandsError for anything else.
+    the others a random token, lengths within bounds, and digests. ManyhandsError for anything else.
     """
     final = folder / _name(tick)
     token = _begin(folder, tick, claim, warn) if group.rank == 0 else ""
-    partial = _partial(folder, tick, _token_of(group.all_gather_json(token)[0]))
+    token = group.all_gather_json(token)[0]
+    if not (isinstance(token, str) and re.fullmatch(f"[0-9a-f]{{{2 * _TOKEN_BYTES}}}", token)):
+        raise ManyhandsError(
+            f"worker 0 began a checkpoint with {token!r:.80}; expected {2 * _TOKEN_BYTES} hexadecimal digits: "
+            "do all hosts run the same version of manyhands?"
+        )
+    partial = _partial(folder, tick, token)
     parts = _write_parts(partial, group, _files(group.rank, tensors, values))
     if group.rank == 0:
         digests = {name: part.sha256 for name, part in parts.items()}
@@ -177,7 +183,14 @@ def newest(folder: AnyPath, warn: Warn) -> Checkpoint | None:
     folders = _folders(folder)
     for path in sorted(folders, key=lambda path: (_launch(path), _tick(path)), reverse=True):
         try:
-            return _verified(path)
+            manifest, parts = _manifest(path), {}
+            for name, digest in manifest["sha256"].items():
+                with open_regular(path / name) as file:
+                    found = hashlib.file_digest(file, "sha256").hexdigest()
+                    parts[name] = CheckpointFile(file.tell(), found)
+                if found != digest:
+                    raise ValueError(f"{name} is not what was written")
+            return Checkpoint(path, manifest["tick"], manifest["ranks"], parts)
         except (*_DAMAGE, SafetensorError) as problem:
             warn(f"checkpoint {path} is damaged and left out: {problem}")
     if folders:
@@ -218,17 +231,6 @@ def _is_unfinished(path: AnyPath) -> bool:
 def _tick(path: AnyPath) -> int:
     """-1: it has another name."""
     return int(path.name.removeprefix("step-")) if _NAME.fullmatch(path.name) else -1
-
-
-def _verified(path: AnyPath) -> Checkpoint:
-    manifest, parts = _manifest(path), {}
-    for name, digest in manifest["sha256"].items():
-        with open_regular(path / name) as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-            parts[name] = CheckpointFile(file.tell(), found)
-        if found != digest:
-            raise ValueError(f"{name} is not what was written")
-    return Checkpoint(path, manifest["tick"], manifest["ranks"], parts)
 
 
 def _manifest(path: AnyPath) -> dict[str, Any]:
@@ -277,15 +279,6 @@ def _begin(folder: AnyPath, tick: int, claim: Claim | None, warn: Warn) -> str:
 def _partial(folder: AnyPath, tick: int, token: str) -> AnyPath:
     """Where the parts are written: on a disk a folder whose token no other host's folder has by chance."""
     return folder / (_name(tick) if isinstance(folder, RemotePath) else f"{_name(tick)}.{token}.partial")
-
-
-def _token_of(said: Any) -> str:
-    if not (isinstance(said, str) and re.fullmatch(f"[0-9a-f]{{{2 * _TOKEN_BYTES}}}", said)):
-        raise ManyhandsError(
-            f"worker 0 began a checkpoint with {said!r:.80}; expected {2 * _TOKEN_BYTES} hexadecimal digits: "
-            "do all hosts run the same version of manyhands?"
-        )
-    return said
 
 
 def _names(rank: int) -> tuple[str, str]:
@@ -337,10 +330,19 @@ def _write_parts(partial: AnyPath, group: Group, files: dict[str, bytes]) -> dic
         for name, part in own.items() if not seen else ():
             _bring(group, io.BytesIO(files[name]), name, part, group.rank)
         return {}
-    most = _most_bytes(files)
+    # A rank's part holds the same model, optimizer and strategy as rank 0's, and less. The factor leaves room for one
+    # whose optimizer has stepped, and so holds state, where rank 0's has not.
+    most = _MOST_TIMES * max(map(len, files.values())) + _MOST_MORE_BYTES
     announced = [_announced(rank, said, most) for rank, said in enumerate(everyone)]
     if isinstance(partial, RemotePath):
-        _check_put(partial, [parts for _, parts in announced])
+        found = partial.sizes()
+        for rank, (_, parts) in enumerate(announced):
+            for name, part in parts.items():
+                if found.get(name) != part.bytes:
+                    raise ManyhandsError(
+                        f"worker {rank} put {name} of {part.bytes} bytes into {partial}, and worker 0 finds {found.get(name, 'none')} there: "
+                        "give a run directory (run_dir=, --run-dir) that is one and the same place for all hosts"
+                    )
     else:
         for rank, (there, parts) in enumerate(announced):
             for name, part in parts.items() if not there else ():
@@ -349,47 +351,26 @@ def _write_parts(partial: AnyPath, group: Group, files: dict[str, bytes]) -> dic
     return {name: part for _, parts in announced for name, part in parts.items()}
 
 
-def _most_bytes(files: dict[str, bytes]) -> int:
-    """How long a file of another rank may be: rank 0's own holds the same model, optimizer and strategy, and more.
-
-    The factor leaves room for a rank whose optimizer has stepped, and so holds state, where rank 0's has not.
-    """
-    return _MOST_TIMES * max(map(len, files.values())) + _MOST_MORE_BYTES
-
-
 def _announced(rank: int, said: Any, most: int) -> tuple[bool, dict[str, CheckpointFile]]:
     """(whether this rank sees the folder, its parts by name) of what it says; ManyhandsError where that cannot be."""
     names = _names(rank)
     seen, parts = (said.get("seen"), said.get("parts")) if isinstance(said, dict) else (None, None)
-    if isinstance(seen, bool) and isinstance(parts, list) and len(parts) == len(names):
-        checked = [_checked(part, most) for part in parts]
-        if None not in checked:
-            return seen, {name: part for name, part in zip(names, checked, strict=True) if part is not None}
-    raise ManyhandsError(
-        f"worker {rank} announced {said!r:.200} as its part of a checkpoint; expected the lengths (of at most {most} bytes) "
-        f"and SHA-256 of {' and '.join(names)}: do all hosts run the same version of manyhands, and the same program?"
-    )
+    files = parts if isinstance(parts, list) and len(parts) == len(names) else []
+    if not isinstance(seen, bool) or not files or not all(_is_file(part, most) for part in files):
+        raise ManyhandsError(
+            f"worker {rank} announced {said!r:.200} as its part of a checkpoint; expected the lengths (of at most {most} bytes) "
+            f"and SHA-256 of {' and '.join(names)}: do all hosts run the same version of manyhands, and the same program?"
+        )
+    return seen, {name: CheckpointFile(**part) for name, part in zip(names, files, strict=True)}
 
 
-def _checked(said: Any, most: int) -> CheckpointFile | None:
+def _is_file(said: Any, most: int) -> bool:
+    """Whether these are the length, of at most `most` bytes, and the SHA-256 of a file."""
     if not isinstance(said, dict) or said.keys() != {"bytes", "sha256"}:
-        return None
+        return False
     size, digest = said["bytes"], said["sha256"]
-    if not is_whole(size, 0) or size > most or not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
-        return None
-    return CheckpointFile(size, digest)
-
-
-def _check_put(folder: RemotePath, everyone: list[dict[str, CheckpointFile]]) -> None:
-    """ManyhandsError where rank 0 does not find there what another rank put."""
-    found = folder.sizes()
-    for rank, parts in enumerate(everyone):
-        for name, part in parts.items():
-            if found.get(name) != part.bytes:
-                raise ManyhandsError(
-                    f"worker {rank} put {name} of {part.bytes} bytes into {folder}, and worker 0 finds {found.get(name, 'none')} there: "
-                    "give a run directory (run_dir=, --run-dir) that is one and the same place for all hosts"
-                )
+    right = is_whole(size, 0) and size <= most and isinstance(digest, str)
+    return right and re.fullmatch("[0-9a-f]{64}", digest) is not None
 
 
 def _holds(saved: Checkpoint) -> bool:

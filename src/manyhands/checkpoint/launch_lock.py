@@ -77,28 +77,22 @@ class LaunchLock:
             return
         descriptor = os.open(self.directory / FILE, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o644)
         try:
-            self._lock(descriptor)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        self._descriptor = descriptor
-        close_in_forks(self)
-
-    def _lock(self, descriptor: int) -> None:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise BadInput(f"{self.directory / FILE} is no file, and drivers lock it: move it away")
-        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise BadInput(f"{self.directory / FILE} is no file, and drivers lock it: move it away")
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.exclusive = True
         except BlockingIOError:
+            os.close(descriptor)
             who = claim_in(self.directory) or "another process"
             raise BadInput(
                 f"a driver is at work in run directory {self.directory} ({who}): wait for its end or stop it, or give another run directory"
             ) from None
-        except OSError as problem:
-            if problem.errno not in NO_LOCKS:
+        except BaseException as problem:
+            if not (isinstance(problem, OSError) and problem.errno in NO_LOCKS):
+                os.close(descriptor)
                 raise
-        else:
-            self.exclusive = True
+        self._descriptor = descriptor
+        close_in_forks(self)
 
     def claim(self, least: int) -> Claim:
         """Record that this process owns the run directory. Its number exceeds all earlier ones, and `least` - 1."""

@@ -166,45 +166,37 @@ def path_of(given: str | AnyPath) -> AnyPath:
     Raises BadInput for a protocol that is unknown, or whose package is not installed; nothing is connected to.
     """
     protocol = str(given).partition(":/")[0]
-    if isinstance(given, Path) and len(given.parts) > 1 and given.parts[0] == f"{protocol}:" and _known(protocol):
+    swallowed = isinstance(given, Path) and len(given.parts) > 1 and given.parts[0] == f"{protocol}:"
+    if swallowed and protocol in _protocols():
         raise BadInput(f"a pathlib.Path cannot hold a URL, it made {str(given)!r} of it: give the URL as a string")
     if isinstance(given, Path | RemotePath):
         return given
     if "://" not in given:
         return Path(given)
     if protocol == "file":
-        return _local(given)
+        parts = urlsplit(given)
+        if parts.netloc not in ("", "localhost"):
+            raise BadInput(
+                f"{given} names the host {parts.netloc}: a file of this host is file:///{parts.netloc}{parts.path}"
+            )
+        return Path(unquote(parts.path))
     if any(sign in given for sign in "*?[]"):
         raise BadInput(f"{given} has signs of a pattern (* ? [ ]), which file systems would expand: give a URL without")
-    _check(protocol, given)
-    return RemotePath(given.rstrip("/"))
-
-
-def _local(url: str) -> Path:
-    parts = urlsplit(url)
-    if parts.netloc not in ("", "localhost"):
-        raise BadInput(
-            f"{url} names the host {parts.netloc}: a file of this host is file:///{parts.netloc}{parts.path}"
-        )
-    return Path(unquote(parts.path))
-
-
-def _known(protocol: str) -> bool:
-    from fsspec import available_protocols
-
-    return protocol in available_protocols()
-
-
-def _check(protocol: str, url: str) -> None:
-    from fsspec import available_protocols, get_filesystem_class
+    from fsspec import get_filesystem_class
 
     try:
         get_filesystem_class(protocol)
     except ValueError:
-        raise BadInput(
-            f"{url}: no file system {protocol}://; give a path, or one of {', '.join(sorted(available_protocols()))}"
-        ) from None
+        known = ", ".join(sorted(_protocols()))
+        raise BadInput(f"{given}: no file system {protocol}://; give a path, or one of {known}") from None
     except ImportError as error:
         from manyhands.data.readers.shared_files import missing_package
 
-        raise missing_package(url, error) from error
+        raise missing_package(given, error) from error
+    return RemotePath(given.rstrip("/"))
+
+
+def _protocols() -> list[str]:
+    from fsspec import available_protocols
+
+    return list(available_protocols())

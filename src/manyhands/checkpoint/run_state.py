@@ -86,18 +86,19 @@ def restore(
     same = checkpoint.ranks == size
     parts = [checkpoint.tensors(r) for r in ([rank] if same else range(checkpoint.ranks))]
     numbers = [checkpoint.values(r) for r in ([rank] if same else range(checkpoint.ranks))]
-    states = [
-        _restore_state(replica, state, part, number["strategy"], own=not same)
-        for part, number in zip(parts, numbers, strict=True)
-    ]
+    written = zip(parts, numbers, strict=True)
+    states = [_restore_state(replica, state, part, number["strategy"], own=not same) for part, number in written]
     merged = states[0] if same else state.merge(states, rank, size)
     tensors, values = parts[0], numbers[0]
     now = declared(replica)
     declaration = values["declared"] or now
-    _check_optimizer(declaration, now)
-    _fill(
-        replica.named(replica.parameters), "parameters", _mean_parameters(parts, [s.weight_of_window() for s in states])
-    )
+    if declaration["optimizer"] != now["optimizer"] or len(declaration["groups"]) != len(now["groups"]):
+        raise BadInput(
+            f"the checkpoint's optimizer is {declaration['optimizer']} with {len(declaration['groups'])} parameter groups, and the task's is {now['optimizer']} "
+            f"with {len(now['groups'])}: resume with the optimizer it was written by, or start in another run directory"
+        )
+    means = _mean_parameters(parts, [own.weight_of_window() for own in states])
+    _fill(replica.named(replica.parameters), "parameters", means)
     _fill(dict(replica.model.named_buffers()), "buffers", tensors)
     longer = values["position"]["total"] != total
     rescheduled = (longer and replica.schedule is not None) or now["schedule"] != declaration["schedule"]
@@ -166,11 +167,8 @@ def _shapes(named: Tensors, what: str = "") -> dict[str, list[int]]:
 
 
 def _differences(then: dict[str, list[int]], now: dict[str, list[int]]) -> list[str]:
-    return [
-        f"{name} was {then.get(name, 'none')}, and is {now.get(name, 'none')}"
-        for name in sorted(then.keys() | now.keys())
-        if then.get(name) != now.get(name)
-    ]
+    other = [name for name in sorted(then.keys() | now.keys()) if then.get(name) != now.get(name)]
+    return [f"{name} was {then.get(name, 'none')}, and is {now.get(name, 'none')}" for name in other]
 
 
 def _mean_parameters(parts: list[dict[str, Tensor]], weights: list[float]) -> dict[str, Tensor]:
@@ -220,15 +218,6 @@ _SCHEDULED = ("lr", "momentum", "betas")  # what torch's schedules move
 _DERIVED = ("initial_lr", "base_lrs", "last_epoch")  # from the rate, and from how far the schedule is
 
 
-def _check_optimizer(declaration: dict[str, Any], now: dict[str, Any]) -> None:
-    """BadInput where the checkpoint's optimizer is another one than the task's."""
-    if declaration["optimizer"] != now["optimizer"] or len(declaration["groups"]) != len(now["groups"]):
-        raise BadInput(
-            f"the checkpoint's optimizer is {declaration['optimizer']} with {len(declaration['groups'])} parameter groups, and the task's is {now['optimizer']} "
-            f"with {len(now['groups'])}: resume with the optimizer it was written by, or start in another run directory"
-        )
-
-
 def _changes(declaration: dict[str, Any], now: dict[str, Any], schedules: bool) -> list[str]:
     """`lr was 0.1 and is 0.05`: each hyperparameter that the task changed, once. schedules: include the schedule's."""
     given = [
@@ -275,9 +264,8 @@ def _restore_optimizer(
     rescheduled: bool,
 ) -> None:
     """Per-parameter state, and the hyperparameters that the task did not change and no new schedule moves."""
-    for group, values, then, today in zip(
-        replica.optimizer.param_groups, saved["groups"], declaration, now, strict=True
-    ):
+    groups = replica.optimizer.param_groups
+    for group, values, then, today in zip(groups, saved["groups"], declaration, now, strict=True):
         plain = _plain({key: group.get(key) for key in values})
         for key, value in values.items():
             moved = rescheduled and (key in _SCHEDULED or plain.get(key) != today.get(key))
@@ -313,7 +301,10 @@ def _restore_state(
     replica: Replica, state: State, tensors: dict[str, Tensor], numbers: dict[str, Any], own: bool
 ) -> State:
     """A copy of `state` with the saved numbers and tensors, in its memory or in memory of its `own`."""
-    saved = _by_field(_take(tensors, "strategy"))
+    saved: dict[str, Tensors] = {}  # by field, with which the names begin
+    for key, tensor in _take(tensors, "strategy").items():
+        field, _, name = key.partition("/")
+        saved.setdefault(field, {})[name] = tensor
     _check_state(replica, state, saved, numbers, same=not own)
     memory = {name: tensor.clone() for name, tensor in state.tensors().items()} if own else {}
     restored = type(state)(**{**vars(state), **numbers, **memory})
@@ -322,15 +313,6 @@ def _restore_state(
         for name, value in saved.get(field, {}).items():
             targets[name].copy_(value)
     return restored
-
-
-def _by_field(tensors: Tensors) -> dict[str, Tensors]:
-    """The tensors of a strategy's state, whose names begin with their field's."""
-    saved: dict[str, Tensors] = {}
-    for key, tensor in tensors.items():
-        field, _, name = key.partition("/")
-        saved.setdefault(field, {})[name] = tensor
-    return saved
 
 
 def _check_state(

@@ -17,8 +17,6 @@ _LOOK_S = 1.0  # so often a waiting caller looks whether the thread still lives
 
 
 class Started(Work):
-    """A mean in the thread's hands."""
-
     def __init__(self, work: Callable[[], MeanResult], thread: threading.Thread) -> None:
         self._work, self._thread = work, thread
         self._over = threading.Event()
@@ -66,7 +64,6 @@ class Background:
 
     @property
     def busy(self) -> bool:
-        """Whether anything is under way."""
         while self._under_way and self._under_way[0].over:
             self._under_way.popleft()
         return bool(self._under_way)

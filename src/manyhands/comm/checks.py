@@ -156,7 +156,6 @@ class FirstError:
     _error: ManyhandsError | None = None
 
     def check(self) -> None:
-        """Raise the error, if there is one."""
         if self._error is not None:
             raise copy.copy(self._error)
 
@@ -172,7 +171,6 @@ class FirstError:
 
 
 def closed() -> ManyhandsError:
-    """The error of a group that was closed."""
     return ManyhandsError("this group was closed; make a new one")
 
 

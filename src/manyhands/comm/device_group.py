@@ -219,8 +219,6 @@ class DeviceGroup(FirstError, Group):
 
 
 class _Mean(Work):
-    """A mean that the GPUs are at."""
-
     def __init__(
         self, group: DeviceGroup, tensor: Tensor, wide: Tensor, lost: Tensor | None, total: MeanResult, work: Any
     ) -> None:

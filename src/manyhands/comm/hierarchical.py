@@ -121,9 +121,8 @@ class HierarchicalGroup(FirstError, Group):
         first, last = self._layout[self._host][0], self._layout[self._host][-1] + 1
         result[first:last] = rows
         with_own = self._sent()
-        self._between(
-            lambda across: [across.broadcast_(result[r[0] : r[-1] + 1], h) for h, r in enumerate(self._layout)]
-        )
+        parts = [result[ranks[0] : ranks[-1] + 1] for ranks in self._layout]
+        self._between(lambda across: [across.broadcast_(part, host) for host, part in enumerate(parts)])
         for part in (result[:first], result[last:]):
             if len(part):
                 self._here(lambda part=part: self.local.broadcast_(part, 0))  # type: ignore[misc]
@@ -224,13 +223,10 @@ class HierarchicalGroup(FirstError, Group):
         self.check()
         before = self._sent()
         host = self._here(lambda: self.local.mean_(tensor, weight, bits, lost), count_waiting=True)
-        total, failed = MeanResult(0.0, 0), None
         lost_across = None if lost is None or self.across is None else torch.zeros_like(lost)
-        if self.across is not None:
-            try:
-                total = self._across(lambda across: across.mean_(tensor, host.weight, host.bits, lost_across))
-            except ManyhandsError as error:
-                failed = error
+        total, failed = self._across(
+            lambda across: across.mean_(tensor, host.weight, host.bits, lost_across), MeanResult(0.0, 0)
+        )
         flag = 0 if failed is None else 1
         spread = self._here(lambda: self.local.mean_(tensor, total.weight, total.bits << 1 | flag))
         if spread.bits & 1:
@@ -284,19 +280,21 @@ class HierarchicalGroup(FirstError, Group):
             raise self.fail(self._named(error) if group is self.local else error) from error
 
     def _here(self, action: Callable[[], T], count_waiting: bool = False) -> T:
-        """A phase among the workers of this host."""
         waited = self.local.waited_s
         value = self._phase(self.local, action)
         if count_waiting and self._at_home():
             self.waited_s += self.local.waited_s - waited
         return value
 
-    def _across(self, action: Callable[[RingGroup], T]) -> T:
-        """A phase among the leaders, of which this is one."""
-        assert self.across is not None
+    def _across(self, action: Callable[[RingGroup], T], other: T) -> tuple[T, ManyhandsError | None]:
+        """A phase among the leaders: its value, `other` where there is none, and the error, for `_tell`."""
+        if self.across is None:
+            return other, None
         self.across.step, waited = self.step, self.across.waited_s
         try:
-            return action(self.across)
+            return action(self.across), None
+        except ManyhandsError as error:
+            return other, error
         finally:
             if self._at_home():
                 self.waited_s += self.across.waited_s - waited
@@ -307,21 +305,25 @@ class HierarchicalGroup(FirstError, Group):
 
     def _between(self, action: Callable[[RingGroup], object]) -> None:
         """A phase among the leaders, after which all workers of the host know whether it went well."""
-        lost = None
-        if self.across is not None:
-            try:
-                self._across(action)
-            except ManyhandsError as error:
-                lost = error
+        _, lost = self._across(action, None)
         self._tell(lost)
 
     def _tell(self, lost: ManyhandsError | None) -> None:
         """The leader's error, if it has one, is raised on all workers of the host."""
-        fields = self._here(lambda: self.local.all_gather_json(None if lost is None else _notice_of(lost)))[0]
+        notice: dict[str, Any] | None = None
+        if isinstance(lost, PeerLost):
+            notice = {"lost": [lost.rank, lost.host, lost.operation], "seconds": lost.seconds, "why": lost.why}
+        elif lost is not None:
+            notice = {"text": str(lost)}
+        fields = self._here(lambda: self.local.all_gather_json(notice))[0]
         if lost is not None:
             raise self.fail(lost)
-        if fields is not None:
-            raise self.fail(_error_of(fields, self.step))
+        if fields is None:
+            return
+        if "text" in fields:
+            raise self.fail(ManyhandsError(fields["text"]))
+        rank, host, operation = fields["lost"]
+        raise self.fail(PeerLost(rank, host, operation, self.step, fields["seconds"], fields["why"]))
 
     @override
     def _failed(self, error: ManyhandsError) -> None:
@@ -351,16 +353,3 @@ class HierarchicalGroup(FirstError, Group):
         if self.size > 1:
             sent, messages = self._sent()
             self.ledger.add(operation, nbytes + sent - before[0], (1 if nbytes else 0) + messages - before[1])
-
-
-def _notice_of(error: ManyhandsError) -> dict[str, Any]:
-    if isinstance(error, PeerLost):
-        return {"lost": [error.rank, error.host, error.operation], "seconds": error.seconds, "why": error.why}
-    return {"text": str(error)}
-
-
-def _error_of(fields: dict[str, Any], step: int) -> ManyhandsError:
-    if "text" in fields:
-        return ManyhandsError(fields["text"])
-    rank, host, operation = fields["lost"]
-    return PeerLost(rank, host, operation, step, fields["seconds"], fields["why"])

@@ -40,9 +40,8 @@ def reduce_everywhere(
     live = [rank for rank in range(len(pieces)) if shares is None or shares[rank] is not None]
     first = pieces[live[0]]
     mean = first.to(added_up_as(first.dtype, lost))
-    accumulate(
-        mean, [pieces[rank] for rank in live], None if shares is None else [shares[rank] or 0.0 for rank in live]
-    )
+    counted = None if shares is None else [shares[rank] or 0.0 for rank in live]
+    accumulate(mean, [pieces[rank] for rank in live], counted)
     for piece in pieces:
         if piece is not mean:
             piece.copy_(mean)

@@ -248,18 +248,16 @@ class _Mean(Work):
         control = self._group.group_for(words)
         self._gathered = dist.all_gather(list(self._words.unbind()), words, group=control, async_op=True)
         self._summed = None
-        self._shares = self._weighted(weight)
+        dtype = summed_as(self._tensor.dtype) if self._lost is None else self._lost.dtype
+        self._shares = flattened(self._tensor)  # [n] weight·tensor, in its own memory where that can be undone
+        if not weight:  # zeros, not 0·tensor, which may be NaN; and if all have weight 0 the tensor stays as it is
+            self._shares = torch.zeros_like(self._shares, dtype=dtype)
+        elif weight == 1:
+            self._shares = self._shares.to(dtype)
+        else:
+            self._shares = self._shares.to(dtype).mul_(weight)
         if len(self._shares):
             self._summed = dist.all_reduce(self._shares, group=self._group.group_for(self._shares), async_op=True)
-
-    def _weighted(self, weight: float) -> Tensor:
-        """[n] weight·tensor: in the tensor's own memory where that can be undone or need not be, else in new memory."""
-        dtype = summed_as(self._tensor.dtype) if self._lost is None else self._lost.dtype
-        flat = flattened(self._tensor)
-        if not weight:  # zeros, not 0·tensor, which may be NaN; and if all have weight 0 the tensor stays as it is
-            return torch.zeros_like(flat, dtype=dtype)
-        flat = flat.to(dtype)
-        return flat if weight == 1 else flat.mul_(weight)
 
     def _finish(self) -> MeanResult:
         group, start = self._group, time.perf_counter()
@@ -267,21 +265,18 @@ class _Mean(Work):
             group.wait(self._gathered)
             group.waited_s += time.perf_counter() - start
             group.wait(self._summed)
-        total = self._read_words()
+        rows = [row.numpy().tobytes() for row in self._words]
+        weights, lengths = zip(*(_CONTROL.unpack_from(row) for row in rows), strict=True)
+        blobs = [row[_CONTROL.size : _CONTROL.size + length] for row, length in zip(rows, lengths, strict=True)]
+        if max(lengths) > _INLINE:
+            blobs = group.gather_bytes(self._blob, "mean_")
+        total = MeanResult.of(weights, map(bits_of, blobs))
         if total.weight and len(self._shares):
             mean = self._shares.div_(total.weight)
             put_back(mean, self._tensor, self._lost if group.rank == 0 else None)
         if len(self._shares):
             count_ring(group, "mean_", self._shares)
         return total
-
-    def _read_words(self) -> MeanResult:
-        rows = [row.numpy().tobytes() for row in self._words]
-        weights, lengths = zip(*(_CONTROL.unpack_from(row) for row in rows), strict=True)
-        blobs = [row[_CONTROL.size : _CONTROL.size + length] for row, length in zip(rows, lengths, strict=True)]
-        if max(lengths) > _INLINE:
-            blobs = self._group.gather_bytes(self._blob, "mean_")
-        return MeanResult.of(weights, map(bits_of, blobs))
 
 
 def summed_as(dtype: torch.dtype) -> torch.dtype:

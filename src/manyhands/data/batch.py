@@ -74,18 +74,18 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
     Arrays and lists stay as they are. An object of the user's own is moved by its own `to`, where it has one.
     """
-    return map_leaves(batch, lambda leaf: _move(leaf, device))
 
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            if leaf.device == device:
+                return leaf
+            if device.type == "cuda" and leaf.device.type == "cpu":
+                return leaf.pin_memory().to(device, non_blocking=True)
+            return leaf.to(device)
+        move = None if _is_column(leaf) or isinstance(leaf, PLAIN) else getattr(leaf, "to", None)
+        return leaf if move is None else move(device)
 
-def _move(leaf: Any, device: torch.device) -> Any:
-    if isinstance(leaf, Tensor):
-        if leaf.device == device:
-            return leaf
-        if device.type == "cuda" and leaf.device.type == "cpu":
-            return leaf.pin_memory().to(device, non_blocking=True)
-        return leaf.to(device)
-    move = None if _is_column(leaf) or isinstance(leaf, PLAIN) else getattr(leaf, "to", None)
-    return leaf if move is None else move(device)
+    return map_leaves(batch, moved)
 
 
 def columns(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -107,7 +107,12 @@ def map_leaves(batch: Any, function: Callable[[Any], Any]) -> Any:
     if _is_column(batch):
         return function(batch)
     if isinstance(batch, Mapping):
-        return _like_mapping(batch, {key: map_leaves(value, function) for key, value in batch.items()})
+        values = {key: map_leaves(value, function) for key, value in batch.items()}
+        if not isinstance(batch, MutableMapping):
+            return values
+        clone = copy.copy(batch)  # keeps what a subclass carries beside its items
+        clone.update(values)
+        return clone
     if isinstance(batch, list | tuple):
         return like_sequence(batch, [map_leaves(value, function) for value in batch])
     if _is_dataclass(batch):
@@ -163,11 +168,3 @@ def _children(value: Any) -> list[tuple[str, Any]]:
     if _is_dataclass(value):
         return [(f".{f.name}", getattr(value, f.name)) for f in fields(value)]
     return []
-
-
-def _like_mapping(model: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    if isinstance(model, MutableMapping):  # a copy keeps what a subclass carries beside its items
-        clone = copy.copy(model)
-        clone.update(values)
-        return clone
-    return values

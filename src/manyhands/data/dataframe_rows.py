@@ -74,11 +74,7 @@ class DistributedFrame:
 
 
 def open_pool(
-    pools: dict[str, Any],
-    key: str,
-    names: Sequence[str],
-    collate: Collate | None,
-    what: str = "the DataFrame",
+    pools: dict[str, Any], key: str, names: Sequence[str], collate: Collate | None, what: str = "the DataFrame"
 ) -> Source:
     """What was brought here of one frame: all of it on a single host, else this host's share."""
     rows: list[int] = [host[key] for host in pools["rows"]]  # by host
@@ -94,7 +90,14 @@ class HostRows(Indexed):
     """Rows in the spools of this host, all of them mapped: any worker here takes any of them."""
 
     def __init__(self, parts: Sequence[SpoolPart], names: Sequence[str], collate: Collate | None = None) -> None:
-        _check_alike(parts)
+        for part in parts[1:]:
+            for name, stored in part.columns.items():
+                first = parts[0].columns[name]
+                if (first.dtype, first.shape) != (stored.dtype, stored.shape):
+                    raise BadInput(
+                        f"{name} has rows of {np.dtype(first.dtype)} {list(first.shape)} in one partition and of "
+                        f"{np.dtype(stored.dtype)} {list(stored.shape)} in another: bring them to one length and type"
+                    )
         opened = [open_part(part) for part in parts]
         self.rows = sum(part.rows for part in parts)
         self._names, self._collate = names, collate
@@ -186,14 +189,3 @@ class SharedRows(Source):
     @override
     def in_background(self, reading: Reading) -> bool:
         return self._here.in_background(reading)
-
-
-def _check_alike(parts: Sequence[SpoolPart]) -> None:
-    for part in parts[1:]:
-        for name, stored in part.columns.items():
-            first = parts[0].columns[name]
-            if (first.dtype, first.shape) != (stored.dtype, stored.shape):
-                raise BadInput(
-                    f"{name} has rows of {np.dtype(first.dtype)} {list(first.shape)} in one partition and of "
-                    f"{np.dtype(stored.dtype)} {list(stored.shape)} in another: bring them to one length and type"
-                )

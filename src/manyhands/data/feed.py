@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
 from manyhands.data.batch import to_device
 from manyhands.data.leases import End, Lease, Segment, foreseen
-from manyhands.data.prefetch import prefetch
 from manyhands.data.source import Order, Planned, Reading, Slice, Slices, Source
 from manyhands.errors import BadInput
 
 __all__ = ["DEFAULT_BATCH_SIZE", "Feed", "Slice"]
 
 DEFAULT_BATCH_SIZE = 64
+DEPTH = 2  # one batch in hand, one being read: more only helps where reading times vary widely
+CHECK_S = 1.0  # between looks whether the thread still lives
+CLOSE_S = 10.0  # for the item under way when the consumer closes
+
+T = TypeVar("T")
 
 
 class Feed:
@@ -94,15 +101,30 @@ class Feed:
         Unsized: a stream has no slices to lease. Each worker reads its own, as `epoch` does from batch `segment.first`
         on, and `take` is never called.
         """
-        if not isinstance(self.source, Planned):  # `leasable`, as mypy sees it
+        source = self.source
+        if not isinstance(source, Planned):  # `leasable`, as mypy sees it
             yield from self.epoch(segment.epoch, segment.first)
             return End(reason="", left=[])
         rank, parts = self._reading.rank, segment.parts
         reading = replace(self._of_epoch(segment.epoch, segment.first), rank=rank % parts, size=parts)
-        with closing(_LeasedSlices(self.source, segment, rank, reading, self._threads)) as slices:
-            while isinstance(answer := take(), Lease):
-                yield self._here(slices.load(answer))
-        return answer
+        picks, ahead = source.picks(reading), None
+        if source.in_processes or (self._threads and source.in_background(reading)):
+            # Loading is not leasing: what others took meanwhile was loaded in vain, and is thrown away.
+            own = source.load((picks.at(lease.index, lease.part) for lease in foreseen(segment, rank)), reading)
+            ahead = own if source.in_processes else prefetch(own)
+        try:
+            while isinstance(lease := take(), Lease):
+                if ahead is not None and segment.owner(lease.part) == rank:
+                    part = next(s for s in ahead if (s.index, s.part) == (lease.index, lease.part))
+                else:
+                    if ahead is not None:  # this worker's own queues are empty: from now on nothing is read ahead
+                        ahead.close()
+                    part = source.load_here(picks.at(lease.index, lease.part), reading)
+                yield self._here(part)
+        finally:
+            if ahead is not None:
+                ahead.close()
+        return lease
 
     def _of_epoch(self, epoch: int, first_tick: int) -> Reading:
         reading = replace(self._reading, epoch=epoch, first_tick=first_tick)
@@ -119,29 +141,60 @@ class Feed:
         return replace(part, batch=to_device(part.batch, self.device))
 
 
-class _LeasedSlices:
-    """The slices of a segment, each when its lease is here.
+def prefetch(items: Generator[T, None, None], depth: int = DEPTH) -> Generator[T, None, None]:
+    """The same items in the same order, read up to `depth` ahead by a thread.
 
-    Where loader processes or a thread can read ahead, slices of this worker's own queues are loaded in the order in
-    which they will be leased. Loading is not leasing: what others took meanwhile was loaded in vain and is thrown away.
-    A worker gets others' slices only when its own queues are empty: from then on nothing is read ahead.
+    The thread starts with the first `next()`. An exception of `items` comes out where its item would have, with its own
+    traceback. Closing (or dropping) the generator ends the thread, which closes `items`; an item under way is
+    waited for up to CLOSE_S, then TimeoutError. A consumer waits as long as an item takes: it is the run's `timeout_s`
+    that ends a read which never comes back.
     """
+    ready: deque[T] = deque()
+    changed = threading.Condition()  # of all that the two threads share
+    closed = False  # the consumer wants no more
+    done = False  # the thread gives no more
+    error: BaseException | None = None  # why, if it failed
 
-    def __init__(self, source: Planned, segment: Segment, rank: int, reading: Reading, threads: bool) -> None:
-        self._source, self._segment, self._rank, self._reading = source, segment, rank, reading
-        self._picks = picks = source.picks(reading)
-        self._ahead: Slices | None = None
-        if source.in_processes() or (threads and source.in_background(reading)):
-            own = source.load((picks.at(lease.index, lease.part) for lease in foreseen(segment, rank)), reading)
-            self._ahead = own if source.in_processes() else prefetch(own)
+    def produce() -> None:
+        nonlocal done, error
+        try:
+            for item in items:
+                with changed:
+                    changed.wait_for(lambda: closed or len(ready) < depth)
+                    if closed:
+                        return
+                    ready.append(item)
+                    changed.notify_all()
+        except BaseException as problem:  # noqa: BLE001 - not swallowed: the consumer raises it
+            error = problem
+        finally:
+            items.close()
+            with changed:
+                done = True
+                changed.notify_all()
 
-    def load(self, lease: Lease) -> Slice:
-        if self._ahead is not None and self._segment.owner(lease.part) == self._rank:
-            return next(s for s in self._ahead if (s.index, s.part) == (lease.index, lease.part))
-        self.close()
-        return self._source.load_here(self._picks.at(lease.index, lease.part), self._reading)
-
-    def close(self) -> None:
-        """End all threads and processes; idempotent."""
-        if self._ahead is not None:
-            self._ahead.close()
+    thread = threading.Thread(target=produce, name="manyhands-prefetch", daemon=True)
+    thread.start()
+    try:
+        while True:
+            with changed:
+                while not (ready or done):
+                    changed.wait(CHECK_S)
+                    if not (thread.is_alive() or ready or done):
+                        raise RuntimeError("the reading thread ended without a word")
+                if not ready:
+                    break
+                item = ready.popleft()
+                changed.notify_all()
+            yield item
+        if error is not None:
+            raise error
+    finally:
+        with changed:
+            closed = True
+            changed.notify_all()
+        thread.join(CLOSE_S)
+        if thread.is_alive():
+            raise TimeoutError(
+                f"reading ahead did not end within {CLOSE_S:g} s of being closed: the item under way takes longer"
+            )

@@ -35,12 +35,11 @@ class Segment:
         assert min(self.size, self.rank0_warmup_ticks) >= 0, (
             f"expected size and rank0_warmup_ticks of at least 0, got {self}"
         )
-        assert self.left is None or self._fits(self.left), (
+        left = [[self.first, self.until]] * self.parts if self.left is None else self.left
+        fits = len(left) == self.parts and all(self.first <= front <= back <= self.until for front, back in left)
+        assert fits, (
             f"left must hold [front, back) in [{self.first}, {self.until}] for each of {self.parts} parts, got {self.left}"
         )
-
-    def _fits(self, left: list[list[int]]) -> bool:
-        return len(left) == self.parts and all(self.first <= front <= back <= self.until for front, back in left)
 
     @property
     def slices(self) -> int:
@@ -108,24 +107,17 @@ class Leases:
 
     def _begin(self, segment: Segment) -> None:
         assert not self._waiting, f"workers {self._waiting} still wait for leases of {self._segment}"
-        left = segment.left
         self._segment, self._requested = segment, 0
-        self._queues = (
-            [list(q) for q in left]
-            if left is not None
-            else [[segment.first, segment.until] for _ in range(segment.parts)]
-        )
+        left = [[segment.first, segment.until]] * segment.parts if segment.left is None else segment.left
+        self._queues = [list(queue) for queue in left]
         self._handed = segment.slices - sum(map(_length, self._queues))
 
     def _closed(self, rank: int) -> bool:
         """Whether this worker has to wait for worker 0, which trains alone."""
         assert self._segment is not None
-        over = (
-            self._requested > self._segment.rank0_warmup_ticks
-            or bool(self._reason)
-            or self._handed == self._segment.slices
-        )
-        return rank != 0 and self._segment.rank0_warmup_ticks > 0 and not over
+        warmup = self._segment.rank0_warmup_ticks
+        over = self._requested > warmup or bool(self._reason) or self._handed == self._segment.slices
+        return rank != 0 and warmup > 0 and not over
 
     def _release(self) -> None:
         while self._waiting and not self._closed(self._waiting[0]):
@@ -136,26 +128,17 @@ class Leases:
         assert self._segment is not None
         if self._reason or self._handed == self._segment.slices:
             return End(reason=self._reason, left=[list(queue) for queue in self._queues])
-        part, index = self._own(rank) or self._from_the_fullest()
+        everyone = range(rank, self._segment.parts, self._segment.size or self._segment.parts)
+        if own := [part for part in everyone if _length(self._queues[part])]:
+            part = min(own, key=lambda p: self._queues[p][0])  # the furthest behind first
+            self._queues[part][0] += 1
+            index = self._queues[part][0] - 1
+        else:  # the back of the queue that has most left: what its owner would come to last
+            part = max(range(len(self._queues)), key=lambda p: _length(self._queues[p]))
+            self._queues[part][1] -= 1
+            index = self._queues[part][1]
         self._handed += 1
         return Lease(index=index, part=part, handed=self._handed - 1)
-
-    def _own(self, rank: int) -> tuple[int, int] | None:
-        """The front of this worker's own queues, the furthest behind first."""
-        assert self._segment is not None
-        everyone = range(rank, self._segment.parts, self._segment.size or self._segment.parts)
-        own = [part for part in everyone if _length(self._queues[part])]
-        if not own:
-            return None
-        part = min(own, key=lambda p: self._queues[p][0])
-        self._queues[part][0] += 1
-        return part, self._queues[part][0] - 1
-
-    def _from_the_fullest(self) -> tuple[int, int]:
-        """The back of the queue that has most left: what its owner would come to last."""
-        part = max(range(len(self._queues)), key=lambda p: _length(self._queues[p]))
-        self._queues[part][1] -= 1
-        return part, self._queues[part][1]
 
 
 def _length(queue: list[int]) -> int:

@@ -44,10 +44,16 @@ def open_source(data: Any, *, collate: Collate | None = None, loader_processes: 
     """
     if isinstance(data, DistributedFrame):
         return data.open(collate)
-    for opener in (_open_library, _open_torch):  # first: a Hugging Face DatasetDict is a dict, too
-        source = opener(data, collate, loader_processes)
-        if source is not None:
-            return source
+    if source := _open_library(data, collate, loader_processes):  # first: a Hugging Face DatasetDict is a dict, too
+        return source
+    if isinstance(data, DataLoader):
+        return open_loader(data, collate, loader_processes)
+    if isinstance(data, IterableDataset):
+        return Stream(lambda: data, collate, loader_processes)
+    if isinstance(data, Dataset) and not _has_rows(data):
+        raise BadInput(
+            f"{type(data).__name__} has no __len__: a Dataset needs __len__ and __getitem__; one without a length is an IterableDataset"
+        )
     if type(data) is TensorDataset:
         return Columns(data.tensors, collate, "the TensorDataset")
     if _has_columns(data):
@@ -55,7 +61,13 @@ def open_source(data: Any, *, collate: Collate | None = None, loader_processes: 
     if isinstance(data, str | Path):
         return open_file(data, collate)
     if is_function(data):
-        return _open_function(data, collate, loader_processes)
+        made = data()
+        if isinstance(made, Iterator):
+            first = [made]
+            return Stream(lambda: first.pop() if first else data(), collate, loader_processes)
+        if is_function(made) and not isinstance(made, Iterable):
+            raise BadInput(f"the data function returned {describe(made)}: expected {ACCEPTED.rpartition(';')[0]}")
+        return open_source(made, collate=collate, loader_processes=loader_processes)
     if _has_rows(data):
         return DatasetRows(data, collate, loader_processes, f"the {type(data).__name__}")
     if isinstance(data, Iterable) and not isinstance(data, bytes | set | frozenset):
@@ -65,29 +77,15 @@ def open_source(data: Any, *, collate: Collate | None = None, loader_processes: 
 
 def is_function(data: Any) -> bool:
     """Whether `data` is a function that returns data, to be called by `open_source`; callable datasets are not."""
-    return callable(data) and not (
-        isinstance(data, Dataset | DataLoader | DistributedFrame) or _has_rows(data) or _has_columns(data)
-    )
-
-
-def _open_torch(data: Any, collate: Collate | None, processes: int) -> Source | None:
-    if isinstance(data, DataLoader):
-        return open_loader(data, collate, processes)
-    if isinstance(data, IterableDataset):
-        return Stream(lambda: data, collate, processes)
-    if isinstance(data, Dataset) and not _has_rows(data):
-        raise BadInput(
-            f"{type(data).__name__} has no __len__: a Dataset needs __len__ and __getitem__; one without a length is an IterableDataset"
-        )
-    return None
+    is_data = isinstance(data, Dataset | DataLoader | DistributedFrame) or _has_rows(data) or _has_columns(data)
+    return callable(data) and not is_data
 
 
 def _open_library(data: Any, collate: Collate | None, processes: int) -> Source | None:
     """Types of libraries that are loaded already, else `data` could not be one of theirs."""
     if _is_a(data, "datasets", "Dataset"):
-        return (
-            DatasetRows(data, collate, processes) if processes and collate is not None else HuggingFace(data, collate)
-        )
+        by_row = processes and collate is not None
+        return DatasetRows(data, collate, processes) if by_row else HuggingFace(data, collate)
     if _is_a(data, "datasets", "DatasetDict") or _is_a(data, "datasets", "IterableDatasetDict"):
         raise BadInput(
             f"a {type(data).__name__} holds several splits ({', '.join(data)}): give one of them, train_data=dataset['train']"
@@ -107,33 +105,13 @@ def _is_a(data: Any, module: str, name: str) -> bool:
 
 
 def _has_rows(data: Any) -> bool:
-    return (
-        not isinstance(data, type)
-        and hasattr(data, "__len__")
-        and hasattr(data, "__getitem__")
-        and not isinstance(data, str | bytes | set)
-    )
+    return hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, type | str | bytes | set)
 
 
 def _has_columns(data: Any) -> bool:
-    return isinstance(data, Tensor | np.ndarray | tuple | Mapping) or (
-        is_dataclass(data) and not isinstance(data, type) and not _has_rows(data)
-    )
-
-
-def _open_function(make: Callable[[], Any], collate: Collate | None, processes: int) -> Source:
-    made = make()
-    if isinstance(made, Iterator):
-        return Stream(_anew(make, made), collate, processes)
-    if is_function(made) and not isinstance(made, Iterable):
-        raise BadInput(f"the data function returned {describe(made)}: expected {ACCEPTED.rpartition(';')[0]}")
-    return open_source(made, collate=collate, loader_processes=processes)
-
-
-def _anew(make: Callable[[], Iterable[Any]], first: Iterable[Any]) -> Callable[[], Iterable[Any]]:
-    """`make`, with what it gave already for the first call."""
-    given = [first]
-    return lambda: given.pop() if given else make()
+    if isinstance(data, Tensor | np.ndarray | tuple | Mapping):
+        return True
+    return is_dataclass(data) and not isinstance(data, type) and not _has_rows(data)
 
 
 class Once:

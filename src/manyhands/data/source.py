@@ -64,8 +64,9 @@ class Pick:
     global_rows: int
     part: int = 0
 
-    def loaded(self, batch: Any | None) -> Slice:
-        """The slice, now that its rows are loaded."""
+    def load(self, take: Callable[[Sequence[Any]], Any]) -> Slice:
+        """The slice; `take` gives the batch of its rows, if it has any."""
+        batch = take(self.own) if len(self.own) else None
         return Slice(batch, len(self.own), self.global_rows, self.index, self.part)
 
 
@@ -101,10 +102,7 @@ class Source(ABC):
 
     rows: int | None = None  # in an epoch; None: nobody knows before the end
     batch_size: int | None = None  # the source's own, where it has one (a DataLoader)
-
-    @property
-    def loading(self) -> Loading:
-        return Loading()
+    loading = Loading()
 
     @abstractmethod
     def epoch_rows(self, reading: Reading) -> int | None:
@@ -148,9 +146,10 @@ class Planned(Source):
         """Load one slice in this process, the same bits as `load`."""
         return next(self.load(iter([pick]), reading))
 
+    @property
     def in_processes(self) -> bool:
         """Whether loader processes read ahead."""
-        return False
+        return self.loading.processes > 0
 
     @override
     def slices(self, reading: Reading) -> Slices:
@@ -181,19 +180,17 @@ class Indexed(Planned):
     @override
     def load(self, picks: Iterator[Pick], reading: Reading) -> Slices:
         for pick in picks:
-            yield pick.loaded(self.take(pick.own) if len(pick.own) else None)
+            yield pick.load(self.take)
 
     @override
     def picks(self, reading: Reading) -> Picks:
-        order, size = self._order(reading), reading.batch_size
-        return Picks(lambda index: order[index * size : (index + 1) * size], ticks(len(order), size), reading.size)
-
-    def _order(self, reading: Reading) -> Sequence[Any]:
+        order: Any = range(self.rows)
         if reading.order is not None:
-            return checked_order(reading.order, reading.epoch, self.rows)  # type: ignore[return-value]
-        if not reading.shuffle:
-            return range(self.rows)
-        return shared(epoch_order, self.rows, reading.seed, reading.epoch)  # type: ignore[return-value]
+            order = checked_order(reading.order, reading.epoch, self.rows)
+        elif reading.shuffle:
+            order = shared(epoch_order, self.rows, reading.seed, reading.epoch)
+        size = reading.batch_size
+        return Picks(lambda index: order[index * size : (index + 1) * size], ticks(len(order), size), reading.size)
 
 
 def spread(rows: int, count: int) -> list[int]:

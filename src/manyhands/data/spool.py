@@ -74,10 +74,8 @@ class SpoolPart:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> SpoolPart:
-        columns = {
-            name: Stored(stored["fd"], stored["dtype"], tuple(stored["shape"]))
-            for name, stored in values["columns"].items()
-        }
+        stored = values["columns"].items()
+        columns = {name: Stored(one["fd"], one["dtype"], tuple(one["shape"])) for name, one in stored}
         return cls(values["pid"], values["rows"], columns)
 
 
@@ -105,7 +103,8 @@ class Spool:
         spills = not self.on_disk and self.bytes + size > self.memory
         if spills or not self._parts:
             self.on_disk = self.on_disk or spills
-            self._parts.append(self._begun(arrays))
+            columns = {name: Stored(self._file(), array.dtype.str, array.shape[1:]) for name, array in arrays.items()}
+            self._parts.append(SpoolPart(os.getpid(), 0, columns))
         part = self._parts[-1]
         for name, array in arrays.items():
             stored = part.columns[name]
@@ -114,13 +113,11 @@ class Spool:
                     f"{name} has rows of {_row(stored.dtype, stored.shape)} and of {_row(array.dtype.str, array.shape[1:])}: "
                     "bring them to one length and type"
                 )
-            _append(stored.fd, array)
+            data = array.reshape(-1).view(np.uint8).data
+            while data.nbytes:  # one call writes 2 GB at most
+                data = data[os.write(stored.fd, data) :]
         self._parts[-1] = SpoolPart(part.pid, part.rows + batch.num_rows, part.columns)
         self.rows, self.bytes = self.rows + batch.num_rows, self.bytes + size
-
-    def _begun(self, arrays: dict[str, Array]) -> SpoolPart:
-        columns = {name: Stored(self._file(), array.dtype.str, array.shape[1:]) for name, array in arrays.items()}
-        return SpoolPart(os.getpid(), 0, columns)
 
     def _file(self) -> int:
         if not self.on_disk:
@@ -138,23 +135,17 @@ class Spool:
         self._parts.clear()
 
 
-def _append(fd: int, array: Array) -> None:
-    data = array.reshape(-1).view(np.uint8).data
-    while data.nbytes:  # one call writes 2 GB at most
-        data = data[os.write(fd, data) :]
-
-
 def _row(dtype: str, shape: Sequence[int]) -> str:
     return f"{np.dtype(dtype)} {list(shape)}"
 
 
 def open_part(part: SpoolPart) -> dict[str, Array]:
     """{name: array [rows, …]} of a part that a process of this host holds, mapped and not to be written to."""
-    return {name: _mapped(part.pid, stored, part.rows) for name, stored in part.columns.items()}
-
-
-def _mapped(pid: int, stored: Stored, rows: int) -> Array:
-    shape = (rows, *stored.shape)
-    if 0 in shape:
-        return np.empty(shape, stored.dtype)
-    return np.memmap(f"/proc/{pid}/fd/{stored.fd}", dtype=stored.dtype, mode="r", shape=shape)
+    arrays: dict[str, Array] = {}
+    for name, stored in part.columns.items():
+        shape = (part.rows, *stored.shape)
+        if 0 in shape:
+            arrays[name] = np.empty(shape, stored.dtype)
+        else:
+            arrays[name] = np.memmap(f"/proc/{part.pid}/fd/{stored.fd}", dtype=stored.dtype, mode="r", shape=shape)
+    return arrays

@@ -1,26 +1,31 @@
-"""The base of all clients, and the client of shards behind channels."""
+"""The base of all clients, the client of shards behind channels, and its connection to one shard."""
 
 from __future__ import annotations
 
+import os
+import select
+import socket
+import time
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.comm.checks import FirstError, bits_bytes, bits_of, check_mean, slice_of
+from manyhands.comm.checks import MEAN_DTYPES, FirstError, bits_bytes, bits_of, check_mean, slice_of
 from manyhands.comm.group import Ledger
-from manyhands.errors import BadInput, ManyhandsError
+from manyhands.errors import BadInput, ManyhandsError, PeerLost, is_whole
 from manyhands.server.base import Encoded, Pushed, Server, ServerSpec, ServerState
-from manyhands.server.protocol import SMALL_BYTES, Kind, about
-from manyhands.server.shard_connection import ShardConnection
+from manyhands.server.protocol import SMALL_BYTES, Kind, VectorPlace, about, snapshot_of
 from manyhands.server.shard_ranges import check_encoded, codec_for, cut, joined, parts_of
-from manyhands.server.store import Applied, Dropped, Held
-from manyhands.transport.channel import Channel
-from manyhands.transport.frame import Frame, to_json
+from manyhands.server.store import Applied, Dropped, Held, InvalidCall
+from manyhands.server.versioned_buffer import BufferReader, map_outbox
+from manyhands.transport.channel import Channel, ChannelClosed, ChannelTimeout
+from manyhands.transport.frame import Frame, FrameError, from_json, to_json
+from manyhands.units import printable
 
 PushReply = Applied | Held | Dropped
 
@@ -83,6 +88,37 @@ class ServerClient(Server):
         self.ledger.add(operation, vector.nbytes, self.shards)
 
 
+class PushJournal:
+    """A client's record of its pulls and pushes, until `take`; see `Server.drain_journal` for what the lists mean."""
+
+    def __init__(self) -> None:
+        self._lists: dict[str, list[Any]] = {"pulls": [], "pushes": [], "staleness": [], "behind": []}
+
+    def pulled(self, versions: Sequence[int]) -> None:
+        self._lists["pulls"].append(list(versions))
+
+    def pushed(self, replies: Sequence[PushReply], weight: float, answered: bool = False) -> None:
+        """A push got these replies, one of each shard, and an answer or none.
+
+        One of weight 0 has no staleness; where nothing was answered either, it made no version, and is noted as
+        dropped.
+        """
+        if isinstance(first := replies[0], Dropped):
+            self._lists["behind"].append(first.behind)
+        if any(isinstance(reply, Dropped) for reply in replies) or not (weight or answered):
+            self._lists["pushes"].append(None)
+            return
+        self._lists["pushes"].append([reply.version for reply in replies])
+        if weight:
+            self._lists["staleness"].append(max(reply.staleness for reply in replies if not isinstance(reply, Dropped)))
+
+    def take(self) -> dict[str, Any]:
+        """What was collected since the last time, without empty lists."""
+        drained = {name: values for name, values in self._lists.items() if values}
+        self._lists = {name: [] for name in self._lists}
+        return drained
+
+
 class ServedServer(FirstError, ServerClient):
     """What a worker gets as `worker.server`. Raises ShardLost (a PeerLost) as soon as a shard is gone; then it is
     unusable. Every request goes to all shards before the first answer is awaited.
@@ -101,9 +137,7 @@ class ServedServer(FirstError, ServerClient):
         memory_from: int = SMALL_BYTES,
     ) -> None:
         super().__init__(spec, len(channels))
-        self._connections = [
-            ShardConnection(shard, channel, hosts, memory_from) for shard, channel in enumerate(channels)
-        ]
+        self._connections = [ShardConnection(s, channel, hosts, memory_from) for s, channel in enumerate(channels)]
         self._like: tuple[int, torch.dtype] | None = None  # elements and dtype of the center
         self._answer: Tensor | None = None  # [D'] where the shards' answers are put together
 
@@ -136,23 +170,21 @@ class ServedServer(FirstError, ServerClient):
             raise BadInput(
                 "server.capture comes after a vector: initialize, pull or center gives this worker its length"
             )
-        bounds = [slice_of(shard, self.shards, self._like[0]) for shard in range(self.shards)]
         with self._turn():
             for connection in self._connections:
                 connection.ask("capture", self.step, Kind.CAPTURE)
-            captured = [
-                connection.read_snapshot(stop - start)
-                for connection, (start, stop) in zip(self._connections, bounds, strict=True)
-            ]
+            captured = []
+            for shard, connection in enumerate(self._connections):
+                start, stop = slice_of(shard, self.shards, self._like[0])
+                captured.append(connection.read_snapshot(stop - start))
         return joined(captured)
 
     @override
     def restore(self, snapshot: ServerState) -> None:
         self.initialize(snapshot.vectors["center"])  # so that the shards know their length; loses where there is one
         with self._turn():
-            for connection, (vectors, numbers) in zip(
-                self._connections, cut(snapshot, len(self._connections)), strict=True
-            ):
+            pieces = cut(snapshot, self.shards)
+            for connection, (vectors, numbers) in zip(self._connections, pieces, strict=True):
                 blob = to_json({"names": list(vectors), "numbers": numbers})
                 connection.ask("restore", self.step, Kind.RESTORE, blob=blob)
                 for vector in vectors.values():
@@ -205,7 +237,7 @@ class ServedServer(FirstError, ServerClient):
         with self._turn():
             fields = {"sequence": sequence, "weight": weight, "blob": bits_bytes(bits)}
             for connection, part in zip(self._connections, parts, strict=True):
-                connection.push("push", self.step, part, encoded=isinstance(update, Encoded), **fields)
+                connection.push(self.step, part, encoded=isinstance(update, Encoded), **fields)
             frames = self._answers(Kind.APPLIED, Kind.DROPPED, Kind.HELD)
             return [_reply(frame) for frame in frames], self._read_answer(frames, update)
 
@@ -224,18 +256,14 @@ class ServedServer(FirstError, ServerClient):
         return update.parts
 
     def _read_answer(self, frames: Sequence[Frame], update: Tensor | Encoded) -> Tensor | None:
-        """The answer to a push, [D'], or None."""
         if frames[0].kind == Kind.HELD:
             return None
         n, device = (len(update), update.device) if isinstance(update, Tensor) else (update.n, torch.device("cpu"))
         if self._answer is None or len(self._answer) != n:
             self._answer = torch.empty(n, dtype=update.dtype, device=device)
         answer = self._answer
-        parts = parts_of(answer, len(self._connections))
-        came = [
-            connection.read_answer(f, part)
-            for connection, f, part in zip(self._connections, frames, parts, strict=True)
-        ]
+        shards = zip(self._connections, frames, parts_of(answer, self.shards), strict=True)
+        came = [connection.read_answer(frame, part) for connection, frame, part in shards]
         return answer if any(came) else None
 
     def _attached(self, operation: str, vector: Tensor) -> list[Tensor]:
@@ -254,7 +282,7 @@ class ServedServer(FirstError, ServerClient):
                 f"server.{operation} takes a flat vector of {n} elements of {dtype} here; got the shape {list(vector.shape)} "
                 f"of {vector.dtype}"
             )
-        return parts_of(vector.detach(), len(self._connections))
+        return parts_of(vector.detach(), self.shards)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -279,33 +307,194 @@ def _reply(frame: Frame) -> PushReply:
     return Dropped(frame.a, weight=weight, bits=bits, behind=frame.b)
 
 
-class PushJournal:
-    """A client's record of its pulls and pushes, until `take`; see `Server.drain_journal` for what the lists mean."""
+class ShardConnection:
+    """The channel to shard `shard`. One request at a time: `ask` (or `put`), then `answer`, then what follows it.
 
-    def __init__(self) -> None:
-        self._lists: dict[str, list[Any]] = {"pulls": [], "pushes": [], "staleness": [], "behind": []}
+    hosts: of the workers, by rank, for messages.
+    memory_from: vectors of at least so many bytes go through shared memory, where the channel is a Unix socket.
+    """
 
-    def pulled(self, versions: Sequence[int]) -> None:
-        """A pull got these versions, one of each shard."""
-        self._lists["pulls"].append(list(versions))
+    waited_s: float = 0.0  # while the shard waited for other workers
 
-    def pushed(self, replies: Sequence[PushReply], weight: float, answered: bool = False) -> None:
-        """A push got these replies, one of each shard, and an answer or none.
+    def __init__(self, shard: int, channel: Channel, hosts: Sequence[str], memory_from: int) -> None:
+        self.channel = channel
+        self._shard, self._hosts, self._memory_from = shard, hosts, memory_from
+        self._peer = channel.peer if "shard" in channel.peer else f"server shard {shard}, {channel.peer}"
+        self._asked = ("activate", 0, 0.0)  # operation, step, when
+        self._window: BufferReader | None = None
+        self._outbox: Tensor | None = None  # [n]
+        self._stage: Tensor | None = None  # [n], see `_staging`
+        with socket.socket(fileno=os.dup(channel.fileno())) as probe:
+            self._reaches = memory_from >= 0 and probe.family == socket.AF_UNIX  # over which descriptors travel
 
-        One of weight 0 has no staleness; where nothing was answered either, it made no version, and is noted as
-        dropped.
+    def ask(self, operation: str, step: int, kind: Kind, vector: Tensor | None = None, **fields: Any) -> None:
+        self._asked = (operation, step, time.perf_counter())
+        self.send(kind, vector, **fields)
+
+    def send(self, kind: Kind, vector: Tensor | None = None, **fields: Any) -> None:
+        """Send one more frame of the request."""
+        if vector is not None and not _is_portable(vector):
+            vector = self._staging(vector).copy_(vector)
+        with self._watched():
+            self.channel.send(Frame(kind=kind, **fields), vector)
+
+    def answer(self, *kinds: Kind, meanwhile: Callable[[], None] = lambda: None) -> Frame:
+        """The answer's frame, one of these kinds; `meanwhile` is called twice a second while the shard waits for
+        others.
+
+        Raises ShardLost, PeerLost for a worker that was waited for too long, BadInput and Refused where the request was
+        refused.
         """
-        if isinstance(first := replies[0], Dropped):
-            self._lists["behind"].append(first.behind)
-        if any(isinstance(reply, Dropped) for reply in replies) or not (weight or answered):
-            self._lists["pushes"].append(None)
-            return
-        self._lists["pushes"].append([reply.version for reply in replies])
-        if weight:
-            self._lists["staleness"].append(max(reply.staleness for reply in replies if not isinstance(reply, Dropped)))
+        waiting = 0.0
+        with self._watched():
+            while (frame := self.channel.receive()).kind == Kind.WAIT:
+                waiting = waiting or time.perf_counter()
+                meanwhile()
+            if waiting:
+                self.waited_s += time.perf_counter() - waiting
+            if frame.kind in (Kind.REFUSED, Kind.LATE):
+                raise self._refusal(frame.kind, from_json(frame.blob))
+            if frame.kind not in kinds:
+                raise FrameError(f"expected {[kind.name for kind in kinds]}; got {frame}")
+            return frame
 
-    def take(self) -> dict[str, Any]:
-        """What was collected since the last time, without empty lists."""
-        drained = {name: values for name, values in self._lists.items() if values}
-        self._lists = {name: [] for name in self._lists}
-        return drained
+    def check(self) -> None:
+        """Raise ShardLost if the shard is gone, without reading what it sent before."""
+        poll = select.poll()
+        poll.register(self.channel, select.POLLRDHUP)
+        if poll.poll(0):
+            raise self._lost("is gone")
+
+    # -- vectors -------------------------------------------------------------------------------------------------------
+
+    def attach(self, operation: str, step: int, vector: Tensor) -> None:
+        """Map the shard's memory, if vectors [n] like this one are to go through it. Waits for the first center."""
+        if self._window is not None or not self._reaches or vector.numel() * vector.element_size() < self._memory_from:
+            return
+        self.ask(operation, step, Kind.MEMORY, **about(vector))
+        frame = self.answer(Kind.MEMORY)
+        with self._watched():
+            fds = self.channel.receive_fds(2)
+            try:
+                self._window = BufferReader(fds[0], frame.a, frame.b, vector.numel(), vector.dtype)
+                self._outbox = map_outbox(fds[1], vector.numel(), vector.dtype)
+            finally:
+                for fd in fds:
+                    os.close(fd)
+
+    def push(self, step: int, update: Tensor, *, encoded: bool, **fields: Any) -> None:
+        """Ask PUSH with an update [n], or with a payload, which always goes through the socket."""
+        if encoded or self._outbox is None:
+            self.ask("push", step, Kind.ENCODED if encoded else Kind.PUSH, update, **fields)
+            return
+        self._outbox.copy_(update)
+        self.ask("push", step, Kind.PUSH, **fields)
+
+    def read_center(self, frame: Frame, into: Tensor) -> None:
+        if self._window is None:
+            self.read(frame, into)
+            return
+        with self._watched():
+            into.copy_(self._window.slot(frame.b))
+        self.send(Kind.RELEASE)
+
+    def read_answer(self, frame: Frame, into: Tensor) -> bool:
+        """What an APPLIED or DROPPED brought; False if no vector."""
+        if frame.sequence == VectorPlace.BEHIND:
+            self.read(frame, into)
+        elif frame.sequence == VectorPlace.OUTBOX and self._outbox is not None:
+            into.copy_(self._outbox)
+        return frame.sequence != VectorPlace.NOWHERE
+
+    def read(self, frame: Frame, into: Tensor) -> None:
+        """The vector that follows the frame."""
+        with self._watched():
+            if (frame.elements, frame.dtype) != (into.numel(), into.dtype):
+                raise FrameError(f"expected {into.numel()} {into.dtype}; got {frame}")
+            memory = into if _is_portable(into) else self._staging(into)
+            self.channel.receive_into(memory)
+            if memory is not into:
+                into.copy_(memory)
+
+    def read_snapshot(self, n: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """A SNAPSHOT and its vectors [n], in memory of their own; the numbers."""
+        frame = self.answer(Kind.SNAPSHOT)
+        vectors = {}
+        with self._watched():
+            names, numbers = snapshot_of(frame.blob, len(self._hosts))
+        for name in names:
+            frame = self.answer(Kind.VECTOR)
+            with self._watched():
+                if frame.elements != n or frame.dtype not in MEAN_DTYPES:
+                    raise FrameError(f"expected a vector of {n} floating elements; got {frame}")
+                vectors[name] = torch.empty(n, dtype=frame.dtype)
+                self.channel.receive_into(vectors[name])
+        return vectors, numbers
+
+    def close(self) -> None:
+        """Say goodbye; idempotent."""
+        if self.channel.fileno() >= 0:
+            with suppress(ChannelClosed, ChannelTimeout):  # it is gone: nobody misses the goodbye
+                self.channel.send(Frame(kind=Kind.GOODBYE))
+        self.channel.close()
+        self._window = self._outbox = self._stage = None
+
+    # -- trouble -------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Turn the channel's errors into ShardLost."""
+        try:
+            yield
+        except ChannelClosed as error:
+            raise self._lost("is gone") from error
+        except ChannelTimeout as error:
+            raise self._lost(f"did not answer for {self.channel.timeout_s:g} s") from error
+        except FrameError as error:
+            raise self._lost(f"sent an unexpected frame ({error})") from error
+
+    def _lost(self, why: str) -> ShardLost:
+        operation, step, begun = self._asked
+        self.channel.close()
+        return ShardLost(self._shard, self._peer, f"server.{operation}", step, time.perf_counter() - begun, why)
+
+    def _refusal(self, kind: int, content: dict[str, Any]) -> ManyhandsError:
+        if kind == Kind.REFUSED:
+            family = BadInput if content.get("error") == "BadInput" else InvalidCall
+            return family(printable(content.get("message"), 2000))
+        worker, seconds = content.get("worker"), content.get("seconds")
+        if not is_whole(worker, -1) or not isinstance(seconds, int | float):
+            raise FrameError(f"expected a worker and seconds; got {content!r:.200}")
+        operation, step, _ = self._asked
+        if worker < 0:
+            return ManyhandsError(
+                f"{self._peer} waited {seconds:.1f} s for a first center in server.{operation}: one worker has to offer its parameters"
+            )
+        host = self._hosts[worker] if worker < len(self._hosts) else "its host"
+        why = f"did not do its part for {seconds:.1f} s"
+        return PeerLost(worker, host, f"server.{operation}", step, seconds, why)
+
+    def _staging(self, like: Tensor) -> Tensor:
+        """Memory for a vector that no socket takes."""
+        if self._stage is None or self._stage.numel() != like.numel() or self._stage.dtype != like.dtype:
+            self._stage = torch.empty(like.numel(), dtype=like.dtype, pin_memory=like.is_cuda)
+        return self._stage
+
+
+def _is_portable(vector: Tensor) -> bool:
+    return vector.device.type == "cpu" and vector.is_contiguous()
+
+
+class ShardLost(PeerLost):
+    """A server shard died, or did not answer for `timeout_s`. `rank` is -1 - shard, as the engines number processes."""
+
+    def __init__(self, shard: int, peer: str, operation: str, step: int, seconds: float, why: str) -> None:
+        super().__init__(-1 - shard, peer, operation, step, seconds, why)
+        self.shard = shard
+        self.args = (
+            f"{peer} {why}: waited {seconds:.1f} s for it in {operation} at step {step}. "
+            "Its own error, if it had one, is the first in the log.",
+        )
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.shard, self.host, self.operation, self.step, self.seconds, self.why)

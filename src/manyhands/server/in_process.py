@@ -70,17 +70,14 @@ class StoreClient(ServerClient):
 
     @override
     def capture(self) -> ServerState:
-        return joined(self._ask_each("capture", _capture))
+        return joined(self._ask_each("capture", captured))
 
     @override
     def restore(self, snapshot: ServerState) -> None:
         pieces = cut(snapshot, self.shards)
         sizes = [sum(vector.nbytes for vector in vectors.values()) for vectors, _ in pieces]
-        self._ask(
-            "restore",
-            [partial(Store.restore, vectors=vectors, numbers=numbers) for vectors, numbers in pieces],
-            Load(sends=sizes),
-        )
+        acts = [partial(Store.restore, vectors=vectors, numbers=numbers) for vectors, numbers in pieces]
+        self._ask("restore", acts, Load(sends=sizes))
 
     @override
     def close(self) -> None:
@@ -136,7 +133,6 @@ class StoreClient(ServerClient):
         return go.bits
 
     def _ask_each(self, operation: str, act: Act) -> list[Any]:
-        """The same of all shards."""
         return self._ask(operation, [act] * self.shards)
 
     def _parts(self, update: Tensor | Encoded, weight: float, bits: int) -> Sequence[Tensor]:
@@ -165,7 +161,8 @@ class StoreClient(ServerClient):
             raise BadInput(f"{what} is a flat vector of {length} elements here; got the shape {list(shape)}")
 
 
-def _capture(store: Store) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def captured(store: Store) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """`Store.capture`, in memory of its own."""
     vectors, numbers = store.capture()
     return {name: vector.clone() for name, vector in vectors.items()}, numbers
 

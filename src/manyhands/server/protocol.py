@@ -5,23 +5,23 @@ for other workers. Vectors have the shard's n elements. A connection is one work
 Where both sit on one host, memory passed by descriptor carries the vectors instead (see versioned_buffer.py), and frames have
 none. A payload is what `ServerSpec.compress` makes of an update, as uint8, and always behind its frame.
 
-| request | carries                            | answer                                                                   |
-|---------|------------------------------------|--------------------------------------------------------------------------|
-| OFFER   | a: elements, b: a dtype's number   | WANTED, then the worker sends GIVE; or DONE: there is a center           |
-| GIVE    | the first center                   | DONE                                                                     |
-| AWAIT   | a: elements, b: a dtype's number   | DONE, when there is a center                                             |
-| MEMORY  | a: elements, b: a dtype's number   | MEMORY, a: slots, b: bytes from one to the next; then two descriptors    |
-| BEGIN   |                                    | DONE                                                                     |
-| PULL    | a: elements, b: a dtype's number   | CENTER, a: version, and the center; or b: its slot of the memory         |
-| PEEK    | as PULL                            | as PULL, unseen by staleness and gate                                    |
-| RELEASE | (the slot was read)                | none                                                                     |
-| PUSH    | update, weight, bits, sequence     | APPLIED, DROPPED or HELD; a: version, b: staleness; and an answer, below |
-| ENCODED | payload, weight, bits, sequence    | as PUSH                                                                  |
-| TICK    | bits                               | GO, bits                                                                 |
-| PARK    |                                    | DONE                                                                     |
-| CAPTURE |                                    | SNAPSHOT, JSON: names, numbers; then a VECTOR for each name              |
-| RESTORE | JSON: names, numbers; then VECTORs | DONE                                                                     |
-| GOODBYE |                                    | none: the connection ends                                                |
+| request    | carries                            | answer                                                                   |
+|------------|------------------------------------|--------------------------------------------------------------------------|
+| OFFER      | a: elements, b: a dtype's number   | WANTED, then the worker sends GIVE; or DONE: there is a center           |
+| GIVE       | the first center                   | DONE                                                                     |
+| AWAIT      | a: elements, b: a dtype's number   | DONE, when there is a center                                             |
+| MEMORY     | a: elements, b: a dtype's number   | MEMORY, a: slots, b: bytes from one to the next; then two descriptors    |
+| ACTIVATE   |                                    | DONE                                                                     |
+| PULL       | a: elements, b: a dtype's number   | CENTER, a: version, and the center; or b: its slot of the memory         |
+| PEEK       | as PULL                            | as PULL, unseen by staleness and gate                                    |
+| RELEASE    | (the slot was read)                | none                                                                     |
+| PUSH       | update, weight, bits, sequence     | APPLIED, DROPPED or HELD; a: version, b: staleness; and an answer, below |
+| ENCODED    | payload, weight, bits, sequence    | as PUSH                                                                  |
+| TICK       | bits                               | GO, bits                                                                 |
+| DEACTIVATE |                                    | DONE                                                                     |
+| CAPTURE    |                                    | SNAPSHOT, JSON: names, numbers; then a VECTOR for each name              |
+| RESTORE    | JSON: names, numbers; then VECTORs | DONE                                                                     |
+| GOODBYE    |                                    | none: the connection ends                                                |
 
 DROPPED has in b how many steps this worker is behind. The answer to a push comes with weight and bits; `sequence` gives
 where its vector is (`VectorPlace`). REFUSED (JSON: error, message) answers what cannot be right; LATE (JSON: worker,

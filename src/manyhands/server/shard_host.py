@@ -1,4 +1,5 @@
-"""Serving a shard: a thread for each worker's connection, until every worker has left or is gone.
+"""Serving a shard: the store behind one lock, its center in published memory, and a thread for each worker's connection,
+until every worker has left or is gone.
 
 A connection that ends without a goodbye frame is a worker that died: it is lost to the store, and nobody waits for it.
 Unauthenticated or malformed connections are closed and logged once; they do not disturb the others.
@@ -12,18 +13,31 @@ import select
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from typing import Any, TypeVar
 
-from manyhands.errors import ManyhandsError
+import torch
+from torch import Tensor
+
+from manyhands.comm.checks import MEAN_DTYPES, bits_bytes, bits_of
+from manyhands.errors import BadInput, ManyhandsError
 from manyhands.server.base import ServerSpec
-from manyhands.server.shard import Connection, Shard
+from manyhands.server.in_process import captured
+from manyhands.server.protocol import Kind, VectorPlace, dtype_of, snapshot_of
+from manyhands.server.rules import make_rule
+from manyhands.server.shard_ranges import codec_for
+from manyhands.server.store import Applied, Dropped, Duplicate, Go, Held, InvalidCall, Reply, Store
+from manyhands.server.versioned_buffer import VersionedBuffer, make_outbox, map_outbox
 from manyhands.transport.channel import Channel, ChannelClosed, ChannelTimeout
-from manyhands.transport.frame import FrameError
+from manyhands.transport.frame import Frame, FrameError, to_json
 from manyhands.transport.listener import Listener
 from manyhands.units import printable
 
+T = TypeVar("T")
+
 _log = logging.getLogger("manyhands")
 _BEAT_S = 0.25
+_LIFE_SIGN_S = 0.5
 
 
 def serve(
@@ -38,7 +52,7 @@ def serve(
     timeout_s: float = 300.0,
     progress: Callable[[str, int], None] = lambda phase, requests: None,
 ) -> dict[str, Any]:
-    """Serve shard `shard` of `shards`; returns what was done, when all of range(workers) came and went.
+    """Serve shard `shard` of `shards` until all of range(workers) came and went; its version, calls and lost workers.
 
     channels: by rank, of the workers whose connections are inherited; from now on this call's. The others come to
     `listener` with the hello that `protocol.hello` makes; it is closed once all are here, or this call ends.
@@ -51,7 +65,8 @@ def serve(
         for rank, channel in channels.items():
             host.start(rank, channel)
         host.run(listener, shards, progress)
-        return host.summary()
+        version, calls = host.shard.store.version, host.shard.calls
+        return {"shard": shard, "version": version, **calls, "lost": sorted(host.lost)}
     finally:
         if listener is not None:
             listener.close()
@@ -79,9 +94,15 @@ class _Host:
         thread.start()
 
     def _serve(self, connection: Connection) -> None:
-        lost = True
+        lost, peer = True, connection.channel.peer
         try:
-            lost = self._is_lost(connection)
+            try:
+                connection.serve()
+                lost = False
+            except (ChannelClosed, ChannelTimeout) as error:
+                _log.info("server shard %d lost %s: %s", self.number, peer, error)
+            except (FrameError, ManyhandsError) as error:
+                _log.warning("server shard %d closed the connection to %s: %s", self.number, peer, error)
             connection.channel.close()
             self.shard.end(connection.worker, lost=lost)
         except BaseException as error:  # noqa: BLE001 - `run` raises it: the shard itself is broken
@@ -91,18 +112,6 @@ class _Host:
                 self.gone.add(connection.worker)
                 self.lost += [connection.worker] if lost else []
             os.write(self.waker, b".")
-
-    def _is_lost(self, connection: Connection) -> bool:
-        """Serve a worker to its end; whether it ended without a goodbye."""
-        try:
-            connection.serve()
-        except (ChannelClosed, ChannelTimeout) as error:
-            _log.info("server shard %d lost %s: %s", self.number, connection.channel.peer, error)
-        except (FrameError, ManyhandsError) as error:
-            _log.warning("server shard %d closed the connection to %s: %s", self.number, connection.channel.peer, error)
-        else:
-            return False
-        return True
 
     def run(self, listener: Listener | None, shards: int, progress: Callable[[str, int], None]) -> None:
         poll = select.poll()
@@ -119,7 +128,9 @@ class _Host:
                 if fd == self.awake:
                     os.read(self.awake, 1)
                 elif listener is not None:
-                    self._let_in(listener, shards)
+                    with suppress(ChannelTimeout):  # it was a stranger, or not all of a hello
+                        channel, hello = listener.accept(lambda hello: self._name(hello, shards), 0.0)
+                        self.start(hello["worker"], channel)
             requests = sum(self.shard.calls.values())
             progress("wait" if requests == before else "serve", requests)
             before = requests
@@ -135,13 +146,6 @@ class _Host:
                 )
             return len(self.gone) < self.workers
 
-    def _let_in(self, listener: Listener, shards: int) -> None:
-        try:
-            channel, hello = listener.accept(lambda hello: self._name(hello, shards), 0.0)
-        except ChannelTimeout:  # it was a stranger, or not all of a hello
-            return
-        self.start(hello["worker"], channel)
-
     def _name(self, hello: dict[str, Any], shards: int) -> str:
         """Who this is; FrameError when it is nobody that this shard serves."""
         worker, host = hello.get("worker"), hello.get("host")
@@ -153,15 +157,6 @@ class _Host:
             raise FrameError(f"worker {worker} is here already, or was and left")
         return f"worker {worker} on {printable(host, 100)}"
 
-    def summary(self) -> dict[str, Any]:
-        """What this shard did: version, calls by name, lost workers."""
-        return {
-            "shard": self.number,
-            "version": self.shard.store.version,
-            **self.shard.calls,
-            "lost": sorted(self.lost),
-        }
-
     def close(self) -> None:
         for connection in self.connections.values():
             connection.channel.close()
@@ -170,3 +165,335 @@ class _Host:
         self.shard.close()
         os.close(self.awake)
         os.close(self.waker)
+
+
+class WorkersLate(Exception):
+    """Nothing that a worker waits for has come for timeout_s. worker: whose turn it was, -1 if everybody's."""
+
+    def __init__(self, worker: int, seconds: float) -> None:
+        super().__init__(worker, seconds)
+        self.worker, self.seconds = worker, seconds
+
+
+class Shard:
+    """What the connections of a shard share. Every method may be called from any thread."""
+
+    def __init__(self, spec: ServerSpec, workers: int, timeout_s: float) -> None:
+        self.store, self.workers = Store(make_rule(spec), workers, spec.bound), workers
+        self.spec = spec
+        self.calls = {"pulls": 0, "pushes": 0, "dropped": 0}
+        self.published: VersionedBuffer | None = None
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._mail: dict[int, Reply] = {}  # by worker, who has one call at a time
+        self._offering = False  # a worker is sending the first center
+        self._moved = time.monotonic()  # when a worker last did something that another may wait for
+
+    @property
+    def memory(self) -> VersionedBuffer:
+        """Where the center lies; Refused before there is one."""
+        if self.published is None:
+            raise InvalidCall("there is no center yet: a worker offers the first, then the others pull")
+        return self.published
+
+    def call(self, function: Callable[[Store], T]) -> T:
+        """A call of the store, and hand out what it released."""
+        with self._changed:
+            value = function(self.store)
+            self._deliver()
+            return value
+
+    def _deliver(self) -> None:
+        self._moved = time.monotonic()
+        if self.store.released:
+            self._mail.update(self.store.released)
+            self.store.released.clear()
+            self._changed.notify_all()
+
+    def answer(self, worker: int, alive: Callable[[], None]) -> Reply:
+        """What the store releases for a worker that was answered Held or Wait. Raises Late."""
+        self._wait(lambda: worker in self._mail, alive)
+        with self._changed:
+            return self._mail.pop(worker)
+
+    def await_center(self, n: int, dtype: torch.dtype, alive: Callable[[], None]) -> None:
+        """Return when there is a first center. Raises Late; BadInput for vectors unlike it."""
+        self._wait(lambda: self.published is not None, alive)
+        self.check(n, dtype, "a vector")
+
+    def _wait(self, ready: Callable[[], bool], alive: Callable[[], None]) -> None:
+        """alive: called at once, then twice a second, to report to the waiting worker that this shard lives."""
+        begun = time.monotonic()
+        while True:
+            with self._changed:
+                if ready():
+                    return
+            alive()
+            with self._changed:
+                if self._changed.wait_for(ready, min(_LIFE_SIGN_S, self._timeout_s / 4)):
+                    return
+                now = time.monotonic()
+                if now - max(begun, self._moved) > self._timeout_s:
+                    slowest = self.store.slowest
+                    raise WorkersLate(-1 if slowest is None else slowest, now - begun)
+
+    # -- the first center ----------------------------------------------------------------------------------------------
+
+    def offer(self, n: int, dtype: torch.dtype, alive: Callable[[], None]) -> VersionedBuffer | None:
+        """Memory for the offered center, then `take` follows; None: there is a center already. Raises Late."""
+        if dtype not in MEAN_DTYPES:
+            raise BadInput(f"a center of float32, float64, bfloat16 or float16 was expected; got {dtype}")
+        while True:
+            self._wait(lambda: not self._offering, alive)
+            with self._changed:
+                if self._offering:
+                    continue
+                if self.published is None:
+                    offered = VersionedBuffer(n, dtype, self.workers)
+                    self._offering = True
+                    return offered
+            self.check(n, dtype, "a center")
+            return None
+
+    def take(self, offered: VersionedBuffer, *, came: bool) -> None:
+        """The offered center has come into the first buffer, or never will."""
+        with self._changed:
+            self._offering = False
+            if came:
+                self.published = offered
+                self.store.next_buffer = lambda: offered.free(self.store.center)
+                self.store.initialize(offered.buffers[0])
+            else:
+                offered.close()
+            self._changed.notify_all()
+
+    def check(self, n: int, dtype: torch.dtype, what: str) -> None:
+        """BadInput unless a vector has the shard's length and dtype; Refused before there is a center."""
+        memory = self.memory
+        if n != memory.n or dtype != memory.dtype:
+            raise BadInput(f"{what} has {memory.n} elements of {memory.dtype} on this shard; got {n} of {dtype}")
+
+    # -- reading and ending --------------------------------------------------------------------------------------------
+
+    def pin(self, worker: int, *, pull: bool) -> tuple[int, int]:
+        """(version, slot of the memory) of the center, which stays until `unpin`; pull: the store notes it."""
+        with self._changed:
+            self.calls["pulls"] += pull
+            version = self.store.pull(worker) if pull else self.store.version
+            return version, self.memory.pin(worker, self.store.read())
+
+    def unpin(self, worker: int) -> None:
+        with self._changed:
+            if self.published is not None:
+                self.published.unpin(worker)
+
+    def push(self, worker: int, sequence: int, update: Tensor, weight: float, bits: int) -> Applied | Held | Dropped:
+        """`Store.push`, counted; a duplicate gets the reply of the first."""
+        with self._changed:
+            reply = self.store.push(worker, sequence, update, weight, bits)
+            self._deliver()
+            if isinstance(reply, Duplicate):
+                return reply.reply
+            self.calls["pushes"] += 1
+            self.calls["dropped"] += isinstance(reply, Dropped)
+            return reply
+
+    def end(self, worker: int, *, lost: bool) -> None:
+        """This worker's connection ended. Nobody waits for it any more."""
+        with self._changed:
+            (self.store.leave if lost else self.store.deactivate)(worker)
+            self._mail.pop(worker, None)
+            if self.published is not None:
+                self.published.unpin(worker)
+            self._deliver()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        if self.published is not None:
+            self.published.close()
+
+
+class Connection:
+    """Serves one worker, in a thread of its own, until it says goodbye."""
+
+    def __init__(self, shard: Shard, worker: int, channel: Channel) -> None:
+        self.worker, self.channel = worker, channel
+        self._shard = shard
+        self._inbox: Tensor | None = None  # [n] where updates come in, and answers go out
+        self._shared = False  # the inbox is the worker's outbox, in memory of both
+        self._handlers: dict[int, Callable[[Frame], None]] = {
+            Kind.OFFER: self._offer,
+            Kind.AWAIT: self._await,
+            Kind.MEMORY: self._memory,
+            Kind.ACTIVATE: self._activate,
+            Kind.PULL: self._pull,
+            Kind.PEEK: self._pull,
+            Kind.RELEASE: self._release,
+            Kind.PUSH: self._push,
+            Kind.ENCODED: self._push,
+            Kind.TICK: self._tick,
+            Kind.DEACTIVATE: self._deactivate,
+            Kind.CAPTURE: self._capture,
+            Kind.RESTORE: self._restore,
+        }
+
+    def serve(self) -> None:
+        """Returns at the goodbye. Raises what ended the connection otherwise; the worker got the reason where possible."""
+        while True:
+            frame = self._next()
+            if frame.kind == Kind.GOODBYE:
+                return
+            handler = self._handlers.get(frame.kind)
+            if handler is None or (frame.elements and frame.kind not in (Kind.PUSH, Kind.ENCODED)):
+                raise FrameError(f"no request of kind {frame.kind} with {frame.elements} elements exists")
+            try:
+                handler(frame)
+            except ManyhandsError as error:
+                name = "BadInput" if isinstance(error, BadInput) else "Refused"
+                self._send(Kind.REFUSED, blob=to_json({"error": name, "message": str(error)}))
+                raise
+            except WorkersLate as late:
+                self._send(Kind.LATE, blob=to_json({"worker": late.worker, "seconds": late.seconds}))
+
+    def _next(self) -> Frame:
+        """A worker may compute as long as it likes between two requests; the driver judges that."""
+        while True:
+            try:
+                return self.channel.receive()
+            except ChannelTimeout:
+                if self.channel.fileno() < 0:  # in the middle of a frame
+                    raise
+
+    def _send(self, kind: Kind, tensor: Tensor | None = None, **fields: Any) -> None:
+        self.channel.send(Frame(kind=kind, **fields), tensor)
+
+    def _alive(self) -> None:
+        self._send(Kind.WAIT)
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def _offer(self, frame: Frame) -> None:
+        offered = self._shard.offer(frame.a, dtype_of(frame), self._alive)
+        if offered is not None:
+            came = False
+            try:
+                self._send(Kind.WANTED)
+                self.channel.expect(Kind.GIVE, offered.buffers[0])
+                came = True
+            finally:
+                self._shard.take(offered, came=came)
+        self._send(Kind.DONE)
+
+    def _await(self, frame: Frame) -> None:
+        self._shard.await_center(frame.a, dtype_of(frame), self._alive)
+        self._send(Kind.DONE)
+
+    def _memory(self, frame: Frame) -> None:
+        """The center's slots, and an outbox for this worker."""
+        self._shard.await_center(frame.a, dtype_of(frame), self._alive)
+        center = self._shard.memory
+        outbox = make_outbox(center.n, center.dtype)
+        try:
+            self._inbox, self._shared = map_outbox(outbox, center.n, center.dtype), True
+            self._send(Kind.MEMORY, a=center.slots, b=center.stride)
+            self.channel.send_fds([center.fd, outbox])
+        finally:
+            os.close(outbox)
+
+    def _activate(self, frame: Frame) -> None:
+        self._shard.call(lambda store: store.activate(self.worker, frame.generation))
+        self._send(Kind.DONE)
+
+    def _pull(self, frame: Frame) -> None:
+        self._shard.await_center(frame.a, dtype_of(frame), self._alive)
+        version, slot = self._shard.pin(self.worker, pull=frame.kind == Kind.PULL)
+        if self._shared:
+            self._send(Kind.CENTER, a=version, b=slot)  # RELEASE will follow
+            return
+        self._send(Kind.CENTER, self._shard.memory.buffers[slot], a=version)
+        self._shard.unpin(self.worker)
+
+    def _release(self, frame: Frame) -> None:
+        self._shard.unpin(self.worker)
+
+    def _push(self, frame: Frame) -> None:
+        update = self._update(frame)
+        reply: object = self._shard.push(self.worker, frame.sequence, update, frame.weight, bits_of(frame.blob))
+        if isinstance(reply, Held) and not self._shard.store.rule.answers:
+            self._send(Kind.HELD, a=reply.version, b=reply.staleness)
+            return
+        if isinstance(reply, Held):
+            reply = self._shard.answer(self.worker, self._alive)
+        assert isinstance(reply, Applied | Dropped)
+        self._answer(reply)
+
+    def _update(self, frame: Frame) -> Tensor:
+        """[n] what a PUSH brings: an update, or a payload."""
+        if frame.kind == Kind.ENCODED:
+            return self._decoded(frame)
+        if self._shared and frame.elements:
+            raise FrameError(f"updates of this worker come in shared memory; got {frame.elements} elements")
+        if not self._shared:
+            self._shard.check(frame.elements, frame.dtype, "a push")
+            if self._inbox is None:
+                self._inbox = torch.empty(frame.elements, dtype=frame.dtype)
+            self.channel.receive_into(self._inbox)
+        assert self._inbox is not None
+        return self._inbox
+
+    def _decoded(self, frame: Frame) -> Tensor:
+        """[n] a decoded payload. BadInput for other codecs, before memory is taken where its length shows it."""
+        codec, center = codec_for(self._shard.spec), self._shard.memory
+        if frame.dtype != torch.uint8:
+            raise BadInput(f"a payload is a number of bytes (uint8); got {frame.elements} of {frame.dtype}")
+        codec.check_length(frame.tensor_bytes, center.n, center.dtype)
+        payload = torch.empty(frame.elements, dtype=torch.uint8)
+        self.channel.receive_into(payload)
+        return codec.decode(payload, center.n, center.dtype)
+
+    def _answer(self, reply: Applied | Dropped) -> None:
+        vector = reply.answer
+        place = VectorPlace.NOWHERE if vector is None else VectorPlace.BEHIND
+        if vector is not None and self._shared:
+            assert self._inbox is not None
+            self._inbox.copy_(vector)
+            vector, place = None, VectorPlace.OUTBOX
+        answer = {"sequence": place, "weight": reply.weight, "blob": bits_bytes(reply.bits)}
+        if isinstance(reply, Applied):
+            self._send(Kind.APPLIED, vector, a=reply.version, b=reply.staleness, **answer)
+        else:
+            self._send(Kind.DROPPED, vector, a=reply.version, b=reply.behind, **answer)
+
+    def _tick(self, frame: Frame) -> None:
+        reply: object = self._shard.call(lambda store: store.tick(self.worker, bits_of(frame.blob)))
+        if not isinstance(reply, Go):
+            reply = self._shard.answer(self.worker, self._alive)
+        assert isinstance(reply, Go)
+        self._send(Kind.GO, blob=bits_bytes(reply.bits))
+
+    def _deactivate(self, frame: Frame) -> None:
+        self._shard.call(lambda store: store.deactivate(self.worker))
+        self._send(Kind.DONE)
+
+    def _capture(self, frame: Frame) -> None:
+        vectors, numbers = self._shard.call(captured)
+        self._send(Kind.SNAPSHOT, blob=to_json({"names": list(vectors), "numbers": numbers}))
+        for vector in vectors.values():
+            self._send(Kind.VECTOR, vector)
+
+    def _restore(self, frame: Frame) -> None:
+        names, numbers = snapshot_of(frame.blob, self._shard.workers)
+        vectors, n = {}, self._shard.memory.n
+        for name in names:
+            frame = self.channel.receive()
+            if frame.kind != Kind.VECTOR or frame.elements != n:
+                raise FrameError(f"expected a vector of {n} elements; got kind {frame.kind} with {frame.elements}")
+            vectors[name] = torch.empty(n, dtype=frame.dtype)
+            self.channel.receive_into(vectors[name])
+        try:
+            self._shard.call(lambda store: store.restore(vectors, numbers))
+        except ManyhandsError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise FrameError(f"this shard's rule cannot go on from such a snapshot ({error!r:.200})") from error
+        self._send(Kind.DONE)

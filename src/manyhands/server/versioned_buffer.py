@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -21,7 +22,6 @@ from manyhands.comm.shared_memory.memory import mapped
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.transport.frame import MAX_TENSOR_BYTES, FrameError
 
-_FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _F_SEAL_FUTURE_WRITE = 0x0010  # Linux 5.1: who maps it from now on only reads; Python names it from 3.13 on
 _MAP_NORESERVE = 0x4000
 
@@ -42,7 +42,8 @@ class VersionedBuffer:
         except ManyhandsError:
             self.close()
             raise
-        _seal(self.fd, read_only=True)
+        with suppress(OSError):  # Linux before 5.1: workers only read it all the same
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
         self.buffers = _slots(memory, self.slots, self.stride, n, dtype)
         self._index = {buffer.data_ptr(): index for index, buffer in enumerate(self.buffers)}
         self._pins: dict[int, int] = {}  # reader: the slot it reads
@@ -90,9 +91,7 @@ class BufferReader:
 
 def make_outbox(n: int, dtype: torch.dtype) -> int:
     """The descriptor of memory for [n], which a worker and its server both write. The caller's to close."""
-    fd = _memory("outbox", _pages(n * dtype.itemsize))
-    _seal(fd, read_only=False)
-    return fd
+    return _memory("outbox", _pages(n * dtype.itemsize))
 
 
 def map_outbox(fd: int, n: int, dtype: torch.dtype) -> Tensor:
@@ -107,6 +106,7 @@ def _pages(nbytes: int) -> int:
 
 
 def _memory(name: str, length: int) -> int:
+    """The descriptor of so many bytes, whose number is fixed for good."""
     fd = os.memfd_create(f"manyhands-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, length)
@@ -116,21 +116,12 @@ def _memory(name: str, length: int) -> int:
             f"{length >> 20} MB of shared memory were expected for a server's {name}; the system reports: {error.strerror}. "
             "Raise the limit on file sizes (ulimit -f), or use more shards."
         ) from error
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     return fd
 
 
 def _mapped(fd: int, length: int, flags: int = mmap.MAP_SHARED) -> mmap.mmap:
     return mapped(fd, length, "a server's vectors", "more shards", flags)
-
-
-def _seal(fd: int, *, read_only: bool) -> None:
-    """Fix the size for good; read_only: and let nobody else write from now on, where the kernel can."""
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FIXED)
-    if read_only:
-        try:
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
-        except OSError:  # Linux before 5.1: workers only read it all the same
-            return
 
 
 def _check(fd: int, length: int) -> None:

@@ -9,10 +9,7 @@ if TYPE_CHECKING:
     from manyhands.tasks.chars_task import chars as chars
     from manyhands.tasks.digits_task import digits as digits
 
-CATALOGUE = {
-    "digits": "manyhands.tasks.digits_task:digits",
-    "chars": "manyhands.tasks.chars_task:chars",
-}
+CATALOGUE = {"digits": "manyhands.tasks.digits_task:digits", "chars": "manyhands.tasks.chars_task:chars"}
 
 SUMMARIES = {
     "digits": "a small CNN reads 1,797 handwritten digits (bundled): about 99 % test accuracy in seconds",

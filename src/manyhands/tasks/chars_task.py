@@ -69,7 +69,7 @@ class CharsNet(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a two-layer perceptron, each added to its input."""
+    """Attention of each position to itself and those before it, then a two-layer perceptron, each added to its input."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -80,18 +80,13 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:  # [rows, context, width]
-        x = x + self.attend(self.norm1(x))
-        hidden: Tensor = self.mlp(self.norm2(x))
-        return x + hidden
-
-    def attend(self, x: Tensor) -> Tensor:
-        """Each position looks at itself and those before it."""
         rows, context, width = x.shape
-        split = self.queries_keys_values(x).view(rows, context, 3, self.heads, width // self.heads)
+        split = self.queries_keys_values(self.norm1(x)).view(rows, context, 3, self.heads, width // self.heads)
         queries, keys, values = split.permute(2, 0, 3, 1, 4)  # each [rows, heads, context, width / heads]
         mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
-        out: Tensor = self.out(mixed.transpose(1, 2).reshape(rows, context, width))
-        return out
+        x = x + self.out(mixed.transpose(1, 2).reshape(rows, context, width))
+        hidden: Tensor = self.mlp(self.norm2(x))
+        return x + hidden
 
 
 def loss(model: nn.Module, batch: Windows) -> Tensor:

@@ -181,10 +181,8 @@ def check_events(engine: Engine, workers: int = WORKERS) -> None:
     expect(answers == [{"doubled": 2 * EVENTS}] * workers, f"expected the answer {2 * EVENTS}, got {answers}")
     for rank in range(workers):
         mine = [event for event in observer.events if event.rank == rank]
-        steps = [event.step for event in mine]
-        expect(
-            steps == list(range(EVENTS + 2)), f"events of rank {rank} arrived as {steps}, expected the order of sending"
-        )
+        steps, wanted = [event.step for event in mine], list(range(EVENTS + 2))
+        expect(steps == wanted, f"events of rank {rank} arrived as {steps}, expected the order of sending")
         last = mine[EVENTS - 1]
         right = (last.type, last.tick, last.values, mine[-1].type) == ("step", EVENTS, {"loss": float("inf")}, "end")
         expect(right, f"an event of rank {rank} arrived changed: {last}")
@@ -233,18 +231,16 @@ def _descriptors() -> set[int]:
 
 def _descendants() -> set[int]:
     """All descendants of this process, zombies included."""
-    parents = {int(entry.name): _parent(entry) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
     found, count = {os.getpid()}, 0
     while len(found) > count:
         count = len(found)
         found |= {pid for pid, parent in parents.items() if parent in found}
     return found - {os.getpid()}
-
-
-def _parent(entry: Path) -> int | None:
-    with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
-        return int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-    return None
 
 
 ENGINE_SUITE: dict[str, EngineCheck] = checks_of(globals())

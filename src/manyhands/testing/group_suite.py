@@ -77,13 +77,11 @@ def expect_same_everywhere(group: Group, tensor: Tensor, what: str) -> None:
     rows = group.all_gather(tensor).cpu().reshape(group.size, -1)
     first = rows[0].contiguous().view(torch.uint8)
     for rank, row in enumerate(rows):
-        expect(
-            torch.equal(row.contiguous().view(torch.uint8), first), f"{what}: rank {rank} holds other bits than rank 0"
-        )
+        same = torch.equal(row.contiguous().view(torch.uint8), first)
+        expect(same, f"{what}: rank {rank} holds other bits than rank 0")
 
 
 def expect_refused(action: Callable[[], object], what: str) -> None:
-    """Expect BadInput."""
     try:
         action()
     except BadInput:
@@ -110,9 +108,8 @@ def check_allocate(group: Group) -> None:
     """Allocated memory is zero, the rank's own, and aligned like torch's own."""
     for n, dtype in ((0, torch.float32), (1, torch.bfloat16), (1000, torch.float64), (7, torch.float32)):
         tensor = group.allocate(n, dtype)
-        expect(
-            tensor.shape == (n,) and tensor.dtype == dtype, f"expected {n} {dtype}, got {tensor.shape} {tensor.dtype}"
-        )
+        right = tensor.shape == (n,) and tensor.dtype == dtype
+        expect(right, f"expected {n} {dtype}, got {tensor.shape} {tensor.dtype}")
         expect(not tensor.any(), "allocated memory is not zero")
         expect(tensor.data_ptr() % 64 == 0, "allocated memory is not aligned to 64 bytes")
     tensor.fill_(group.rank)
@@ -145,10 +142,8 @@ def check_mean_shapes(group: Group) -> None:
     values, mine = vectors(group, 600), vector(group.rank, 600)
     base = allocated(group, torch.cat([mine, mine, mine]))
     _check_mean(group, base[600:1200], values, weights, "a slice of allocated memory")
-    expect(
-        torch.equal(base[:600].cpu(), mine) and torch.equal(base[1200:].cpu(), mine),
-        "a mean of a slice touched its neighbours",
-    )
+    untouched = torch.equal(base[:600].cpu(), mine) and torch.equal(base[1200:].cpu(), mine)
+    expect(untouched, "a mean of a slice touched its neighbours")
     _check_mean(group, mine.clone().view(20, 30), values, weights, "a matrix")
     transposed = mine.clone().view(20, 30).t().contiguous().t()
     _check_mean(group, transposed, values, weights, "a transposed matrix")
@@ -214,10 +209,8 @@ def check_one_rank_multiplies_nothing(group: Group) -> None:
     if group.size == 1:
         tensor = vector(0, 100, torch.float32)
         total = group.mean_(tensor, 0.1, 5)
-        expect(
-            torch.equal(tensor, vector(0, 100, torch.float32)) and total == MeanResult(0.1, 5),
-            "one rank changed its tensor",
-        )
+        unchanged = torch.equal(tensor, vector(0, 100, torch.float32)) and total == MeanResult(0.1, 5)
+        expect(unchanged, "one rank changed its tensor")
 
 
 def check_bits(group: Group) -> None:
@@ -230,10 +223,8 @@ def check_bits(group: Group) -> None:
         expect(total.bits == wanted, f"the OR of {length} bits is wrong")
     expect(group.mean_(tensor, bits=7 if group.rank == 0 else 0).bits == 7, "bits of one rank only got lost")
     weight = group.mean_(tensor, 1e-9 if group.rank else 1e9).weight
-    expect(
-        math.isclose(weight, 1e9 + (group.size - 1) * 1e-9, rel_tol=1e-15),
-        f"weights are not summed in float64: {weight}",
-    )
+    right = math.isclose(weight, 1e9 + (group.size - 1) * 1e-9, rel_tol=1e-15)
+    expect(right, f"weights are not summed in float64: {weight}")
 
 
 def check_lost(group: Group) -> None:
@@ -250,9 +241,8 @@ def check_lost(group: Group) -> None:
             group.all_reduce_(lost)
             wanted = given[0] if group.size == 1 else naive_mean(given, weights)
             expect_close(tensor.to(wide) + lost, wanted, f"a mean of {n} {dtype} with its rounding error")
-    expect_refused(
-        lambda: group.mean_(torch.ones(3), lost=torch.ones(3)), "lost of a mean that is not of 16-bit numbers"
-    )
+    one = torch.ones(3)
+    expect_refused(lambda: group.mean_(one, lost=torch.ones(3)), "lost of a mean that is not of 16-bit numbers")
 
 
 def check_handles(group: Group) -> None:
@@ -295,10 +285,8 @@ def check_gather(group: Group) -> None:
                 expect(torch.equal(rows.cpu(), torch.stack(values)), f"all_gather of {n} {dtype}")
     mine = vector(group.rank, 6).view(2, 3)
     rows = group.all_gather(mine.t())
-    expect(
-        rows.shape == (group.size, 3, 2) and torch.equal(rows[group.rank].cpu(), mine.t()),
-        "all_gather of a transposed matrix",
-    )
+    right = rows.shape == (group.size, 3, 2) and torch.equal(rows[group.rank].cpu(), mine.t())
+    expect(right, "all_gather of a transposed matrix")
     rows.zero_()
     expect(bool(mine.any()), "what all_gather gave shares memory with the tensor")
 
@@ -429,11 +417,8 @@ def check_ledger(group: Group) -> None:
     wanted["all_gather"] = size * (size - 1)
     all_ranks = group.all_gather_json(mine)
     for name, count in wanted.items():
-        moved = sum(row.get(name, 0) for row in all_ranks)
-        expect(
-            moved == count * n * 4,
-            f"{name} of {n} float32 on {size} ranks moved {moved} bytes, expected {count * n * 4}",
-        )
+        moved, right = sum(row.get(name, 0) for row in all_ranks), count * n * 4
+        expect(moved == right, f"{name} of {n} float32 on {size} ranks moved {moved} bytes, expected {right}")
 
 
 def check_refusals(group: Group) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from manyhands.errors import BadInput
-from manyhands.transport.frame import HEADER_BYTES, Frame, FrameError, blob_length, bytes_of, header, unpack, with_blob
+from manyhands.transport.frame import HEADER_BYTES, Frame, FrameError, bytes_of, header, unpack
 from manyhands.transport.socket_io import Ended, Late, PlainWire, TlsWire, prepare
 
 _MOST_FDS = 253  # the kernel's SCM_MAX_FD
@@ -154,12 +154,15 @@ class Channel:
             self._left()
         if not mark:
             self._give_up(Ended("the end of the connection"), "sending descriptors")
-        fds = _fds(rights)
+        fds = array.array("i")
+        for level, kind, data in rights:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
         if len(fds) != n or mark != _FDS_MARK or flags & socket.MSG_CTRUNC:
             for fd in fds:
                 os.close(fd)
             self._refuse(f"{n} descriptors", None)
-        return fds
+        return list(fds)
 
     def _check_unix(self, n: int) -> None:
         if self._sock.family != socket.AF_UNIX or not 1 <= n <= _MOST_FDS:
@@ -199,16 +202,16 @@ class Channel:
             raise BadInput(f"{self._following} bytes of the last frame's tensor wait: `receive_into` comes first")
         self._read(self._header, beginning=True)
         try:
-            frame = unpack(self._header)
+            frame, size = unpack(self._header)
         except FrameError:
             self.close()
             raise
         if frame.generation < self.generation:
             self._refuse(f"generation {self.generation} or later", frame)
-        if size := blob_length(self._header):
+        if size:
             blob = bytearray(size)
             self._read(memoryview(blob))
-            frame = with_blob(frame, bytes(blob))
+            frame.blob = bytes(blob)
         self._announced, self._following = frame, frame.tensor_bytes
         return frame
 
@@ -255,11 +258,3 @@ def _shape(tensor: Tensor | memoryview | None) -> str:
     if isinstance(tensor, Tensor):
         return f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"
     return f"{0 if tensor is None else len(tensor)} bytes of a tensor"
-
-
-def _fds(rights: list[tuple[int, int, bytes]]) -> list[int]:
-    fds = array.array("i")
-    for level, kind, data in rights:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-    return list(fds)

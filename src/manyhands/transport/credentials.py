@@ -13,8 +13,6 @@ import re
 import ssl
 import stat
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -90,7 +88,12 @@ class Credentials:
                 f"{path} does not hold a private key and a certificate in PEM: write it with Credentials.save"
             )
         credentials = cls(key, certificate)
-        credentials._check(path)
+        try:
+            (own,) = credentials.client_context().get_ca_certs()
+        except (ssl.SSLError, ValueError) as error:
+            raise BadInput(f"the key and certificate in {path} cannot be used: {error}") from error
+        if ssl.cert_time_to_seconds(str(own["notAfter"])) < time.time():
+            raise BadInput(f"the certificate in {path} ended on {own['notAfter']}: make new credentials")
         return credentials
 
     @classmethod
@@ -111,13 +114,11 @@ class Credentials:
             file.write(self.key + self.certificate)
 
     def server_context(self) -> ssl.SSLContext:
-        """For the listening side."""
         context = self._context(ssl.PROTOCOL_TLS_SERVER)
         context.num_tickets = 0  # nobody resumes, and an unread ticket would turn a client's end into a reset
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """For the connecting side."""
         return self._context(ssl.PROTOCOL_TLS_CLIENT)
 
     def is_peer(self, sock: ssl.SSLSocket) -> bool:
@@ -131,17 +132,13 @@ class Credentials:
         context.check_hostname = False  # the certificate is the run's, whatever its hosts are called
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(cadata=self.certificate.decode())
-        with _in_memory(self.key + self.certificate) as path:
-            context.load_cert_chain(path)
+        fd = os.memfd_create("credentials", os.MFD_CLOEXEC)
+        try:  # `ssl` reads a key only from a file: memory, so that the key reaches no disk
+            os.write(fd, self.key + self.certificate)
+            context.load_cert_chain(f"/proc/self/fd/{fd}")
+        finally:
+            os.close(fd)
         return context
-
-    def _check(self, path: Path) -> None:
-        try:
-            (certificate,) = self.client_context().get_ca_certs()
-        except (ssl.SSLError, ValueError) as error:
-            raise BadInput(f"the key and certificate in {path} cannot be used: {error}") from error
-        if ssl.cert_time_to_seconds(str(certificate["notAfter"])) < time.time():
-            raise BadInput(f"the certificate in {path} ended on {certificate['notAfter']}: make new credentials")
 
 
 def read_private(path: Path) -> bytes:
@@ -151,29 +148,17 @@ def read_private(path: Path) -> bytes:
     except OSError as error:
         raise BadInput(f"cannot read the credentials in {path}: {error.strerror}") from error
     try:
-        _check_private(path, os.fstat(fd))
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid not in (os.geteuid(), 0):
+            raise BadInput(
+                f"credentials are a file of user {os.geteuid()}; {path} is of user {status.st_uid}, or no file"
+            )
+        if status.st_mode & 0o077:
+            raise BadInput(
+                f"{path} has mode {stat.S_IMODE(status.st_mode):04o}: others may read or change it. chmod 600 it, and "
+                "make new credentials if somebody may have"
+            )
         with open(fd, "rb", closefd=False) as file:
             return file.read(_MOST_BYTES)
-    finally:
-        os.close(fd)
-
-
-def _check_private(path: Path, status: os.stat_result) -> None:
-    if not stat.S_ISREG(status.st_mode) or status.st_uid not in (os.geteuid(), 0):
-        raise BadInput(f"credentials are a file of user {os.geteuid()}; {path} is of user {status.st_uid}, or no file")
-    if status.st_mode & 0o077:
-        raise BadInput(
-            f"{path} has mode {stat.S_IMODE(status.st_mode):04o}: others may read or change it. chmod 600 it, and "
-            "make new credentials if somebody may have"
-        )
-
-
-@contextmanager
-def _in_memory(data: bytes) -> Iterator[str]:
-    """A path for `ssl`, which reads a key only from a file: memory, so that the key reaches no disk."""
-    fd = os.memfd_create("credentials", os.MFD_CLOEXEC)
-    try:
-        os.write(fd, data)
-        yield f"/proc/self/fd/{fd}"
     finally:
         os.close(fd)

@@ -2,9 +2,8 @@
 grows.
 
 Header (little-endian): magic, version, kind, dtype, a zero, blob length, four zeros, generation, sequence, elements,
-weight, two numbers. All of it is checked before any memory is taken: `unpack` raises FrameError for a wrong magic or
-version, an unknown dtype, a length beyond its limit or a weight that is not finite; the receiver compares kind, dtype
-and elements with what it expects.
+weight, two numbers. All of it is checked by `unpack` before any memory is taken; the receiver compares kind, dtype and
+elements with what it expects.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class FrameError(Exception):
     """The bytes are no valid frame here. The connection is closed, and the peer is logged once."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Frame:
     """A frame without its tensor bytes."""
 
@@ -85,13 +84,15 @@ def header(frame: Frame, dtype: torch.dtype, elements: int, generation: int) -> 
         raise BadInput(f"a number of {frame} does not fit into a frame's header: {error}") from error
 
 
-def unpack(header: bytes | bytearray | memoryview) -> Frame:
-    """The frame without its blob (`blob_length` bytes follow). FrameError for invalid bytes."""
+def unpack(header: bytes | bytearray | memoryview) -> tuple[Frame, int]:
+    """The frame without its blob, and the blob's length, at most MAX_BLOB_BYTES.
+
+    FrameError for a wrong magic or version, an unknown dtype, a length beyond its limit or a weight that is not finite.
+    """
     if len(header) != HEADER_BYTES:
         raise FrameError(f"a frame's header has {HEADER_BYTES} bytes; got {len(header)}")
-    magic, version, kind, number, zero, size, zeros, generation, sequence, elements, weight, a, b = _HEADER.unpack(
-        header
-    )
+    magic, version, kind, number, zero, size, zeros, *numbers = _HEADER.unpack(header)
+    generation, sequence, elements, weight, a, b = numbers
     if magic != _MAGIC or version != _VERSION:
         raise FrameError(f"expected a frame of manyhands, version {_VERSION}; it began with {bytes(header[:5])!r}")
     if number >= len(DTYPES) or zero or zeros:
@@ -100,7 +101,7 @@ def unpack(header: bytes | bytearray | memoryview) -> Frame:
         raise FrameError(f"a frame of {size} bytes and {elements} {DTYPES[number]} is beyond the limits of a frame")
     if not math.isfinite(weight):
         raise FrameError(f"a frame's weight is finite; got {weight}")
-    return Frame(
+    frame = Frame(
         kind=kind,
         dtype=DTYPES[number],
         elements=elements,
@@ -110,26 +111,7 @@ def unpack(header: bytes | bytearray | memoryview) -> Frame:
         a=a,
         b=b,
     )
-
-
-def with_blob(frame: Frame, blob: bytes) -> Frame:
-    """The same frame with its blob (`dataclasses.replace` takes four times as long)."""
-    return Frame(
-        kind=frame.kind,
-        dtype=frame.dtype,
-        elements=frame.elements,
-        generation=frame.generation,
-        sequence=frame.sequence,
-        weight=frame.weight,
-        a=frame.a,
-        b=frame.b,
-        blob=blob,
-    )
-
-
-def blob_length(header: bytes | bytearray | memoryview) -> int:
-    """Bytes of the blob behind a header that `unpack` took; at most MAX_BLOB_BYTES."""
-    return int(_HEADER.unpack(header)[5])
+    return frame, size
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from manyhands.errors import BadInput
 from manyhands.transport.credentials import Credentials
-from manyhands.transport.frame import HEADER_BYTES, Frame, FrameError, blob_length, from_json, pack, to_json, unpack
+from manyhands.transport.frame import HEADER_BYTES, Frame, FrameError, from_json, pack, to_json, unpack
 from manyhands.units import printable
 
 T = TypeVar("T")
@@ -95,11 +95,19 @@ def listen_to(sock: socket.socket, proof: Proof, generation: int, check: Check) 
         challenge = secrets.token_bytes(_NONCE_BYTES)
         yield from _send(sock.send, _CHALLENGE, generation, challenge)
     frame = yield from _receive(sock, _HELLO)
-    answer, blob = _proven(proof.token, challenge, frame.blob)
+    answer, blob = b"", frame.blob
+    if proof.token is not None:
+        shown, own, blob = blob[:_PROOF_BYTES], blob[_PROOF_BYTES : 2 * _PROOF_BYTES], blob[2 * _PROOF_BYTES :]
+        if not hmac.compare_digest(shown, _mac(proof.token, b"hello", challenge, own, blob)):
+            raise FrameError("a hello without a proof of this run's token")
+        answer = _mac(proof.token, b"welcome", challenge, own, blob)
     if frame.generation < generation:
         raise FrameError(f"a hello of generation {frame.generation}; this is generation {generation}")
     hello = from_json(blob)
-    name = _named(check, hello)
+    try:
+        name = check(hello)
+    except (KeyError, TypeError, ValueError) as error:
+        raise FrameError(f"a hello that lacks something or has it wrong: {error!r}") from error
     yield from _send(sock.send, _WELCOME, frame.generation, answer)
     return Peer(name, hello, frame.generation)
 
@@ -107,9 +115,7 @@ def listen_to(sock: socket.socket, proof: Proof, generation: int, check: Check) 
 def refuse(sock: socket.socket, why: str) -> Steps[None]:
     """Refuse a peer, then read until it leaves: closing with unread bytes would discard the refusal."""
     shaken = isinstance(sock, ssl.SSLSocket) and sock.version() is not None
-    send = (
-        sock.send if shaken else partial(socket.socket.send, sock)
-    )  # in plain text where there is no TLS to say it in
+    send = sock.send if shaken else partial(socket.socket.send, sock)  # in plain text without TLS to say it in
     yield from _send(send, _REFUSAL, 0, to_json({"reason": why[:500]}))
     socket.socket.shutdown(sock, socket.SHUT_WR)
     left = _MOST_DISCARDED
@@ -136,26 +142,9 @@ def speak_to(sock: socket.socket, proof: Proof, generation: int, hello: bytes) -
         raise FrameError("who answers there does not hold this run's token")
 
 
-def _proven(token: bytes | None, challenge: bytes, blob: bytes) -> tuple[bytes, bytes]:
-    """(what to prove in the welcome, the hello) of a hello's blob."""
-    if token is None:
-        return b"", blob
-    shown, own, hello = blob[:_PROOF_BYTES], blob[_PROOF_BYTES : 2 * _PROOF_BYTES], blob[2 * _PROOF_BYTES :]
-    if not hmac.compare_digest(shown, _mac(token, b"hello", challenge, own, hello)):
-        raise FrameError("a hello without a proof of this run's token")
-    return _mac(token, b"welcome", challenge, own, hello), hello
-
-
 def _mac(token: bytes, role: bytes, challenge: bytes, own: bytes, hello: bytes) -> bytes:
     parts = b"".join(len(part).to_bytes(8, "little") + part for part in (role, challenge, own, hello))
     return hmac.new(token, parts, hashlib.sha256).digest()
-
-
-def _named(check: Check, hello: dict[str, Any]) -> str:
-    try:
-        return check(hello)
-    except (KeyError, TypeError, ValueError) as error:
-        raise FrameError(f"a hello that lacks something or has it wrong: {error!r}") from error
 
 
 def _shake(sock: socket.socket, proof: Proof) -> Steps[None]:
@@ -180,8 +169,7 @@ def _send(send: Callable[[memoryview], int], what: int, generation: int, blob: b
 
 
 def _receive(sock: socket.socket, what: int) -> Steps[Frame]:
-    head = yield from _exactly(sock, HEADER_BYTES)
-    frame, size = unpack(head), blob_length(head)
+    frame, size = unpack((yield from _exactly(sock, HEADER_BYTES)))
     welcome = (what, _REFUSAL) if what in (_CHALLENGE, _WELCOME) else (what,)
     if frame.kind != KIND or frame.a not in welcome or frame.elements or size > MAX_HELLO_BYTES + 2 * _PROOF_BYTES:
         raise FrameError(f"expected a hello of at most {MAX_HELLO_BYTES} bytes; got {frame} with {size} bytes")

@@ -108,12 +108,15 @@ class Listener:
         with self._lock:
             self._check = check
             while not self._closed:
-                for key, _ in self._selector.select(self._patience(deadline)):
+                first = min([deadline, *(pending.deadline for pending in self._pending)])
+                for key, _ in self._selector.select(max(0.0, first - time.monotonic())):
                     if key.data is None:
                         self._let_in()
                     elif key.data in self._pending and (good := self._go_on(key.data)):
                         return good
-                self._end_late_ones()
+                now = time.monotonic()
+                for late in [pending for pending in self._pending if pending.deadline < now]:
+                    self._turn_away(late, f"it did not say who it is within {HELLO_S:g} s")
                 if time.monotonic() >= deadline:
                     raise ChannelTimeout(f"nobody came to {format_address(self.address)} within {timeout_s:g} s")
         raise ChannelClosed(f"the listener on {format_address(self.address)} was closed")
@@ -138,10 +141,6 @@ class Listener:
             self._selector.close()
             self._sock.close()
 
-    def _patience(self, deadline: float) -> float:
-        first = min((pending.deadline for pending in self._pending), default=deadline)
-        return max(0.0, min(deadline, first) - time.monotonic())
-
     def _let_in(self) -> None:
         if self._closed:
             return
@@ -162,9 +161,8 @@ class Listener:
             self._rejected.name(place[0], str(error))
             sock.close()
             return
-        pending = PendingConnection(
-            sock, place[0], listen_to(sock, self._proof, self.generation, lambda hello: self._check(hello))
-        )
+        steps = listen_to(sock, self._proof, self.generation, lambda hello: self._check(hello))
+        pending = PendingConnection(sock, place[0], steps)
         self._pending[pending] = None
         self._selector.register(sock, selectors.EVENT_READ, pending)  # it sends first: `accept` goes on then
 
@@ -179,7 +177,14 @@ class Listener:
         try:
             wanted = next(pending.steps)
         except StopIteration as end:
-            return self._welcome(pending, end.value)
+            peer: Peer | None = end.value
+            if peer is None:  # it was refused, with the reason
+                self._drop(pending)
+                return None
+            self._selector.unregister(pending.sock)
+            del self._pending[pending]
+            channel = Channel(pending.sock, peer=peer.name, timeout_s=self._timeout_s, generation=peer.generation)
+            return channel, peer.hello
         except (FrameError, ssl.SSLError) as error:
             self._refuse(pending, str(error))
         except OSError as error:
@@ -189,15 +194,6 @@ class Listener:
             if self._selector.get_key(pending.sock).events != events:
                 self._selector.modify(pending.sock, events, pending)
         return None
-
-    def _welcome(self, pending: PendingConnection, peer: Peer | None) -> tuple[Channel, dict[str, Any]] | None:
-        if peer is None:  # it was refused, with the reason
-            self._drop(pending)
-            return None
-        self._selector.unregister(pending.sock)
-        del self._pending[pending]
-        channel = Channel(pending.sock, peer=peer.name, timeout_s=self._timeout_s, generation=peer.generation)
-        return channel, peer.hello
 
     def _refuse(self, pending: PendingConnection, why: str) -> None:
         if pending.refused:
@@ -212,11 +208,6 @@ class Listener:
         if not pending.refused:
             self._rejected.name(pending.host, why)
         self._drop(pending)
-
-    def _end_late_ones(self) -> None:
-        now = time.monotonic()
-        for pending in [pending for pending in self._pending if pending.deadline < now]:
-            self._turn_away(pending, f"it did not say who it is within {HELLO_S:g} s")
 
     def _drop(self, pending: PendingConnection) -> None:
         del self._pending[pending]
@@ -251,11 +242,24 @@ def connect(
     where, deadline, pause_s = f"{peer} at {format_address(address)}", time.monotonic() + timeout_s, _PAUSE_S
     while True:
         try:
-            sock = _spoken(address, deadline, proof, context, generation, blob, where)
-            return Channel(sock, peer=peer, timeout_s=timeout_s, generation=generation)
-        except OSError as error:  # nobody there yet, or it had too many visitors
-            if isinstance(error, ChannelClosed):
+            sock = socket.create_connection(address, max(0.01, min(HELLO_S, deadline - time.monotonic())))
+            try:
+                if sock.getsockname() == sock.getpeername():
+                    raise ConnectionRefusedError("the connection reached itself: nobody listens there")
+                sock = wrapped(sock, context, listening=False)
+                _drive(speak_to(sock, proof, generation, blob), sock, deadline)
+                return Channel(sock, peer=peer, timeout_s=timeout_s, generation=generation)
+            except BaseException:
+                sock.close()
                 raise
+        except HandshakeRefused as error:
+            raise ChannelClosed(f"{where} refused this connection: {error}") from error
+        except (FrameError, ssl.SSLError) as error:
+            raise ChannelClosed(
+                f"{where} did not take this connection: {error}. Both sides need the same credentials file (or both none and "
+                "the same token) and the same version of manyhands"
+            ) from error
+        except OSError as error:  # nobody there yet, or it had too many visitors
             if time.monotonic() + pause_s >= deadline:
                 raise ChannelTimeout(
                     f"no answer of {where} within {timeout_s:g} s: the last try ended with {error!r}. Is it started, and "
@@ -263,37 +267,6 @@ def connect(
                 ) from error
         time.sleep(pause_s)
         pause_s = min(1.0, 1.5 * pause_s)
-
-
-def _spoken(
-    address: tuple[str, int],
-    deadline: float,
-    proof: Proof,
-    context: ssl.SSLContext | None,
-    generation: int,
-    hello: bytes,
-    where: str,
-) -> socket.socket:
-    """A socket on which both sides are authenticated. ChannelClosed when refused; OSError: try again."""
-    sock = socket.create_connection(address, max(0.01, min(HELLO_S, deadline - time.monotonic())))
-    try:
-        if sock.getsockname() == sock.getpeername():
-            raise ConnectionRefusedError("the connection reached itself: nobody listens there")
-        sock = wrapped(sock, context, listening=False)
-        _drive(speak_to(sock, proof, generation, hello), sock, deadline)
-    except HandshakeRefused as error:
-        sock.close()
-        raise ChannelClosed(f"{where} refused this connection: {error}") from error
-    except (FrameError, ssl.SSLError) as error:
-        sock.close()
-        raise ChannelClosed(
-            f"{where} did not take this connection: {error}. Both sides need the same credentials file (or both none and "
-            "the same token) and the same version of manyhands"
-        ) from error
-    except BaseException:
-        sock.close()
-        raise
-    return sock
 
 
 def _drive(steps: Steps[None], sock: socket.socket, deadline: float) -> None:
@@ -315,7 +288,6 @@ class RejectedPeers:
         self._named: set[str] = set()
 
     def name(self, address: str, why: str) -> None:
-        """Log who was refused, once for each."""
         if address in self._named or len(self._named) >= MOST_NAMED:
             return
         self._named.add(address)

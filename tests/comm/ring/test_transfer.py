@@ -4,7 +4,7 @@ import pytest
 import torch
 from meshes import mesh, ring
 
-from manyhands.comm.ring.transfer import CHUNK_BYTES, Scratch
+from manyhands.comm.ring.algorithms import CHUNK_BYTES, Scratch
 
 
 @pytest.mark.parametrize("n", [0, 1, 16_384, 16_385, 1_000_003])

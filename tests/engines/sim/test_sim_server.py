@@ -12,7 +12,7 @@ from sim_world import outside, servers_of
 from manyhands.engines.sim.timeline import Deadlock, Timeline
 from manyhands.errors import ManyhandsError, PeerLost
 from manyhands.server.base import ServerSpec
-from manyhands.server.shard_connection import ShardLost
+from manyhands.server.client import ShardLost
 from manyhands.server.store import InvalidCall
 from manyhands.testing.server_suite import SERVER_SUITE
 

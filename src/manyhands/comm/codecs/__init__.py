@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import lru_cache
 
 from manyhands.comm.codecs.base import NO_HINTS, Codec, Hints, LinearCodec, Matrix
@@ -46,11 +47,7 @@ def codec_of(text: str) -> Codec | None:
 def _number(text: str) -> float | int | None:
     if text == "none":
         return None
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        return float(text)
-    except ValueError:
-        raise BadInput(f"a codec takes numbers behind its name, or none; got {text!r}") from None
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    raise BadInput(f"a codec takes numbers behind its name, or none; got {text!r}")

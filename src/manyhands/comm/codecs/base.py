@@ -69,9 +69,9 @@ class Codec(ABC):
         """BadInput unless a payload of an [n] may have this length."""
         lengths = self.lengths(n, dtype)
         if length not in lengths:
-            expected = (
-                f"{lengths[0]}" if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]}, in steps of {lengths.step}"
-            )
+            expected = str(lengths[0])
+            if len(lengths) > 1:
+                expected += f" to {lengths[-1]}, in steps of {lengths.step}"
             raise BadInput(
                 f"{self.form}: {n} elements of {dtype} make a payload of {expected} bytes; got {length}: "
                 "both sides use the same codec with the same numbers"

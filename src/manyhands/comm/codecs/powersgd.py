@@ -61,17 +61,15 @@ class PowerSGD(LinearCodec):
         check_places_fit(self.form, len(vector))
         matrices = self._smaller(hints)
         table = [len(matrices), *(number for m in matrices for number in (m.start, m.rows, m.columns))]
-        factors = []
+        pieces = [torch.tensor(table, dtype=torch.int32)]
         for matrix in matrices:
             values = computed(_view(vector, matrix))
             p = orthonormal(values @ matrix.guess.to(values))
             q = values.T @ p
-            factors += [p.reshape(-1).to(vector.dtype), q.reshape(-1).to(vector.dtype)]
+            pieces += [p.reshape(-1).to(vector.dtype), q.reshape(-1).to(vector.dtype)]
             _keep(matrix, q)
-        rest = [vector[start:stop] for start, stop in _gaps(matrices, len(vector))]
-        return torch.cat(
-            [as_uint8(torch.tensor(table, dtype=torch.int32)), *map(as_uint8, factors), *map(as_uint8, rest)]
-        )
+        pieces += [vector[start:stop] for start, stop in _gaps(matrices, len(vector))]
+        return torch.cat([as_uint8(piece) for piece in pieces])
 
     @override
     def decode(self, payload: Tensor, n: int, dtype: torch.dtype) -> Tensor:

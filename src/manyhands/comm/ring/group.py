@@ -2,7 +2,7 @@
 
 All are linked with all. Every operation opens with a frame to each peer that says what it is (operation, dtype, n,
 weight, bits): so weights and bits travel in headers, a mismatch is seen by all, and a dead peer is noticed by all at
-once. The data follows without waiting for those of the others; see transfer.py.
+once. The data follows without waiting for those of the others; see algorithms.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,10 +36,9 @@ from manyhands.comm.checks import (
 )
 from manyhands.comm.group import Group, Ledger, MeanResult, Work
 from manyhands.comm.reducing import shares_of
-from manyhands.comm.ring.algorithms import DIRECT_BYTES, Exchange, Shares, add_up, exchange_of
+from manyhands.comm.ring.algorithms import DIRECT_BYTES, Exchange, Scratch, Shares, Transfer, add_up, exchange_of
 from manyhands.comm.ring.link import ARRIVE, SEND, Link
 from manyhands.comm.ring.links import Links
-from manyhands.comm.ring.transfer import Scratch, Transfer
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.transport.channel import Channel
 from manyhands.transport.frame import Frame, bytes_of
@@ -48,16 +46,6 @@ from manyhands.transport.frame import Frame, bytes_of
 _MOST_TEXT = 1 << 26  # bytes of bits or JSON beside an operation: memory is taken on a peer's word
 _CLOSING_S = 5.0
 _NOTHING = torch.empty(0, dtype=torch.uint8)
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrival:
-    """What a rank says as it arrives at an operation."""
-
-    signature: int
-    n: int
-    weight: float
-    text: bytes
 
 
 class RingGroup(Group):
@@ -216,11 +204,10 @@ class RingGroup(Group):
 
     @override
     def all_gather_json(self, value: Any) -> list[Any]:
-        text = json_bytes(value)
+        own = json_bytes(value)
         self._background.drain()
-        return [
-            json.loads(arrival.text) for arrival in self._meet("all_gather_json", self._transfer(_NOTHING), text=text)
-        ]
+        arrivals = self._meet("all_gather_json", self._transfer(_NOTHING), text=own)
+        return [json.loads(text) for _, text in arrivals]
 
     @override
     def close(self) -> None:
@@ -253,7 +240,7 @@ class RingGroup(Group):
         flat, number = _on_cpu(tensor), signature("send", tensor.dtype)
         frame = self._links.header(source)
         if (frame.kind, frame.a, frame.b, frame.elements) != (SEND, number, flat.numel(), flat.nbytes):
-            rank, peer = self._links.name(self.rank), self._links.name(source)
+            rank, peer = self._links.names[self.rank], self._links.names[source]
             expected = describe(number, flat.numel())
             raise self._links.fail(other_message(self.step, rank, expected, peer, _called(frame)))
         self._links.fill(source, bytes_of(flat))
@@ -265,8 +252,8 @@ class RingGroup(Group):
         if lost is not None:
             exchange.lost = lost.zero_()
         arrivals = self._meet("mean_", transfer, weight=weight, text=blob)
-        weights = [arrival.weight for arrival in arrivals]
-        total = MeanResult.of(weights, (bits_of(arrival.text) for arrival in arrivals))
+        weights = [own for own, _ in arrivals]
+        total = MeanResult.of(weights, (bits_of(bits) for _, bits in arrivals))
         if total.weight and self.size > 1:
             self._finish("mean_", exchange, shares_of(weights, total.weight))
             restore(transfer.flat, tensor)
@@ -319,51 +306,47 @@ class RingGroup(Group):
 
     def _meet(
         self, operation: str, transfer: Transfer, source: int = 0, weight: float = 1.0, text: bytes = b""
-    ) -> list[_Arrival]:
-        """Arrive at an operation with what goes first, and return when all have arrived: what each says."""
+    ) -> list[tuple[float, bytes]]:
+        """Arrive at an operation with what goes first, and return when all have arrived: weight and text of each."""
         if len(text) > _MOST_TEXT:
             raise BadInput(
                 f"at most {_MOST_TEXT} bytes of bits or JSON travel with one {operation}; got {len(text)}: send them in "
                 "parts, or as a tensor"
             )
-        own = _Arrival(signature(operation, transfer.flat.dtype, source), transfer.n, weight, text)
+        number = signature(operation, transfer.flat.dtype, source)
         self._links.begin(operation, self.step)
         self._sequence += 1
         for peer in self._links.peers:
             view = transfer.opening(peer)
-            frame = Frame(
-                kind=ARRIVE,
-                sequence=self._sequence,
-                elements=len(text) + len(view),
-                weight=weight,
-                a=own.signature,
-                b=own.n,
-            )
+            nbytes = len(text) + len(view)
+            frame = Frame(kind=ARRIVE, sequence=self._sequence, elements=nbytes, weight=weight, a=number, b=transfer.n)
             self._links[peer].enqueue(frame, view, text)
         self._links.push()
         start = time.perf_counter()
-        arrivals = [own if r == self.rank else self._arrival(r, own, transfer.coming(r)) for r in range(self.size)]
+        arrivals = [self._arrival(peer, number, transfer) for peer in self._links.peers]
+        arrivals.insert(self.rank, (weight, text))
         if self._links.at_home:  # what a mean under way waits for, the caller does not
             self.waited_s += time.perf_counter() - start
         if not transfer.n:  # else what follows takes the rest along
             self._links.flush()
         return arrivals
 
-    def _arrival(self, rank: int, own: _Arrival, coming: int) -> _Arrival:
-        frame = self._links.header(rank)
-        if (frame.kind, frame.sequence, frame.a, frame.b) != (ARRIVE, self._sequence, own.signature, own.n):
-            me, peer, called = self._links.name(self.rank), self._links.name(rank), describe(own.signature, own.n)
+    def _arrival(self, rank: int, number: int, transfer: Transfer) -> tuple[float, bytes]:
+        """(weight, text) of a peer; what goes first of its tensor follows."""
+        frame, coming = self._links.header(rank), transfer.coming(rank)
+        if (frame.kind, frame.sequence, frame.a, frame.b) != (ARRIVE, self._sequence, number, transfer.n):
+            me, peer, called = self._links.names[self.rank], self._links.names[rank], describe(number, transfer.n)
             raise self._links.fail(different_operations(self.step, me, called, peer, _called(frame)))
         if not 0 <= frame.elements - coming <= _MOST_TEXT:
             raise self._links.fail(
                 ManyhandsError(
-                    f"worker {self._links.name(rank)} announced {frame.elements} bytes with {_called(frame)}; expected "
+                    f"worker {self._links.names[rank]} announced {frame.elements} bytes with {_called(frame)}; expected "
                     f"{coming} and at most {_MOST_TEXT} of bits or JSON: do all workers run the same version of manyhands?"
                 )
             )
         text = bytearray(frame.elements - coming)
         self._links.fill(rank, memoryview(text))
-        return _Arrival(frame.a, frame.b, frame.weight, bytes(text))
+        return frame.weight, bytes(text)
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import ssl
 from collections import deque
 from typing import Any
 
-from manyhands.transport.frame import HEADER_BYTES, Frame, FrameError, blob_length, pack, unpack
+from manyhands.transport.frame import HEADER_BYTES, Frame, FrameError, from_json, pack, unpack
 from manyhands.transport.socket_io import close_in_forks, one_host, shut_down
 
 ARRIVE, CHUNK, SEND, WAITING, GAVE_UP, LEFT = range(1, 7)
@@ -111,7 +111,6 @@ class Link:
 
     @property
     def unread(self) -> bool:
-        """Whether something was read ahead."""
         return self._start < self._stop
 
     def pull(self, into: memoryview) -> int:
@@ -130,8 +129,7 @@ class Link:
             if not self._read_ahead():
                 return None
         self._start += HEADER_BYTES
-        head = self._stage[self._start - HEADER_BYTES : self._start]
-        frame, length = unpack(head), blob_length(head)
+        frame, length = unpack(self._stage[self._start - HEADER_BYTES : self._start])
         if length != (_NOTICE_BLOB if frame.kind in NOTICES else 0):
             raise FrameError(f"a frame of kind {frame.kind} came with a blob of {length} bytes")
         return frame
@@ -142,22 +140,37 @@ class Link:
             if not self._read_ahead():
                 return None
         self._start += _NOTICE_BLOB
-        return _notice_of(self._stage[self._start - _NOTICE_BLOB : self._start])
+        return from_json(self._stage[self._start - _NOTICE_BLOB : self._start])
 
     def last_notice(self) -> tuple[int, dict[str, Any]]:
-        """(kind, what it says) if a notice is the last that came, whatever lies before it; else (0, {})."""
-        self._hoard()
-        size = HEADER_BYTES + _NOTICE_BLOB
-        if self._stop - self._start < size:
-            return 0, {}
-        last = self._stage[self._stop - size : self._stop]
+        """(kind, what it says) if a notice is the last that came, whatever lies before it; else (0, {}).
+
+        All that is here moves into the stage.
+        """
+        kept = [bytes(self._stage[self._start : self._stop])]
         try:
-            frame = unpack(last[:HEADER_BYTES])
-            if frame.kind not in NOTICES or blob_length(last[:HEADER_BYTES]) != _NOTICE_BLOB:
-                return 0, {}
-            return frame.kind, _notice_of(last[HEADER_BYTES:])
-        except FrameError:
+            while sum(map(len, kept)) < _HOARD:
+                piece = bytearray(1 << 18)
+                count = self._receive(memoryview(piece))
+                if not count:
+                    break
+                kept.append(bytes(piece[:count]))
+        except LinkEnded:
+            pass  # what came before is what counts; a further pull reports the end again
+        data = b"".join(kept)
+        self._stage = memoryview(bytearray(data.ljust(_STAGE, b"\0")))
+        self._start, self._stop = 0, len(data)
+        size = HEADER_BYTES + _NOTICE_BLOB
+        if len(data) < size:
             return 0, {}
+        last = self._stage[len(data) - size : len(data)]
+        try:
+            frame, length = unpack(last[:HEADER_BYTES])
+            if frame.kind in NOTICES and length == _NOTICE_BLOB:
+                return frame.kind, from_json(last[HEADER_BYTES:])
+        except FrameError:
+            pass  # data that looks like nothing
+        return 0, {}
 
     def _read_ahead(self) -> int:
         """Bytes that were added to the stage."""
@@ -180,22 +193,6 @@ class Link:
             raise LinkEnded("the end of the connection")
         return count
 
-    def _hoard(self) -> None:
-        """Move all that is here into the stage."""
-        kept = [bytes(self._stage[self._start : self._stop])]
-        try:
-            while sum(map(len, kept)) < _HOARD:
-                piece = bytearray(1 << 18)
-                count = self._receive(memoryview(piece))
-                if not count:
-                    break
-                kept.append(bytes(piece[:count]))
-        except LinkEnded:
-            pass  # what came before is what counts; a further pull reports the end again
-        data = b"".join(kept)
-        self._stage = memoryview(bytearray(data.ljust(_STAGE, b"\0")))
-        self._start, self._stop = 0, len(data)
-
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def end_sending(self) -> None:
@@ -215,21 +212,10 @@ def notice(kind: int, fields: dict[str, Any]) -> Frame:
     """A notice that says this; its texts are cut so that it fits."""
     blob = json.dumps(fields).encode()
     while len(blob) > _NOTICE_BLOB:
-        fields = {
-            name: value[: len(value) * 3 // 4] if isinstance(value, str) else value for name, value in fields.items()
-        }
+        texts = {name: value for name, value in fields.items() if isinstance(value, str)}
+        fields = fields | {name: text[: len(text) * 3 // 4] for name, text in texts.items()}
         blob = json.dumps(fields).encode()
     return Frame(kind=kind, blob=blob.ljust(_NOTICE_BLOB))
-
-
-def _notice_of(blob: memoryview) -> dict[str, Any]:
-    try:
-        value = json.loads(bytes(blob))
-    except ValueError as error:
-        raise FrameError(f"a notice is a JSON object; got {bytes(blob[:40])!r}") from error
-    if not isinstance(value, dict):
-        raise FrameError(f"a notice is a JSON object; got {bytes(blob[:40])!r}")
-    return value
 
 
 RDHUP = getattr(select, "POLLRDHUP", 0)  # Linux: reports a peer's end without reading up to it

@@ -41,15 +41,10 @@ class Links(FirstError):
     """
 
     def __init__(
-        self,
-        rank: int,
-        links: Mapping[int, Link],
-        *,
-        names: Sequence[int],
-        hosts: Sequence[str],
-        timeout_s: float,
+        self, rank: int, links: Mapping[int, Link], *, names: Sequence[int], hosts: Sequence[str], timeout_s: float
     ) -> None:
-        self._rank, self._links, self._names, self._hosts = rank, dict(sorted(links.items())), names, hosts
+        self._rank, self._links, self.names, self._hosts = rank, dict(sorted(links.items())), names, hosts
+        self.peers = list(self._links)  # all other ranks, in rank order
         self._timeout_s = timeout_s
         self._operation, self._step = "", 0
         self._waiting_for: dict[int, int] = {}  # by peer: its newest waiting-for frame, where nothing else came
@@ -61,15 +56,6 @@ class Links(FirstError):
 
     def __getitem__(self, rank: int) -> Link:
         return self._links[rank]
-
-    @property
-    def peers(self) -> list[int]:
-        """All other ranks, in rank order."""
-        return list(self._links)
-
-    def name(self, rank: int) -> int:
-        """How messages call a rank."""
-        return self._names[rank]
 
     # -- an operation ------------------------------------------------------------------------------------------------
 
@@ -170,10 +156,12 @@ class Links(FirstError):
             except LinkEnded:
                 self._lost(link.rank, "is gone", time.perf_counter() - since if since else 0.0)
             except FrameError as error:
-                raise self.fail(ManyhandsError(f"worker {self._names[link.rank]} sent rubbish: {error}")) from error
+                raise self.fail(ManyhandsError(f"worker {self.names[link.rank]} sent rubbish: {error}")) from error
             if value is not None:
-                if attempts:
-                    self._looked(since)
+                if since:
+                    self._spinning.slept(time.perf_counter() - since)
+                elif attempts:
+                    self._spinning.found()
                 return value
             if self.push():
                 if sending and link.sent != sent:
@@ -181,9 +169,8 @@ class Links(FirstError):
                 continue
             if sending and self._masks[link.rank] == _DEAF:  # it reads no more, and wakes nobody who sleeps
                 self._lost(link.rank, "left the group", time.perf_counter() - since if since else 0.0)
-            most = most or (
-                self._spinning.attempts() if self.at_home else 1
-            )  # beside the caller it would be at its cost
+            if not most:  # beside the caller, spinning would be at its cost
+                most = self._spinning.attempts() if self.at_home else 1
             attempts += 1
             if attempts < most:
                 continue
@@ -195,12 +182,6 @@ class Links(FirstError):
                 fields = True
                 self._say_waiting(link)
             self._sleep(link, sending, since + self._timeout_s * (1 if fields else 0.5) - now)
-
-    def _looked(self, since: float) -> None:
-        if since:
-            self._spinning.slept(time.perf_counter() - since)
-        else:
-            self._spinning.found()
 
     def _sleep(self, awaited: Link, sending: bool, seconds: float) -> None:
         """Until the awaited peer sent, something enqueued can leave, a peer ended, or the time is over."""
@@ -261,11 +242,11 @@ class Links(FirstError):
             raise self.fail(ManyhandsError(str(fields["text"])))
         rank, why = int(fields.get("rank", -1)), str(fields.get("why", "is gone"))
         if "noticed" not in why:
-            why = f"{why} (worker {self._names[link.rank]} noticed)"
+            why = f"{why} (worker {self.names[link.rank]} noticed)"
         raise self.fail(PeerLost(rank, str(fields.get("host")), self._operation, self._step, 0.0, why))
 
     def _lost(self, rank: int, why: str, seconds: float) -> NoReturn:
-        name, host = self._names[rank], self._hosts[rank]
+        name, host = self.names[rank], self._hosts[rank]
         raise self.fail(PeerLost(name, host, self._operation, self._step, seconds, why))
 
 
@@ -352,14 +333,8 @@ def connect_all(
             channel, theirs = listener.accept(lambda theirs: _peer_of(theirs, hello, channels, called), left_s())
             channels[theirs["rank"]] = channel
     except (ChannelTimeout, ChannelClosed) as error:
-        raise PeerLost(
-            names[wanted],
-            hosts[wanted],
-            f"connecting the {purpose}",
-            0,
-            time.monotonic() - start,
-            f"could not be connected ({error})",
-        ) from error
+        seconds, why = time.monotonic() - start, f"could not be connected ({error})"
+        raise PeerLost(names[wanted], hosts[wanted], f"connecting the {purpose}", 0, seconds, why) from error
     finally:
         if len(channels) < size - 1:
             for channel in channels.values():

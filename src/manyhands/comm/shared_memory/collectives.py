@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -85,7 +85,7 @@ class CollectiveRounds:
         self._group, self._arena, self._board, self._waiting = group, arena, board, waiting
         self._scratch = arena.reserve(_SCRATCH)
         self._peers = [rank for rank in range(group.size) if rank != group.rank]
-        self._begun = self._ready = self._done = 0
+        self._begun, self._rounds = 0, {READY: 0, DONE: 0}
         self._under_way: deque[Operation] = deque()
         self._plans: dict[tuple[object, ...], list[list[Tensor]]] = {}
 
@@ -129,7 +129,7 @@ class CollectiveRounds:
         """
         if min(header.offset for header in headers) >= 0:
             work([header.offset for header in headers], 0, operation.n)
-            self._all_done(operation)
+            self._all(DONE, operation)
             return
         itemsize = operation.tensor.dtype.itemsize
         outside = operation.offset < 0 and (lay_out or put_back)
@@ -139,9 +139,9 @@ class CollectiveRounds:
             scratch = self._arena.view(self._group.rank, self._scratch, stop - start, operation.tensor.dtype)
             if outside and lay_out:
                 scratch.copy_(flat[start:stop])
-            self._all_ready(operation)
+            self._all(READY, operation)
             work([self._scratch if h.offset < 0 else h.offset + start * itemsize for h in headers], start, stop)
-            self._all_done(operation)
+            self._all(DONE, operation)
             if outside and put_back:
                 flat[start:stop].copy_(scratch)
         if outside and put_back:
@@ -154,12 +154,12 @@ class CollectiveRounds:
         if plan is None:
             if len(self._plans) == _PLANS:
                 self._plans.clear()
-            plan = self._plans[key] = list(self._cut(places, start, stop, dtype))
+            plan, length = [], CHUNK // dtype.itemsize
+            for at in range(start, stop, length):
+                n, begin = min(length, stop - at), at * dtype.itemsize
+                plan.append([self._arena.view(rank, place + begin, n, dtype) for rank, place in enumerate(places)])
+            self._plans[key] = plan
         return plan
-
-    def view(self, rank: int, place: int, n: int, dtype: torch.dtype) -> Tensor:
-        """[n] elements of a rank's memory."""
-        return self._arena.view(rank, place, n, dtype)
 
     def blobs(self, operation: Operation, headers: list[Header]) -> list[bytes]:
         """What every rank gave along, of any length."""
@@ -170,63 +170,39 @@ class CollectiveRounds:
         for start in range(0, max(lengths), _SCRATCH):
             piece = operation.blob[start : start + _SCRATCH]
             self._arena.maps[self._group.rank][self._scratch : self._scratch + len(piece)] = piece
-            self._all_ready(operation)
+            self._all(READY, operation)
             for text, memory, length in zip(texts, self._arena.maps, lengths, strict=True):
                 text += memory[self._scratch : self._scratch + max(0, min(_SCRATCH, length - start))]
-            self._all_done(operation)
+            self._all(DONE, operation)
         return [bytes(text) for text in texts]
 
     # -- the protocol ------------------------------------------------------------------------------------------------
 
     def _run_next(self) -> None:
-        operation = self._under_way.popleft()
-        self._all_arrived(operation)
-        headers = [self._board.read(rank, operation.sequence) for rank in range(self._group.size)]
-        self._check_same(operation, headers)
-        operation.run(operation, headers)
-        operation.finished = True
-
-    def _all_arrived(self, operation: Operation) -> None:
-        start = 0.0
+        operation, start = self._under_way.popleft(), 0.0
         for rank in self._peers:
             if self._board.words[rank][ARRIVED] < operation.sequence:
                 start = start or time.perf_counter()
-                self._until(rank, ARRIVED, operation.sequence, operation)
+                self._waiting.until(rank, ARRIVED, operation.sequence, operation.name, self._group.step)
         fence()
         if start:
             self._group.waited_s += time.perf_counter() - start
-
-    def _all_ready(self, operation: Operation) -> None:
-        self._ready += 1
-        self._all(READY, self._ready, operation)
-
-    def _all_done(self, operation: Operation) -> None:
-        self._done += 1
-        self._all(DONE, self._done, operation)
-
-    def _all(self, counter: int, value: int, operation: Operation) -> None:
-        fence()
-        self._board.raise_to(counter, value)
-        for rank in self._peers:
-            self._until(rank, counter, value, operation)
-
-    def _until(self, rank: int, counter: int, value: int, operation: Operation) -> None:
-        self._waiting.until(rank, counter, value, operation.name, self._group.step)
-
-    def _check_same(self, operation: Operation, headers: list[Header]) -> None:
+        headers = [self._board.read(rank, operation.sequence) for rank in range(self._group.size)]
         own = (operation.signature, operation.n)
         for rank, header in enumerate(headers):
             if header[:2] != own:
                 step, called, theirs = self._group.step, describe(*own), describe(*header[:2])
                 raise self._waiting.fail(different_operations(step, self._group.rank, called, rank, theirs))
+        operation.run(operation, headers)
+        operation.finished = True
 
-    def _cut(self, places: Places, start: int, stop: int, dtype: torch.dtype) -> Iterator[list[Tensor]]:
-        length = CHUNK // dtype.itemsize
-        for begin in range(start, stop, length):
-            n = min(length, stop - begin)
-            yield [
-                self._arena.view(rank, place + begin * dtype.itemsize, n, dtype) for rank, place in enumerate(places)
-            ]
+    def _all(self, counter: int, operation: Operation) -> None:
+        """One more round laid out (READY) or done with (DONE); return when all ranks are as far."""
+        self._rounds[counter] += 1
+        fence()
+        self._board.raise_to(counter, self._rounds[counter])
+        for rank in self._peers:
+            self._waiting.until(rank, counter, self._rounds[counter], operation.name, self._group.step)
 
 
 _RING = 4  # chunks laid out and not yet taken
@@ -276,7 +252,9 @@ class Mailbox:
         place = self._place(rank, taken)
         came = _HEADER.unpack_from(self._arena.maps[source], place)
         if came != (signature, data.numel()):
-            self._refuse(came, (signature, data.numel()), source, step)
+            self._board.give_up(rank)
+            expected, other = _words(signature, data.numel()), _words(*came)
+            raise self._waiting.fail(other_message(step, rank, expected, source, other))
         piece = data[start : start + _CHUNK]
         piece.copy_(self._arena.view(source, place + 4096, len(piece), torch.uint8))
         fence()
@@ -285,11 +263,6 @@ class Mailbox:
 
     def _place(self, target: int, chunk: int) -> int:
         return self._start + (target * _RING + chunk % _RING) * _SLOT
-
-    def _refuse(self, came: tuple[int, ...], expected: tuple[int, int], source: int, step: int) -> None:
-        self._board.give_up(self._board.rank)
-        rank = self._board.rank
-        raise self._waiting.fail(other_message(step, rank, _words(*expected), source, _words(*came)))
 
 
 def _starts(data: Tensor) -> range:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,19 +94,13 @@ class SharedMemoryGroup(Group):
     @override
     def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Work:
         check_mean(tensor, weight, bits, lost)
-        number = signature("mean_", tensor.dtype)
-
-        def run(operation: Operation, headers: list[Header]) -> None:
-            self._mean(operation, headers, lost)
-
-        return self._rounds.begin(
-            Operation(self._rounds, number, tensor, run, weight=float(weight), blob=bits_bytes(bits))
-        )
+        number, run, blob = signature("mean_", tensor.dtype), partial(self._mean, lost=lost), bits_bytes(bits)
+        return self._rounds.begin(Operation(self._rounds, number, tensor, run, weight=float(weight), blob=blob))
 
     @override
     def all_reduce_(self, tensor: Tensor) -> None:
         check_sum(tensor)
-        self._complete("all_reduce_", tensor, lambda operation, headers: self._reduce(operation, headers, None))
+        self._complete("all_reduce_", tensor, partial(self._reduce, shares=None))
 
     @override
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -113,9 +108,9 @@ class SharedMemoryGroup(Group):
 
         def copy(places: Places, start: int, stop: int) -> None:
             for rank, place in enumerate(places):
-                result[rank, start:stop].copy_(self._rounds.view(rank, place, stop - start, tensor.dtype))
+                result[rank, start:stop].copy_(self._arena.view(rank, place, stop - start, tensor.dtype))
 
-        self._complete("all_gather", tensor, lambda o, headers: self._rounds.go_through(o, headers, copy))
+        self._complete("all_gather", tensor, partial(self._rounds.go_through, work=copy))
         self.ledger.add("all_gather", (self.size - 1) * tensor.nbytes)
         return result.view(self.size, *tensor.shape)
 
@@ -131,7 +126,7 @@ class SharedMemoryGroup(Group):
                 result[at - low : at - low + len(pieces[0])].copy_(sum_of(pieces))
                 at += len(pieces[0])
 
-        self._complete("reduce_scatter", tensor, lambda o, headers: self._rounds.go_through(o, headers, add))
+        self._complete("reduce_scatter", tensor, partial(self._rounds.go_through, work=add))
         self.ledger.add("reduce_scatter", (self.size - 1) * result.nbytes)
         return result
 
@@ -142,11 +137,9 @@ class SharedMemoryGroup(Group):
 
         def copy(places: Places, start: int, stop: int) -> None:
             if not mine:
-                flat[start:stop].copy_(self._rounds.view(source, places[source], stop - start, tensor.dtype))
+                flat[start:stop].copy_(self._arena.view(source, places[source], stop - start, tensor.dtype))
 
-        self._complete(
-            "broadcast_", tensor, lambda o, headers: self._rounds.go_through(o, headers, copy, lay_out=mine), source
-        )
+        self._complete("broadcast_", tensor, partial(self._rounds.go_through, work=copy, lay_out=mine), source)
         if mine:
             self.ledger.add("broadcast_", (self.size - 1) * tensor.nbytes)
         else:
@@ -186,12 +179,11 @@ class SharedMemoryGroup(Group):
     @override
     def all_gather_json(self, value: Any) -> list[Any]:
         texts: list[bytes] = []
-        self._complete(
-            "all_gather_json",
-            _NOTHING,
-            lambda o, headers: texts.extend(self._rounds.blobs(o, headers)),
-            blob=json_bytes(value),
-        )
+
+        def gather(operation: Operation, headers: list[Header]) -> None:
+            texts.extend(self._rounds.blobs(operation, headers))
+
+        self._complete("all_gather_json", _NOTHING, gather, blob=json_bytes(value))
         return [json.loads(text) for text in texts]
 
     @override
@@ -201,9 +193,8 @@ class SharedMemoryGroup(Group):
         offset = self._arena.locate(tensor) if tensor.device.type == "cpu" else -1
         if self.rank == owner and offset >= 0:
             self._arena.keep(offset)
-        offset = self.all_gather_json(offset)[
-            owner
-        ]  # ranks let go of memory at different times, and so may lie differently
+        # ranks let go of memory at different times, and so may lie differently
+        offset = self.all_gather_json(offset)[owner]
         if offset < 0:
             raise Unsupported(
                 f"only memory that allocate() gave can be shared, and a tensor on {tensor.device} is none: train on the CPU"
@@ -242,18 +233,16 @@ class SharedMemoryGroup(Group):
             self._reduce(operation, headers, shares_of(weights, total.weight), lost)
 
     def _reduce(
-        self,
-        operation: Operation,
-        headers: list[Header],
-        shares: list[float | None] | None,
-        lost: Tensor | None = None,
+        self, operation: Operation, headers: list[Header], shares: list[float | None] | None, lost: Tensor | None = None
     ) -> None:
         """Each rank reduces its slice in everybody's memory; `shares` None is the plain sum."""
         moved = 0
 
         def reduce(places: Places, start: int, stop: int) -> None:
             nonlocal moved
-            low, high = self._slice(stop - start)
+            n = stop - start
+            length = -(-n // (self.size * _ALIGNED)) * _ALIGNED
+            low, high = min(n, self.rank * length), min(n, (self.rank + 1) * length)
             for pieces in self._rounds.pieces(places, low, high, operation.tensor.dtype):
                 length = len(pieces[0])
                 reduce_everywhere(pieces, shares, None if lost is None else lost[start + low : start + low + length])
@@ -262,13 +251,7 @@ class SharedMemoryGroup(Group):
 
         if operation.n:
             self._rounds.go_through(operation, headers, reduce, put_back=True)
-            read = sum(
-                1 for peer in range(self.size) if peer != self.rank and (shares is None or shares[peer] is not None)
-            )
-            self.ledger.add(
-                operation.name, moved * (read + self.size - 1) * operation.tensor.dtype.itemsize, messages=2
-            )
-
-    def _slice(self, n: int) -> tuple[int, int]:
-        length = -(-n // (self.size * _ALIGNED)) * _ALIGNED
-        return min(n, self.rank * length), min(n, (self.rank + 1) * length)
+            peers = [peer for peer in range(self.size) if peer != self.rank]
+            read = sum(shares is None or shares[peer] is not None for peer in peers)
+            nbytes = moved * (read + len(peers)) * operation.tensor.dtype.itemsize
+            self.ledger.add(operation.name, nbytes, messages=2)

@@ -42,13 +42,24 @@ class SharedMemory:
             for rank in range(size):
                 fds.append(os.memfd_create(f"manyhands-{rank}", os.MFD_CLOEXEC))
             length = _largest(size)
-            while not _truncated(fds, length):
-                length //= 2
+            while True:
+                try:
+                    for fd in fds:
+                        os.ftruncate(fd, length)
+                    return fds
+                except OSError as error:
+                    if error.errno not in (errno.EFBIG, errno.EINVAL, errno.ENOMEM, errno.ENOSPC):
+                        raise
+                    if length <= _SMALLEST:
+                        raise ManyhandsError(
+                            f"shared memory of {size} × {length >> 20} MB was expected; the system reports: {error.strerror}. "
+                            "Raise the limit on file sizes (ulimit -f) or on memory."
+                        ) from error
+                length //= 2  # less may do
         except BaseException:
             for fd in fds:
                 os.close(fd)
             raise
-        return fds
 
 
 def _largest(size: int) -> int:
@@ -59,23 +70,6 @@ def _largest(size: int) -> int:
     while length > _SMALLEST and length * size > room:
         length //= 2
     return length
-
-
-def _truncated(fds: Sequence[int], length: int) -> bool:
-    """Make all files `length` bytes long; False where the system finds that too much and a smaller one may do."""
-    try:
-        for fd in fds:
-            os.ftruncate(fd, length)
-    except OSError as error:
-        if error.errno not in (errno.EFBIG, errno.EINVAL, errno.ENOMEM, errno.ENOSPC):
-            raise
-        if length <= _SMALLEST:
-            raise ManyhandsError(
-                f"shared memory of {len(fds)} × {length >> 20} MB was expected; the system reports: {error.strerror}. "
-                "Raise the limit on file sizes (ulimit -f) or on memory."
-            ) from error
-        return False
-    return True
 
 
 class Arena:
@@ -138,14 +132,12 @@ class Arena:
         """Put what was let go of among the free."""
         while self._released:
             self._free.append(self._released.popleft())
-            self._free.sort()
-            merged = [self._free[0]]
-            for start, end in self._free[1:]:
-                if start == merged[-1][1]:
-                    merged[-1] = (merged[-1][0], end)
-                else:
-                    merged.append((start, end))
-            self._free = merged
+        free, self._free = sorted(self._free), []
+        for start, end in free:
+            if self._free and start == self._free[-1][1]:
+                self._free[-1] = (self._free[-1][0], end)
+            else:
+                self._free.append((start, end))
 
     def view(self, rank: int, offset: int, n: int, dtype: torch.dtype) -> Tensor:
         """[n] elements of `rank`'s memory from `offset` on."""

@@ -89,7 +89,17 @@ def _as_columns(data: Any, what: str) -> Any:
 
 def _column(value: Any, what: str) -> Any:
     if isinstance(value, list):
-        value = _array_of(value, what)
+        try:
+            array = np.asarray(value)
+        except ValueError as error:
+            raise BadInput(
+                f"a list in {what} cannot become an array ({error}): pad its rows to one length, or give a Dataset and collate"
+            ) from error
+        if array.dtype == object:
+            raise BadInput(
+                f"a list in {what} must hold numbers or strings; got {describe(value)}. Give rows of objects as a list or Dataset of rows"
+            )
+        value = array
     if value.ndim == 0:
         raise BadInput(
             f"every array of {what} needs a first dimension that counts rows; got a single number, {value!r}"
@@ -98,17 +108,3 @@ def _column(value: Any, what: str) -> Any:
         return value.detach()
     native = value.dtype.isnative and all(stride >= 0 for stride in value.strides)
     return _tensor(value) if value.flags.writeable and native else value
-
-
-def _array_of(values: list[Any], what: str) -> np.ndarray[Any, Any]:
-    try:
-        array = np.asarray(values)
-    except ValueError as error:
-        raise BadInput(
-            f"a list in {what} cannot become an array ({error}): pad its rows to one length, or give a Dataset and collate"
-        ) from error
-    if array.dtype == object:
-        raise BadInput(
-            f"a list in {what} must hold numbers or strings; got {describe(values)}. Give rows of objects as a list or Dataset of rows"
-        )
-    return array

@@ -39,13 +39,13 @@ class RowLoader:
         """Load what is picked, in that order."""
         if self.processes == 0:
             for pick in picks:
-                yield pick.loaded(self.take(pick.own) if len(pick.own) else None)
+                yield pick.load(self.take)
             return
         plan = list(picks)
         batches = iter(self._loader([pick for pick in plan if len(pick.own)], reading))
         try:
             for pick in plan:
-                yield pick.loaded(next(batches) if len(pick.own) else None)
+                yield pick.load(lambda own: next(batches))
         finally:
             end_processes(batches)
 
@@ -53,7 +53,7 @@ class RowLoader:
         own = "worker_init_fn" in self.options
         batches = [[_plain(i) for i in pick.own] for pick in plan]
         if not own:
-            batches = [[_Key(_key(pick, reading)), *batch] for pick, batch in zip(plan, batches, strict=True)]
+            batches = [[_key(pick, reading), *batch] for pick, batch in zip(plan, batches, strict=True)]
         return DataLoader(
             self.dataset if own else _Seeded(self.dataset),
             batch_sampler=batches,
@@ -77,20 +77,11 @@ class RowSource(Planned):
 
     @override
     def load_here(self, pick: Pick, reading: Reading) -> Slice:
-        if not self.in_processes():
-            return super().load_here(pick, reading)
+        if not self.in_processes:
+            return pick.load(self.reader.take)
         with rng.kept():  # as a loader process would
             rng.seed_all(rng.mixed(_key(pick, reading)))
-            return pick.loaded(self.reader.take(pick.own) if len(pick.own) else None)
-
-    @override
-    def in_processes(self) -> bool:
-        return self.reader.processes > 0
-
-    @property
-    @override
-    def loading(self) -> Loading:
-        return Loading(self.reader.processes, BY_OPTION)
+            return pick.load(self.reader.take)
 
 
 class DatasetRows(RowSource, Indexed):
@@ -101,6 +92,7 @@ class DatasetRows(RowSource, Indexed):
     ) -> None:
         self.rows = nonempty(len(dataset), what)
         self.reader = RowLoader(dataset, collate or default_collate, processes)
+        self.loading = Loading(processes, BY_OPTION)
 
     @override
     def take(self, indices: Sequence[Any]) -> Any:
@@ -140,14 +132,8 @@ def _plain(index: Any) -> Any:
     return int(index) if isinstance(index, np.integer) else index
 
 
-class _Key(tuple[int, ...]):
-    """Rides in front of a batch's indices into the loader process."""
-
-    __slots__ = ()
-
-
 class _Seeded(Dataset[Any]):
-    """The user's dataset, with the process's generators seeded by the key of each batch before its rows load."""
+    """The user's dataset. The key in front of a batch's indices seeds the process's generators before its rows load."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset

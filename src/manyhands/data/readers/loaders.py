@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import (
@@ -50,9 +50,8 @@ def is_indexed(loader: DataLoader[Any]) -> bool:
 
     A subclass that iterates in a way of its own (accelerate's, torchdata's) is to be iterated.
     """
-    iterates_itself = any(
-        getattr(type(loader), name) is not getattr(DataLoader, name) for name in ("__iter__", "_get_iterator")
-    )
+    kind = type(loader)
+    iterates_itself = kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator
     return not (iterates_itself or isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None)
 
 
@@ -79,20 +78,20 @@ class Loader(RowSource):
 
     def __init__(self, loader: DataLoader[Any], processes: int = 0) -> None:
         self._loader = loader
-        self._sampler: Any = loader.batch_sampler  # torch's, or anything that gives lists of indices
+        self._sampler = cast(Any, loader.batch_sampler)  # torch's, or anything that gives lists of indices
         self._batches = length_of(self._sampler)
-        self._looked = self._look()
+        self._looked: list[int] | None = (
+            None  # sizes of the batches of a user's own sampler in one epoch; others may differ
+        )
+        if type(self._sampler) is not BatchSampler:
+            with _seeded(loader, 0, 0):
+                self._looked = [len(batch) for batch in islice(self._sampler, self._batches)]
         size = loader.batch_size or getattr(self._sampler, "batch_size", None)
         self.batch_size = size if isinstance(size, int) else max(self._looked or [0])
         self.rows = nonempty(self._count(self.batch_size), "the DataLoader")
         self.reader = reader_of(loader, loader.num_workers or processes)
-
-    @property
-    @override
-    def loading(self) -> Loading:
-        if isinstance(self.reader, _TensorRows):
-            return Loading()
-        return Loading(self.reader.processes, "num_workers" if self._loader.num_workers else BY_OPTION)
+        if not isinstance(self.reader, _TensorRows):
+            self.loading = Loading(self.reader.processes, "num_workers" if loader.num_workers else BY_OPTION)
 
     @override
     def epoch_rows(self, reading: Reading) -> int:
@@ -153,13 +152,6 @@ class Loader(RowSource):
             return sum(self._looked)
         rows = length_of(self._sampler.sampler)
         return rows // size * size if self._sampler.drop_last else rows
-
-    def _look(self) -> list[int] | None:
-        """The sizes of the batches that a sampler of the user's own gives in one epoch; others may differ."""
-        if type(self._sampler) is BatchSampler:
-            return None
-        with _seeded(self._loader, 0, 0):
-            return [len(batch) for batch in islice(self._sampler, self._batches)]
 
 
 def reader_of(loader: DataLoader[Any], processes: int) -> RowLoader:

@@ -80,13 +80,13 @@ def types_of(files: Sequence[str]) -> dict[str, pa.DataType]:
 
 def count(files: Sequence[str], part: int, parts: int) -> list[int]:
     """The rows of the files part, part + parts, …: what one reader counts for all."""
+
+    def rows(file: str) -> int:
+        with _seen_here(file):
+            return table_file(file).rows()
+
     with ThreadPoolExecutor(_READS_AT_ONCE) as pool:
-        return list(pool.map(_rows, files[part::parts]))
-
-
-def _rows(file: str) -> int:
-    with _seen_here(file):
-        return table_file(file).rows()
+        return list(pool.map(rows, files[part::parts]))
 
 
 def together(counts: Sequence[Sequence[int]]) -> list[int]:
@@ -202,7 +202,12 @@ def _found(path: str, kinds: str) -> list[str]:
             if not named:  # a file that is named outright may be one of those that a log lists
                 folders.add(posixpath.dirname(one))
     for folder in {above for one in folders for above in _tables_around(one)}:
-        _refuse_log(folder, _names_in(fs, folder))
+        try:
+            names = fs.ls(folder, detail=False)
+            names += [name for one in names if one.endswith("/metadata") for name in fs.ls(one, detail=False)]
+        except PermissionError:  # storage may show somebody one partition and not the table around it
+            continue
+        _refuse_log(folder, names)
     return [_url(fs, path, place, file) for file in files]
 
 
@@ -213,14 +218,6 @@ def _tables_around(folder: str) -> Iterator[str]:
     yield folder
     if posixpath.basename(folder) == "data" and posixpath.dirname(folder):
         yield posixpath.dirname(folder)
-
-
-def _names_in(fs: Any, folder: str) -> list[str]:
-    try:
-        names = fs.ls(folder, detail=False)
-        return [*names, *(name for one in names if one.endswith("/metadata") for name in fs.ls(one, detail=False))]
-    except PermissionError:  # storage may show somebody one partition and not the table around it
-        return []
 
 
 def _refuse_log(folder: str, names: Iterable[str]) -> None:

@@ -48,16 +48,12 @@ class Stream(Unsized):
 
     def __init__(self, rows: Callable[[], Iterable[Any]], collate: Collate | None = None, processes: int = 0) -> None:
         """`rows()` gives the iterable, anew each epoch."""
-        self._open, self._collate, self._processes = rows, collate or default_collate, processes
-
-    @property
-    @override
-    def loading(self) -> Loading:
-        return Loading(1) if self._processes else Loading(0, BY_OPTION)
+        self._open, self._collate = rows, collate or default_collate
+        self.loading = Loading(1) if processes else Loading(0, BY_OPTION)
 
     @override
     def slices(self, reading: Reading) -> Slices:
-        return self.read(reading) if self._processes == 0 else _in_a_process(self, reading)
+        return _in_a_process(self, reading) if self.loading.processes else self.read(reading)
 
     def read(self, reading: Reading) -> Slices:
         """The slices, read here."""
@@ -65,24 +61,19 @@ class Stream(Unsized):
         set_epoch(stream, reading.epoch)
         shard = getattr(stream, "shard", None)
         if reading.size > 1 and callable(shard) and getattr(stream, "num_shards", 0) >= reading.size:
-            return self._read_shard(shard(num_shards=reading.size, index=reading.rank), reading)
-        return self._read_shared(stream, reading)
-
-    def _read_shared(self, stream: Iterable[Any], reading: Reading) -> Slices:
+            mine = shard(num_shards=reading.size, index=reading.rank)
+            own = RngScope((reading.seed, reading.epoch, reading.rank))
+            start, stop = slice_of(reading.batch_size, reading.rank, reading.size)
+            for index, rows in enumerate(_chunks(mine, stop - start, own, may_be_empty=True)):
+                if index >= reading.first_tick:
+                    yield Slice(self._batch(rows, own), len(rows), None, index, reading.rank)
+            return
         own = RngScope((reading.seed, reading.epoch))
         for index, rows in enumerate(_chunks(stream, reading.batch_size, own)):
-            if index < reading.first_tick:
-                continue
-            start, stop = slice_of(len(rows), reading.rank, reading.size)
-            digest = _digest(rows, reading, index)
-            yield Slice(self._batch(rows[start:stop], own), stop - start, len(rows), index, reading.rank, digest)
-
-    def _read_shard(self, shard: Iterable[Any], reading: Reading) -> Slices:
-        own = RngScope((reading.seed, reading.epoch, reading.rank))
-        start, stop = slice_of(reading.batch_size, reading.rank, reading.size)
-        for index, rows in enumerate(_chunks(shard, stop - start, own, may_be_empty=True)):
             if index >= reading.first_tick:
-                yield Slice(self._batch(rows, own), len(rows), None, index, reading.rank)
+                start, stop = slice_of(len(rows), reading.rank, reading.size)
+                batch, digest = self._batch(rows[start:stop], own), _digest(rows, reading, index)
+                yield Slice(batch, stop - start, len(rows), index, reading.rank, digest)
 
     def _batch(self, rows: list[Any], own: RngScope) -> Any:
         if not rows:
@@ -100,11 +91,7 @@ class LoadedStream(Unsized):
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader, self.batch_size = loader, loader.batch_size
-
-    @property
-    @override
-    def loading(self) -> Loading:
-        return Loading(self._loader.num_workers, "num_workers")
+        self.loading = Loading(loader.num_workers, "num_workers")
 
     @override
     def epoch_rows(self, reading: Reading) -> None:
@@ -128,16 +115,12 @@ class LoadedStream(Unsized):
                     _refuse_empty(index)
                     return
                 if index >= reading.first_tick:
-                    yield _cut(batch, reading, index)
+                    rows = rows_of(batch)
+                    start, stop = slice_of(rows, reading.rank, reading.size)
+                    mine = batch if stop - start == rows else slice_rows(batch, start, stop) if stop > start else None
+                    yield Slice(mine, stop - start, rows, index, reading.rank, _digest(batch, reading, index))
         finally:
             end_processes(batches)
-
-
-def _cut(batch: Any, reading: Reading, index: int) -> Slice:
-    rows = rows_of(batch)
-    start, stop = slice_of(rows, reading.rank, reading.size)
-    own = batch if stop - start == rows else slice_rows(batch, start, stop) if stop > start else None
-    return Slice(own, stop - start, rows, index, reading.rank, _digest(batch, reading, index))
 
 
 def _digest(batch: Any, reading: Reading, index: int) -> str:

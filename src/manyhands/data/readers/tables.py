@@ -37,10 +37,8 @@ def arrow_columns(table: pa.Table, what: str) -> dict[str, np.ndarray[Any, Any]]
     Raises BadInput, naming the column, for missing values and for lists of different lengths.
     """
     nonempty(table.num_rows, what)
-    return {
-        name: arrow_array(table.column(name).combine_chunks(), f"column {name!r} of {what}")
-        for name in table.column_names
-    }
+    columns = ((name, table.column(name).combine_chunks()) for name in table.column_names)
+    return {name: arrow_array(column, f"column {name!r} of {what}") for name, column in columns}
 
 
 def arrow_array(column: Any, what: str) -> np.ndarray[Any, Any]:
@@ -57,9 +55,8 @@ def arrow_array(column: Any, what: str) -> np.ndarray[Any, Any]:
         raise BadInput(
             f"{what} holds lists of {min(lengths)} to {max(lengths)} values: pad them to one length, or give a Dataset and collate"
         )
-    return arrow_array(column.flatten(), what).reshape(
-        len(column), lengths.pop(), *arrow_array(column.flatten()[:1], what).shape[1:]
-    )
+    flat = arrow_array(column.flatten(), what)
+    return flat.reshape(len(column), lengths.pop(), *flat.shape[1:])
 
 
 class HuggingFace(Indexed):
@@ -75,11 +72,7 @@ class HuggingFace(Indexed):
         formatted = dataset.format["type"] is not None
         self._dataset = dataset if formatted or collate is not None else dataset.with_format("torch")
         self._collate = collate
-
-    @property
-    @override
-    def loading(self) -> Loading:
-        return Loading() if self._collate is None else Loading(0, BY_OPTION)
+        self.loading = Loading() if collate is None else Loading(0, BY_OPTION)
 
     @override
     def take(self, indices: Sequence[Any]) -> Any:

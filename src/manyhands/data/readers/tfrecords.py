@@ -177,15 +177,11 @@ def _example(data: bytes) -> dict[str, bytes]:
     for features in _messages(data, 1):
         for entry in _messages(features, 1):
             parts = {number: inner for number, wire, inner in _fields(entry) if wire == _LENGTH}
-            found[_text(parts.get(1, b""))] = parts.get(2, b"")
+            try:
+                found[parts.get(1, b"").decode()] = parts.get(2, b"")
+            except UnicodeDecodeError as error:
+                raise _Broken(f"is no tf.train.Example: the name of a feature is not UTF-8 ({error})") from error
     return found
-
-
-def _text(name: bytes) -> str:
-    try:
-        return name.decode()
-    except UnicodeDecodeError as error:
-        raise _Broken(f"is no tf.train.Example: the name of a feature is not UTF-8 ({error})") from error
 
 
 def _feature(data: bytes) -> Feature:
@@ -258,9 +254,8 @@ def _chosen(row: dict[str, bytes], names: Sequence[str], first: dict[str, Featur
 def _batch(rows: list[dict[str, Feature]], names: Sequence[str]) -> pa.RecordBatch:
     import pyarrow as pa
 
-    return pa.RecordBatch.from_arrays(
-        [_column(rows[0][name][0], [row[name][1] for row in rows]) for name in names], names=list(names)
-    )
+    columns = [_column(rows[0][name][0], [row[name][1] for row in rows]) for name in names]
+    return pa.RecordBatch.from_arrays(columns, names=list(names))
 
 
 def _column(kind: int, rows: list[list[bytes]]) -> pa.Array:

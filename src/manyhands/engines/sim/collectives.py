@@ -18,7 +18,7 @@ from itertools import pairwise
 from typing_extensions import override
 
 from manyhands.comm.checks import slice_of
-from manyhands.comm.ring.transfer import CHUNK_BYTES
+from manyhands.comm.ring.algorithms import CHUNK_BYTES
 from manyhands.engines.sim.network import NetworkState
 
 Edge = tuple[int, int, int]

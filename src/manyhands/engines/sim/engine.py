@@ -28,7 +28,7 @@ from manyhands.engines.sim.timeline import Killed, SimProgram, Timeline
 from manyhands.engines.single_process import run_as
 from manyhands.errors import PeerLost, Unsupported, WorkerFailed
 from manyhands.events import Event
-from manyhands.server.shard_connection import ShardLost
+from manyhands.server.client import ShardLost
 from manyhands.worker import Worker, set_current
 
 T = TypeVar("T")

@@ -18,8 +18,8 @@ from manyhands.engines.sim.shard import Request, ShardCall, SimShard
 from manyhands.engines.sim.timeline import Killed, Timeline
 from manyhands.errors import ManyhandsError, PeerLost
 from manyhands.server.base import Encoded, Server, ServerSpec
+from manyhands.server.client import ShardLost
 from manyhands.server.in_process import NO_LOAD, Act, Load, StoreClient
-from manyhands.server.shard_connection import ShardLost
 from manyhands.server.shard_ranges import codec_for, lengths_of, make_stores
 from manyhands.server.store import InvalidCall, Store
 
