@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from manyhands.evidence.advise.comparison_facts import Compared, Contestant
-from manyhands.evidence.advise.exchange_advice import PERIODS, WORTH
-from manyhands.evidence.advise.remedies import share_won
+from manyhands.evidence.advise.exchange_advice import PERIODS, WORTH, share_won
 from manyhands.evidence.advise.run_advice import all_advice
-from manyhands.evidence.advise.run_facts import Advice, RunMeasurements, ms, percent, times
+from manyhands.evidence.advise.run_facts import Advice, RunMeasurements, ms, times
 from manyhands.evidence.advise.worse_metric import explain
+from manyhands.units import percent
 
 REASON_SHARE = 0.15  # of the time, that explains why several workers do not pay
 OF_A_RUN = (
@@ -76,7 +76,7 @@ def _tried(advice: Advice, best: Contestant, c: Compared) -> bool:
 
 
 def _explained(c: Compared) -> Iterator[Advice]:
-    """Why others are worse (explaining.py). The gain is their speed over the best that is not worse."""
+    """Why others are worse (worse_metric.py). The gain is their speed over the best that is not worse."""
     for one in c.several:
         advice = explain(one, c.base) if one.quality == "worse" else None
         if advice is not None:

@@ -155,7 +155,7 @@ TASK_FACTS = ("loader_processes", "loader_option", "clip_norm")
 
 
 def of_task(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of Measured that a run's facts say of its task; results of earlier versions lack them."""
+    """The fields of RunMeasurements that a run's facts say of its task; results of earlier versions lack them."""
     known = {name: facts[name] for name in ("loader_processes", "loader_option") if name in facts}
     return {**known, "clipped": facts.get("clip_norm") is not None}
 
@@ -180,7 +180,3 @@ def ms(seconds: float) -> str:
 def times(factor: float) -> str:
     """1.3x, 12x."""
     return f"{factor:.0f}x" if factor >= 10 else f"{factor:.2g}x"
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
