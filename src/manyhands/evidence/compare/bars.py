@@ -163,9 +163,9 @@ def staleness(comparison: Comparison) -> Figure | None:
             "range": [0, most],
             "visible": False,
         }
-        labels += [
-            one | {"yref": "paper"} for one in drawing.above(top - 0.2 / len(found), variant.name, _lateness(histogram))
-        ]
+        lateness = f"median {quantile(histogram, 0.5)}, latest {max(histogram)}"
+        above = drawing.above(top - 0.2 / len(found), variant.name, lateness)
+        labels += [one | {"yref": "paper"} for one in above]
     x = {
         "title": {"text": "versions late"},
         "anchor": axes and f"y{len(found) if len(found) > 1 else ''}",
@@ -202,7 +202,3 @@ def _histogram(comparison: Comparison, variant: Variant, histogram: Mapping[int,
         ],
         "hoverinfo": "text",
     }
-
-
-def _lateness(histogram: dict[int, int]) -> str:
-    return f"median {quantile(histogram, 0.5)}, latest {max(histogram)}"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from manyhands import units
 from manyhands.evidence.compare import style
-from manyhands.evidence.compare.comparison import Comparison, Variant
+from manyhands.evidence.compare.comparison import Comparison
 from manyhands.evidence.compare.significance import Mean
 
 if TYPE_CHECKING:
@@ -39,10 +39,6 @@ def figure(traces: Sequence[Json], layout: Json) -> Figure:
     margin = {"l": 8, "r": 8, "t": 12, "b": 8} | layout.get("margin", {})
     common = {"template": {}, "showlegend": True, "hovermode": "closest", "autosize": True}
     return Figure(data=list(traces), layout=common | layout | axes | {"margin": margin})
-
-
-def of_variant(comparison: Comparison, variant: Variant) -> Json:
-    return {"name": text(variant.name), "legendgroup": str(comparison.variants.index(variant))}
 
 
 def seconds_axis(comparison: Comparison) -> Json:

@@ -129,7 +129,8 @@ def _lines(
         course = measures.course(comparison, variant.name, of)
         if course is None or not (of_reference or variant.name != comparison.reference):
             continue
-        own, variant_style = drawing.of_variant(comparison, variant), own_styles[variant.name]
+        own = {"name": drawing.text(variant.name), "legendgroup": str(comparison.variants.index(variant))}
+        variant_style = own_styles[variant.name]
         bands += _band(course, x(course), own, variant_style)
         lines.append(_line(course, x(course), own, variant_style, say))
     return bands + lines
