@@ -15,7 +15,7 @@ import numpy as np
 from typing_extensions import override
 
 from manyhands.errors import BadInput, Unsupported
-from manyhands.keras import metric_state
+from manyhands.keras import losses
 from manyhands.keras.backend import keras
 from manyhands.keras.module import KerasModule
 from manyhands.keras.optimizer import KerasOptimizer
@@ -105,7 +105,7 @@ class KerasWorkerCallback(WorkerCallback):
             rate = self._rate()
             with self._module.placed():
                 self._call("on_train_batch_begin", self._batches)
-                self._call("on_train_batch_end", self._batches, metric_state.results(self._model))
+                self._call("on_train_batch_end", self._batches, losses.results(self._model))
             if self._rate() != rate and self._worker.size > 1:
                 raise Unsupported(
                     "a callback set the learning rate after a batch, which the other workers would not get: set it at an "
@@ -149,7 +149,7 @@ class KerasWorkerCallback(WorkerCallback):
 
     def _counted(self) -> dict[str, float]:
         """The metrics over the epoch's rows of all workers, as they were trained."""
-        sums = {"": Summed(metric_state.read(self._model), lambda total: metric_state.results_of(self._module, total))}
+        sums = {"": Summed(losses.read(self._model), lambda total: losses.results_of(self._module, total))}
         return evaluation.results_of(sums if self._batches else {}, self._worker.group)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from manyhands.data.batch import slice_rows
 from manyhands.errors import BadInput
 from manyhands.keras import losses, rows
-from manyhands.keras.backend import keras, require_torch
+from manyhands.keras.backend import keras
 from manyhands.keras.callbacks import KerasCallbacks
 from manyhands.keras.module import KerasModule
 from manyhands.keras.optimizer import KerasOptimizer
@@ -96,7 +96,11 @@ def _given(data: Any) -> Any:
 
 def _check(model: Any) -> None:
     """Raise BadInput for a model that cannot be trained."""
-    require_torch()
+    if (backend := keras.config.backend()) != "torch":
+        raise BadInput(
+            f"manyhands trains Keras models on the torch backend, and Keras runs on {backend}: set KERAS_BACKEND=torch in "
+            "the environment before Keras is imported, and build the model again"
+        )
     if not isinstance(model, keras.Model):
         raise BadInput(
             f"model must be a keras.Model, not a {type(model).__module__}.{type(model).__name__}: for a PyTorch module "
