@@ -63,7 +63,13 @@ def task(
             "x gives whole batches, (x, y) or (x, y, sample_weight), and y, sample_weight, class_weight and "
             "validation_split are for arrays: leave them out, or give arrays"
         )
-    _build(model, train_data)
+    if isinstance(train_data, tuple):  # rows are at hand: build weights, optimizer, loss and metrics, as `fit` does
+        model._symbolic_build(data_batch=slice_rows(train_data, 0, 1))
+    elif not model.built:
+        raise BadInput(
+            "the model has no weights yet, and no rows are at hand to build it: give it an Input, or call it on a "
+            "batch first"
+        )
     if "batch_size_per_worker" in fields:
         batch_size = None
     return Task(
@@ -119,11 +125,7 @@ def _check(model: Any) -> None:
                 f"{type(model).__name__} has a {step} of its own, which would not be called: put what it computes into "
                 "compute_loss and compute_metrics"
             )
-    _check_optimizer(model.optimizer)
-    losses.check_losses(model)
-
-
-def _check_optimizer(optimizer: Any) -> None:
+    optimizer = model.optimizer
     inner = [name for name, one in vars(optimizer).items() if isinstance(one, keras.optimizers.Optimizer)]
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor:
         raise BadInput(
@@ -137,15 +139,4 @@ def _check_optimizer(optimizer: Any) -> None:
             "use_ema=True is not supported: leave it out, or keep the best weights with "
             "EarlyStopping(restore_best_weights=True)"
         )
-
-
-def _build(model: Any, train_data: Any) -> None:
-    """Build weights, optimizer, loss and metrics from one row, as `fit` does, if rows are at hand."""
-    if not isinstance(train_data, tuple):
-        if not model.built:
-            raise BadInput(
-                "the model has no weights yet, and no rows are at hand to build it: give it an Input, or call it on a "
-                "batch first"
-            )
-        return
-    model._symbolic_build(data_batch=slice_rows(train_data, 0, 1))
+    losses.check_losses(model)

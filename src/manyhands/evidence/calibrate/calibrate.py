@@ -6,6 +6,7 @@ import math
 import platform
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -31,7 +32,6 @@ from manyhands.evidence.calibrate.observe import (
     TickTime,
     block_of,
     blocks,
-    merged,
     observe,
     steps_for,
     tick_seconds,
@@ -139,22 +139,17 @@ def calibrated(
     """
     chosen = [strategy_of(strategy) for strategy in strategies]
     own = task_from(task, task_fields)
-    local = _local_engine(engine)
+    local = engines.engine_of(engine)
+    if not isinstance(local, Local):
+        raise Unsupported(
+            f"calibrate measures this machine by workers that it starts here, which engine {local.name} does not do: take "
+            "engine local, outside of manyhands run and torchrun"
+        )
     _check(own, chosen, local, workers, steps, timeout_s)
     check_resources(device, threads_per_worker)
     setup = RunSetup(engine=local, workers=workers, threads=threads_per_worker, device=device, timeout_s=timeout_s)
     with local if isinstance(engine, str) else nullcontext():  # a given engine may be warm, and stays so
         return _Calibrator(own, setup, chosen, steps_for(steps), quick, say).run()
-
-
-def _local_engine(engine: Engine | str) -> Local:
-    found = engines.engine_of(engine)
-    if not isinstance(found, Local):
-        raise Unsupported(
-            f"calibrate measures this machine by workers that it starts here, which engine {found.name} does not do: take "
-            "engine local, outside of manyhands run and torchrun"
-        )
-    return found
 
 
 def _check(task: Task, strategies: list[Strategy], engine: Local, workers: int, steps: int, timeout_s: float) -> None:
@@ -182,7 +177,9 @@ class _Calibrator:
 
     def __post_init__(self) -> None:
         self.repeats = QUICK_REPEATS if self.quick else REPEATS
-        self.ticks: list[dict[int, list[float]]] = []  # of each run without exchange: {rows: seconds}
+        self.ticks: defaultdict[int, list[list[float]]] = defaultdict(
+            list
+        )  # without exchange: {rows: [a run's seconds]}
         self.alone: list[TickTime] = []  # of runs without exchange with the task's own batch
         self.serving: list[TickTime] = []  # of runs of SERVED
         self.real: dict[str, list[float]] = {spec_of(one): [] for one in self.strategies}  # seconds a step, by run
@@ -196,14 +193,16 @@ class _Calibrator:
         server = measure.time_server(self.setup, self.task)
         self.say("what codecs compute")
         codecs = time_codecs(self.setup, self.task, _QUICK_CODEC_TICKS if self.quick else _CODEC_TICKS)
-        sizes = self._own_batch()
+        own_batch = sum(event.values["rows"] for event in observe(self.setup, self.task, Ensemble(), 1))
+        others = [size for size in (own_batch // 2, own_batch + own_batch // 2) if size >= self.setup.workers]
+        sizes = [own_batch, *(size for size in others if size != own_batch)]  # global batches to measure
         for repeat in range(self.repeats):
             self.say(
                 f"real steps, {repeat + 1} of {self.repeats}: without exchange, then {', '.join(self.real) or 'no more'}"
             )
             self._repeat(sizes)
         workers = self.setup.workers
-        compute = fit_compute(merged(self.ticks), sizes[0] // workers)
+        compute = fit_compute(self.ticks, sizes[0] // workers)
         own, _ = measure.vector_of(self.task)
         fits = (
             measure.fit_group(memory, workers, own, one_host=True),
@@ -225,18 +224,13 @@ class _Calibrator:
 
     # -- real runs ---------------------------------------------------------------------------------------------------
 
-    def _own_batch(self) -> list[int]:
-        """Global batch sizes to measure, the task's own first."""
-        events = observe(self.setup, self.task, Ensemble(), 1)
-        own = sum(event.values["rows"] for event in events)
-        return [own, *(size for size in (own // 2, own + own // 2) if size >= self.setup.workers and size != own)]
-
     def _repeat(self, sizes: list[int]) -> None:
         for size in sizes:
             task = self.task.with_fields(batch_size=size) if size != sizes[0] else self.task
             steps = _COMPUTE_STEPS * (2 if size == sizes[0] else 1)
             events = observe(self.setup, task, Ensemble(), steps_for(steps))
-            self.ticks.append(tick_seconds(events))
+            for rows, seconds in tick_seconds(events).items():
+                self.ticks[rows].append(seconds)
             if size == sizes[0]:
                 self.alone.append(tick_time(events))
         for strategy in self.strategies if SERVED in self.strategies else [SERVED, *self.strategies]:
@@ -280,7 +274,7 @@ class _Calibrator:
             ),
             task=self.task.name,
             workers=self.setup.workers,
-            batch_sizes=tuple(sorted({rows for run in self.ticks for rows in run})),
+            batch_sizes=tuple(sorted(self.ticks)),
             measured=datetime.now(UTC).isoformat(timespec="seconds"),
             machine=_machine(self.setup),
         )

@@ -71,14 +71,12 @@ def time_codecs(setup: RunSetup, task: Task, ticks: int) -> tuple[CodecTimes, ..
     ticks += _WARM
     for event in observe(setup, task, _CodecTiming(ticks=ticks), ticks * len(SETTINGS), event_type="codec"):
         found[event.values["codec"]].append(event.values)
-    return tuple(_median(text, samples) for text, samples in found.items())
-
-
-def _median(text: str, samples: Sequence[dict[str, Any]]) -> CodecTimes:
-    n, nbytes, encode_s, decode_s = (
-        statistics.median(sample[name] for sample in samples) for name in ("n", "nbytes", "encode_s", "decode_s")
-    )
-    return CodecTimes(codec=text, n=round(n), nbytes=round(nbytes), encode_s=encode_s, decode_s=decode_s)
+    times = []
+    for text, samples in found.items():
+        names = ("n", "nbytes", "encode_s", "decode_s")
+        n, nbytes, encode_s, decode_s = (statistics.median(one[name] for one in samples) for name in names)
+        times.append(CodecTimes(codec=text, n=round(n), nbytes=round(nbytes), encode_s=encode_s, decode_s=decode_s))
+    return tuple(times)
 
 
 def codings(measured: Sequence[CodecTimes]) -> dict[str, Coding]:

@@ -80,6 +80,12 @@ class Copies:
                 "without changing it"
             ) from error
 
+    def built(self) -> tuple[Task, nn.Module]:
+        """(a new copy, the model that it builds from its seed)"""
+        task = self.fresh()
+        rng.seed_all(task.seed)
+        return task, build_model(task)
+
 
 @contextmanager
 def copies_of(task: Task) -> Iterator[tuple[Copies, list[Finding]]]:

@@ -195,7 +195,13 @@ class Examination:
         if calls:
             found = list(dict.fromkeys(place for one in calls if (place := self._place_of(one)) is not None))
             names = [place.name for place in found if place.name]
-            self._suspect(kind, kind, *_by_line(found), named=f"In module {listed(names)} " if names else "")
+            lines: dict[
+                tuple[str, int], list[str]
+            ] = {}  # one location for each line, with the names of all that is there
+            for place in found:
+                lines.setdefault((place.file, place.line), []).append(place.name)
+            where = [SourceLocation(*line, listed([name for name in own if name])) for line, own in lines.items()]
+            self._suspect(kind, kind, *where, named=f"In module {listed(names)} " if names else "")
 
     def _place_of(self, call: RecordedCall) -> SourceLocation | None:
         """Where the layer is made if a layer of torch made the call; else the call itself."""
@@ -243,24 +249,16 @@ class Examination:
 
     def _workers(self) -> None:
         """Whether anything reads the rank or the number of workers."""
-        with recorded_rank_access() as lines:
+        worker = _RecordingWorker()
+        worker.lines = []
+        with as_current(worker):
             subject = self._new_subject()
             subject.measure(self.batch, without=FUNCTIONS)
             optimizer = self.task.optimizer(subject.model)
             if self.task.schedule is not None:
                 self.task.schedule(optimizer, _SCHEDULE_STEPS)
-        if lines:
-            self._suspect(WORKERS, WORKERS, *lines)
-
-
-def _by_line(found: list[SourceLocation]) -> list[SourceLocation]:
-    """One location for each line, with the names of everything there."""
-    lines: dict[tuple[str, int], list[str]] = {}
-    for place in found:
-        lines.setdefault((place.file, place.line), []).append(place.name)
-    return [
-        SourceLocation(file, line, listed([name for name in names if name])) for (file, line), names in lines.items()
-    ]
+        if worker.lines:
+            self._suspect(WORKERS, WORKERS, *worker.lines)
 
 
 @contextmanager
@@ -285,15 +283,6 @@ class _RecordingWorker(Worker):
             if place is not None:
                 self.lines.append(place)
         return super().__getattribute__(name)
-
-
-@contextmanager
-def recorded_rank_access() -> Iterator[list[SourceLocation]]:
-    """The user's lines that read the rank or the number of workers inside."""
-    worker = _RecordingWorker()
-    worker.lines = []
-    with as_current(worker):
-        yield worker.lines
 
 
 # -- one pass ----------------------------------------------------------------------------------------------------------
@@ -351,7 +340,7 @@ class Subject:
         before = rng.generator_states()
         guarded = storages_of(self.model)
         with FunctionMode(double=self.double, without=without, guarded=guarded, record=record, after=after) as mode:
-            measure = self.task.loss(self.model, self._in_precision(batch))
+            measure = self.task.loss(self.model, batch_in_float64(batch) if self.double else batch)
             mean, weight = measure if isinstance(measure, tuple) else (measure, rows_of(batch))
             drawn_from = tuple(name for name, state in rng.generator_states().items() if state != before[name])
             mean.reshape(()).backward()
@@ -366,9 +355,6 @@ class Subject:
             buffers=_changed(self._buffers, dict(self.model.named_buffers())),
             drawn_from=drawn_from,
         )
-
-    def _in_precision(self, batch: Any) -> Any:
-        return batch_in_float64(batch) if self.double else batch
 
     def metrics(self, batch: Any) -> dict[str, tuple[float, float]]:
         """{name: (mean, weight)} of `evaluate`, in evaluation mode; without `Summed` metrics, which are exact."""
@@ -388,7 +374,7 @@ class Subject:
         rng.seed_all(0)
         self.model.eval()
         with torch.no_grad(), mode:
-            return self.task.metrics(self.model, self._in_precision(batch))
+            return self.task.metrics(self.model, batch_in_float64(batch) if self.double else batch)
 
     def restore(self) -> None:
         """Reset parameters and buffers to what was built; training mode, no gradients."""

@@ -297,57 +297,44 @@ def _recurrent(call: FunctionCall) -> Intervention | None:
 
 
 def _draw(call: FunctionCall) -> Intervention | None:
-    base = _base(call)
+    base = call.name.removesuffix("_").removesuffix("_like")
     if base not in _DRAWS or (base == "rrelu" and not call.get(3, "training", False)):
         return None
-    return Intervention(RANDOMNESS, lambda: _midpoint_of_draw(call))
+    return Intervention(RANDOMNESS, lambda: _midpoint_of_draw(base, call))
 
 
-def _base(call: FunctionCall) -> str:
-    return call.name.removesuffix("_").removesuffix("_like")
-
-
-def _midpoint_of_draw(call: FunctionCall) -> Any:
+def _midpoint_of_draw(base: str, call: FunctionCall) -> Any:
     """The midpoint of the range of a draw, for every element; the draw itself where no midpoint is known."""
-    base = _base(call)
     if base == "rrelu":
         return call.with_argument(3, "training", False).run()
     if base == "gumbel_softmax":
         return torch.softmax(call.target / call.get(1, "tau", 1.0), call.get(4, "dim", -1))
     drawn = call.run()
     with torch.no_grad():
-        _fill_with_midpoint(base, call, drawn)
+        match base:
+            case "rand":
+                drawn.fill_(0.5)
+            case "randn" | "trunc_normal":
+                drawn.zero_()
+            case "uniform":
+                drawn.fill_((call.get(1, "from", 0.0) + call.get(2, "to", 1.0)) / 2)
+            case "exponential":
+                drawn.fill_(1 / call.get(1, "lambd", 1.0))
+            case "normal":
+                mean = call.get(1 if call.name == "normal_" else 0, "mean", 0.0)
+                drawn.copy_(mean) if isinstance(mean, Tensor) else drawn.fill_(mean)
+            case "bernoulli":
+                chance = call.get(1, "p")
+                drawn.copy_(torch.as_tensor(call.target if chance is None else chance) >= 0.5)
+            case "randint" | "random":  # (low, high, size), (high, size) and in place: the lower bound
+                bounds = [argument for argument in call.args if type(argument) is int]
+                low = call.kwargs.get("low")
+                drawn.fill_(int(low) if low is not None else bounds[0] if len(bounds) > 1 else 0)
+            case "randperm":
+                drawn.copy_(torch.arange(len(drawn)))
+            case "multinomial":
+                drawn.copy_(call.target.argsort(-1, descending=True)[..., : drawn.shape[-1]])
     return drawn
-
-
-def _fill_with_midpoint(base: str, call: FunctionCall, drawn: Tensor) -> None:
-    if base == "rand":
-        drawn.fill_(0.5)
-    elif base in ("randn", "trunc_normal"):
-        drawn.zero_()
-    elif base == "uniform":
-        drawn.fill_((call.get(1, "from", 0.0) + call.get(2, "to", 1.0)) / 2)
-    elif base == "exponential":
-        drawn.fill_(1 / call.get(1, "lambd", 1.0))
-    elif base == "normal":
-        mean = call.get(1 if call.name == "normal_" else 0, "mean", 0.0)
-        drawn.copy_(mean) if isinstance(mean, Tensor) else drawn.fill_(mean)
-    elif base == "bernoulli":
-        chance = call.get(1, "p")
-        drawn.copy_(torch.as_tensor(call.target if chance is None else chance) >= 0.5)
-    elif base in ("randint", "random"):
-        drawn.fill_(_lower_bound(call))
-    elif base == "randperm":
-        drawn.copy_(torch.arange(len(drawn)))
-    elif base == "multinomial":
-        drawn.copy_(call.target.argsort(-1, descending=True)[..., : drawn.shape[-1]])
-
-
-def _lower_bound(call: FunctionCall) -> int:
-    """The lower bound of randint(low, high, size), randint(high, size) and their in-place variants."""
-    bounds = [argument for argument in call.args if type(argument) is int]
-    given = call.kwargs.get("low")
-    return int(given) if given is not None else bounds[0] if len(bounds) > 1 else 0
 
 
 # -- the first operation in which two passes differ --------------------------------------------------------------------

@@ -296,7 +296,15 @@ def _mean(comparison: Comparison, of: str, say: Say, *, absent: str = NOTHING, m
                 return replace(plain, note=f"{found.missing} {missing}")
         if differs is None or plain.text == NOTHING:
             return plain
-        return replace(plain, interval=interval(differs), mark=differs.outcome, title=_rests_on(differs, comparison))
+        margin, what = f"{differs.margin:.3g}", "as a difference from"
+        if of in HIGHER:
+            margin, what = units.percent(differs.margin), "as a multiple of"
+        bounds = interval(differs)
+        title = (
+            f"{OUTCOMES[differs.outcome]}: {bounds or 'not in every repeat'}, mean and 95 % interval, {what} "
+            f"{comparison.reference}; up to {margin} is no difference."
+        )
+        return replace(plain, interval=bounds, mark=differs.outcome, title=title)
 
     return cell
 
@@ -310,11 +318,3 @@ def interval(difference: Difference) -> str:
         return say(difference.middle)
     low, high = say(difference.low).rstrip("×"), say(difference.high).rstrip("×")
     return f"{say(difference.middle)} [{low}, {high}]"
-
-
-def _rests_on(difference: Difference, comparison: Comparison) -> str:
-    margin, what = f"{difference.margin:.3g}", "as a difference from"
-    if difference.of in HIGHER:
-        margin, what = units.percent(difference.margin), "as a multiple of"
-    bounds = interval(difference) or "not in every repeat"
-    return f"{OUTCOMES[difference.outcome]}: {bounds}, mean and 95 % interval, {what} {comparison.reference}; up to {margin} is no difference."

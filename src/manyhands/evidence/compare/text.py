@@ -70,15 +70,15 @@ def _cells(comparison: Comparison, column: TableColumn) -> list[str]:
     """What a column says of each variant; signs stand below each other."""
     found = [column.cell(variant) for variant in comparison.variants]
     signed = any(cell.mark for cell in found)
-    return [_cell(cell, signed) for cell in found]
 
+    def text(cell: TableCell) -> str:
+        if cell.text == NOTHING:
+            return ""
+        if cell.note:
+            return f"{cell.text} ({cell.note})"
+        return cell.text + (SIGNS[cell.mark] or "  " if signed else "")
 
-def _cell(cell: TableCell, signed: bool) -> str:
-    if cell.text == NOTHING:
-        return ""
-    if cell.note:
-        return f"{cell.text} ({cell.note})"
-    return cell.text + (SIGNS[cell.mark] or "  " if signed else "")
+    return list(map(text, found))
 
 
 def _wrapped(part: str, width: int) -> list[str]:

@@ -75,7 +75,9 @@ class SteadyObserver(Observer):
 
     def __init__(self, workers: int, ticks_per_epoch: int | None, steps: int | None = None) -> None:
         self._workers, self._steps = workers, steps
-        self._epoch = ticks_per_epoch if _is_short(ticks_per_epoch, workers, steps) else None
+        long = ticks_per_epoch is None or 3 * ticks_per_epoch * workers > EPOCHS_WITHIN
+        fits = steps is None or ticks_per_epoch is None or steps >= ticks_per_epoch
+        self._epoch = None if long or not fits else ticks_per_epoch  # steps of a block, where it is a whole epoch
         self._first = WARM if self._epoch is None else -(-WARM // self._epoch) * self._epoch
         most = min(MOST_STEPS, max(1, MOST_WORKER_STEPS // workers))
         self._most = most if steps is None else self._first + steps
@@ -164,13 +166,6 @@ class SteadyObserver(Observer):
             rounds=len(self._rounds),
             simulated=len(self._marks),
         )
-
-
-def _is_short(ticks_per_epoch: int | None, workers: int, steps: int | None) -> bool:
-    """Whether blocks can be whole epochs."""
-    if ticks_per_epoch is None or (steps is not None and steps < ticks_per_epoch):
-        return False
-    return 3 * ticks_per_epoch * workers <= EPOCHS_WITHIN
 
 
 def _standard_error(samples: list[float]) -> float:
