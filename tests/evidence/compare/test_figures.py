@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from synthetic import HOSTILE, comparison, hostile
 
-from manyhands.evidence.compare import bars, drawing, figures, measures, style
+from manyhands.evidence.compare import bars, drawing, figures, measures
 from manyhands.evidence.compare.comparison import Comparison, Point, Target, Trial, Variant
 
 ALL = (
@@ -153,7 +153,7 @@ def test_speed_up_has_a_line_a_strategy_the_ideal_and_solo_with_all_threads() ->
     assert [trace["name"] for trace in traces] == ["ideal", "allreduce", "gossip"]
     assert (list(traces[0]["x"]), list(traces[0]["y"])) == ([1, 2, 4], [1.0, 2.0, 4.0])
     assert [round(x) for x in traces[1]["x"]] == [2, 4]
-    assert traces[1]["line"]["color"] == style.styles_of(made)["allreduce on 2"].colour
+    assert traces[1]["line"]["color"] == drawing.styles_of(made)["allreduce on 2"].colour
     assert layout["annotations"][0]["text"] == "solo, 4 threads"
     assert 2 < layout["shapes"][0]["y0"] < 3
 
@@ -213,7 +213,7 @@ def test_every_chart_of_a_comparison_is_drawn_and_uses_known_colours_only(draw: 
     traces, layout = drawn(draw, comparison())
     assert traces
     assert layout["height"] > 100
-    known = style.dark_colours()
+    known = drawing.dark_colours()
     for colour in colours((traces, layout)):
         assert colour in known
 

@@ -45,21 +45,15 @@ SMALL = 1e-4
 """Gradients below this share of the largest are measured relative to that share: they may be rounding alone."""
 
 
-@dataclass(frozen=True)
-class TrialProgram:
+def run_trial(fresh_task: Callable[[], Task], config: TrialConfig, worker: Worker) -> Trace:
     """What every worker of a trial runs."""
-
-    fresh_task: Callable[[], Task]
-    config: TrialConfig
-
-    def __call__(self, worker: Worker) -> Trace:
-        task, trace = configured(self.fresh_task(), self.config), Trace()
-        if self.config.record_rows:
-            trace.handed_out = handed_out(task, worker.rank, worker.size)
-        strategy = RecordedAllReduce(config=self.config, seed=task.seed, trace=trace)
-        with eager():
-            work(WorkerPlan(task=task, strategy=strategy, nonfinite="skip"), worker)
-        return trace
+    task, trace = configured(fresh_task(), config), Trace()
+    if config.record_rows:
+        trace.handed_out = handed_out(task, worker.rank, worker.size)
+    strategy = RecordedAllReduce(config=config, seed=task.seed, trace=trace)
+    with eager():
+        work(WorkerPlan(task=task, strategy=strategy, nonfinite="skip"), worker)
+    return trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +85,7 @@ class TrialRunner:
         fresh_task = self.copies.fresh if in_process else partial(identity, self.sent.fresh())
         threads = max(1, usable_cores() // 2) if in_process else None  # workers compute in turns
         launch = LaunchSpec(workers=workers, device="cpu", timeout_s=self.timeout_s, threads_per_worker=threads)
-        return engine.launch(TrialProgram(fresh_task, config), launch)
+        return engine.launch(partial(run_trial, fresh_task, config), launch)
 
 
 def with_solo_rates(config: TrialConfig, solo: Trace) -> TrialConfig:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from manyhands import units
-from manyhands.evidence.compare import bars, figures, measures, style
+from manyhands.evidence.compare import bars, drawing, figures, measures
 from manyhands.evidence.compare.comparison import Comparison, Point
 from manyhands.evidence.compare.measures import Course
 from manyhands.server.staleness import quantile
@@ -34,7 +34,7 @@ class LegendEntry:
     """An entry of a legend: a line's style and its name."""
 
     name: str
-    variant_style: style.VariantStyle
+    variant_style: drawing.VariantStyle
     group: str = ""
     """The `legendgroup` of the traces that it shows and hides; "": it does not."""
 
@@ -57,7 +57,7 @@ def charts(comparison: Comparison) -> list[tuple[Chart, ...]]:
     """Alone, or two beside each other that share a legend: those that have something to show, and a caption in place of the
     distance where every variant is bit-equal to solo."""
     best, metric = "highest" if comparison.higher else "lowest", measures.curve_metric(comparison)
-    parts = {part: style.PART_HUES[part][0] for part in bars.ORDER}
+    parts = {part: drawing.PART_HUES[part][0] for part in bars.ORDER}
 
     def chart(draw: Draw, read: Read, question: str, **more: Any) -> Chart:
         figure, reading = draw(comparison), read(comparison)
@@ -120,7 +120,7 @@ def _legend(figure: Figure) -> tuple[LegendEntry, ...]:
         if line.type != "scatter" or line.showlegend is False:
             continue
         symbol = line.marker.symbol  # a list where it says how many workers, which then differ along the line
-        look = style.VariantStyle(
+        look = drawing.VariantStyle(
             colour=line.line.color,
             dash=line.line.dash or "solid",
             symbol=symbol if isinstance(symbol, str) else "",

@@ -18,13 +18,12 @@ from manyhands.engines.local.engine import Local
 from manyhands.errors import BadInput, Unsupported
 from manyhands.evidence.advise import advise_comparison
 from manyhands.evidence.compare import measures, metric
-from manyhands.evidence.compare.advice_inputs import compared
 from manyhands.evidence.compare.comparison import Comparison, Difference, Target
 from manyhands.evidence.compare.repeats import Repeating
 from manyhands.evidence.compare.significance import HIGHER
 from manyhands.evidence.compare.trial import TrialEntry, TrialSetup
 from manyhands.evidence.compare.variants import DEFAULT, entries_of, refusals, threads_of
-from manyhands.evidence.compare.verdict import verdict
+from manyhands.evidence.compare.verdict import compared, verdict
 from manyhands.replica.evaluation import higher_is_better
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task

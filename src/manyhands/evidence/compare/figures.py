@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from manyhands import units
-from manyhands.evidence.compare import drawing, measures, style
+from manyhands.evidence.compare import drawing, measures
 from manyhands.evidence.compare.comparison import Comparison, Point, Variant
 from manyhands.evidence.compare.drawing import HEIGHT, Json
 from manyhands.evidence.compare.measures import Course
@@ -124,7 +124,7 @@ def _lines(
     of_reference: bool = True,
 ) -> list[Json]:
     """Bands first, so that no line is under one."""
-    bands, lines, own_styles = [], [], style.styles_of(comparison)
+    bands, lines, own_styles = [], [], drawing.styles_of(comparison)
     for variant in measures.drawn(comparison):
         course = measures.course(comparison, variant.name, of)
         if course is None or not (of_reference or variant.name != comparison.reference):
@@ -137,7 +137,7 @@ def _lines(
 
 
 def _line(
-    course: Course, x: Sequence[float], own: Json, variant_style: style.VariantStyle, say: Callable[[float], str]
+    course: Course, x: Sequence[float], own: Json, variant_style: drawing.VariantStyle, say: Callable[[float], str]
 ) -> Json:
     return own | {
         "type": "scatter",
@@ -154,7 +154,7 @@ def _line(
     }
 
 
-def _band(course: Course, x: Sequence[float], own: Json, variant_style: style.VariantStyle) -> list[Json]:
+def _band(course: Course, x: Sequence[float], own: Json, variant_style: drawing.VariantStyle) -> list[Json]:
     """From the least to the most of the repeats, there and back; none where all repeats are alike."""
     known = [(at, value) for at, value in zip(x, course.values, strict=True) if value is not None]
     if all(value.low == value.high for _, value in known):
@@ -192,7 +192,7 @@ def speed_up(comparison: Comparison) -> Figure | None:
     layout: Json = {"xaxis": x, "yaxis": y, "height": HEIGHT}
     threads = measures.speed_up(comparison, comparison.reference, base.name)
     if threads is not None and comparison.reference != base.name:
-        layout |= drawing.level(threads.middle, comparison.reference, colour=style.INK[0], log=log)
+        layout |= drawing.level(threads.middle, comparison.reference, colour=drawing.INK[0], log=log)
     return drawing.figure(traces, layout)
 
 
@@ -224,9 +224,9 @@ def _ideal(comparison: Comparison, variants: Sequence[Variant]) -> Json:
         "text": [""] * (len(points) - 1) + ["ideal"],
         "textposition": "top left",
         "cliponaxis": False,
-        "textfont": {"color": style.MUTED[0]},
-        "line": {"color": style.MUTED[0], "dash": "dash", "width": 1.5},
-        "marker": {"color": style.MUTED[0], "symbol": "diamond-open", "size": 9},
+        "textfont": {"color": drawing.MUTED[0]},
+        "line": {"color": drawing.MUTED[0], "dash": "dash", "width": 1.5},
+        "marker": {"color": drawing.MUTED[0], "symbol": "diamond-open", "size": 9},
         "hovertext": [f"ideal on {workers}: {units.times(times)}" for workers, times in points],
         "hoverinfo": "text",
     }
@@ -234,7 +234,7 @@ def _ideal(comparison: Comparison, variants: Sequence[Variant]) -> Json:
 
 def _strategy(comparison: Comparison, points: Sequence[tuple[Variant, Mean]], place: float) -> Json:
     """`place` among the strategies, 0 in the middle: points of the same workers stand a little beside each other."""
-    own = [style.styles_of(comparison)[variant.name] for variant, _ in points]
+    own = [drawing.styles_of(comparison)[variant.name] for variant, _ in points]
     return {
         "type": "scatter",
         "mode": "lines+markers",

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -267,16 +268,11 @@ def start_of(task: Task, seed: int) -> Tensor:
     return torch.cat([p.detach().reshape(-1).cpu() for p in Layout(model).parameters])
 
 
-@dataclass(frozen=True)
-class _Copies:
-    """A function that builds a model, of which each call gives another: it may give the same one each time."""
-
-    make: Callable[[], nn.Module]
-
-    def __call__(self) -> nn.Module:
-        return copy.deepcopy(self.make())
-
-
 def _fresh(model: Any) -> Any:
     """The task's model so that training leaves it as it is: the next trial begins with it, too."""
-    return copy.deepcopy(model) if isinstance(model, nn.Module) else _Copies(model)
+    return copy.deepcopy(model) if isinstance(model, nn.Module) else partial(_copy_of_built, model)
+
+
+def _copy_of_built(make: Callable[[], nn.Module]) -> nn.Module:
+    """`make` may give the same model each time."""
+    return copy.deepcopy(make())
