@@ -21,7 +21,7 @@ import manyhands as mh
 from manyhands.evidence.compare import measures
 from manyhands.evidence.compare.compare import VALIDATIONS, with_findings
 from manyhands.evidence.compare.comparison import NUMBERS, Comparison
-from manyhands.evidence.compare.markdown import markdown
+from manyhands.evidence.compare.text import markdown
 from manyhands.evidence.compare.report import load, save
 
 DOCS = Path(__file__).parent.parent / "docs"

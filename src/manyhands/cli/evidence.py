@@ -63,8 +63,8 @@ def compare(
     from manyhands import spec
     from manyhands.evidence.compare.compare import DEFAULT, compare
     from manyhands.evidence.compare.comparison import NUMBERS
-    from manyhands.evidence.compare.markdown import markdown as as_markdown
     from manyhands.evidence.compare.report import missing, save
+    from manyhands.evidence.compare.text import markdown as as_markdown
     from manyhands.evidence.compare.text import text
 
     if lacking := missing():

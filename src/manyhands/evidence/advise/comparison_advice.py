@@ -126,17 +126,13 @@ def _threads_or_processes(c: Compared) -> Iterator[Advice]:
         return
     rival = rivals[0]
     if rival.outcome == "better":
-        text = f"processes use these cores better than threads: {rival.name} is {times(rival.times)} as fast as {c.reference}{_gain(c)}."
+        alone = next((one.times for one in c.contestants if one.threads == 1), 0.0)
+        gain = f", whose threads bring {times(1 / alone)}" if alone else ""
+        text = f"processes use these cores better than threads: {rival.name} is {times(rival.times)} as fast as {c.reference}{gain}."
         yield Advice(kind="processes", text=text, numbers={"speedup": rival.times})
     if rival.outcome == "worse":
         text = f"threads use these cores better than processes: {c.reference} is {times(1 / rival.times)} as fast as {rival.name}."
         yield Advice(kind="threads-win", text=text, numbers={"speedup": 1 / rival.times})
-
-
-def _gain(c: Compared) -> str:
-    """What its further threads bring one process, where it also ran with one."""
-    one = next((one for one in c.contestants if one.threads == 1), None)
-    return f", whose threads bring {times(1 / one.times)}" if one and one.times else ""
 
 
 RULES: tuple[Callable[[Compared], Iterator[Advice]], ...] = (

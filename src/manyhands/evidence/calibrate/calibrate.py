@@ -46,10 +46,8 @@ from manyhands.task import Task
 from manyhands.training.config import TrainConfig, check_resources, task_from
 
 STRATEGIES = ("allreduce", "local-sgd:period=8", "dynsgd")
-SERVED = DynSGD()
-"""The strategy that measures leases and requests: each tick is a lease, a pull and a push."""
-REQUESTS = 2
-"""In a tick of SERVED."""
+SERVED = DynSGD()  # the strategy that measures leases and requests: each tick is a lease, a pull and a push
+REQUESTS = 2  # in a tick of SERVED
 STEPS = 16
 REPEATS, QUICK_REPEATS = 3, 1
 _COMPUTE_STEPS = 8

@@ -53,16 +53,11 @@ _MOST_RANKS = 4  # of an echo group: enough payloads to know the time of one
 class CodecTimes:
     """The median times of one setting with all workers computing."""
 
-    codec: str
-    """With its options."""
-    n: int
-    """Numbers of the vector [D']."""
-    nbytes: int
-    """Of the payload."""
-    encode_s: float
-    """With residuals, and decoding the own payload for them."""
-    decode_s: float
-    """Of one payload."""
+    codec: str  # with its options
+    n: int  # numbers of the vector [D']
+    nbytes: int  # of the payload
+    encode_s: float  # with residuals, and decoding the own payload for them
+    decode_s: float  # of one payload
 
 
 def time_codecs(setup: RunSetup, task: Task, ticks: int) -> tuple[CodecTimes, ...]:
@@ -111,8 +106,7 @@ class _CodecState(State):
 class _CodecTiming(Strategy):
     """Every worker trains its own model. In each step it also takes a mean with a codec, over an echo group."""
 
-    ticks: int
-    """Of each setting, one after the other."""
+    ticks: int  # of each setting, one after the other
 
     name: ClassVar[str] = "coding"
     needs: ClassVar[Needs] = Needs(one_model=False)

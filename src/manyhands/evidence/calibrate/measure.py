@@ -32,10 +32,8 @@ from manyhands.transport.credentials import Credentials
 from manyhands.transport.listener import Listener
 from manyhands.worker import Worker
 
-SIZES = tuple(4 << 10 + 3 * i for i in range(9))
-"""Bytes of means: 4 KB, 32 KB, … up to the model's."""
-LEAST_LARGEST = 2 << 20
-"""The largest mean has at least so many bytes: smaller ones do not show the bandwidth."""
+SIZES = tuple(4 << 10 + 3 * i for i in range(9))  # bytes of means: 4 KB, 32 KB, … up to the model's
+LEAST_LARGEST = 2 << 20  # the largest mean has at least so many bytes: smaller ones do not show the bandwidth
 _REPEATS = 24
 _WARM = 4
 _TIMEOUT_S = 60.0
@@ -68,8 +66,7 @@ class ServerTimes:
 
     elements: int
     item: int
-    request: float
-    """A round trip without a vector."""
+    request: float  # a round trip without a vector
     pull: float
     push: float
     lease: float

@@ -53,12 +53,9 @@ __all__ = ["Checked", "check"]
 STEPS = 8
 LIMIT = 1e-10
 """Relative differences up to this are rounding, in float64; in another dtype the limit is the root of its epsilon."""
-MEMORY_BYTES = 1 << 30
-"""For the recorded vectors of all steps. Proofs of large models take fewer steps."""
-LEAST_BATCHES = 3
-"""In an epoch of a proof. With fewer, all steps would see the same rows."""
-FULL_BATCHES = 2
-"""In an epoch with an uneven last batch."""
+MEMORY_BYTES = 1 << 30  # For the recorded vectors of all steps. Proofs of large models take fewer steps.
+LEAST_BATCHES = 3  # In an epoch of a proof. With fewer, all steps would see the same rows.
+FULL_BATCHES = 2  # in an epoch with an uneven last batch
 _NOTED = frozenset(["data-order", "random-rows", "hidden-state", "nondeterministic-operator", "depends-on-workers"])
 """Suspects that become notes where N workers equal one. Others are dropped then."""
 

@@ -153,8 +153,7 @@ def unsendable_fields(task: Task) -> list[Finding]:
 BUFFERS, FOREIGN, WORKERS, REBUILT, DATA = "buffers", "foreign-parameters", "depends-on-workers", "not-rebuilt", "data"
 SUMMED, SLICES = "summed-loss", "slices"
 
-FUNCTIONS = frozenset([BATCH_NORM, DROPOUT, RANDOMNESS, IN_PLACE])
-"""Causes that a FunctionMode removes."""
+FUNCTIONS = frozenset([BATCH_NORM, DROPOUT, RANDOMNESS, IN_PLACE])  # causes that a FunctionMode removes
 REMEDIES = FUNCTIONS | {BUFFERS, FOREIGN, WORKERS, REBUILT, DATA, SUMMED, SLICES}
 """Causes that a trial can remove.
 
@@ -171,32 +170,21 @@ class TrialConfig:
     """How a task is run in one trial."""
 
     steps: int
-    batch_size: int | None
-    """Of the global batch; None: the task's own."""
-    rows: int | None = None
-    """An epoch takes only this many rows, the first of its order; None: all."""
-    total_rows: int = 0
-    """The number of rows in the data, if `rows` is given."""
-    total_steps: int | None = None
-    """The number of steps passed to the schedule."""
-    double: bool = True
-    """Compute in float64 instead of the model's own dtype."""
-    without: frozenset[str] = frozenset()
-    """Causes to remove, of REMEDIES."""
-    batches: tuple[Any, ...] = ()
-    """For `data`: the global batches."""
-    model: nn.Module | None = None
-    """For `not-rebuilt`: the model that all workers start from."""
+    batch_size: int | None  # of the global batch; None: the task's own
+    rows: int | None = None  # an epoch takes only this many rows, the first of its order; None: all
+    total_rows: int = 0  # the number of rows in the data, if `rows` is given
+    total_steps: int | None = None  # the number of steps passed to the schedule
+    double: bool = True  # compute in float64 instead of the model's own dtype
+    without: frozenset[str] = frozenset()  # causes to remove, of REMEDIES
+    batches: tuple[Any, ...] = ()  # for `data`: the global batches
+    model: nn.Module | None = None  # for `not-rebuilt`: the model that all workers start from
     rates: tuple[tuple[dict[str, Any], ...], ...] = ()
     """For `depends-on-workers`: one worker's options of each parameter group, by step."""
-    nudge: float = 0.0
-    """Add random noise of this share of the largest gradient, to see how rounding errors grow."""
+    nudge: float = 0.0  # add random noise of this share of the largest gradient, to see how rounding errors grow
     slices: int = 0
     """For `slices`: the number of slices in which the single worker computes each batch; 0: it is computed whole."""
-    adds: bool = False
-    """The loss adds up over rows, so the losses of slices are added too."""
-    record_rows: bool = False
-    """Record which rows each worker takes in the first epoch."""
+    adds: bool = False  # the loss adds up over rows, so the losses of slices are added too
+    record_rows: bool = False  # record which rows each worker takes in the first epoch
 
 
 def configured(task: Task, config: TrialConfig) -> Task:

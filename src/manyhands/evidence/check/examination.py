@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,8 +43,7 @@ from manyhands.task import Metrics, Summed, Task
 from manyhands.units import listed
 from manyhands.worker import Worker, as_current
 
-_SCHEDULE_STEPS = 1000
-"""Passed to a schedule that is only examined."""
+_SCHEDULE_STEPS = 1000  # passed to a schedule that is only examined
 
 _TEXTS = {
     BATCH_NORM: "{named}rows are normalized by the mean and variance of the rows in the batch. Each worker normalizes "
@@ -181,13 +179,19 @@ class Examination:
 
     def _not_deterministic(self) -> tuple[str, SourceLocation | None] | None:
         """(operator, where): the first operator that torch lists as nondeterministic."""
-        with _deterministic_algorithms():
-            try:
-                self._new_subject().measure(self.batch, without=FUNCTIONS)
-            except RuntimeError as error:
-                if "deterministic" not in str(error):
-                    raise
-                return str(error).split(" does not have")[0], source_locations.of_error(error)
+        before, warns = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        torch.use_deterministic_algorithms(True)
+        try:
+            self._new_subject().measure(self.batch, without=FUNCTIONS)
+        except RuntimeError as error:
+            if "deterministic" not in str(error):
+                raise
+            return str(error).split(" does not have")[0], source_locations.of_error(error)
+        finally:
+            torch.use_deterministic_algorithms(before, warn_only=warns)
         return None
 
     def _by_function(self, first: BatchMeasurement, kind: str) -> None:
@@ -261,16 +265,6 @@ class Examination:
             self._suspect(WORKERS, WORKERS, *worker.lines)
 
 
-@contextmanager
-def _deterministic_algorithms() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
 class _RecordingWorker(Worker):
     """A single worker that records the lines that read its rank or size."""
 
@@ -294,15 +288,11 @@ class BatchMeasurement:
 
     loss: float
     weight: float
-    gradient: Tensor
-    """[D]"""
+    gradient: Tensor  # [D]
     recorded: tuple[RecordedCall, ...]
-    changed: tuple[str, ...]
-    """Parameters that the pass changed, without any step."""
-    buffers: tuple[str, ...]
-    """Buffers that the pass changed."""
-    drawn_from: tuple[str, ...]
-    """The generators that the pass drew from: torch, numpy, python."""
+    changed: tuple[str, ...]  # parameters that the pass changed, without any step
+    buffers: tuple[str, ...]  # buffers that the pass changed
+    drawn_from: tuple[str, ...]  # the generators that the pass drew from: torch, numpy, python
 
     def same_as(self, other: BatchMeasurement) -> bool:
         """The same bits of loss and gradient; NaN is NaN."""

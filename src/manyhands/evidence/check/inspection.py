@@ -22,8 +22,7 @@ from manyhands.evidence.check.trials import Trace, tensor_digests
 from manyhands.training.plan import build_model
 from manyhands.units import count, listed
 
-ENOUGH_ROWS = 24
-"""Rows of a batch to examine if there is no difference to explain."""
+ENOUGH_ROWS = 24  # rows of a batch to examine if there is no difference to explain
 
 
 @dataclass
@@ -31,8 +30,7 @@ class Inspection:
     """Fills `results`."""
 
     copies: Copies
-    sent: Copies
-    """Copies with the functions that give the data, where `copies` have the data itself."""
+    sent: Copies  # copies with the functions that give the data, where `copies` have the data itself
     data: TrainingData
     double: bool
     say: Callable[[str], None]

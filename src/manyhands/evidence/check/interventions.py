@@ -19,8 +19,7 @@ from manyhands.evidence.check import source_locations
 from manyhands.evidence.check.source_locations import SourceLocation
 
 BATCH_NORM, DROPOUT, RANDOMNESS, IN_PLACE = "batch-norm", "dropout", "randomness", "in-place-change"
-FULL_SUM = "sum"
-"""The kind of a recorded sum over all elements."""
+FULL_SUM = "sum"  # the kind of a recorded sum over all elements
 
 
 def name_set(names: str) -> frozenset[str]:
@@ -55,8 +54,7 @@ class RecordedCall:
     kind: str
     function: str
     place: SourceLocation | None
-    module: nn.Module | None
-    """The module whose forward made the call."""
+    module: nn.Module | None  # the module whose forward made the call
 
 
 class FunctionMode(TorchFunctionMode):
@@ -339,8 +337,7 @@ def _midpoint_of_draw(base: str, call: FunctionCall) -> Any:
 
 # -- the first operation in which two passes differ --------------------------------------------------------------------
 
-NOISE = 1e-7
-"""Sums of the same rows in another batch may differ by rounding."""
+NOISE = 1e-7  # sums of the same rows in another batch may differ by rounding
 
 Sums = tuple[tuple[float, float, float], ...]  # of each tensor of a result: (sum, position-weighted sum, absolute sum)
 
@@ -353,8 +350,7 @@ class OperationRecord:
     place: SourceLocation | None
     module: nn.Module | None
     whole: Sums
-    first: Sums
-    """Over the first half of the rows; empty where the tensors have no rows."""
+    first: Sums  # over the first half of the rows; empty where the tensors have no rows
     second: Sums
 
 

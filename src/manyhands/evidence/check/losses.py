@@ -29,10 +29,8 @@ from manyhands.units import listed
 
 MEAN, SUM, OTHER_WEIGHT, COUPLED = "mean", "sum", "other-weight", "coupled"
 
-EXACT, ROUGH = 1e-9, 1e-3
-"""Relative tolerances of losses in float64 and in another dtype."""
-OF_METRICS = 1e-5
-"""Relative tolerance of metrics, which may be computed in float32."""
+EXACT, ROUGH = 1e-9, 1e-3  # relative tolerances of losses in float64 and in another dtype
+OF_METRICS = 1e-5  # relative tolerance of metrics, which may be computed in float32
 _MIXED = (11, 7, 5, 3, 2, 1)
 """Rows in each third of a batch in which operations that mix rows are searched. Other dimensions are seldom multiples
 of odd sizes."""

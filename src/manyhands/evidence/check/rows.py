@@ -29,10 +29,8 @@ from manyhands.evidence.check.source_locations import SourceLocation
 from manyhands.task import Task
 from manyhands.training.plan import global_batch
 
-TICKS = 2
-"""Global batches that are compared with their slices."""
-MOST_ROWS = 2_000_000
-"""Rows of larger epochs are not counted."""
+TICKS = 2  # global batches that are compared with their slices
+MOST_ROWS = 2_000_000  # rows of larger epochs are not counted
 
 _UNSEEDED = (
     "Two equal copies of the data, read in the same order with the same seeds, gave different rows: something in it is "

@@ -61,8 +61,7 @@ class TrialRunner:
     """Runs trials: one worker in this process, N simulated workers in turns in this process, or N of the engine."""
 
     copies: Copies
-    sent: Copies
-    """Copies for worker processes: the task as it was given, with its data functions."""
+    sent: Copies  # copies for worker processes: the task as it was given, with its data functions
     workers: int
     engine: Engine
     timeout_s: float
@@ -102,10 +101,8 @@ Rates = tuple[dict[str, Any], ...]  # the options of each parameter group
 class Trace:
     """What one worker computed, by step; vectors are [D']."""
 
-    names: list[str] = field(default_factory=list)
-    """Of the trainable parameters."""
-    bounds: list[tuple[int, int]] = field(default_factory=list)
-    """(start, stop) of each parameter in a vector."""
+    names: list[str] = field(default_factory=list)  # of the trainable parameters
+    bounds: list[tuple[int, int]] = field(default_factory=list)  # (start, stop) of each parameter in a vector
     dtype: str = ""
     built: dict[str, str] = field(default_factory=dict)
     """{parameter or buffer: digest} of the model as this worker built it."""
@@ -113,16 +110,12 @@ class Trace:
     """The row numbers of the first epoch, if the config records them and rows have numbers."""
     rows: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)
-    """Of the losses; 0: an empty tick."""
+    weights: list[float] = field(default_factory=list)  # of the losses; 0: an empty tick
     gradients: list[Tensor] = field(default_factory=list)
     """The mean gradients before clipping. Only rank 0 records them; the others have the same bits."""
-    parameters: list[Tensor] = field(default_factory=list)
-    """After the step."""
-    rates: list[Rates] = field(default_factory=list)
-    """The optimizer's options in the step."""
-    grad_mask: int = 0
-    """Bits: the parameters that got a gradient on any worker."""
+    parameters: list[Tensor] = field(default_factory=list)  # after the step
+    rates: list[Rates] = field(default_factory=list)  # the optimizer's options in the step
+    grad_mask: int = 0  # bits: the parameters that got a gradient on any worker
 
 
 @dataclass

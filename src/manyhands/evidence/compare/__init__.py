@@ -9,5 +9,5 @@ comparison.py    the result: plain data, report.json
 measures.py      numbers of trials, over repeats and along a run; metric.py: which metric judges
 significance.py  means, intervals, and when two numbers are different
 verdict.py       what decision and advice are made of, and the decision in words
-table.py         the columns; text.py: in terminals; markdown.py: in pull requests; report.py: in one HTML file with charts
+table.py         the columns; text.py: in terminals and pull requests; report.py: in one HTML file with charts
 """

@@ -35,8 +35,7 @@ class LegendEntry:
 
     name: str
     variant_style: drawing.VariantStyle
-    group: str = ""
-    """The `legendgroup` of the traces that it shows and hides; "": it does not."""
+    group: str = ""  # the `legendgroup` of the traces that it shows and hides; "": it does not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,14 +305,13 @@ def _extremes(values: Mapping[str, float], higher: bool = True) -> tuple[str, st
     return names[0], names[-1]
 
 
-def _known(comparison: Comparison, of: Callable[[str], T]) -> dict[str, T]:
+def _known(comparison: Comparison, of: Callable[[str], T | None]) -> dict[str, T]:
     found = {variant.name: of(variant.name) for variant in comparison.variants}
     return {name: value for name, value in found.items() if value}
 
 
 def _courses(comparison: Comparison, of: Callable[[Point], float | None]) -> dict[str, Course]:
-    found = {variant.name: measures.course(comparison, variant.name, of) for variant in comparison.variants}
-    return {name: course for name, course in found.items() if course is not None}
+    return _known(comparison, lambda name: measures.course(comparison, name, of))
 
 
 def _known_means(course: Course) -> list[tuple[float, float]]:

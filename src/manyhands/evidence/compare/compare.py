@@ -84,7 +84,11 @@ def compare(
     counts = _checked(workers, repeats, validations, time_margin, metric_margin)
     check_resources(device, threads_per_worker)
     metric.check_data(own, aim)
-    place = _place_of(engine)
+    place = engines.engine_of(engine)
+    if place.spmd:
+        raise Unsupported(
+            f"compare starts each trial's workers itself, which engine {place.name} does not let it: call it outside of manyhands run and torchrun"
+        )
     setting = TrialSetup(
         task=own,
         target=aim,
@@ -163,15 +167,6 @@ def _checked(
         if not (margin >= 0 and math.isfinite(margin)):
             raise BadInput(f"{name} must be a share of at least 0, such as 0.05, not {margin!r}")
     return counts
-
-
-def _place_of(engine: Engine | str) -> Engine:
-    found = engines.engine_of(engine)
-    if found.spmd:
-        raise Unsupported(
-            f"compare starts each trial's workers itself, which engine {found.name} does not let it: call it outside of manyhands run and torchrun"
-        )
-    return found
 
 
 def _possible(

@@ -64,8 +64,7 @@ BAND = 0.16  # opacity of what the repeats lie between
 class VariantStyle:
     """How a variant is drawn: the hue says which strategy, dash and symbol how many workers."""
 
-    colour: str
-    """On white; `dark_colours` has what it becomes on black."""
+    colour: str  # on white; `dark_colours` has what it becomes on black
     dash: str
     symbol: str
     width: float = 2.0

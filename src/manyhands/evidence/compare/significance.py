@@ -37,8 +37,7 @@ class Mean:
     middle: float
     low: float
     high: float
-    missing: int = 0
-    """Repeats without a value, or with one that is not finite; they are not in the others."""
+    missing: int = 0  # repeats without a value, or with one that is not finite; they are not in the others
 
 
 def mean(values: Iterable[float | None], geometric: bool = False) -> Mean | None:

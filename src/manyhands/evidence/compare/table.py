@@ -25,18 +25,12 @@ Say = Callable[[float], str]
 class TableCell:
     """What stands at a variant and a column."""
 
-    text: str
-    """The mean over repeats."""
-    between: str = ""
-    """The least and the most of the repeats."""
-    note: str = ""
-    """Of repeats that are not in the mean."""
-    interval: str = ""
-    """Of the difference from the reference."""
-    mark: str = ""
-    """A key of OUTCOMES, or ""."""
-    title: str = ""
-    """What the mark rests on, in a sentence."""
+    text: str  # the mean over repeats
+    between: str = ""  # the least and the most of the repeats
+    note: str = ""  # of repeats that are not in the mean
+    interval: str = ""  # of the difference from the reference
+    mark: str = ""  # a key of OUTCOMES, or ""
+    title: str = ""  # what the mark rests on, in a sentence
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -52,15 +46,11 @@ class TableColumn:
     """One thing measured, and what it is called where; "": it is not shown there."""
 
     group: str
-    label: str = ""
-    """On the page, under the name of its group."""
-    terminal: str = ""
-    """May have two lines."""
+    label: str = ""  # on the page, under the name of its group
+    terminal: str = ""  # may have two lines
     markdown: str = ""
-    spare: int = 0
-    """The column with the highest is the first that a narrow terminal leaves out; 0: it stays."""
-    about: str = ""
-    """What is in it, in a sentence."""
+    spare: int = 0  # the column with the highest is the first that a narrow terminal leaves out; 0: it stays
+    about: str = ""  # what is in it, in a sentence
     cell: Cell
 
 

@@ -37,8 +37,7 @@ WARM_TICKS = 4  # of the warm-up
 class TrialSetup:
     """What all trials have in common."""
 
-    task: Task
-    """The caller's own; every trial trains a copy of its model."""
+    task: Task  # the caller's own; every trial trains a copy of its model
     target: Target | None = None
     servers: int = 1
     device: str = "auto"
@@ -98,15 +97,12 @@ class FinishedTrial:
 class Known:
     """What the warm-up measured of the task."""
 
-    names: list[str]
-    """Of all metrics that a trial ends with."""
-    ticks_per_epoch: int | None
-    """Of one worker; None: a stream."""
+    names: list[str]  # of all metrics that a trial ends with
+    ticks_per_epoch: int | None  # of one worker; None: a stream
     parameters: int
     shapes: tuple[tuple[int, ...], ...]
     device: str
-    facts: Mapping[str, Any]
-    """Those of a run's `info` that advice looks at."""
+    facts: Mapping[str, Any]  # those of a run's `info` that advice looks at
 
     def ticks_of(self, entry: TrialEntry, task: Task) -> int | None:
         """Of an epoch: fewer of more workers, where their batch is given by worker."""

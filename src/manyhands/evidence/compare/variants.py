@@ -27,10 +27,8 @@ _TRIES = 200  # orders that are drawn for a repeat, of which the best is taken
 class Threads:
     """How many threads variants have."""
 
-    solo: Mapping[str, int]
-    """{name of a variant of solo: its threads}, ascending."""
-    each: int | None = None
-    """Of each worker of the others; None: cores // workers, at least 1."""
+    solo: Mapping[str, int]  # {name of a variant of solo: its threads}, ascending
+    each: int | None = None  # of each worker of the others; None: cores // workers, at least 1
     cores: int = 1
 
     def of(self, workers: int) -> int:

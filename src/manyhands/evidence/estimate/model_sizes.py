@@ -26,21 +26,14 @@ Matrix = tuple[int, int, int]  # start in the flat vector [D'], rows, columns
 class Shape:
     """The sizes of one replica."""
 
-    numbers: int
-    """D: trainable numbers."""
-    padded: int
-    """D': of the flat vector, which is what travels."""
+    numbers: int  # D: trainable numbers
+    padded: int  # D': of the flat vector, which is what travels
     dtype: torch.dtype
-    parameters: int
-    """Trainable tensors."""
-    matrices: tuple[Matrix, ...]
-    """Parameters of two or more dimensions, in the vector's order."""
-    slices: tuple[int, ...]
-    """Lengths of the slices in which gradients become ready."""
-    state: Mapping[str, Any]
-    """The optimizer's state of the largest parameter, by name: a tensor like it, or a number."""
-    largest: torch.Size
-    """The shape of the largest parameter."""
+    parameters: int  # trainable tensors
+    matrices: tuple[Matrix, ...]  # parameters of two or more dimensions, in the vector's order
+    slices: tuple[int, ...]  # lengths of the slices in which gradients become ready
+    state: Mapping[str, Any]  # the optimizer's state of the largest parameter, by name: a tensor like it, or a number
+    largest: torch.Size  # the shape of the largest parameter
 
     @property
     def item(self) -> int:
@@ -104,12 +97,9 @@ def _matrices(layout: Layout) -> tuple[Matrix, ...]:
 class ReadingPlan:
     """How a number of workers reads the data."""
 
-    batch_size: int
-    """Global rows."""
-    rows: int | None
-    """Rows of an epoch; None: a stream of unknown length."""
-    ticks: int | None
-    """Global batches of an epoch."""
+    batch_size: int  # global rows
+    rows: int | None  # rows of an epoch; None: a stream of unknown length
+    ticks: int | None  # global batches of an epoch
 
     def steps(self, task: Task) -> int | None:
         """Global batches in the whole training; None if unknown."""

@@ -20,6 +20,7 @@ from manyhands.engines.sim.costs import Costs
 from manyhands.engines.sim.group import SimGroup, SimRendezvous
 from manyhands.engines.sim.network import NetworkState, SimNetworkSpec
 from manyhands.engines.sim.timeline import Deadlock, SimProgram, Timeline
+from manyhands.engines.single_process import running_threads
 from manyhands.errors import BadInput, Unsupported
 from manyhands.evidence.replay.server import ReplayClient, ReplayJournal, ReplayServer, Stores
 from manyhands.recording import event_log
@@ -159,16 +160,13 @@ def _run(plan: WorkerPlan, stores: Stores, workers: int, threads: int, progress:
         if program.error is not None:
             raise program.error
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    programs = [timeline.start(rank, partial(program, rank)) for rank in range(workers)]
-    timeline.on_end = raise_error
-    try:
-        timeline.run()
-    except Deadlock as error:
-        raise Deadlock(f"the journal does not fit this program: {error}") from error
-    finally:
-        torch.set_num_threads(before)
+    with running_threads(threads):
+        programs = [timeline.start(rank, partial(program, rank)) for rank in range(workers)]
+        timeline.on_end = raise_error
+        try:
+            timeline.run()
+        except Deadlock as error:
+            raise Deadlock(f"the journal does not fit this program: {error}") from error
     outcome: Outcome = programs[0].value
     return outcome
 
