@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from manyhands.checkpoint.paths import path_of
-from manyhands.cli import evidence, options
+from manyhands.cli import evidence, options, tables
 from manyhands.cli.options import stamped, task_fields, with_fields
 from manyhands.errors import BadInput, ManyhandsError, is_whole, whole_of
 
@@ -57,9 +57,7 @@ def main() -> None:
 
 def _show_version(value: bool) -> None:
     if value:
-        from manyhands.cli.tables import version_line
-
-        typer.echo(version_line())
+        typer.echo(tables.version_line())
         raise typer.Exit
 
 
@@ -257,11 +255,10 @@ def replay(
     Exit codes: 0 the same bits, 1 something differs (another version of torch,
     another machine, changed code or data), 2 refused.
     """
-    from manyhands.cli.tables import bar_of
     from manyhands.evidence.replay.replay import replay as replay_run
 
     folder = path_of(run)
-    with bar_of("steps") as progress:
+    with tables.bar_of("steps") as progress:
         replayed = replay_run(folder, task=task, strategy=strategy, progress=progress)
     if not replayed.identical:
         known = (
@@ -313,28 +310,8 @@ def join(
     join_run(offer, lambda line: typer.echo(line, err=True))
 
 
-@app.command()
-def strategies() -> None:
-    """List the strategies: what they exchange, their options, their papers."""
-    from manyhands.cli.tables import print_strategies
-
-    print_strategies()
-
-
-@app.command()
-def tasks() -> None:
-    """List the ready-made tasks."""
-    from manyhands.cli.tables import print_tasks
-
-    print_tasks()
-
-
-@app.command()
-def engines() -> None:
-    """List the engines: where workers can run, and their options."""
-    from manyhands.cli.tables import print_engines
-
-    print_engines()
+for _listing in (tables.strategies, tables.tasks, tables.engines):
+    app.command()(_listing)
 
 
 @contextmanager

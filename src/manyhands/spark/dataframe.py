@@ -74,7 +74,13 @@ def frame(
             kind = "int64" if name != "features" and all(whole) else dtype
             columns.append(SpoolColumn(name, tuple(sources), kind))
     made = DistributedFrame(key=uuid.uuid4().hex, columns=tuple(columns), files=files)
-    return made if files else replace(made, table=_selected(cast("DataFrame", table), made.sources))
+    if files:
+        return made
+    df = cast("DataFrame", table)
+    marked = [WHICH] if WHICH in df.columns else []  # the frame that a row belongs to
+    return replace(
+        made, table=df.select(*(plain(df, name).alias(name) for name in dict.fromkeys(made.sources)), *marked)
+    )
 
 
 def _listed(names: str | Sequence[str] | None) -> list[str]:
@@ -143,12 +149,6 @@ def _type_of(df: DataFrame, name: str) -> DataType:
 
 def _is_vector(kind: DataType) -> bool:
     return type(kind).__name__ == "VectorUDT"
-
-
-def _selected(df: DataFrame, names: list[str]) -> DataFrame:
-    """These columns as plain numbers, and the frame that a row belongs to, if that is marked."""
-    marked = [WHICH] if WHICH in df.columns else []
-    return df.select(*(plain(df, name).alias(name) for name in dict.fromkeys(names)), *marked)
 
 
 def plain(df: DataFrame, name: str) -> SparkColumn:

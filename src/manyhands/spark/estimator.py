@@ -176,7 +176,11 @@ class Estimator(SparkEstimator["Model"], _Columns, MLWritable, MLReadable["Estim
         if self._make is _not_saved:
             _not_saved()
         training, validation = self._split(dataset)
-        task = self._task_for(training, validation)
+        fields: dict[str, Any] = {"train_data": training, "validation_data": validation, **self._fields}
+        fields |= {name: self.getOrDefault(name) for name in self._SCALARS if self.isDefined(self.getParam(name))}
+        task = self._declared(fields)
+        if isinstance(task.model, nn.Module):
+            task = task.with_fields(model=copy.deepcopy(task.model))
         options: dict[str, Any] = {}
         if self._early_stopping is not None:
             options = {"callbacks": [EarlyStopping(patience=self._early_stopping)], "keep": "best:validation_loss"}
@@ -188,9 +192,6 @@ class Estimator(SparkEstimator["Model"], _Columns, MLWritable, MLReadable["Estim
             run_dir=None if self._run_dir is None else f"{self._run_dir}/{uuid.uuid4().hex[:12]}",
             **options,
         )
-        return self._fitted(task, run, training)
-
-    def _fitted(self, task: Task, run: Run, training: DistributedFrame) -> Model:
         model = Model(None if isinstance(task.model, nn.Module) else task.model, run.model, task.metrics)
         model.run = run
         self._copyValues(model)
@@ -209,12 +210,6 @@ class Estimator(SparkEstimator["Model"], _Columns, MLWritable, MLReadable["Estim
             seed = self.getOrDefault(self.seed) if self.isDefined(self.seed) else 0
             return split(table, self.framed, fraction=fraction, seed=seed)
         return self.framed(table), None
-
-    def _task_for(self, training: DistributedFrame, validation: DistributedFrame | None) -> Task:
-        fields: dict[str, Any] = {"train_data": training, "validation_data": validation, **self._fields}
-        fields |= {name: self.getOrDefault(name) for name in self._SCALARS if self.isDefined(self.getParam(name))}
-        task = self._declared(fields)
-        return task.with_fields(model=copy.deepcopy(task.model)) if isinstance(task.model, nn.Module) else task
 
     def _declared(self, fields: dict[str, Any]) -> Task:
         if self._task is not None:

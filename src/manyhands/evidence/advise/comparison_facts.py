@@ -61,8 +61,7 @@ class Contestant:
 class Decision:
     """Whether to distribute; the verdict says it in words."""
 
-    kind: str
-    """distribute | stay | undecided"""
+    kind: str  # distribute | stay | undecided
     why: str
     """What decided.
 
@@ -75,8 +74,7 @@ class Decision:
     worse: all are worse in the metric.
     failed: nothing else is left.
     """
-    best: Contestant | None
-    """The one that this rests on."""
+    best: Contestant | None  # the one that this rests on
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -233,20 +233,18 @@ def bytes_left(codec: CodecCost, workers: int, shapes: Sequence[Sequence[int]], 
     return (1 + left) / 2 if server else left
 
 
-def low_rank(shapes: Sequence[Sequence[int]], rank: int = 2) -> float:
-    """The share of these parameters that PowerSGD of this rank sends; a transformer's where shapes are unknown."""
-    numbers = sum(math.prod(shape) for shape in shapes)
-    if not numbers:
-        return LOW_RANK
-    return sum(_sent(shape, rank) for shape in shapes) / numbers
+def low_rank(shapes: Sequence[Sequence[int]]) -> float:
+    """The share of these parameters that PowerSGD of rank 2 sends; a transformer's where shapes are unknown.
 
-
-def _sent(shape: Sequence[int], rank: int) -> int:
-    """Numbers that PowerSGD sends of a parameter: the first dimension is the rows; vectors are sent whole."""
-    if len(shape) < 2:
-        return math.prod(shape)
-    rows, columns = shape[0], math.prod(shape[1:])
-    return min(rank * (rows + columns), rows * columns)
+    A parameter's first dimension is the rows; vectors are sent whole.
+    """
+    sent = whole = 0
+    for shape in shapes:
+        numbers = math.prod(shape)
+        factors = 2 * (shape[0] + math.prod(shape[1:])) if len(shape) > 1 else numbers
+        sent += min(factors, numbers)
+        whole += numbers
+    return sent / whole if whole else LOW_RANK
 
 
 def compressed_round_s(codec: CodecCost, round_s: float, numbers: int, left: float) -> float:

@@ -60,10 +60,8 @@ class Prediction:
     """The seconds of one strategy's step, measured and simulated."""
 
     strategy: str
-    real_s: float
-    """Of the quickest run: the median over its blocks."""
-    slowest_s: float
-    """Of the slowest run."""
+    real_s: float  # of the quickest run: the median over its blocks
+    slowest_s: float  # of the slowest run
     simulated_s: float
 
     @property
@@ -84,15 +82,12 @@ class Calibration:
 
     profile: Profile
     compute: ComputeFit
-    memory: Terms
-    """(latency in seconds, seconds a bit) of the group in shared memory."""
-    sockets: Terms
-    """The same of the group over sockets."""
+    memory: Terms  # (latency in seconds, seconds a bit) of the group in shared memory
+    sockets: Terms  # the same of the group over sockets
     server: measure.ServerTimes
     codecs: tuple[CodecTimes, ...] = ()
     predictions: tuple[Prediction, ...]
-    seconds: float
-    """The time that the calibration took."""
+    seconds: float  # the time that the calibration took
 
 
 def calibrate(task: Task | str | None = None, **options: Any) -> Profile:
@@ -206,7 +201,7 @@ class _Calibrator:
             measure.fit_group(memory, workers, own, one_host=True),
             measure.fit_group(sockets, workers, own, one_host=False),
         )
-        profile = self._with_requests(self._profile(compute, *fits, server, codecs, sizes))
+        profile = self._with_requests(self._profile(compute, *fits, server, codecs))
         predictions = tuple(self._predict(profile, strategy) for strategy in self.strategies)
         errors = {prediction.strategy: round(prediction.worst, 4) for prediction in predictions}
         return Calibration(
@@ -249,7 +244,6 @@ class _Calibrator:
         sockets: Terms,
         server: measure.ServerTimes,
         codecs: tuple[CodecTimes, ...],
-        sizes: list[int],
     ) -> Profile:
         network_s = 2 * memory.first + 8 * server.bytes * memory.second  # of a pull, or of a push
         network = SimNetworkSpec(

@@ -98,18 +98,15 @@ def fit_group(calls: Sequence[TimedCollective], workers: int, own: int, *, one_h
 
     own: the model's elements. A mean of this length has as much weight as all other calls together.
     """
-    units = [Costs(NetworkState(network, workers, 0), workers) for network in _unit_networks(one_host)]
+    if one_host:  # a network with a latency of 1 s and infinite bandwidth, and one without latency and 1 s a bit
+        latency = SimNetworkSpec(workers_per_host=ALL, local_latency=1.0)
+        bits = SimNetworkSpec(workers_per_host=ALL, local_bandwidth=1.0)
+    else:
+        latency, bits = SimNetworkSpec(latency=1.0), SimNetworkSpec(bandwidth=1.0)
+    units = [Costs(NetworkState(network, workers, 0), workers) for network in (latency, bits)]
     xs = [(call.cost(units[0]).seconds, call.cost(units[1]).seconds) for call in calls]
     weights = [float(len(calls)) if (call.name, call.elements) == ("mean", own) else 1.0 for call in calls]
     return two_terms(xs, [call.seconds for call in calls], weights)
-
-
-def _unit_networks(one_host: bool) -> tuple[SimNetworkSpec, SimNetworkSpec]:
-    """(a network with a latency of 1 s and infinite bandwidth, one without latency and 1 s a bit)"""
-    if one_host:
-        latency = SimNetworkSpec(workers_per_host=ALL, local_latency=1.0)
-        return latency, SimNetworkSpec(workers_per_host=ALL, local_bandwidth=1.0)
-    return SimNetworkSpec(latency=1.0), SimNetworkSpec(bandwidth=1.0)
 
 
 def bandwidth_of(terms: Terms) -> float:

@@ -174,14 +174,12 @@ class Proofs:
 
     trials: TrialRunner
     say: Callable[[str], None]
-    configs: list[TrialConfig] = field(default_factory=list)
-    """Of each proof."""
+    configs: list[TrialConfig] = field(default_factory=list)  # of each proof
     proofs: list[EqualityProof] = field(default_factory=list)
     traces: list[list[Trace]] = field(default_factory=list)
     """Of each proof: that of one worker, then of each of N; only the first if workers failed."""
     results: Results = field(default_factory=Results)
-    failure: Finding | None = None
-    """The finding for failed workers, if nothing else explains the failure."""
+    failure: Finding | None = None  # the finding for failed workers, if nothing else explains the failure
     double: bool = True
     dtype: str = "float64"
     limit: float = LIMIT

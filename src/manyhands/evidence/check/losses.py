@@ -214,10 +214,8 @@ class Aggregation:
     kind: str
     """mean: the mean by weight, as it must be. sum: the sum. other-weight: a mean by other weights than it returns.
     coupled: none of these, since a row depends on the other rows."""
-    off: float = 0.0
-    """The relative difference between the mean by weight and the whole."""
-    constant: bool = False
-    """Of a sum: a part of it does not add up (a penalty on the parameters)."""
+    off: float = 0.0  # the relative difference between the mean by weight and the whole
+    constant: bool = False  # of a sum: a part of it does not add up (a penalty on the parameters)
     numbers: dict[str, float] = field(default_factory=dict)
 
 

@@ -22,8 +22,6 @@ from manyhands.server.staleness import quantile
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-Draw = Callable[[Comparison], "Figure | None"]
-Read = Callable[[Comparison], str]
 T = TypeVar("T")
 
 INPUT_SHARE = 0.10  # of the time; from here on input is mentioned
@@ -58,30 +56,31 @@ def charts(comparison: Comparison) -> list[tuple[Chart, ...]]:
     best, metric = "highest" if comparison.higher else "lowest", measures.curve_metric(comparison)
     parts = {part: drawing.PART_HUES[part][0] for part in bars.ORDER}
 
-    def chart(draw: Draw, read: Read, question: str, **more: Any) -> Chart:
-        figure, reading = draw(comparison), read(comparison)
+    def chart(figure: Figure | None, read: Callable[[Comparison], str], question: str, **more: Any) -> Chart:
+        name, reading = read.__name__, read(comparison)
         if figure is None:
-            return Chart(name=draw.__name__, question=question, reading=reading, figure=None)
+            return Chart(name=name, question=question, reading=reading, figure=None)
         page = json.loads(figure.update_layout(showlegend=False).to_json())
-        return Chart(
-            name=draw.__name__, question=question, reading=reading, figure=page, legend=_legend(figure), **more
-        )
+        return Chart(name=name, question=question, reading=reading, figure=page, legend=_legend(figure), **more)
+
+    over_time, over_rows = figures.metric(comparison, "seconds"), figures.metric(comparison, "rows")
+    apart_in_rows, apart_in_time = figures.distance(comparison, "rows"), figures.distance(comparison, "seconds")
 
     groups = (
         (
-            chart(figures.metric_over_time, metric_over_time, f"Who has the {best} {metric} after the same time?"),
-            chart(figures.metric_over_rows, metric_over_rows, "Who learns most from the same rows?"),
+            chart(over_time, metric_over_time, f"Who has the {best} {metric} after the same time?"),
+            chart(over_rows, metric_over_rows, "Who learns most from the same rows?"),
         ),
-        (chart(bars.time_split, time_split, "Where does the time of each worker go?", parts=parts),),
-        (chart(figures.speed_up, speed_up, "How much faster do more workers make it?"),),
+        (chart(bars.time_split(comparison), time_split, "Where does the time of each worker go?", parts=parts),),
+        (chart(figures.speed_up(comparison), speed_up, "How much faster do more workers make it?"),),
         (
-            chart(figures.distance_over_rows, distance_over_rows, "How far from solo do they end up?"),
-            chart(figures.distance_over_time, distance_over_time, "Do they come back to solo?"),
+            chart(apart_in_rows, distance_over_rows, "How far from solo do they end up?"),
+            chart(apart_in_time, distance_over_time, "Do they come back to solo?"),
         ),
-        (chart(bars.staleness, staleness, "How late are the updates that reach the server?"),),
+        (chart(bars.staleness(comparison), staleness, "How late are the updates that reach the server?"),),
         (
-            chart(bars.bytes_sent, bytes_sent, "How much is sent?"),
-            chart(bars.memory, memory, "How much memory does a worker need?"),
+            chart(bars.bytes_sent(comparison), bytes_sent, "How much is sent?"),
+            chart(bars.memory(comparison), memory, "How much memory does a worker need?"),
         ),
     )
     measured = [

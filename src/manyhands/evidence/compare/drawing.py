@@ -122,10 +122,6 @@ def figure(traces: Sequence[Json], layout: Json) -> Figure:
     return Figure(data=list(traces), layout=common | layout | axes | {"margin": margin})
 
 
-def seconds_axis(comparison: Comparison) -> Json:
-    return {"title": {"text": f"{'virtual ' if comparison.simulated else ''}seconds of training"}}
-
-
 def text_of_mean(found: Mean | None, say: Callable[[float], str]) -> str:
     """`0.97 (0.96–0.98)`"""
     if found is None:

@@ -51,7 +51,12 @@ def shape_of(task: Task) -> Shape:
         given = task.with_fields(model=copy.deepcopy(task.model)) if isinstance(task.model, nn.Module) else task
         model = build_model(given).to("cpu")
         replica = Replica(model, task.optimizer, group=SoloGroup(), loss=task.loss)
-        _step(replica)
+        replica.begin_tick()  # a step with a zero gradient, after which the optimizer has its state
+        for parameter, view in zip(replica.layout.parameters, replica.layout.views(replica.gradients), strict=True):
+            parameter.grad = view
+        replica.collect()
+        replica.weight = 1.0
+        replica.apply()
         slices: list[int] = []
         replica.on_ready(lambda gradients: slices.append(len(gradients)))
         replica.begin_tick()
@@ -72,15 +77,6 @@ def shape_of(task: Task) -> Shape:
         state=state,
         largest=largest.shape,
     )
-
-
-def _step(replica: Replica) -> None:
-    replica.begin_tick()
-    for parameter, view in zip(replica.layout.parameters, replica.layout.views(replica.gradients), strict=True):
-        parameter.grad = view
-    replica.collect()
-    replica.weight = 1.0
-    replica.apply()
 
 
 def _matrices(layout: Layout) -> tuple[Matrix, ...]:
