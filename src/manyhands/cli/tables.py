@@ -85,9 +85,8 @@ def options_of(maker: type[Any]) -> list[str]:
 def _default(field: Any) -> str:
     if field.default is MISSING:
         return "..."
-    return (
-        str(field.default).lower() if field.default is None or isinstance(field.default, bool) else str(field.default)
-    )
+    text = str(field.default)
+    return text.lower() if field.default is None or isinstance(field.default, bool) else text
 
 
 def _print(titles: tuple[str, str], rows: dict[str, list[str | list[str]]], footer: str) -> None:

@@ -196,7 +196,8 @@ def files_of(df: DataFrame) -> tuple[str, ...]:
     plan = df._jdf.queryExecution().analyzed()
     while plan.nodeName() == "SubqueryAlias" or (plan.nodeName() == "Project" and _chooses(plan)):
         plan = plan.child()  # such a node only names a table, or selects columns unchanged
-    if not _is_read(plan):
+    relation = plan.relation() if _class(plan) in _READ else None
+    if relation is None or _class(relation) not in _READ or _class(relation.fileFormat()) not in _READ:
         raise BadInput(
             "input='files' takes a DataFrame that is nothing but a read of Parquet files, and this one has "
             f"{plan.simpleString(_FIELDS)!r} in its plan, which would be lost: leave input out, or write the DataFrame and "
@@ -211,13 +212,6 @@ def files_of(df: DataFrame) -> tuple[str, ...]:
 def _chooses(project: Any) -> bool:
     columns = project.projectList()
     return all(_class(columns.apply(i)).endswith(".AttributeReference") for i in range(columns.length()))
-
-
-def _is_read(plan: Any) -> bool:
-    if _class(plan) not in _READ:
-        return False
-    relation = plan.relation()
-    return _class(relation) in _READ and _class(relation.fileFormat()) in _READ
 
 
 def _class(thing: Any) -> str:

@@ -6,7 +6,6 @@ import math
 import platform
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ from manyhands.evidence.calibrate.observe import (
     TickTime,
     block_of,
     blocks,
+    merged,
     observe,
     steps_for,
     tick_seconds,
@@ -195,7 +195,7 @@ class _Calibrator:
             )
             self._repeat(sizes)
         workers = self.setup.workers
-        compute = fit_compute(self.ticks, sizes[0] // workers)
+        compute = fit_compute(merged(self.ticks), sizes[0] // workers)
         own, _ = measure.vector_of(self.task)
         fits = (
             measure.fit_group(memory, workers, own, one_host=True),
@@ -222,8 +222,7 @@ class _Calibrator:
             task = self.task.with_fields(batch_size=size) if size != sizes[0] else self.task
             steps = _COMPUTE_STEPS * (2 if size == sizes[0] else 1)
             events = observe(self.setup, task, Ensemble(), steps_for(steps))
-            for rows, seconds in tick_seconds(events).items():
-                self.ticks[rows].append(seconds)
+            self.ticks.append(tick_seconds(events))
             if size == sizes[0]:
                 self.alone.append(tick_time(events))
         for strategy in self.strategies if SERVED in self.strategies else [SERVED, *self.strategies]:
@@ -266,7 +265,7 @@ class _Calibrator:
             ),
             task=self.task.name,
             workers=self.setup.workers,
-            batch_sizes=tuple(sorted(self.ticks)),
+            batch_sizes=tuple(sorted(merged(self.ticks))),
             measured=datetime.now(UTC).isoformat(timespec="seconds"),
             machine=_machine(self.setup),
         )

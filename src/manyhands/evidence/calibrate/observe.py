@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -138,3 +138,12 @@ def blocks(events: Sequence[Event], workers: int, every: int) -> list[float]:
 def steps_for(steps: int) -> int:
     """Steps to run so that `steps` are measured."""
     return WARM + steps + 2
+
+
+def merged(runs: Sequence[Mapping[int, list[float]]]) -> dict[int, list[list[float]]]:
+    """{rows: [each run's seconds]}, for `fit.fit_compute`."""
+    by_rows: defaultdict[int, list[list[float]]] = defaultdict(list)
+    for run in runs:
+        for rows, seconds in run.items():
+            by_rows[rows].append(seconds)
+    return dict(by_rows)

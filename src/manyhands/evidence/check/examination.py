@@ -179,10 +179,8 @@ class Examination:
 
     def _not_deterministic(self) -> tuple[str, SourceLocation | None] | None:
         """(operator, where): the first operator that torch lists as nondeterministic."""
-        before, warns = (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        )
+        before = torch.are_deterministic_algorithms_enabled()
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
         torch.use_deterministic_algorithms(True)
         try:
             self._new_subject().measure(self.batch, without=FUNCTIONS)
@@ -199,11 +197,10 @@ class Examination:
         if calls:
             found = list(dict.fromkeys(place for one in calls if (place := self._place_of(one)) is not None))
             names = [place.name for place in found if place.name]
-            lines: dict[
-                tuple[str, int], list[str]
-            ] = {}  # one location for each line, with the names of all that is there
+            lines: dict[tuple[str, int], list[str]] = {}
             for place in found:
                 lines.setdefault((place.file, place.line), []).append(place.name)
+            # one location for each line, with the names of all that is there
             where = [SourceLocation(*line, listed([name for name in own if name])) for line, own in lines.items()]
             self._suspect(kind, kind, *where, named=f"In module {listed(names)} " if names else "")
 

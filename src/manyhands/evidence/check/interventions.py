@@ -287,11 +287,9 @@ def _recurrent(call: FunctionCall) -> Intervention | None:
         return None
     weights = next(i for i, argument in enumerate(call.args) if isinstance(argument, list))
     dropout, train = call.args[weights + 3 : weights + 5]
-    return (
-        Intervention(DROPOUT, lambda: call.with_argument(weights + 3, "dropout", 0.0).run())
-        if dropout and train
-        else None
-    )
+    if not (dropout and train):
+        return None
+    return Intervention(DROPOUT, lambda: call.with_argument(weights + 3, "dropout", 0.0).run())
 
 
 def _draw(call: FunctionCall) -> Intervention | None:

@@ -111,25 +111,11 @@ class Estimates:
 
     def to_json(self) -> str:
         """One JSON object; unknown numbers are null."""
-        profile = self.profile
-        values = {
-            "format": FORMAT,
-            "task": self.task,
-            "parameters": self.parameters,
-            "rows": self.rows,
-            "profile": {
-                "task": profile.task,
-                "workers": profile.workers,
-                "measured": profile.measured,
-                "machine": dict(profile.machine),
-                "errors": dict(profile.errors),
-            },
+        known = ("task", "workers", "measured", "machine", "errors")
+        values = {"format": FORMAT, **asdict(self)} | {
+            "profile": {name: getattr(self.profile, name) for name in known},
             "network": str(self.network),
             "compute": str(self.compute),
-            "servers": self.servers,
-            "solo_rows_per_s": self.solo_rows_per_s,
-            "estimates": [asdict(one) for one in self.estimates],
-            "notes": list(self.notes),
         }
         return json.dumps(values, indent=2, allow_nan=False)
 

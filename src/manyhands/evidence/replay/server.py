@@ -119,15 +119,6 @@ class Stores:
         self.stores[shard].released.clear()
         return result
 
-    def in_order(self, ready: Callable[[int], bool], do: Callable[[int], None]) -> None:
-        """`do` every shard, each as soon as it is ready."""
-        left = list(range(len(self.stores)))
-        while left:
-            self.wait_for(lambda: any(ready(shard) for shard in left))
-            shard = next(s for s in left if ready(s))
-            left.remove(shard)
-            do(shard)
-
     def answer(self, shard: int, worker: int) -> Reply:
         self.wait_for(lambda: (shard, worker) in self.answers)
         return self.answers.pop((shard, worker))
@@ -176,15 +167,16 @@ class ReplayServer(StoreClient):
         if load.needs_center:
             self._all.wait_for(lambda: all(store.initialized for store in self._stores))
         answers: list[Any] = [None] * self.shards
-
-        def act(shard: int) -> None:
+        left = list(range(self.shards))
+        while left:  # every shard, each as soon as its turn has come
+            self._all.wait_for(lambda: any(is_due(shard) for shard in left))
+            shard = next(one for one in left if is_due(one))
+            left.remove(shard)
             answer = self._all.call(shard, acts[shard])
             if operation == "pull":
                 self._all.journal.pulls[shard, answer] -= 1
             self._all.wake()
             answers[shard] = self._all.answer(shard, self._worker) if answer is HELD else answer
-
-        self._all.in_order(is_due, act)
         return answers
 
 
