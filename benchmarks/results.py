@@ -21,8 +21,8 @@ import manyhands as mh
 from manyhands.evidence.compare import measures
 from manyhands.evidence.compare.compare import VALIDATIONS, with_findings
 from manyhands.evidence.compare.comparison import NUMBERS, Comparison
-from manyhands.evidence.compare.markdown import markdown
 from manyhands.evidence.compare.report import load, save
+from manyhands.evidence.compare.text import markdown
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE, PLOTS, FOUND = DOCS / "results.md", DOCS / "plots", DOCS / "results"

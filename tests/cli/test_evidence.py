@@ -38,7 +38,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     monkeypatch.setattr("manyhands.evidence.compare.report.save", save)
     monkeypatch.setattr("manyhands.evidence.compare.text.text", lambda found: "the table")
-    monkeypatch.setattr("manyhands.evidence.compare.markdown.markdown", lambda found: "| the | table |")
+    monkeypatch.setattr("manyhands.evidence.compare.text.markdown", lambda found: "| the | table |")
     return asked
 
 

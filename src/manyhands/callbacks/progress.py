@@ -26,8 +26,7 @@ LOG = logging.getLogger("manyhands")
 
 MODES = ("auto", "json", "quiet")
 DRAW_EVERY_S = 0.2
-RECENT_S = 5.0
-"""rows/s and the time left are of the last so many seconds, or of the last two steps if these are longer."""
+RECENT_S = 5.0  # rows/s and the time left are of the last so many seconds, or of the last two steps if these are longer
 
 
 class Progress(Callback):

@@ -22,12 +22,9 @@ from manyhands.errors import BadInput, ManyhandsError
 from manyhands.events import Event
 
 LOG = logging.getLogger("manyhands")
-QUEUE = 4096
-"""Rows that may wait for the tracker."""
-OPENING_S = 60.0
-"""A run waits so long at its start for a tracker's connection."""
-CLOSING_S = 10.0
-"""A run waits so long at its end for the rest of the rows."""
+QUEUE = 4096  # rows that may wait for the tracker
+OPENING_S = 60.0  # a run waits so long at its start for a tracker's connection
+CLOSING_S = 10.0  # a run waits so long at its end for the rest of the rows
 STEP_VALUES = ("loss", "rate", "input_s", "compute_s", "exchange_s", "wait_s", "bytes")
 
 Row = tuple[int, dict[str, float]]  # step, numbers by name

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from manyhands.checkpoint.paths import path_of
-from manyhands.cli import evidence, options
+from manyhands.cli import evidence, options, tables
 from manyhands.cli.options import stamped, task_fields, with_fields
 from manyhands.errors import BadInput, ManyhandsError, is_whole, whole_of
 
@@ -57,9 +57,7 @@ def main() -> None:
 
 def _show_version(value: bool) -> None:
     if value:
-        from manyhands.cli.tables import version_line
-
-        typer.echo(version_line())
+        typer.echo(tables.version_line())
         raise typer.Exit
 
 
@@ -159,29 +157,32 @@ def train(
     engine = with_fields(engine, "sim", network=network, compute=compute, faults=faults, seed=sim_seed, profile=profile)
     if resume and run_dir is None:
         raise BadInput("--resume needs --run-dir: name the directory of the run that is to go on")
-    with _started(engine, workers) as place, _usable_cores():
+    with _started(engine, workers) as place:
+        from manyhands.engines.cores import usable_cores
+        from manyhands.engines.single_process import running_threads
         from manyhands.training.train import train as train_task
 
-        run = train_task(
-            task,
-            strategy=strategy,
-            engine=place,
-            workers=workers,
-            servers=servers,
-            device=device,
-            threads_per_worker=threads_per_worker,
-            run_dir=stamped("", task) if run_dir is None else path_of(run_dir),
-            resume=resume,
-            callbacks=_callbacks(log, early_stopping, tensorboard),
-            validate_every=_steps(validate_every),
-            checkpoint_every=_steps(checkpoint_every),
-            check_replicas_every=check_replicas_every,
-            keep=keep,
-            nonfinite=nonfinite,
-            max_seconds=max_seconds,
-            timeout_s=timeout,
-            **task_fields(ctx.params),
-        )
+        with running_threads(usable_cores()):  # of this process, for which no program has set how many
+            run = train_task(
+                task,
+                strategy=strategy,
+                engine=place,
+                workers=workers,
+                servers=servers,
+                device=device,
+                threads_per_worker=threads_per_worker,
+                run_dir=stamped("", task) if run_dir is None else path_of(run_dir),
+                resume=resume,
+                callbacks=_callbacks(log, early_stopping, tensorboard),
+                validate_every=_steps(validate_every),
+                checkpoint_every=_steps(checkpoint_every),
+                check_replicas_every=check_replicas_every,
+                keep=keep,
+                nonfinite=nonfinite,
+                max_seconds=max_seconds,
+                timeout_s=timeout,
+                **task_fields(ctx.params),
+            )
     typer.echo(run.summary(), err=log == "json")
 
 
@@ -254,11 +255,10 @@ def replay(
     Exit codes: 0 the same bits, 1 something differs (another version of torch,
     another machine, changed code or data), 2 refused.
     """
-    from manyhands.cli.tables import bar_of
     from manyhands.evidence.replay.replay import replay as replay_run
 
     folder = path_of(run)
-    with bar_of("steps") as progress:
+    with tables.bar_of("steps") as progress:
         replayed = replay_run(folder, task=task, strategy=strategy, progress=progress)
     if not replayed.identical:
         known = (
@@ -310,37 +310,25 @@ def join(
     join_run(offer, lambda line: typer.echo(line, err=True))
 
 
-@app.command()
-def strategies() -> None:
-    """List the strategies: what they exchange, their options, their papers."""
-    from manyhands.cli.tables import print_strategies
-
-    print_strategies()
-
-
-@app.command()
-def tasks() -> None:
-    """List the ready-made tasks."""
-    from manyhands.cli.tables import print_tasks
-
-    print_tasks()
-
-
-@app.command()
-def engines() -> None:
-    """List the engines: where workers can run, and their options."""
-    from manyhands.cli.tables import print_engines
-
-    print_engines()
+for _listing in (tables.strategies, tables.tasks, tables.engines):
+    app.command()(_listing)
 
 
 @contextmanager
 def _started(engine: str, workers: int | None) -> Iterator[Engine | str]:
-    """The engine; where it is `local` and will fork, its server loads torch while this process does."""
-    from manyhands.engines import under_torchrun
+    """The engine; where it is `local` and will fork, its server loads torch while this process does.
+
+    Engine `hosts` says on standard error how to join and who came.
+    """
+    from manyhands.engines import engine_of, under_torchrun
 
     if engine.partition(":")[0] == "hosts":
-        yield _talking(engine)
+        from manyhands.engines.hosts.engine import Hosts
+
+        hosts = engine_of(engine)
+        assert isinstance(hosts, Hosts)
+        hosts.announcer.say = lambda text: typer.echo(f"manyhands: {text}", err=True)
+        yield hosts
         return
     if engine not in ("auto", "local") or (workers or 1) < 2 or under_torchrun():
         yield engine
@@ -352,27 +340,6 @@ def _started(engine: str, workers: int | None) -> Iterator[Engine | str]:
         yield local
     finally:
         local.close()
-
-
-@contextmanager
-def _usable_cores() -> Iterator[None]:
-    """Within, this process computes with as many threads as it may use cores: no program has set how many."""
-    from manyhands.engines.cores import usable_cores
-    from manyhands.engines.single_process import running_threads
-
-    with running_threads(usable_cores()):
-        yield
-
-
-def _talking(engine: str) -> Engine:
-    """Engine `hosts`, which says on standard error how to join and who came."""
-    from manyhands.engines import engine_of
-    from manyhands.engines.hosts.engine import Hosts
-
-    hosts = engine_of(engine)
-    assert isinstance(hosts, Hosts)
-    hosts.announcer.say = lambda text: typer.echo(f"manyhands: {text}", err=True)
-    return hosts
 
 
 def _callbacks(log: str, early_stopping: str | None, tensorboard: Path | None) -> list[Callback]:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
 from manyhands.cli import options
 from manyhands.cli.options import stamped, task_fields, with_fields
 from manyhands.errors import BadInput, is_whole, whole_of
-
-if TYPE_CHECKING:
-    from manyhands.evidence.compare.comparison import Comparison
 
 STANDARD_OUTPUT = "-"
 
@@ -66,7 +62,9 @@ def compare(
     """
     from manyhands import spec
     from manyhands.evidence.compare.compare import DEFAULT, compare
-    from manyhands.evidence.compare.report import missing
+    from manyhands.evidence.compare.comparison import NUMBERS
+    from manyhands.evidence.compare.report import missing, save
+    from manyhands.evidence.compare.text import markdown as as_markdown
     from manyhands.evidence.compare.text import text
 
     if lacking := missing():
@@ -91,16 +89,7 @@ def compare(
         say=_say,
         **task_fields(ctx.params),
     )
-    _show(found, text(found), folder, markdown)
-
-
-def _show(found: Comparison, text: str, folder: Path, markdown: str | None) -> None:
-    """The table where a person looks, the files, and the Markdown where it was asked for."""
-    from manyhands.evidence.compare.comparison import NUMBERS
-    from manyhands.evidence.compare.markdown import markdown as as_markdown
-    from manyhands.evidence.compare.report import save
-
-    typer.echo(text, err=markdown == STANDARD_OUTPUT)
+    typer.echo(text(found), err=markdown == STANDARD_OUTPUT)
     if markdown == STANDARD_OUTPUT:
         typer.echo(as_markdown(found))
     elif markdown is not None:

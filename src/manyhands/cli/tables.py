@@ -10,10 +10,6 @@ from dataclasses import MISSING
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
-
 from manyhands import spec
 
 
@@ -22,59 +18,41 @@ def version_line() -> str:
     return f"manyhands {_version('manyhands')}, Python {platform.python_version()}, torch {_version('torch')}"
 
 
-def print_strategies() -> None:
-    """Name, what is exchanged, consistency, options with their defaults, source."""
+def strategies() -> None:
+    """List the strategies: what they exchange, their options, their papers."""
     from manyhands.strategies import CATALOGUE
 
-    table = _table("strategy", "what replicas exchange; options and their defaults; source")
-    width = Console().width - max(map(len, CATALOGUE)) - 2
+    rows: dict[str, list[str | list[str]]] = {}
     for name in CATALOGUE:
         maker = spec.find(name, CATALOGUE, "strategy")
         consistency = "" if maker.consistency == "-" else f" ({maker.consistency})"
-        lines = [f"{maker.summary}{consistency}", *_packed(options_of(maker), width), maker.source]
-        table.add_row(name, "\n".join(lines))
+        rows[name] = [f"{maker.summary}{consistency}", options_of(maker), maker.source]
     _print(
-        table,
+        ("strategy", "what replicas exchange; options and their defaults; source"),
+        rows,
         "Options go behind the name: --strategy local-sgd:period=16,warmup=100. Your own: --strategy my.py:Mine:alpha=.1",
     )
 
 
-def _packed(words: list[str], width: int) -> list[str]:
-    """The words in as few lines as hold them, three spaces apart."""
-    lines: list[str] = []
-    for word in words:
-        if lines and len(lines[-1]) + 3 + len(word) <= width:
-            lines[-1] += f"   {word}"
-        else:
-            lines.append(word)
-    return lines
-
-
-def print_tasks() -> None:
-    """Name and what it trains."""
+def tasks() -> None:
+    """List the ready-made tasks."""
     from manyhands.tasks import SUMMARIES
 
-    table = _table("task", "what it is")
-    for name, summary in SUMMARIES.items():
-        table.add_row(name, summary)
     _print(
-        table,
+        ("task", "what it is"),
+        {name: [summary] for name, summary in SUMMARIES.items()},
         "Fields go behind the name: digits:batch_size=32,epochs=5. Your own: my.py:task, a Task or a function that returns one.",
     )
 
 
-def print_engines() -> None:
-    """Name, where its workers run (the first line of each engine's docstring), options with their defaults."""
+def engines() -> None:
+    """List the engines: where workers can run, and their options."""
     from manyhands.engines import CATALOGUE
 
-    table = _table("engine", "where workers run; options and their defaults")
-    width = Console().width - max(map(len, CATALOGUE)) - 2
-    for name in CATALOGUE:
-        maker = spec.find(name, CATALOGUE, "engine")
-        what = (inspect.getdoc(maker) or "").partition("\n")[0]
-        table.add_row(name, "\n".join([what, *_packed(options_of(maker), width)]))
+    makers = {name: spec.find(name, CATALOGUE, "engine") for name in CATALOGUE}
     _print(
-        table,
+        ("engine", "where workers run; options and their defaults"),
+        {name: [(inspect.getdoc(maker) or "").partition("\n")[0], options_of(maker)] for name, maker in makers.items()},
         "Options go behind the name: --engine hosts:listen=10.0.0.1,local_workers=2.\n"
         "auto, the default, is torchrun in what torchrun, mpirun or srun started, hosts with --listen, sim with --network, --compute or --faults,\n"
         "and local anywhere else.",
@@ -84,6 +62,9 @@ def print_engines() -> None:
 @contextmanager
 def bar_of(what: str) -> Iterator[Callable[[int, int], None]]:
     """A progress bar on a terminal's standard error; gives the function to call with (done, in all)."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = (
         TextColumn("{task.completed:,} of {task.total:,} {task.description}"),
         BarColumn(),
@@ -104,22 +85,35 @@ def options_of(maker: type[Any]) -> list[str]:
 def _default(field: Any) -> str:
     if field.default is MISSING:
         return "..."
-    return (
-        str(field.default).lower() if field.default is None or isinstance(field.default, bool) else str(field.default)
-    )
+    text = str(field.default)
+    return text.lower() if field.default is None or isinstance(field.default, bool) else text
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 1, 0))
-    for i, column in enumerate(columns):
-        table.add_column(column, no_wrap=i == 0, overflow="fold", style="cyan" if i == 0 else "")
-    return table
+def _print(titles: tuple[str, str], rows: dict[str, list[str | list[str]]], footer: str) -> None:
+    """rows: {name: its lines}; a list among them is words, in as few lines as hold them, three spaces apart."""
+    from rich.console import Console
+    from rich.table import Table
 
-
-def _print(table: Table, footer: str) -> None:
     console = Console(highlight=False)
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 1, 0))
+    table.add_column(titles[0], no_wrap=True, overflow="fold", style="cyan")
+    table.add_column(titles[1], overflow="fold")
+    width = console.width - max(map(len, rows)) - 2
+    for name, parts in rows.items():
+        lines = [line for part in parts for line in ([part] if isinstance(part, str) else _packed(part, width))]
+        table.add_row(name, "\n".join(lines))
     console.print(table)
     console.print(footer, markup=False, soft_wrap=True)
+
+
+def _packed(words: list[str], width: int) -> list[str]:
+    lines: list[str] = []
+    for word in words:
+        if lines and len(lines[-1]) + 3 + len(word) <= width:
+            lines[-1] += f"   {word}"
+        else:
+            lines.append(word)
+    return lines
 
 
 def _version(package: str) -> str:

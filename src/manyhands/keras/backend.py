@@ -16,14 +16,4 @@ except ModuleNotFoundError as missing:
         "'manyhands[keras]', and set KERAS_BACKEND=torch before Keras is imported"
     ) from missing
 
-__all__ = ["keras", "require_torch"]
-
-
-def require_torch() -> None:
-    """Raise BadInput if Keras runs on another backend."""
-    found = keras.config.backend()
-    if found != "torch":
-        raise BadInput(
-            f"manyhands trains Keras models on the torch backend, and Keras runs on {found}: set KERAS_BACKEND=torch in "
-            "the environment before Keras is imported, and build the model again"
-        )
+__all__ = ["keras"]

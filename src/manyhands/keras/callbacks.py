@@ -7,7 +7,7 @@ training ends (EarlyStopping's best) are the run's result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from typing_extensions import override
 
 from manyhands.errors import BadInput, Unsupported
-from manyhands.keras import metric_state
+from manyhands.keras import losses
 from manyhands.keras.backend import keras
 from manyhands.keras.module import KerasModule
 from manyhands.keras.optimizer import KerasOptimizer
@@ -89,13 +89,13 @@ class KerasWorkerCallback(WorkerCallback):
         for callback in self._callbacks:
             callback.set_params({"verbose": 0, "epochs": facts["epochs"], "steps": facts["ticks_per_epoch"]})
             callback.set_model(self._model)
-        self._agree(lambda: self._call("on_train_begin"))
+        self._agree("on_train_begin")
 
     @override
     def on_epoch_start(self, epoch: int) -> None:
         self._model.reset_metrics()
         self._batches = 0
-        self._agree(lambda: self._call("on_epoch_begin", epoch))
+        self._agree("on_epoch_begin", epoch)
 
     @override
     def on_step(self, loss: float | None) -> bool:
@@ -105,7 +105,7 @@ class KerasWorkerCallback(WorkerCallback):
             rate = self._rate()
             with self._module.placed():
                 self._call("on_train_batch_begin", self._batches)
-                self._call("on_train_batch_end", self._batches, metric_state.results(self._model))
+                self._call("on_train_batch_end", self._batches, losses.results(self._model))
             if self._rate() != rate and self._worker.size > 1:
                 raise Unsupported(
                     "a callback set the learning rate after a batch, which the other workers would not get: set it at an "
@@ -118,7 +118,7 @@ class KerasWorkerCallback(WorkerCallback):
     def on_epoch_end(self, epoch: int, metrics: Mapping[str, float]) -> bool:
         validation = {"val_" + name.removeprefix("validation_"): value for name, value in metrics.items()}
         self._logs = self._counted() | validation
-        return self._agree(lambda: self._call("on_epoch_end", epoch, self._logs))
+        return self._agree("on_epoch_end", epoch, self._logs)
 
     @override
     def on_end(self) -> list[dict[str, Any]]:
@@ -131,11 +131,11 @@ class KerasWorkerCallback(WorkerCallback):
         for callback in self._callbacks:
             getattr(callback, method)(*arguments)
 
-    def _agree(self, call: Callable[[], None]) -> bool:
+    def _agree(self, method: str, *arguments: Any) -> bool:
         """Collective. Worker 0 calls the callbacks; all get its learning rate. Returns whether the run shall end."""
         before = self._rate()
         with self._module.placed():
-            call()
+            self._call(method, *arguments)
         rate = self._rate()
         own = [bool(self._model.stop_training), None if rate == before else rate]
         stop, rate = self._worker.group.all_gather_json(own)[0]
@@ -149,7 +149,7 @@ class KerasWorkerCallback(WorkerCallback):
 
     def _counted(self) -> dict[str, float]:
         """The metrics over the epoch's rows of all workers, as they were trained."""
-        sums = {"": Summed(metric_state.read(self._model), lambda total: metric_state.results_of(self._module, total))}
+        sums = {"": Summed(losses.read(self._model), lambda total: losses.results_of(self._module, total))}
         return evaluation.results_of(sums if self._batches else {}, self._worker.group)
 
 

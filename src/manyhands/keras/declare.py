@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from manyhands.data.batch import slice_rows
 from manyhands.errors import BadInput
 from manyhands.keras import losses, rows
-from manyhands.keras.backend import keras, require_torch
+from manyhands.keras.backend import keras
 from manyhands.keras.callbacks import KerasCallbacks
 from manyhands.keras.module import KerasModule
 from manyhands.keras.optimizer import KerasOptimizer
@@ -63,7 +63,13 @@ def task(
             "x gives whole batches, (x, y) or (x, y, sample_weight), and y, sample_weight, class_weight and "
             "validation_split are for arrays: leave them out, or give arrays"
         )
-    _build(model, train_data)
+    if isinstance(train_data, tuple):  # rows are at hand: build weights, optimizer, loss and metrics, as `fit` does
+        model._symbolic_build(data_batch=slice_rows(train_data, 0, 1))
+    elif not model.built:
+        raise BadInput(
+            "the model has no weights yet, and no rows are at hand to build it: give it an Input, or call it on a "
+            "batch first"
+        )
     if "batch_size_per_worker" in fields:
         batch_size = None
     return Task(
@@ -96,7 +102,11 @@ def _given(data: Any) -> Any:
 
 def _check(model: Any) -> None:
     """Raise BadInput for a model that cannot be trained."""
-    require_torch()
+    if (backend := keras.config.backend()) != "torch":
+        raise BadInput(
+            f"manyhands trains Keras models on the torch backend, and Keras runs on {backend}: set KERAS_BACKEND=torch in "
+            "the environment before Keras is imported, and build the model again"
+        )
     if not isinstance(model, keras.Model):
         raise BadInput(
             f"model must be a keras.Model, not a {type(model).__module__}.{type(model).__name__}: for a PyTorch module "
@@ -115,11 +125,7 @@ def _check(model: Any) -> None:
                 f"{type(model).__name__} has a {step} of its own, which would not be called: put what it computes into "
                 "compute_loss and compute_metrics"
             )
-    _check_optimizer(model.optimizer)
-    losses.check_losses(model)
-
-
-def _check_optimizer(optimizer: Any) -> None:
+    optimizer = model.optimizer
     inner = [name for name, one in vars(optimizer).items() if isinstance(one, keras.optimizers.Optimizer)]
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor:
         raise BadInput(
@@ -133,15 +139,4 @@ def _check_optimizer(optimizer: Any) -> None:
             "use_ema=True is not supported: leave it out, or keep the best weights with "
             "EarlyStopping(restore_best_weights=True)"
         )
-
-
-def _build(model: Any, train_data: Any) -> None:
-    """Build weights, optimizer, loss and metrics from one row, as `fit` does, if rows are at hand."""
-    if not isinstance(train_data, tuple):
-        if not model.built:
-            raise BadInput(
-                "the model has no weights yet, and no rows are at hand to build it: give it an Input, or call it on a "
-                "batch first"
-            )
-        return
-    model._symbolic_build(data_batch=slice_rows(train_data, 0, 1))
+    losses.check_losses(model)

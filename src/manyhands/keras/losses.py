@@ -1,7 +1,14 @@
-"""A compiled Keras model's loss and metrics, as the loss and metrics of a task."""
+"""A compiled Keras model's loss and metrics, as the loss and metrics of a task.
+
+The state of a model's metrics is one vector, which workers can add up. Every metric is a function of state variables
+that add up over batches, and Keras itself adds them over replicas: an accuracy's total and count, an AUC's true
+positives at each threshold.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,7 +16,6 @@ from torch import Tensor, nn
 
 from manyhands.data.batch import rows_of
 from manyhands.errors import BadInput
-from manyhands.keras import metric_state
 from manyhands.keras.backend import keras
 from manyhands.keras.module import KerasModule, module_of
 from manyhands.task import Measure, Metrics, Summed
@@ -27,7 +33,7 @@ def loss(model: nn.Module, batch: Any) -> Measure:
         weight = _weight(module.keras, batch, predicted, sample_weight)
         if module.counts:
             with torch.no_grad():
-                metric_state.count(module.keras, mean, weight, (x, y, predicted, sample_weight))
+                count(module.keras, mean, weight, (x, y, predicted, sample_weight))
     return mean, weight
 
 
@@ -36,17 +42,16 @@ def metrics(model: nn.Module, batch: Any) -> Metrics:
     module = module_of(model)
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     predicted = model(x)
-    with module.placed(), metric_state.separate(module.keras):
+    with module.placed(), separate(module.keras):
         mean = _loss(module.keras, x, y, predicted, sample_weight, training=False)
         weight = _weight(module.keras, batch, predicted, sample_weight)
-        metric_state.count(module.keras, mean, weight, (x, y, predicted, sample_weight))
-        sums = metric_state.read(module.keras)
-    return {"loss": (mean, weight), "metrics": Summed(sums, lambda total: _besides_loss(module, total))}
+        count(module.keras, mean, weight, (x, y, predicted, sample_weight))
+        sums = read(module.keras)
 
+    def besides_loss(total: Tensor) -> dict[str, float]:
+        return {name: value for name, value in results_of(module, total).items() if name != "loss"}
 
-def _besides_loss(module: KerasModule, total: Tensor) -> dict[str, float]:
-    results = metric_state.results_of(module, total)
-    return {name: value for name, value in results.items() if name != "loss"}
+    return {"loss": (mean, weight), "metrics": Summed(sums, besides_loss)}
 
 
 def _loss(model: Any, x: Any, y: Any, predicted: Any, sample_weight: Any, training: bool) -> Tensor:
@@ -89,3 +94,52 @@ def check_losses(model: Any) -> None:
             "of several losses, one divides by its sample weights and the others by rows, so their sum has no single "
             "weight: compile the model with reduction='sum_over_batch_size'"
         )
+
+
+# -- the state of metrics ---------------------------------------------------------------------------------------------
+
+
+def count(model: Any, mean: Tensor, weight: float, batch: tuple[Any, Any, Any, Any]) -> None:
+    """Add a batch (x, y, predictions, sample weights) of this loss, as `model.fit` does."""
+    model._loss_tracker.update_state(mean, sample_weight=weight)
+    x, y, predicted, sample_weight = batch
+    model.compute_metrics(x, y, predicted, sample_weight=sample_weight)
+
+
+def read(model: Any) -> Tensor:
+    """[k] float64, on the CPU: all state variables, one after the other. k grows at a metric's first batch."""
+    states = [variable.value.detach().to("cpu", torch.float64).reshape(-1) for variable in model.metrics_variables]
+    return torch.cat(states)
+
+
+def write(model: Any, state: Tensor) -> None:
+    """Set the metrics to [k] `state` of `read`. Metrics that had no batch then are reset."""
+    start = 0
+    for variable in model.metrics_variables:
+        size = variable.value.numel()
+        part = state[start : start + size] if start < len(state) else torch.zeros(size)
+        variable.assign(part.reshape(variable.shape).to(variable.value.dtype))
+        start += size
+
+
+def results(model: Any) -> dict[str, float]:
+    """{name: value} of all metrics, under Keras's names."""
+    return {name: float(value) for name, value in model.get_metrics_result().items()}
+
+
+def results_of(module: KerasModule, state: Tensor) -> dict[str, float]:
+    """{name: value} for another [k] `state`. The metrics' own state does not change."""
+    with module.placed(), separate(module.keras):
+        write(module.keras, state)
+        return results(module.keras)
+
+
+@contextmanager
+def separate(model: Any) -> Iterator[None]:
+    """Reset the metrics inside, and put back their state afterwards."""
+    before = read(model)
+    model.reset_metrics()
+    try:
+        yield
+    finally:
+        write(model, before)

@@ -32,7 +32,9 @@ def packed(x: Any, y: Any = None, sample_weight: Any = None, class_weight: Mappi
     """
     if class_weight is not None:
         sample_weight = _of_classes(y, sample_weight, class_weight)
-    data = tuple(_leaves(part) for part in _until_none(x, y, sample_weight))
+    if sample_weight is not None and y is None:
+        raise BadInput("sample_weight weighs the loss of targets: give y, too")
+    data = tuple(_leaves(part) for part in (x, y, sample_weight) if part is not None)
     Columns(data, what="x, y and sample_weight")
     return data
 
@@ -51,14 +53,6 @@ def split(data: Any, fraction: float) -> tuple[Any, Any]:
             "fraction"
         )
     return slice_rows(data, 0, at), slice_rows(data, at, rows)
-
-
-def _until_none(x: Any, y: Any, sample_weight: Any) -> tuple[Any, ...]:
-    if sample_weight is not None:
-        if y is None:
-            raise BadInput("sample_weight weighs the loss of targets: give y, too")
-        return x, y, sample_weight
-    return (x,) if y is None else (x, y)
 
 
 def _leaves(part: Any) -> Any:

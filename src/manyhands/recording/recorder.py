@@ -87,7 +87,11 @@ class Recorder(Observer):
     ) -> None:
         try:
             if error is not None and self.records and not self._ended:
-                self._over_failed(error)
+                self._over("failed", error=type(error).__name__, message=str(error))
+        except Exception as problem:  # noqa: BLE001 - a callback's own failure must not take the place of what ended the run
+            LOG.warning(
+                "a callback raised while the failure of the run was reported: %s: %s", type(problem).__name__, problem
+            )
         finally:
             if self._log is not None:
                 self._log.close()
@@ -258,15 +262,6 @@ class Recorder(Observer):
         if self._reason and self.records and not self._reason_said:
             self._reason_said = True
             self._take(self._event("stop", reason=self._reason))
-
-    def _over_failed(self, error: BaseException) -> None:
-        """A callback's own failure must not take the place of what ended the run."""
-        try:
-            self._over("failed", error=type(error).__name__, message=str(error))
-        except Exception as problem:  # noqa: BLE001 - a callback may raise anything
-            LOG.warning(
-                "a callback raised while the failure of the run was reported: %s: %s", type(problem).__name__, problem
-            )
 
     def _over(self, type: str, **values: Any) -> None:
         """The last event. Every callback gets it, whatever another one raises; then the first error is raised."""

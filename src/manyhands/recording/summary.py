@@ -184,16 +184,14 @@ def _staleness(facts: dict[str, Any]) -> Lines:
         text = f"rate x curvature of a push {units.number(facts['info']['gain'])}; {units.count(late, 'version')} late bears up to {limit(late):.3g}"
         found.append(("", text))
     medians = {rank: quantile(one, 0.5) for rank, one in enumerate(workers) if one}
-    if len(set(medians.values())) > 1:
-        found.append(("", _medians(medians)))
+    if len(set(medians.values())) > 1 and len(medians) <= SHOWN:
+        each = "   ".join(f"{rank}: {median}" for rank, median in medians.items())
+        found.append(("", f"medians by worker: {each}"))
+    elif len(set(medians.values())) > 1:
+        least, most = min(medians, key=medians.__getitem__), max(medians, key=medians.__getitem__)
+        text = f"medians of the workers from {medians[least]} (worker {least}) to {medians[most]} (worker {most})"
+        found.append(("", text))
     return found
-
-
-def _medians(medians: dict[int, int]) -> str:
-    if len(medians) <= SHOWN:
-        return "medians by worker: " + "   ".join(f"{rank}: {median}" for rank, median in medians.items())
-    least, most = min(medians, key=medians.__getitem__), max(medians, key=medians.__getitem__)
-    return f"medians of the workers from {medians[least]} (worker {least}) to {medians[most]} (worker {most})"
 
 
 def blocks(histogram: Mapping[int, int]) -> str:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from manyhands.spark.estimator import Model as Model
     from manyhands.spark.stored_model import register_model as register_model
 
-_WHERE = {"Estimator": "estimator", "Model": "estimator", "frame": "framing", "register_model": "stored_model"}
+_WHERE = {"Estimator": "estimator", "Model": "estimator", "frame": "dataframe", "register_model": "stored_model"}
 __all__ = ["Estimator", "Model", "frame", "register_model"]
 
 

@@ -8,14 +8,15 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
+from urllib.parse import unquote
 
 import numpy as np
 
 from manyhands.data.dataframe_rows import WHICH, DistributedFrame
-from manyhands.data.readers.shared_files import find, types_of
+from manyhands.data.readers.shared_files import find, table_file, types_of
 from manyhands.data.spool import SpoolColumn
+from manyhands.engines.spark.session import is_connect
 from manyhands.errors import BadInput
-from manyhands.spark.source_files import files_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
 
 _WHOLE = ("byte", "short", "integer", "long", "boolean")
 _FRACTIONS = ("float", "double")
+_READ = {
+    "org.apache.spark.sql.execution.datasources.LogicalRelation",
+    "org.apache.spark.sql.execution.datasources.HadoopFsRelation",
+    "org.apache.spark.sql.execution.datasources.parquet.ParquetFileFormat",  # not Delta's, whose files hold removed rows
+}
+_FIELDS = 10  # that an error lists of a plan
 
 
 def frame(
@@ -67,7 +74,13 @@ def frame(
             kind = "int64" if name != "features" and all(whole) else dtype
             columns.append(SpoolColumn(name, tuple(sources), kind))
     made = DistributedFrame(key=uuid.uuid4().hex, columns=tuple(columns), files=files)
-    return made if files else replace(made, table=_selected(cast("DataFrame", table), made.sources))
+    if files:
+        return made
+    df = cast("DataFrame", table)
+    marked = [WHICH] if WHICH in df.columns else []  # the frame that a row belongs to
+    return replace(
+        made, table=df.select(*(plain(df, name).alias(name) for name in dict.fromkeys(made.sources)), *marked)
+    )
 
 
 def _listed(names: str | Sequence[str] | None) -> list[str]:
@@ -138,12 +151,6 @@ def _is_vector(kind: DataType) -> bool:
     return type(kind).__name__ == "VectorUDT"
 
 
-def _selected(df: DataFrame, names: list[str]) -> DataFrame:
-    """These columns as plain numbers, and the frame that a row belongs to, if that is marked."""
-    marked = [WHICH] if WHICH in df.columns else []
-    return df.select(*(plain(df, name).alias(name) for name in dict.fromkeys(names)), *marked)
-
-
 def plain(df: DataFrame, name: str) -> SparkColumn:
     """A column as plain numbers in Arrow: vectors as arrays, decimals as doubles."""
     from pyspark.sql import functions as F
@@ -174,3 +181,38 @@ def split(
     validates = F.col(f"`{indicator}`").cast("boolean") if indicator is not None else F.rand(seed) < fraction
     whole = framed(df.withColumn(WHICH, F.when(validates, F.lit(1)).otherwise(F.lit(0))))
     return whole, replace(whole, key=uuid.uuid4().hex)
+
+
+# -- the files that a DataFrame reads ---------------------------------------------------------------------------------
+
+
+def files_of(df: DataFrame) -> tuple[str, ...]:
+    """The URLs of the Parquet files that a DataFrame reads, sorted.
+
+    Raises BadInput if it does more than read them: a filter or a computed column would be lost silently.
+    """
+    if is_connect(df.sparkSession):
+        raise BadInput("over Spark Connect the plan of a DataFrame is not visible: give the paths of the files instead")
+    plan = df._jdf.queryExecution().analyzed()
+    while plan.nodeName() == "SubqueryAlias" or (plan.nodeName() == "Project" and _chooses(plan)):
+        plan = plan.child()  # such a node only names a table, or selects columns unchanged
+    relation = plan.relation() if _class(plan) in _READ else None
+    if relation is None or _class(relation) not in _READ or _class(relation.fileFormat()) not in _READ:
+        raise BadInput(
+            "input='files' takes a DataFrame that is nothing but a read of Parquet files, and this one has "
+            f"{plan.simpleString(_FIELDS)!r} in its plan, which would be lost: leave input out, or write the DataFrame and "
+            "give the path"
+        )
+    files = tuple(sorted(unquote(url) for url in df.inputFiles()))
+    for file in files:
+        table_file(file)
+    return files
+
+
+def _chooses(project: Any) -> bool:
+    columns = project.projectList()
+    return all(_class(columns.apply(i)).endswith(".AttributeReference") for i in range(columns.length()))
+
+
+def _class(thing: Any) -> str:
+    return str(thing.getClass().getName())

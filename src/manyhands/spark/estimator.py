@@ -34,34 +34,30 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 Make = Callable[[], nn.Module]
+T = TypeVar("T")
 S = TypeVar("S", bound=MLReadable[Any])
+
+
+def _param(name: str, about: str, convert: Callable[[Any], T]) -> Param[T]:
+    return Param(Params._dummy(), name, about, convert)
 
 
 class _Columns(HasFeaturesCol, HasLabelCol, HasPredictionCol, HasWeightCol):
     """Params that an estimator and its model share."""
 
-    features_cols: Param[list[str]] = Param(
-        Params._dummy(),
-        "features_cols",
-        "feature columns, side by side; empty: featuresCol",
-        TypeConverters.toListString,
+    features_cols: Param[list[str]] = _param(
+        "features_cols", "feature columns, side by side; empty: featuresCol", TypeConverters.toListString
     )
-    output: Param[str] = Param(
-        Params._dummy(),
+    output: Param[str] = _param(
         "output",
         "what a prediction is: class (number of the largest output), value (the one output), array; auto: class where "
         "labels are whole numbers",
         TypeConverters.toString,
     )
-    threshold: Param[float] = Param(
-        Params._dummy(),
-        "threshold",
-        "a single output above it is class 1: 0 for logits, 0.5 for probabilities",
-        TypeConverters.toFloat,
+    threshold: Param[float] = _param(
+        "threshold", "a single output above it is class 1: 0 for logits, 0.5 for probabilities", TypeConverters.toFloat
     )
-    dtype: Param[str] = Param(
-        Params._dummy(), "dtype", "torch's type of features and of fractional labels", TypeConverters.toString
-    )
+    dtype: Param[str] = _param("dtype", "torch's type of features and of fractional labels", TypeConverters.toString)
 
     def features(self) -> list[str]:
         """The feature columns, one or more."""
@@ -73,17 +69,14 @@ class _Columns(HasFeaturesCol, HasLabelCol, HasPredictionCol, HasWeightCol):
 
     def framed(self, table: DataFrame) -> DistributedFrame:
         """The rows of a DataFrame as data of a task."""
+        names = self.features()
         return frame(
             table,
-            features=self._features_argument(),
+            features=names[0] if len(names) == 1 else names,
             label=self.getLabelCol(),
             weight=self._weight(),
             dtype=self.getOrDefault(self.dtype),
         )
-
-    def _features_argument(self) -> str | list[str]:
-        names = self.features()
-        return names[0] if len(names) == 1 else names
 
 
 class Estimator(SparkEstimator["Model"], _Columns, MLWritable, MLReadable["Estimator"]):
@@ -113,24 +106,16 @@ class Estimator(SparkEstimator["Model"], _Columns, MLWritable, MLReadable["Estim
     These are Params of Spark ML, for CrossValidator: numWorkers, epochs, batchSize, seed, strategy and all columns.
     """
 
-    num_workers: Param[int] = Param(
-        Params._dummy(), "num_workers", "workers, one Spark task each", TypeConverters.toInt
+    num_workers: Param[int] = _param("num_workers", "workers, one Spark task each", TypeConverters.toInt)
+    strategy: Param[str] = _param("strategy", "how replicas agree, as a spec string", TypeConverters.toString)
+    epochs: Param[int] = _param("epochs", "passes over the training rows", TypeConverters.toInt)
+    batch_size: Param[int] = _param("batch_size", "rows a step of all workers together", TypeConverters.toInt)
+    seed: Param[int] = _param("seed", "of initial parameters, order, dropout and split", TypeConverters.toInt)
+    validation_indicator_col: Param[str] = _param(
+        "validation_indicator_col", "rows where it is true validate", TypeConverters.toString
     )
-    strategy: Param[str] = Param(
-        Params._dummy(), "strategy", "how replicas agree, as a spec string", TypeConverters.toString
-    )
-    epochs: Param[int] = Param(Params._dummy(), "epochs", "passes over the training rows", TypeConverters.toInt)
-    batch_size: Param[int] = Param(
-        Params._dummy(), "batch_size", "rows a step of all workers together", TypeConverters.toInt
-    )
-    seed: Param[int] = Param(
-        Params._dummy(), "seed", "of initial parameters, order, dropout and split", TypeConverters.toInt
-    )
-    validation_indicator_col: Param[str] = Param(
-        Params._dummy(), "validation_indicator_col", "rows where it is true validate", TypeConverters.toString
-    )
-    validation_fraction: Param[float] = Param(
-        Params._dummy(), "validation_fraction", "share of the rows that validate", TypeConverters.toFloat
+    validation_fraction: Param[float] = _param(
+        "validation_fraction", "share of the rows that validate", TypeConverters.toFloat
     )
 
     _SCALARS = ("epochs", "batch_size", "seed")
@@ -160,7 +145,8 @@ class Estimator(SparkEstimator["Model"], _Columns, MLWritable, MLReadable["Estim
     ) -> None:
         super().__init__()
         _check(task, model, output, validation_fraction, validation_indicator_col, early_stopping)
-        _check_keras(model, criterion, optimizer)
+        if is_keras(model) and not (criterion is None and optimizer is None):
+            raise BadInput("a compiled Keras model has its own loss and optimizer: leave criterion and optimizer out")
         self._task, self._make, self._criterion, self._optimizer = task, model, criterion, optimizer
         stored_model.remember(model if task is None else task.model)
         self._early_stopping, self._engine, self._run_dir = early_stopping, engine, run_dir
@@ -190,7 +176,11 @@ class Estimator(SparkEstimator["Model"], _Columns, MLWritable, MLReadable["Estim
         if self._make is _not_saved:
             _not_saved()
         training, validation = self._split(dataset)
-        task = self._task_for(training, validation)
+        fields: dict[str, Any] = {"train_data": training, "validation_data": validation, **self._fields}
+        fields |= {name: self.getOrDefault(name) for name in self._SCALARS if self.isDefined(self.getParam(name))}
+        task = self._declared(fields)
+        if isinstance(task.model, nn.Module):
+            task = task.with_fields(model=copy.deepcopy(task.model))
         options: dict[str, Any] = {}
         if self._early_stopping is not None:
             options = {"callbacks": [EarlyStopping(patience=self._early_stopping)], "keep": "best:validation_loss"}
@@ -202,9 +192,6 @@ class Estimator(SparkEstimator["Model"], _Columns, MLWritable, MLReadable["Estim
             run_dir=None if self._run_dir is None else f"{self._run_dir}/{uuid.uuid4().hex[:12]}",
             **options,
         )
-        return self._fitted(task, run, training)
-
-    def _fitted(self, task: Task, run: Run, training: DistributedFrame) -> Model:
         model = Model(None if isinstance(task.model, nn.Module) else task.model, run.model, task.metrics)
         model.run = run
         self._copyValues(model)
@@ -223,12 +210,6 @@ class Estimator(SparkEstimator["Model"], _Columns, MLWritable, MLReadable["Estim
             seed = self.getOrDefault(self.seed) if self.isDefined(self.seed) else 0
             return split(table, self.framed, fraction=fraction, seed=seed)
         return self.framed(table), None
-
-    def _task_for(self, training: DistributedFrame, validation: DistributedFrame | None) -> Task:
-        fields: dict[str, Any] = {"train_data": training, "validation_data": validation, **self._fields}
-        fields |= {name: self.getOrDefault(name) for name in self._SCALARS if self.isDefined(self.getParam(name))}
-        task = self._declared(fields)
-        return task.with_fields(model=copy.deepcopy(task.model)) if isinstance(task.model, nn.Module) else task
 
     def _declared(self, fields: dict[str, Any]) -> Task:
         if self._task is not None:
@@ -389,8 +370,3 @@ def _check(
         )
     if early_stopping is not None and not (fraction or indicator):
         raise BadInput("early_stopping needs rows to validate on: give validation_fraction or validation_indicator_col")
-
-
-def _check_keras(model: Any, criterion: object, optimizer: object) -> None:
-    if is_keras(model) and not (criterion is None and optimizer is None):
-        raise BadInput("a compiled Keras model has its own loss and optimizer: leave criterion and optimizer out")

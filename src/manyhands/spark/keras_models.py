@@ -76,7 +76,12 @@ def from_bytes(data: bytes, what: str, named: Any = None) -> KerasModule:
             f"Keras {keras.__version__}: pip install -U 'manyhands[keras]'"
         )
     config = _config(data, what)
-    _check_class(config, named, what)
+    found = config.get("class_name") if isinstance(config, dict) else None
+    if not isinstance(found, str) or (named is not None and found != getattr(named, "__name__", None)):
+        raise BadInput(
+            f"{what} holds a Keras model of class {printable(found)}; got {getattr(named, '__name__', named)} as its model: "
+            "give its own class"
+        )
     for one in _objects(config):
         _check_known(one, named, what)
     own = {} if named is None or named.__module__.startswith("keras.") else {named.__name__: named}
@@ -130,16 +135,6 @@ def _objects(config: Any) -> Iterator[dict[str, Any]]:
     elif isinstance(config, list):
         for value in config:
             yield from _objects(value)
-
-
-def _check_class(config: Any, named: Any, what: str) -> None:
-    """Raise BadInput unless the model is of the class that the caller named."""
-    found = config.get("class_name") if isinstance(config, dict) else None
-    if not isinstance(found, str) or (named is not None and found != getattr(named, "__name__", None)):
-        raise BadInput(
-            f"{what} holds a Keras model of class {printable(found)}; got {getattr(named, '__name__', named)} as its model: "
-            "give its own class"
-        )
 
 
 def _check_known(one: dict[str, Any], named: Any, what: str) -> None:

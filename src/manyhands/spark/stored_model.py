@@ -121,7 +121,8 @@ def load(path: str, make: Any = None) -> tuple[Make | None, nn.Module]:
     folder = path_of(path)
     recipe = _read(folder / _RECIPE, json.loads)
     if not isinstance(recipe, dict) or recipe.get("format") != FORMAT:
-        raise BadInput(f"{path} has format {_part(recipe, 'format')!r}, this version reads {FORMAT}")
+        found = recipe.get("format") if isinstance(recipe, dict) else None
+        raise BadInput(f"{path} has format {found!r}, this version reads {FORMAT}")
     if "keras" in recipe:
         return None, _read(folder / _KERAS, lambda data: from_bytes(data, path, make))
     if wrong := [name for name, kind in _RECIPE_FIELDS.items() if not isinstance(recipe.get(name), kind)]:
@@ -151,10 +152,6 @@ def _read(file: AnyPath, read: Callable[[bytes], T]) -> T:
         raise
     except (*DAMAGE, SafetensorError) as error:
         raise BadInput(f"{file} is missing or damaged ({error!r:.200}): save the model again") from error
-
-
-def _part(recipe: Any, name: str) -> Any:
-    return recipe.get(name) if isinstance(recipe, dict) else None
 
 
 def _called(make: Any) -> Any:

@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 import pytest
-from test_of_run import reads_well
+from test_run_advice import reads_well
 
 import manyhands as mh
 from manyhands.recording.run import Run

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from measured_runs import compared, contestant, measured, solo
-from test_of_run import reads_well
+from test_run_advice import reads_well
 
 from manyhands.evidence.advise import Advice, Compared, Contestant, Decision, Ratio, advise_comparison, largest_loss
 

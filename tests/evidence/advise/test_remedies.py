@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from manyhands.comm.codecs import Hints, Matrix, codec_of
-from manyhands.evidence.advise.remedies import (
+from manyhands.evidence.advise.exchange_advice import (
     CODECS,
     LOW_RANK,
     bearable_period,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from synthetic import comparison
 
-from manyhands.evidence.compare import bars, style
+from manyhands.evidence.compare import bars, drawing
 from manyhands.evidence.compare.comparison import Comparison
 
 
@@ -78,7 +78,7 @@ def test_bytes_are_bars_with_their_size_beside_the_name() -> None:
     traces, layout = drawn(bars.bytes_sent, made)
     assert list(traces[0]["x"]) == [0, 0, 61_200_000]
     assert labels(layout) == [("solo, 1 thread", "0 B"), ("solo, 4 threads", "0 B"), ("allreduce on 2", "61.2 MB")]
-    assert list(traces[0]["marker"]["color"]) == [one.colour for one in style.styles_of(made).values()]
+    assert list(traces[0]["marker"]["color"]) == [one.colour for one in drawing.styles_of(made).values()]
     assert bars.bytes_sent(comparison((), ())) is None
 
 

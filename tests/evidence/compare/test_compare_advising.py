@@ -3,8 +3,8 @@
 import pytest
 from by_numbers import found
 
-from manyhands.evidence.compare.advice_inputs import compared
 from manyhands.evidence.compare.comparison import Target
+from manyhands.evidence.compare.verdict import compared
 
 AIM = Target(metric="test_accuracy", value=0.97, higher=True)
 

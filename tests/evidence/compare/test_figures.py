@@ -7,15 +7,32 @@ from typing import Any
 import pytest
 from synthetic import HOSTILE, comparison, hostile
 
-from manyhands.evidence.compare import bars, drawing, figures, measures, style
+from manyhands.evidence.compare import bars, drawing, figures, measures
 from manyhands.evidence.compare.comparison import Comparison, Point, Target, Trial, Variant
 
+
+def metric_over_time(made: Comparison) -> Any:
+    return figures.metric(made, "seconds")
+
+
+def metric_over_rows(made: Comparison) -> Any:
+    return figures.metric(made, "rows")
+
+
+def distance_over_rows(made: Comparison) -> Any:
+    return figures.distance(made, "rows")
+
+
+def distance_over_time(made: Comparison) -> Any:
+    return figures.distance(made, "seconds")
+
+
 ALL = (
-    figures.metric_over_time,
-    figures.metric_over_rows,
+    metric_over_time,
+    metric_over_rows,
     figures.speed_up,
-    figures.distance_over_rows,
-    figures.distance_over_time,
+    distance_over_rows,
+    distance_over_time,
     bars.time_split,
     bars.staleness,
     bars.bytes_sent,
@@ -61,67 +78,67 @@ CURVES = {
 
 
 def test_lines_are_means_against_seconds_and_against_rows() -> None:
-    over_time = lines(drawn(figures.metric_over_time, two(CURVES))[0])
+    over_time = lines(drawn(metric_over_time, two(CURVES))[0])
     assert list(over_time["solo"]["x"]) == pytest.approx([2.0, 3.0])
     assert list(over_time["solo"]["y"]) == pytest.approx([0.3, 0.7])
-    over_rows = lines(drawn(figures.metric_over_rows, two(CURVES))[0])
+    over_rows = lines(drawn(metric_over_rows, two(CURVES))[0])
     assert list(over_rows["solo"]["x"]) == [10, 20]
     assert list(over_rows["allreduce on 2"]["y"]) == pytest.approx([0.2, 0.5])
 
 
 def test_bands_go_from_the_least_to_the_most_and_back_below_all_lines() -> None:
-    traces, _ = drawn(figures.metric_over_rows, two(CURVES))
+    traces, _ = drawn(metric_over_rows, two(CURVES))
     assert [trace.get("fill") for trace in traces] == ["toself", "toself", None, None]
     assert list(traces[0]["x"]) == [10, 20, 20, 10]
     assert list(traces[0]["y"]) == [0.4, 0.8, 0.6, 0.2]
     assert traces[0]["legendgroup"] == lines(traces)["solo"]["legendgroup"] != traces[1]["legendgroup"]
     once = {name: repeats[:1] for name, repeats in CURVES.items()}
-    assert not [trace for trace in drawn(figures.metric_over_rows, two(once))[0] if trace.get("fill")]
+    assert not [trace for trace in drawn(metric_over_rows, two(once))[0] if trace.get("fill")]
 
 
 def test_what_is_not_finite_is_a_gap() -> None:
     gaps = dict(CURVES) | {"allreduce on 2": [[(10, 0.5, math.nan, None), (20, 1.0, 0.5, None)]]}
-    found = lines(drawn(figures.metric_over_rows, two(gaps))[0])["allreduce on 2"]
+    found = lines(drawn(metric_over_rows, two(gaps))[0])["allreduce on 2"]
     assert list(found["y"]) == [None, 0.5]
     assert "not finite" in found["hovertext"][0]
     never = {name: [[(10, 1.0, math.nan, None)]] for name in CURVES}
-    assert figures.metric_over_rows(two(never)) is None
+    assert metric_over_rows(two(never)) is None
 
 
 def test_the_target_is_a_line_where_its_metric_is_drawn() -> None:
     aim = Target(metric="test_accuracy", value=0.5, higher=True)
-    _, layout = drawn(figures.metric_over_time, two(CURVES, target=aim))
+    _, layout = drawn(metric_over_time, two(CURVES, target=aim))
     assert [(shape["y0"], shape["y1"]) for shape in layout["shapes"]] == [(0.5, 0.5)]
     assert layout["annotations"][0]["text"] == "test_accuracy ≥ 0.5"
     elsewhere = replace(aim, metric="test_loss")
-    assert "shapes" not in drawn(figures.metric_over_time, two(CURVES, target=elsewhere))[1]
+    assert "shapes" not in drawn(metric_over_time, two(CURVES, target=elsewhere))[1]
 
 
 def test_a_metric_to_be_low_is_drawn_on_a_logarithmic_axis_where_it_falls_far() -> None:
     falling = {"solo": [[(10, 1.0, 9.0, None), (20, 2.0, 0.01, None)]]}
     made = two(falling, higher=False, target=Target(metric="test_accuracy", value=0.1, higher=False))
-    _, layout = drawn(figures.metric_over_rows, made)
+    _, layout = drawn(metric_over_rows, made)
     assert layout["yaxis"]["type"] == "log"
     assert layout["shapes"][0]["y0"] == 0.1  # shapes take values, annotations exponents
     assert layout["annotations"][0]["y"] == pytest.approx(-1)
-    assert "type" not in drawn(figures.metric_over_rows, replace(made, higher=True))[1]["yaxis"]
+    assert "type" not in drawn(metric_over_rows, replace(made, higher=True))[1]["yaxis"]
 
 
 def test_time_is_logarithmic_where_a_line_would_be_too_short_to_see() -> None:
     slow = dict(CURVES) | {"solo": [[(10, 50.0, 0.2, None), (20, 100.0, 0.6, None)]]}
-    axis = drawn(figures.metric_over_time, two(slow))[1]["xaxis"]
+    axis = drawn(metric_over_time, two(slow))[1]["xaxis"]
     assert axis["type"] == "log"
     assert list(axis["ticktext"]) == ["0.1", "1", "10", "100"]
-    assert "type" not in drawn(figures.metric_over_time, two(CURVES))[1]["xaxis"]
+    assert "type" not in drawn(metric_over_time, two(CURVES))[1]["xaxis"]
 
 
 def test_virtual_seconds_are_called_so() -> None:
     simulated = two(CURVES, simulated={"network": "latency=1ms"})
-    assert drawn(figures.metric_over_time, simulated)[1]["xaxis"]["title"]["text"] == "virtual seconds of training"
+    assert drawn(metric_over_time, simulated)[1]["xaxis"]["title"]["text"] == "virtual seconds of training"
 
 
 def test_zero_distance_has_a_tick_of_its_own_below_the_least_power() -> None:
-    traces, layout = drawn(figures.distance_over_rows, two(CURVES))
+    traces, layout = drawn(distance_over_rows, two(CURVES))
     assert list(lines(traces)) == ["allreduce on 2"]  # the reference is at no distance from itself
     ticks = dict(zip(layout["yaxis"]["ticktext"], layout["yaxis"]["tickvals"], strict=True))
     assert list(lines(traces)["allreduce on 2"]["y"]) == [ticks["0"], pytest.approx(0.2)]
@@ -133,7 +150,7 @@ def test_zero_distance_has_a_tick_of_its_own_below_the_least_power() -> None:
 
 def test_without_zeros_every_tick_is_a_power() -> None:
     apart = {"allreduce on 2": [[(10, 1.0, 0.1, 1e-9), (20, 2.0, 0.1, 0.5)]]}
-    layout = drawn(figures.distance_over_time, two(apart))[1]
+    layout = drawn(distance_over_time, two(apart))[1]
     assert "0" not in layout["yaxis"]["ticktext"]
     assert len(layout["yaxis"]["ticktext"]) <= 7
     exponents = [math.log10(value) for value in layout["yaxis"]["tickvals"]]
@@ -144,7 +161,7 @@ def test_without_zeros_every_tick_is_a_power() -> None:
 
 def test_no_distance_anywhere_is_no_chart() -> None:
     equal = {"allreduce on 2": [[(10, 1.0, 0.1, 0.0), (20, 2.0, 0.1, 0.0)]]}
-    assert figures.distance_over_rows(two(equal)) is None
+    assert distance_over_rows(two(equal)) is None
 
 
 def test_speed_up_has_a_line_a_strategy_the_ideal_and_solo_with_all_threads() -> None:
@@ -153,7 +170,7 @@ def test_speed_up_has_a_line_a_strategy_the_ideal_and_solo_with_all_threads() ->
     assert [trace["name"] for trace in traces] == ["ideal", "allreduce", "gossip"]
     assert (list(traces[0]["x"]), list(traces[0]["y"])) == ([1, 2, 4], [1.0, 2.0, 4.0])
     assert [round(x) for x in traces[1]["x"]] == [2, 4]
-    assert traces[1]["line"]["color"] == style.styles_of(made)["allreduce on 2"].colour
+    assert traces[1]["line"]["color"] == drawing.styles_of(made)["allreduce on 2"].colour
     assert layout["annotations"][0]["text"] == "solo, 4 threads"
     assert 2 < layout["shapes"][0]["y0"] < 3
 
@@ -204,7 +221,7 @@ def test_without_solos_rate_there_is_no_speed_up() -> None:
 
 def test_few_of_many_variants_are_drawn() -> None:
     made = comparison(tuple(f"local-sgd:period={i}" for i in range(1, 31)), (2,))
-    traces, _ = drawn(figures.metric_over_time, made)
+    traces, _ = drawn(metric_over_time, made)
     assert len(lines(traces)) == measures.MOST_DRAWN
 
 
@@ -213,7 +230,7 @@ def test_every_chart_of_a_comparison_is_drawn_and_uses_known_colours_only(draw: 
     traces, layout = drawn(draw, comparison())
     assert traces
     assert layout["height"] > 100
-    known = style.dark_colours()
+    known = drawing.dark_colours()
     for colour in colours((traces, layout)):
         assert colour in known
 

@@ -8,7 +8,7 @@ from markdown_it.token import Token
 from synthetic import HOSTILE, comparison, hostile
 
 from manyhands.evidence.compare.comparison import Comparison
-from manyhands.evidence.compare.markdown import code, markdown, plain
+from manyhands.evidence.compare.text import code, markdown, plain
 
 
 def parsed(text: str) -> list[Token]:

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from manyhands.evidence.compare import measures
 from manyhands.evidence.compare.comparison import Comparison, Target
-from manyhands.evidence.compare.markdown import markdown
-from manyhands.evidence.compare.text import text
+from manyhands.evidence.compare.text import markdown, text
 
 ONE, TWO = SOLOS
 AIM = Target(metric="test_accuracy", value=0.97, higher=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from synthetic import SPECS, comparison
 
-from manyhands.evidence.compare import style
+from manyhands.evidence.compare import drawing
 
 PAGES = ("#ffffff", "#14171b")  # of report.html.jinja
 APART = 14.0  # CIE76; 2.3 is just noticeable
@@ -52,7 +52,7 @@ def luminance(colour: str) -> float:
 @pytest.mark.parametrize("vision", VISIONS)
 @pytest.mark.parametrize("page", [0, 1])
 @pytest.mark.parametrize(
-    "colours", [(style.INK, *style.HUES), tuple(style.PART_HUES.values())], ids=["variants", "parts"]
+    "colours", [(drawing.INK, *drawing.HUES), tuple(drawing.PART_HUES.values())], ids=["variants", "parts"]
 )
 def test_any_two_colours_are_told_apart(colours: tuple[tuple[str, str], ...], page: int, vision: str) -> None:
     for one, other in itertools.combinations([pair[page] for pair in colours], 2):
@@ -62,19 +62,19 @@ def test_any_two_colours_are_told_apart(colours: tuple[tuple[str, str], ...], pa
 
 @pytest.mark.parametrize("page", [0, 1])
 def test_every_colour_stands_out_from_the_page(page: int) -> None:
-    for pair in (style.INK, style.MUTED, *style.HUES, *style.PART_HUES.values()):
+    for pair in (drawing.INK, drawing.MUTED, *drawing.HUES, *drawing.PART_HUES.values()):
         bright, dark = sorted((luminance(pair[page]), luminance(PAGES[page])), reverse=True)
         assert (bright + 0.05) / (dark + 0.05) > CONTRAST, pair[page]
 
 
 def test_each_of_many_variants_has_a_look_of_its_own() -> None:
     made = comparison(tuple(f"local-sgd:period={i}" for i in range(1, 11)), (1, 2, 4))
-    found = style.styles_of(made)
+    found = drawing.styles_of(made)
     assert len({(one.colour, one.dash, one.symbol) for one in found.values()}) == len(made.variants) == 32
 
 
 def test_the_hue_is_the_strategys_and_solo_has_the_ink() -> None:
-    found = style.styles_of(comparison(SPECS, (2, 4)))
+    found = drawing.styles_of(comparison(SPECS, (2, 4)))
     assert (
         found["allreduce on 2"].colour
         == found["allreduce on 4"].colour
@@ -82,14 +82,14 @@ def test_the_hue_is_the_strategys_and_solo_has_the_ink() -> None:
     )
     assert found["allreduce on 2"].dash != found["allreduce on 4"].dash
     solos = [found["solo, 1 thread"], found["solo, 4 threads"]]
-    assert {one.colour for one in solos} == {style.INK[0]}
+    assert {one.colour for one in solos} == {drawing.INK[0]}
     assert solos[1].dash == "solid" != solos[0].dash
-    assert style.INK[0] not in {one.colour for name, one in found.items() if not name.startswith("solo")}
+    assert drawing.INK[0] not in {one.colour for name, one in found.items() if not name.startswith("solo")}
 
 
 def test_every_colour_has_one_on_black_and_so_has_its_band() -> None:
-    dark = style.dark_colours()
-    for variant_style in style.styles_of(comparison(SPECS, (2, 4))).values():
+    dark = drawing.dark_colours()
+    for variant_style in drawing.styles_of(comparison(SPECS, (2, 4))).values():
         assert dark[variant_style.colour].startswith("#")
         assert dark[variant_style.band].startswith("rgba(")
-    assert style.see_through("#0072b2") == "rgba(0, 114, 178, 0.16)"
+    assert drawing.see_through("#0072b2") == "rgba(0, 114, 178, 0.16)"

@@ -73,7 +73,7 @@ def setting(**fields: object) -> TrialSetup:
         train_data=rows,
         batch_size=4,
     )
-    return TrialSetup(task=task, on_test=False, **fields)  # type: ignore[arg-type]
+    return TrialSetup(task=task, **fields)  # type: ignore[arg-type]
 
 
 def test_all_that_cannot_be_is_found_before_anything_starts() -> None:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from manyhands.evidence.advise.comparison_facts import Compared, Contestant
-from manyhands.evidence.advise.exchange_advice import PERIODS, WORTH
-from manyhands.evidence.advise.remedies import share_won
+from manyhands.evidence.advise.exchange_advice import PERIODS, WORTH, share_won
 from manyhands.evidence.advise.run_advice import all_advice
-from manyhands.evidence.advise.run_facts import Advice, RunMeasurements, ms, percent, times
+from manyhands.evidence.advise.run_facts import Advice, RunMeasurements, ms, times
 from manyhands.evidence.advise.worse_metric import explain
+from manyhands.units import percent
 
 REASON_SHARE = 0.15  # of the time, that explains why several workers do not pay
 OF_A_RUN = (
@@ -76,7 +76,7 @@ def _tried(advice: Advice, best: Contestant, c: Compared) -> bool:
 
 
 def _explained(c: Compared) -> Iterator[Advice]:
-    """Why others are worse (explaining.py). The gain is their speed over the best that is not worse."""
+    """Why others are worse (worse_metric.py). The gain is their speed over the best that is not worse."""
     for one in c.several:
         advice = explain(one, c.base) if one.quality == "worse" else None
         if advice is not None:
@@ -126,17 +126,13 @@ def _threads_or_processes(c: Compared) -> Iterator[Advice]:
         return
     rival = rivals[0]
     if rival.outcome == "better":
-        text = f"processes use these cores better than threads: {rival.name} is {times(rival.times)} as fast as {c.reference}{_gain(c)}."
+        alone = next((one.times for one in c.contestants if one.threads == 1), 0.0)
+        gain = f", whose threads bring {times(1 / alone)}" if alone else ""
+        text = f"processes use these cores better than threads: {rival.name} is {times(rival.times)} as fast as {c.reference}{gain}."
         yield Advice(kind="processes", text=text, numbers={"speedup": rival.times})
     if rival.outcome == "worse":
         text = f"threads use these cores better than processes: {c.reference} is {times(1 / rival.times)} as fast as {rival.name}."
         yield Advice(kind="threads-win", text=text, numbers={"speedup": 1 / rival.times})
-
-
-def _gain(c: Compared) -> str:
-    """What its further threads bring one process, where it also ran with one."""
-    one = next((one for one in c.contestants if one.threads == 1), None)
-    return f", whose threads bring {times(1 / one.times)}" if one and one.times else ""
 
 
 RULES: tuple[Callable[[Compared], Iterator[Advice]], ...] = (

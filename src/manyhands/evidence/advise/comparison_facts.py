@@ -17,18 +17,15 @@ class Ratio:
 
     middle: float
     low: float
-    high: float
-    """The interval of the middle, 95 %."""
-    outcome: str
-    """better | worse | same | unclear"""
+    high: float  # the interval of the middle, 95 %
+    outcome: str  # better | worse | same | unclear
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contestant:
     """A strategy on so many workers: the means of its repeats."""
 
-    name: str
-    """As people are shown it: `local-sgd:period=8 on 4`."""
+    name: str  # as people are shown it: `local-sgd:period=8 on 4`
     measured: RunMeasurements
     """As of one run: strategy, workers, threads, split of time, bytes, period, rate, staleness."""
     speed: Ratio | None
@@ -36,16 +33,11 @@ class Contestant:
     the two did not reach the target."""
     quality: str
     """The final metric against the reference's: better | worse | same | unclear; "" of the reference itself."""
-    effective_rate: float
-    """Rate times how far a global batch moves the answer, as the summary has it."""
-    batch_size: int
-    """Global rows of a step."""
-    reached: float | None = None
-    """Share of the repeats in which it reached the target; None where there is none."""
-    target_s: float = math.inf
-    """Seconds until it did."""
-    varies: float = 1.0
-    """What Compared.speed_of says of its best repeat, over that of its worst."""
+    effective_rate: float  # rate times how far a global batch moves the answer, as the summary has it
+    batch_size: int  # global rows of a step
+    reached: float | None = None  # share of the repeats in which it reached the target; None where there is none
+    target_s: float = math.inf  # seconds until it did
+    varies: float = 1.0  # what Compared.speed_of says of its best repeat, over that of its worst
 
     @property
     def times(self) -> float:
@@ -69,8 +61,7 @@ class Contestant:
 class Decision:
     """Whether to distribute; the verdict says it in words."""
 
-    kind: str
-    """distribute | stay | undecided"""
+    kind: str  # distribute | stay | undecided
     why: str
     """What decided.
 
@@ -83,8 +74,7 @@ class Decision:
     worse: all are worse in the metric.
     failed: nothing else is left.
     """
-    best: Contestant | None
-    """The one that this rests on."""
+    best: Contestant | None  # the one that this rests on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,16 +82,11 @@ class Compared:
     """What a comparison knows, as far as the rules look at it. Contestants that failed are left out."""
 
     contestants: tuple[Contestant, ...]
-    reference: str
-    """The name of the one that others are compared with: one process with all threads."""
-    metric: str
-    """The one that `quality` is about."""
-    speed_of: str = "rows/s"
-    """What `speed` is about: `rows/s`, or `time to test_accuracy ≥ 0.97`."""
-    enough: bool = True
-    """Whether there are enough repeats to call anything different."""
-    margin: float = 0.05
-    """A share: ratios of time nearer to 1 are no difference."""
+    reference: str  # the name of the one that others are compared with: one process with all threads
+    metric: str  # the one that `quality` is about
+    speed_of: str = "rows/s"  # what `speed` is about: `rows/s`, or `time to test_accuracy ≥ 0.97`
+    enough: bool = True  # whether there are enough repeats to call anything different
+    margin: float = 0.05  # a share: ratios of time nearer to 1 are no difference
 
     @property
     def base(self) -> Contestant:
@@ -138,19 +123,16 @@ class Compared:
         if not self.enough:
             return Decision(kind="undecided", why="repeats", best=nearest)
         if self.base.reached is not None and self.base.reached < 1:
-            return self._who_reached()
+            always = [one for one in self.contestants if one.reached == 1]
+            if self.base.reached or not always:
+                return Decision(kind="undecided", why="unreached", best=None)
+            first = min(always, key=lambda one: one.target_s)
+            return Decision(kind="distribute" if first in self.rivals else "stay", why="reached", best=first)
         if faster := next((one for one in self.fit if one.outcome == "better"), None):
             return Decision(kind="distribute", why="faster", best=faster)
         if unclear := next(filter(self._may_be_worth_it, self.fit), None):
             return Decision(kind="undecided", why="unclear", best=unclear)
         return Decision(kind="stay", why="slower" if nearest else "worse", best=nearest)
-
-    def _who_reached(self) -> Decision:
-        always = [one for one in self.contestants if one.reached == 1]
-        if self.base.reached or not always:
-            return Decision(kind="undecided", why="unreached", best=None)
-        first = min(always, key=lambda one: one.target_s)
-        return Decision(kind="distribute" if first in self.rivals else "stay", why="reached", best=first)
 
     def _may_be_worth_it(self, one: Contestant) -> bool:
         """Where the reference varies by half, the upper end of the interval counts: the middle says little."""

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from manyhands.evidence.advise import exchange_advice
-from manyhands.evidence.advise.remedies import share_won, speedup
-from manyhands.evidence.advise.run_facts import NEAR_LIMIT, SHORT_STEP_S, Advice, RunMeasurements, ms, percent, times
+from manyhands.evidence.advise.exchange_advice import share_won, speedup
+from manyhands.evidence.advise.run_facts import NEAR_LIMIT, SHORT_STEP_S, Advice, RunMeasurements, ms, times
 from manyhands.server.staleness import limit
-from manyhands.units import count
+from manyhands.units import count, percent
 
 INPUT_SHARE = 0.20
 WAIT_SHARE = 0.15
@@ -22,17 +22,16 @@ def advise(measured: RunMeasurements) -> Advice:
     return all_advice(measured)[0]
 
 
-def all_advice(measured: RunMeasurements) -> list[Advice]:
+def all_advice(m: RunMeasurements) -> list[Advice]:
     """All that applies, what wins most first; of equal ones, in the order of RULES. At least one."""
-    if not measured.steps or measured.total_s <= 0:
-        return [_unmeasured(measured)]
-    found = [advice for rule in RULES if (advice := rule(measured)) is not None]
-    return sorted(found, key=lambda advice: -advice.wins) or [_fine(measured)]
-
-
-def _unmeasured(m: RunMeasurements) -> Advice:
-    """No advice without a step."""
-    return Advice(kind="unmeasured", text="no step was made, so nothing was measured.", numbers={"steps": m.steps})
+    if not m.steps or m.total_s <= 0:
+        text = "no step was made, so nothing was measured."
+        return [Advice(kind="unmeasured", text=text, numbers={"steps": m.steps})]
+    if found := [advice for rule in RULES if (advice := rule(m)) is not None]:
+        return sorted(found, key=lambda advice: -advice.wins)
+    efficiency = m.share(m.compute_s)
+    text = f"fine: workers compute {percent(efficiency)} of the time ({ms(m.compute_per_step_s)} ms a step)."
+    return [Advice(kind="fine", text=text, numbers={"efficiency": efficiency})]
 
 
 def _unstable(m: RunMeasurements) -> Advice | None:
@@ -228,13 +227,6 @@ def _solo(m: RunMeasurements) -> Advice | None:
     return Advice(
         kind="solo", text=text, numbers={"compute_ms_per_step": m.compute_per_step_s * 1000, "idle_cores": idle}
     )
-
-
-def _fine(m: RunMeasurements) -> Advice:
-    """No rule found a loss: says which part of the time was computing."""
-    efficiency = m.share(m.compute_s)
-    text = f"fine: workers compute {percent(efficiency)} of the time ({ms(m.compute_per_step_s)} ms a step)."
-    return Advice(kind="fine", text=text, numbers={"efficiency": efficiency})
 
 
 RULES: tuple[Callable[[RunMeasurements], Advice | None], ...] = (

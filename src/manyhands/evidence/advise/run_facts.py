@@ -17,11 +17,9 @@ NEAR_LIMIT = 0.80  # of the staleness that a rate can bear
 class Machine:
     """Workers that share one machine's cores, whether by one launch or by several `manyhands join`."""
 
-    host: str
-    """By name; "": this one."""
+    host: str  # by name; "": this one
     workers: int
-    threads: int
-    """Of all these workers."""
+    threads: int  # of all these workers
     cores: int
 
 
@@ -30,58 +28,36 @@ class RunMeasurements:
     """What a run's own clocks and counters say. Seconds are sums over the run, the mean over workers."""
 
     workers: int
-    steps: int
-    """Global batches."""
+    steps: int  # global batches
     input_s: float
     compute_s: float
     exchange_s: float
     wait_s: float
-    strategy: str = "allreduce"
-    """Its spec."""
+    strategy: str = "allreduce"  # its spec
     options: Mapping[str, Any] = field(default_factory=dict)
     """All options of the strategy with their values; empty: not known."""
-    own_pace: bool = False
-    """Every worker goes at its own pace, with slices that are leased."""
-    period: float = 1.0
-    """Steps between exchanges, as they were counted."""
+    own_pace: bool = False  # every worker goes at its own pace, with slices that are leased
+    period: float = 1.0  # steps between exchanges, as they were counted
     threads_per_worker: int = 1
-    cores: int = 1
-    """That this host lets the run use."""
+    cores: int = 1  # that this host lets the run use
     device: str = "cpu"
-    simulated: bool = False
-    """Seconds are of a cost model, not of a machine."""
-    server: bool = False
-    """Replicas agree through a parameter server."""
-    machines: Sequence[Machine] = ()
-    """The most crowded first; empty: not known."""
-    loader_processes: int = 0
-    """That load rows beside a worker."""
-    loader_option: str = "--loader-processes"
-    """What sets their number; "" where more would do nothing."""
-    clipped: bool = False
-    """Gradients are clipped."""
-    one_host: bool = False
-    """All workers are on this host: they share its cores, and memory is their link."""
-    compute_of_workers_s: Sequence[float] = field(default_factory=list)
-    """By rank; empty: not known."""
-    sent_bytes: float = 0.0
-    """By a worker, the mean; of a server, pulled ones too. 0: not known."""
-    parameters: int = 0
-    """Trainable numbers of the model; 0: not known."""
-    shapes: Sequence[Sequence[int]] = ()
-    """Of its trainable tensors; empty: not known."""
-    rows_per_step: float = 0.0
-    """Of a worker; 0: not known."""
-    epoch_steps: int | None = None
-    """Global batches of an epoch; None: not known."""
-    unused: float = 0.0
-    """Share of the rows whose gradient was dropped or skipped."""
-    rate: float = 0.0
-    """The highest learning rate; 0: not known."""
-    staleness: Histogram = field(default_factory=dict)
-    """{versions: pushes}, of a server."""
-    push_gain: float | None = None
-    """Rate times largest curvature of a push (docs/events.md); None: not known."""
+    simulated: bool = False  # seconds are of a cost model, not of a machine
+    server: bool = False  # replicas agree through a parameter server
+    machines: Sequence[Machine] = ()  # the most crowded first; empty: not known
+    loader_processes: int = 0  # that load rows beside a worker
+    loader_option: str = "--loader-processes"  # what sets their number; "" where more would do nothing
+    clipped: bool = False  # gradients are clipped
+    one_host: bool = False  # all workers are on this host: they share its cores, and memory is their link
+    compute_of_workers_s: Sequence[float] = field(default_factory=list)  # by rank; empty: not known
+    sent_bytes: float = 0.0  # by a worker, the mean; of a server, pulled ones too; 0: not known
+    parameters: int = 0  # trainable numbers of the model; 0: not known
+    shapes: Sequence[Sequence[int]] = ()  # of its trainable tensors; empty: not known
+    rows_per_step: float = 0.0  # of a worker; 0: not known
+    epoch_steps: int | None = None  # global batches of an epoch; None: not known
+    unused: float = 0.0  # share of the rows whose gradient was dropped or skipped
+    rate: float = 0.0  # the highest learning rate; 0: not known
+    staleness: Histogram = field(default_factory=dict)  # {versions: pushes}, of a server
+    push_gain: float | None = None  # rate times largest curvature of a push (docs/events.md); None: not known
 
     @property
     def name(self) -> str:
@@ -155,7 +131,7 @@ TASK_FACTS = ("loader_processes", "loader_option", "clip_norm")
 
 
 def of_task(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of Measured that a run's facts say of its task; results of earlier versions lack them."""
+    """The fields of RunMeasurements that a run's facts say of its task; results of earlier versions lack them."""
     known = {name: facts[name] for name in ("loader_processes", "loader_option") if name in facts}
     return {**known, "clipped": facts.get("clip_norm") is not None}
 
@@ -180,7 +156,3 @@ def ms(seconds: float) -> str:
 def times(factor: float) -> str:
     """1.3x, 12x."""
     return f"{factor:.0f}x" if factor >= 10 else f"{factor:.2g}x"
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.0f} %"

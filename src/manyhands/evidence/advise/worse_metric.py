@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable
 
 from manyhands.evidence.advise.comparison_facts import Contestant
-from manyhands.evidence.advise.remedies import bearable_period
-from manyhands.evidence.advise.run_facts import Advice, percent, times
+from manyhands.evidence.advise.exchange_advice import bearable_period
+from manyhands.evidence.advise.run_facts import Advice, times
 from manyhands.server.staleness import limit
-from manyhands.units import count
+from manyhands.units import count, percent
 
 GREW = 1.5  # times: smaller changes of batch or rate explain nothing
 UNUSED_SHARE = 0.10

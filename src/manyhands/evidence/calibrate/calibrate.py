@@ -46,10 +46,8 @@ from manyhands.task import Task
 from manyhands.training.config import TrainConfig, check_resources, task_from
 
 STRATEGIES = ("allreduce", "local-sgd:period=8", "dynsgd")
-SERVED = DynSGD()
-"""The strategy that measures leases and requests: each tick is a lease, a pull and a push."""
-REQUESTS = 2
-"""In a tick of SERVED."""
+SERVED = DynSGD()  # the strategy that measures leases and requests: each tick is a lease, a pull and a push
+REQUESTS = 2  # in a tick of SERVED
 STEPS = 16
 REPEATS, QUICK_REPEATS = 3, 1
 _COMPUTE_STEPS = 8
@@ -62,10 +60,8 @@ class Prediction:
     """The seconds of one strategy's step, measured and simulated."""
 
     strategy: str
-    real_s: float
-    """Of the quickest run: the median over its blocks."""
-    slowest_s: float
-    """Of the slowest run."""
+    real_s: float  # of the quickest run: the median over its blocks
+    slowest_s: float  # of the slowest run
     simulated_s: float
 
     @property
@@ -86,15 +82,12 @@ class Calibration:
 
     profile: Profile
     compute: ComputeFit
-    memory: Terms
-    """(latency in seconds, seconds a bit) of the group in shared memory."""
-    sockets: Terms
-    """The same of the group over sockets."""
+    memory: Terms  # (latency in seconds, seconds a bit) of the group in shared memory
+    sockets: Terms  # the same of the group over sockets
     server: measure.ServerTimes
     codecs: tuple[CodecTimes, ...] = ()
     predictions: tuple[Prediction, ...]
-    seconds: float
-    """The time that the calibration took."""
+    seconds: float  # the time that the calibration took
 
 
 def calibrate(task: Task | str | None = None, **options: Any) -> Profile:
@@ -139,22 +132,17 @@ def calibrated(
     """
     chosen = [strategy_of(strategy) for strategy in strategies]
     own = task_from(task, task_fields)
-    local = _local_engine(engine)
+    local = engines.engine_of(engine)
+    if not isinstance(local, Local):
+        raise Unsupported(
+            f"calibrate measures this machine by workers that it starts here, which engine {local.name} does not do: take "
+            "engine local, outside of manyhands run and torchrun"
+        )
     _check(own, chosen, local, workers, steps, timeout_s)
     check_resources(device, threads_per_worker)
     setup = RunSetup(engine=local, workers=workers, threads=threads_per_worker, device=device, timeout_s=timeout_s)
     with local if isinstance(engine, str) else nullcontext():  # a given engine may be warm, and stays so
         return _Calibrator(own, setup, chosen, steps_for(steps), quick, say).run()
-
-
-def _local_engine(engine: Engine | str) -> Local:
-    found = engines.engine_of(engine)
-    if not isinstance(found, Local):
-        raise Unsupported(
-            f"calibrate measures this machine by workers that it starts here, which engine {found.name} does not do: take "
-            "engine local, outside of manyhands run and torchrun"
-        )
-    return found
 
 
 def _check(task: Task, strategies: list[Strategy], engine: Local, workers: int, steps: int, timeout_s: float) -> None:
@@ -182,7 +170,9 @@ class _Calibrator:
 
     def __post_init__(self) -> None:
         self.repeats = QUICK_REPEATS if self.quick else REPEATS
-        self.ticks: list[dict[int, list[float]]] = []  # of each run without exchange: {rows: seconds}
+        self.ticks: defaultdict[int, list[list[float]]] = defaultdict(
+            list
+        )  # without exchange: {rows: [a run's seconds]}
         self.alone: list[TickTime] = []  # of runs without exchange with the task's own batch
         self.serving: list[TickTime] = []  # of runs of SERVED
         self.real: dict[str, list[float]] = {spec_of(one): [] for one in self.strategies}  # seconds a step, by run
@@ -196,7 +186,9 @@ class _Calibrator:
         server = measure.time_server(self.setup, self.task)
         self.say("what codecs compute")
         codecs = time_codecs(self.setup, self.task, _QUICK_CODEC_TICKS if self.quick else _CODEC_TICKS)
-        sizes = self._own_batch()
+        own_batch = sum(event.values["rows"] for event in observe(self.setup, self.task, Ensemble(), 1))
+        others = [size for size in (own_batch // 2, own_batch + own_batch // 2) if size >= self.setup.workers]
+        sizes = [own_batch, *(size for size in others if size != own_batch)]  # global batches to measure
         for repeat in range(self.repeats):
             self.say(
                 f"real steps, {repeat + 1} of {self.repeats}: without exchange, then {', '.join(self.real) or 'no more'}"
@@ -209,7 +201,7 @@ class _Calibrator:
             measure.fit_group(memory, workers, own, one_host=True),
             measure.fit_group(sockets, workers, own, one_host=False),
         )
-        profile = self._with_requests(self._profile(compute, *fits, server, codecs, sizes))
+        profile = self._with_requests(self._profile(compute, *fits, server, codecs))
         predictions = tuple(self._predict(profile, strategy) for strategy in self.strategies)
         errors = {prediction.strategy: round(prediction.worst, 4) for prediction in predictions}
         return Calibration(
@@ -224,12 +216,6 @@ class _Calibrator:
         )
 
     # -- real runs ---------------------------------------------------------------------------------------------------
-
-    def _own_batch(self) -> list[int]:
-        """Global batch sizes to measure, the task's own first."""
-        events = observe(self.setup, self.task, Ensemble(), 1)
-        own = sum(event.values["rows"] for event in events)
-        return [own, *(size for size in (own // 2, own + own // 2) if size >= self.setup.workers and size != own)]
 
     def _repeat(self, sizes: list[int]) -> None:
         for size in sizes:
@@ -257,7 +243,6 @@ class _Calibrator:
         sockets: Terms,
         server: measure.ServerTimes,
         codecs: tuple[CodecTimes, ...],
-        sizes: list[int],
     ) -> Profile:
         network_s = 2 * memory.first + 8 * server.bytes * memory.second  # of a pull, or of a push
         network = SimNetworkSpec(
@@ -280,7 +265,7 @@ class _Calibrator:
             ),
             task=self.task.name,
             workers=self.setup.workers,
-            batch_sizes=tuple(sorted({rows for run in self.ticks for rows in run})),
+            batch_sizes=tuple(sorted(merged(self.ticks))),
             measured=datetime.now(UTC).isoformat(timespec="seconds"),
             machine=_machine(self.setup),
         )

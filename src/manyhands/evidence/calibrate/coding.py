@@ -53,16 +53,11 @@ _MOST_RANKS = 4  # of an echo group: enough payloads to know the time of one
 class CodecTimes:
     """The median times of one setting with all workers computing."""
 
-    codec: str
-    """With its options."""
-    n: int
-    """Numbers of the vector [D']."""
-    nbytes: int
-    """Of the payload."""
-    encode_s: float
-    """With residuals, and decoding the own payload for them."""
-    decode_s: float
-    """Of one payload."""
+    codec: str  # with its options
+    n: int  # numbers of the vector [D']
+    nbytes: int  # of the payload
+    encode_s: float  # with residuals, and decoding the own payload for them
+    decode_s: float  # of one payload
 
 
 def time_codecs(setup: RunSetup, task: Task, ticks: int) -> tuple[CodecTimes, ...]:
@@ -71,14 +66,12 @@ def time_codecs(setup: RunSetup, task: Task, ticks: int) -> tuple[CodecTimes, ..
     ticks += _WARM
     for event in observe(setup, task, _CodecTiming(ticks=ticks), ticks * len(SETTINGS), event_type="codec"):
         found[event.values["codec"]].append(event.values)
-    return tuple(_median(text, samples) for text, samples in found.items())
-
-
-def _median(text: str, samples: Sequence[dict[str, Any]]) -> CodecTimes:
-    n, nbytes, encode_s, decode_s = (
-        statistics.median(sample[name] for sample in samples) for name in ("n", "nbytes", "encode_s", "decode_s")
-    )
-    return CodecTimes(codec=text, n=round(n), nbytes=round(nbytes), encode_s=encode_s, decode_s=decode_s)
+    times = []
+    for text, samples in found.items():
+        names = ("n", "nbytes", "encode_s", "decode_s")
+        n, nbytes, encode_s, decode_s = (statistics.median(one[name] for one in samples) for name in names)
+        times.append(CodecTimes(codec=text, n=round(n), nbytes=round(nbytes), encode_s=encode_s, decode_s=decode_s))
+    return tuple(times)
 
 
 def codings(measured: Sequence[CodecTimes]) -> dict[str, Coding]:
@@ -113,8 +106,7 @@ class _CodecState(State):
 class _CodecTiming(Strategy):
     """Every worker trains its own model. In each step it also takes a mean with a codec, over an echo group."""
 
-    ticks: int
-    """Of each setting, one after the other."""
+    ticks: int  # of each setting, one after the other
 
     name: ClassVar[str] = "coding"
     needs: ClassVar[Needs] = Needs(one_model=False)

@@ -18,8 +18,7 @@ class Terms:
 
     first: float
     second: float
-    residuals: tuple[float, ...]
-    """fitted/measured - 1 of each sample."""
+    residuals: tuple[float, ...]  # fitted/measured - 1 of each sample
 
     @property
     def worst(self) -> float:
@@ -32,8 +31,7 @@ class LogNormal:
     """A lognormal distribution."""
 
     mean: float
-    sigma: float
-    """Of the logarithm."""
+    sigma: float  # of the logarithm
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,7 @@ class ComputeFit:
     step: float
     row: float
     jitter: float
-    residuals: Mapping[int, float]
-    """{rows: fitted/measured - 1}"""
+    residuals: Mapping[int, float]  # {rows: fitted/measured - 1}
 
 
 def two_terms(xs: Sequence[tuple[float, float]], ys: Sequence[float], weights: Sequence[float] | None = None) -> Terms:

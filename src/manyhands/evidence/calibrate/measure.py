@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,10 +33,8 @@ from manyhands.transport.credentials import Credentials
 from manyhands.transport.listener import Listener
 from manyhands.worker import Worker
 
-SIZES = tuple(4 << 10 + 3 * i for i in range(9))
-"""Bytes of means: 4 KB, 32 KB, … up to the model's."""
-LEAST_LARGEST = 2 << 20
-"""The largest mean has at least so many bytes: smaller ones do not show the bandwidth."""
+SIZES = tuple(4 << 10 + 3 * i for i in range(9))  # bytes of means: 4 KB, 32 KB, … up to the model's
+LEAST_LARGEST = 2 << 20  # the largest mean has at least so many bytes: smaller ones do not show the bandwidth
 _REPEATS = 24
 _WARM = 4
 _TIMEOUT_S = 60.0
@@ -68,8 +67,7 @@ class ServerTimes:
 
     elements: int
     item: int
-    request: float
-    """A round trip without a vector."""
+    request: float  # a round trip without a vector
     pull: float
     push: float
     lease: float
@@ -89,10 +87,10 @@ def time_groups(setup: RunSetup, task: Task) -> tuple[list[TimedCollective], lis
     Sockets are TCP over loopback, as between workers on different hosts; with TLS if `cryptography` is installed.
     """
     try:
-        program = _GroupProgram(task, Credentials.create(), None)
+        proof: dict[str, Any] = {"credentials": Credentials.create(), "token": None}
     except BadInput:  # without the package
-        program = _GroupProgram(task, None, secrets.token_bytes(32))
-    memory, sockets = zip(*setup.engine.launch(program, setup.launch()), strict=True)
+        proof = {"credentials": None, "token": secrets.token_bytes(32)}
+    memory, sockets = zip(*setup.engine.launch(partial(_time_both, task, proof), setup.launch()), strict=True)
     return timed_collectives(memory), timed_collectives(sockets)
 
 
@@ -101,18 +99,15 @@ def fit_group(calls: Sequence[TimedCollective], workers: int, own: int, *, one_h
 
     own: the model's elements. A mean of this length has as much weight as all other calls together.
     """
-    units = [Costs(NetworkState(network, workers, 0), workers) for network in _unit_networks(one_host)]
+    if one_host:  # a network with a latency of 1 s and infinite bandwidth, and one without latency and 1 s a bit
+        latency = SimNetworkSpec(workers_per_host=ALL, local_latency=1.0)
+        bits = SimNetworkSpec(workers_per_host=ALL, local_bandwidth=1.0)
+    else:
+        latency, bits = SimNetworkSpec(latency=1.0), SimNetworkSpec(bandwidth=1.0)
+    units = [Costs(NetworkState(network, workers, 0), workers) for network in (latency, bits)]
     xs = [(call.cost(units[0]).seconds, call.cost(units[1]).seconds) for call in calls]
     weights = [float(len(calls)) if (call.name, call.elements) == ("mean", own) else 1.0 for call in calls]
     return two_terms(xs, [call.seconds for call in calls], weights)
-
-
-def _unit_networks(one_host: bool) -> tuple[SimNetworkSpec, SimNetworkSpec]:
-    """(a network with a latency of 1 s and infinite bandwidth, one without latency and 1 s a bit)"""
-    if one_host:
-        latency = SimNetworkSpec(workers_per_host=ALL, local_latency=1.0)
-        return latency, SimNetworkSpec(workers_per_host=ALL, local_bandwidth=1.0)
-    return SimNetworkSpec(latency=1.0), SimNetworkSpec(bandwidth=1.0)
 
 
 def bandwidth_of(terms: Terms) -> float:
@@ -131,27 +126,16 @@ def timed_collectives(ranks: Sequence[Sequence[Stamped]]) -> list[TimedCollectiv
     return calls
 
 
-@dataclass(frozen=True)
-class _GroupProgram:
-    """Runs on every worker: times the calls of both groups. Exactly one of credentials and token is given."""
-
-    task: Task
-    credentials: Credentials | None
-    token: bytes | None
-
-    def __call__(self, worker: Worker) -> tuple[list[Stamped], list[Stamped]]:
-        worker.driver.progress(USER, 0)
-        elements, dtype = vector_of(self.task)
-        with closing(self._ring(worker)) as ring:
-            return _measured(worker.group, elements, dtype), _measured(ring, elements, dtype)
-
-    def _ring(self, worker: Worker) -> RingGroup:
-        proof: dict[str, Any] = {"credentials": self.credentials, "token": self.token}
-        with closing(Listener(**proof, timeout_s=_TIMEOUT_S)) as listener:
-            addresses = [(host, port) for host, port in worker.group.all_gather_json(list(listener.address))]
-            channels = connect_all(worker.rank, listener, addresses, **proof, timeout_s=_TIMEOUT_S)
-            worker.group.barrier()
-        return RingGroup(worker.rank, worker.size, channels, timeout_s=_TIMEOUT_S)
+def _time_both(task: Task, proof: dict[str, Any], worker: Worker) -> tuple[list[Stamped], list[Stamped]]:
+    """Runs on every worker: times the calls of both groups. proof: credentials or a token, by which sockets connect."""
+    worker.driver.progress(USER, 0)
+    elements, dtype = vector_of(task)
+    with closing(Listener(**proof, timeout_s=_TIMEOUT_S)) as listener:
+        addresses = [(host, port) for host, port in worker.group.all_gather_json(list(listener.address))]
+        channels = connect_all(worker.rank, listener, addresses, **proof, timeout_s=_TIMEOUT_S)
+        worker.group.barrier()
+    with closing(RingGroup(worker.rank, worker.size, channels, timeout_s=_TIMEOUT_S)) as ring:
+        return _measured(worker.group, elements, dtype), _measured(ring, elements, dtype)
 
 
 def vector_of(task: Task) -> Sizes:
@@ -197,45 +181,39 @@ def _stamps(group: Group, prepare: Callable[[], Any], operation: Callable[[], An
 
 def time_server(setup: RunSetup, task: Task) -> ServerTimes:
     """Median times of one shard that holds the whole vector, as engine `local` starts it, called by worker 0 alone."""
-    first, *_ = setup.engine.launch(_ServerProgram(task), setup.launch(server=ServerSpec(rule="add")))
+    first, *_ = setup.engine.launch(partial(_time_requests, task), setup.launch(server=ServerSpec(rule="add")))
     assert first is not None
     return first
 
 
-@dataclass(frozen=True)
-class _ServerProgram:
-    task: Task
-
-    def __call__(self, worker: Worker) -> ServerTimes | None:
-        worker.driver.progress(USER, 0)
-        server = worker.server
-        assert server is not None
-        elements, dtype = vector_of(self.task)
-        elements = max(elements, LEAST_LARGEST // dtype.itemsize)
-        center = torch.zeros(elements, dtype=dtype)
-        server.initialize(center)
-        answer = None
-        if worker.rank == 0:
-            requests = [_seconds(server.activate) for _ in range(_REPEATS)]
-            pairs = [
-                (_seconds(lambda: server.pull(center)), _seconds(lambda: server.push(center))) for _ in range(_REPEATS)
-            ]
-            server.deactivate()
-            pulls, pushes = zip(*pairs[_WARM:], strict=True)
-            answer = ServerTimes(
-                elements,
-                dtype.itemsize,
-                request=statistics.median(requests[_WARM:]),
-                pull=statistics.median(pulls),
-                push=statistics.median(pushes),
-                lease=self._lease(worker),
-            )
-        worker.group.barrier()
-        return answer
-
-    def _lease(self, worker: Worker) -> float:
+def _time_requests(task: Task, worker: Worker) -> ServerTimes | None:
+    worker.driver.progress(USER, 0)
+    server = worker.server
+    assert server is not None
+    elements, dtype = vector_of(task)
+    elements = max(elements, LEAST_LARGEST // dtype.itemsize)
+    center = torch.zeros(elements, dtype=dtype)
+    server.initialize(center)
+    answer = None
+    if worker.rank == 0:
+        requests = [_seconds(server.activate) for _ in range(_REPEATS)]
+        pairs = [
+            (_seconds(lambda: server.pull(center)), _seconds(lambda: server.push(center))) for _ in range(_REPEATS)
+        ]
+        server.deactivate()
+        pulls, pushes = zip(*pairs[_WARM:], strict=True)
         segment = Segment(epoch=0, first=0, until=_REPEATS, parts=worker.size, size=worker.size)
-        return statistics.median([_seconds(lambda: worker.driver.lease(segment)) for _ in range(_REPEATS)][_WARM:])
+        leases = [_seconds(lambda: worker.driver.lease(segment)) for _ in range(_REPEATS)]
+        answer = ServerTimes(
+            elements,
+            dtype.itemsize,
+            request=statistics.median(requests[_WARM:]),
+            pull=statistics.median(pulls),
+            push=statistics.median(pushes),
+            lease=statistics.median(leases[_WARM:]),
+        )
+    worker.group.barrier()
+    return answer
 
 
 def _seconds(operation: Callable[[], Any]) -> float:

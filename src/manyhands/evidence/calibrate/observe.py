@@ -23,10 +23,8 @@ from manyhands.task import Task
 from manyhands.training.plan import WorkerPlan
 from manyhands.training.worker_main import work
 
-WARM = 4
-"""Ticks at the start of a run that are not measured: memory is allocated, caches fill."""
-LEAST_BLOCK = 8
-"""Ticks whose mean is one sample of the time of a step."""
+WARM = 4  # ticks at the start of a run that are not measured: memory is allocated, caches fill
+LEAST_BLOCK = 8  # ticks whose mean is one sample of the time of a step
 _NEVER = 1 << 40
 
 
@@ -100,10 +98,8 @@ def tick_seconds(events: Sequence[Event]) -> dict[int, list[float]]:
 class TickTime:
     """The mean tick of a worker in one run."""
 
-    seconds: float
-    """Without waiting for other workers."""
-    input_s: float
-    """Of `seconds`, the time to get its rows, a lease included."""
+    seconds: float  # without waiting for other workers
+    input_s: float  # of `seconds`, the time to get its rows, a lease included
     leased: bool
 
 

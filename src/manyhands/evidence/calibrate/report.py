@@ -14,8 +14,7 @@ from manyhands.evidence.text_table import text_table
 from manyhands.units import duration, short
 
 WIDTH = 120
-GOOD = 0.15
-"""The text points out predictions with a larger error."""
+GOOD = 0.15  # the text points out predictions with a larger error
 
 
 def text(calibration: Calibration, task: str, path: Path) -> str:

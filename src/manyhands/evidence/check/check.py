@@ -45,7 +45,7 @@ from manyhands.evidence.check.trials import Trace, TrialRunner, step_differences
 from manyhands.strategies.allreduce import AllReduce
 from manyhands.task import Task
 from manyhands.training.config import TrainConfig, task_from
-from manyhands.training.plan import build_model, global_batch
+from manyhands.training.plan import global_batch
 from manyhands.units import count, size
 
 __all__ = ["Checked", "check"]
@@ -53,12 +53,9 @@ __all__ = ["Checked", "check"]
 STEPS = 8
 LIMIT = 1e-10
 """Relative differences up to this are rounding, in float64; in another dtype the limit is the root of its epsilon."""
-MEMORY_BYTES = 1 << 30
-"""For the recorded vectors of all steps. Proofs of large models take fewer steps."""
-LEAST_BATCHES = 3
-"""In an epoch of a proof. With fewer, all steps would see the same rows."""
-FULL_BATCHES = 2
-"""In an epoch with an uneven last batch."""
+MEMORY_BYTES = 1 << 30  # For the recorded vectors of all steps. Proofs of large models take fewer steps.
+LEAST_BATCHES = 3  # In an epoch of a proof. With fewer, all steps would see the same rows.
+FULL_BATCHES = 2  # in an epoch with an uneven last batch
 _NOTED = frozenset(["data-order", "random-rows", "hidden-state", "nondeterministic-operator", "depends-on-workers"])
 """Suspects that become notes where N workers equal one. Others are dropped then."""
 
@@ -90,7 +87,12 @@ def check(
     Raises BadInput for invalid arguments, and whatever training with one worker raises.
     """
     started = time.monotonic()
-    own, found_engine = task_from(task, task_fields), _engine_of(engine)
+    own, found_engine = task_from(task, task_fields), engines.engine_of(engine)
+    if not isinstance(found_engine, Local | Sim):
+        raise Unsupported(
+            f"check runs its workers on this machine, which engine {found_engine.name} does not do: take engine local or "
+            "sim, outside of manyhands run and torchrun"
+        )
     for name, value, least in (("workers", workers, 2), ("steps", steps, 1)):
         if not is_whole(value, least):
             raise BadInput(f"check: {name} must be a whole number of at least {least}, not {value!r}")
@@ -129,16 +131,6 @@ def check(
     )
 
 
-def _engine_of(engine: Engine | str) -> Local | Sim:
-    found = engines.engine_of(engine)
-    if not isinstance(found, Local | Sim):
-        raise Unsupported(
-            f"check runs its workers on this machine, which engine {found.name} does not do: take engine local or sim, "
-            "outside of manyhands run and torchrun"
-        )
-    return found
-
-
 def _explain(proofs: Proofs) -> Results:
     """What there is beyond the findings of the proofs."""
     trials, failed = proofs.trials, proofs.failed
@@ -156,10 +148,9 @@ def _explain(proofs: Proofs) -> Results:
         return replace(results, findings=[*results.findings, *broken, *notes])
     proofs.say(f"what makes the difference: {', '.join(one.kind for one in suspects) or 'nothing suspected yet'}")
     adds = any(one.remedy == SUMMED for one in suspects)
-    task = trials.copies.fresh()
-    rng.seed_all(task.seed)
+    _, model = trials.copies.built()
     failing = replace(config, steps=step, record_rows=False, adds=adds)
-    ablation = Ablation(trials, failing, data, build_model(task), proofs.limit)
+    ablation = Ablation(trials, failing, data, model, proofs.limit)
     findings = Attribution(ablation, suspects, proof.largest_up_to(step), proofs.failure).run()
     return replace(results, findings=[*findings, *results.findings])
 
@@ -183,14 +174,12 @@ class Proofs:
 
     trials: TrialRunner
     say: Callable[[str], None]
-    configs: list[TrialConfig] = field(default_factory=list)
-    """Of each proof."""
+    configs: list[TrialConfig] = field(default_factory=list)  # of each proof
     proofs: list[EqualityProof] = field(default_factory=list)
     traces: list[list[Trace]] = field(default_factory=list)
     """Of each proof: that of one worker, then of each of N; only the first if workers failed."""
     results: Results = field(default_factory=Results)
-    failure: Finding | None = None
-    """The finding for failed workers, if nothing else explains the failure."""
+    failure: Finding | None = None  # the finding for failed workers, if nothing else explains the failure
     double: bool = True
     dtype: str = "float64"
     limit: float = LIMIT

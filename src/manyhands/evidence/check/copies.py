@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
@@ -80,6 +80,12 @@ class Copies:
                 "without changing it"
             ) from error
 
+    def built(self) -> tuple[Task, nn.Module]:
+        """(a new copy, the model that it builds from its seed)"""
+        task = self.fresh()
+        rng.seed_all(task.seed)
+        return task, build_model(task)
+
 
 @contextmanager
 def copies_of(task: Task) -> Iterator[tuple[Copies, list[Finding]]]:
@@ -147,8 +153,7 @@ def unsendable_fields(task: Task) -> list[Finding]:
 BUFFERS, FOREIGN, WORKERS, REBUILT, DATA = "buffers", "foreign-parameters", "depends-on-workers", "not-rebuilt", "data"
 SUMMED, SLICES = "summed-loss", "slices"
 
-FUNCTIONS = frozenset([BATCH_NORM, DROPOUT, RANDOMNESS, IN_PLACE])
-"""Causes that a FunctionMode removes."""
+FUNCTIONS = frozenset([BATCH_NORM, DROPOUT, RANDOMNESS, IN_PLACE])  # causes that a FunctionMode removes
 REMEDIES = FUNCTIONS | {BUFFERS, FOREIGN, WORKERS, REBUILT, DATA, SUMMED, SLICES}
 """Causes that a trial can remove.
 
@@ -165,47 +170,30 @@ class TrialConfig:
     """How a task is run in one trial."""
 
     steps: int
-    batch_size: int | None
-    """Of the global batch; None: the task's own."""
-    rows: int | None = None
-    """An epoch takes only this many rows, the first of its order; None: all."""
-    total_rows: int = 0
-    """The number of rows in the data, if `rows` is given."""
-    total_steps: int | None = None
-    """The number of steps passed to the schedule."""
-    double: bool = True
-    """Compute in float64 instead of the model's own dtype."""
-    without: frozenset[str] = frozenset()
-    """Causes to remove, of REMEDIES."""
-    batches: tuple[Any, ...] = ()
-    """For `data`: the global batches."""
-    model: nn.Module | None = None
-    """For `not-rebuilt`: the model that all workers start from."""
+    batch_size: int | None  # of the global batch; None: the task's own
+    rows: int | None = None  # an epoch takes only this many rows, the first of its order; None: all
+    total_rows: int = 0  # the number of rows in the data, if `rows` is given
+    total_steps: int | None = None  # the number of steps passed to the schedule
+    double: bool = True  # compute in float64 instead of the model's own dtype
+    without: frozenset[str] = frozenset()  # causes to remove, of REMEDIES
+    batches: tuple[Any, ...] = ()  # for `data`: the global batches
+    model: nn.Module | None = None  # for `not-rebuilt`: the model that all workers start from
     rates: tuple[tuple[dict[str, Any], ...], ...] = ()
     """For `depends-on-workers`: one worker's options of each parameter group, by step."""
-    nudge: float = 0.0
-    """Add random noise of this share of the largest gradient, to see how rounding errors grow."""
+    nudge: float = 0.0  # add random noise of this share of the largest gradient, to see how rounding errors grow
     slices: int = 0
     """For `slices`: the number of slices in which the single worker computes each batch; 0: it is computed whole."""
-    adds: bool = False
-    """The loss adds up over rows, so the losses of slices are added too."""
-    record_rows: bool = False
-    """Record which rows each worker takes in the first epoch."""
+    adds: bool = False  # the loss adds up over rows, so the losses of slices are added too
+    record_rows: bool = False  # record which rows each worker takes in the first epoch
 
 
 def configured(task: Task, config: TrialConfig) -> Task:
     """A copy of a task, set up for this trial."""
     without, loss = config.without, task.loss
     if SUMMED in without:
-        loss = MeanLoss(loss)
+        loss = partial(_mean_loss, loss)
     if config.slices:
-        loss = SlicedLoss(
-            loss=loss,
-            slices=config.slices,
-            micro_batch_size=task.micro_batch_size,
-            adds=config.adds and SUMMED not in without,
-            without=without,
-        )
+        loss = partial(_sliced_loss, loss, config, task.micro_batch_size)
     changes: dict[str, Any] = {
         "model": partial(model_for, config.model if REBUILT in without else task.model, config),
         "loss": loss,
@@ -220,11 +208,15 @@ def configured(task: Task, config: TrialConfig) -> Task:
     if task.schedule is not None:
         changes["schedule"] = partial(_schedule_of_whole_training, task.schedule, config.total_steps)
     if config.slices:
-        changes["micro_batch_size"] = None  # SlicedLoss cuts slices into micro-batches
+        changes["micro_batch_size"] = None  # _sliced_loss cuts slices into micro-batches
     if isinstance(task.train_data, DataLoader) and not isinstance(open_source(task.train_data), LoadedStream):
         task.train_data.num_workers = 0  # rows load in the worker itself
     if DATA in without:
-        changes |= {"train_data": _OneEpochOf(config.batches), "order": None, "collate": None}
+        changes |= {
+            "train_data": DataLoader(config.batches, batch_size=None, collate_fn=identity),
+            "order": None,
+            "collate": None,
+        }
     elif config.rows is not None:
         changes["order"] = partial(_first_rows, task, config)
     return task.with_fields(**changes)
@@ -250,61 +242,39 @@ def _first_rows(task: Task, config: TrialConfig, epoch: int) -> Any:
     return whole[: config.rows]
 
 
-class _OneEpochOf(DataLoader[Any]):
-    """One epoch of the given batches."""
-
-    def __init__(self, batches: Sequence[Any]) -> None:
-        super().__init__(batches, batch_size=None, collate_fn=identity)  # type: ignore[arg-type]
-
-
 def identity(value: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True)
-class MeanLoss:
+def _mean_loss(loss: Any, model: nn.Module, batch: Any) -> Measure:
     """A loss that adds up over rows, divided by its weight or else by the rows."""
-
-    loss: Any
-
-    def __call__(self, model: nn.Module, batch: Any) -> Measure:
-        measure = self.loss(model, batch)
-        total, weight = measure if isinstance(measure, tuple) else (measure, rows_of(batch))
-        return (total / weight, weight) if weight else measure
+    measure: Measure = loss(model, batch)
+    total, weight = measure if isinstance(measure, tuple) else (measure, rows_of(batch))
+    return (total / weight, weight) if weight else measure
 
 
-@dataclass(frozen=True, kw_only=True)
-class SlicedLoss:
+def _sliced_loss(loss: Any, config: TrialConfig, micro_batch_size: int | None, model: nn.Module, batch: Any) -> Measure:
     """The loss of a global batch, computed on each of N workers' slices and each of their micro-batches."""
-
-    loss: Any
-    slices: int
-    micro_batch_size: int | None
-    adds: bool
-    """Add the losses of the slices, as a single worker does where the loss adds up; else take their mean by weight."""
-    without: frozenset[str]
-
-    def __call__(self, model: nn.Module, batch: Any) -> Measure:
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()} if BUFFERS in self.without else {}
-        drawn = rng.capture() if RANDOMNESS in self.without else None
-        parts = []
-        for rank in range(self.slices):
-            for name, buffer in buffers.items():  # a new tensor: the backward pass may need the present one
-                owner, _, own = name.rpartition(".")
-                model.get_submodule(owner)._buffers[own] = buffer.clone()
-            if drawn is not None:  # workers are seeded alike
-                rng.restore(*drawn)
-            start, stop = slice_of(rows_of(batch), rank, self.slices)
-            step = self.micro_batch_size or max(1, stop - start)
-            for at in range(start, stop, step):
-                part = slice_rows(batch, at, min(at + step, stop))
-                measure = self.loss(model, part)
-                parts.append(measure if isinstance(measure, tuple) else (measure, rows_of(part)))
-        total = sum(weight for _, weight in parts)
-        if self.adds:
-            return sum(mean for mean, _ in parts), total
-        counted = [(mean, weight) for mean, weight in parts if weight] or parts
-        return sum(mean * (weight / (total or 1)) for mean, weight in counted), total
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()} if BUFFERS in config.without else {}
+    drawn = rng.capture() if RANDOMNESS in config.without else None
+    parts = []
+    for rank in range(config.slices):
+        for name, buffer in buffers.items():  # a new tensor: the backward pass may need the present one
+            owner, _, own = name.rpartition(".")
+            model.get_submodule(owner)._buffers[own] = buffer.clone()
+        if drawn is not None:  # workers are seeded alike
+            rng.restore(*drawn)
+        start, stop = slice_of(rows_of(batch), rank, config.slices)
+        step = micro_batch_size or max(1, stop - start)
+        for at in range(start, stop, step):
+            part = slice_rows(batch, at, min(at + step, stop))
+            measure = loss(model, part)
+            parts.append(measure if isinstance(measure, tuple) else (measure, rows_of(part)))
+    total = sum(weight for _, weight in parts)
+    if config.adds and SUMMED not in config.without:  # as a single worker does where the loss adds up
+        return sum(mean for mean, _ in parts), total
+    counted = [(mean, weight) for mean, weight in parts if weight] or parts
+    return sum(mean * (weight / (total or 1)) for mean, weight in counted), total
 
 
 @contextmanager

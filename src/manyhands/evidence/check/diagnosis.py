@@ -13,18 +13,15 @@ from manyhands.evidence.check.report import BREAKS, NOTE, Finding, Step, Suspect
 from manyhands.evidence.check.rows import TrainingData
 from manyhands.evidence.check.trials import TrialRunner, step_differences
 
-GENERIC = (*sorted(FUNCTIONS), BUFFERS, WORKERS, DATA)
-"""Remedies to try if the suspects do not explain the difference."""
-NUDGE = 1e-14
-"""The size of a rounding error, relative to the largest gradient."""
+GENERIC = (*sorted(FUNCTIONS), BUFFERS, WORKERS, DATA)  # remedies to try if the suspects do not explain the difference
+NUDGE = 1e-14  # the size of a rounding error, relative to the largest gradient
 PROVEN_ELSEWHERE = name_set(
     "rows-not-once in-place-change not-rebuilt foreign-parameters summed-loss wrong-weight coupled-rows"
 )
 """Causes that break equality even if a few steps do not show it: in later epochs, on other slices, without rows."""
 IRREMOVABLE = frozenset([RANDOMNESS, "hidden-state", "nondeterministic-operator"])
 """Causes that a trial removes only in part, or not at all."""
-_ROUNDING_FACTOR = 100
-"""A difference up to this multiple of the effect of rounding may be rounding."""
+_ROUNDING_FACTOR = 100  # a difference up to this multiple of the effect of rounding may be rounding
 
 _TEXTS = {
     WORKERS: "If every worker sees a group of one, and gets the rates of one worker, N workers equal one: something asks "
@@ -77,10 +74,8 @@ class Attribution:
 
     ablation: Ablation
     suspects: list[Suspect]
-    measured: float
-    """The difference of the proof that failed."""
-    failure: Finding | None = None
-    """If workers failed: the finding if nothing explains it."""
+    measured: float  # the difference of the proof that failed
+    failure: Finding | None = None  # if workers failed: the finding if nothing explains it
     findings: list[Finding] = field(default_factory=list)
 
     def run(self) -> list[Finding]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,8 +43,7 @@ from manyhands.task import Metrics, Summed, Task
 from manyhands.units import listed
 from manyhands.worker import Worker, as_current
 
-_SCHEDULE_STEPS = 1000
-"""Passed to a schedule that is only examined."""
+_SCHEDULE_STEPS = 1000  # passed to a schedule that is only examined
 
 _TEXTS = {
     BATCH_NORM: "{named}rows are normalized by the mean and variance of the rows in the batch. Each worker normalizes "
@@ -181,13 +179,17 @@ class Examination:
 
     def _not_deterministic(self) -> tuple[str, SourceLocation | None] | None:
         """(operator, where): the first operator that torch lists as nondeterministic."""
-        with _deterministic_algorithms():
-            try:
-                self._new_subject().measure(self.batch, without=FUNCTIONS)
-            except RuntimeError as error:
-                if "deterministic" not in str(error):
-                    raise
-                return str(error).split(" does not have")[0], source_locations.of_error(error)
+        before = torch.are_deterministic_algorithms_enabled()
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(True)
+        try:
+            self._new_subject().measure(self.batch, without=FUNCTIONS)
+        except RuntimeError as error:
+            if "deterministic" not in str(error):
+                raise
+            return str(error).split(" does not have")[0], source_locations.of_error(error)
+        finally:
+            torch.use_deterministic_algorithms(before, warn_only=warns)
         return None
 
     def _by_function(self, first: BatchMeasurement, kind: str) -> None:
@@ -195,7 +197,12 @@ class Examination:
         if calls:
             found = list(dict.fromkeys(place for one in calls if (place := self._place_of(one)) is not None))
             names = [place.name for place in found if place.name]
-            self._suspect(kind, kind, *_by_line(found), named=f"In module {listed(names)} " if names else "")
+            lines: dict[tuple[str, int], list[str]] = {}
+            for place in found:
+                lines.setdefault((place.file, place.line), []).append(place.name)
+            # one location for each line, with the names of all that is there
+            where = [SourceLocation(*line, listed([name for name in own if name])) for line, own in lines.items()]
+            self._suspect(kind, kind, *where, named=f"In module {listed(names)} " if names else "")
 
     def _place_of(self, call: RecordedCall) -> SourceLocation | None:
         """Where the layer is made if a layer of torch made the call; else the call itself."""
@@ -243,34 +250,16 @@ class Examination:
 
     def _workers(self) -> None:
         """Whether anything reads the rank or the number of workers."""
-        with recorded_rank_access() as lines:
+        worker = _RecordingWorker()
+        worker.lines = []
+        with as_current(worker):
             subject = self._new_subject()
             subject.measure(self.batch, without=FUNCTIONS)
             optimizer = self.task.optimizer(subject.model)
             if self.task.schedule is not None:
                 self.task.schedule(optimizer, _SCHEDULE_STEPS)
-        if lines:
-            self._suspect(WORKERS, WORKERS, *lines)
-
-
-def _by_line(found: list[SourceLocation]) -> list[SourceLocation]:
-    """One location for each line, with the names of everything there."""
-    lines: dict[tuple[str, int], list[str]] = {}
-    for place in found:
-        lines.setdefault((place.file, place.line), []).append(place.name)
-    return [
-        SourceLocation(file, line, listed([name for name in names if name])) for (file, line), names in lines.items()
-    ]
-
-
-@contextmanager
-def _deterministic_algorithms() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        if worker.lines:
+            self._suspect(WORKERS, WORKERS, *worker.lines)
 
 
 class _RecordingWorker(Worker):
@@ -287,15 +276,6 @@ class _RecordingWorker(Worker):
         return super().__getattribute__(name)
 
 
-@contextmanager
-def recorded_rank_access() -> Iterator[list[SourceLocation]]:
-    """The user's lines that read the rank or the number of workers inside."""
-    worker = _RecordingWorker()
-    worker.lines = []
-    with as_current(worker):
-        yield worker.lines
-
-
 # -- one pass ----------------------------------------------------------------------------------------------------------
 
 
@@ -305,15 +285,11 @@ class BatchMeasurement:
 
     loss: float
     weight: float
-    gradient: Tensor
-    """[D]"""
+    gradient: Tensor  # [D]
     recorded: tuple[RecordedCall, ...]
-    changed: tuple[str, ...]
-    """Parameters that the pass changed, without any step."""
-    buffers: tuple[str, ...]
-    """Buffers that the pass changed."""
-    drawn_from: tuple[str, ...]
-    """The generators that the pass drew from: torch, numpy, python."""
+    changed: tuple[str, ...]  # parameters that the pass changed, without any step
+    buffers: tuple[str, ...]  # buffers that the pass changed
+    drawn_from: tuple[str, ...]  # the generators that the pass drew from: torch, numpy, python
 
     def same_as(self, other: BatchMeasurement) -> bool:
         """The same bits of loss and gradient; NaN is NaN."""
@@ -351,7 +327,7 @@ class Subject:
         before = rng.generator_states()
         guarded = storages_of(self.model)
         with FunctionMode(double=self.double, without=without, guarded=guarded, record=record, after=after) as mode:
-            measure = self.task.loss(self.model, self._in_precision(batch))
+            measure = self.task.loss(self.model, batch_in_float64(batch) if self.double else batch)
             mean, weight = measure if isinstance(measure, tuple) else (measure, rows_of(batch))
             drawn_from = tuple(name for name, state in rng.generator_states().items() if state != before[name])
             mean.reshape(()).backward()
@@ -366,9 +342,6 @@ class Subject:
             buffers=_changed(self._buffers, dict(self.model.named_buffers())),
             drawn_from=drawn_from,
         )
-
-    def _in_precision(self, batch: Any) -> Any:
-        return batch_in_float64(batch) if self.double else batch
 
     def metrics(self, batch: Any) -> dict[str, tuple[float, float]]:
         """{name: (mean, weight)} of `evaluate`, in evaluation mode; without `Summed` metrics, which are exact."""
@@ -388,7 +361,7 @@ class Subject:
         rng.seed_all(0)
         self.model.eval()
         with torch.no_grad(), mode:
-            return self.task.metrics(self.model, self._in_precision(batch))
+            return self.task.metrics(self.model, batch_in_float64(batch) if self.double else batch)
 
     def restore(self) -> None:
         """Reset parameters and buffers to what was built; training mode, no gradients."""

@@ -22,8 +22,7 @@ from manyhands.evidence.check.trials import Trace, tensor_digests
 from manyhands.training.plan import build_model
 from manyhands.units import count, listed
 
-ENOUGH_ROWS = 24
-"""Rows of a batch to examine if there is no difference to explain."""
+ENOUGH_ROWS = 24  # rows of a batch to examine if there is no difference to explain
 
 
 @dataclass
@@ -31,8 +30,7 @@ class Inspection:
     """Fills `results`."""
 
     copies: Copies
-    sent: Copies
-    """Copies with the functions that give the data, where `copies` have the data itself."""
+    sent: Copies  # copies with the functions that give the data, where `copies` have the data itself
     data: TrainingData
     double: bool
     say: Callable[[str], None]
@@ -85,9 +83,7 @@ class Inspection:
 
     def _check_optimizer(self) -> None:
         """Whether the optimizer holds the trainable parameters and nothing else, and draws nothing."""
-        task = self.copies.fresh()
-        rng.seed_all(task.seed)
-        model = build_model(task)
+        task, model = self.copies.built()
         optimizer = task.optimizer(model)
         place = source_locations.of_function(task.optimizer)
         own = {id(p) for p in model.parameters()}
@@ -107,7 +103,11 @@ class Inspection:
                 "gradients are still exchanged. Give them requires_grad=False, or give them to the optimizer."
             )
             self.results.note("not-in-optimizer", text, place, names=left)
-        draws = _step_draws(model, optimizer)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        before = rng.generator_states()
+        optimizer.step()
+        draws = rng.generator_states() != before
         if draws:
             text = (
                 "The optimizer draws random numbers in its step, and each worker draws its own: replicas that got the "
@@ -128,9 +128,8 @@ class Inspection:
             self.results.note("no-autocast", text)
 
     def _check_device(self) -> None:
-        task = self.copies.fresh()
-        rng.seed_all(task.seed)
-        devices = sorted({str(p.device) for p in build_model(task).parameters()} - {"cpu"})
+        task, model = self.copies.built()
+        devices = sorted({str(p.device) for p in model.parameters()} - {"cpu"})
         if devices:
             text = (
                 f"The model is on {listed(devices)}. Each worker moves it to its own device (device=), and this check "
@@ -181,12 +180,3 @@ class Inspection:
             f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         )
         self.results.note("not-examined", text, source_locations.of_error(error))
-
-
-def _step_draws(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer step draws from the generators that the seed sets."""
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    before = rng.generator_states()
-    optimizer.step()
-    return rng.generator_states() != before

@@ -19,8 +19,7 @@ from manyhands.evidence.check import source_locations
 from manyhands.evidence.check.source_locations import SourceLocation
 
 BATCH_NORM, DROPOUT, RANDOMNESS, IN_PLACE = "batch-norm", "dropout", "randomness", "in-place-change"
-FULL_SUM = "sum"
-"""The kind of a recorded sum over all elements."""
+FULL_SUM = "sum"  # the kind of a recorded sum over all elements
 
 
 def name_set(names: str) -> frozenset[str]:
@@ -55,8 +54,7 @@ class RecordedCall:
     kind: str
     function: str
     place: SourceLocation | None
-    module: nn.Module | None
-    """The module whose forward made the call."""
+    module: nn.Module | None  # the module whose forward made the call
 
 
 class FunctionMode(TorchFunctionMode):
@@ -289,71 +287,55 @@ def _recurrent(call: FunctionCall) -> Intervention | None:
         return None
     weights = next(i for i, argument in enumerate(call.args) if isinstance(argument, list))
     dropout, train = call.args[weights + 3 : weights + 5]
-    return (
-        Intervention(DROPOUT, lambda: call.with_argument(weights + 3, "dropout", 0.0).run())
-        if dropout and train
-        else None
-    )
+    if not (dropout and train):
+        return None
+    return Intervention(DROPOUT, lambda: call.with_argument(weights + 3, "dropout", 0.0).run())
 
 
 def _draw(call: FunctionCall) -> Intervention | None:
-    base = _base(call)
+    base = call.name.removesuffix("_").removesuffix("_like")
     if base not in _DRAWS or (base == "rrelu" and not call.get(3, "training", False)):
         return None
-    return Intervention(RANDOMNESS, lambda: _midpoint_of_draw(call))
+    return Intervention(RANDOMNESS, lambda: _midpoint_of_draw(base, call))
 
 
-def _base(call: FunctionCall) -> str:
-    return call.name.removesuffix("_").removesuffix("_like")
-
-
-def _midpoint_of_draw(call: FunctionCall) -> Any:
+def _midpoint_of_draw(base: str, call: FunctionCall) -> Any:
     """The midpoint of the range of a draw, for every element; the draw itself where no midpoint is known."""
-    base = _base(call)
     if base == "rrelu":
         return call.with_argument(3, "training", False).run()
     if base == "gumbel_softmax":
         return torch.softmax(call.target / call.get(1, "tau", 1.0), call.get(4, "dim", -1))
     drawn = call.run()
     with torch.no_grad():
-        _fill_with_midpoint(base, call, drawn)
+        match base:
+            case "rand":
+                drawn.fill_(0.5)
+            case "randn" | "trunc_normal":
+                drawn.zero_()
+            case "uniform":
+                drawn.fill_((call.get(1, "from", 0.0) + call.get(2, "to", 1.0)) / 2)
+            case "exponential":
+                drawn.fill_(1 / call.get(1, "lambd", 1.0))
+            case "normal":
+                mean = call.get(1 if call.name == "normal_" else 0, "mean", 0.0)
+                drawn.copy_(mean) if isinstance(mean, Tensor) else drawn.fill_(mean)
+            case "bernoulli":
+                chance = call.get(1, "p")
+                drawn.copy_(torch.as_tensor(call.target if chance is None else chance) >= 0.5)
+            case "randint" | "random":  # (low, high, size), (high, size) and in place: the lower bound
+                bounds = [argument for argument in call.args if type(argument) is int]
+                low = call.kwargs.get("low")
+                drawn.fill_(int(low) if low is not None else bounds[0] if len(bounds) > 1 else 0)
+            case "randperm":
+                drawn.copy_(torch.arange(len(drawn)))
+            case "multinomial":
+                drawn.copy_(call.target.argsort(-1, descending=True)[..., : drawn.shape[-1]])
     return drawn
-
-
-def _fill_with_midpoint(base: str, call: FunctionCall, drawn: Tensor) -> None:
-    if base == "rand":
-        drawn.fill_(0.5)
-    elif base in ("randn", "trunc_normal"):
-        drawn.zero_()
-    elif base == "uniform":
-        drawn.fill_((call.get(1, "from", 0.0) + call.get(2, "to", 1.0)) / 2)
-    elif base == "exponential":
-        drawn.fill_(1 / call.get(1, "lambd", 1.0))
-    elif base == "normal":
-        mean = call.get(1 if call.name == "normal_" else 0, "mean", 0.0)
-        drawn.copy_(mean) if isinstance(mean, Tensor) else drawn.fill_(mean)
-    elif base == "bernoulli":
-        chance = call.get(1, "p")
-        drawn.copy_(torch.as_tensor(call.target if chance is None else chance) >= 0.5)
-    elif base in ("randint", "random"):
-        drawn.fill_(_lower_bound(call))
-    elif base == "randperm":
-        drawn.copy_(torch.arange(len(drawn)))
-    elif base == "multinomial":
-        drawn.copy_(call.target.argsort(-1, descending=True)[..., : drawn.shape[-1]])
-
-
-def _lower_bound(call: FunctionCall) -> int:
-    """The lower bound of randint(low, high, size), randint(high, size) and their in-place variants."""
-    bounds = [argument for argument in call.args if type(argument) is int]
-    given = call.kwargs.get("low")
-    return int(given) if given is not None else bounds[0] if len(bounds) > 1 else 0
 
 
 # -- the first operation in which two passes differ --------------------------------------------------------------------
 
-NOISE = 1e-7
-"""Sums of the same rows in another batch may differ by rounding."""
+NOISE = 1e-7  # sums of the same rows in another batch may differ by rounding
 
 Sums = tuple[tuple[float, float, float], ...]  # of each tensor of a result: (sum, position-weighted sum, absolute sum)
 
@@ -366,8 +348,7 @@ class OperationRecord:
     place: SourceLocation | None
     module: nn.Module | None
     whole: Sums
-    first: Sums
-    """Over the first half of the rows; empty where the tensors have no rows."""
+    first: Sums  # over the first half of the rows; empty where the tensors have no rows
     second: Sums
 
 

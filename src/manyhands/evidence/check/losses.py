@@ -29,10 +29,8 @@ from manyhands.units import listed
 
 MEAN, SUM, OTHER_WEIGHT, COUPLED = "mean", "sum", "other-weight", "coupled"
 
-EXACT, ROUGH = 1e-9, 1e-3
-"""Relative tolerances of losses in float64 and in another dtype."""
-OF_METRICS = 1e-5
-"""Relative tolerance of metrics, which may be computed in float32."""
+EXACT, ROUGH = 1e-9, 1e-3  # relative tolerances of losses in float64 and in another dtype
+OF_METRICS = 1e-5  # relative tolerance of metrics, which may be computed in float32
 _MIXED = (11, 7, 5, 3, 2, 1)
 """Rows in each third of a batch in which operations that mix rows are searched. Other dimensions are seldom multiples
 of odd sizes."""
@@ -86,7 +84,9 @@ def examine_loss(examination: Examination) -> None:
         constant = ", but for a part that does not depend on rows" if aggregation.constant else ""
         text = _SUMMED.format(constant=constant, **numbers)
         remedy = SLICES if aggregation.constant else SUMMED
-        suspect("summed-loss", remedy, text, _sum_of(examination) or loss, **numbers)
+        assert examination.first is not None
+        sums = [one.place for one in examination.first.recorded if one.kind == FULL_SUM and one.place is not None]
+        suspect("summed-loss", remedy, text, sums[-1] if sums else loss, **numbers)  # the last before the loss returns
     elif aggregation.kind == OTHER_WEIGHT:
         first, rows = examination.first, rows_of(examination.batch)
         assert first is not None
@@ -124,23 +124,14 @@ def _sums_over_rows(examination: Examination) -> list[SourceLocation | None]:
         return []
     pairs = zip(whole, half, strict=True)
     return [
-        one.place
-        for one, other in pairs
-        if one.length > other.length and math.isclose(one.slope, other.slope, rel_tol=ROUGH)
+        place
+        for (length, slope, place), (fewer, of_half, _) in pairs
+        if length > fewer and math.isclose(slope, of_half, rel_tol=ROUGH)
     ]
 
 
-@dataclass(frozen=True)
-class _Sum:
-    """A sum over all elements."""
-
-    length: int
-    slope: float
-    """The derivative of the loss by the sum."""
-    place: SourceLocation | None
-
-
-def _sums(examination: Examination, rows: Any) -> list[_Sum]:
+def _sums(examination: Examination, rows: Any) -> list[tuple[int, float, SourceLocation | None]]:
+    """[(how many numbers are added, the derivative of the loss by their sum, the place)] of sums over all elements."""
     found: list[tuple[int, Tensor, SourceLocation | None]] = []
 
     def after(call: FunctionCall, result: Any) -> None:
@@ -149,7 +140,7 @@ def _sums(examination: Examination, rows: Any) -> list[_Sum]:
             found.append((call.target.numel(), result, source_locations.running()))
 
     examination.measure_repeatable(rows, after=after)
-    return [_Sum(length, float(one.grad), place) for length, one, place in found if one.grad is not None]
+    return [(length, float(one.grad), place) for length, one, place in found if one.grad is not None]
 
 
 def _loss_aggregation(examination: Examination, tolerance: float) -> Aggregation | None:
@@ -168,13 +159,6 @@ def _loss_aggregation(examination: Examination, tolerance: float) -> Aggregation
             continue
         return Aggregation(COUPLED, aggregation.off, numbers=aggregation.numbers) if coupled else aggregation
     return None
-
-
-def _sum_of(examination: Examination) -> SourceLocation | None:
-    """The place of the last sum over all elements before the loss is returned."""
-    assert examination.first is not None
-    sums = [one.place for one in examination.first.recorded if one.kind == FULL_SUM and one.place is not None]
-    return sums[-1] if sums else None
 
 
 def _mixing(examination: Examination) -> OperationRecord | None:
@@ -230,10 +214,8 @@ class Aggregation:
     kind: str
     """mean: the mean by weight, as it must be. sum: the sum. other-weight: a mean by other weights than it returns.
     coupled: none of these, since a row depends on the other rows."""
-    off: float = 0.0
-    """The relative difference between the mean by weight and the whole."""
-    constant: bool = False
-    """Of a sum: a part of it does not add up (a penalty on the parameters)."""
+    off: float = 0.0  # the relative difference between the mean by weight and the whole
+    constant: bool = False  # of a sum: a part of it does not add up (a penalty on the parameters)
     numbers: dict[str, float] = field(default_factory=dict)
 
 

@@ -13,8 +13,7 @@ from manyhands.units import count
 
 FORMAT = 1
 BREAKS, NOTE = "breaks equality", "note"
-WIDTH = 110
-"""Of the lines of text."""
+WIDTH = 110  # of the lines of text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +57,7 @@ class Suspect:
     """A possible finding, and what removes its cause in a trial."""
 
     finding: Finding
-    remedy: str = ""
-    """One of `copies.REMEDIES`; "" if no trial can remove the cause."""
+    remedy: str = ""  # one of `copies.REMEDIES`; "" if no trial can remove the cause
 
     @property
     def kind(self) -> str:
@@ -71,11 +69,9 @@ class Results:
     """What one part of a check has found so far."""
 
     findings: list[Finding] = field(default_factory=list)
-    suspects: list[Suspect] = field(default_factory=list)
-    """Possible causes of a difference, which trials test."""
+    suspects: list[Suspect] = field(default_factory=list)  # possible causes of a difference, which trials test
     held: list[str] = field(default_factory=list)
-    unjudged: list[str] = field(default_factory=list)
-    """Questions without an answer, and why."""
+    unjudged: list[str] = field(default_factory=list)  # questions without an answer, and why
 
     def breaks(self, kind: str, text: str, *where: SourceLocation | None, **numbers: Any) -> None:
         self.findings.append(finding(kind, BREAKS, text, *where, **numbers))

@@ -29,10 +29,8 @@ from manyhands.evidence.check.source_locations import SourceLocation
 from manyhands.task import Task
 from manyhands.training.plan import global_batch
 
-TICKS = 2
-"""Global batches that are compared with their slices."""
-MOST_ROWS = 2_000_000
-"""Rows of larger epochs are not counted."""
+TICKS = 2  # global batches that are compared with their slices
+MOST_ROWS = 2_000_000  # rows of larger epochs are not counted
 
 _UNSEEDED = (
     "Two equal copies of the data, read in the same order with the same seeds, gave different rows: something in it is "
@@ -156,7 +154,11 @@ class TrainingData:
     def _explain(self, tick: int, rank: int, shards: bool) -> None:
         """Add the suspect for a slice that differs."""
         kind, text, place = "data-order", _ORDER, self._place(changing=True)
-        if self._reading_draws():
+        task = self.task()
+        before = rng.generator_states()
+        with closing(feed_of(task).epoch(0)) as slices:
+            next(slices)
+        if rng.generator_states() != before:  # reading a batch draws
             kind, text, place = "random-rows", _RANDOM, self._place()
         elif shards:
             text, place = _SHARDS, self._place()
@@ -165,14 +167,6 @@ class TrainingData:
             collate = task.train_data.collate_fn if isinstance(task.train_data, DataLoader) else task.collate
             kind, text, place = "collate", _COLLATE, source_locations.of_function(collate)
         self.results.suspect(kind, DATA, text.format(at=f"Batch {tick + 1} of worker {rank}"), place)
-
-    def _reading_draws(self) -> bool:
-        """Whether reading a batch draws from the generators that the seed sets."""
-        task = self.task()
-        before = rng.generator_states()
-        with closing(feed_of(task).epoch(0)) as slices:
-            next(slices)
-        return rng.generator_states() != before
 
     def _equal_rows(self, tick: int, rank: int) -> bool:
         """Whether the rows are the same before they are collated."""

@@ -129,19 +129,13 @@ def of_change(owner: Any, *names: str) -> SourceLocation | None:
 def _changes_self(node: ast.AST) -> TypeGuard[ast.stmt]:
     if not isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
         return False
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    roots = (_root(target) for target in targets)
-    return any(isinstance(root, ast.Name) and root.id == "self" for root in roots)
-
-
-def _root(target: ast.expr) -> ast.expr | None:
-    """`self` of `self.counts[i]`; None for a plain name."""
-    if not isinstance(target, ast.Attribute | ast.Subscript):
-        return None
-    inner: ast.expr = target
-    while isinstance(inner, ast.Attribute | ast.Subscript):
-        inner = inner.value
-    return inner
+    for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+        root = target
+        while isinstance(root, ast.Attribute | ast.Subscript):  # down to `self` of `self.counts[i]`
+            root = root.value
+        if root is not target and isinstance(root, ast.Name) and root.id == "self":
+            return True
+    return False
 
 
 def _unwrapped(given: Any) -> Any:

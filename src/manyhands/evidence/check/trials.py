@@ -45,21 +45,15 @@ SMALL = 1e-4
 """Gradients below this share of the largest are measured relative to that share: they may be rounding alone."""
 
 
-@dataclass(frozen=True)
-class TrialProgram:
+def run_trial(fresh_task: Callable[[], Task], config: TrialConfig, worker: Worker) -> Trace:
     """What every worker of a trial runs."""
-
-    fresh_task: Callable[[], Task]
-    config: TrialConfig
-
-    def __call__(self, worker: Worker) -> Trace:
-        task, trace = configured(self.fresh_task(), self.config), Trace()
-        if self.config.record_rows:
-            trace.handed_out = handed_out(task, worker.rank, worker.size)
-        strategy = RecordedAllReduce(config=self.config, seed=task.seed, trace=trace)
-        with eager():
-            work(WorkerPlan(task=task, strategy=strategy, nonfinite="skip"), worker)
-        return trace
+    task, trace = configured(fresh_task(), config), Trace()
+    if config.record_rows:
+        trace.handed_out = handed_out(task, worker.rank, worker.size)
+    strategy = RecordedAllReduce(config=config, seed=task.seed, trace=trace)
+    with eager():
+        work(WorkerPlan(task=task, strategy=strategy, nonfinite="skip"), worker)
+    return trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +61,7 @@ class TrialRunner:
     """Runs trials: one worker in this process, N simulated workers in turns in this process, or N of the engine."""
 
     copies: Copies
-    sent: Copies
-    """Copies for worker processes: the task as it was given, with its data functions."""
+    sent: Copies  # copies for worker processes: the task as it was given, with its data functions
     workers: int
     engine: Engine
     timeout_s: float
@@ -91,7 +84,7 @@ class TrialRunner:
         fresh_task = self.copies.fresh if in_process else partial(identity, self.sent.fresh())
         threads = max(1, usable_cores() // 2) if in_process else None  # workers compute in turns
         launch = LaunchSpec(workers=workers, device="cpu", timeout_s=self.timeout_s, threads_per_worker=threads)
-        return engine.launch(TrialProgram(fresh_task, config), launch)
+        return engine.launch(partial(run_trial, fresh_task, config), launch)
 
 
 def with_solo_rates(config: TrialConfig, solo: Trace) -> TrialConfig:
@@ -108,10 +101,8 @@ Rates = tuple[dict[str, Any], ...]  # the options of each parameter group
 class Trace:
     """What one worker computed, by step; vectors are [D']."""
 
-    names: list[str] = field(default_factory=list)
-    """Of the trainable parameters."""
-    bounds: list[tuple[int, int]] = field(default_factory=list)
-    """(start, stop) of each parameter in a vector."""
+    names: list[str] = field(default_factory=list)  # of the trainable parameters
+    bounds: list[tuple[int, int]] = field(default_factory=list)  # (start, stop) of each parameter in a vector
     dtype: str = ""
     built: dict[str, str] = field(default_factory=dict)
     """{parameter or buffer: digest} of the model as this worker built it."""
@@ -119,16 +110,12 @@ class Trace:
     """The row numbers of the first epoch, if the config records them and rows have numbers."""
     rows: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)
-    """Of the losses; 0: an empty tick."""
+    weights: list[float] = field(default_factory=list)  # of the losses; 0: an empty tick
     gradients: list[Tensor] = field(default_factory=list)
     """The mean gradients before clipping. Only rank 0 records them; the others have the same bits."""
-    parameters: list[Tensor] = field(default_factory=list)
-    """After the step."""
-    rates: list[Rates] = field(default_factory=list)
-    """The optimizer's options in the step."""
-    grad_mask: int = 0
-    """Bits: the parameters that got a gradient on any worker."""
+    parameters: list[Tensor] = field(default_factory=list)  # after the step
+    rates: list[Rates] = field(default_factory=list)  # the optimizer's options in the step
+    grad_mask: int = 0  # bits: the parameters that got a gradient on any worker
 
 
 @dataclass

@@ -8,6 +8,6 @@ probe.py         the distance of parameters from solo's, from sketches
 comparison.py    the result: plain data, report.json
 measures.py      numbers of trials, over repeats and along a run; metric.py: which metric judges
 significance.py  means, intervals, and when two numbers are different
-verdict.py       the decision in words; advice_inputs.py: what it and the advice are made of
-table.py         the columns; text.py: in terminals; markdown.py: in pull requests; report.py: in one HTML file with charts
+verdict.py       what decision and advice are made of, and the decision in words
+table.py         the columns; text.py: in terminals and pull requests; report.py: in one HTML file with charts
 """

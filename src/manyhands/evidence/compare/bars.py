@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from manyhands import units
-from manyhands.evidence.compare import drawing, measures, style
+from manyhands.evidence.compare import drawing, measures
 from manyhands.evidence.compare.comparison import Comparison, Variant
 from manyhands.evidence.compare.drawing import Json
 from manyhands.evidence.compare.significance import Mean
@@ -86,7 +86,7 @@ def _part(part: str, bars: Sequence[Bar]) -> Json:
         "name": part,
         "x": shares,
         "y": [bar.at for bar in bars],
-        "marker": {"color": style.PART_HUES[part][0], "line": {"width": 0}},
+        "marker": {"color": drawing.PART_HUES[part][0], "line": {"width": 0}},
         "hovertext": [
             f"<b>{drawing.text(bar.variant)}</b>, worker {bar.rank}<br>{part} {units.even_duration(bar.times[part])}, {units.percent(share)}"
             for bar, share in zip(bars, shares, strict=True)
@@ -131,7 +131,7 @@ def _bars(
         "y": list(range(len(known))),
         "width": 0.34,
         "marker": {
-            "color": [style.styles_of(comparison)[variant.name].colour for variant, _ in known],
+            "color": [drawing.styles_of(comparison)[variant.name].colour for variant, _ in known],
             "line": {"width": 0},
         },
         "hovertext": [f"<b>{drawing.text(variant.name)}</b><br>{say(variant, value)}" for variant, value in known],
@@ -163,9 +163,9 @@ def staleness(comparison: Comparison) -> Figure | None:
             "range": [0, most],
             "visible": False,
         }
-        labels += [
-            one | {"yref": "paper"} for one in drawing.above(top - 0.2 / len(found), variant.name, _lateness(histogram))
-        ]
+        lateness = f"median {quantile(histogram, 0.5)}, latest {max(histogram)}"
+        above = drawing.above(top - 0.2 / len(found), variant.name, lateness)
+        labels += [one | {"yref": "paper"} for one in above]
     x = {
         "title": {"text": "versions late"},
         "anchor": axes and f"y{len(found) if len(found) > 1 else ''}",
@@ -195,14 +195,10 @@ def _histogram(comparison: Comparison, variant: Variant, histogram: Mapping[int,
         "x": [start + (width - 1) / 2 for start in bins],
         "y": list(bins.values()),
         "width": 0.9 * width,
-        "marker": {"color": style.styles_of(comparison)[variant.name].colour, "line": {"width": 0}},
+        "marker": {"color": drawing.styles_of(comparison)[variant.name].colour, "line": {"width": 0}},
         "hovertext": [
             f"<b>{drawing.text(variant.name)}</b><br>{units.percent(share)} of the pushes are {span} versions late"
             for span, share in zip(spans, bins.values(), strict=True)
         ],
         "hoverinfo": "text",
     }
-
-
-def _lateness(histogram: dict[int, int]) -> str:
-    return f"median {quantile(histogram, 0.5)}, latest {max(histogram)}"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -18,13 +18,12 @@ from manyhands.engines.local.engine import Local
 from manyhands.errors import BadInput, Unsupported
 from manyhands.evidence.advise import advise_comparison
 from manyhands.evidence.compare import measures, metric
-from manyhands.evidence.compare.advice_inputs import compared
 from manyhands.evidence.compare.comparison import Comparison, Difference, Target
 from manyhands.evidence.compare.repeats import Repeating
 from manyhands.evidence.compare.significance import HIGHER
 from manyhands.evidence.compare.trial import TrialEntry, TrialSetup
 from manyhands.evidence.compare.variants import DEFAULT, entries_of, refusals, threads_of
-from manyhands.evidence.compare.verdict import verdict
+from manyhands.evidence.compare.verdict import compared, verdict
 from manyhands.replica.evaluation import higher_is_better
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task
@@ -85,10 +84,14 @@ def compare(
     counts = _checked(workers, repeats, validations, time_margin, metric_margin)
     check_resources(device, threads_per_worker)
     metric.check_data(own, aim)
-    place = _place_of(engine)
+    place = engines.engine_of(engine)
+    if place.spmd:
+        raise Unsupported(
+            f"compare starts each trial's workers itself, which engine {place.name} does not let it: call it outside of manyhands run and torchrun"
+        )
     setting = TrialSetup(
         task=own,
-        on_test=metric.on_test(own, aim),
+        target=aim,
         servers=servers,
         device=device,
         timeout_s=timeout_s,
@@ -97,14 +100,17 @@ def compare(
     on_gpu = device != "cpu" and not place.simulated and torch.cuda.is_available()
     threads = threads_of(place, on_gpu, usable_cores(), threads_per_worker)
     entries = _possible(entries_of(strategies, counts, threads), setting, place, strategies is DEFAULT, say)
-    with _warm(place, isinstance(engine, str)) as warm:
+    with ExitStack() as stack:
+        if isinstance(place, Local) and (isinstance(engine, str) or not place.apart):
+            place = stack.enter_context(
+                Local(apart=True)
+            )  # all workers, a single one too, are forked from one warm server
         found = Repeating(
             setting=setting,
             entries=entries,
-            engine=warm,
+            engine=place,
             repeats=repeats,
             validations=validations,
-            target=aim,
             time_margin=time_margin,
             metric_margin=metric_margin,
             say=say,
@@ -114,8 +120,9 @@ def compare(
 
 def with_findings(comparison: Comparison) -> Comparison:
     """The same with its differences, decision and advice, as its trials and margins say."""
-    differences = {name: _differences(comparison, name) for name in _tried(comparison)}
-    known = replace(comparison, differences=differences)
+    names = [variant.name for variant in comparison.variants if variant.name != comparison.reference]
+    tried = [name for name in names if not comparison.failure(name) and comparison.of(name)]
+    known = replace(comparison, differences={name: _differences(comparison, name) for name in tried})
     seen = compared(known)
     decision = seen.decision
     return replace(
@@ -125,12 +132,6 @@ def with_findings(comparison: Comparison) -> Comparison:
         verdict=verdict(known, seen),
         advice=tuple(advise_comparison(seen)),
     )
-
-
-def _tried(comparison: Comparison) -> list[str]:
-    """The variants that have differences: those that did not fail, but for the reference."""
-    names = [variant.name for variant in comparison.variants if variant.name != comparison.reference]
-    return [name for name in names if not comparison.failure(name) and comparison.of(name)]
 
 
 def _differences(comparison: Comparison, name: str) -> tuple[Difference, ...]:
@@ -168,15 +169,6 @@ def _checked(
     return counts
 
 
-def _place_of(engine: Engine | str) -> Engine:
-    found = engines.engine_of(engine)
-    if found.spmd:
-        raise Unsupported(
-            f"compare starts each trial's workers itself, which engine {found.name} does not let it: call it outside of manyhands run and torchrun"
-        )
-    return found
-
-
 def _possible(
     entries: list[TrialEntry], setting: TrialSetup, engine: Engine, is_default: bool, say: Callable[[str], None]
 ) -> list[TrialEntry]:
@@ -192,12 +184,3 @@ def _possible(
     if len(possible) < 2:
         raise BadInput("nothing to compare solo with: give strategies, such as allreduce,local-sgd:period=8")
     return possible
-
-
-@contextmanager
-def _warm(engine: Engine, own: bool) -> Iterator[Engine]:
-    """The engine for all trials; local workers, a single one too, are forked from one warm server."""
-    with ExitStack() as stack:
-        if isinstance(engine, Local) and (own or not engine.apart):
-            engine = stack.enter_context(Local(apart=True))
-        yield engine

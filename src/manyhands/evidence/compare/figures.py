@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from manyhands import units
-from manyhands.evidence.compare import drawing, measures, style
+from manyhands.evidence.compare import drawing, measures
 from manyhands.evidence.compare.comparison import Comparison, Point, Variant
 from manyhands.evidence.compare.drawing import HEIGHT, Json
 from manyhands.evidence.compare.measures import Course
@@ -19,7 +19,7 @@ from manyhands.evidence.compare.significance import Mean
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-Axis = Callable[[Course], Sequence[float]]
+Over = Literal["seconds", "rows"]  # of training, until a validation
 DECADES = 30  # a metric to be low is drawn on a logarithmic axis where its largest value is so many times the least
 EARLY = 12  # the last line ends so many times as late as the first: time is drawn on a logarithmic axis
 MARKED = 30  # validations of a line; with more they have no markers
@@ -30,24 +30,15 @@ ASIDE = 0.012  # of the place of a point, from one strategy to the next
 # -- over a run ----------------------------------------------------------------------------------------------------------------
 
 
-def metric_over_time(comparison: Comparison) -> Figure | None:
-    """Means of the judged metric against seconds of training, in a band from the least to the most of the repeats."""
-    return _metric_over(comparison, lambda one: one.seconds, drawing.seconds_axis(comparison))
-
-
-def metric_over_rows(comparison: Comparison) -> Figure | None:
-    """The same against rows."""
-    return _metric_over(comparison, lambda one: one.rows, {"title": {"text": "rows, of all workers"}})
-
-
-def _metric_over(comparison: Comparison, x: Axis, axis: Json) -> Figure | None:
-    metric, target = measures.curve_metric(comparison), comparison.target
+def metric(comparison: Comparison, over: Over) -> Figure | None:
+    """Means of the judged metric, in a band from the least to the most of the repeats."""
+    name, target = measures.curve_metric(comparison), comparison.target
     lines = _lines(
-        comparison, lambda point: point.metrics.get(metric), x, lambda value: f"{metric} {units.metric(value)}"
+        comparison, lambda point: point.metrics.get(name), over, lambda value: f"{name} {units.metric(value)}"
     )
     if not lines:
         return None
-    level = target.value if target is not None and target.metric == metric else None
+    level = target.value if target is not None and target.metric == name else None
     values = [value for trace in lines for value in trace["y"] if value is not None]
     log = (
         not comparison.higher
@@ -55,28 +46,19 @@ def _metric_over(comparison: Comparison, x: Axis, axis: Json) -> Figure | None:
         and max(values) > DECADES * min(values)
         and (level is None or level > 0)
     )
-    y: Json = {"title": {"text": drawing.text(metric)}} | ({"type": "log", "dtick": 1} if log else {})
-    layout = {"xaxis": axis | _from_zero(lines), "yaxis": y, "height": HEIGHT}
+    y: Json = {"title": {"text": drawing.text(name)}} | ({"type": "log", "dtick": 1} if log else {})
+    layout = {"xaxis": _from_zero(comparison, over, lines), "yaxis": y, "height": HEIGHT}
     if level is not None:  # what it says stands where no line ends: most end beyond it
         layout |= drawing.level(level, str(target), side="right", over=not comparison.higher, log=log)
     return drawing.figure(lines, layout)
 
 
-def distance_over_rows(comparison: Comparison) -> Figure | None:
+def distance(comparison: Comparison, over: Over) -> Figure | None:
     """Distance of the parameters from solo's at the same rows, on a logarithmic axis; None also where all are zero."""
-    return _distance_over(comparison, lambda one: one.rows, {"title": {"text": "rows, of all workers"}})
-
-
-def distance_over_time(comparison: Comparison) -> Figure | None:
-    """The same distance (from solo at the same rows) against the variant's own seconds."""
-    return _distance_over(comparison, lambda one: one.seconds, drawing.seconds_axis(comparison))
-
-
-def _distance_over(comparison: Comparison, x: Axis, axis: Json) -> Figure | None:
     lines = _lines(
         comparison,
         lambda point: point.distance,
-        x,
+        over,
         lambda value: f"distance {units.small(value)}",
         of_reference=False,
     )
@@ -89,19 +71,21 @@ def _distance_over(comparison: Comparison, x: Axis, axis: Json) -> Figure | None
     for trace in lines:
         trace["y"] = [None if value is None else max(value, 10.0**least) for value in trace["y"]]
     y: Json = {"type": "log", "title": {"text": "distance from solo"}} | _powers(least, most, zeros)
-    return drawing.figure(lines, {"xaxis": axis | _from_zero(lines), "yaxis": y, "height": HEIGHT})
+    return drawing.figure(lines, {"xaxis": _from_zero(comparison, over, lines), "yaxis": y, "height": HEIGHT})
 
 
-def _from_zero(lines: Sequence[Json]) -> Json:
+def _from_zero(comparison: Comparison, over: Over, lines: Sequence[Json]) -> Json:
     """An axis from 0; a logarithmic one where a line ends so early that nobody would see it."""
+    time = f"{'virtual ' if comparison.simulated else ''}seconds of training"
+    title = {"title": {"text": time if over == "seconds" else "rows, of all workers"}}
     ends = [trace["x"][-1] for trace in lines if trace.get("showlegend") is not False]
     first = min(trace["x"][0] for trace in lines)
     if first <= 0 or max(ends) <= EARLY * min(ends):
-        return {"rangemode": "tozero"}
+        return title | {"rangemode": "tozero"}
     decades = range(math.floor(math.log10(first)), math.ceil(math.log10(max(ends))) + 1)
     steps = (1, 2, 5) if len(decades) <= 3 else (1,)
     ticks = [step * 10.0**decade for decade in decades for step in steps]
-    return {"type": "log", "tickvals": ticks, "ticktext": [units.number(tick) for tick in ticks]}
+    return title | {"type": "log", "tickvals": ticks, "ticktext": [units.number(tick) for tick in ticks]}
 
 
 def _powers(least: int, most: int, zeros: bool) -> Json:
@@ -119,24 +103,25 @@ def _powers(least: int, most: int, zeros: bool) -> Json:
 def _lines(
     comparison: Comparison,
     of: Callable[[Point], float | None],
-    x: Axis,
+    over: Over,
     say: Callable[[float], str],
     of_reference: bool = True,
 ) -> list[Json]:
     """Bands first, so that no line is under one."""
-    bands, lines, own_styles = [], [], style.styles_of(comparison)
+    bands, lines, own_styles = [], [], drawing.styles_of(comparison)
     for variant in measures.drawn(comparison):
         course = measures.course(comparison, variant.name, of)
         if course is None or not (of_reference or variant.name != comparison.reference):
             continue
-        own, variant_style = drawing.of_variant(comparison, variant), own_styles[variant.name]
-        bands += _band(course, x(course), own, variant_style)
-        lines.append(_line(course, x(course), own, variant_style, say))
+        own = {"name": drawing.text(variant.name), "legendgroup": str(comparison.variants.index(variant))}
+        variant_style, x = own_styles[variant.name], course.seconds if over == "seconds" else course.rows
+        bands += _band(course, x, own, variant_style)
+        lines.append(_line(course, x, own, variant_style, say))
     return bands + lines
 
 
 def _line(
-    course: Course, x: Sequence[float], own: Json, variant_style: style.VariantStyle, say: Callable[[float], str]
+    course: Course, x: Sequence[float], own: Json, variant_style: drawing.VariantStyle, say: Callable[[float], str]
 ) -> Json:
     return own | {
         "type": "scatter",
@@ -153,7 +138,7 @@ def _line(
     }
 
 
-def _band(course: Course, x: Sequence[float], own: Json, variant_style: style.VariantStyle) -> list[Json]:
+def _band(course: Course, x: Sequence[float], own: Json, variant_style: drawing.VariantStyle) -> list[Json]:
     """From the least to the most of the repeats, there and back; none where all repeats are alike."""
     known = [(at, value) for at, value in zip(x, course.values, strict=True) if value is not None]
     if all(value.low == value.high for _, value in known):
@@ -191,7 +176,7 @@ def speed_up(comparison: Comparison) -> Figure | None:
     layout: Json = {"xaxis": x, "yaxis": y, "height": HEIGHT}
     threads = measures.speed_up(comparison, comparison.reference, base.name)
     if threads is not None and comparison.reference != base.name:
-        layout |= drawing.level(threads.middle, comparison.reference, colour=style.INK[0], log=log)
+        layout |= drawing.level(threads.middle, comparison.reference, colour=drawing.INK[0], log=log)
     return drawing.figure(traces, layout)
 
 
@@ -223,9 +208,9 @@ def _ideal(comparison: Comparison, variants: Sequence[Variant]) -> Json:
         "text": [""] * (len(points) - 1) + ["ideal"],
         "textposition": "top left",
         "cliponaxis": False,
-        "textfont": {"color": style.MUTED[0]},
-        "line": {"color": style.MUTED[0], "dash": "dash", "width": 1.5},
-        "marker": {"color": style.MUTED[0], "symbol": "diamond-open", "size": 9},
+        "textfont": {"color": drawing.MUTED[0]},
+        "line": {"color": drawing.MUTED[0], "dash": "dash", "width": 1.5},
+        "marker": {"color": drawing.MUTED[0], "symbol": "diamond-open", "size": 9},
         "hovertext": [f"ideal on {workers}: {units.times(times)}" for workers, times in points],
         "hoverinfo": "text",
     }
@@ -233,7 +218,7 @@ def _ideal(comparison: Comparison, variants: Sequence[Variant]) -> Json:
 
 def _strategy(comparison: Comparison, points: Sequence[tuple[Variant, Mean]], place: float) -> Json:
     """`place` among the strategies, 0 in the middle: points of the same workers stand a little beside each other."""
-    own = [style.styles_of(comparison)[variant.name] for variant, _ in points]
+    own = [drawing.styles_of(comparison)[variant.name] for variant, _ in points]
     return {
         "type": "scatter",
         "mode": "lines+markers",

@@ -210,8 +210,7 @@ def _rank(comparison: Comparison, name: str) -> tuple[float, float]:
 class Course:
     """A number at each validation: the validations of repeats are at the same rows, and are averaged in order."""
 
-    rows: tuple[float, ...]
-    """Means over repeats, as are the seconds."""
+    rows: tuple[float, ...]  # means over repeats, as are the seconds
     seconds: tuple[float, ...]
     values: tuple[Mean | None, ...]
 

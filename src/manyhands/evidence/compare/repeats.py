@@ -6,12 +6,14 @@ import math
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from torch import Tensor
 
 from manyhands import units
 from manyhands.engines.base import Engine
@@ -19,10 +21,9 @@ from manyhands.engines.hosts.engine import Hosts
 from manyhands.engines.local.engine import Local
 from manyhands.engines.sim.engine import Sim
 from manyhands.errors import ManyhandsError
-from manyhands.evidence.compare.comparison import Comparison, Target, Trial
-from manyhands.evidence.compare.distance import compared
+from manyhands.evidence.compare.comparison import Comparison, Point, Trial
 from manyhands.evidence.compare.metric import metric_of
-from manyhands.evidence.compare.trial import Known, TrialEntry, TrialSetup, start_of, try_once, warm_up
+from manyhands.evidence.compare.trial import FinishedTrial, Known, TrialEntry, TrialSetup, start_of, try_once, warm_up
 from manyhands.evidence.compare.variants import orders
 from manyhands.recording.run import environment
 from manyhands.task import Task
@@ -37,7 +38,6 @@ class Repeating:
     engine: Engine
     repeats: int
     validations: int
-    target: Target | None
     time_margin: float
     metric_margin: float
     say: Callable[[str], None]
@@ -55,7 +55,7 @@ class Repeating:
         began = time.monotonic()
         self.say("warming up")
         known = warm_up(self.setting, self.reference, self._engine_of(self.reference))
-        judged, higher = metric_of(known.names, self.target)
+        judged, higher = metric_of(known.names, self.setting.target)
         complete = self._repeat_all(known, judged)
         engine = self.engine
         return Comparison(
@@ -68,7 +68,7 @@ class Repeating:
             repeats=1 + max(trial.repeat for trial in self.trials),
             metric=judged,
             higher=higher,
-            target=self.target,
+            target=self.setting.target,
             reference=self.reference.variant.name,
             time_margin=self.time_margin,
             metric_margin=self.metric_margin,
@@ -108,23 +108,17 @@ class Repeating:
                 self._engine_of(entry),
                 repeat=repeat,
                 validate_every=validate_every(task, known.ticks_of(entry, task), self.validations),
-                target=self.target,
                 judged=judged,
             )
-            self._look_at(one.trial, entry)
+            if one.trial.failure and entry.variant.solo:
+                raise ManyhandsError(
+                    f"{name}, with which all others are compared, failed in repeat {repeat + 1}: {one.trial.failure}"
+                )
+            if one.trial.failure:
+                self.say(f"{name} failed, and is not tried again: {one.trial.failure}")
             self._pace.done(name, time.monotonic() - began)
             finished.append(one)
-        return compared(finished, self.reference.variant.name, start_of(task, task.seed + repeat))
-
-    def _look_at(self, trial: Trial, entry: TrialEntry) -> None:
-        """Tell of a failure; raise ManyhandsError where it is solo's."""
-        if not trial.failure:
-            return
-        if entry.variant.solo:
-            raise ManyhandsError(
-                f"{trial.variant}, with which all others are compared, failed in repeat {trial.repeat + 1}: {trial.failure}"
-            )
-        self.say(f"{trial.variant} failed, and is not tried again: {trial.failure}")
+        return beside_solo(finished, self.reference.variant.name, start_of(task, task.seed + repeat))
 
     def _engine_of(self, entry: TrialEntry) -> Engine:
         """For the next launch. Each simulated one has a seed of its own, or repeats would differ by rows alone; solo
@@ -160,6 +154,48 @@ class TrialPace:
         """As long as trials of the same variant took, or the mean of all, before there was one."""
         usual = fmean(seconds for taken in self._taken.values() for seconds in taken)
         return sum(fmean(self._taken.get(name, [usual])) for name in self.left)
+
+
+# -- beside solo: how far parameters and predictions of a repeat's trials are from its own -----------------------------
+
+
+def beside_solo(repeat: Sequence[FinishedTrial], reference: str, start: Tensor) -> list[Trial]:
+    """The trials of a repeat, with what sets them apart from the reference's. start: [D] where all of them began."""
+    solo = next(one for one in repeat if one.trial.variant == reference)
+    return [one.trial if one.trial.failure else _compared(one, solo, start) for one in repeat]
+
+
+def _compared(one: FinishedTrial, solo: FinishedTrial, start: Tensor) -> Trial:
+    def placed(point: Point) -> Point:
+        if point.rows not in one.sketches or point.rows not in solo.sketches:
+            return point
+        return replace(point, distance=one.sketches[point.rows].distance(solo.sketches[point.rows]))
+
+    trial = replace(one.trial, curve=tuple(map(placed, one.trial.curve)))
+    if one.predictions is not None and solo.predictions is not None:
+        agreement = one.predictions.agreement(solo.predictions)
+        if agreement is not None:
+            trial = replace(trial, agreement=agreement, agreement_of=one.predictions.of)
+    own, other = one.parameters, solo.parameters
+    if own is None or other is None or own.shape != other.shape:
+        return trial
+    return replace(trial, distance=distance(own, other), cosine=cosine(own, other, start))
+
+
+def distance(own: Tensor, solo: Tensor) -> float | None:
+    """|p - s| / |s|, 0 where all bits are equal; None where |s| is 0."""
+    size = float(solo.double().norm())
+    return float((own.double() - solo.double()).norm()) / size if size else None
+
+
+def cosine(own: Tensor, solo: Tensor, start: Tensor) -> float | None:
+    """Of the angle between p - start and s - start; None where one of them did not move."""
+    moved, reference = own.double() - start.double(), solo.double() - start.double()
+    sizes = float(moved.norm()) * float(reference.norm())
+    return max(-1.0, min(1.0, float(moved @ reference) / sizes)) if sizes else None
+
+
+# -- how often, and where ------------------------------------------------------------------------------------------------
 
 
 def validate_every(task: Task, ticks_per_epoch: int | None, validations: int) -> str | int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from manyhands import units
 from manyhands.checkpoint.checkpoints import write_whole
 from manyhands.errors import BadInput
-from manyhands.evidence.compare import measures, significance, style, table
+from manyhands.evidence.compare import drawing, measures, significance, table
 from manyhands.evidence.compare.charts import charts, left_out
 from manyhands.evidence.compare.comparison import NUMBERS, Comparison, Trial
 
@@ -85,8 +85,8 @@ def facts(comparison: Comparison) -> dict[str, Any]:
         "summary": _summary(comparison),
         "notes": notes(comparison),
         "columns": [column for column in table.columns(comparison) if column.label],
-        "styles": style.styles_of(comparison),
-        "dashes": style.DASHES,
+        "styles": drawing.styles_of(comparison),
+        "dashes": drawing.DASHES,
         "failed": lambda name: failed(comparison, name),
         "outcomes": table.OUTCOMES,
         "charts": charts(comparison),
@@ -95,7 +95,7 @@ def facts(comparison: Comparison) -> dict[str, Any]:
         "machine": machine(comparison),
         "trial_labels": list(TRIAL),
         "trial_cells": lambda trial: trial_cells(comparison, trial),
-        "colours": style.dark_colours(),
+        "colours": drawing.dark_colours(),
     }
 
 

@@ -37,8 +37,7 @@ class Mean:
     middle: float
     low: float
     high: float
-    missing: int = 0
-    """Repeats without a value, or with one that is not finite; they are not in the others."""
+    missing: int = 0  # repeats without a value, or with one that is not finite; they are not in the others
 
 
 def mean(values: Iterable[float | None], geometric: bool = False) -> Mean | None:
@@ -81,17 +80,17 @@ def difference(own: Numbers, reference: Numbers, *, of: str, margin: float, high
     pairs = [(a, b) for a, b in zip(own, reference, strict=True) if a is not None and b is not None]
     missing = len(own) - len(pairs)
     if missing and not any(a is not None for a in own) and all(b is not None for b in reference):
-        enough = len(own) >= LEAST_PAIRS
-        return _difference(of, (math.inf, math.inf, math.inf), margin, "worse" if enough else "unclear")
+        outcome = "worse" if len(own) >= LEAST_PAIRS else "unclear"
+        return Difference(of=of, middle=math.inf, low=math.inf, high=math.inf, margin=margin, outcome=outcome)
     ratio = of in HIGHER
     if not pairs or not all(math.isfinite(value) and (value > 0 or not ratio) for pair in pairs for value in pair):
-        return _difference(of, (math.nan, math.nan, math.nan), margin, "unclear")
+        return Difference(of=of, middle=math.nan, low=math.nan, high=math.nan, margin=margin, outcome="unclear")
     found = [math.log(a / b) if ratio else a - b for a, b in pairs]
     reach = math.log1p(margin) if ratio else margin
     outcome = "unclear" if missing else judged(found, reach, higher)
     numbers = (fmean(found), *interval(found))
     middle, low, high = (math.exp(number) for number in numbers) if ratio else numbers
-    return _difference(of, (middle, low, high), margin, outcome)
+    return Difference(of=of, middle=middle, low=low, high=high, margin=margin, outcome=outcome)
 
 
 def judged(differences: Sequence[float], margin: float, higher: bool) -> str:
@@ -113,7 +112,8 @@ def interval(differences: Sequence[float]) -> Interval:
 def bootstrap(differences: Sequence[float]) -> Interval:
     """The percentile interval of the mean of n ≥ 1 numbers."""
     values, n = np.asarray(differences, dtype=np.float64), len(differences)
-    means = values[_all_resamples(n) if n <= EXACT else _drawn_resamples(n)].mean(1)
+    drawn = _all_resamples(n) if n <= EXACT else np.random.default_rng(SEED).integers(0, n, (RESAMPLES, n))
+    means = values[drawn].mean(1)
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(means, [tail, 1 - tail], method="inverted_cdf")
     return float(low), float(high)
@@ -122,10 +122,6 @@ def bootstrap(differences: Sequence[float]) -> Interval:
 @cache
 def _all_resamples(n: int) -> NDArray[np.int64]:
     return np.array(list(itertools.product(range(n), repeat=n)), dtype=np.int64)  # [n^n, n]
-
-
-def _drawn_resamples(n: int) -> NDArray[np.int64]:
-    return np.random.default_rng(SEED).integers(0, n, (RESAMPLES, n))
 
 
 def student(differences: Sequence[float]) -> Interval:
@@ -158,8 +154,3 @@ def t_within(t: float, freedom: int) -> float:
         total += term
         term *= math.cos(angle) ** 2 * k / (k + 1)
     return 2 / math.pi * (angle + total) if odd else total
-
-
-def _difference(of: str, numbers: tuple[float, float, float], margin: float, outcome: str) -> Difference:
-    middle, low, high = numbers
-    return Difference(of=of, middle=middle, low=low, high=high, margin=margin, outcome=outcome)

@@ -25,18 +25,12 @@ Say = Callable[[float], str]
 class TableCell:
     """What stands at a variant and a column."""
 
-    text: str
-    """The mean over repeats."""
-    between: str = ""
-    """The least and the most of the repeats."""
-    note: str = ""
-    """Of repeats that are not in the mean."""
-    interval: str = ""
-    """Of the difference from the reference."""
-    mark: str = ""
-    """A key of OUTCOMES, or ""."""
-    title: str = ""
-    """What the mark rests on, in a sentence."""
+    text: str  # the mean over repeats
+    between: str = ""  # the least and the most of the repeats
+    note: str = ""  # of repeats that are not in the mean
+    interval: str = ""  # of the difference from the reference
+    mark: str = ""  # a key of OUTCOMES, or ""
+    title: str = ""  # what the mark rests on, in a sentence
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -52,15 +46,11 @@ class TableColumn:
     """One thing measured, and what it is called where; "": it is not shown there."""
 
     group: str
-    label: str = ""
-    """On the page, under the name of its group."""
-    terminal: str = ""
-    """May have two lines."""
+    label: str = ""  # on the page, under the name of its group
+    terminal: str = ""  # may have two lines
     markdown: str = ""
-    spare: int = 0
-    """The column with the highest is the first that a narrow terminal leaves out; 0: it stays."""
-    about: str = ""
-    """What is in it, in a sentence."""
+    spare: int = 0  # the column with the highest is the first that a narrow terminal leaves out; 0: it stays
+    about: str = ""  # what is in it, in a sentence
     cell: Cell
 
 
@@ -296,7 +286,15 @@ def _mean(comparison: Comparison, of: str, say: Say, *, absent: str = NOTHING, m
                 return replace(plain, note=f"{found.missing} {missing}")
         if differs is None or plain.text == NOTHING:
             return plain
-        return replace(plain, interval=interval(differs), mark=differs.outcome, title=_rests_on(differs, comparison))
+        margin, what = f"{differs.margin:.3g}", "as a difference from"
+        if of in HIGHER:
+            margin, what = units.percent(differs.margin), "as a multiple of"
+        bounds = interval(differs)
+        title = (
+            f"{OUTCOMES[differs.outcome]}: {bounds or 'not in every repeat'}, mean and 95 % interval, {what} "
+            f"{comparison.reference}; up to {margin} is no difference."
+        )
+        return replace(plain, interval=bounds, mark=differs.outcome, title=title)
 
     return cell
 
@@ -310,11 +308,3 @@ def interval(difference: Difference) -> str:
         return say(difference.middle)
     low, high = say(difference.low).rstrip("×"), say(difference.high).rstrip("×")
     return f"{say(difference.middle)} [{low}, {high}]"
-
-
-def _rests_on(difference: Difference, comparison: Comparison) -> str:
-    margin, what = f"{difference.margin:.3g}", "as a difference from"
-    if difference.of in HIGHER:
-        margin, what = units.percent(difference.margin), "as a multiple of"
-    bounds = interval(difference) or "not in every repeat"
-    return f"{OUTCOMES[difference.outcome]}: {bounds}, mean and 95 % interval, {what} {comparison.reference}; up to {margin} is no difference."

@@ -1,19 +1,23 @@
-"""A comparison as text for terminals: what was measured, what it cost, and what follows from it. Pure."""
+"""A comparison as text: two tables, the verdict and advice for a terminal; a compact table for a pull request. Pure."""
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 
 from manyhands import units
-from manyhands.evidence.compare.comparison import Comparison
+from manyhands.evidence.compare.comparison import Comparison, Variant
+from manyhands.evidence.compare.report import machine, notes
 from manyhands.evidence.compare.table import COST, NOTHING, TableCell, TableColumn, columns
 from manyhands.evidence.text_table import text_table
 
 WIDTH, NARROWEST = 120, 80
 SIGNS = {"": "", "better": " +", "worse": " -", "same": " =", "unclear": " ~"}
+MARKDOWN_SIGNS = {"": "", "better": " ▲", "worse": " ▼", "same": " =", "unclear": ""}
 LEGEND = "+ better, - worse than {base}; = the same within the margin; ~ no difference seen"
 _GAP = 2
+_SPECIAL = re.compile(r"([\\`*_\[\]|~$])")  # of GitHub's Markdown inside a line; what would be HTML is escaped apart
 
 
 def text(comparison: Comparison, width: int = WIDTH) -> str:
@@ -70,15 +74,15 @@ def _cells(comparison: Comparison, column: TableColumn) -> list[str]:
     """What a column says of each variant; signs stand below each other."""
     found = [column.cell(variant) for variant in comparison.variants]
     signed = any(cell.mark for cell in found)
-    return [_cell(cell, signed) for cell in found]
 
+    def text(cell: TableCell) -> str:
+        if cell.text == NOTHING:
+            return ""
+        if cell.note:
+            return f"{cell.text} ({cell.note})"
+        return cell.text + (SIGNS[cell.mark] or "  " if signed else "")
 
-def _cell(cell: TableCell, signed: bool) -> str:
-    if cell.text == NOTHING:
-        return ""
-    if cell.note:
-        return f"{cell.text} ({cell.note})"
-    return cell.text + (SIGNS[cell.mark] or "  " if signed else "")
+    return list(map(text, found))
 
 
 def _wrapped(part: str, width: int) -> list[str]:
@@ -87,3 +91,70 @@ def _wrapped(part: str, width: int) -> list[str]:
     if len(lines) > 1 or len(part) <= width:
         return lines
     return textwrap.wrap(part, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+# -- for pull requests: the verdict, a compact table, one line of advice, the machine, the command --------------------
+
+
+def markdown(comparison: Comparison) -> str:
+    """GitHub's Markdown, without a newline at the end; what users and tasks named is escaped."""
+    parts = [
+        f"### {plain(comparison.task)}: strategies compared",
+        f"**{plain(comparison.verdict or 'No verdict: too little was measured.')}**",
+        *[f"> {plain(note)}" for note in notes(comparison)],
+        _table(comparison),
+        _legend(comparison),
+        *[f"**Advice:** {plain(finding.text)}" for finding in comparison.advice[:1]],
+        *_machine(comparison),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def plain(text: str) -> str:
+    """Any text as one line of Markdown that reads the same: no tag, no emphasis, no link, no mention of a user."""
+    line = " ".join(text.split())
+    line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return _SPECIAL.sub(r"\\\1", line).replace("@", "@\u200b").replace("://", ":\u200b//")
+
+
+def code(text: str, in_table: bool = False) -> str:
+    """Any text as one span of code; in a table a bar would end the cell, and has its escape there."""
+    line = " ".join(text.split())
+    fence = "`" * (1 + max((len(run) for run in re.findall("`+", line)), default=0))
+    padded = f" {line} " if line.startswith("`") or line.endswith("`") else line
+    return f"{fence}{padded.replace('|', chr(92) + '|') if in_table else padded}{fence}"
+
+
+def _table(comparison: Comparison) -> str:
+    found = [column for column in columns(comparison) if column.markdown]
+    rows = [
+        ["variant", *(plain(column.markdown) for column in found)],
+        ["---", *["--:"] * len(found)],
+        *(_row(comparison, variant, found) for variant in comparison.variants),
+    ]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+
+
+def _row(comparison: Comparison, variant: Variant, found: Sequence[TableColumn]) -> list[str]:
+    name = code(variant.name, in_table=True)
+    if not comparison.of(variant.name):
+        lines = comparison.failure(variant.name).strip().splitlines() or ["no result"]
+        return [name, f"failed: {plain(lines[0])}", *[""] * (len(found) - 1)]
+    cells = [column.cell(variant) for column in found]
+    return [name, *(plain(cell.text) + MARKDOWN_SIGNS[cell.mark] for cell in cells)]
+
+
+def _legend(comparison: Comparison) -> str:
+    """What the signs of the table mean, where it has any."""
+    marks = {one.outcome for found in comparison.differences.values() for one in found}
+    if not marks:
+        return ""
+    against = f"against {code(comparison.reference)}: ▲ better, ▼ worse, = the same within the margin, no sign: no difference seen"
+    return f"Means of {units.count(comparison.repeats, 'repeat')}, of times and rates geometric; {against}."
+
+
+def _machine(comparison: Comparison) -> list[str]:
+    rows = [(name, value) for name, value in machine(comparison) if name != "host"]
+    command = [code(value) for name, value in rows if name == "command"]
+    rest = ", ".join(f"{plain(name)} {plain(value)}" for name, value in rows if name != "command")
+    return [*([f"Machine: {rest}."] if rest else []), *command]

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,14 +37,17 @@ WARM_TICKS = 4  # of the warm-up
 class TrialSetup:
     """What all trials have in common."""
 
-    task: Task
-    """The caller's own; every trial trains a copy of its model."""
-    on_test: bool
-    """Whether trials validate on the test rows."""
+    task: Task  # the caller's own; every trial trains a copy of its model
+    target: Target | None = None
     servers: int = 1
     device: str = "auto"
     timeout_s: float = 300.0
     callbacks: tuple[Callback, ...] = ()
+
+    @property
+    def on_test(self) -> bool:
+        """Whether trials validate on the test rows."""
+        return metric.on_test(self.task, self.target)
 
     def trained(self, seed: int) -> Task:
         """The task as a trial trains it."""
@@ -93,15 +97,12 @@ class FinishedTrial:
 class Known:
     """What the warm-up measured of the task."""
 
-    names: list[str]
-    """Of all metrics that a trial ends with."""
-    ticks_per_epoch: int | None
-    """Of one worker; None: a stream."""
+    names: list[str]  # of all metrics that a trial ends with
+    ticks_per_epoch: int | None  # of one worker; None: a stream
     parameters: int
     shapes: tuple[tuple[int, ...], ...]
     device: str
-    facts: Mapping[str, Any]
-    """Those of a run's `info` that advice looks at."""
+    facts: Mapping[str, Any]  # those of a run's `info` that advice looks at
 
     def ticks_of(self, entry: TrialEntry, task: Task) -> int | None:
         """Of an epoch: fewer of more workers, where their batch is given by worker."""
@@ -139,7 +140,6 @@ def try_once(
     *,
     repeat: int,
     validate_every: str | int,
-    target: Target | None,
     judged: str,
 ) -> FinishedTrial:
     """Train a variant once. What fails in it is the trial's `failure`; raises Preempted, and what is no error of the
@@ -155,8 +155,9 @@ def try_once(
     except Preempted:
         raise
     except ManyhandsError as error:
-        return FinishedTrial(trial=replace(trial, failure=_line(error)))
-    finished = _finished(setting, trial, run, listener, target)
+        first_line = str(error).partition("\n")[0].strip().rstrip(":")
+        return FinishedTrial(trial=replace(trial, failure=first_line))
+    finished = _finished(setting, trial, run, listener)
     failure = _failure(run, finished.trial.metrics, judged)
     return FinishedTrial(trial=replace(trial, failure=failure)) if failure else finished
 
@@ -169,10 +170,8 @@ def _failure(run: Run, metrics: Mapping[str, float], judged: str) -> str:
     return next((f"{name} is {metrics[name]} at its end" for name, fine in finite.items() if not fine), "")
 
 
-def _finished(
-    setting: TrialSetup, trial: Trial, run: Run, listener: ValidationListener, target: Target | None
-) -> FinishedTrial:
-    device = _device(run)
+def _finished(setting: TrialSetup, trial: Trial, run: Run, listener: ValidationListener) -> FinishedTrial:
+    device, target = _device(run), setting.target
     rows = min(ROWS, run.rows["total"])  # a short trial is not to be outlasted by what looks at it
     train = evaluate_final(setting.task, run.model, setting.task.train_data, device, rows)
     seen = train if setting.validated is None else evaluate_final(setting.task, run.model, setting.validated, device)
@@ -183,7 +182,23 @@ def _finished(
     return FinishedTrial(
         trial=replace(
             trial,
-            **_numbers(run),
+            rows=run.rows["total"],
+            unused=run.rows["unused"],
+            steps=run.steps,
+            ticks=sum(row["ticks"] for row in run.history),
+            rounds=run.rounds,
+            seconds=sum(run.timing.values()),
+            launch_seconds=run.seconds,
+            rows_per_s=measures.rows_per_s(run.history),
+            timing=tuple(run.timing_of_workers),
+            bytes=sum(entry["bytes"] for entry in run.ledger.values()),
+            messages=sum(entry["messages"] for entry in run.ledger.values()),
+            staleness=run.staleness,
+            gain=run.info.get("gain"),
+            memory=tuple(run.memory_of_workers),
+            effective_rate=run.info["effective_rate"],
+            rate=run.info["rate"],
+            batch_size=run.info["batch_size"],
             curve=tuple(curve),
             metrics=listener.metrics | {metric.TRAIN + name: value for name, value in train.metrics.items()},
             target_seconds=target_s,
@@ -193,34 +208,6 @@ def _finished(
         predictions=seen.predictions,
         sketches=sketches,
     )
-
-
-def _numbers(run: Run) -> dict[str, Any]:
-    """The fields of a trial that a run has as they are."""
-    return {
-        "rows": run.rows["total"],
-        "unused": run.rows["unused"],
-        "steps": run.steps,
-        "ticks": sum(row["ticks"] for row in run.history),
-        "rounds": run.rounds,
-        "seconds": sum(run.timing.values()),
-        "launch_seconds": run.seconds,
-        "rows_per_s": measures.rows_per_s(run.history),
-        "timing": tuple(run.timing_of_workers),
-        "bytes": sum(entry["bytes"] for entry in run.ledger.values()),
-        "messages": sum(entry["messages"] for entry in run.ledger.values()),
-        "staleness": run.staleness,
-        "gain": run.info.get("gain"),
-        "memory": tuple(run.memory_of_workers),
-        "effective_rate": run.info["effective_rate"],
-        "rate": run.info["rate"],
-        "batch_size": run.info["batch_size"],
-    }
-
-
-def _line(error: ManyhandsError) -> str:
-    """The first line of what it says, without a colon at its end."""
-    return str(error).partition("\n")[0].strip().rstrip(":")
 
 
 def _device(run: Run) -> torch.device:
@@ -277,16 +264,11 @@ def start_of(task: Task, seed: int) -> Tensor:
     return torch.cat([p.detach().reshape(-1).cpu() for p in Layout(model).parameters])
 
 
-@dataclass(frozen=True)
-class _Copies:
-    """A function that builds a model, of which each call gives another: it may give the same one each time."""
-
-    make: Callable[[], nn.Module]
-
-    def __call__(self) -> nn.Module:
-        return copy.deepcopy(self.make())
-
-
 def _fresh(model: Any) -> Any:
     """The task's model so that training leaves it as it is: the next trial begins with it, too."""
-    return copy.deepcopy(model) if isinstance(model, nn.Module) else _Copies(model)
+    return copy.deepcopy(model) if isinstance(model, nn.Module) else partial(_copy_of_built, model)
+
+
+def _copy_of_built(make: Callable[[], nn.Module]) -> nn.Module:
+    """`make` may give the same model each time."""
+    return copy.deepcopy(make())

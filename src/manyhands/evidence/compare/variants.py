@@ -27,10 +27,8 @@ _TRIES = 200  # orders that are drawn for a repeat, of which the best is taken
 class Threads:
     """How many threads variants have."""
 
-    solo: Mapping[str, int]
-    """{name of a variant of solo: its threads}, ascending."""
-    each: int | None = None
-    """Of each worker of the others; None: cores // workers, at least 1."""
+    solo: Mapping[str, int]  # {name of a variant of solo: its threads}, ascending
+    each: int | None = None  # of each worker of the others; None: cores // workers, at least 1
     cores: int = 1
 
     def of(self, workers: int) -> int:
@@ -71,33 +69,31 @@ def _entry(spec: str, strategy: Strategy, workers: int, threads: int, name: str)
 
 
 def refusals(entries: Iterable[TrialEntry], setting: TrialSetup, engine: Engine) -> dict[str, str]:
-    """{variant: why it cannot be}. Raises BadInput where solo cannot."""
+    """{variant: why it cannot be}, by what `train` checks before anything starts. BadInput where solo cannot."""
     found = {}
     for entry in entries:
         try:
-            _check(entry, setting, engine)
+            workers = entry.variant.workers
+            asked = TrainConfig(
+                task=setting.task, strategy=entry.strategy, engine=engine, workers=workers, directory=None
+            )
+            timeout_s = setting.timeout_s
+            asked.check(servers=setting.servers, nonfinite="raise", max_seconds=None, timeout_s=timeout_s, resume=False)
+            launch = LaunchSpec(
+                workers=workers,
+                server=entry.strategy.server(),
+                servers=setting.servers,
+                threads_per_worker=entry.variant.threads,
+                device=setting.device,
+                timeout_s=timeout_s,
+                rejoins=False,
+            )
+            engine.check(launch)
         except BadInput as error:
             if entry.variant.solo:
                 raise
             found[entry.variant.name] = str(error)
     return found
-
-
-def _check(entry: TrialEntry, setting: TrialSetup, engine: Engine) -> None:
-    """What `train` checks before anything starts."""
-    workers = entry.variant.workers
-    asked = TrainConfig(task=setting.task, strategy=entry.strategy, engine=engine, workers=workers, directory=None)
-    asked.check(servers=setting.servers, nonfinite="raise", max_seconds=None, timeout_s=setting.timeout_s, resume=False)
-    launch = LaunchSpec(
-        workers=workers,
-        server=entry.strategy.server(),
-        servers=setting.servers,
-        threads_per_worker=entry.variant.threads,
-        device=setting.device,
-        timeout_s=setting.timeout_s,
-        rejoins=False,
-    )
-    engine.check(launch)
 
 
 def orders(count: int, repeats: int, seed: int) -> list[list[int]]:

@@ -111,25 +111,11 @@ class Estimates:
 
     def to_json(self) -> str:
         """One JSON object; unknown numbers are null."""
-        profile = self.profile
-        values = {
-            "format": FORMAT,
-            "task": self.task,
-            "parameters": self.parameters,
-            "rows": self.rows,
-            "profile": {
-                "task": profile.task,
-                "workers": profile.workers,
-                "measured": profile.measured,
-                "machine": dict(profile.machine),
-                "errors": dict(profile.errors),
-            },
+        known = ("task", "workers", "measured", "machine", "errors")
+        values = {"format": FORMAT, **asdict(self)} | {
+            "profile": {name: getattr(self.profile, name) for name in known},
             "network": str(self.network),
             "compute": str(self.compute),
-            "servers": self.servers,
-            "solo_rows_per_s": self.solo_rows_per_s,
-            "estimates": [asdict(one) for one in self.estimates],
-            "notes": list(self.notes),
         }
         return json.dumps(values, indent=2, allow_nan=False)
 
@@ -192,7 +178,10 @@ class _Estimator:
         task = self.task
         self.shape = shape_of(task)
         self.source = open_source(task.train_data, collate=task.collate, loader_processes=task.loader_processes)
-        self.solo_rows_per_s = self._solo_rows_per_s()
+        reading, compute = reading_plan(task, self.source, 1), self.compute
+        sizes = [reading.rows_of(tick) for tick in (range(reading.ticks) if reading.ticks else range(1))]
+        self.rows = reading.rows
+        self.solo_rows_per_s = sum(sizes) / sum(compute.step + compute.row * rows for rows in sizes)
 
     def run(self, strategies: list[Strategy], counts: list[int]) -> Estimates:
         pairs = [(strategy, workers) for workers in counts for strategy in strategies]
@@ -203,7 +192,7 @@ class _Estimator:
         return Estimates(
             task=self.task.name,
             parameters=self.shape.numbers,
-            rows=reading_plan(self.task, self.source, 1).rows,
+            rows=self.rows,
             profile=self.profile,
             network=self.network,
             compute=self.compute,
@@ -212,12 +201,6 @@ class _Estimator:
             estimates=tuple(found),
             notes=tuple(self._notes(max(counts, default=1))),
         )
-
-    def _solo_rows_per_s(self) -> float:
-        """Of one worker, with the smaller last batch of an epoch."""
-        reading, compute = reading_plan(self.task, self.source, 1), self.compute
-        sizes = [reading.rows_of(tick) for tick in (range(reading.ticks) if reading.ticks else range(1))]
-        return sum(sizes) / sum(compute.step + compute.row * rows for rows in sizes)
 
     def _estimate(self, strategy: Strategy, workers: int) -> Estimate:
         try:

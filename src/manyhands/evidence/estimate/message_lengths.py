@@ -21,8 +21,7 @@ from manyhands.replica.replica import CONTROL_BITS
 from manyhands.strategies.allreduce import AllReduce
 from manyhands.strategies.base import Strategy
 
-CODEC = "bf16"
-"""Of the stand-in, for every real codec: its one exchange takes as long as all of the real one's."""
+CODEC = "bf16"  # of the stand-in, for every real codec: its one exchange takes as long as all of the real one's
 CODEC_ITEM = 2  # bytes of a number in the stand-in's codec
 _COUNT_ITEM = 8  # bytes of an optimizer's step count, which is gathered as float64
 _HEAD = 4  # bytes of a number in the table of a PowerSGD payload

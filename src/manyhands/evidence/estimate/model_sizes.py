@@ -26,21 +26,14 @@ Matrix = tuple[int, int, int]  # start in the flat vector [D'], rows, columns
 class Shape:
     """The sizes of one replica."""
 
-    numbers: int
-    """D: trainable numbers."""
-    padded: int
-    """D': of the flat vector, which is what travels."""
+    numbers: int  # D: trainable numbers
+    padded: int  # D': of the flat vector, which is what travels
     dtype: torch.dtype
-    parameters: int
-    """Trainable tensors."""
-    matrices: tuple[Matrix, ...]
-    """Parameters of two or more dimensions, in the vector's order."""
-    slices: tuple[int, ...]
-    """Lengths of the slices in which gradients become ready."""
-    state: Mapping[str, Any]
-    """The optimizer's state of the largest parameter, by name: a tensor like it, or a number."""
-    largest: torch.Size
-    """The shape of the largest parameter."""
+    parameters: int  # trainable tensors
+    matrices: tuple[Matrix, ...]  # parameters of two or more dimensions, in the vector's order
+    slices: tuple[int, ...]  # lengths of the slices in which gradients become ready
+    state: Mapping[str, Any]  # the optimizer's state of the largest parameter, by name: a tensor like it, or a number
+    largest: torch.Size  # the shape of the largest parameter
 
     @property
     def item(self) -> int:
@@ -58,7 +51,12 @@ def shape_of(task: Task) -> Shape:
         given = task.with_fields(model=copy.deepcopy(task.model)) if isinstance(task.model, nn.Module) else task
         model = build_model(given).to("cpu")
         replica = Replica(model, task.optimizer, group=SoloGroup(), loss=task.loss)
-        _step(replica)
+        replica.begin_tick()  # a step with a zero gradient, after which the optimizer has its state
+        for parameter, view in zip(replica.layout.parameters, replica.layout.views(replica.gradients), strict=True):
+            parameter.grad = view
+        replica.collect()
+        replica.weight = 1.0
+        replica.apply()
         slices: list[int] = []
         replica.on_ready(lambda gradients: slices.append(len(gradients)))
         replica.begin_tick()
@@ -81,15 +79,6 @@ def shape_of(task: Task) -> Shape:
     )
 
 
-def _step(replica: Replica) -> None:
-    replica.begin_tick()
-    for parameter, view in zip(replica.layout.parameters, replica.layout.views(replica.gradients), strict=True):
-        parameter.grad = view
-    replica.collect()
-    replica.weight = 1.0
-    replica.apply()
-
-
 def _matrices(layout: Layout) -> tuple[Matrix, ...]:
     """In memory order: the outermost dimension is the rows."""
     found = []
@@ -104,12 +93,9 @@ def _matrices(layout: Layout) -> tuple[Matrix, ...]:
 class ReadingPlan:
     """How a number of workers reads the data."""
 
-    batch_size: int
-    """Global rows."""
-    rows: int | None
-    """Rows of an epoch; None: a stream of unknown length."""
-    ticks: int | None
-    """Global batches of an epoch."""
+    batch_size: int  # global rows
+    rows: int | None  # rows of an epoch; None: a stream of unknown length
+    ticks: int | None  # global batches of an epoch
 
     def steps(self, task: Task) -> int | None:
         """Global batches in the whole training; None if unknown."""

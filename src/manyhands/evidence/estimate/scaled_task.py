@@ -25,6 +25,7 @@ from manyhands.engines.sim.driver_client import backward_in_turn
 from manyhands.engines.sim.engine import Sim, Simulation
 from manyhands.engines.sim.network import NetworkState, SimNetworkSpec
 from manyhands.engines.sim.rendezvous import SimRendezvous
+from manyhands.engines.single_process import running_threads
 from manyhands.evidence.estimate.message_lengths import CODEC, Lengths, Piece, codec_named
 from manyhands.evidence.estimate.model_sizes import ReadingPlan, Shape
 from manyhands.strategies.base import Strategy
@@ -99,8 +100,7 @@ def steady_state(strategy: Strategy) -> Strategy:
     return replace(strategy, **changes) if changes else strategy  # type: ignore[type-var]
 
 
-PATIENCE_S = float(MOST_SECONDS)
-"""Virtual seconds: no worker times out, however slow the network."""
+PATIENCE_S = float(MOST_SECONDS)  # virtual seconds: no worker times out, however slow the network
 _COLLECTIVES = ("mean_", "all_reduce_", "all_gather", "reduce_scatter", "broadcast_", "share")
 
 
@@ -135,20 +135,18 @@ def simulate(
             worker.server.ledger = ScaledLedger(lengths)
         make_loop(plan.copy_for_thread(), worker).run()
 
-    with _one_thread_without_gc(), backward_in_turn():
+    with running_threads(1), _without_gc(), backward_in_turn():
         ScaledSimulation(engine, launch, lengths).run(program)
 
 
 @contextmanager
-def _one_thread_without_gc() -> Iterator[None]:
-    """Run torch on one thread and without garbage collection, which is slow with hundreds of workers in one process."""
-    threads, collects = torch.get_num_threads(), gc.isenabled()
-    torch.set_num_threads(1)
+def _without_gc() -> Iterator[None]:
+    """Without garbage collection, which is slow with hundreds of workers in one process."""
+    collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
         if collects:
             gc.enable()
         gc.collect()  # replicas are in reference cycles, and would stay in memory during the next run

@@ -14,16 +14,12 @@ from manyhands.engines.base import Observer
 from manyhands.events import Event
 from manyhands.evidence.calibrate.observe import LEAST_BLOCK, WARM
 
-ENOUGH = 0.02
-"""The relative standard error of the mean at which training stops."""
+ENOUGH = 0.02  # the relative standard error of the mean at which training stops
 LEAST_BLOCKS = 2
-LEAST_WORKER_STEPS = 512
-"""To measure, of all workers together."""
-MOST_WORKER_STEPS = 65_536
-"""To simulate, of all workers together."""
+LEAST_WORKER_STEPS = 512  # to measure, of all workers together
+MOST_WORKER_STEPS = 65_536  # to simulate, of all workers together
 MOST_STEPS = 2_048
-EPOCHS_WITHIN = 16_384
-"""If three epochs take at most this many worker-steps, blocks are whole epochs."""
+EPOCHS_WITHIN = 16_384  # if three epochs take at most this many worker-steps, blocks are whole epochs
 
 
 class Mark(NamedTuple):
@@ -41,24 +37,16 @@ class Mark(NamedTuple):
 class SteadyStep:
     """The mean of the measured steps (global batches), in virtual time."""
 
-    steps: int
-    """Measured."""
+    steps: int  # measured
     step_s: float
-    spread: float
-    """The relative standard error of `step_s`."""
-    rows: float
-    """Used in a step."""
-    compute: float
-    """Share of a worker's time, as `exchange`."""
+    spread: float  # the relative standard error of `step_s`
+    rows: float  # used in a step
+    compute: float  # share of a worker's time, as `exchange`
     exchange: float
-    bytes: float
-    """Sent by a worker in a step."""
-    staleness: float | None
-    """Median over pushes; None without any."""
-    rounds: int
-    """Exchanges of worker 0 from the start."""
-    simulated: int
-    """Steps from the start."""
+    bytes: float  # sent by a worker in a step
+    staleness: float | None  # median over pushes; None without any
+    rounds: int  # exchanges of worker 0 from the start
+    simulated: int  # steps from the start
 
     @property
     def wait(self) -> float:
@@ -75,7 +63,9 @@ class SteadyObserver(Observer):
 
     def __init__(self, workers: int, ticks_per_epoch: int | None, steps: int | None = None) -> None:
         self._workers, self._steps = workers, steps
-        self._epoch = ticks_per_epoch if _is_short(ticks_per_epoch, workers, steps) else None
+        long = ticks_per_epoch is None or 3 * ticks_per_epoch * workers > EPOCHS_WITHIN
+        fits = steps is None or ticks_per_epoch is None or steps >= ticks_per_epoch
+        self._epoch = None if long or not fits else ticks_per_epoch  # steps of a block, where it is a whole epoch
         self._first = WARM if self._epoch is None else -(-WARM // self._epoch) * self._epoch
         most = min(MOST_STEPS, max(1, MOST_WORKER_STEPS // workers))
         self._most = most if steps is None else self._first + steps
@@ -164,13 +154,6 @@ class SteadyObserver(Observer):
             rounds=len(self._rounds),
             simulated=len(self._marks),
         )
-
-
-def _is_short(ticks_per_epoch: int | None, workers: int, steps: int | None) -> bool:
-    """Whether blocks can be whole epochs."""
-    if ticks_per_epoch is None or (steps is not None and steps < ticks_per_epoch):
-        return False
-    return 3 * ticks_per_epoch * workers <= EPOCHS_WITHIN
 
 
 def _standard_error(samples: list[float]) -> float:

@@ -16,19 +16,21 @@ _NOT_TRIED = "*"
 
 def text(found: Estimates) -> str:
     """A block of plain text."""
-    lines = _head(found)
-    for workers in dict.fromkeys(one.workers for one in found.estimates):
-        lines += ["", *_table(workers, [one for one in found.estimates if one.workers == workers])]
-    return "\n".join([*lines, "", *_foot(found)])
-
-
-def _head(found: Estimates) -> list[str]:
     rows = "a stream" if found.rows is None else f"{found.rows:,} rows an epoch"
-    return [
+    lines = [
         f"{found.task}: {found.parameters:,} parameters, {rows}; "
         f"one worker of the profile makes {units.short(found.solo_rows_per_s)} rows/s",
         f"network {found.network}; compute {found.compute}",
     ]
+    for workers in dict.fromkeys(one.workers for one in found.estimates):
+        lines += ["", *_table(workers, [one for one in found.estimates if one.workers == workers])]
+    lines += [
+        "",
+        "rows/s, speed-up and efficiency: against one worker of the same profile. sent: by a worker. "
+        "compute, exchange, wait: of a worker's time. stale: median of pushes, in versions. "
+        "training: without start, validation and checkpoints.",
+    ]
+    return "\n".join([*lines, *_rule(found.profile, found.estimates), *found.notes])
 
 
 def _table(workers: int, estimates: list[Estimate]) -> list[str]:
@@ -65,15 +67,6 @@ def _cells(one: Estimate) -> dict[str, str]:
         "wait": _or_dash(one.wait, units.percent),
         "stale": _or_dash(one.staleness, units.number),
     }
-
-
-def _foot(found: Estimates) -> list[str]:
-    lines = [
-        "rows/s, speed-up and efficiency: against one worker of the same profile. sent: by a worker. "
-        "compute, exchange, wait: of a worker's time. stale: median of pushes, in versions. "
-        "training: without start, validation and checkpoints."
-    ]
-    return [*lines, *_rule(found.profile, found.estimates), *found.notes]
 
 
 def _rule(profile: Profile, estimates: Iterable[Estimate]) -> list[str]:

@@ -21,6 +21,7 @@ from manyhands.engines.sim.group import SimGroup
 from manyhands.engines.sim.network import NetworkState, SimNetworkSpec
 from manyhands.engines.sim.rendezvous import SimRendezvous
 from manyhands.engines.sim.timeline import Deadlock, SimProgram, Timeline
+from manyhands.engines.single_process import running_threads
 from manyhands.errors import BadInput, Unsupported
 from manyhands.evidence.replay.server import ReplayClient, ReplayJournal, ReplayServer, Stores
 from manyhands.recording import event_log
@@ -82,8 +83,15 @@ def replay(
     named = _built_in(settings, folder, "strategy", strategies.CATALOGUE) if strategy is None else strategy
     rule = strategy_of(named)
     spec = rule.server()
+    if spec is None and rule.leasing() is not None:
+        raise Unsupported(
+            f"strategy {rule.name} has no order to record (workers write the same memory at once): it cannot be replayed"
+        )
     if spec is None:
-        raise Unsupported(_why_not(rule.name, leases=rule.leasing() is not None))
+        raise Unsupported(
+            f"strategy {rule.name} is synchronous: train again with the same seed, which gives the same bits; only "
+            "asynchronous runs need a replay"
+        )
     workers, info = settings["workers"], result["info"]
     if sum(event.type == "start" for event in event_log.read(folder / event_log.FILE)) > 1:
         raise Unsupported(f"the run in {folder} was resumed, and only a run of one launch can be replayed")
@@ -110,9 +118,19 @@ def replay(
     plan = replace(plan, keep=keep_of(settings["keep"], plan.task))
     sharded = make_stores(spec, workers=workers, shards=settings["servers"])
     stores = Stores(spec, sharded, journal, Timeline(), ordered=rule.leasing() is not None)
-    outcome = _run(plan, stores, workers, info["threads"], progress)
-    parameters, difference, identical = _compare_with_run(outcome.states[0][0], folder)
-    return Replayed(parameters, difference, identical, journal.ticks, workers, _environment_changes(info))
+    parameters = _run(plan, stores, workers, info["threads"], progress).states[0][0]
+    saved = checkpoints.load_tensors(folder / FINAL)
+    wanted = {name: saved[f"0/parameters/{name}"] for name in parameters}
+    was, now = ({**facts["versions"], "host": facts["host"]} for facts in (info, environment()))
+    changed = [name for name in now if was.get(name) != now[name]]
+    return Replayed(
+        parameters=parameters,
+        difference=max(float((parameters[name] - wanted[name]).abs().max()) for name in parameters),
+        identical=all(torch.equal(parameters[name], wanted[name]) for name in parameters),
+        ticks=journal.ticks,
+        workers=workers,
+        otherwise=", ".join(f"{name} was {was.get(name)} and is {now[name]}" for name in changed),
+    )
 
 
 def _run(plan: WorkerPlan, stores: Stores, workers: int, threads: int, progress: Progress | None) -> Outcome:
@@ -139,23 +157,19 @@ def _run(plan: WorkerPlan, stores: Stores, workers: int, threads: int, progress:
         )
         return work(plan, worker)
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    programs = [timeline.start(rank, partial(program, rank)) for rank in range(workers)]
-    timeline.on_end = _raise_error
-    try:
-        timeline.run()
-    except Deadlock as error:
-        raise Deadlock(f"the journal does not fit this program: {error}") from error
-    finally:
-        torch.set_num_threads(before)
+    def raise_error(program: SimProgram) -> None:
+        if program.error is not None:
+            raise program.error
+
+    with running_threads(threads):
+        programs = [timeline.start(rank, partial(program, rank)) for rank in range(workers)]
+        timeline.on_end = raise_error
+        try:
+            timeline.run()
+        except Deadlock as error:
+            raise Deadlock(f"the journal does not fit this program: {error}") from error
     outcome: Outcome = programs[0].value
     return outcome
-
-
-def _raise_error(program: SimProgram) -> None:
-    if program.error is not None:
-        raise program.error
 
 
 def _read(folder: AnyPath, name: str) -> dict[str, Any]:
@@ -184,26 +198,3 @@ def _built_in(settings: dict[str, Any], folder: AnyPath, what: str, catalogue: M
             f"{shlex.quote(printable(given))}, or mh.replay(directory, {what}=…)"
         )
     return str(given)
-
-
-def _why_not(name: str, leases: bool) -> str:
-    if leases:
-        return f"strategy {name} has no order to record (workers write the same memory at once): it cannot be replayed"
-    return (
-        f"strategy {name} is synchronous: train again with the same seed, which gives the same bits; only asynchronous "
-        "runs need a replay"
-    )
-
-
-def _compare_with_run(parameters: dict[str, Tensor], folder: AnyPath) -> tuple[dict[str, Tensor], float, bool]:
-    """(parameters, the largest difference from the run's, whether they are the same bits)."""
-    saved = checkpoints.load_tensors(folder / FINAL)
-    wanted = {name: saved[f"0/parameters/{name}"] for name in parameters}
-    difference = max(float((parameters[name] - wanted[name]).abs().max()) for name in parameters)
-    return parameters, difference, all(torch.equal(parameters[name], wanted[name]) for name in parameters)
-
-
-def _environment_changes(info: dict[str, Any]) -> str:
-    """`torch was 2.12.0 and is 2.13.0`"""
-    was, now = ({**facts["versions"], "host": facts["host"]} for facts in (info, environment()))
-    return ", ".join(f"{name} was {was.get(name)} and is {now[name]}" for name in now if was.get(name) != now[name])

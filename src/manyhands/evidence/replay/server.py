@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
 from manyhands.data.leases import End, Lease, Segment
 from manyhands.engines.sim.timeline import Future, Timeline
+from manyhands.engines.single_process import running_threads
 from manyhands.events import Event
 from manyhands.server.base import Encoded, Pushed, ServerSpec
 from manyhands.server.in_process import HELD, NO_LOAD, Act, Load, StoreClient
@@ -27,13 +27,10 @@ Versions = list[int]  # of each shard
 class Record:
     """One worker's leases, pulls and pushes, in order; the replay removes them from the left."""
 
-    leases: deque[tuple[int, Lease]] = field(default_factory=deque)
-    """(epoch, lease)"""
+    leases: deque[tuple[int, Lease]] = field(default_factory=deque)  # (epoch, lease)
     pulls: deque[Versions] = field(default_factory=deque)
-    pushes: deque[Versions | None] = field(default_factory=deque)
-    """None: the push was dropped."""
-    behind: deque[int] = field(default_factory=deque)
-    """Of pushes that a quorum dropped."""
+    pushes: deque[Versions | None] = field(default_factory=deque)  # none: the push was dropped
+    behind: deque[int] = field(default_factory=deque)  # of pushes that a quorum dropped
 
 
 class ReplayJournal:
@@ -46,18 +43,16 @@ class ReplayJournal:
         self.ticks = 0
         for event in steps:
             assert event.rank is not None
-            self._add(self.records[event.rank], event)
-
-    def _add(self, record: Record, event: Event) -> None:
-        values = event.values
-        self.ticks += event.type == "step"
-        if "lease" in values:
-            index, part, handed = values["lease"]
-            record.leases.append((values["epoch"], Lease(index=index, part=part, handed=handed)))
-        record.pulls += values.get("pulls", [])
-        record.pushes += values.get("pushes", [])
-        record.behind += values.get("behind", [])
-        self.pulls.update((shard, version) for pull in values.get("pulls", []) for shard, version in enumerate(pull))
+            record, values = self.records[event.rank], event.values
+            self.ticks += event.type == "step"
+            if "lease" in values:
+                index, part, handed = values["lease"]
+                record.leases.append((values["epoch"], Lease(index=index, part=part, handed=handed)))
+            pulls = values.get("pulls", [])
+            record.pulls += pulls
+            record.pushes += values.get("pushes", [])
+            record.behind += values.get("behind", [])
+            self.pulls.update((shard, version) for pull in pulls for shard, version in enumerate(pull))
 
     def lease(self, rank: int, segment: Segment) -> Lease | End:
         """The worker's next lease, if it is in this segment."""
@@ -117,25 +112,12 @@ class Stores:
 
     def call(self, shard: int, operation: Callable[[Store], Any]) -> Any:
         """One call of a store, on one thread as in a shard's own process; what it released is laid out."""
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
+        with running_threads(1):
             result = operation(self.stores[shard])
-        finally:
-            torch.set_num_threads(threads)
         for worker, reply in self.stores[shard].released:
             self.answers[shard, worker] = reply
         self.stores[shard].released.clear()
         return result
-
-    def in_order(self, ready: Callable[[int], bool], do: Callable[[int], None]) -> None:
-        """`do` every shard, each as soon as it is ready."""
-        left = list(range(len(self.stores)))
-        while left:
-            self.wait_for(lambda: any(ready(shard) for shard in left))
-            shard = next(s for s in left if ready(s))
-            left.remove(shard)
-            do(shard)
 
     def answer(self, shard: int, worker: int) -> Reply:
         self.wait_for(lambda: (shard, worker) in self.answers)
@@ -185,15 +167,16 @@ class ReplayServer(StoreClient):
         if load.needs_center:
             self._all.wait_for(lambda: all(store.initialized for store in self._stores))
         answers: list[Any] = [None] * self.shards
-
-        def act(shard: int) -> None:
+        left = list(range(self.shards))
+        while left:  # every shard, each as soon as its turn has come
+            self._all.wait_for(lambda: any(is_due(shard) for shard in left))
+            shard = next(one for one in left if is_due(one))
+            left.remove(shard)
             answer = self._all.call(shard, acts[shard])
             if operation == "pull":
                 self._all.journal.pulls[shard, answer] -= 1
             self._all.wake()
             answers[shard] = self._all.answer(shard, self._worker) if answer is HELD else answer
-
-        self._all.in_order(is_due, act)
         return answers
 
 
