@@ -170,9 +170,7 @@ class _Calibrator:
 
     def __post_init__(self) -> None:
         self.repeats = QUICK_REPEATS if self.quick else REPEATS
-        self.ticks: defaultdict[int, list[list[float]]] = defaultdict(
-            list
-        )  # without exchange: {rows: [a run's seconds]}
+        self.ticks: list[dict[int, list[float]]] = []  # of each run without exchange: {rows: seconds}
         self.alone: list[TickTime] = []  # of runs without exchange with the task's own batch
         self.serving: list[TickTime] = []  # of runs of SERVED
         self.real: dict[str, list[float]] = {spec_of(one): [] for one in self.strategies}  # seconds a step, by run

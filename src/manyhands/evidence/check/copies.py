@@ -212,11 +212,9 @@ def configured(task: Task, config: TrialConfig) -> Task:
     if isinstance(task.train_data, DataLoader) and not isinstance(open_source(task.train_data), LoadedStream):
         task.train_data.num_workers = 0  # rows load in the worker itself
     if DATA in without:
-        changes |= {
-            "train_data": DataLoader(config.batches, batch_size=None, collate_fn=identity),
-            "order": None,
-            "collate": None,
-        }
+        batches: Any = config.batches  # for the loader a sequence is a dataset
+        loader = DataLoader(batches, batch_size=None, collate_fn=identity)
+        changes |= {"train_data": loader, "order": None, "collate": None}
     elif config.rows is not None:
         changes["order"] = partial(_first_rows, task, config)
     return task.with_fields(**changes)
@@ -248,7 +246,7 @@ def identity(value: Any) -> Any:
 
 def _mean_loss(loss: Any, model: nn.Module, batch: Any) -> Measure:
     """A loss that adds up over rows, divided by its weight or else by the rows."""
-    measure: Measure = loss(model, batch)
+    measure = loss(model, batch)
     total, weight = measure if isinstance(measure, tuple) else (measure, rows_of(batch))
     return (total / weight, weight) if weight else measure
 
