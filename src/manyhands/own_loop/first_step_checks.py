@@ -66,8 +66,9 @@ class FirstLosses:
 class FirstSteps:
     """Of one pair: compares the ranks' own gradients in its first steps.
 
-    Dropout differs from rank to rank after the first backward, so a single step decides. Equal gradients are lawful, and
-    not compared, of a prepared loader's batch, with a weight that the user stated or that is 0, and where all are zeros.
+    Dropout differs from rank to rank after the first backward, so a single step decides. Equal gradients are lawful,
+    and not compared, of a prepared loader's batch, with a weight that the user stated or that is 0, and where all are
+    zeros.
     """
 
     def __init__(self, session: FirstLosses) -> None:

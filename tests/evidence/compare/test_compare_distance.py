@@ -8,7 +8,7 @@ import torch
 from manyhands.evidence.compare.comparison import Point, Trial
 from manyhands.evidence.compare.final_evaluation import CLASSES, Predictions
 from manyhands.evidence.compare.probe import sketch
-from manyhands.evidence.compare.repeats import beside_solo, cosine, distance
+from manyhands.evidence.compare.repeats import compared_with_solo, cosine, distance
 from manyhands.evidence.compare.trial import FinishedTrial
 
 START = torch.zeros(2)
@@ -51,7 +51,7 @@ def test_every_trial_is_set_beside_the_references() -> None:
         finished("ensemble on 2", None, output=(1, 2)),
         finished("easgd on 2", [9.0, 9.0], 10, failure="it broke"),
     ]
-    own, solo, ensemble, failed = beside_solo(repeat, "solo", START)
+    own, solo, ensemble, failed = compared_with_solo(repeat, "solo", START)
     assert (own.distance, own.cosine, own.agreement, own.agreement_of) == (
         pytest.approx(4 / 3),
         pytest.approx(3 / 5),
@@ -67,6 +67,6 @@ def test_every_trial_is_set_beside_the_references() -> None:
 
 def test_a_trial_that_predicts_nothing_agrees_with_nobody() -> None:
     mute = FinishedTrial(trial=Trial(variant="a on 2", repeat=0, seed=0), parameters=torch.ones(2))
-    own, _ = beside_solo([mute, finished("solo", [1.0, 1.0])], "solo", START)
+    own, _ = compared_with_solo([mute, finished("solo", [1.0, 1.0])], "solo", START)
     assert (own.agreement, own.agreement_of, own.distance) == (None, "", 0.0)
     assert not math.isnan(own.distance or 0.0)

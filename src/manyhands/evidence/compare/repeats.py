@@ -118,7 +118,7 @@ class Repeating:
                 self.say(f"{name} failed, and is not tried again: {one.trial.failure}")
             self._pace.done(name, time.monotonic() - began)
             finished.append(one)
-        return beside_solo(finished, self.reference.variant.name, start_of(task, task.seed + repeat))
+        return compared_with_solo(finished, self.reference.variant.name, start_of(task, task.seed + repeat))
 
     def _engine_of(self, entry: TrialEntry) -> Engine:
         """For the next launch. Each simulated one has a seed of its own, or repeats would differ by rows alone; solo
@@ -156,10 +156,10 @@ class TrialPace:
         return sum(fmean(self._taken.get(name, [usual])) for name in self.left)
 
 
-# -- beside solo: how far parameters and predictions of a repeat's trials are from its own -----------------------------
+# -- compared with solo: how far parameters and predictions of a repeat's trials are from its own -----------------------------
 
 
-def beside_solo(repeat: Sequence[FinishedTrial], reference: str, start: Tensor) -> list[Trial]:
+def compared_with_solo(repeat: Sequence[FinishedTrial], reference: str, start: Tensor) -> list[Trial]:
     """The trials of a repeat, with what sets them apart from the reference's. start: [D] where all of them began."""
     solo = next(one for one in repeat if one.trial.variant == reference)
     return [one.trial if one.trial.failure else _compared(one, solo, start) for one in repeat]
