@@ -13,6 +13,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from typer.testing import CliRunner, Result
 
 from manyhands import spec
 from manyhands.cli.commands import app
+from manyhands.engines.base import LaunchSpec
 from manyhands.engines.local.engine import Local
 from manyhands.strategies import CATALOGUE
+from manyhands.worker import Worker
 from pages import HERE, NOWHERE, PAGES, ROOT, SLOW, commands, of, script, snippets, write_scripts
 
 SCRIPT_S = 60.0
@@ -49,9 +52,13 @@ def command(words: list[str]) -> Result:
 @pytest.fixture
 def warm(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a snippet launches here uses the tests' warm fork server, which has loaded torch already."""
-    launch = Local._launch
+    launch = Local.launch
+
+    def on_warm(self: Local, program: Callable[[Worker], Any], spec: LaunchSpec) -> list[Any]:
+        return launch(local if spec.workers > 1 else self, program, spec)
+
     monkeypatch.setattr(Local, "prestart", lambda self: self)
-    monkeypatch.setattr(Local, "_launch", lambda self, program, plan: launch(local, program, plan))
+    monkeypatch.setattr(Local, "launch", on_warm)
 
 
 @pytest.mark.slow
