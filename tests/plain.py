@@ -11,6 +11,9 @@ from torch.nn import functional as F
 
 import manyhands as mh
 from manyhands.data.sharding import epoch_order
+from manyhands.replica.replica import Replica
+from manyhands.strategies.base import Change, Strategy
+from manyhands.worker import Worker
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.05),
@@ -37,6 +40,13 @@ class Branches(nn.Module):
         if x[0, 0] > 0:
             h = h + self.sometimes(h) + self.tied(h)
         return self.last(h)
+
+
+def started(strategy: Strategy, replica: Replica, worker: Worker) -> Any:
+    """The strategy's state, once all workers agree; a collective."""
+    state = strategy.start(replica, worker)
+    strategy.synchronize(replica, worker, state, Change())
+    return state
 
 
 def mlp(dtype: torch.dtype = torch.float64) -> nn.Module:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+import plain
 from manyhands.comm.group import Group
 from manyhands.comm.reducing import naive_mean
 from manyhands.replica.replica import Replica
@@ -25,18 +26,18 @@ def feedback(codec: str, weights: Sequence[float], steps: int) -> Callable[[Grou
         strategy = strategy_of(f"allreduce:compress={codec}")
         worker, model = Worker(rank=group.rank, size=group.size, group=group), nn.Linear(9, 7).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        replica = Replica(model, optimizer, group=group, loss=lambda model, batch: model(batch))
-        state, draws = strategy.start(replica, worker), torch.Generator().manual_seed(group.rank)
-        applied, given = torch.zeros_like(replica.gradients), torch.zeros_like(replica.gradients)
+        replica = Replica.of(model, optimizer, group=group, loss=lambda model, batch: model(batch))
+        state, draws = plain.started(strategy, replica, worker), torch.Generator().manual_seed(group.rank)
+        applied, given = (torch.zeros_like(replica.gradients.parts[0]) for _ in range(2))
         for _ in range(steps):
             replica.begin_tick()
             for p in model.parameters():
                 p.grad = torch.randn(p.shape, generator=draws, dtype=torch.float64)
             replica.collect()
             replica.weight = weights[group.rank]
-            given += replica.gradients
+            given += replica.gradients.parts[0]
             compression.mean_gradients(strategy, replica, worker, state)
-            applied += replica.gradients
+            applied += replica.gradients.parts[0]
         return applied, given, state.residual
 
     return run

@@ -455,12 +455,6 @@ def task(**fields: Any) -> mh.Task:
     return mh.Task(**(given | fields))
 
 
-class Mixed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.narrow, self.wide = nn.Linear(4, 4), nn.Linear(4, 1).double()
-
-
 TASKS: dict[str, Callable[[], mh.Task]] = {
     "good": task,
     "vector": lambda: task(loss=lambda model, batch: model(batch)),
@@ -468,7 +462,7 @@ TASKS: dict[str, Callable[[], mh.Task]] = {
     "both": lambda: task(batch_size_per_worker=2),
     "frozen": lambda: task(model=lambda: nn.Linear(4, 1).requires_grad_(False)),
     "instance": lambda: task(optimizer=torch.optim.SGD(net().parameters(), lr=0.1)),
-    "mixed": lambda: task(model=Mixed),
+    "lazy": lambda: task(model=lambda: nn.LazyLinear(1)),
 }
 
 BAD = {
@@ -492,7 +486,7 @@ BAD = {
         "tasks.py:instance",
         "optimizer must be a function .model. -> optimizer, not a SGD instance",
     ),
-    "mixed types": ("tasks.py:mixed", "float64: wide.weight"),
+    "no shape yet": ("tasks.py:lazy", "weight, bias are lazy and have no shape yet"),
     "an existing directory": ("tasks.py:good --run-dir used", "run directory used exists: resume it"),
     "a file as directory": ("tasks.py:good --run-dir tasks.py", "run directory tasks.py is a file"),
     "both batch sizes as options": (

@@ -134,7 +134,7 @@ def test_what_worker_0_leaves_in_the_model_is_the_answer(tmp_path: Path) -> None
         with torch.no_grad():
             assert run.metrics[f"{part}_loss"] == pytest.approx(float(plain.cross_entropy(run.model, rows)), abs=1e-12)
     again = trained(Shared(), test_data=plain.rows(9, seed=3), run_dir=tmp_path / "run", resume=True)
-    assert torch.equal(again.parameters, run.parameters)
+    assert again.parameters.equal(run.parameters)
 
 
 def test_parameters_are_left_alone_between_epochs() -> None:
@@ -153,4 +153,4 @@ def test_a_callback_that_reads_changes_nothing() -> None:
     ours = trained(Shared())
     fields = {"train_data": plain.rows(24), "validation_data": plain.rows(7, seed=2), "batch_size": 6, "epochs": 3}
     without = mh.train(plain.task(**fields), strategy="local-sgd:period=3", engine="sim", workers=2)
-    assert torch.equal(ours.parameters, without.parameters)
+    assert ours.parameters.equal(without.parameters)

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from manyhands.strategies.allreduce import AllReduce as AllReduce
     from manyhands.strategies.base import Needs as Needs
     from manyhands.strategies.base import State as State
+    from manyhands.strategies.base import StepResult as StepResult
     from manyhands.strategies.base import Strategy as Strategy
     from manyhands.strategies.diloco import DiLoCo as DiLoCo
     from manyhands.strategies.distance import Distance as Distance
@@ -112,6 +113,7 @@ _WHERE = {
     "Solo": "strategies.solo",
     "Spark": "engines.spark.engine",
     "State": "strategies.base",
+    "StepResult": "strategies.base",
     "Strategy": "strategies.base",
     "Task": "task",
     "TensorBoard": "callbacks",
@@ -141,11 +143,21 @@ __all__ = [*_WHERE, *_MODULES, "__version__"]
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"manyhands.{name}")
-    if name not in _WHERE:
+    where = f"manyhands.{_WHERE[name]}" if name in _WHERE else _strategy_module(name)
+    if where is None:
         raise AttributeError(f"module 'manyhands' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"manyhands.{_WHERE[name]}"), name)
+    value = getattr(importlib.import_module(where), name)
     globals()[name] = value
     return value
+
+
+def _strategy_module(name: str) -> str | None:
+    """Where the class of a strategy of the catalogue is: it needs no row here."""
+    if not name[:1].isupper():
+        return None
+    catalogue: dict[str, str] = importlib.import_module("manyhands.strategies").CATALOGUE
+    places = (place.partition(":") for place in catalogue.values())
+    return next((module for module, _, kind in places if kind == name), None)
 
 
 def __dir__() -> list[str]:

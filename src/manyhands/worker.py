@@ -84,6 +84,20 @@ class SoloDriverClient(DriverClient):
         return ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """The groups that a worker is in. Where one worker holds a replica, `data` and `world` are one group."""
+
+    world: Group
+    """All workers of the run; stop bits travel here."""
+    data: Group
+    """The workers that hold the same shards, one of each replica: strategies use this group alone."""
+    model: Group = field(default_factory=SoloGroup)
+    """The workers that hold one replica together."""
+    rows: tuple[int, int]
+    """Rank and size by which the feed deals rows: workers of one replica read the same ones."""
+
+
 @dataclass(kw_only=True)
 class Worker:
     """One worker of a run, as the program on it sees the run."""
@@ -93,7 +107,8 @@ class Worker:
     host: str = "localhost"
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     generation: int = 0
-    group: Group = field(default_factory=SoloGroup)
+    group: Group = field(default_factory=SoloGroup)  # all workers: `mesh.world`
+    mesh: Mesh = field(default=None)  # type: ignore[assignment]  # default: each worker holds a replica
     server: Server | None = None
     clock: Callable[[], float] = time.perf_counter
     driver: DriverClient = field(default_factory=SoloDriverClient)
@@ -103,6 +118,10 @@ class Worker:
     ports: tuple[int, int] | None = None  # (first, last) on which to listen there; None: any that is free
     shares_process: bool = False  # others live in this process too: what this worker changes must be its own
     prepared: Any = field(default=None, init=False, repr=False, compare=False)  # what `prepare` knows of this worker
+
+    def __post_init__(self) -> None:
+        if self.mesh is None:
+            self.mesh = Mesh(world=self.group, data=self.group, rows=(self.rank, self.size))  # type: ignore[unreachable]
 
     def emit(self, type: str, *, tick: int = 0, step: int = 0, **values: Any) -> None:
         """Send an event of this worker to the driver."""

@@ -64,7 +64,7 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 def made(optimizer: Any = plain.OPTIMIZERS["momentum"], schedule: Any = None, group: Any = None) -> Replica:
     torch.manual_seed(1)
-    return Replica(plain.mlp(), optimizer, group=group or SoloGroup(), schedule=schedule)
+    return Replica.of(plain.mlp(), optimizer, group=group or SoloGroup(), schedule=schedule)
 
 
 def step(replica: Replica, times: int = 1) -> list[float]:
@@ -72,7 +72,7 @@ def step(replica: Replica, times: int = 1) -> list[float]:
     rates = []
     for _ in range(times):
         rates.append(float(replica.optimizer.param_groups[0]["lr"]))
-        for i, p in enumerate(replica.layout.parameters):
+        for i, p in enumerate(replica.trainable):
             p.grad = torch.full_like(p, 0.1 * (replica.step + i + 1))
         replica.weight = 1.0
         replica.apply()
@@ -91,8 +91,8 @@ def resumed(kept: Checkpoint, replica: Replica) -> Replica:
 
 
 def same(a: Replica, b: Replica) -> bool:
-    states = [[r.optimizer.state[p] for p in r.layout.parameters] for r in (a, b)]
-    return torch.equal(a.parameters, b.parameters) and all(
+    states = [[r.optimizer.state[p] for p in r.trainable] for r in (a, b)]
+    return a.parameters.equal(b.parameters) and all(
         x.keys() == y.keys() and all(torch.equal(x[key], y[key]) for key in x) for x, y in zip(*states, strict=True)
     )
 
@@ -156,9 +156,9 @@ def test_group_values_that_json_cannot_hold_do_not_stop_a_checkpoint(tmp_path: P
 def test_state_that_json_cannot_hold_is_named(tmp_path: Path) -> None:
     replica = made()
     step(replica)
-    state = replica.optimizer.state[replica.layout.parameters[0]]
+    state = replica.optimizer.state[replica.trainable[0]]
     state["seen"] = np.float32(0.5)
-    assert resumed(saved(tmp_path, replica), made()).optimizer.state[replica.layout.parameters[0]] == {}
+    assert resumed(saved(tmp_path, replica), made()).optimizer.state[replica.trainable[0]] == {}
     state["history"] = [torch.zeros(1)]
     with pytest.raises(Unsupported, match=r"SGD keeps 'history' of 0\.weight as a list"):
         saved(tmp_path, replica)
@@ -171,18 +171,18 @@ def test_a_step_that_the_kernel_counts_on_the_device_goes_there() -> None:
     assert run_state._placed("step", count, p, False).device.type == "cpu"
     assert run_state._placed("exp_avg", torch.zeros(2, 3), p, False).device.type == "meta"
     fused = made(lambda m: torch.optim.AdamW(m.parameters(), fused=True))
-    assert run_state.counts_on_device(fused.optimizer) == set(fused.layout.parameters)
+    assert run_state.counts_on_device(fused.optimizer) == set(fused.trainable)
 
 
 def test_state_lies_in_its_parameters_memory_format(tmp_path: Path) -> None:
     def replica() -> Replica:
         model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-        return Replica(model, plain.OPTIMIZERS["momentum"], group=SoloGroup())
+        return Replica.of(model, plain.OPTIMIZERS["momentum"], group=SoloGroup())
 
     first = replica()
     step(first)
     again = resumed(saved(tmp_path, first), replica())
-    weight = again.layout.parameters[0]
+    weight = again.trainable[0]
     assert again.optimizer.state[weight]["momentum_buffer"].stride() == weight.stride()
 
 
@@ -194,7 +194,7 @@ def written(folder: Path, states: list[State], values: list[float]) -> Checkpoin
 
     def write(worker: Worker) -> None:
         replica = made(group=worker.group)
-        replica.set_parameters(torch.full_like(replica.parameters, values[worker.rank]))
+        replica.set_parameters(replica.parameters.clone().fill_(values[worker.rank]))
         tensors, numbers = run_state.capture(replica, states[worker.rank], {"total": TOTAL})
         checkpoints.save(folder, 1, worker.group, tensors, numbers)
 
@@ -229,7 +229,7 @@ def test_an_ensemble_does_not_go_on_with_another_number_and_nothing_has_changed(
     before = replica.parameters.clone()
     with pytest.raises(Unsupported, match="an ensemble of 3 cannot go on with 2 workers.*workers=3"):
         run_state.restore(kept, replica, EnsembleState(), 0, 2, TOTAL)
-    assert torch.equal(replica.parameters, before)
+    assert replica.parameters.equal(before)
 
 
 # -- other options of the strategy -------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ def test_another_state_of_the_strategy_is_named_and_nothing_has_changed(
     before = replica.parameters.clone()
     with pytest.raises(BadInput, match=problem):
         run_state.restore(kept, replica, state, 0, 1, TOTAL)
-    assert torch.equal(replica.parameters, before)
+    assert replica.parameters.equal(before)
     assert (state.ticks, float(state.many.sum())) == (0, 0.0)
 
 

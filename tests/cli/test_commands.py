@@ -292,11 +292,33 @@ def test_several_local_workers_get_their_server_before_torch_and_it_ends_whateve
     assert prestarted == ["prestart", "close"]
 
 
-@pytest.mark.parametrize(("engine", "workers"), [("auto", 1), ("auto", None), ("torchrun", 2), ("mine.py:Engine", 2)])
-def test_other_engines_are_passed_on_as_they_are(engine: str, workers: int | None, prestarted: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("engine", "workers", "kind"),
+    [("auto", 1, "Local"), ("auto", None, "Local"), ("torchrun", 2, "Torchrun"), ("sim", 2, "Sim")],
+)
+def test_nothing_starts_early_for_one_worker_or_another_engine(
+    engine: str, workers: int | None, kind: str, prestarted: list[str]
+) -> None:
     with commands._started(engine, workers) as place:
-        assert place == engine
-    assert prestarted == []
+        assert type(place).__name__ == kind
+    assert "prestart" not in prestarted
+
+
+def test_an_engine_of_ones_own_is_started_and_closed_as_it_says(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        textwrap.dedent("""
+        from manyhands.engines.base import Engine
+        class Mine(Engine):
+            name, calls = "mine", []
+            def launch(self, program, spec): ...
+            def prestart(self): self.calls.append("prestart"); return self
+            def close(self): self.calls.append("close")
+            def announce(self, say): say("hello")
+        """)
+    )
+    with commands._started(f"{tmp_path}/mine.py:Mine", 2) as place:
+        assert place.calls == ["prestart"]  # type: ignore[attr-defined]
+    assert place.calls == ["prestart", "close"]  # type: ignore[attr-defined]
 
 
 def test_ctrl_c_during_a_real_command_is_130(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def mixed(group: Group) -> list[float]:
     for spec in SPECS:
         hand = Hand(strategy_of(spec), worker, slope(0.0), [0.0] * LARGE, rate=0.1)
         generator = torch.Generator().manual_seed(group.rank)
-        hand.replica.parameters[:LARGE] = torch.randn(LARGE, generator=generator, dtype=F64)
+        hand.replica.parameters.parts[0][:LARGE] = torch.randn(LARGE, generator=generator, dtype=F64)
         before = hand.center
         for _ in range(3):
             hand.tick()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -41,7 +40,6 @@ class Script:
             env=environment,
             cwd=folder,
             start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # nohup has it ignored
         )
         if stdin is not None:
             assert self.process.stdin is not None

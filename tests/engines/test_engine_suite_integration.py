@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from manyhands.engines.base import Engine, LaunchSpec, Observer
+from manyhands.engines.base import Capabilities, Engine, LaunchSpec, Observer
 from manyhands.engines.local.engine import Local
 from manyhands.errors import ManyhandsError, Unsupported, WorkerFailed
 from manyhands.testing import engine_suite
@@ -191,7 +191,7 @@ def test_a_broken_group_fails(local: Local, workers: int, monkeypatch: pytest.Mo
 
 def test_engines_in_place_are_refused() -> None:
     class InPlace(_Broken):
-        spmd = True
+        capabilities = Capabilities(spmd=True)
 
     with pytest.raises(Unsupported, match="every worker would have to run the suite"):
         ENGINE_SUITE["values"](InPlace())

@@ -21,7 +21,9 @@ from manyhands.replica import evaluation
 def evaluated(model: Any, *data: Any, batch_size: int = 7) -> dict[str, float]:
     task = mh.keras.task(model, *data[:2])
     feed = Feed(open_source(data), batch_size=batch_size, shuffle=False)
-    return evaluation.evaluate(task, task.model.eval(), feed, SoloGroup(), lambda batch: None)
+    return evaluation.evaluate(
+        evaluation.of_model(task, task.model.eval(), feed.device), feed, SoloGroup(), lambda batch: None
+    )
 
 
 def test_metrics_over_many_batches_are_those_of_keras() -> None:

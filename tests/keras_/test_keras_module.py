@@ -12,7 +12,7 @@ import torch
 from keras_models import compiled, convolution, dense, keras
 
 from manyhands.keras.module import KerasModule, module_of
-from manyhands.replica.layout import Layout
+from manyhands.replica.layout import layouts_of
 
 
 def noisy() -> KerasModule:
@@ -21,7 +21,7 @@ def noisy() -> KerasModule:
 
 def test_trainable_weights_are_parameters_and_moving_averages_are_buffers() -> None:
     module = KerasModule(convolution())
-    assert len(Layout(module).names) == len(module.keras.trainable_variables)
+    assert len(layouts_of(module)[0].names) == len(module.keras.trainable_variables)
     assert [name.rpartition("/")[2] for name, _ in module.named_buffers()] == ["moving_mean", "moving_variance"]
     assert all(p is v.value for p, v in zip(module.parameters(), module.trainable, strict=True))
 
@@ -30,7 +30,7 @@ def test_a_frozen_layers_weights_are_neither_exchanged_nor_averaged() -> None:
     model = convolution()
     model.layers[0].trainable = False
     module = KerasModule(model)
-    assert "0/kernel" not in Layout(module).names
+    assert "0/kernel" not in layouts_of(module)[0].names
     assert "0/kernel" in dict(module.named_parameters())
     assert len(dict(module.named_buffers())) == 2
 

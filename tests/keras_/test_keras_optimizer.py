@@ -38,7 +38,7 @@ if hasattr(keras.optimizers, "Muon"):  # newer than the oldest Keras that is sup
 
 
 def replica_of(optimizer: Any) -> Replica:
-    return Replica(KerasModule(dense(optimizer=optimizer)), KerasOptimizer, group=SoloGroup())
+    return Replica.of(KerasModule(dense(optimizer=optimizer)), KerasOptimizer, group=SoloGroup())
 
 
 def gradients(step: int, like: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -48,7 +48,7 @@ def gradients(step: int, like: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def stepped(replica: Replica, steps: range) -> None:
     for step in steps:
-        for p, gradient in zip(replica.layout.parameters, gradients(step, replica.layout.parameters), strict=True):
+        for p, gradient in zip(replica.trainable, gradients(step, replica.trainable), strict=True):
             p.grad = gradient
         replica.optimizer.step()
 
@@ -72,7 +72,7 @@ def test_state_that_is_put_back_is_gone_on_with(name: str) -> None:
     stepped(first, range(3))
     second.parameters.copy_(first.parameters)
     second.optimizer_state.reset()
-    for p, q in zip(second.layout.parameters, first.layout.parameters, strict=True):
+    for p, q in zip(second.trainable, first.trainable, strict=True):
         second.optimizer.state[p] = copy.deepcopy(dict(first.optimizer.state[q]))
     stepped(second, range(3, 5))
     assert apart(values(second.model.keras), values(whole.model.keras)) < 1e-6
@@ -86,14 +86,14 @@ def test_cleared_state_is_a_new_optimizers() -> None:
         replica.parameters.copy_(fresh.parameters)
         stepped(replica, range(5, 7))
         stepped(fresh, range(5, 7))
-        assert torch.equal(replica.parameters, fresh.parameters)
+        assert replica.parameters.equal(fresh.parameters)
         assert int(replica.model.keras.optimizer.iterations) == 2
 
 
 def test_state_has_keras_names_and_shares_its_memory() -> None:
     replica = replica_of("adam")
     stepped(replica, range(2))
-    p = replica.layout.parameters[0]
+    p = replica.trainable[0]
     state = replica.optimizer.state[p]
     assert state.keys() == {"momentums", "velocities", "step"}
     assert state["step"] == 2
@@ -104,12 +104,10 @@ def test_state_has_keras_names_and_shares_its_memory() -> None:
 def test_a_parameter_without_gradient_is_left_alone() -> None:
     replica = replica_of("adam")
     before = replica.parameters.clone()
-    first = replica.layout.parameters[0]
+    first = replica.trainable[0]
     first.grad = torch.ones_like(first)
     replica.optimizer.step()
-    moved = [
-        not torch.equal(a, b) for a, b in zip(replica.layout.views(before), replica.layout.parameters, strict=True)
-    ]
+    moved = [not torch.equal(a, b) for a, b in zip(replica.named(before).values(), replica.trainable, strict=True)]
     assert moved == [True, False, False, False]
 
 
@@ -154,7 +152,7 @@ def test_a_layer_that_was_frozen_later_is_left_out() -> None:
     model.optimizer.build(model.trainable_variables)
     model.layers[0].trainable = False
     before = values(model)
-    replica = Replica(KerasModule(model), KerasOptimizer, group=SoloGroup())
+    replica = Replica.of(KerasModule(model), KerasOptimizer, group=SoloGroup())
     stepped(replica, range(2))
     after = values(model)
     assert [np.array_equal(a, b) for a, b in zip(before, after, strict=True)] == [True, True, False, False]

@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import cloudpickle
 import pytest
@@ -99,6 +100,7 @@ def test_what_the_users_loop_cannot_give(monkeypatch: pytest.MonkeyPatch) -> Non
 
     class LooksAhead(mh.AllReduce):
         name = "looks-ahead"
+        needs = replace(mh.AllReduce.needs, before_gradient=True)
 
         def before_backward(self, replica: object, worker: object, state: object) -> None:
             pass
@@ -112,6 +114,14 @@ def test_what_the_users_loop_cannot_give(monkeypatch: pytest.MonkeyPatch) -> Non
     for strategy, message in ((LooksAhead(), "use mh.train"), (Serves(), "parameter server"), ("hogwild", "own pace")):
         with pytest.raises(Unsupported, match=message):
             mh.prepare(*pair(), strategy=strategy)
+
+
+def test_a_strategy_that_acts_before_gradients_says_so() -> None:
+    with pytest.raises(BadInput, match=r"Hidden has a before_backward .* needs = Needs\(before_gradient=True\)"):
+
+        class Hidden(mh.AllReduce):
+            def before_backward(self, replica: object, worker: object, state: object) -> None:
+                pass
 
 
 def test_half_of_torchruns_variables_are_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,9 @@ def test_what_is_no_mean_is_a_function_of_the_sums_over_all_ranks() -> None:
     def evaluated(worker: Worker) -> dict[str, float]:
         own = Feed(open_source(x), batch_size=3, rank=worker.rank, size=3, shuffle=False)
         feed = own if worker.rank < 2 else Feed(NoRows(), rank=2, size=3, batch_size=3)
-        return evaluation.evaluate(task, nn.Identity(), feed, worker.group, lambda batch: None)
+        return evaluation.evaluate(
+            evaluation.of_model(task, nn.Identity(), feed.device), feed, worker.group, lambda batch: None
+        )
 
     seen = [i for i in range(10) if i % 3 < 2 and i < 9]  # rank 2 would have had the others
     for metrics in together(3, evaluated):

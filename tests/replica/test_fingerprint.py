@@ -20,6 +20,7 @@ from manyhands.errors import BadInput, ManyhandsError
 from manyhands.events import Event
 from manyhands.replica import fingerprint
 from manyhands.replica.fingerprint import Facts
+from manyhands.replica.flat_vector import FlatVector
 from manyhands.testing.threads import together
 from manyhands.worker import SoloDriverClient, Worker
 
@@ -206,9 +207,12 @@ def drifted(shift: float, **facts: Any) -> list[Any]:
     def program(group: Any) -> Any:
         line = Hearing()
         worker = worker_of(group, driver=line)
-        parameters = torch.linspace(1, 2, 50) * (1 + shift * group.rank)
+        parameters = FlatVector([torch.linspace(1, 2, 50) * (1 + shift * group.rank)])
+        rates = facts.get("rates", [0.1, 0.1])
         try:
-            fingerprint.compare_replicas(worker, parameters, {"rate": facts.get("rates", [0.1, 0.1])[group.rank]}, 7)
+            fingerprint.compare_replicas(
+                worker, parameters, lambda v: float(v.joined().norm()), {"rate": rates[group.rank]}, 7
+            )
         except ManyhandsError as error:
             return str(error)
         return [event.values["message"] for event in line.events]

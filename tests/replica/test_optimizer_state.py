@@ -28,13 +28,13 @@ def averaged(make: Callable[[nn.Module], torch.optim.Optimizer], steps: list[int
     """Every rank's state of both parameters, after so many steps alone and one average."""
 
     def program(worker: Worker) -> list[dict[str, Any]]:
-        replica = Replica(Two(), make, group=worker.group)
+        replica = Replica.of(Two(), make, group=worker.group)
         for _ in range(steps[worker.rank]):
-            for p in replica.layout.parameters:
+            for p in replica.trainable:
                 p.grad = torch.full_like(p, worker.rank + 1.0)
             replica.optimizer.step()
         replica.optimizer_state.average(worker.group, 1.0, 0b11)
-        return [dict(replica.optimizer.state[p]) for p in replica.layout.parameters]
+        return [dict(replica.optimizer.state[p]) for p in replica.trainable]
 
     return together(len(steps), program)
 
@@ -75,9 +75,9 @@ def test_state_that_is_not_like_its_parameter_is_refused_by_name_on_all_ranks() 
     refused: list[str] = []
 
     def program(worker: Worker) -> None:
-        replica = Replica(Two(), lambda m: torch.optim.Adafactor(m.parameters()), group=worker.group)
+        replica = Replica.of(Two(), lambda m: torch.optim.Adafactor(m.parameters()), group=worker.group)
         if worker.rank == 0:
-            for p in replica.layout.parameters:
+            for p in replica.trainable:
                 p.grad = torch.ones_like(p)
             replica.optimizer.step()
         with pytest.raises(
@@ -106,9 +106,9 @@ def _is_view(tensor: Tensor, of: Tensor) -> bool:
 
 def test_averaged_state_lies_in_one_vector() -> None:
     def program(worker: Worker) -> bool:
-        replica = Replica(Two(), lambda m: torch.optim.Adagrad(m.parameters()), group=worker.group)
+        replica = Replica.of(Two(), lambda m: torch.optim.Adagrad(m.parameters()), group=worker.group)
         replica.optimizer_state.average(worker.group, 1.0, 0b11)
-        vector = replica.optimizer_state.vectors["sum"]
-        return all(_is_view(replica.optimizer.state[p]["sum"], vector) for p in replica.layout.parameters)
+        vector = replica.optimizer_state.vectors["sum"].parts[0]
+        return all(_is_view(replica.optimizer.state[p]["sum"], vector) for p in replica.trainable)
 
     assert together(2, program) == [True, True]

@@ -22,7 +22,7 @@ from manyhands.worker import Worker
 
 def train_alone(replica: Replica, strategy_spec: str, batches: Any) -> None:
     strategy, worker = strategy_of(strategy_spec), Worker()
-    state = strategy.start(replica, worker)
+    state = plain.started(strategy, replica, worker)
     for tick, batch in enumerate(batches):
         replica.begin_tick()
         replica.tick = tick
@@ -51,7 +51,7 @@ def test_one_worker_is_a_plain_loop_bit_for_bit(strategy: str, optimizer: str, d
     make = lambda: plain.Branches().to(dtype)  # noqa: E731
     expected, expected_optimizer = plain.plain_loop(make, plain.OPTIMIZERS[optimizer], data, batch_size=8, epochs=3)
     torch.manual_seed(0)
-    replica = Replica(make(), plain.OPTIMIZERS[optimizer], group=SoloGroup(), loss=plain.cross_entropy)
+    replica = Replica.of(make(), plain.OPTIMIZERS[optimizer], group=SoloGroup(), loss=plain.cross_entropy)
     train_alone(replica, strategy, plain.batches(data, 8, 0, 3))
     assert torch.equal(plain.flat(replica.model), plain.flat(expected))
     theirs, ours = optimizer_tensors(expected_optimizer), optimizer_tensors(replica.optimizer)
@@ -61,7 +61,7 @@ def test_one_worker_is_a_plain_loop_bit_for_bit(strategy: str, optimizer: str, d
 
 def test_a_parameter_unused_on_a_step_does_not_move() -> None:
     """CASE 1: AdamW with a stale zero gradient would move it; its `.grad` must be None."""
-    replica = Replica(plain.Branches(), plain.OPTIMIZERS["adamw"], group=SoloGroup(), loss=plain.cross_entropy)
+    replica = Replica.of(plain.Branches(), plain.OPTIMIZERS["adamw"], group=SoloGroup(), loss=plain.cross_entropy)
     x, y = plain.rows(8, torch.float32)
     used, unused = x.clone(), x.clone()
     used[0, 0], unused[0, 0] = 1.0, -1.0
@@ -90,8 +90,8 @@ def run_together(
 
     def program(worker: Worker) -> torch.Tensor:
         strategy = strategy_of(strategy_spec)
-        replica = Replica(models[worker.rank], plain.OPTIMIZERS[optimizer], group=worker.group, loss=loss)
-        state = strategy.start(replica, worker)
+        replica = Replica.of(models[worker.rank], plain.OPTIMIZERS[optimizer], group=worker.group, loss=loss)
+        state = plain.started(strategy, replica, worker)
         for tick, (x, y) in enumerate(plain.batches(data, batch_size, 0, epochs)):
             start, stop = slice_of(len(x), worker.rank, size)
             replica.begin_tick()
@@ -100,7 +100,7 @@ def run_together(
             replica.backward((x[start:stop], y[start:stop]) if stop > start else None)
             strategy.exchange(replica, worker, state)
         strategy.finish(replica, worker, state)
-        return replica.layout.unpadded(strategy.consensus(replica, worker, state))
+        return replica.layout.unpadded(strategy.consensus(replica, worker, state).joined())
 
     return together(size, program)
 
@@ -177,8 +177,8 @@ def test_local_sgd_on_a_shared_hessian_follows_large_batch_sgd() -> None:
             return w @ a @ w / 2 - batch[0] @ w
 
         strategy = strategy_of("local-sgd:period=5")
-        replica = Replica(model, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), group=worker.group, loss=loss)
-        state = strategy.start(replica, worker)
+        replica = Replica.of(model, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), group=worker.group, loss=loss)
+        state = plain.started(strategy, replica, worker)
         for tick in range(20):
             replica.begin_tick()
             replica.tick = tick
@@ -198,8 +198,8 @@ def test_replicas_start_from_rank_0s_parameters() -> None:
     def program(worker: Worker) -> torch.Tensor:
         model = plain.mlp()
         nn.init.constant_(model[0].weight, float(worker.rank + 1))
-        replica = Replica(model, plain.OPTIMIZERS["sgd"], group=worker.group)
-        strategy_of("allreduce").start(replica, worker)
+        replica = Replica.of(model, plain.OPTIMIZERS["sgd"], group=worker.group)
+        plain.started(strategy_of("allreduce"), replica, worker)
         return model[0].weight.detach().clone()
 
     assert all((weight == 1.0).all() for weight in together(3, program))
@@ -210,11 +210,11 @@ def test_micro_batches_make_the_gradient_of_the_whole_batch() -> None:
         gradients = []
         for micro in (None, 4, 1):
             torch.manual_seed(0)
-            replica = Replica(
+            replica = Replica.of(
                 plain.mlp(), plain.OPTIMIZERS["sgd"], group=SoloGroup(), loss=loss, micro_batch_size=micro
             )
             value = replica.backward(plain.rows(10))
-            gradients.append((replica.gradients.clone(), value, replica.weight))
+            gradients.append((replica.gradients.parts[0].clone(), value, replica.weight))
         for gradient, value, weight in gradients[1:]:
             assert (gradient - gradients[0][0]).abs().max() < 1e-14
             assert value == pytest.approx(gradients[0][1], abs=1e-14)
@@ -222,38 +222,42 @@ def test_micro_batches_make_the_gradient_of_the_whole_batch() -> None:
 
 
 def test_ready_slices_cover_the_gradient_in_one_order_and_are_final(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manyhands.replica.replica.BUCKET_BYTES", 200)
+    monkeypatch.setattr("manyhands.replica.executor.BUCKET_BYTES", 200)
     for micro in (None, 3):
         torch.manual_seed(0)
-        replica = Replica(
+        replica = Replica.of(
             plain.mlp(), plain.OPTIMIZERS["sgd"], group=SoloGroup(), loss=plain.cross_entropy, micro_batch_size=micro
         )
         seen: list[tuple[int, torch.Tensor]] = []
         replica.on_ready(lambda part, seen=seen: seen.append((part.storage_offset(), part.clone())))  # type: ignore[misc]
         replica.backward(plain.rows(10))
         assert len(seen) > 1
-        assert torch.equal(torch.cat([part for _, part in sorted(seen, key=lambda s: s[0])]), replica.gradients)
+        assert torch.equal(
+            torch.cat([part for _, part in sorted(seen, key=lambda s: s[0])]), replica.gradients.parts[0]
+        )
         order = [offset for offset, _ in seen]
         seen.clear()
         replica.begin_tick()
         replica.backward(None)
         assert order == [offset for offset, _ in seen]
-        assert not replica.gradients.any()
+        assert not replica.gradients.parts[0].any()
 
 
 def test_an_empty_tick_does_not_call_the_model_and_weighs_nothing() -> None:
     """CASE 27"""
-    replica = Replica(plain.mlp(), plain.OPTIMIZERS["sgd"], group=SoloGroup(), loss=lambda m, b: pytest.fail("called"))
+    replica = Replica.of(
+        plain.mlp(), plain.OPTIMIZERS["sgd"], group=SoloGroup(), loss=lambda m, b: pytest.fail("called")
+    )
     before = replica.parameters.clone()
     assert replica.backward(None) == 0.0
     assert replica.weight == 0.0
     assert not replica.apply()
-    assert torch.equal(before, replica.parameters)
+    assert replica.parameters.equal(before)
 
 
 def test_a_loss_that_counts_nothing_changes_nothing() -> None:
     """CASE 27: every token masked; the mean of nothing is NaN and must not enter."""
-    replica = Replica(
+    replica = Replica.of(
         plain.mlp(),
         plain.OPTIMIZERS["sgd"],
         group=SoloGroup(),
@@ -261,25 +265,25 @@ def test_a_loss_that_counts_nothing_changes_nothing() -> None:
     )
     before = replica.parameters.clone()
     train_alone(replica, "allreduce", [plain.rows(4)])
-    assert torch.equal(before, replica.parameters)
+    assert replica.parameters.equal(before)
 
 
 def test_a_gradient_that_is_not_finite_raises_or_is_skipped() -> None:
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         return plain.cross_entropy(model, batch) * float("inf")
 
-    replica = Replica(plain.mlp(), plain.OPTIMIZERS["sgd"], group=SoloGroup(), loss=loss)
+    replica = Replica.of(plain.mlp(), plain.OPTIMIZERS["sgd"], group=SoloGroup(), loss=loss)
     with pytest.raises(ManyhandsError, match=r"not finite in .*0\.weight"):
         train_alone(replica, "solo", [plain.rows(4)])
-    replica = Replica(plain.mlp(), plain.OPTIMIZERS["sgd"], group=SoloGroup(), loss=loss, nonfinite="skip")
+    replica = Replica.of(plain.mlp(), plain.OPTIMIZERS["sgd"], group=SoloGroup(), loss=loss, nonfinite="skip")
     before = replica.parameters.clone()
     train_alone(replica, "solo", [plain.rows(4)])
-    assert torch.equal(before, replica.parameters)
+    assert replica.parameters.equal(before)
     assert replica.step == 0
 
 
 def test_a_finite_gradient_whose_sum_overflows_is_finite() -> None:
-    replica = Replica(
+    replica = Replica.of(
         nn.Linear(4, 1, bias=False),
         plain.OPTIMIZERS["sgd"],
         group=SoloGroup(),
@@ -289,18 +293,32 @@ def test_a_finite_gradient_whose_sum_overflows_is_finite() -> None:
     assert replica.step == 1
 
 
-def test_mixed_dtypes_are_named() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
-    with pytest.raises(BadInput, match=r"several dtypes.*float32: 0\.weight.*float64: 1\.weight"):
-        Replica(model, plain.OPTIMIZERS["sgd"], group=SoloGroup())
+def test_each_dtype_has_a_shard() -> None:
+    """Whether it trains: tests/training/test_mixed_dtypes.py."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3).double(), nn.Linear(3, 1))
+    replica = Replica.of(model, plain.OPTIMIZERS["sgd"], group=SoloGroup())
+    wanted = [
+        (torch.float32, ["0.weight", "0.bias", "2.weight", "2.bias"], [0, 1, 4, 5]),
+        (torch.float64, ["1.weight", "1.bias"], [2, 3]),
+    ]
+    assert [(s.layout.dtype, s.layout.names, s.layout.numbers) for s in replica.shards] == wanted
+    assert replica.layout.dtype == replica.parameters.joined().dtype == torch.float64
+    for name, view in replica.named(replica.parameters.joined()).items():
+        assert torch.equal(view, model.get_parameter(name).double())
+
+
+def test_several_devices_are_named() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to("meta"))
+    with pytest.raises(BadInput, match=r"several devices.*cpu: 0\.weight.*meta: 1\.weight"):
+        Replica.of(model, plain.OPTIMIZERS["sgd"], group=SoloGroup())
 
 
 def test_models_that_cannot_be_trained_are_refused() -> None:
     frozen = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(BadInput, match="no trainable parameters"):
-        Replica(frozen, plain.OPTIMIZERS["sgd"], group=SoloGroup())
+        Replica.of(frozen, plain.OPTIMIZERS["sgd"], group=SoloGroup())
     with pytest.raises(BadInput, match="lazy"):
-        Replica(nn.LazyLinear(2), plain.OPTIMIZERS["sgd"], group=SoloGroup())
+        Replica.of(nn.LazyLinear(2), plain.OPTIMIZERS["sgd"], group=SoloGroup())
 
 
 def test_losses_that_are_no_mean_are_refused() -> None:
@@ -309,20 +327,20 @@ def test_losses_that_are_no_mean_are_refused() -> None:
         (lambda m, b: 3.0, "one number.*float"),
         (lambda m, b: plain.cross_entropy(m, b).detach(), "does not depend"),
     ):
-        replica = Replica(plain.mlp(), plain.OPTIMIZERS["sgd"], group=SoloGroup(), loss=loss)
+        replica = Replica.of(plain.mlp(), plain.OPTIMIZERS["sgd"], group=SoloGroup(), loss=loss)
         with pytest.raises(BadInput, match=problem):
             replica.backward(plain.rows(4))
 
 
 def test_a_sparse_gradient_is_refused_by_name() -> None:
     model = nn.Embedding(5, 2, sparse=True)
-    replica = Replica(model, plain.OPTIMIZERS["sgd"], group=SoloGroup(), loss=lambda m, b: m(b).sum())
+    replica = Replica.of(model, plain.OPTIMIZERS["sgd"], group=SoloGroup(), loss=lambda m, b: m(b).sum())
     with pytest.raises(Unsupported, match="weight has a sparse gradient"):
         replica.backward(torch.tensor([1, 2]))
 
 
 def test_moved_parameters_are_named() -> None:
-    replica = Replica(plain.mlp(), plain.OPTIMIZERS["sgd"], group=SoloGroup())
+    replica = Replica.of(plain.mlp(), plain.OPTIMIZERS["sgd"], group=SoloGroup())
     replica.check()
     replica.model.load_state_dict({k: v.clone() for k, v in replica.model.state_dict().items()}, assign=True)
     with pytest.raises(Unsupported, match=r"0\.weight"):
@@ -331,9 +349,9 @@ def test_moved_parameters_are_named() -> None:
 
 def test_channels_last_weights_stay_channels_last() -> None:
     model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-    replica = Replica(model, plain.OPTIMIZERS["sgd"], group=SoloGroup())
+    replica = Replica.of(model, plain.OPTIMIZERS["sgd"], group=SoloGroup())
     assert model.weight.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(replica.layout.unpadded(replica.parameters), plain.flat(model))
+    assert torch.equal(replica.layout.unpadded(replica.parameters.joined()), plain.flat(model))
 
 
 def test_bf16_mixed_trains_float32_weights() -> None:
@@ -344,9 +362,9 @@ def test_bf16_mixed_trains_float32_weights() -> None:
         seen.append(outputs.dtype)
         return F.cross_entropy(outputs.float(), batch[1])
 
-    replica = Replica(
+    replica = Replica.of(
         plain.mlp(torch.float32), plain.OPTIMIZERS["sgd"], group=SoloGroup(), loss=loss, precision="bf16-mixed"
     )
     train_alone(replica, "solo", [plain.rows(4, torch.float32)])
     assert seen == [torch.bfloat16]
-    assert replica.parameters.dtype == torch.float32
+    assert replica.parameters.parts[0].dtype == torch.float32

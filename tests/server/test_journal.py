@@ -1,7 +1,7 @@
 """What a worker says of its pulls and pushes."""
 
 from manyhands.server.client import PushJournal
-from manyhands.server.store import Applied, Dropped, Held
+from manyhands.server.pushes import Applied, Dropped, Held
 
 
 def test_lists_since_the_last_time():

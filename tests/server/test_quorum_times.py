@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from manyhands.server.base import ServerSpec
+from manyhands.server.pushes import Applied, Dropped
 from manyhands.server.rules import make_rule
-from manyhands.server.store import Applied, Dropped, Store
+from manyhands.server.store import Store
 
 WORKERS, BACKUPS, STEPS = 10, 2, 5000
 

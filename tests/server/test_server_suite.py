@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from manyhands.errors import ManyhandsError
-from manyhands.server import in_process, store
+from manyhands.server import in_process, merging, store
 from manyhands.server.in_process import InProcessServers
 from manyhands.testing import server_suite
 from manyhands.testing.server_suite import SERVER_SUITE
@@ -41,13 +41,13 @@ def counts_weight_zero(original, self, worker, sequence, update, weight, bits):
 
 
 def keeps_the_callers_tensor(original, self, push):
-    return push
+    pass
 
 
-def arrival_order(original, self):
-    for rank, push in enumerate(self._held):
+def arrival_order(original, self, ticks, version):
+    for rank, push in enumerate(self.held):
         push.worker = rank
-    return original(self)
+    return original(self, ticks, version)
 
 
 def forgets_bits(original, self):
@@ -59,9 +59,10 @@ def lets_everybody_go(original, self, worker, slowest):
 
 
 def own_pushes_are_stale(original, self, pushes):
-    original(self, pushes)
+    replies = original(self, pushes)
     for state in self._states:
         state.own = 0
+    return replies
 
 
 def counts_the_center_as_a_pull(original, self, into):
@@ -90,8 +91,8 @@ def does_nothing(original, self, *arguments):
         (store.Store, "push", applies_twice, "exactly_once"),
         (store.Store, "push", counts_weight_zero, "weight_zero"),
         (store.Store, "push", counts_weight_zero, "round_without_weight"),
-        (store.Store, "_kept", keeps_the_callers_tensor, "update_may_be_reused"),
-        (store.Store, "_merge_round", arrival_order, "in_step"),
+        (store.Store, "_keep", keeps_the_callers_tensor, "update_may_be_reused"),
+        (merging.TickMerge, "take_complete", arrival_order, "in_step"),
         (store.Gate, "opened", forgets_bits, "in_step"),
         (store.Gate, "_may_go", lets_everybody_go, "gate"),
         (store.Store, "_merge", own_pushes_are_stale, "versions_and_staleness"),

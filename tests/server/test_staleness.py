@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from manyhands.server.base import ServerSpec
 from manyhands.server.staleness import Curvature, StalenessMonitor, limit, max_stable_staleness, quantile, watch
 
 
@@ -291,8 +292,8 @@ def test_what_it_found_is_news_once() -> None:
 
 
 def test_who_is_watched() -> None:
-    assert watch("add", None, 4.0, rank=1, workers=4) is not None
-    assert watch("staleness", 2, 1.0, rank=1, workers=4) is not None
-    assert watch("add", 0, 4.0, rank=1, workers=4) is None
-    assert watch("elastic", None, 1.0, rank=1, workers=4) is None
-    assert watch("add", None, 1.0, rank=0, workers=1) is None
+    assert watch(ServerSpec(rule="add", bound=None), 4.0, rank=1, workers=4) is not None
+    assert watch(ServerSpec(rule="staleness", bound=2), 1.0, rank=1, workers=4) is not None
+    assert watch(ServerSpec(rule="add", bound=0), 4.0, rank=1, workers=4) is None
+    assert watch(ServerSpec(rule="elastic", bound=None), 1.0, rank=1, workers=4) is None
+    assert watch(ServerSpec(rule="add", bound=None), 1.0, rank=0, workers=1) is None

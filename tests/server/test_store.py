@@ -8,8 +8,9 @@ from torch import tensor
 
 from manyhands.errors import BadInput
 from manyhands.server.base import ServerSpec
+from manyhands.server.pushes import Applied, Dropped, Held
 from manyhands.server.rules import make_rule
-from manyhands.server.store import Applied, Dropped, Duplicate, Go, Held, InvalidCall, Store, WaitForGate
+from manyhands.server.store import Duplicate, Go, InvalidCall, Store, WaitForGate
 
 
 def store_of(rule="add", workers=2, bound=None, n=1, **options):
@@ -360,11 +361,11 @@ def test_answers_are_kept_as_long_as_somebody_has_not_had_them():
     for step in range(5):
         push(0, float(step))
         push(1, 0.0)
-    assert len(store._steps._decided) == 5
+    assert len(store.policy._decided) == 5
     assert [push(2, 0.0).answer.tolist() for _ in range(3)] == [[0.0], [1.0], [2.0]]
-    assert len(store._steps._decided) == 2
+    assert len(store.policy._decided) == 2
     store.leave(2)
-    assert len(store._steps._decided) == 0
+    assert len(store.policy._decided) == 0
 
 
 def test_workers_without_rows_are_not_waited_for_as_if_they_had_some():
@@ -412,8 +413,8 @@ def test_a_new_generation_of_a_worker_joins_the_open_step():
     for _ in range(3):
         push(0, 1.0)
     store.activate(1, 1)
-    assert push(1, 5.0) == Applied(4, 0, store._steps._decided[3].mean, 1.0, 0)
-    assert store._steps._decided[3].mean.tolist() == [5.0]
+    assert push(1, 5.0) == Applied(4, 0, store.policy._decided[3].answer, 1.0, 0)
+    assert store.policy._decided[3].answer.tolist() == [5.0]
     push(0, 0.0, 0.0)
     assert isinstance(push(0, 0.0, 0.0), Held), "the fifth step is not decided before the new generation comes to it"
     assert push(1, 0.0, 0.0).version == 5

@@ -5,8 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.server.base import ServerSpec
+from manyhands.server.pushes import Applied, Held
 from manyhands.server.rules import make_rule
-from manyhands.server.store import Applied, Duplicate, Go, Held, Store, WaitForGate
+from manyhands.server.store import Duplicate, Go, Store, WaitForGate
 
 WORKERS = 3
 CALLS = st.lists(

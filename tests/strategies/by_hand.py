@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manyhands.replica.replica import MORE, Replica
+from manyhands.replica.control_bits import MORE
+from manyhands.replica.replica import Replica
 from manyhands.server.in_process import InProcessServers
 from manyhands.strategies import strategy_of
-from manyhands.strategies.base import Strategy
+from manyhands.strategies.base import Change, Strategy
 from manyhands.testing.threads import ScriptedTurns, together
 from manyhands.worker import Worker
 
@@ -47,8 +48,9 @@ class Hand:
 
     def __init__(self, strategy: Strategy, worker: Worker, loss: Any, start: list[float], rate: float) -> None:
         self.strategy, self.worker = strategy, worker
-        self.replica = Replica(Point(start), sgd(rate), group=worker.group, loss=loss)
+        self.replica = Replica.of(Point(start), sgd(rate), group=worker.group, loss=loss)
         self.state = strategy.start(self.replica, worker)
+        strategy.synchronize(self.replica, worker, self.state, Change())
         if worker.server is not None:
             worker.server.activate()
         worker.group.barrier()

@@ -10,9 +10,12 @@ from by_hand import F64, ROW, Hand, Point, hands, quadratic, sgd, slope
 from torch import Tensor, nn
 
 import manyhands as mh
+import plain
 from manyhands.comm.codecs import codec_of
+from manyhands.comm.threads import Meeting, ThreadGroup
 from manyhands.errors import BadInput, UnknownName, Unsupported
-from manyhands.replica.replica import CONTROL_BITS, Replica
+from manyhands.replica.control_bits import CONTROL_BITS
+from manyhands.replica.replica import Replica
 from manyhands.server.base import Encoded, Pushed
 from manyhands.strategies import compression, spec_of, strategy_of
 from manyhands.strategies.allreduce import AllReduce, AllReduceState
@@ -47,16 +50,16 @@ class Wide(Hand):
 
     def __init__(self, spec: str, worker: Worker, seed: int) -> None:
         self.strategy, self.worker = strategy_of(spec), worker
-        self.replica = Replica(Plane(), sgd(0.1), group=worker.group, loss=pulled_to(seed))
-        self.state = self.strategy.start(self.replica, worker)
-        self.gradients = torch.zeros_like(self.replica.gradients)
+        self.replica = Replica.of(Plane(), sgd(0.1), group=worker.group, loss=pulled_to(seed))
+        self.state = plain.started(self.strategy, self.replica, worker)
+        self.gradients = torch.zeros_like(self.replica.gradients.parts[0])
         if worker.server is not None:
             worker.server.activate()
         worker.group.barrier()
 
     def note(self) -> None:
         self.gradient()
-        self.gradients += self.replica.gradients
+        self.gradients += self.replica.gradients.parts[0]
         self.exchange()
 
 
@@ -79,7 +82,7 @@ def test_what_moved_and_the_residuals_are_all_gradients(strategy: str, codec: st
             hand.note()  # type: ignore[attr-defined]
         residual = hand.state.residual  # of diloco, of what it moved
         waits = residual / 0.1 if strategy.startswith("diloco") else residual
-        return hand.replica.parameters.clone(), hand.gradients - waits, residual  # type: ignore[attr-defined]
+        return hand.replica.parameters.parts[0].clone(), hand.gradients - waits, residual  # type: ignore[attr-defined]
 
     got = wide(f"{strategy}compress={codec}", 3, program)
     sent = sum(counted for _, counted, _ in got) / 3
@@ -99,7 +102,7 @@ def test_the_center_and_the_residuals_are_all_updates(strategy: str, codec: str,
             hand.note()  # type: ignore[attr-defined]
         hand.finish()
         center = hand.strategy.consensus(hand.replica, hand.worker, hand.state)
-        return center, -0.1 * hand.gradients - hand.state.residual  # type: ignore[attr-defined]
+        return center.joined(), -0.1 * hand.gradients - hand.state.residual  # type: ignore[attr-defined]
 
     got = wide(f"{strategy}compress={codec}", 2, program, shards)
     total = sum(counted for _, counted in got)
@@ -189,7 +192,7 @@ def test_a_gradient_that_is_not_finite_is_an_error_on_all_and_leaves_the_residua
         before = hand.state.residual.clone()
         hand.gradient()
         if hand.worker.rank:
-            hand.replica.gradients[0] = float("nan")
+            hand.replica.gradients.parts[0][0] = float("nan")
         with pytest.raises(mh.ManyhandsError, match="the gradient of step 1 is not finite in w"):
             hand.exchange()
         return before, hand.state.residual
@@ -214,14 +217,14 @@ class Dropping:
 
 def test_a_dropped_push_leaves_the_residual() -> None:
     worker, strategy = Worker(server=Dropping(), size=2), Quorum(compress="topk:0.01")  # type: ignore[arg-type]
-    worker.group.size = 1
-    replica = Replica(Point([0.0, 0.0]), sgd(0.1), group=worker.group, loss=quadratic([1.0, 1.0], [5.0, 1.0]))
-    state = strategy.start(replica, worker)
+    worker.group.size = 2
+    worker.group.broadcast_ = worker.group.barrier = lambda *_: None  # type: ignore[assignment, method-assign]
+    replica = Replica.of(Point([0.0, 0.0]), sgd(0.1), group=worker.group, loss=quadratic([1.0, 1.0], [5.0, 1.0]))
+    state = plain.started(strategy, replica, worker)
     state.residual[1] = 7.0
     wanted = state.residual.clone()
     replica.backward(ROW)
-    strategy.exchange(replica, worker, state)
-    assert replica.dropped
+    assert strategy.exchange(replica, worker, state).dropped
     assert torch.equal(state.residual, wanted)
 
 
@@ -248,8 +251,8 @@ def test_a_parameter_that_nobody_used_does_not_move_and_its_residual_waits(name:
         return (used * torch.arange(1, 5, dtype=F64)).sum()
 
     def program(worker: Worker) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        replica = Replica(Branches(), lambda m: torch.optim.AdamW(m.parameters()), group=worker.group, loss=loss)
-        state: Any = strategy.start(replica, worker)
+        replica = Replica.of(Branches(), lambda m: torch.optim.AdamW(m.parameters()), group=worker.group, loss=loss)
+        state: Any = plain.started(strategy, replica, worker)
         if worker.server is not None:
             worker.server.activate()
         worker.group.barrier()
@@ -260,7 +263,7 @@ def test_a_parameter_that_nobody_used_does_not_move_and_its_residual_waits(name:
             strategy.exchange(replica, worker, state)
             held += [replica.named(vector)["a"].clone() for vector in (replica.parameters, state.residual)]
         assert not _padding(replica, state.residual).any()
-        assert not _padding(replica, replica.gradients).any()
+        assert not _padding(replica, replica.gradients.parts[0]).any()
         return held[0], held[1], held[2], held[3]
 
     for moved, residual, later, waited in together(2, program, clients):
@@ -368,8 +371,11 @@ def test_a_loop_of_ones_own_is_refused_by_name() -> None:
 
 
 def test_qsgd_draws_apart_on_each_rank_and_at_each_step() -> None:
+    def of_rank(rank: int) -> Replica:
+        return Replica.of(Plane(), sgd(0.1), group=ThreadGroup(Meeting(2), rank), loss=pulled_to(0))
+
     draws = [
-        float(torch.rand(1, generator=compression._draws(CompressedState(seed=seed, sent=sent), rank)))
+        float(torch.rand(1, generator=compression._draws(CompressedState(seed=seed, sent=sent), of_rank(rank))))
         for seed, rank, sent in ((1, 0, 0), (1, 0, 1), (1, 1, 0), (2, 0, 0), (1, 0, 0))
     ]
     assert len(set(draws)) == 4
@@ -378,8 +384,9 @@ def test_qsgd_draws_apart_on_each_rank_and_at_each_step() -> None:
 
 def test_every_matrix_is_whole_or_cut_at_rows() -> None:
     """Over three shards of 16 elements: of the matrix 5 x 6 at 0 the first two rows, then rows 3 and 4."""
-    replica = Replica(Plane(), sgd(0.1), group=Worker().group, loss=pulled_to(0))
-    worker = Worker(size=3)
+    replica = Replica.of(Plane(), sgd(0.1), group=Worker().group, loss=pulled_to(0))
+    worker = Worker()
+    worker.group.size = 3
     state = CompressedState(**compression.remembered(AllReduce(compress="powersgd:1"), replica, worker))
     codec = codec_of("powersgd:1")
     assert codec is not None

@@ -12,15 +12,17 @@ import torch
 from by_hand import ROW, Point, quadratic, sgd
 from torch import Tensor
 
+from manyhands.replica.flat_vector import FlatVector
 from manyhands.replica.replica import Replica
 from manyhands.strategies import strategy_of
-from manyhands.strategies.base import State, Strategy
+from manyhands.strategies.base import Change, State, StepResult, Strategy
 from manyhands.testing.threads import together
 from manyhands.worker import Worker
 
 
 def run(strategy: Strategy, replica: Replica, worker: Worker, ticks: int) -> None:
     state = strategy.start(replica, worker)
+    strategy.synchronize(replica, worker, state, Change())
     for tick in range(ticks):
         replica.begin_tick()
         replica.tick = tick
@@ -31,8 +33,8 @@ def run(strategy: Strategy, replica: Replica, worker: Worker, ticks: int) -> Non
 
 @dataclass(kw_only=True)
 class Outer(State):
-    center: Tensor
-    momentum: Tensor
+    center: FlatVector
+    momentum: FlatVector
     ticks: int = 0
 
 
@@ -45,28 +47,27 @@ class DiLoCo(Strategy):
         self.period, self.rate, self.momentum = period, rate, momentum
 
     def start(self, replica: Replica, worker: Worker) -> Outer:
-        replica.broadcast_from_rank0(worker.group)
         return Outer(center=replica.parameters.clone(), momentum=replica.zeros())
 
-    def exchange(self, replica: Replica, worker: Worker, state: Outer) -> bool:
-        replica.apply()
+    def exchange(self, replica: Replica, worker: Worker, state: Outer) -> StepResult:
+        applied = replica.apply()
         state.ticks += 1
         if state.ticks % self.period == 0:
             pseudo = state.center - replica.parameters
             replica.mean_(worker.group, pseudo, 1.0)
             state.momentum.mul_(self.momentum).add_(pseudo)
-            state.center.sub_(pseudo + self.momentum * state.momentum, alpha=self.rate)
+            state.center.add_(pseudo, alpha=-self.rate).add_(state.momentum, alpha=-self.rate * self.momentum)
             replica.set_parameters(state.center)
-        return True
+        return StepResult(applied=applied)
 
 
 def _three(strategy: Strategy, ticks: int) -> Tensor:
     shifts = [-1.0, 0.0, 4.0]
 
     def program(worker: Worker) -> Tensor:
-        replica = Replica(Point([1.0]), sgd(0.1), group=worker.group, loss=quadratic([2], [shifts[worker.rank]]))
+        replica = Replica.of(Point([1.0]), sgd(0.1), group=worker.group, loss=quadratic([2], [shifts[worker.rank]]))
         run(strategy, replica, worker, ticks)
-        return replica.parameters[:1].clone()
+        return replica.parameters.parts[0][:1].clone()
 
     return together(3, program)[0]
 

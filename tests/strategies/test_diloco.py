@@ -10,6 +10,7 @@ from by_hand import F64, Hand, Point, hands, quadratic, scripted, slope
 from torch import Tensor
 
 from manyhands.errors import BadInput
+from manyhands.replica.flat_vector import FlatVector
 from manyhands.strategies import strategy_of
 from manyhands.strategies.base import Leasing
 from manyhands.strategies.decoupled import ServedState
@@ -156,7 +157,7 @@ def test_rounds_do_not_wait_for_a_late_worker_whose_push_enters_the_next() -> No
         for act in (hand.gradient, hand.exchange) * (1 if hand.worker.rank == 2 else 3 - hand.worker.rank):
             with turns.take(hand.worker.rank):
                 act()
-                center = torch.zeros_like(hand.replica.parameters)
+                center = torch.zeros_like(hand.replica.parameters.parts[0])
                 hand.worker.server.center(center)
                 path.append(float(center[0]))
         hand.worker.group.barrier()
@@ -212,16 +213,20 @@ def test_an_epochs_end_closes_the_open_round_with_all_that_was_begun() -> None:
     assert ends == [(0.0, pytest.approx(0.2, abs=1e-15))] * 3
 
 
+def vector(number: float) -> FlatVector:
+    return FlatVector([torch.tensor([number])])
+
+
 def test_with_another_number_of_workers_the_open_windows_become_one() -> None:
     """What was moved and not pushed stays in: (3·2 + 1·4) / 4 beyond the mean start, with half of 4 rows on each of two."""
     states = [
-        ServedState(center=torch.zeros(1), start=torch.tensor([s]), ticks=t, counted=w, residual=torch.tensor([w]))
+        ServedState(center=vector(0.0), start=vector(s), ticks=t, counted=w, residual=torch.tensor([w]))
         for s, t, w in ((1.0, 2, 3.0), (5.0, 3, 1.0))
     ]
-    merged = ServedState(center=torch.zeros(1), start=torch.zeros(1), residual=torch.zeros(1)).merge(states, 0, 4)
+    merged = ServedState(center=vector(0.0), start=vector(0.0), residual=torch.zeros(1)).merge(states, 0, 4)
     assert merged.residual is not None
     assert float(merged.residual) == 2.0
-    assert (float(merged.start), merged.ticks, merged.counted) == (2.0, 3, 1.0)
+    assert (float(merged.start.joined()), merged.ticks, merged.counted) == (2.0, 3, 1.0)
     assert [state.weight_of_window() for state in states] == [3.0, 1.0]
 
 

@@ -8,6 +8,7 @@ from by_hand import F64, ROW, Hand, hands, quadratic, scripted, slope
 from torch import Tensor
 
 from manyhands.errors import BadInput
+from manyhands.replica.flat_vector import FlatVector
 from manyhands.strategies import strategy_of
 from manyhands.strategies.base import Leasing
 from manyhands.strategies.downpour import Downpour, DownpourState
@@ -31,6 +32,10 @@ def sequential(steps: int) -> Tensor:
     for _ in range(steps):
         w = w - 0.1 * torch.tensor(CURVATURE, dtype=F64) * w
     return w
+
+
+def vector(number: float) -> FlatVector:
+    return FlatVector([torch.tensor([number])])
 
 
 @pytest.mark.parametrize(
@@ -158,10 +163,10 @@ def test_ticks_without_rows_push_nothing() -> None:
 
 
 def test_with_another_number_of_workers_all_begin_anew() -> None:
-    state = DownpourState(start=torch.ones(1), accrued=torch.ones(1), ticks=3, steps=2, weight=2.0, stale=False)
-    others = [DownpourState(start=torch.ones(1), accrued=torch.ones(1), ticks=3, steps=2) for _ in range(2)]
+    state = DownpourState(start=vector(1.0), accrued=vector(1.0), ticks=3, steps=2, weight=2.0, stale=False)
+    others = [DownpourState(start=vector(1.0), accrued=vector(1.0), ticks=3, steps=2) for _ in range(2)]
     merged = state.merge(others, 0, 3)
-    assert (merged.steps, merged.stale, float(merged.accrued)) == (0, True, 0.0)
+    assert (merged.steps, merged.stale, float(merged.accrued.joined())) == (0, True, 0.0)
     assert state.merge(others, 1, 2) is others[1]
 
 

@@ -63,7 +63,7 @@ def test_a_tick_without_rows_leaves_parameters_and_momentum() -> None:
     def program(hand: Hand) -> list[float]:
         path = []
         for tick in range(4):
-            hand.tick(None if tick == 2 else hand.replica.parameters[:1].detach())
+            hand.tick(None if tick == 2 else hand.replica.parameters.parts[0][:1].detach())
             path.append(float(hand.x))
         return path
 

@@ -78,7 +78,7 @@ def test_a_worker_without_rows_takes_no_part(spec: str) -> None:
         for _ in range(3):
             hand.tick(None)
         for _ in range(3):
-            hand.tick(None if hand.worker.rank else hand.replica.parameters[:1].detach())
+            hand.tick(None if hand.worker.rank else hand.replica.parameters.parts[0][:1].detach())
         return float(hand.x), float(hand.center)
 
     alone = hands(spec, [slope(-1.0)], program)

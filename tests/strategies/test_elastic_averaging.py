@@ -9,6 +9,7 @@ import torch
 from by_hand import Hand, hands, quadratic, slope
 
 from manyhands.errors import BadInput
+from manyhands.replica.flat_vector import FlatVector
 from manyhands.strategies import strategy_of
 from manyhands.strategies.base import Leasing
 from manyhands.strategies.easgd import EASGD
@@ -128,8 +129,10 @@ def test_what_it_wants() -> None:
 
 
 def test_with_another_number_of_workers_the_window_begins_anew() -> None:
-    memory = [torch.zeros(1)]
-    states = [ElasticState(center=torch.full((1,), 5.0), ticks=2, weight=3.0, inside=True) for _ in range(2)]
-    merged = ElasticState(center=torch.zeros(1), memory=memory).merge(states, 2, 3)
-    assert (merged.ticks, merged.weight, merged.inside, float(merged.center)) == (0, 0.0, False, 5.0)
+    memory = [FlatVector([torch.zeros(1)])]
+    states = [
+        ElasticState(center=FlatVector([torch.full((1,), 5.0)]), ticks=2, weight=3.0, inside=True) for _ in range(2)
+    ]
+    merged = ElasticState(center=FlatVector([torch.zeros(1)]), memory=memory).merge(states, 2, 3)
+    assert (merged.ticks, merged.weight, merged.inside, float(merged.center.joined())) == (0, 0.0, False, 5.0)
     assert merged.memory is memory

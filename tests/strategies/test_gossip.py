@@ -13,7 +13,7 @@ from torch import Tensor
 
 import manyhands as mh
 from manyhands.errors import BadInput, UnknownName
-from manyhands.replica.replica import MORE
+from manyhands.replica.control_bits import MORE
 from manyhands.strategies import strategy_of
 from manyhands.strategies.base import Leasing
 from manyhands.strategies.gossip import Gossip, GossipState
@@ -185,12 +185,12 @@ def test_where_the_number_of_ticks_is_known_no_round_asks_all(stream: bool, aske
         group, questions = hand.worker.group, []
         mean_ = group.mean_
         group.mean_ = lambda tensor, *rest: (questions.append(tensor.numel()), mean_(tensor, *rest))[1]  # type: ignore[method-assign]
-        hand.replica.sync_control_bits_if_due = lambda worker: False  # type: ignore[method-assign]
+        hand.replica.control.sync_if_due = lambda worker: False  # type: ignore[method-assign]
         for _ in range(2):
             for tick in range(4):
-                hand.replica.more = stream and tick < 3
+                hand.replica.control.more = stream and tick < 3
                 hand.tick()
-            assert bool(hand.replica.control_bits & MORE) is False
+            assert bool(hand.replica.control.received & MORE) is False
             hand.finish()
         return len(questions)
 

@@ -90,4 +90,4 @@ def test_a_round_sends_and_receives_at_once(graph: str, turns: int) -> None:
 
 def padded() -> int:
     """Numbers in a replica's flat vector."""
-    return Replica(plain.mlp(), plain.OPTIMIZERS["sgd"], group=SoloGroup()).layout.padded
+    return Replica.of(plain.mlp(), plain.OPTIMIZERS["sgd"], group=SoloGroup()).layout.padded

@@ -32,7 +32,7 @@ def test_optimizer_and_memory() -> None:
 
     def program(hand: Hand) -> tuple[int, int]:
         hand.replica.check()
-        return hand.replica.parameters.data_ptr(), id(hand.replica.optimizer)
+        return hand.replica.parameters.parts[0].data_ptr(), id(hand.replica.optimizer)
 
     (first, one), (second, other) = hands("hogwild", [slope(1.0)] * 2, program)
     assert first == second
@@ -44,7 +44,7 @@ def test_the_consensus_is_a_copy() -> None:
         copy = hand.strategy.consensus(hand.replica, hand.worker, hand.state)
         hand.worker.group.barrier()
         hand.tick()
-        return copy
+        return copy.joined()
 
     assert all(not copy.any() for copy in hands("hogwild", [slope(1.0)] * 2, program))
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import plain
 from manyhands.errors import BadInput
-from manyhands.replica.replica import CONTROL_BITS, Replica
+from manyhands.replica.control_bits import CONTROL_BITS
+from manyhands.replica.replica import Replica
 from manyhands.server.base import Pushed
 from manyhands.server.in_process import InProcessServers
 from manyhands.strategies import strategy_of
@@ -24,7 +25,7 @@ def branches(worker: Worker) -> Replica:
     model = plain.Branches().double()
     for p in model.parameters():
         nn.init.constant_(p, 0.1)
-    return Replica(model, plain.OPTIMIZERS["adamw"], group=worker.group, loss=plain.cross_entropy)
+    return Replica.of(model, plain.OPTIMIZERS["adamw"], group=worker.group, loss=plain.cross_entropy)
 
 
 def ends_of(spec: str, workers: int) -> list[Tensor]:
@@ -36,7 +37,7 @@ def ends_of(spec: str, workers: int) -> list[Tensor]:
 
     def program(worker: Worker) -> Tensor:
         replica = branches(worker)
-        state = strategy.start(replica, worker)
+        state = plain.started(strategy, replica, worker)
         if worker.server is not None:
             worker.server.activate()
         worker.group.barrier()
@@ -46,7 +47,7 @@ def ends_of(spec: str, workers: int) -> list[Tensor]:
             part = slice(worker.rank * 3, worker.rank * 3 + worker.rank + 1)
             replica.backward((x[part], y[part]))
             strategy.exchange(replica, worker, state)
-        return replica.parameters.clone()
+        return replica.parameters.parts[0].clone()
 
     return together(workers, program, clients)
 
@@ -85,14 +86,13 @@ def beside(
     """A worker of one weight, at 0, after so many ticks beside this server; and in which its row was used."""
     model, strategy, worker = nn.Linear(1, 1, bias=False).double(), Quorum(), Worker(server=server)  # type: ignore[arg-type]
     nn.init.zeros_(model.weight)
-    replica = Replica(model, optimizer, group=worker.group, loss=lambda m, batch: m(batch).sum())
-    state, used = strategy.start(replica, worker), []
+    replica = Replica.of(model, optimizer, group=worker.group, loss=lambda m, batch: m(batch).sum())
+    state, used = plain.started(strategy, replica, worker), []
     for _ in range(ticks):
         replica.begin_tick()
         strategy.before_backward(replica, worker, state)
         replica.backward(torch.ones(1, 1, dtype=F64))
-        strategy.exchange(replica, worker, state)
-        used.append(replica.used)
+        used.append(strategy.exchange(replica, worker, state).used)
     return replica, used
 
 
@@ -102,7 +102,7 @@ def test_a_late_worker_applies_every_mean_and_computes_none_that_would_be_droppe
     replica, used = beside(server, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), 5)
     assert server.weights == [1.0, 1.0, 0.0, 0.0, 1.0]
     assert used == [True, False, False, False, True]
-    assert (replica.step, float(replica.parameters[0])) == (5, pytest.approx(-0.5))
+    assert (replica.step, float(replica.parameters.parts[0][0])) == (5, pytest.approx(-0.5))
 
 
 def test_a_parameter_that_only_a_dropped_gradient_touched_does_not_move() -> None:
@@ -121,9 +121,9 @@ def test_with_backups_only_a_step_without_any_rows_ends_a_stream(backups: int, w
 
     worker, strategy = Worker(server=Last([])), Quorum(backups=backups)  # type: ignore[arg-type]
     replica = branches(worker)
-    state = strategy.start(replica, worker)
+    state = plain.started(strategy, replica, worker)
     replica.backward(None)
-    assert strategy.exchange(replica, worker, state) is more
+    assert strategy.exchange(replica, worker, state).rows_left is more
 
 
 def test_with_backups_all_workers_hold_the_same_parameters_after_the_same_tick() -> None:

@@ -7,6 +7,7 @@ import torch
 from by_hand import Hand, hands, slope
 
 from manyhands.errors import BadInput, Unsupported
+from manyhands.replica.flat_vector import FlatVector
 from manyhands.strategies import server_strategy
 from manyhands.strategies.agn import AGN
 from manyhands.strategies.base import Leasing
@@ -29,7 +30,7 @@ def test_all_start_from_rank_0s_parameters() -> None:
         name = "own"
 
         def start(self, replica, worker):
-            replica.parameters[0] = worker.rank + 5.0
+            replica.parameters.parts[0][0] = worker.rank + 5.0
             return super().start(replica, worker)
 
     assert hands(Own(), [slope(1.0)] * 3, program) == [(5.0, 5.0)] * 3
@@ -41,13 +42,14 @@ def test_the_center_comes_in_a_vector_of_its_own() -> None:
     def program(hand: Hand) -> tuple[bool, bool]:
         first = hand.strategy.consensus(hand.replica, hand.worker, hand.state)
         second = hand.strategy.consensus(hand.replica, hand.worker, hand.state)
-        return first.data_ptr() != second.data_ptr(), first.data_ptr() != hand.replica.parameters.data_ptr()
+        one, other, own = (vector.parts[0].data_ptr() for vector in (first, second, hand.replica.parameters))
+        return one != other, one != own
 
     assert hands("agn", [slope(1.0)] * 2, program) == [(True, True)] * 2
 
 
 def test_a_window_of_another_number_of_workers_begins_anew() -> None:
-    windows = [Window(start=torch.zeros(1), ticks=3, steps=2, fresh=True) for _ in range(2)]
+    windows = [Window(start=FlatVector([torch.zeros(1)]), ticks=3, steps=2, fresh=True) for _ in range(2)]
     merged = windows[0].merge(windows, 2, 3)
     assert (merged.ticks, merged.steps, merged.fresh) == (0, 0, False)
     assert windows[0].merge(windows, 1, 2) is windows[1]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from manyhands.comm import threads
+from manyhands.replica.flat_vector import FlatVector
 from manyhands.replica.replica import Replica
 from manyhands.strategies import CATALOGUE, strategy_of
 from manyhands.strategies.allreduce import AllReduce
-from manyhands.strategies.base import State
+from manyhands.strategies.base import Change, State, StepResult
 from manyhands.strategies.local_sgd import LocalSGD
 from manyhands.testing.group_suite import CheckFailed
 from manyhands.testing.strategy_suite import SIZES, STRATEGY_SUITE
@@ -108,27 +108,25 @@ class _OwnStart(AllReduce):
 
 
 class _NeverEnds(AllReduce):
-    def exchange(self, *args: Any) -> bool:
-        super().exchange(*args)
-        return True
+    def exchange(self, *args: Any) -> StepResult:
+        return replace(super().exchange(*args), rows_left=True)
 
 
 class _EndsAlone(AllReduce):
-    def exchange(self, replica: Replica, worker: Worker, state: Any) -> bool:
-        super().exchange(replica, worker, state)
-        return replica.more
+    def exchange(self, replica: Replica, worker: Worker, state: Any) -> StepResult:
+        return replace(super().exchange(replica, worker, state), rows_left=replica.control.more)
 
 
 class _NeverVotes(LocalSGD):
-    def exchange(self, replica: Replica, worker: Worker, state: Any) -> bool:
-        replica.sync_control_bits_if_due = lambda worker: False  # type: ignore[method-assign]
+    def exchange(self, replica: Replica, worker: Worker, state: Any) -> StepResult:
+        replica.control.sync_if_due = lambda worker: False  # type: ignore[method-assign]
         return super().exchange(replica, worker, state)
 
 
 class _StopsAlone(AllReduce):
-    def exchange(self, replica: Replica, worker: Worker, state: Any) -> bool:
+    def exchange(self, replica: Replica, worker: Worker, state: Any) -> StepResult:
         answer = super().exchange(replica, worker, state)
-        replica.control_bits = replica.bits()
+        replica.control.received = replica.control.own
         return answer
 
 
@@ -138,20 +136,20 @@ class _FinishesTwice(AllReduce):
 
 
 class _OwnAnswer(LocalSGD):
-    def consensus(self, replica: Replica, worker: Worker, state: Any) -> Tensor:
+    def consensus(self, replica: Replica, worker: Worker, state: Any) -> FlatVector:
         return replica.parameters
 
 
 class _ConsensusMoves(LocalSGD):
-    def consensus(self, replica: Replica, worker: Worker, state: Any) -> Tensor:
+    def consensus(self, replica: Replica, worker: Worker, state: Any) -> FlatVector:
         replica.set_parameters(super().consensus(replica, worker, state))
         return replica.parameters
 
 
 @dataclass(kw_only=True)
 class _Velocity(State):
-    velocity: Tensor
-    before: Tensor | None = None
+    velocity: FlatVector
+    before: FlatVector | None = None
 
 
 class _Momentum(AllReduce):
@@ -161,7 +159,7 @@ class _Momentum(AllReduce):
         super().start(replica, worker)
         return _Velocity(velocity=replica.zeros())
 
-    def exchange(self, replica: Replica, worker: Worker, state: Any) -> bool:
+    def exchange(self, replica: Replica, worker: Worker, state: Any) -> StepResult:
         before = replica.parameters.clone()
         answer = super().exchange(replica, worker, state)
         state.velocity.mul_(0.5).add_(replica.parameters - before)
@@ -177,7 +175,7 @@ class _Remembers(AllReduce):
         replica.velocity = replica.zeros()  # type: ignore[attr-defined]
         return State()
 
-    def exchange(self, replica: Replica, worker: Worker, state: Any) -> bool:
+    def exchange(self, replica: Replica, worker: Worker, state: Any) -> StepResult:
         before, velocity = replica.parameters.clone(), replica.velocity  # type: ignore[attr-defined]
         answer = super().exchange(replica, worker, state)
         velocity.mul_(0.5).add_(replica.parameters - before)
@@ -187,20 +185,24 @@ class _Remembers(AllReduce):
 
 
 class _MovesAlone(LocalSGD):
-    def exchange(self, replica: Replica, worker: Worker, state: Any) -> bool:
+    def exchange(self, replica: Replica, worker: Worker, state: Any) -> StepResult:
         if replica.idle:
             replica.parameters.mul_(0.99)
         return super().exchange(replica, worker, state)
 
 
 class _TalksWithRowsOnly(AllReduce):
-    def exchange(self, replica: Replica, worker: Worker, state: Any) -> bool:
-        return replica.more if replica.idle else super().exchange(replica, worker, state)
+    def exchange(self, replica: Replica, worker: Worker, state: Any) -> StepResult:
+        if replica.idle:
+            return StepResult(applied=False, rows_left=replica.control.more)
+        return super().exchange(replica, worker, state)
 
 
 class _AppliesTwice(AllReduce):
-    def exchange(self, replica: Replica, worker: Worker, state: Any) -> bool:
-        return super().exchange(replica, worker, state) and replica.apply()
+    def exchange(self, replica: Replica, worker: Worker, state: Any) -> StepResult:
+        result = super().exchange(replica, worker, state)
+        replica.apply()
+        return result
 
 
 class _Undescribed(AllReduce):
@@ -211,10 +213,12 @@ class _ThirdTime(AllReduce):
     runs = 0
 
     def start(self, replica: Replica, worker: Worker) -> Any:
-        state = super().start(replica, worker)
         _ThirdTime.runs += 1
+        return super().start(replica, worker)
+
+    def synchronize(self, replica: Replica, worker: Worker, state: Any, change: Change) -> None:
+        super().synchronize(replica, worker, state, change)
         replica.parameters.mul_(_ThirdTime.runs)
-        return state
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from manyhands.callbacks.base import Callback
 from manyhands.checkpoint import checkpoints
 from manyhands.errors import BadInput
 from manyhands.events import Event
-from manyhands.replica.layout import Layout
+from manyhands.replica.flat_vector import FlatVector
+from manyhands.replica.layout import Layout, layouts_of
 from manyhands.strategies import strategy_of
 from manyhands.strategies.streaming import GroupState, Schedule, cut
 from manyhands.testing.strategy_suite import StrategyWorker, run_workers
@@ -56,7 +57,7 @@ def layout(*sizes: int) -> Layout:
     model = nn.Module()
     for i, size in enumerate(sizes):
         model.register_parameter(f"p{i}", nn.Parameter(torch.zeros(size * 32)))
-    return Layout(model)
+    return layouts_of(model)[0]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +165,7 @@ class Listening:
             return Told()
 
         trainer.worker.group.start_mean_ = listen  # type: ignore[method-assign]
-        trainer.replica.sync_control_bits_if_due = lambda worker: True  # type: ignore[method-assign]
+        trainer.replica.control.sync_if_due = lambda worker: True  # type: ignore[method-assign]
 
 
 def test_at_once_only_a_fragment_is_sent_and_waited_for_in_order_later() -> None:
@@ -229,9 +230,9 @@ def test_with_another_number_of_workers_what_is_under_way_has_the_same_mean() ->
     """Fragment 0 of two was sent with 3 and 1 rows: (3·2 + 1·6) / 4 = 3, of weight 4 together."""
     states = [
         GroupState(
-            center=torch.zeros(4),
-            momentum=torch.zeros(4),
-            on_way=torch.tensor([sent, sent, 9.0, 9.0]),
+            center=FlatVector([torch.zeros(4)]),
+            momentum=FlatVector([torch.zeros(4)]),
+            on_way=FlatVector([torch.tensor([sent, sent, 9.0, 9.0])]),
             counted=torch.tensor([1.0, open_], dtype=torch.float64),
             on_way_counted=torch.tensor([weight, 0.0], dtype=torch.float64),
             ticks=5,
@@ -242,7 +243,7 @@ def test_with_another_number_of_workers_what_is_under_way_has_the_same_mean() ->
     ]
     assert [state.weight_of_window() for state in states] == [5.0, 9.0]
     merged = states[0].merge(states, 0, 4)
-    assert merged.on_way[:2].tolist() == [3.0, 3.0]
+    assert merged.on_way.joined()[:2].tolist() == [3.0, 3.0]
     assert (merged.counted.tolist(), merged.on_way_counted.tolist()) == ([0.5, 3.0], [1.0, 0.0])
     assert merged.ticks == 5
     assert merged.residual is not None
@@ -285,7 +286,7 @@ def test_a_run_that_is_interrupted_anywhere_ends_with_the_same_bits(spec: str, t
         on_way.add(len(strategy_of(spec)._schedule().under_way(tick)))  # type: ignore[attr-defined]
         ticks.add(tick)
         resumed = mh.train(given, run_dir=folder, resume=True, **options)
-        assert torch.equal(resumed.parameters, whole.parameters)
+        assert resumed.parameters.equal(whole.parameters)
     assert len(ticks) > 2
     assert ("overlap=2" in spec) <= (on_way == {0, 1})
     assert ("overlap=5" in spec) <= ({2} <= on_way)

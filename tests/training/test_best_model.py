@@ -53,14 +53,14 @@ def test_anything_else_is_refused(text: str) -> None:
 
 
 def test_a_checkpoint_brings_the_best_back() -> None:
-    replica = Replica(plain.mlp(), plain.OPTIMIZERS["sgd"], group=SoloGroup())
+    replica = Replica.of(plain.mlp(), plain.OPTIMIZERS["sgd"], group=SoloGroup())
     best_model = BestModel(BestModelPolicy.parse("best:min:x"))
     best_model.offer({"x": 1.0}, replica.parameters, {"b": torch.ones(2)})
     tensors, values = best_model.capture(replica)
     again = BestModel(BestModelPolicy.parse("best:min:x"))
     again.restore(replica, tensors, values)
     assert again.parameters is not None
-    assert torch.equal(again.parameters, replica.parameters)
+    assert again.parameters.equal(replica.parameters)
     assert torch.equal(again.buffers["b"], torch.ones(2))
     assert again.metrics == {"x": 1.0}
     assert not again.offer({"x": 1.0}, replica.parameters, {})

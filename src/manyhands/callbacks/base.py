@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from manyhands.events import Event
 
@@ -15,6 +15,8 @@ class Callback:
     Methods are called on the driver, one at a time, in the order of events. An exception ends the run. A stop by
     `on_epoch` or `on_validation` takes effect before the next step, so such runs are reproducible. `on_step` is called
     while the workers continue; after a stop they end together some steps later.
+
+    What a callback must remember when a run is resumed is its `state_dict`: it is saved with each checkpoint.
     """
 
     def on_start(self, event: Event) -> None:
@@ -37,3 +39,10 @@ class Callback:
 
     def on_end(self, event: Event) -> None:
         """After the run: type "end" with {metrics, seconds}, or "failed" with {error, message}. Always the last call."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to save with a checkpoint, as JSON; all events up to it have been seen. {}: nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave; called after `on_start` of a run that is resumed from such a checkpoint."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from typing_extensions import override
 
@@ -20,7 +20,7 @@ LOG = logging.getLogger("manyhands")
 class EarlyStopping(Callback):
     """Ends the run at the `patience`-th validation in a row without improvement over the best.
 
-    A NaN is never an improvement. Counting starts with each launch, also with a resumed one.
+    A NaN is never an improvement. A resumed run goes on counting where its checkpoint was.
     """
 
     metric: str = "validation_loss"
@@ -73,6 +73,14 @@ class EarlyStopping(Callback):
             LOG.warning(
                 "EarlyStopping watched %s, and there was no validation: give the task validation_data", self.metric
             )
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "failures": self.failures}
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best, self.failures = state["best"], state["failures"]
 
     def _better(self, value: float) -> bool:
         if value != value:

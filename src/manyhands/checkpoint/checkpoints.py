@@ -22,7 +22,7 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -40,7 +40,7 @@ from manyhands.errors import BadInput, ManyhandsError, is_whole
 from manyhands.rank_files.folder import as_given
 
 KEPT = 2
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 _TOKEN_BYTES = 8
 _MOST_TIMES, _MOST_MORE_BYTES = 8, 64 << 20  # how long another rank's file may be, see `_write_parts`
@@ -77,8 +77,37 @@ class Checkpoint:
     def tensors(self, rank: int) -> dict[str, Tensor]:
         return load_tensors(self.path / _names(rank)[0])
 
+    def reader(self, rank: int) -> SavedTensors:
+        """The same, read one by one."""
+        return SavedTensors(self.path / _names(rank)[0])
+
     def values(self, rank: int) -> dict[str, Any]:
         return dict(json.loads((self.path / _names(rank)[1]).read_text()))
+
+
+class SavedTensors(Mapping[str, Tensor]):
+    """The tensors of a safetensors file by name, each read when it is asked for; of a file elsewhere all are, at first."""
+
+    def __init__(self, path: AnyPath) -> None:
+        self.bytes_read = 0
+        if isinstance(path, RemotePath):
+            loaded = load_tensors(path)
+            self.bytes_read = sum(tensor.nbytes for tensor in loaded.values())
+            self._names, self._read = list(loaded), loaded.__getitem__
+        else:
+            file = safetensors.safe_open(path, framework="pt")
+            self._names, self._read = list(file.keys()), file.get_tensor  # type: ignore[no-untyped-call]
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._read(name)
+        self.bytes_read += tensor.nbytes
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def load_tensors(path: AnyPath) -> dict[str, Tensor]:

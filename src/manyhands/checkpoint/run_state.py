@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor
 from manyhands import rng
 from manyhands.checkpoint.checkpoints import Checkpoint
 from manyhands.errors import BadInput, Unsupported
+from manyhands.replica.flat_vector import FlatVector
 from manyhands.replica.optimizer_state import counts_on_device
 from manyhands.replica.replica import Replica
 from manyhands.server.base import Server, ServerState
@@ -35,10 +36,15 @@ def declared(replica: Replica) -> dict[str, Any]:
 
 
 def capture(
-    replica: Replica, state: State, position: dict[str, Any], declaration: dict[str, Any] | None = None
+    replica: Replica,
+    state: State,
+    position: dict[str, Any],
+    declaration: dict[str, Any] | None = None,
+    counted: bool = True,
 ) -> Parts:
     """This rank's part; `position` is where the loop stands, `declaration` what `declared` returned when it began.
 
+    counted: False where another rank's equal copy of the parameters is the one that counts.
     Raises Unsupported, by name, for an optimizer that remembers of a parameter what is neither a tensor nor JSON.
     """
     tensors: dict[str, Tensor] = {}
@@ -50,6 +56,11 @@ def capture(
     random_tensors, random_values = rng.capture()
     _put(tensors, "random", random_tensors)
     values = {
+        "slices": {
+            name: asdict(part) | {"counted": counted and part.counted}
+            for shard in replica.shards
+            for name, part in shard.slices.items()
+        },
         "position": position,
         "step": replica.step,
         "strategy": state.numbers(),
@@ -77,14 +88,15 @@ def restore(
 
     With as many ranks as it was written by, bit for bit. With another number: the strategy's own `merge`, which may
     refuse (nothing has changed then); the mean of the written replicas, weighted by what each counted in its open
-    window (equal ones, as synchronous strategies have, are kept as they are); rank 0's optimizer and schedule; each
-    rank's random state as it is now. Where `total`, the number of steps planned, is another than it was, the schedule
-    is the new one's, wound on to the same step. So it is where the task says other hyperparameters than it did when the
-    checkpoint's run began: the task's are used, and `warn` gets their names. What the task sets as before stays
-    as the checkpoint has it, moved by the schedule or by whatever else. Another class of optimizer is a BadInput.
+    window (of equal ones, as synchronous strategies have, one alone is read, and is kept as it is); rank 0's
+    optimizer and schedule; each rank's random state as it is now. Where `total`, the number of steps planned, is
+    another than it was, the schedule is the new one's, wound on to the same step. So it is where the task says other
+    hyperparameters than it did when the checkpoint's run began: the task's are used, and `warn` gets their names.
+    What the task sets as before stays as the checkpoint has it, moved by the schedule or by whatever else. Another
+    class of optimizer is a BadInput.
     """
     same = checkpoint.ranks == size
-    parts = [checkpoint.tensors(r) for r in ([rank] if same else range(checkpoint.ranks))]
+    parts = [checkpoint.reader(r) for r in ([rank] if same else range(checkpoint.ranks))]
     numbers = [checkpoint.values(r) for r in ([rank] if same else range(checkpoint.ranks))]
     written = zip(parts, numbers, strict=True)
     states = [_restore_state(replica, state, part, number["strategy"], own=not same) for part, number in written]
@@ -97,8 +109,11 @@ def restore(
             f"the checkpoint's optimizer is {declaration['optimizer']} with {len(declaration['groups'])} parameter groups, and the task's is {now['optimizer']} "
             f"with {len(now['groups'])}: resume with the optimizer it was written by, or start in another run directory"
         )
-    means = _mean_parameters(parts, [own.weight_of_window() for own in states])
-    _fill(replica.named(replica.parameters), "parameters", means)
+    parameters: Mapping[str, Tensor] = tensors
+    if not same:
+        windows, slices = [own.weight_of_window() for own in states], [one["slices"] for one in numbers]
+        parameters = _mean_parameters(parts, windows, slices)
+    _fill(replica.named(replica.parameters), "parameters", parameters)
     _fill(dict(replica.model.named_buffers()), "buffers", tensors)
     longer = values["position"]["total"] != total
     rescheduled = (longer and replica.schedule is not None) or now["schedule"] != declaration["schedule"]
@@ -141,15 +156,19 @@ def _put(tensors: dict[str, Tensor], prefix: str, named: dict[str, Tensor]) -> N
     tensors.update({f"{prefix}/{name}": tensor for name, tensor in named.items()})
 
 
-def _take(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name[len(prefix) + 1 :]: tensor for name, tensor in tensors.items() if name.startswith(prefix + "/")}
+def _take(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name[len(prefix) + 1 :]: tensors[name] for name in tensors if name.startswith(prefix + "/")}
 
 
-def _by_name(replica: Replica, tensor: Tensor) -> dict[str, Tensor]:
-    return replica.named(tensor) if tensor.shape == replica.parameters.shape else {"": tensor}
+def _by_name(replica: Replica, value: FlatVector | Tensor) -> dict[str, Tensor]:
+    """By parameter, where the value has a number for each of theirs."""
+    if isinstance(value, FlatVector):
+        same = value.numel == replica.parameters.numel
+        return replica.named(value) if same else {str(i or ""): part for i, part in enumerate(value.parts)}
+    return replica.named(value) if value.shape == (replica.layout.padded,) else {"": value}
 
 
-def _fill(targets: dict[str, Tensor], prefix: str, tensors: dict[str, Tensor]) -> None:
+def _fill(targets: dict[str, Tensor], prefix: str, tensors: Mapping[str, Tensor]) -> None:
     sources = _take(tensors, prefix)
     if differences := _differences(_shapes(sources), _shapes(targets)):
         raise BadInput(
@@ -171,12 +190,17 @@ def _differences(then: dict[str, list[int]], now: dict[str, list[int]]) -> list[
     return [f"{name} was {then.get(name, 'none')}, and is {now.get(name, 'none')}" for name in other]
 
 
-def _mean_parameters(parts: list[dict[str, Tensor]], weights: list[float]) -> dict[str, Tensor]:
-    """The ranks' parameters by name: their weighted mean, or the parameters themselves where they are equal."""
-    shares = [weight / sum(weights) if any(weights) else 1 / len(weights) for weight in weights]
+def _mean_parameters(
+    parts: Sequence[Mapping[str, Tensor]], weights: list[float], slices: list[dict[str, Any]]
+) -> dict[str, Tensor]:
+    """The ranks' parameters by name: the weighted mean of those that count, or the parameters themselves where they are
+    equal. One parameter after the other is read."""
     means = {}
     for name in (name for name in parts[0] if name.startswith("parameters/")):
-        tensors = [part[name] for part in parts]
+        counting = [r for r, own in enumerate(slices) if own[name.removeprefix("parameters/")]["counted"]]
+        total = sum(weights[r] for r in counting)
+        shares = [weights[r] / total if total else 1 / len(counting) for r in counting]
+        tensors = [parts[r][name] for r in counting]
         if all(torch.equal(tensors[0], other) for other in tensors[1:]):
             means[name] = tensors[0]
         else:
@@ -257,7 +281,7 @@ def _steps_of(schedule: dict[str, Any] | None, tick: int) -> int:
 
 def _restore_optimizer(
     replica: Replica,
-    tensors: dict[str, Tensor],
+    tensors: Mapping[str, Tensor],
     saved: dict[str, Any],
     declaration: list[dict[str, Any]],
     now: list[dict[str, Any]],
@@ -294,11 +318,11 @@ def _placed(kind: str, value: Any, p: Tensor, counts_on_device: bool) -> Any:
 
 
 def _optimized(replica: Replica) -> Iterable[tuple[str, Tensor]]:
-    return zip(replica.layout.names, replica.layout.parameters, strict=True)
+    return zip(replica.layout.names, replica.trainable, strict=True)
 
 
 def _restore_state(
-    replica: Replica, state: State, tensors: dict[str, Tensor], numbers: dict[str, Any], own: bool
+    replica: Replica, state: State, tensors: Mapping[str, Tensor], numbers: dict[str, Any], own: bool
 ) -> State:
     """A copy of `state` with the saved numbers and tensors, in its memory or in memory of its `own`."""
     saved: dict[str, Tensors] = {}  # by field, with which the names begin
@@ -306,10 +330,10 @@ def _restore_state(
         field, _, name = key.partition("/")
         saved.setdefault(field, {})[name] = tensor
     _check_state(replica, state, saved, numbers, same=not own)
-    memory = {name: tensor.clone() for name, tensor in state.tensors().items()} if own else {}
+    memory = {name: held.clone() for name, held in state.tensors().items()} if own else {}
     restored = type(state)(**{**vars(state), **numbers, **memory})
-    for field, tensor in restored.tensors().items():
-        targets = _by_name(replica, tensor)
+    for field, held in restored.tensors().items():
+        targets = _by_name(replica, held)
         for name, value in saved.get(field, {}).items():
             targets[name].copy_(value)
     return restored

@@ -315,31 +315,21 @@ for _listing in (tables.strategies, tables.tasks, tables.engines):
 
 
 @contextmanager
-def _started(engine: str, workers: int | None) -> Iterator[Engine | str]:
-    """The engine; where it is `local` and will fork, its server loads torch while this process does.
+def _started(engine: str, workers: int | None) -> Iterator[Engine]:
+    """The engine; where it will start workers, they load torch while this process does.
 
-    Engine `hosts` says on standard error how to join and who came.
+    How other hosts join, and who came, is said on standard error.
     """
-    from manyhands.engines import engine_of, under_torchrun
+    from manyhands.engines import engine_of
 
-    if engine.partition(":")[0] == "hosts":
-        from manyhands.engines.hosts.engine import Hosts
-
-        hosts = engine_of(engine)
-        assert isinstance(hosts, Hosts)
-        hosts.announcer.say = lambda text: typer.echo(f"manyhands: {text}", err=True)
-        yield hosts
-        return
-    if engine not in ("auto", "local") or (workers or 1) < 2 or under_torchrun():
-        yield engine
-        return
-    from manyhands.engines.local.engine import Local
-
-    local = Local().prestart()
+    made = engine_of(engine)
+    made.announce(lambda text: typer.echo(f"manyhands: {text}", err=True))
+    if (workers or 1) > 1:
+        made.prestart()
     try:
-        yield local
+        yield made
     finally:
-        local.close()
+        made.close()
 
 
 def _callbacks(log: str, early_stopping: str | None, tensorboard: Path | None) -> list[Callback]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from manyhands.engines.torchrun import launchers
 
 if TYPE_CHECKING:
-    from manyhands.engines.base import Engine
+    from manyhands.engines.base import Capabilities, Engine
 
 CATALOGUE: dict[str, str] = {
     "local": "manyhands.engines.local.engine:Local",
@@ -64,22 +64,12 @@ def under_torchrun() -> bool:
     return launchers.started_as_one_of_several()
 
 
-def default_workers(engine: Engine) -> int:
-    """As many as there are where a launcher has decided it; else one per visible GPU, at least 1. Touches no GPU."""
-    if engine.name == "inside":
-        from manyhands.engines.nested import Nested
+def capabilities_of(name: str) -> Capabilities:
+    """Of a catalogued engine that a record names; none of a user's own."""
+    from manyhands import spec
+    from manyhands.engines.base import Capabilities
 
-        assert isinstance(engine, Nested)
-        return engine.worker.size
-    if engine.name == "torchrun":
-        return launchers.number_of(launchers.SIZE, "1")
-    import torch
-
-    return max(1, torch.cuda.device_count())
-
-
-def own_rank(engine: Engine) -> int:
-    """This process's rank under an engine whose workers all make the same call."""
-    from manyhands.engines.nested import Nested
-
-    return engine.worker.rank if isinstance(engine, Nested) else launchers.number_of(launchers.RANK, "0")
+    if name not in CATALOGUE:
+        return Capabilities()
+    found: Capabilities = spec.find(name, CATALOGUE, "engine", HINTS).capabilities
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from manyhands.engines.driver.host_processes import name_of
 from manyhands.errors import BadInput, Unsupported, is_whole
@@ -112,21 +112,39 @@ def check_counts(spec: LaunchSpec) -> None:
 
 def check_brings(engine: Engine) -> None:
     """Unsupported unless the engine brings the rows of a DataFrame to the workers."""
-    if not engine.brings_frames:
+    if not engine.capabilities.brings_frames:
         raise Unsupported(
             f"the rows of a Spark DataFrame are brought to workers by engine spark, not by {engine.name}: give engine='spark', "
             "or data in files"
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What an engine can do, and how its workers live. Nothing asks for an engine's name."""
+
+    spmd: bool = False  # each worker's process makes the same call of `launch`, and gets its own value
+    simulated: bool = False  # all workers live in the caller's process, and their clocks are not real
+    one_host: bool = False  # workers are processes of this host: they share its cores, and memory is their link
+    serves: bool = False  # it can start a parameter server, and its driver leases rows
+    brings_frames: bool = False  # it brings the rows of a DataFrame to the workers' hosts
+
+
 class Engine(ABC):
     """Where workers run: a frozen dataclass whose fields are its options. It does not know strategies."""
 
     name: ClassVar[str]
-    spmd: ClassVar[bool] = False  # each worker's process makes the same call of `launch`, and gets its own value
-    simulated: ClassVar[bool] = False  # all workers live in the caller's process, and their clocks are not real
-    serves: ClassVar[bool] = False  # it can start a parameter server, and its driver leases rows
-    brings_frames: ClassVar[bool] = False  # it brings the rows of a DataFrame to the workers' hosts
+    capabilities: ClassVar[Capabilities] = Capabilities()
+
+    def default_workers(self) -> int:
+        """As many as there are where a launcher has decided it; else one per visible GPU, at least 1. Touches no GPU."""
+        import torch
+
+        return max(1, torch.cuda.device_count())
+
+    def own_rank(self) -> int:
+        """This process's rank, where every worker's process makes the same call; else 0, the driver's."""
+        return 0
 
     def on_one_host(self, workers: int) -> bool:
         """Whether so many workers have memory in common."""
@@ -135,6 +153,16 @@ class Engine(ABC):
     def facts(self) -> dict[str, Any]:
         """What a run's `info` is to say of this engine beside its name, as JSON."""
         return {}
+
+    def prestart(self) -> Self:
+        """Begin to start what the first launch will need, if there is anything; `close` ends it. For a command."""
+        return self
+
+    def close(self) -> None:  # noqa: B027
+        """End what `prestart` began. Idempotent."""
+
+    def announce(self, say: Callable[[str], None]) -> None:  # noqa: B027
+        """From now on, pass to `say` what a user must read before workers are there, as how to join."""
 
     def check(self, spec: LaunchSpec) -> None:  # noqa: B027
         """Raise BadInput or Unsupported before anything is written or started, as `launch` would."""
@@ -174,11 +202,10 @@ class Engine(ABC):
 
         Raises as `launch`, a process named by its role ("ps 0"); Unsupported where the engine starts no processes.
         """
-        from manyhands.engines import default_workers
         from manyhands.engines.cluster import Member, Telling, run
         from manyhands.engines.roles import Roles
 
-        count = default_workers(self) if workers is None else workers
+        count = self.default_workers() if workers is None else workers
         cast = Roles(workers=count, others=dict(roles or {}), until=until)
         spec = LaunchSpec(workers=count, threads_per_worker=threads_per_worker, timeout_s=timeout_s, observer=Telling())
         return run(self, Member(function, args, cast, tensorboard, rows), spec)

@@ -136,7 +136,7 @@ def variables(cluster: Cluster, local_rank: int, local_size: int) -> dict[str, s
 
 def run(engine: Engine, member: Member, spec: LaunchSpec) -> dict[str, list[Any]]:
     """{role: values by index}. What `spec` says of workers and roles gives way to the member's; see `Engine.run`."""
-    if engine.spmd or engine.simulated:
+    if engine.capabilities.spmd or engine.capabilities.simulated:
         raise Unsupported(
             f"engine {engine.name} starts no processes: run another framework's cluster on one that does (local, hosts, spark)"
         )

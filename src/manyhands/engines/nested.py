@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from manyhands.comm.group import Group, Ledger
 from manyhands.data.leases import End, Lease, Segment
-from manyhands.engines.base import Engine, LaunchSpec
+from manyhands.engines.base import Capabilities, Engine, LaunchSpec
 from manyhands.engines.driver.run_monitor import USER
 from manyhands.engines.single_process import InProcessDriverClient
 from manyhands.errors import BadInput, Unsupported
@@ -79,8 +79,16 @@ class Nested(Engine):
     """
 
     name: ClassVar[str] = "inside"
-    spmd: ClassVar[bool] = True
+    capabilities: ClassVar[Capabilities] = Capabilities(spmd=True)
     worker: Worker
+
+    @override
+    def default_workers(self) -> int:
+        return self.worker.size
+
+    @override
+    def own_rank(self) -> int:
+        return self.worker.rank
 
     @override
     def launch(self, program: Callable[[Worker], T], spec: LaunchSpec) -> list[T]:

@@ -15,12 +15,19 @@ from manyhands.replica.replica import Replica
 from manyhands.strategies.base import Strategy
 
 
-def check_arguments(model: Any, optimizer: Any, strategy: Strategy) -> None:
+def root_of(model: Any) -> nn.Module:
+    """The module that holds all that is prepared together: the model, or a list of several. BadInput for anything else."""
+    if isinstance(model, nn.Module):
+        return model
+    if isinstance(model, list | tuple) and model and all(isinstance(one, nn.Module) for one in model):
+        return nn.ModuleList(model)
+    raise BadInput(
+        f"prepare takes (model, optimizer, *loaders): the model must be an nn.Module, or a list of several, not {type(model).__name__}"
+    )
+
+
+def check_arguments(model: nn.Module, optimizer: Any, strategy: Strategy) -> None:
     """BadInput for what is no model or optimizer; Unsupported for a strategy that `prepare` cannot run."""
-    if not isinstance(model, nn.Module):
-        raise BadInput(
-            f"prepare takes (model, optimizer, *loaders): the model must be an nn.Module, not {type(model).__name__}"
-        )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise BadInput(
             f"prepare takes (model, optimizer, *loaders): the optimizer must be a torch.optim.Optimizer over model.parameters(), not {type(optimizer).__name__}"
@@ -37,7 +44,7 @@ def check_arguments(model: Any, optimizer: Any, strategy: Strategy) -> None:
     if strangers:
         raise BadInput(
             f"the optimizer holds {len(strangers)} trainable parameters that are not the model's (the first of shape {list(strangers[0].shape)}): "
-            "prepare the module that holds them all, nn.ModuleList([first, second]) say"
+            "prepare all modules together, mh.prepare([first, second], optimizer) say"
         )
 
     if strategy.server() is not None or strategy.leasing() is not None:
@@ -46,7 +53,7 @@ def check_arguments(model: Any, optimizer: Any, strategy: Strategy) -> None:
             f"strategy {strategy.name} wants {wants}, which a loop of one's own does not drive: use mh.train, or a strategy that exchanges "
             "through the group (manyhands strategies)"
         )
-    if type(strategy).before_backward is not Strategy.before_backward:
+    if strategy.needs.before_gradient:
         raise Unsupported(
             f"strategy {strategy.name} acts before each gradient is computed (it looks ahead), which a loop of one's own does not know: use mh.train"
         )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from manyhands.engines import default_workers, engine_of
+from manyhands.engines import engine_of
 from manyhands.engines.base import Engine, LaunchSpec, check_count
 from manyhands.engines.cluster import Cluster, Member, Telling, run
 from manyhands.engines.driver.run_monitor import USER
@@ -61,7 +61,7 @@ def launch(
     """
     place = engine_of(engine)
     spec = _plan(place, workers, threads_per_worker, timeout_s)
-    if not place.simulated:
+    if not place.capabilities.simulated:
         return place.launch(_Call(function, args, strategy, timeout_s), spec)
     from manyhands.own_loop.rank_zero import only_first_speaks
 
@@ -91,7 +91,7 @@ def run_script(
     if not Path(path).is_file():
         raise BadInput(f"no script {str(path)!r} (looked from {Path.cwd()}): give the path of a Python file")
     place = engine_of(engine)
-    if place.simulated:
+    if place.capabilities.simulated:
         raise Unsupported(
             f"engine {place.name}: its workers share this process, and a script wants one for itself: put it into a function and call "
             "manyhands.launch(function, engine=...), or train a Task"
@@ -128,7 +128,7 @@ class _Preemption(Telling):
 
 
 def _plan(engine: Engine, workers: int | None, threads_per_worker: int | None, timeout_s: float) -> LaunchSpec:
-    count = default_workers(engine) if workers is None else workers
+    count = engine.default_workers() if workers is None else workers
     check_count("workers", count)
     return LaunchSpec(workers=count, threads_per_worker=threads_per_worker, timeout_s=timeout_s)
 

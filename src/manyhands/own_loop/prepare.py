@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from manyhands.worker import Worker, current
 DEFAULT = "allreduce"
 TIMEOUT_S = 300.0
 
-M = TypeVar("M", bound=nn.Module)
+M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 Prepared = tuple[M, O, *tuple[Any, ...]]  # PreparedLoaders; a variable that held a DataLoader may hold one
 
@@ -38,7 +38,8 @@ def prepare(model: M, optimizer: O, *loaders: Iterable[Any], strategy: Strategy 
     whose parameters and buffers are rank 0's; the same optimizer, whose `step()` is now the strategy's exchange
     (learning rates, schedulers built before or after, `zero_grad` and `state_dict` work as ever); and for each loader
     one that gives this worker's share of each batch (see `PreparedLoader`): the user's batch size is the global one.
-    Several pairs of model and optimizer (a GAN's) are prepared one by one. Prepare only loaders of training data: a
+    Several pairs of model and optimizer (a GAN's) are prepared one by one; one optimizer over several modules as
+    `mh.prepare([encoder, decoder], optimizer)`, which gives back the list. Prepare only loaders of training data: a
     loader that is not prepared gives every worker everything, which is right for validation. In its first steps a loop
     without a prepared loader's batch compares the workers' gradients; if all are equal, they train on the same rows,
     and a warning says so.

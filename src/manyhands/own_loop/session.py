@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from manyhands import rng
 from manyhands.engines.driver.run_monitor import USER
 from manyhands.errors import BadInput, Unsupported
-from manyhands.own_loop.argument_checks import check_alike, check_arguments, check_step, facts_of
+from manyhands.own_loop.argument_checks import check_alike, check_arguments, check_step, facts_of, root_of
 from manyhands.own_loop.first_step_checks import FirstLosses, FirstSteps
 from manyhands.replica import evaluation, fingerprint
 from manyhands.replica.replica import Replica
-from manyhands.strategies.base import Strategy
+from manyhands.strategies.base import Change, Strategy
 from manyhands.worker import Worker
 
 _SLOT = "_manyhands_stepper"
@@ -176,7 +176,7 @@ def in_order(pairs: Iterable[Pair]) -> list[Pair]:
 
 
 class Pair:
-    """One prepared (model, optimizer): a replica, its strategy and what this worker knows since its last step.
+    """One prepared (model or models, optimizer): a replica, its strategy and what this worker knows since its last step.
 
     Where the strategy applies the mean gradient, the mean is taken at the end of each backward: clipping, logging and
     editing `.grad` before `step()` then see what one worker would see. Gradients of several backwards stay exact: the
@@ -184,25 +184,33 @@ class Pair:
     """
 
     def __init__(
-        self, session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy
+        self,
+        session: Session,
+        given: nn.Module | Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer,
+        strategy: Strategy,
     ) -> None:
-        """Replaces earlier pairs of the same model or optimizer. A collective of all workers."""
+        """Replaces earlier pairs of the same model or optimizer. A collective of all workers.
+
+        given: the model, or several that one optimizer steps.
+        """
+        model = root_of(given)
         check_arguments(model, optimizer, strategy)
         self.session, self.worker, self.strategy = session, session.worker, strategy
         self.together = self.worker.size > 1
         self._stepper = Stepper.of(optimizer)
         if self.together and session.prepared:
             gc.collect()  # an earlier pair that the user dropped refers to itself, and its shared memory is this one's
-        self.replica = Replica(
+        self.replica = Replica.of(
             model,
             optimizer,
-            group=self.worker.group,
+            group=self.worker.mesh.data,
             nonfinite="raise" if self.together else "apply",
             take_step=self._stepper.plain_step,
         )
-        self._addresses = [p.data_ptr() for p in self.replica.layout.parameters]
-        self.own = {id(p) for p in self.replica.layout.parameters}
-        self.silence = Silence(model, self.replica.layout.parameters)
+        self._addresses = [p.data_ptr() for p in self.replica.trainable]
+        self.own = {id(p) for p in self.replica.trainable}
+        self.silence = Silence(model, self.replica.trainable)
         self._first_steps = FirstSteps(session.first_losses)
         self._averages = strategy.needs.mean_gradient and self.together
         self._weight = 0.0  # behind the gradients since the last step
@@ -214,6 +222,7 @@ class Pair:
             check_alike(self.replica, strategy, self.worker.group)
             fingerprint.compare(self.worker, partial(facts_of, self.replica, strategy))
             self.state = strategy.start(self.replica, self.worker)
+            strategy.synchronize(self.replica, self.worker, self.state, Change(generation=self.worker.generation))
         self._take_over(optimizer)
 
     def _take_over(self, optimizer: torch.optim.Optimizer) -> None:
@@ -250,7 +259,7 @@ class Pair:
             if (pair := own()) is not None:
                 pair._arrived()
 
-        self._hooks = [p.register_post_accumulate_grad_hook(arrived) for p in self.replica.layout.parameters]
+        self._hooks = [p.register_post_accumulate_grad_hook(arrived) for p in self.replica.trainable]
 
     def _arrived(self) -> None:
         task = torch._C._current_graph_task_id()
@@ -268,17 +277,16 @@ class Pair:
 
     def _average(self, weight: float) -> float:
         replica = self.replica
-        if any(p.grad is not None and p.grad.requires_grad for p in replica.layout.parameters):
+        if any(p.grad is not None and p.grad.requires_grad for p in replica.trainable):
             raise Unsupported(
                 "backward(create_graph=True) leaves gradients with a graph of their own, which a mean over workers cannot keep: take them with "
                 "torch.autograd.grad(loss, parameters, create_graph=True), and call backward() on what depends on them"
             )
-        replica.grad_mask = 0
         replica.collect()
         replica.weight = weight
-        self._first_steps.collected(replica.gradients, self.session.weight_known)
+        self._first_steps.collected(replica.gradients.joined(), self.session.weight_known)
         with self._exchanging():
-            return replica.mean_gradients(self.worker.group).weight
+            return replica.mean_gradients(self.worker.mesh.data).weight
 
     # -- step --------------------------------------------------------------------------------------------------------
 
@@ -287,9 +295,8 @@ class Pair:
         self._check_step(closure)
         replica = self.replica
         if not (self._averages and self._backwards):  # gradients set by hand have had no exchange yet
-            replica.grad_mask = 0
             replica.collect()
-            self._first_steps.collected(replica.gradients, self.session.weight_known)
+            self._first_steps.collected(replica.gradients.joined(), self.session.weight_known)
         replica.weight = self._weight if self._backwards else self.session.weight
         with torch.no_grad(), self._exchanging():
             self._first_steps.stepped(replica.step)
@@ -313,7 +320,7 @@ class Pair:
             self.session.check_weight_used()
         if self.together:
             check_step(self.replica.optimizer, self.own)
-            if [p.data_ptr() for p in self.replica.layout.parameters] != self._addresses:
+            if [p.data_ptr() for p in self.replica.trainable] != self._addresses:
                 self.replica.check()
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -25,6 +26,7 @@ from manyhands.recording.run import Run
 from manyhands.transport.frame import FrameError
 
 LOG = logging.getLogger("manyhands")
+CallbackState = tuple[str, dict[str, Any]]  # the class of a callback, and its state_dict
 
 
 class Recorder(Observer):
@@ -65,6 +67,7 @@ class Recorder(Observer):
         )  # the newest time that a worker reported, where time is simulated
         self._began_s = clock()
         self._before_s = 0.0  # of earlier launches
+        self._saved_states: list[CallbackState] = []  # of the checkpoint from which the run is resumed
         self._offsets: dict[int, float] = {}  # rank -> the driver's clock less the worker's
         self._reason, self._reason_said, self._ended = "", False, False
         self._log: EventLog | None = None
@@ -97,13 +100,21 @@ class Recorder(Observer):
                 self._log.close()
                 self._log = None
 
-    def preload(self, tick: int, left: event_log.Left | None = None, rows: int | None = None) -> None:
+    def preload(
+        self,
+        tick: int,
+        left: event_log.Left | None = None,
+        rows: int | None = None,
+        callbacks: list[CallbackState] | None = None,
+    ) -> None:
         """Take over the history of the launches before, up to the checkpoint at `tick` from which this one goes on.
 
         left: (epoch, by part [front, back)) of a leased epoch that was interrupted, the slices of earlier ticks still
             to do.
         rows: that the checkpoint counts as consumed; where the events have others, or are damaged, a warning says so.
+        callbacks: the states that it holds, which the callbacks get back when the run starts.
         """
+        self._saved_states = callbacks or []
         self._tick = tick
         if self._directory is None or self._rank:
             return
@@ -184,7 +195,7 @@ class Recorder(Observer):
         if event.type == "sync":  # a checkpoint follows
             if event.rank == (self._rank or 0):
                 self.flush()
-            return {}
+            return {"callbacks": self._callback_states()} if event.rank == 0 else {}
         _check(event)
         self._take(self._on_own_clock(event))
         return {"stop": self._reason} if self._reason else {}
@@ -244,6 +255,38 @@ class Recorder(Observer):
         else:
             name = event.type if event.type in ("start", "epoch", "validation") else "notice"
             self._call_each(f"on_{name}", event)
+            if name == "start":
+                self._restore_callbacks()
+
+    def _callback_states(self) -> list[CallbackState]:
+        """(class, state) of each callback that has something to remember, in their order."""
+        states = []
+        for callback in self._callbacks:
+            if not (state := callback.state_dict()):
+                continue
+            try:
+                json.dumps(state)
+            except (TypeError, ValueError) as problem:
+                raise BadInput(
+                    f"{type(callback).__name__}.state_dict() must be JSON, numbers and texts in dicts and lists: {problem}"
+                ) from problem
+            states.append((type(callback).__name__, state))
+        return states
+
+    def _restore_callbacks(self) -> None:
+        """Give each callback the next saved state of its class; a warning names what finds no callback."""
+        left, self._saved_states = [*self._saved_states], []
+        for callback in self._callbacks:
+            name = type(callback).__name__
+            saved = next((one for one in left if one[0] == name), None)
+            if saved is not None:
+                left.remove(saved)
+                callback.load_state_dict(saved[1])
+        if left:
+            self.warn(
+                f"the checkpoint holds the state of {', '.join(name for name, _ in left)}, and the resumed run has no such callback: "
+                "give the callbacks that the run had, in their order"
+            )
 
     def _tell_step(self, row: dict[str, Any]) -> None:
         if self._callbacks:

@@ -20,6 +20,7 @@ from manyhands import events, units
 from manyhands.checkpoint.checkpoints import write_whole
 from manyhands.checkpoint.paths import AnyPath, path_of
 from manyhands.data.batch import merged
+from manyhands.engines import capabilities_of
 from manyhands.engines.cores import usable_cores
 from manyhands.errors import BadInput
 from manyhands.evidence.advise import Advice, Machine, RunMeasurements, advise, of_task
@@ -111,7 +112,7 @@ class Run:
                 machines=[Machine(**one) for one in info.get("machines", [])],
                 device=info.get("device", "cpu"),
                 simulated="simulated" in info,
-                one_host=info.get("engine") == "local",
+                one_host=capabilities_of(info.get("engine", "")).one_host,
                 compute_of_workers_s=[one["compute"] for one in self.timing_of_workers],
                 sent_bytes=sum(row.get("bytes", 0) for row in self.history) / workers,
                 parameters=info.get("parameters", 0),

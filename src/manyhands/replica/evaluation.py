@@ -16,6 +16,7 @@ from manyhands import rng
 from manyhands.comm.group import Group
 from manyhands.data.batch import merged, rows_of
 from manyhands.data.feed import Feed
+from manyhands.replica.flat_vector import FlatVector
 from manyhands.replica.replica import Replica
 from manyhands.task import Metrics, Summed, Task
 
@@ -72,8 +73,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def holding(replica: Replica, parameters: Tensor, buffers: dict[str, Tensor]) -> Iterator[nn.Module]:
-    """The replica's model in evaluation mode with these parameters [D'] and buffers; all is restored afterwards."""
+def holding(replica: Replica, parameters: FlatVector, buffers: dict[str, Tensor]) -> Iterator[nn.Module]:
+    """The replica's model in evaluation mode with these parameters and buffers; all is restored afterwards."""
     model = replica.model
     own = None if parameters is replica.parameters else replica.parameters.clone()
     own_buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
@@ -91,12 +92,16 @@ def holding(replica: Replica, parameters: Tensor, buffers: dict[str, Tensor]) ->
 
 def ensemble_of(replica: Replica, group: Group) -> AveragedOutputs:
     """All ranks' models as one."""
-    parameters = group.all_gather(replica.parameters)  # [N, D']
+    parts = [group.all_gather(part) for part in replica.parameters.parts]  # of each shard [N, D']
     buffers = {name: group.all_gather(buffer.reshape(-1)) for name, buffer in replica.model.named_buffers()}  # [N, …]
     members = []
     for rank in range(group.size):
         member = copy.deepcopy(replica.model)
-        load(member, replica.named(parameters[rank]), {name: rows[rank] for name, rows in buffers.items()})
+        load(
+            member,
+            replica.named(FlatVector([part[rank] for part in parts])),
+            {name: rows[rank] for name, rows in buffers.items()},
+        )
         members.append(member)
     return AveragedOutputs(members).eval()
 
@@ -116,23 +121,30 @@ def _fill_buffers(model: nn.Module, buffers: dict[str, Tensor]) -> None:
         own[name].copy_(value.reshape(own[name].shape))
 
 
+def of_model(task: Task, model: nn.Module, device: torch.device) -> Callable[[Any], Metrics]:
+    """What measures a batch with a model in this process, as `AutogradExecutor.evaluate` does."""
+
+    def measure(batch: Any) -> Metrics:
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=task.precision == "bf16-mixed"):
+            return task.metrics(model, batch)
+
+    return measure
+
+
 def evaluate(
-    task: Task, model: nn.Module, feed: Feed, group: Group, progress: Callable[[int], None]
+    measure: Callable[[Any], Metrics], feed: Feed, group: Group, progress: Callable[[int], None]
 ) -> dict[str, float]:
-    """The task's metrics over all rows of `feed`, the same on every rank: weighted means over batches and ranks, or of
+    """What `measure` finds over all rows of `feed`, the same on every rank: weighted means over batches and ranks, or of
     their sums.
 
     progress: called with each batch's number.
     """
     measured = Measured()
-    with torch.no_grad(), closing(feed.epoch(0)) as slices:
+    with closing(feed.epoch(0)) as slices:
         for part in slices:
             progress(part.index)
-            if part.batch is None:
-                continue
-            with torch.autocast(feed.device.type, dtype=torch.bfloat16, enabled=task.precision == "bf16-mixed"):
-                metrics = task.metrics(model, part.batch)
-            measured.add(metrics, rows_of(part.batch))
+            if part.batch is not None:
+                measured.add(measure(part.batch), rows_of(part.batch))
     return means_of(group.all_gather_json(measured.means)) | results_of(measured.summed, group)
 
 

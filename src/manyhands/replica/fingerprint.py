@@ -31,6 +31,7 @@ from manyhands import rng
 from manyhands.data.batch import columns
 from manyhands.data.source import Pick, Planned, Reading, Source
 from manyhands.errors import BadInput, ManyhandsError
+from manyhands.replica.flat_vector import FlatVector
 from manyhands.worker import Worker
 
 Facts = dict[str, Any]
@@ -291,8 +292,10 @@ def _column(column: Any) -> dict[str, Any]:
 # -- replicas --------------------------------------------------------------------------------------------------------
 
 
-def compare_replicas(worker: Worker, parameters: Tensor, facts: Facts, step: int) -> None:
-    """A collective: ManyhandsError on all workers where parameters [D'] that should be equal are not; a warning where
+def compare_replicas(
+    worker: Worker, parameters: FlatVector, norm: Callable[[FlatVector], float], facts: Facts, step: int
+) -> None:
+    """A collective: ManyhandsError on all workers where parameters that should be equal are not; a warning where
     only rounding differs.
 
     One pass over the parameters and one small message; where sums differ, worker 0's parameters travel to all.
@@ -301,8 +304,8 @@ def compare_replicas(worker: Worker, parameters: Tensor, facts: Facts, step: int
     if all(bits == everyone[0][0] for bits, _ in everyone):
         return
     of_0 = parameters.clone()
-    worker.group.broadcast_(of_0, 0)
-    own = float((parameters - of_0).double().norm() / of_0.double().norm().clamp_min(1e-30))
+    of_0.broadcast_(worker.mesh.data, 0)
+    own = norm(parameters - of_0) / max(norm(of_0), 1e-30)
     apart = worker.group.all_gather_json({"host": worker.host, "apart": own})
     rank = max(range(worker.size), key=lambda r: apart[r]["apart"])
     found, share = _differing(everyone[0][1], everyone[rank][1], "worker 0"), apart[rank]["apart"]
@@ -318,12 +321,15 @@ def compare_replicas(worker: Worker, parameters: Tensor, facts: Facts, step: int
     )
 
 
-def _bits(parameters: Tensor) -> int:
+def _bits(parameters: FlatVector) -> int:
     """The sum of all bits, eight bytes a number, modulo 2^64: other bits, another sum."""
-    whole = parameters.detach().contiguous().view(torch.uint8)
-    even = whole.numel() // 8 * 8
-    rest = whole[even:].sum(dtype=torch.int64) if even < whole.numel() else 0
-    return int(whole[:even].view(torch.int64).sum() + rest)
+    total = 0
+    for part in parameters.parts:
+        whole = part.detach().view(torch.uint8)
+        even = whole.numel() // 8 * 8
+        rest = whole[even:].sum(dtype=torch.int64) if even < whole.numel() else 0
+        total += int(whole[:even].view(torch.int64).sum() + rest)
+    return total
 
 
 def _digest(value: Any) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
@@ -13,18 +16,16 @@ ALIGNMENT_BYTES = 128  # tight packing changes results by an ulp: vectorised ker
 
 
 class Layout:
-    """Where each trainable parameter of a model lies in a flat vector [D'].
+    """Where parameters of one dtype lie in a flat vector [D'].
 
     Parameters stand in the order of `model.named_parameters()`, a tied one once, each from a 128-byte boundary; the
     gaps are padding, always zero. D is the number of trainable numbers, D' ≥ D the length with padding.
-    Raises BadInput for a model without trainable parameters, with lazy ones or with several dtypes or devices.
+    `numbers`: each parameter's number among all of the model's trainable parameters, whose bit says in a mask that it
+    got a gradient.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        _check(trainable)
-        self.names = [name for name, _ in trainable]
-        self.parameters = [p for _, p in trainable]
+    def __init__(self, named: Mapping[str, nn.Parameter], numbers: Sequence[int]) -> None:
+        self.names, self.parameters, self.numbers = list(named), list(named.values()), list(numbers)
         self.dtype, self.device = self.parameters[0].dtype, self.parameters[0].device
         self.shapes = [p.shape for p in self.parameters]
         self.strides = [_dense_stride(p) for p in self.parameters]
@@ -37,6 +38,23 @@ class Layout:
             end += -(-size // unit) * unit
         self.padded = end  # D'
         self.size = sum(self.sizes)  # D
+
+    @classmethod
+    def joined(cls, layouts: Sequence[Layout]) -> Layout:
+        """The layout of `FlatVector.joined()`: the only one itself, else one after the other, in the widest dtype."""
+        first = layouts[0]
+        if len(layouts) == 1:
+            return first
+        joined = copy.copy(first)
+        for name in ("names", "parameters", "numbers", "shapes", "strides", "sizes"):
+            setattr(joined, name, [value for layout in layouts for value in getattr(layout, name)])
+        joined.offsets, joined.padded = [], 0
+        for layout in layouts:
+            joined.dtype = torch.promote_types(joined.dtype, layout.dtype)
+            joined.offsets += [joined.padded + offset for offset in layout.offsets]
+            joined.padded += layout.padded
+        joined.size = sum(joined.sizes)
+        return joined
 
     def views(self, vector: Tensor) -> list[Tensor]:
         """Every parameter's part of `vector` [D'], in its shape and memory format."""
@@ -82,23 +100,32 @@ class Layout:
             )
 
 
-def _check(trainable: list[tuple[str, nn.Parameter]]) -> None:
+def layouts_of(model: nn.Module) -> list[Layout]:
+    """One for each dtype of the model's trainable parameters, in the order in which it first has them.
+
+    Raises BadInput, by name, for no trainable parameters, lazy ones, and parameters on several devices.
+    """
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
         raise BadInput("the model has no trainable parameters: at least one must have requires_grad=True")
-    lazy = [name for name, p in trainable if isinstance(p, UninitializedParameter)]
+    lazy = [name for name, p in trainable.items() if isinstance(p, UninitializedParameter)]
     if lazy:
         raise BadInput(
             f"{', '.join(lazy[:5])} are lazy and have no shape yet: run the model once on a batch in the function that builds it"
         )
-    for what in ("dtype", "device"):
-        kinds: dict[object, list[str]] = {}
-        for name, p in trainable:
-            kinds.setdefault(getattr(p, what), []).append(name)
-        if len(kinds) > 1:
-            listing = "; ".join(f"{kind}: {units.listed(names, 5)}" for kind, names in kinds.items())
-            raise BadInput(
-                f"the trainable parameters have several {what}s ({listing}): convert the model to one, or freeze the others"
-            )
+    devices: dict[torch.device, list[str]] = {}
+    for name, p in trainable.items():
+        devices.setdefault(p.device, []).append(name)
+    if len(devices) > 1:
+        listing = "; ".join(f"{device}: {units.listed(names, 5)}" for device, names in devices.items())
+        raise BadInput(
+            f"the trainable parameters lie on several devices ({listing}): move the model to one, or freeze the others"
+        )
+    numbers: dict[torch.dtype, list[int]] = {}
+    for number, p in enumerate(trainable.values()):
+        numbers.setdefault(p.dtype, []).append(number)
+    items = list(trainable.items())
+    return [Layout(dict(items[n] for n in of_dtype), of_dtype) for of_dtype in numbers.values()]
 
 
 def _dense_stride(p: Tensor) -> tuple[int, ...]:

@@ -9,21 +9,29 @@ from torch import Tensor
 
 from manyhands.comm.group import Group
 from manyhands.errors import Unsupported
+from manyhands.replica.flat_vector import FlatVector
 from manyhands.replica.layout import Layout
 
 COUNTS = ("step", "mu_product", "eta", "mu")  # numbers about a parameter, also where the parameter is one number itself
 
 
 class OptimizerState:
-    """`vectors`: {state name: [D']}, of which the optimizer's own tensors (momentum, moments) are views.
+    """`vectors`: {state name: flat vector}, of which the optimizer's own tensors (momentum, moments) are views.
 
     PyTorch makes state lazily, at a parameter's first step; `average` therefore first agrees on which parameters have
     state anywhere, and gives those that lack it here zeros.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, layout: Layout, zeros: Callable[[], Tensor]) -> None:
-        self._optimizer, self._layout, self._zeros = optimizer, layout, zeros
-        self.vectors: dict[str, Tensor] = {}
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        layout: Layout,
+        zeros: Callable[[], FlatVector],
+        named: Callable[[FlatVector], dict[str, Tensor]],
+    ) -> None:
+        """layout: of all parameters. zeros, named: the replica's."""
+        self._optimizer, self._layout, self._zeros, self._named = optimizer, layout, zeros, named
+        self.vectors: dict[str, FlatVector] = {}
         self._scalars: list[str] = []
         self._known = 0  # bits: parameters that have state on every rank
 
@@ -43,7 +51,7 @@ class OptimizerState:
             self._known |= grad_mask
         self._adopt()
         for vector in self.vectors.values():
-            group.mean_(vector, weight)
+            vector.mean_(group, weight)
         if self._scalars:
             self._take_most_advanced(group)
 
@@ -89,7 +97,9 @@ class OptimizerState:
     def _adopt(self) -> None:
         """Make the optimizer's tensors views of the vectors again where they are not (new state, load_state_dict)."""
         for name, vector in self.vectors.items():
-            for p, view in zip(self._layout.parameters, self._layout.views(vector), strict=True):
+            views = self._named(vector)
+            for owner, p in zip(self._layout.names, self._layout.parameters, strict=True):
+                view = views[owner]
                 tensor = self._optimizer.state.get(p, {}).get(name)
                 if isinstance(tensor, Tensor) and tensor.data_ptr() != view.data_ptr():
                     view.copy_(tensor)

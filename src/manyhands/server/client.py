@@ -20,8 +20,9 @@ from manyhands.comm.group import Ledger
 from manyhands.errors import BadInput, ManyhandsError, PeerLost, is_whole
 from manyhands.server.base import Encoded, Pushed, Server, ServerSpec, ServerState
 from manyhands.server.protocol import SMALL_BYTES, Kind, VectorPlace, about, snapshot_of
+from manyhands.server.pushes import Applied, Dropped, Held
 from manyhands.server.shard_ranges import check_encoded, codec_for, cut, joined, parts_of
-from manyhands.server.store import Applied, Dropped, Held, InvalidCall
+from manyhands.server.store import InvalidCall
 from manyhands.server.versioned_buffer import BufferReader, map_outbox
 from manyhands.transport.channel import Channel, ChannelClosed, ChannelTimeout
 from manyhands.transport.frame import Frame, FrameError, from_json, to_json

@@ -17,8 +17,9 @@ from manyhands.comm.checks import check_mean
 from manyhands.errors import BadInput, PeerLost
 from manyhands.server.base import Encoded, Server, ServerSpec, ServerState
 from manyhands.server.client import PushReply, ServerClient
+from manyhands.server.pushes import Held
 from manyhands.server.shard_ranges import check_encoded, codec_for, cut, joined, make_stores, parts_of
-from manyhands.server.store import Duplicate, Go, Held, Reply, Store
+from manyhands.server.store import Duplicate, Go, Reply, Store
 
 HELD = object()
 """What an act returns whose answer the store releases later."""

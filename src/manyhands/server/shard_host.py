@@ -24,9 +24,10 @@ from manyhands.errors import BadInput, ManyhandsError
 from manyhands.server.base import ServerSpec
 from manyhands.server.in_process import captured
 from manyhands.server.protocol import Kind, VectorPlace, dtype_of, snapshot_of
+from manyhands.server.pushes import Applied, Dropped, Held
 from manyhands.server.rules import make_rule
 from manyhands.server.shard_ranges import codec_for
-from manyhands.server.store import Applied, Dropped, Duplicate, Go, Held, InvalidCall, Reply, Store
+from manyhands.server.store import Duplicate, Go, InvalidCall, Reply, Store
 from manyhands.server.versioned_buffer import VersionedBuffer, make_outbox, map_outbox
 from manyhands.transport.channel import Channel, ChannelClosed, ChannelTimeout
 from manyhands.transport.frame import Frame, FrameError, to_json

@@ -16,13 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manyhands.server.base import ServerSpec
+from manyhands.server.rules import RULES
+
 Histogram = Mapping[int, int]  # versions -> pushes
 
 WINDOW, WINDOWS = 16, 2  # ticks of a window, and how many of the newest count
 DENSE, EVERY = 64, 256  # measured are the first so many ticks, then the first windows of every so many
 SURE = 3.0  # standard errors
 STALENESS_COUNTS_FROM = 20  # pushes
-RULES = ("add", "staleness", "distance")  # of the server, that add what the worker's own steps moved
 
 
 def limit(staleness: int) -> float:
@@ -257,11 +259,12 @@ class StalenessMonitor:
         return 1 - (1 - of_way) ** (1 / self._window()) if of_way < 1 else 1.0
 
 
-def watch(rule: str, bound: int | None, rate_factor: float, rank: int, workers: int) -> StalenessMonitor | None:
+def watch(spec: ServerSpec, rate_factor: float, rank: int, workers: int) -> StalenessMonitor | None:
     """The monitor of a worker; None where the limit does not apply to the rule, or nothing can be stale.
 
     rate_factor: the strategy's, how far one global batch moves the center in steps of the rate.
     """
-    if rule not in RULES or bound == 0 or workers == 1:
+    rule = RULES[spec.rule]
+    if not rule.adds_steps or spec.bound == 0 or workers == 1:
         return None
-    return StalenessMonitor(rank=rank, workers=workers, share=rate_factor / workers, fades=rule == "staleness")
+    return StalenessMonitor(rank=rank, workers=workers, share=rate_factor / workers, fades=rule.divides_by_staleness)

@@ -3,13 +3,7 @@ at a time.
 
 What a call releases besides its own answer (a gate that opens, a round that is complete) lies in `released` afterwards.
 
-Pushes are merged in one of three ways:
-- at once, each its own version: bound None or at least 1;
-- in rounds, at bound 0: the pushes of a tick wait until all who take part have finished it (or, with rules that answer,
-  have pushed in it or finished it), and become one version in rank order: the workers' speeds cannot be seen. For that,
-  all who are to be in step must have begun before the first of them pushes: they meet in between.
-- by steps, with `quorum`: see steps.py.
-A rule may keep what was merged for a later version (`rounds`). That round is closed when the center is read while
+Which pushes become one version, and when, is the merge policy's (merging.py); how, is the rule's. A rule may keep what was merged for a later version (`rounds`). That round is closed when the center is read while
 nobody takes part, or after the last pushes before a meeting, so that it has all that was pushed; not when they park,
 since who parks to meet the others may push what it has begun. A push of weight 0 changes nothing in any rule, whatever
 it holds.
@@ -27,43 +21,13 @@ from torch import Tensor
 from manyhands.comm.checks import check_mean
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.server.gate import Gate
-from manyhands.server.rules.base import Push, Rule
-from manyhands.server.rules.quorum import QuorumRule
-from manyhands.server.steps import Decided, Steps
+from manyhands.server.merging import MergePolicy
+from manyhands.server.pushes import Applied, Dropped, Held, Push
+from manyhands.server.rules.base import Rule
 
 
 class InvalidCall(ManyhandsError):
     """A call that cannot be right in this state: nothing was changed. The connection it came over is to be closed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Applied:
-    """The push is in the center (or counted for nothing, with weight 0)."""
-
-    version: int  # that it made, or that its round made
-    staleness: int  # versions that others made between this worker's pull and now
-    answer: Tensor | None = None  # [n] this worker's until its next push
-    weight: float = 0.0
-    bits: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """The push waits for its round: its answer will be in `released`, or nothing follows (rules without answers)."""
-
-    version: int = 0  # at bound 0: that its round will make
-    staleness: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """It came too late for its step; the answer is what that step gave everybody."""
-
-    version: int  # that its step made
-    answer: Tensor | None = None
-    weight: float = 0.0
-    bits: int = 0
-    behind: int = 0  # steps decided since: so many means this worker has yet to fetch
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +68,10 @@ class _WorkerState:
 class Store:
     """Center, version, gate and rule of one shard [n]. Workers are ranks in range(workers)."""
 
-    def __init__(self, rule: Rule, workers: int, bound: int | None = None) -> None:
+    def __init__(self, rule: Rule, workers: int, bound: int | None = None, policy: MergePolicy | None = None) -> None:
+        """policy: by default the rule's own for this bound."""
         self.rule, self.workers, self.bound = rule, workers, bound
+        self.policy = rule.policy(workers, bound) if policy is None else policy
         self.version = 0
         self.released: list[tuple[int, Reply]] = []
         """(worker, what it gets) for calls answered Held or Wait before; the server takes and clears it."""
@@ -114,9 +80,6 @@ class Store:
         self._center: Tensor | None = None
         self._gate = Gate(workers, bound)
         self._states = [_WorkerState() for _ in range(workers)]
-        self._steps = Steps(workers)
-        self._held: list[Push] = []  # bound 0: of the open tick
-        self._open_tick = 0  # that they belong to
         self._spare: list[Tensor] = []  # memory [n] for pushes that wait
         rule.expect(range(workers))
 
@@ -167,7 +130,7 @@ class Store:
             restored = state.stale if state.generation < 0 else None  # what a snapshot says that it pulled
             self._states[worker] = state = _WorkerState()
             state.generation, state.pulled, state.stale = generation, self.version, restored
-            self._steps.at[worker] = self.version
+            self.policy.begin(worker, self.version)
             self.rule.look(worker)
             self._count()
         self._gate.activate(worker)
@@ -241,7 +204,7 @@ class Store:
         Sequence numbers and clocks belong to a launch, and are left out; so does what workers pulled, where no rule
         keeps it.
         """
-        if self._held or self._steps.pushes:
+        if self.policy.held:
             raise InvalidCall(
                 "a snapshot is taken while nobody trains, but pushes are held: all workers call `deactivate` first"
             )
@@ -251,7 +214,7 @@ class Store:
 
     def restore(self, vectors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         """Go on from `capture`'s. The center is then there: later offers of a first one lose."""
-        if self._held or self._steps.pushes:
+        if self.policy.held:
             raise InvalidCall(
                 "a snapshot is restored while nobody trains, but pushes are held: all workers call `deactivate` first"
             )
@@ -267,12 +230,11 @@ class Store:
         self._center = new.copy_(center)
         self.version = numbers["version"]
         self.rule.load(self._center, vectors, numbers)
-        self._steps = Steps(self.workers)
+        self.policy.reset(self.version)
         for worker, state in enumerate(self._states):
             state.pulled, state.own = self.version, 0
             kept = vectors.get(f"pulled {worker}")
             state.stale = None if kept is None else kept.clone()
-            self._steps.at[worker] = self.version
 
     def _checked(self, worker: int) -> _WorkerState:
         if not 0 <= worker < self.workers:
@@ -300,40 +262,24 @@ class Store:
     def _receive(self, state: _WorkerState, push: Push) -> Applied | Held | Dropped:
         push.staleness = self.version - state.pulled - state.own
         push.pulled = state.stale
-        if isinstance(self.rule, QuorumRule):
-            return self._receive_step(push)
-        if self.bound == 0:
-            self._open_tick = self._gate.finished(push.worker)
-            self._held.append(self._kept(push))
-            return Held(self.version + 1 if push.weight else self.version, push.staleness)
-        self._merge([push])
-        return self._applied(push)
+        reply = self.policy.receive(push, self.version, self._gate.finished(push.worker))
+        if isinstance(reply, Held):
+            self._keep(push)
+        return self._merge([push])[0] if reply is None else reply
 
-    def _receive_step(self, push: Push) -> Held | Dropped:
-        decided = self._steps.missed(push.worker)
-        if decided is not None:
-            behind = self.version - decided.version
-            return Dropped(decided.version, decided.mean, decided.weight, decided.bits, behind)
-        push.staleness = 0  # its gradient is of the parameters that this step's others have
-        self._steps.join(self._kept(push))
-        return Held()
-
-    def _kept(self, push: Push) -> Push:
-        """A push that outlasts its call: in memory of the store's own."""
+    def _keep(self, push: Push) -> None:
+        """It outlasts its call: in memory of the store's own."""
         memory = self._spare.pop() if self._spare else torch.empty_like(push.update)
         push.update = memory.copy_(push.update)
-        return push
 
     def _settle(self) -> None:
         """Complete what is complete now, and let go who may go: the one place where workers are released."""
-        active = self._gate.active
-        if self._held and all(self._is_done(worker) for worker in active):
-            self._merge_round()
-        if isinstance(self.rule, QuorumRule):
-            needed = max(1, self.workers - self.rule.backups)
-            if self._steps.is_complete(needed, self.version, active):
-                self._decide()
-            self._steps.forget(active)
+        ticks = {worker: self._gate.finished(worker) for worker in self._gate.active}
+        while pushes := self.policy.take_complete(ticks, self.version):
+            for push, reply in zip(pushes, self._merge(pushes), strict=True):
+                if push.update is not reply.answer:
+                    self._spare.append(push.update)
+                self._remember(push, reply)
         if self.rule.complete:
             self._close()
         self.released += [(worker, Go(bits)) for worker, bits in self._gate.opened()]
@@ -343,58 +289,24 @@ class Store:
         self.rule.close(self.center, new)
         self._center = new
 
-    def _is_done(self, worker: int) -> bool:
-        """Whether the open tick's round waits no longer for this worker."""
-        if self._gate.finished(worker) > self._open_tick:
-            return True
-        return self.rule.answers and any(push.worker == worker for push in self._held)
-
-    def _merge_round(self) -> None:
-        pushes = sorted(self._held, key=lambda push: push.worker)
-        self._held = []
-        self._merge(pushes)
-        self._spare += [push.update for push in pushes]
-        for push in pushes:
-            self._remember(push, self._applied(push))
-
-    def _merge(self, pushes: list[Push]) -> None:
-        """One new version from pushes in rank order; none if all have weight 0."""
-        live = [push for push in pushes if push.weight]
+    def _merge(self, pushes: list[Push]) -> list[Applied]:
+        """One new version from pushes, if the policy makes one of them; what each of them gets."""
+        live = sorted((push for push in pushes if push.weight), key=lambda push: push.worker)
         if live:
-            new = self.next_buffer()
+            new = self.next_buffer() if self.rule.moves_center else self.center
             self.rule.merge(self.center, new, live)
             self._center = new
-            self.version += 1
+        self.version += self.policy.makes_version(pushes)
         for worker in {push.worker for push in live}:
             self._states[worker].own += 1
         if self.rule.answers:
             for push in pushes:
                 push.answer = torch.zeros_like(push.update) if push.answer is None else push.answer
-
-    def _applied(self, push: Push) -> Applied:
-        if push.answer is None:
-            return Applied(self.version, push.staleness)
-        state = self._states[push.worker]
-        state.pulled, state.own = self.version, 0  # an answer shows the worker the center as a pull does
-        return Applied(self.version, push.staleness, push.answer, push.weight, push.bits)
-
-    def _decide(self) -> None:
-        """The open step is complete: its mean, for all who pushed and for those who will."""
-        step, pushes = self.version, self._steps.pushes
-        live = sorted([push for push in pushes if push.weight], key=lambda push: push.worker)
-        if live:
-            self.rule.merge(self.center, self.center, live)
-        bits = 0
-        for push in pushes:
-            bits |= push.bits
-        self.version += 1
-        decided = Decided(self.version, live[0].answer if live else None, sum(push.weight for push in live), bits)
-        for push in self._steps.decide(step, decided):
-            self._states[push.worker].own += 1
-            if push.update is not decided.mean:
-                self._spare.append(push.update)
-            reply = Applied(self.version, push.staleness, decided.mean, decided.weight, decided.bits)
-            self._remember(push, reply)
+        replies = self.policy.replies(pushes, self.version)
+        for push, reply in zip(pushes, replies, strict=True):
+            if reply.answer is not None:  # an answer shows the worker the center as a pull does
+                self._states[push.worker].pulled, self._states[push.worker].own = self.version, 0
+        return replies
 
     def _remember(self, push: Push, reply: Applied) -> None:
         """The real answer to a push that was Held, unless the worker that sent it is gone."""

@@ -90,6 +90,23 @@ def described(given: str) -> dict[str, Any]:
     return {"options": options, "own_pace": strategy.leasing() is not None}
 
 
+def kind_of(given: str) -> type[Strategy] | None:
+    """The class of a catalogued strategy's spec; None for a user's own."""
+    name = given.partition(":")[0]
+    return spec.find(name, CATALOGUE, "strategy", ELSEWHERE) if name in CATALOGUE else None
+
+
+def takes_codec(given: str) -> bool:
+    """Whether the strategy of a spec could compress what it exchanges."""
+    if kind_of(given) is None:
+        return False
+    try:
+        strategy_of(f"{given}{',' if ':' in given else ':'}compress=int8")
+    except BadInput:
+        return False
+    return True
+
+
 def spec_of(strategy: Strategy) -> str:
     """The string that names this strategy with its options."""
     return spec.to_spec(strategy, strategy.name)

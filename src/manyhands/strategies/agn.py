@@ -8,6 +8,7 @@ from typing import ClassVar
 from typing_extensions import override
 
 from manyhands.server.base import ServerSpec
+from manyhands.strategies.base import Traits
 from manyhands.strategies.window import Windowed
 
 
@@ -36,6 +37,9 @@ class AGN(Windowed):
     source: ClassVar[str] = "Accumulated Gradient Normalization, Hermans, Spanakis, Möckel, 2017"
     summary: ClassVar[str] = "the mean step of each `window`"
     divides: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(
+        period="window", behind=("it divides a window's update by its steps", "take window=1")
+    )
 
     @override
     def server(self) -> ServerSpec:

@@ -11,7 +11,7 @@ from typing_extensions import override
 from manyhands.comm.group import MeanResult, Work
 from manyhands.errors import BadInput
 from manyhands.strategies import compression
-from manyhands.strategies.base import Needs, Strategy
+from manyhands.strategies.base import Needs, StepResult, Strategy, Traits
 from manyhands.strategies.compression import CompressedState, CompressOptions
 from manyhands.worker import Worker
 
@@ -55,7 +55,8 @@ class AllReduce(CompressOptions, Strategy):
     source: ClassVar[str] = "Revisiting Distributed Synchronous SGD, Chen, Pan, Monga, Bengio, Jozefowicz, 2016"
     summary: ClassVar[str] = "gradients, every step"
     consistency: ClassVar[str] = "synchronous"
-    needs: ClassVar[Needs] = Needs(mean_gradient=True)
+    needs: ClassVar[Needs] = Needs(mean_gradient=True, gradients=True)
+    traits: ClassVar[Traits] = Traits(exact=True)
 
     def __post_init__(self) -> None:
         compression.check(self.name, self)
@@ -67,24 +68,22 @@ class AllReduce(CompressOptions, Strategy):
     @override
     def start(self, replica: Replica, worker: Worker) -> AllReduceState:
         compression.refuse_own_loop(self.name, replica, self)
-        replica.broadcast_from_rank0(worker.group)
         state = AllReduceState(**compression.remembered(self, replica, worker))
         if self.overlap:
 
             def begin(gradients: Tensor) -> None:
-                state.handles.append(worker.group.start_mean_(gradients, replica.weight, replica.bits()))
+                state.handles.append(worker.mesh.data.start_mean_(gradients, replica.weight, replica.bits()))
 
             replica.on_ready(begin)
         return state
 
     @override
-    def exchange(self, replica: Replica, worker: Worker, state: AllReduceState) -> bool:
+    def exchange(self, replica: Replica, worker: Worker, state: AllReduceState) -> StepResult:
         if self.overlap:
             _wait(replica, worker, state)
         else:
             compression.mean_gradients(self, replica, worker, state)
-        replica.apply()
-        return replica.any_rank_has_rows
+        return StepResult(applied=replica.apply(), rows_left=replica.control.any_rank_has_rows)
 
 
 def _wait(replica: Replica, worker: Worker, state: AllReduceState) -> None:
@@ -93,5 +92,5 @@ def _wait(replica: Replica, worker: Worker, state: AllReduceState) -> None:
     bits = 0
     for total in totals:
         bits |= total.bits
-    replica.rounds += worker.size > 1
+    replica.rounds += worker.mesh.data.size > 1
     replica.record_mean(MeanResult(totals[0].weight, bits))

@@ -1,7 +1,8 @@
 """The contract of a strategy: how replicas agree. One algorithm is one file beside this one.
 
-The loop calls, in this order: `start` once; then for every tick `before_backward`, the replica's own backward, and
-`exchange`; `finish` when an epoch's rows are out; `consensus` whenever the one answer is wanted.
+The loop calls, in this order: `start` once; `synchronize` when the group is formed; then for every tick
+`before_backward`, the replica's own backward, and `exchange`; `finish` when an epoch's rows are out; `consensus`
+whenever the one answer is wanted.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torch import Tensor
 
+from manyhands.errors import BadInput
+from manyhands.replica.flat_vector import FlatVector
 from manyhands.server.base import ServerSpec
 from manyhands.worker import Worker
 
@@ -21,7 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a strategy needs beyond a replica; `train()` refuses engines that cannot give it before anything starts."""
+    """What a strategy needs beyond a replica, and what it can take: `train()` refuses the rest before anything starts.
+    Nothing asks for a strategy's name.
+    """
+
+    one_worker: bool = False  # it is one worker, and no more
 
     one_host: bool = False  # all workers on one machine
     one_model: bool = (
@@ -30,6 +37,24 @@ class Needs:
     mean_gradient: bool = (
         False  # every step applies the group's mean gradient: `prepare` then averages right after backward
     )
+    gradients: bool = False  # gradients are exchanged: a step that moves parameters without any is refused
+    before_gradient: bool = False  # it acts before each gradient is computed: `before_backward`
+    elementwise: bool = True  # element i of an update depends on elements i, and on what `Replica.norm` and `dot` give
+    elastic: bool = True  # workers may be lost, or join, between steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What the advice on a run says about a strategy in general: docs/advice.md has the measurements."""
+
+    period: str = ""  # the options that set the steps between exchanges
+    exact: bool = False  # N workers compute what one does
+    drops: bool = False  # gradients that come too late have no effect
+    adds: bool = False  # windows of several workers add up, and longer ones make the steps larger
+    outer_steps: bool = False  # the answer takes steps of its own, along the replicas' means
+    follows: bool = False  # the answer follows replicas that are meant to differ from it
+    behind: tuple[str, str] | None = None  # short runs are: why, and what helps
+    behind_at_once: bool = False  # also where every step is exchanged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +64,30 @@ class Leasing:
     rank0_warmup_ticks: int = 0  # worker 0 trains alone for the first so many ticks of the run, then the others start
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What an exchange did on this worker."""
+
+    applied: bool  # the replica made a step
+    rows_left: bool = True  # somebody still has rows, as far as this worker can know; True between rounds
+    dropped: bool = False  # this worker's own gradient did not enter in this tick, whatever was applied
+
+    @property
+    def used(self) -> bool:
+        """Whether this worker's rows moved anything in this tick; if not, they count as unused."""
+        return self.applied and not self.dropped
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Why the group was formed anew; see `Strategy.synchronize`."""
+
+    generation: int = 0  # of the group; 0: the run begins
+
+
 @dataclass(kw_only=True)
 class State:
-    """What a strategy remembers between ticks: tensors [D'], numbers. Checkpointed per rank, by field name."""
+    """What a strategy remembers between ticks: flat vectors, tensors, numbers. Checkpointed per rank, by field name."""
 
     def merge(self, others: list[Self], rank: int, size: int) -> Self:
         """This rank's state when a checkpoint of len(others) ranks is resumed with `size` ranks. Default: rank 0's."""
@@ -55,8 +101,9 @@ class State:
         """
         return 1.0
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {f.name: v for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)}
+    def tensors(self) -> dict[str, Tensor | FlatVector]:
+        held = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in held.items() if isinstance(value, Tensor | FlatVector)}
 
     def numbers(self) -> dict[str, Any]:
         return {f.name: v for f in fields(self) if isinstance(v := getattr(self, f.name), int | float | str | bool)}
@@ -70,11 +117,17 @@ class Strategy(ABC):
     summary: ClassVar[str] = ""  # what is exchanged, in a line
     consistency: ClassVar[str] = ""  # synchronous | periodic | async | bounded | elastic | …
     needs: ClassVar[Needs] = Needs()
+    traits: ClassVar[Traits] = Traits()
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         if not cls.name:
             cls.name = cls.__name__.lower()
+        if cls.before_backward is not Strategy.before_backward and not cls.needs.before_gradient:
+            raise BadInput(
+                f"{cls.__name__} has a before_backward of its own, which a loop of one's own does not call: "
+                "declare it, needs = Needs(before_gradient=True)"
+            )
 
     def server(self) -> ServerSpec | None:
         """The server this strategy needs, or None."""
@@ -90,29 +143,37 @@ class Strategy(ABC):
 
     @abstractmethod
     def start(self, replica: Replica, worker: Worker) -> State:
-        """Agree on the initial parameters; called once, before the first step, also before loading a checkpoint."""
+        """What this worker remembers at first; called once, also before loading a checkpoint. No communication.
+
+        Memory that the group works on (`replica.zeros`) is taken here, in the same order on all ranks.
+        """
+
+    def synchronize(self, replica: Replica, worker: Worker, state: Any, change: Change) -> None:
+        """Agree: called after `start`, and after each further forming of the group. A collective.
+
+        Default: where there is one model, all take rank 0's parameters and buffers.
+        """
+        if self.needs.one_model:
+            replica.broadcast_from_rank0(worker.mesh.data)
 
     def before_backward(self, replica: Replica, worker: Worker, state: Any) -> None:  # noqa: B027
         """Prepare the gradient: move to a look-ahead point, begin to overlap. Most strategies do nothing here."""
 
     @abstractmethod
-    def exchange(self, replica: Replica, worker: Worker, state: Any) -> bool:
-        """The gradient is computed: exchange, and call `replica.apply()` at most once, where the paper does.
-
-        Returns whether anybody still has rows, as far as this worker can know; True between rounds.
-        """
+    def exchange(self, replica: Replica, worker: Worker, state: Any) -> StepResult:
+        """The gradient is computed: exchange, and call `replica.apply()` at most once, where the paper does."""
 
     def finish(self, replica: Replica, worker: Worker, state: Any) -> None:  # noqa: B027
         """An epoch's rows are out: complete the open round. Idempotent; an empty window changes nothing."""
 
-    def agreed(self, replica: Replica, state: Any) -> Tensor | None:
-        """[D'] what all replicas hold alike between this tick and the next; None: nothing is promised now.
+    def agreed(self, replica: Replica, state: Any) -> FlatVector | None:
+        """What all replicas hold alike between this tick and the next; None: nothing is promised now.
 
         A run compares it at checkpoints, and raises where replicas have drifted apart. All ranks answer None, or none
         does.
         """
         return replica.parameters if self.needs.mean_gradient else None
 
-    def consensus(self, replica: Replica, worker: Worker, state: Any) -> Tensor:
-        """The one answer [D'], the same on every rank: what is validated, kept as best and returned."""
+    def consensus(self, replica: Replica, worker: Worker, state: Any) -> FlatVector:
+        """The one answer, shard by shard, the same on every rank: what is validated, kept as best and returned."""
         return replica.parameters

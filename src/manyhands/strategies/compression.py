@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,8 +22,9 @@ from manyhands.comm.codecs.threshold import Threshold
 from manyhands.comm.compressed import compressed_mean_
 from manyhands.comm.group import MeanResult
 from manyhands.errors import BadInput, Unsupported
+from manyhands.replica.control_bits import CONTROL_BITS
+from manyhands.replica.flat_vector import FlatVector
 from manyhands.replica.layout import Layout
-from manyhands.replica.replica import CONTROL_BITS
 from manyhands.server.base import Encoded, Pushed
 from manyhands.server.shard_ranges import parts_of
 from manyhands.strategies import server_strategy
@@ -51,7 +51,7 @@ class CompressOptions:
 class CompressedState(State):
     """What this worker must remember of what it sent."""
 
-    residual: Tensor | None = None  # [D'] with error feedback: what has yet to be sent
+    residual: Tensor | None = None  # [D'], joined, with error feedback: what has yet to be sent
     guess: Tensor | None = None  # [1, numbers] PowerSGD's factors of the step before
     seed: int = 0  # with this, the rank and `sent` QSGD draws
     sent: int = 0  # how often something of weight was encoded
@@ -106,15 +106,17 @@ def has_feedback(options: CompressOptions) -> bool:
 def remembered(options: CompressOptions, replica: Replica, worker: Worker) -> dict[str, Any]:
     """The fields of `CompressedState` at the start."""
     codec = codec_of(options.compress)
-    if codec is None or worker.size == 1:
+    if codec is None or worker.mesh.data.size == 1:
         return {}
     fields: dict[str, Any] = {"seed": torch.initial_seed()}
     if has_feedback(options):
-        fields["residual"] = replica.zeros()
+        fields["residual"] = replica.zeros().joined()
     if isinstance(codec, PowerSGD):
         numbers = sum(columns for _, _, columns in _matrices(replica.layout)) * codec.rank
         draws = torch.Generator().manual_seed(0)  # the same on all workers
-        fields["guess"] = torch.randn(1, numbers, generator=draws, dtype=torch.float64).to(replica.parameters)
+        fields["guess"] = torch.randn(1, numbers, generator=draws, dtype=torch.float64).to(
+            replica.layout.device, replica.layout.dtype
+        )
     return fields
 
 
@@ -124,20 +126,20 @@ def remembered(options: CompressOptions, replica: Replica, worker: Worker) -> di
 def mean_gradients(options: CompressOptions, replica: Replica, worker: Worker, state: CompressedState) -> None:
     """`Replica.mean_gradients`, compressed. With one worker nothing is sent, and nothing compressed."""
     codec = codec_of(options.compress)
-    if codec is None or worker.size == 1:
-        replica.mean_gradients(worker.group)
+    if codec is None or worker.mesh.data.size == 1:
+        replica.mean_gradients(worker.mesh.data)
         return
     layout, weight = replica.layout, replica.weight
-    whole = _with_residual(state, replica.gradients)
+    whole = _with_residual(state, replica.gradients.joined())
     vector = _without(layout, whole.clone(), replica.grad_mask)
     own = None if state.residual is None else torch.empty_like(vector)
-    hints = Hints(_draws(state, worker.rank), _matrices_in(codec, state, layout, 0, layout.padded))
-    total = compressed_mean_(worker.group, codec, vector, weight, replica.bits(), hints, own)
+    hints = Hints(_draws(state, replica), _matrices_in(codec, state, layout, 0, layout.padded))
+    total = compressed_mean_(worker.mesh.data, codec, vector, weight, replica.bits(), hints, own)
     state.sent += weight > 0
     replica.rounds += 1
     if total.weight:
         grad_mask = total.bits >> CONTROL_BITS
-        replica.gradients.copy_(_without(layout, vector, grad_mask))
+        replica.gradients.take_joined_(_without(layout, vector, grad_mask))
         _remember(codec, state, whole, own, layout, grad_mask, weight)
     replica.record_mean(total)
 
@@ -147,24 +149,25 @@ def mean_(
     replica: Replica,
     worker: Worker,
     state: CompressedState,
-    update: Tensor,
+    update: FlatVector,
     weight: float,
     bits: int,
 ) -> MeanResult:
-    """`Group.mean_` of everybody's update [D'], compressed. With one worker nothing is sent, and nothing compressed."""
+    """The mean of everybody's update, compressed. With one worker nothing is sent, and nothing compressed."""
     codec = codec_of(options.compress)
-    if codec is None or worker.size == 1:
-        return worker.group.mean_(update, weight, bits)
+    if codec is None or worker.mesh.data.size == 1:
+        return update.mean_(worker.mesh.data, weight, bits)
     layout, all_of_it = replica.layout, _everything(replica.layout)
-    whole = _with_residual(state, update)
-    update.copy_(whole)
-    own = None if state.residual is None else torch.empty_like(update)
-    hints = Hints(_draws(state, worker.rank), _matrices_in(codec, state, layout, 0, layout.padded))
-    total = compressed_mean_(worker.group, codec, update, weight, bits, hints, own)
+    whole = _with_residual(state, update.joined())
+    vector = whole.clone()
+    own = None if state.residual is None else torch.empty_like(vector)
+    hints = Hints(_draws(state, replica), _matrices_in(codec, state, layout, 0, layout.padded))
+    total = compressed_mean_(worker.mesh.data, codec, vector, weight, bits, hints, own)
     state.sent += weight > 0
     if total.weight:
-        _without(layout, update, all_of_it)
+        _without(layout, vector, all_of_it)
         _remember(codec, state, whole, own, layout, all_of_it, weight)
+    update.take_joined_(vector)
     return total
 
 
@@ -174,7 +177,7 @@ def pull(options: CompressOptions, replica: Replica, worker: Worker) -> None:
     clear_padding(options, replica, replica.parameters)
 
 
-def center(options: CompressOptions, replica: Replica, worker: Worker) -> Tensor:
+def center(options: CompressOptions, replica: Replica, worker: Worker) -> FlatVector:
     """`server_strategy.center`, its padding 0."""
     vector = server_strategy.center(replica, worker)
     clear_padding(options, replica, vector)
@@ -186,15 +189,15 @@ def push(
     replica: Replica,
     worker: Worker,
     state: CompressedState,
-    update: Tensor,
+    update: FlatVector,
     weight: float = 1.0,
     bits: int = 0,
 ) -> Pushed:
-    """`Server.push` of an update [D'], compressed. With one worker nothing is."""
+    """`Server.push` of an update, compressed. With one worker nothing is."""
     codec = codec_of(options.compress)
-    if codec is None or worker.size == 1:
-        return server_strategy.server_of(worker).push(update, weight, bits)
-    whole = _with_residual(state, update)
+    if codec is None or worker.mesh.data.size == 1:
+        return server_strategy.push(replica, worker, update, weight, bits)
+    whole = _with_residual(state, update.joined())
     pushed, own = _push(codec, replica, worker, state, whole, weight, bits)
     if weight and pushed.applied:
         _remember(codec, state, whole, own, replica.layout, _everything(replica.layout))
@@ -208,10 +211,10 @@ def push_gradients(options: CompressOptions, replica: Replica, worker: Worker, s
     The answer's bits say which parameters it is for; the answer is 0 elsewhere.
     """
     codec, bits = codec_of(options.compress), replica.bits()
-    if codec is None or worker.size == 1:
-        return server_strategy.server_of(worker).push(replica.gradients, replica.weight, bits)
+    if codec is None or worker.mesh.data.size == 1:
+        return server_strategy.push(replica, worker, replica.gradients, replica.weight, bits)
     layout, weight = replica.layout, replica.weight
-    whole = _with_residual(state, replica.gradients)
+    whole = _with_residual(state, replica.gradients.joined())
     vector = _without(layout, whole.clone(), replica.grad_mask)
     pushed, own = _push(codec, replica, worker, state, vector, weight, bits)
     grad_mask = pushed.bits >> CONTROL_BITS
@@ -235,7 +238,7 @@ def _push(
     server = server_strategy.server_of(worker)
     if not weight:
         vector = torch.zeros_like(vector)
-    draws, at, payloads, own = _draws(state, worker.rank), 0, [], []
+    draws, at, payloads, own = _draws(state, replica), 0, [], []
     for part in parts_of(vector, server.shards):
         hints = Hints(draws, _matrices_in(codec, state, replica.layout, at, at + len(part)))
         payloads.append(codec.encode(part, hints))
@@ -280,8 +283,8 @@ def _finite(vector: Tensor) -> bool:
 def _without(layout: Layout, vector: Tensor, grad_mask: int) -> Tensor:
     """`vector` [D'], 0 in the padding and where no bit says that a parameter got a gradient."""
     ends = [*layout.offsets[1:], layout.padded]
-    for i, (start, size, end) in enumerate(zip(layout.offsets, layout.sizes, ends, strict=True)):
-        begin = start + size if grad_mask >> i & 1 else start
+    for number, start, size, end in zip(layout.numbers, layout.offsets, layout.sizes, ends, strict=True):
+        begin = start + size if grad_mask >> number & 1 else start
         if begin < end:
             vector[begin:end].zero_()
     return vector
@@ -292,20 +295,20 @@ def _everything(layout: Layout) -> int:
     return (1 << len(layout.names)) - 1
 
 
-def clear_padding(options: CompressOptions, replica: Replica, vector: Tensor) -> None:
-    """0 where `vector` [D'], a center, has no parameter."""
+def clear_padding(options: CompressOptions, replica: Replica, vector: FlatVector) -> None:
+    """0 where `vector`, a center, has no parameter."""
     codec = codec_of(options.compress)
     if codec is not None and not codec.keeps_zeros:
-        _without(replica.layout, vector, _everything(replica.layout))
+        for shard, part in zip(replica.shards, vector.parts, strict=True):
+            _without(shard.layout, part, _everything(replica.layout))
 
 
 # -- hints -------------------------------------------------------------------------------------------------------------
 
 
-def _draws(state: CompressedState, rank: int) -> torch.Generator:
-    """A generator of this sending's own: what the process draws is not changed, and a resumed run draws the same."""
-    mixed = np.random.SeedSequence((state.seed % 2**64, rank, state.sent)).generate_state(1, np.uint64)[0]
-    return torch.Generator().manual_seed(int(mixed >> 1))
+def _draws(state: CompressedState, replica: Replica) -> torch.Generator:
+    """A generator of this sending's own."""
+    return replica.generator(state.seed, state.sent)
 
 
 def _matrices(layout: Layout) -> Iterator[tuple[int, int, int]]:

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-import torch
-from torch import Tensor
 from typing_extensions import override
 
+from manyhands.replica.flat_vector import FlatVector, weighted_mean
 from manyhands.replica.replica import Replica
 from manyhands.server.rules.rounds import LAST
 from manyhands.strategies import compression, server_strategy
 from manyhands.strategies.compression import CompressedState, CompressOptions
-from manyhands.strategies.streaming import mean_of
 from manyhands.worker import Worker
 
 
@@ -25,11 +23,11 @@ from manyhands.worker import Worker
 class ServedState(CompressedState):
     """This worker's open window."""
 
-    center: Tensor  # [D'] as this worker saw it last
-    start: Tensor  # [D'] where the window began
+    center: FlatVector  # as this worker saw it last
+    start: FlatVector  # where the window began
     ticks: int = 0
     counted: float = 0.0  # by the loss, in the window
-    memory: list[Tensor] = field(default_factory=list)  # one [D'] of scratch
+    memory: list[FlatVector] = field(default_factory=list)  # one of scratch
 
     @override
     def merge(self, others: list[ServedState], rank: int, size: int) -> ServedState:
@@ -39,7 +37,7 @@ class ServedState(CompressedState):
         weights = [other.counted for other in others]
         return replace(
             others[0],
-            start=mean_of([other.start for other in others], weights),
+            start=weighted_mean([other.start for other in others], weights),
             ticks=max(other.ticks for other in others),
             counted=sum(weights) / size,
             residual=self.shared(others, size, adds=False),
@@ -51,11 +49,17 @@ class ServedState(CompressedState):
 
 
 def begin(options: CompressOptions, replica: Replica, worker: Worker) -> ServedState:
-    """All start from rank 0's parameters, the first center. A collective."""
-    server_strategy.begin(replica, worker)
+    """The state; the window begins at the replica's parameters."""
     x = replica.parameters
     memory = compression.remembered(options, replica, worker)
-    return ServedState(center=x.clone(), start=x.clone(), memory=[torch.zeros_like(x)], **memory)
+    return ServedState(center=x.clone(), start=x.clone(), memory=[x.zeros_like()], **memory)
+
+
+def synchronize(replica: Replica, worker: Worker, state: ServedState) -> None:
+    """All start from rank 0's parameters, the first center. A collective."""
+    server_strategy.synchronize(replica, worker)
+    state.center.copy_(replica.parameters)
+    state.start.copy_(replica.parameters)
 
 
 def look(options: CompressOptions, replica: Replica, worker: Worker, state: ServedState) -> None:
@@ -63,9 +67,9 @@ def look(options: CompressOptions, replica: Replica, worker: Worker, state: Serv
     if state.ticks:
         return
     center = state.memory[0]
-    server_strategy.server_of(worker).pull(center)
+    server_strategy.pull_into(center, worker)
     compression.clear_padding(options, replica, center)
-    if not torch.equal(center, state.center):
+    if not center.equal(state.center):
         state.center.copy_(center)
         replica.set_parameters(center)
         replica.rounds += 1
@@ -74,13 +78,12 @@ def look(options: CompressOptions, replica: Replica, worker: Worker, state: Serv
 
 def turn(
     options: CompressOptions, replica: Replica, worker: Worker, state: ServedState, weight: float, period: int
-) -> bool:
-    """After a step that counted `weight`: the window may be over. Returns what `exchange` returns."""
+) -> None:
+    """After a step that counted `weight`: the window may be over."""
     state.ticks += 1
     state.counted += weight
     if state.ticks == period:
         _push(options, replica, worker, state)
-    return True
 
 
 def close(options: CompressOptions, replica: Replica, worker: Worker, state: ServedState) -> None:
@@ -91,6 +94,6 @@ def close(options: CompressOptions, replica: Replica, worker: Worker, state: Ser
 def _push(options: CompressOptions, replica: Replica, worker: Worker, state: ServedState, bits: int = 0) -> None:
     """What the window moved goes to the server, if it had rows."""
     if state.counted:
-        update = torch.sub(replica.parameters, state.start, out=state.memory[0])
+        update = state.memory[0].subtract_(replica.parameters, state.start)
         compression.push(options, replica, worker, state, update, state.counted, bits)
     state.ticks, state.counted = 0, 0.0

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from torch import Tensor
 from typing_extensions import override
 
 from manyhands.errors import BadInput
+from manyhands.replica.flat_vector import FlatVector
 from manyhands.server.base import ServerSpec
 from manyhands.strategies import compression, decoupled, server_strategy, streaming
-from manyhands.strategies.base import Leasing, State, Strategy
+from manyhands.strategies.base import Change, Leasing, Needs, State, StepResult, Strategy, Traits
 from manyhands.strategies.compression import CompressOptions
 from manyhands.strategies.streaming import Schedule
 from manyhands.worker import Worker
@@ -92,6 +92,8 @@ class DiLoCo(CompressOptions, Strategy):
     source: ClassVar[str] = "DiLoCo: Distributed Low-Communication Training of Language Models, Douillard et al., 2023"
     summary: ClassVar[str] = "how far `period` steps went, for an outer step with Nesterov momentum"
     consistency: ClassVar[str] = "periodic"
+    needs: ClassVar[Needs] = Needs(before_gradient=True)
+    traits: ClassVar[Traits] = Traits(period="period", outer_steps=True)
 
     def __post_init__(self) -> None:
         server_strategy.check_whole(self.name, period=self.period)
@@ -143,11 +145,16 @@ class DiLoCo(CompressOptions, Strategy):
     def start(self, replica: Replica, worker: Worker) -> State:
         if self.via == "group":
             return streaming.begin(self._schedule(), replica, worker)
-        if self.quorum is not None and self.quorum > worker.size > 1:
+        if self.quorum is not None and self.quorum > worker.mesh.data.size > 1:
             raise BadInput(
-                f"strategy diloco: quorum={self.quorum} of {worker.size} workers never comes together: give at most {worker.size}"
+                f"strategy diloco: quorum={self.quorum} of {worker.mesh.data.size} workers never comes together: give at most {worker.mesh.data.size}"
             )
         return decoupled.begin(self, replica, worker)
+
+    @override
+    def synchronize(self, replica: Replica, worker: Worker, state: Any, change: Change) -> None:
+        synchronize = streaming.synchronize if self.via == "group" else decoupled.synchronize
+        synchronize(replica, worker, state)
 
     @override
     def before_backward(self, replica: Replica, worker: Worker, state: Any) -> None:
@@ -155,13 +162,14 @@ class DiLoCo(CompressOptions, Strategy):
             decoupled.look(self, replica, worker, state)
 
     @override
-    def exchange(self, replica: Replica, worker: Worker, state: Any) -> bool:
-        weight = replica.weight
-        if not replica.apply():
-            weight = 0.0
+    def exchange(self, replica: Replica, worker: Worker, state: Any) -> StepResult:
+        weight, applied = replica.weight, replica.apply()
+        counted = weight if applied else 0.0
         if self.via == "group":
-            return streaming.turn(self._schedule(), replica, worker, state, weight)
-        return decoupled.turn(self, replica, worker, state, weight, self.period)
+            rows_left = streaming.turn(self._schedule(), replica, worker, state, counted)
+            return StepResult(applied=applied, rows_left=rows_left)
+        decoupled.turn(self, replica, worker, state, counted, self.period)
+        return StepResult(applied=applied)
 
     @override
     def finish(self, replica: Replica, worker: Worker, state: Any) -> None:
@@ -171,11 +179,11 @@ class DiLoCo(CompressOptions, Strategy):
             decoupled.close(self, replica, worker, state)
 
     @override
-    def agreed(self, replica: Replica, state: Any) -> Tensor | None:
+    def agreed(self, replica: Replica, state: Any) -> FlatVector | None:
         return state.center if self.via == "group" else None
 
     @override
-    def consensus(self, replica: Replica, worker: Worker, state: Any) -> Tensor:
+    def consensus(self, replica: Replica, worker: Worker, state: Any) -> FlatVector:
         return state.center if self.via == "group" else compression.center(self, replica, worker)
 
     def _schedule(self) -> Schedule:

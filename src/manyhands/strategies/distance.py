@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from manyhands.errors import BadInput
 from manyhands.server.base import ServerSpec
+from manyhands.strategies.base import Traits
 from manyhands.strategies.window import Windowed
 
 
@@ -41,6 +42,9 @@ class Distance(Windowed):
     source: ClassVar[str] = "On Scalable Deep Learning and Parallelizing Gradient Descent, Hermans, 2017"
     summary: ClassVar[str] = "the mean step of each `window`, scaled per weight by distance from the stale center"
     divides: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(
+        period="window", behind=("it divides a window's update by its steps", "take window=1")
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
 from typing_extensions import override
 
 from manyhands.errors import BadInput
+from manyhands.replica.flat_vector import FlatVector
 from manyhands.server.base import ServerSpec
 from manyhands.server.rules.outer import ELEMENTWISE
 from manyhands.strategies import compression, server_strategy
-from manyhands.strategies.base import Strategy
+from manyhands.strategies.base import Change, Needs, StepResult, Strategy, Traits
 from manyhands.strategies.compression import CompressedState, CompressOptions
 from manyhands.strategies.server_strategy import AsyncOptions
 from manyhands.worker import Worker
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class DownpourState(CompressedState):
     """What this worker did that the server does not have yet."""
 
-    start: Tensor  # [D'] where the parameters stood at the last pull or push
-    accrued: Tensor  # [D'] gradients since the last push; or updates that a pull interrupted, if `interrupted`
+    start: FlatVector  # where the parameters stood at the last pull or push
+    accrued: FlatVector  # gradients since the last push; or updates that a pull interrupted, if `interrupted`
     interrupted: bool = False
     ticks: int = 0  # of this epoch: pulls and pushes are due by them
     steps: int = 0  # since the last push
@@ -87,6 +87,8 @@ class Downpour(AsyncOptions, CompressOptions, Strategy):
     )
     summary: ClassVar[str] = "accumulated updates every `push_every` steps, or gradients (rule adagrad)"
     consistency: ClassVar[str] = "async / bounded"
+    needs: ClassVar[Needs] = Needs(before_gradient=True)
+    traits: ClassVar[Traits] = Traits(period="push_every and pull_every", adds=True)
 
     def __post_init__(self) -> None:
         server_strategy.check_whole(self.name, push_every=self.push_every, pull_every=self.pull_every)
@@ -135,9 +137,12 @@ class Downpour(AsyncOptions, CompressOptions, Strategy):
 
     @override
     def start(self, replica: Replica, worker: Worker) -> DownpourState:
-        server_strategy.begin(replica, worker)
         memory = compression.remembered(self, replica, worker)
         return DownpourState(start=replica.zeros(), accrued=replica.zeros(), **memory)
+
+    @override
+    def synchronize(self, replica: Replica, worker: Worker, state: DownpourState, change: Change) -> None:
+        server_strategy.synchronize(replica, worker)
 
     @override
     def before_backward(self, replica: Replica, worker: Worker, state: DownpourState) -> None:
@@ -155,9 +160,9 @@ class Downpour(AsyncOptions, CompressOptions, Strategy):
         state.stale = False
 
     @override
-    def exchange(self, replica: Replica, worker: Worker, state: DownpourState) -> bool:
-        weight = replica.weight
-        if replica.apply():
+    def exchange(self, replica: Replica, worker: Worker, state: DownpourState) -> StepResult:
+        weight, applied = replica.weight, replica.apply()
+        if applied:
             state.steps += 1
             state.weight += weight
             if self.rule == "adagrad":
@@ -166,7 +171,7 @@ class Downpour(AsyncOptions, CompressOptions, Strategy):
         if state.ticks % self.push_every == 0:
             self._push(replica, worker, state)
         state.stale = state.ticks % self.pull_every == 0
-        return True
+        return StepResult(applied=applied)
 
     @override
     def finish(self, replica: Replica, worker: Worker, state: DownpourState) -> None:
@@ -174,7 +179,7 @@ class Downpour(AsyncOptions, CompressOptions, Strategy):
         state.ticks, state.stale = 0, True
 
     @override
-    def consensus(self, replica: Replica, worker: Worker, state: DownpourState) -> Tensor:
+    def consensus(self, replica: Replica, worker: Worker, state: DownpourState) -> FlatVector:
         return compression.center(self, replica, worker)
 
     def _rate(self) -> float:
@@ -189,7 +194,7 @@ class Downpour(AsyncOptions, CompressOptions, Strategy):
             return
         update = state.accrued
         if self.rule != "adagrad":
-            update = torch.sub(replica.parameters, state.start, out=state.start)
+            update = state.start.subtract_(replica.parameters, state.start)
             if state.interrupted:
                 update.add_(state.accrued)
         compression.push(self, replica, worker, state, update, state.weight)

@@ -8,6 +8,7 @@ from typing import ClassVar
 from typing_extensions import override
 
 from manyhands.server.base import ServerSpec
+from manyhands.strategies.base import Traits
 from manyhands.strategies.window import Windowed
 
 
@@ -37,6 +38,9 @@ class DynSGD(Windowed):
     source: ClassVar[str] = "Heterogeneity-aware Distributed Parameter Servers, Jiang, Cui, Zhang, Yu, 2017"
     summary: ClassVar[str] = "updates of each `window`, scaled by 1/(staleness + 1)"
     divides: ClassVar[bool] = False
+    traits: ClassVar[Traits] = Traits(
+        period="window", behind=("it divides updates by how late they are", "take downpour"), behind_at_once=True
+    )
 
     @override
     def server(self) -> ServerSpec:

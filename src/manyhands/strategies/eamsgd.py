@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from torch import Tensor
 from typing_extensions import override
 
 from manyhands.errors import BadInput
+from manyhands.replica.flat_vector import FlatVector
+from manyhands.strategies.base import StepResult
 from manyhands.strategies.elastic_averaging import Elastic, ElasticState
 from manyhands.worker import Worker
 
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 class MomentumState(ElasticState):
     """And the worker's momentum."""
 
-    velocity: Tensor  # [D']
-    before: Tensor  # [D'] the parameters before they looked ahead
+    velocity: FlatVector
+    before: FlatVector  # the parameters before they looked ahead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,7 @@ class EAMSGD(Elastic):
 
     @override
     def start(self, replica: Replica, worker: Worker) -> MomentumState:
-        return MomentumState(**vars(self.begin(replica, worker)), velocity=replica.zeros(), before=replica.zeros())
+        return MomentumState(**vars(self.begin(replica)), velocity=replica.zeros(), before=replica.zeros())
 
     @override
     def before_backward(self, replica: Replica, worker: Worker, state: MomentumState) -> None:
@@ -69,12 +70,13 @@ class EAMSGD(Elastic):
         replica.parameters.add_(state.velocity, alpha=self.momentum)
 
     @override
-    def exchange(self, replica: Replica, worker: Worker, state: MomentumState) -> bool:
+    def exchange(self, replica: Replica, worker: Worker, state: MomentumState) -> StepResult:
         difference = self.tick(replica, worker, state, state.before)
-        if replica.apply():
+        applied = replica.apply()
+        if applied:
             state.velocity.copy_(replica.parameters).sub_(state.before)
         else:
             replica.parameters.copy_(state.before)
         if difference is not None:
             replica.parameters.sub_(difference)
-        return self.anybody(replica, worker, state)
+        return self.result(replica, worker, state, applied)

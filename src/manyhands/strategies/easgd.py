@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import override
 
+from manyhands.strategies.base import StepResult
 from manyhands.strategies.elastic_averaging import Elastic, ElasticState
 from manyhands.worker import Worker
 
@@ -39,16 +40,16 @@ class EASGD(Elastic):
 
     @override
     def start(self, replica: Replica, worker: Worker) -> ElasticState:
-        return self.begin(replica, worker)
+        return self.begin(replica)
 
     @override
     def before_backward(self, replica: Replica, worker: Worker, state: ElasticState) -> None:
         self.enter(replica, worker, state)
 
     @override
-    def exchange(self, replica: Replica, worker: Worker, state: ElasticState) -> bool:
+    def exchange(self, replica: Replica, worker: Worker, state: ElasticState) -> StepResult:
         difference = self.tick(replica, worker, state, replica.parameters)
-        replica.apply()
+        applied = replica.apply()
         if difference is not None:
             replica.parameters.sub_(difference)
-        return self.anybody(replica, worker, state)
+        return self.result(replica, worker, state, applied)

@@ -6,14 +6,13 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
-from torch import Tensor
 from typing_extensions import override
 
 from manyhands.errors import BadInput
+from manyhands.replica.flat_vector import FlatVector
 from manyhands.server.base import ServerSpec
 from manyhands.strategies import server_strategy
-from manyhands.strategies.base import Leasing, State, Strategy
+from manyhands.strategies.base import Change, Leasing, Needs, State, StepResult, Strategy, Traits
 from manyhands.strategies.server_strategy import AsyncOptions
 from manyhands.worker import Worker
 
@@ -27,11 +26,11 @@ BETA = 0.9  # the paper's β = N·α: the share of its distance from the workers
 class ElasticState(State):
     """The window since the last exchange; and the center, where the group keeps it."""
 
-    center: Tensor  # [D'] via group, the same on all ranks; [0] via server
+    center: FlatVector  # via group, the same on all ranks; [0] via server
     ticks: int = 0
     weight: float = 0.0
     inside: bool = False  # this worker has begun, at the center as it was then
-    memory: list[Tensor] = field(default_factory=list)  # one [D'] that the group sums in
+    memory: list[FlatVector] = field(default_factory=list)  # one that the group sums in
 
     @override
     def merge(self, others: list[ElasticState], rank: int, size: int) -> ElasticState:
@@ -57,6 +56,8 @@ class Elastic(AsyncOptions, Strategy):
     where there is no server, or where runs are to be the same bit for bit."""
 
     consistency: ClassVar[str] = "elastic"
+    needs: ClassVar[Needs] = Needs(before_gradient=True)
+    traits: ClassVar[Traits] = Traits(period="period", follows=True)
 
     def __post_init__(self) -> None:
         server_strategy.check_whole(self.name, period=self.period)
@@ -78,14 +79,21 @@ class Elastic(AsyncOptions, Strategy):
     def leasing(self) -> Leasing | None:
         return super().leasing() if self.via == "server" else None
 
-    def begin(self, replica: Replica, worker: Worker) -> ElasticState:
+    def begin(self, replica: Replica) -> ElasticState:
+        """The fields that both remember."""
+        if self.via == "server":
+            return ElasticState(center=replica.parameters.between(0, 0).clone())
+        return ElasticState(center=replica.parameters.clone(), memory=[replica.zeros()])
+
+    @override
+    def synchronize(self, replica: Replica, worker: Worker, state: ElasticState, change: Change) -> None:
         """Workers and center start at rank 0's parameters; warns of an alpha that no rate makes stable."""
         self._warn(worker)
         if self.via == "server":
-            server_strategy.begin(replica, worker)
-            return ElasticState(center=torch.empty(0, dtype=replica.parameters.dtype))
-        replica.broadcast_from_rank0(worker.group)
-        return ElasticState(center=replica.parameters.clone(), memory=[replica.zeros()])
+            server_strategy.synchronize(replica, worker)
+        else:
+            replica.broadcast_from_rank0(worker.mesh.data)
+            state.center.copy_(replica.parameters)
 
     def enter(self, replica: Replica, worker: Worker, state: ElasticState) -> None:
         """Before a worker's first gradient: the center may have moved since `begin`, while another trained alone."""
@@ -93,18 +101,18 @@ class Elastic(AsyncOptions, Strategy):
             server_strategy.pull(replica, worker)
         state.inside = True
 
-    def tick(self, replica: Replica, worker: Worker, state: ElasticState, x: Tensor) -> Tensor | None:
-        """Count a tick; every `period`-th, exchange: the elastic difference of x [D'], which the caller subtracts."""
+    def tick(self, replica: Replica, worker: Worker, state: ElasticState, x: FlatVector) -> FlatVector | None:
+        """Count a tick; every `period`-th, exchange: the elastic difference of x, which the caller subtracts."""
         state.ticks += 1
         state.weight += replica.weight
         return self._difference(replica, worker, state, x) if state.ticks == self.period else None
 
-    def anybody(self, replica: Replica, worker: Worker, state: ElasticState) -> bool:
+    def result(self, replica: Replica, worker: Worker, state: ElasticState, applied: bool) -> StepResult:
         """What `exchange` returns."""
         if self.via == "server":
-            return True
-        synced = state.ticks == 0 or replica.sync_control_bits_if_due(worker)  # ticks is 0 right after an exchange
-        return replica.any_rank_has_rows if synced else True
+            return StepResult(applied=applied)
+        synced = state.ticks == 0 or replica.control.sync_if_due(worker)  # ticks is 0 right after an exchange
+        return StepResult(applied=applied, rows_left=replica.control.any_rank_has_rows if synced else True)
 
     @override
     def finish(self, replica: Replica, worker: Worker, state: ElasticState) -> None:
@@ -114,29 +122,29 @@ class Elastic(AsyncOptions, Strategy):
                 replica.parameters.sub_(difference)
 
     @override
-    def consensus(self, replica: Replica, worker: Worker, state: ElasticState) -> Tensor:
+    def consensus(self, replica: Replica, worker: Worker, state: ElasticState) -> FlatVector:
         return server_strategy.center(replica, worker) if self.via == "server" else state.center
 
-    def _difference(self, replica: Replica, worker: Worker, state: ElasticState, x: Tensor) -> Tensor | None:
+    def _difference(self, replica: Replica, worker: Worker, state: ElasticState, x: FlatVector) -> FlatVector | None:
         """alpha·(x - center), by which the center moved; None for a worker without rows in this window."""
-        alpha, weight = self._alpha(worker.size), state.weight
+        alpha, weight = self._alpha(worker.mesh.data.size), state.weight
         state.ticks, state.weight = 0, 0.0
         if self.via == "group":
             return self._sum(replica, worker, state, alpha * (x - state.center) if weight else None, weight)
         if not weight:
             return None
         replica.rounds += 1
-        return server_strategy.server_of(worker).push(x, alpha).answer
+        return server_strategy.answer_of(server_strategy.push(replica, worker, x, alpha), replica)
 
     def _sum(
-        self, replica: Replica, worker: Worker, state: ElasticState, mine: Tensor | None, weight: float
-    ) -> Tensor | None:
+        self, replica: Replica, worker: Worker, state: ElasticState, mine: FlatVector | None, weight: float
+    ) -> FlatVector | None:
         """Move every rank's center by the sum of all differences."""
-        if not replica.mean_(worker.group, torch.empty(0), weight).weight:
+        if not replica.sum_weights(worker.mesh.data, weight):
             return None  # nobody had rows
         everyone = state.memory[0]
         everyone.copy_(mine) if mine is not None else everyone.zero_()
-        worker.group.all_reduce_(everyone)
+        everyone.all_reduce_(worker.mesh.data)
         state.center.add_(everyone)
         return mine
 
@@ -146,12 +154,12 @@ class Elastic(AsyncOptions, Strategy):
     def _warn(self, worker: Worker) -> None:
         """The stability limits for small steps; a curvature λ lowers both, see docs/strategies.md."""
         in_step = self.leasing() is None
-        limit = 2 / (worker.size + 1) if in_step else 1.0
-        alpha = self._alpha(worker.size)
-        if worker.rank == 0 and alpha > limit:
-            where = f"with {worker.size} workers in step" if in_step else "where each goes at its own pace"
+        limit = 2 / (worker.mesh.data.size + 1) if in_step else 1.0
+        alpha = self._alpha(worker.mesh.data.size)
+        if worker.mesh.data.rank == 0 and alpha > limit:
+            where = f"with {worker.mesh.data.size} workers in step" if in_step else "where each goes at its own pace"
             worker.emit(
                 "warning",
                 message=f"strategy {self.name}: alpha={alpha:g} is above {limit:.4g}, beyond which the center oscillates ever more "
-                f"{where}, whatever the rate: lower alpha, or leave it out for {BETA / worker.size:.4g}",
+                f"{where}, whatever the rate: lower alpha, or leave it out for {BETA / worker.mesh.data.size:.4g}",
             )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from typing_extensions import override
 
 from manyhands.errors import Unsupported
-from manyhands.strategies.base import Needs, State, Strategy
+from manyhands.strategies.base import Needs, State, StepResult, Strategy
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
@@ -47,13 +47,14 @@ class Ensemble(Strategy):
     )
     summary: ClassVar[str] = "nothing: N models, outputs averaged"
     consistency: ClassVar[str] = "-"
-    needs: ClassVar[Needs] = Needs(one_model=False)
+    needs: ClassVar[Needs] = Needs(one_model=False, elastic=False)
 
     @override
     def start(self, replica: Replica, worker: Worker) -> EnsembleState:
         return EnsembleState()
 
     @override
-    def exchange(self, replica: Replica, worker: Worker, state: EnsembleState) -> bool:
-        replica.apply()
-        return replica.any_rank_has_rows if replica.sync_control_bits_if_due(worker) else True
+    def exchange(self, replica: Replica, worker: Worker, state: EnsembleState) -> StepResult:
+        applied = replica.apply()
+        synced = replica.control.sync_if_due(worker)
+        return StepResult(applied=applied, rows_left=replica.control.any_rank_has_rows if synced else True)

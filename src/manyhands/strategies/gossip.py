@@ -10,9 +10,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from manyhands.errors import BadInput
+from manyhands.replica.flat_vector import FlatVector
 from manyhands.server.base import ServerSpec
 from manyhands.strategies import graphs, pairs, server_strategy
-from manyhands.strategies.base import Leasing, State, Strategy
+from manyhands.strategies.base import Change, Leasing, State, StepResult, Strategy, Traits
 from manyhands.strategies.graphs import Turn
 from manyhands.strategies.pairs import PairsState
 from manyhands.worker import Worker
@@ -33,7 +34,7 @@ class GossipState(State):
     rounds: int = 0  # that mixed
     mass: float = 1.0  # push-sum: how much this replica counts in the mean; all together are N
     ask: bool = True  # before the next round all say whether they have rows
-    memory: list[Tensor] = field(default_factory=list)  # two [D'] of scratch: what came, and what it adds up to
+    memory: list[FlatVector] = field(default_factory=list)  # two of scratch: what came, and what it adds up to
 
     @override
     def merge(self, others: list[GossipState], rank: int, size: int) -> GossipState:
@@ -103,6 +104,7 @@ class Gossip(Strategy):
     )
     summary: ClassVar[str] = "parameters, with few others on a graph, every `period` steps"
     consistency: ClassVar[str] = "decentralised"
+    traits: ClassVar[Traits] = Traits(period="period")
 
     def __post_init__(self) -> None:
         for option, value, known in (("graph", self.graph, GRAPHS), ("weights", self.weights, WEIGHTS)):
@@ -137,23 +139,28 @@ class Gossip(Strategy):
     @override
     def start(self, replica: Replica, worker: Worker) -> GossipState | PairsState:
         if self.graph == "pairs":
-            return pairs.begin(replica, worker)
-        replica.broadcast_from_rank0(worker.group)
-        return GossipState(memory=[torch.empty_like(replica.parameters) for _ in range(2)])
+            return PairsState(start=replica.parameters.clone())
+        return GossipState(memory=[replica.parameters.empty_like() for _ in range(2)])
 
     @override
-    def exchange(self, replica: Replica, worker: Worker, state: GossipState | PairsState) -> bool:
+    def synchronize(self, replica: Replica, worker: Worker, state: GossipState | PairsState, change: Change) -> None:
         if isinstance(state, PairsState):
-            pairs.turn(self.period, replica, worker, state)
-            return True
+            pairs.synchronize(replica, worker, state)
+        else:
+            replica.broadcast_from_rank0(worker.mesh.data)
+
+    @override
+    def exchange(self, replica: Replica, worker: Worker, state: GossipState | PairsState) -> StepResult:
+        if isinstance(state, PairsState):
+            return pairs.turn(self.period, replica, worker, state)
         state.ticks += 1
         state.weight += replica.weight
-        if self.weights == "push-sum":
-            _step_by_mass(replica, state)
+        applied = self.weights == "push-sum" and _step_by_mass(replica, state)
         synced = state.ticks >= self.period and self._round(replica, worker, state)
         if self.weights == "doubly-stochastic":
-            replica.apply()
-        return replica.any_rank_has_rows if synced or replica.sync_control_bits_if_due(worker) else True
+            applied = replica.apply()
+        synced = synced or replica.control.sync_if_due(worker)
+        return StepResult(applied=applied, rows_left=replica.control.any_rank_has_rows if synced else True)
 
     @override
     def finish(self, replica: Replica, worker: Worker, state: GossipState | PairsState) -> None:
@@ -165,13 +172,13 @@ class Gossip(Strategy):
         state.ask = True
 
     @override
-    def consensus(self, replica: Replica, worker: Worker, state: GossipState | PairsState) -> Tensor:
+    def consensus(self, replica: Replica, worker: Worker, state: GossipState | PairsState) -> FlatVector:
         if isinstance(state, PairsState):
             return pairs.consensus(replica, worker, state)
-        if worker.size == 1:
+        if worker.mesh.data.size == 1:
             return replica.parameters
         mean = replica.parameters.clone()
-        worker.group.mean_(mean, state.mass)
+        mean.mean_(worker.mesh.data, state.mass)
         return mean
 
     # -- a round -----------------------------------------------------------------------------------------------------
@@ -181,11 +188,11 @@ class Gossip(Strategy):
         asked, weight = state.ask, state.weight
         state.ticks, state.weight = 0, 0.0
         if asked:
-            total = replica.mean_(worker.group, torch.empty(0), weight)
-            state.ask = replica.any_rank_has_rows  # only a stream has rows of which the number is not known
+            total = replica.sum_weights(worker.mesh.data, weight)
+            state.ask = replica.control.any_rank_has_rows  # only a stream has rows of which the number is not known
         else:
-            replica.rounds += worker.size > 1
-        if not asked or total.weight:
+            replica.rounds += worker.mesh.data.size > 1
+        if not asked or total:
             self._mix(replica, worker, state)
             state.rounds += 1
         return asked
@@ -194,7 +201,9 @@ class Gossip(Strategy):
         """z += sum of share_j·w_j·(z_j - z) / w, where w is the new mass: replicas that are equal keep their bits."""
         assert self.graph != "pairs"
         push_sum, x, (came, moved) = self.weights == "push-sum", replica.parameters, state.memory
-        turns = graphs.round_of(self.graph, worker.size, state.rounds, one_way=push_sum, seed=self.seed)[worker.rank]
+        turns = graphs.round_of(self.graph, worker.mesh.data.size, state.rounds, one_way=push_sum, seed=self.seed)[
+            worker.mesh.data.rank
+        ]
         if not turns:
             return
         moved.zero_()
@@ -203,7 +212,8 @@ class Gossip(Strategy):
             theirs = torch.ones(1, dtype=torch.float64)
             if push_sum:
                 _swap(worker, turn, torch.tensor([state.mass], dtype=torch.float64), theirs)
-            _swap(worker, turn, x, came)
+            for part, into in zip(x.parts, came.parts, strict=True):
+                _swap(worker, turn, part, into)
             if turn.source is not None:
                 gotten = turn.gotten * float(theirs)
                 moved.add_(came.sub_(x), alpha=gotten)
@@ -213,22 +223,23 @@ class Gossip(Strategy):
         x.add_(moved, alpha=1 / state.mass)
 
 
-def _step_by_mass(replica: Replica, state: GossipState) -> None:
-    """The optimizer's step, taken by x = mass·z, where the replica holds z."""
+def _step_by_mass(replica: Replica, state: GossipState) -> bool:
+    """The optimizer's step, taken by x = mass·z, where the replica holds z; whether it was made."""
     if state.mass == 1:
-        replica.apply()
-        return
+        return replica.apply()
     before = state.memory[0].copy_(replica.parameters)
-    if replica.apply():
+    applied = replica.apply()
+    if applied:
         replica.parameters.sub_(before).div_(state.mass).add_(before)
+    return applied
 
 
 def _swap(worker: Worker, turn: Turn, tensor: Tensor, into: Tensor) -> None:
     """This rank's part of a turn: `tensor` leaves, another comes `into`, or both."""
     if turn.source is None:
         assert turn.target is not None
-        worker.group.send(tensor, turn.target)
+        worker.mesh.data.send(tensor, turn.target)
     elif turn.target is None:
-        worker.group.receive_(into, turn.source)
+        worker.mesh.data.receive_(into, turn.source)
     else:
-        worker.group.swap(tensor, turn.target, into, turn.source)
+        worker.mesh.data.swap(tensor, turn.target, into, turn.source)

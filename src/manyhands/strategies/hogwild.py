@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from torch import Tensor
 from typing_extensions import override
 
+from manyhands.replica.flat_vector import FlatVector
 from manyhands.strategies import server_strategy
-from manyhands.strategies.base import Leasing, Needs, State, Strategy
+from manyhands.strategies.base import Change, Leasing, Needs, State, StepResult, Strategy
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Hogwild(Strategy):
     )
     summary: ClassVar[str] = "nothing: the parameters lie in shared memory"
     consistency: ClassVar[str] = "lock-free"
-    needs: ClassVar[Needs] = Needs(one_host=True)
+    needs: ClassVar[Needs] = Needs(one_host=True, elementwise=False)
 
     def __post_init__(self) -> None:
         server_strategy.check_whole(self.name, 0, warmup=self.warmup)
@@ -59,20 +59,23 @@ class Hogwild(Strategy):
 
     @override
     def start(self, replica: Replica, worker: Worker) -> State:
-        replica.broadcast_from_rank0(worker.group)
-        replica.alias_parameters(worker.group.share(replica.parameters, 0))
-        worker.group.barrier()
         return State()
 
     @override
-    def exchange(self, replica: Replica, worker: Worker, state: State) -> bool:
-        replica.apply()
-        return True
+    def synchronize(self, replica: Replica, worker: Worker, state: State, change: Change) -> None:
+        group = worker.mesh.data
+        replica.broadcast_from_rank0(group)
+        replica.alias_parameters(FlatVector([group.share(part, 0) for part in replica.parameters.parts]))
+        group.barrier()
 
     @override
-    def consensus(self, replica: Replica, worker: Worker, state: State) -> Tensor:
+    def exchange(self, replica: Replica, worker: Worker, state: State) -> StepResult:
+        return StepResult(applied=replica.apply())
+
+    @override
+    def consensus(self, replica: Replica, worker: Worker, state: State) -> FlatVector:
         """What lies in memory while nobody steps: a copy, the same on all ranks."""
-        worker.group.barrier()
+        worker.mesh.data.barrier()
         vector = replica.parameters.clone()
-        worker.group.barrier()
+        worker.mesh.data.barrier()
         return vector

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from torch import Tensor
 from typing_extensions import override
 
 from manyhands.errors import BadInput, is_whole
-from manyhands.strategies.base import State, Strategy
+from manyhands.replica.flat_vector import FlatVector
+from manyhands.strategies.base import State, StepResult, Strategy, Traits
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class LocalSGD(Strategy):
     source: ClassVar[str] = "Local SGD Converges Fast and Communicates Little, Stich, 2019"
     summary: ClassVar[str] = "parameters (and optimizer state), every `period` steps"
     consistency: ClassVar[str] = "periodic"
+    traits: ClassVar[Traits] = Traits(period="period")
 
     def __post_init__(self) -> None:
         if self.period != "end" and not is_whole(self.period, 1):
@@ -74,25 +75,23 @@ class LocalSGD(Strategy):
 
     @override
     def start(self, replica: Replica, worker: Worker) -> LocalSGDState:
-        replica.broadcast_from_rank0(worker.group)
         return LocalSGDState()
 
     @override
-    def exchange(self, replica: Replica, worker: Worker, state: LocalSGDState) -> bool:
+    def exchange(self, replica: Replica, worker: Worker, state: LocalSGDState) -> StepResult:
         if replica.tick < self.warmup:
-            replica.mean_gradients(worker.group)
-            replica.apply()
-            return replica.any_rank_has_rows
-        weight = replica.weight
-        if replica.apply():
+            replica.mean_gradients(worker.mesh.data)
+            return StepResult(applied=replica.apply(), rows_left=replica.control.any_rank_has_rows)
+        weight, applied = replica.weight, replica.apply()
+        if applied:
             state.weight += weight
             state.grad_mask |= replica.grad_mask
         state.ticks += 1
         if state.ticks == self.period:
             self._average(replica, worker, state)
-        elif not replica.sync_control_bits_if_due(worker):
-            return True
-        return replica.any_rank_has_rows
+        elif not replica.control.sync_if_due(worker):
+            return StepResult(applied=applied)
+        return StepResult(applied=applied, rows_left=replica.control.any_rank_has_rows)
 
     @override
     def finish(self, replica: Replica, worker: Worker, state: LocalSGDState) -> None:
@@ -100,22 +99,22 @@ class LocalSGD(Strategy):
             self._average(replica, worker, state)
 
     @override
-    def agreed(self, replica: Replica, state: LocalSGDState) -> Tensor | None:
+    def agreed(self, replica: Replica, state: LocalSGDState) -> FlatVector | None:
         return None if state.ticks else replica.parameters
 
     @override
-    def consensus(self, replica: Replica, worker: Worker, state: LocalSGDState) -> Tensor:
+    def consensus(self, replica: Replica, worker: Worker, state: LocalSGDState) -> FlatVector:
         if not state.ticks:
             return replica.parameters
         mean = replica.parameters.clone()
-        worker.group.mean_(mean, state.weight)
+        mean.mean_(worker.mesh.data, state.weight)
         return mean
 
     def _average(self, replica: Replica, worker: Worker, state: LocalSGDState) -> None:
-        total = replica.mean_(worker.group, replica.parameters, state.weight, state.grad_mask)
+        total = replica.mean_(worker.mesh.data, replica.parameters, state.weight, state.grad_mask)
         if total.weight:
             if self.optimizer_state == "averaged":
-                replica.optimizer_state.average(worker.group, state.weight, total.bits)
-            elif self.optimizer_state == "reset" and worker.size > 1:
+                replica.optimizer_state.average(worker.mesh.data, state.weight, total.bits)
+            elif self.optimizer_state == "reset" and worker.mesh.data.size > 1:
                 replica.optimizer_state.reset()
         state.ticks, state.weight, state.grad_mask = 0, 0.0, 0

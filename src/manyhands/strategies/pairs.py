@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 from typing_extensions import override
 
+from manyhands.replica.flat_vector import FlatVector
 from manyhands.strategies import server_strategy
-from manyhands.strategies.base import State
+from manyhands.strategies.base import State, StepResult
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class PairsState(State):
     """This worker's open window."""
 
-    start: Tensor  # [D'] the parameters at which the window began; where none is open, those as they are
+    start: FlatVector  # the parameters at which the window began; where none is open, those as they are
     ticks: int = 0
     weight: float = 0.0
     merged: bool = False  # the replica is a mean of others that no exchange has brought up to date yet
@@ -31,24 +31,26 @@ class PairsState(State):
         """With another number of ranks, the open windows become one window of all, with the same effect on the answer."""
         if len(others) == size:
             return others[rank]
-        start = torch.stack([other.start for other in others]).mean(0)
+        starts = zip(*(other.start.parts for other in others), strict=True)
+        start = FlatVector([torch.stack(parts).mean(0) for parts in starts])
         ticks, weight = max(other.ticks for other in others), sum(other.weight for other in others) / size
         return replace(others[0], start=start, ticks=ticks, weight=weight, merged=True)
 
 
-def begin(replica: Replica, worker: Worker) -> PairsState:
+def synchronize(replica: Replica, worker: Worker, state: PairsState) -> None:
     """All start from rank 0's parameters. A collective."""
-    server_strategy.begin(replica, worker)
-    return PairsState(start=replica.parameters.clone())
+    server_strategy.synchronize(replica, worker)
+    state.start.copy_(replica.parameters)
 
 
-def turn(period: int, replica: Replica, worker: Worker, state: PairsState) -> None:
+def turn(period: int, replica: Replica, worker: Worker, state: PairsState) -> StepResult:
     """After a gradient: the step, and every `period` steps an exchange."""
-    replica.apply()
+    applied = replica.apply()
     state.ticks += 1
     state.weight += replica.weight
     if state.ticks >= period:
         close(replica, worker, state)
+    return StepResult(applied=applied)
 
 
 def close(replica: Replica, worker: Worker, state: PairsState) -> None:
@@ -57,16 +59,16 @@ def close(replica: Replica, worker: Worker, state: PairsState) -> None:
     if not weight:
         return
     replica.rounds += 1
-    update = torch.sub(replica.parameters, state.start, out=state.start)  # until the answer is there
-    answer = server_strategy.server_of(worker).push(update, weight).answer
-    if worker.size > 1 or state.merged:  # else there is nobody to meet
+    update = state.start.subtract_(replica.parameters, state.start)  # until the answer is there
+    answer = server_strategy.answer_of(server_strategy.push(replica, worker, update, weight), replica)
+    if worker.mesh.data.size > 1 or state.merged:  # else there is nobody to meet
         assert answer is not None
         replica.parameters.copy_(answer)
         state.merged = False
     state.start.copy_(replica.parameters)
 
 
-def consensus(replica: Replica, worker: Worker, state: PairsState) -> Tensor:
-    """[D'] the mean of all workers' parameters at the server; of one worker, its own."""
-    alone = worker.size == 1 and not state.merged
+def consensus(replica: Replica, worker: Worker, state: PairsState) -> FlatVector:
+    """The mean of all workers' parameters at the server; of one worker, its own."""
+    alone = worker.mesh.data.size == 1 and not state.merged
     return replica.parameters if alone else server_strategy.center(replica, worker)

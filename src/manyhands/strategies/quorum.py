@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from torch import Tensor
 from typing_extensions import override
 
 from manyhands.comm.group import MeanResult
 from manyhands.errors import BadInput
+from manyhands.replica.flat_vector import FlatVector
 from manyhands.server.base import ServerSpec
 from manyhands.strategies import compression, server_strategy
-from manyhands.strategies.base import Strategy
+from manyhands.strategies.base import Change, Needs, StepResult, Strategy, Traits
 from manyhands.strategies.compression import CompressedState, CompressOptions
 from manyhands.worker import Worker
 
@@ -66,6 +66,8 @@ class Quorum(CompressOptions, Strategy):
     source: ClassVar[str] = "Revisiting Distributed Synchronous SGD, Chen, Pan, Monga, Bengio, Jozefowicz, 2016"
     summary: ClassVar[str] = "gradients; the first `N - backups` of a step count"
     consistency: ClassVar[str] = "synchronous with backups"
+    needs: ClassVar[Needs] = Needs(gradients=True, before_gradient=True, elementwise=False)
+    traits: ClassVar[Traits] = Traits(exact=True, drops=True)
 
     def __post_init__(self) -> None:
         server_strategy.check_whole(self.name, 0, backups=self.backups)
@@ -79,30 +81,32 @@ class Quorum(CompressOptions, Strategy):
 
     @override
     def start(self, replica: Replica, worker: Worker) -> QuorumState:
-        if self.backups >= worker.size > 1:
+        if self.backups >= worker.mesh.data.size > 1:
             raise BadInput(
-                f"strategy quorum: backups={self.backups} of {worker.size} workers leaves none to wait for: give at most {worker.size - 1}"
+                f"strategy quorum: backups={self.backups} of {worker.mesh.data.size} workers leaves none to wait for: give at most {worker.mesh.data.size - 1}"
             )
-        server_strategy.begin(replica, worker)
         return QuorumState(**compression.remembered(self, replica, worker))
+
+    @override
+    def synchronize(self, replica: Replica, worker: Worker, state: QuorumState, change: Change) -> None:
+        server_strategy.synchronize(replica, worker)
 
     @override
     def before_backward(self, replica: Replica, worker: Worker, state: QuorumState) -> None:
         replica.skip = state.behind > 0
 
     @override
-    def exchange(self, replica: Replica, worker: Worker, state: QuorumState) -> bool:
+    def exchange(self, replica: Replica, worker: Worker, state: QuorumState) -> StepResult:
         pushed = compression.push_gradients(self, replica, worker, state)
         state.behind = pushed.behind
-        replica.dropped = not pushed.applied
         replica.rounds += 1
         if pushed.answer is not None:
-            replica.gradients.copy_(pushed.answer)
+            replica.gradients.take_joined_(pushed.answer)
         replica.record_mean(MeanResult(pushed.weight, pushed.bits))
-        replica.apply()
         # A step of weight 0 has waited for all: only then nobody, late ones included, has rows.
-        return replica.any_rank_has_rows or (self.backups > 0 and pushed.weight > 0)
+        rows_left = replica.control.any_rank_has_rows or (self.backups > 0 and pushed.weight > 0)
+        return StepResult(applied=replica.apply(), rows_left=rows_left, dropped=not pushed.applied)
 
     @override
-    def agreed(self, replica: Replica, state: QuorumState) -> Tensor | None:
+    def agreed(self, replica: Replica, state: QuorumState) -> FlatVector | None:
         return None if self.backups else replica.parameters

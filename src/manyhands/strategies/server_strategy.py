@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from manyhands.errors import BadInput, Unsupported, is_whole
-from manyhands.server.base import Server
+from manyhands.replica.flat_vector import FlatVector
+from manyhands.server.base import Pushed, Server
 from manyhands.strategies.base import Leasing
 from manyhands.worker import Worker
 
@@ -73,25 +74,50 @@ def server_of(worker: Worker) -> Server:
     return worker.server
 
 
-def begin(replica: Replica, worker: Worker) -> None:
+def synchronize(replica: Replica, worker: Worker) -> None:
     """All start from rank 0's parameters, which are the first center too. A collective."""
     server = server_of(worker)
-    replica.broadcast_from_rank0(worker.group)
-    if worker.rank == 0:
-        server.initialize(replica.parameters)
-    worker.group.barrier()
+    replica.broadcast_from_rank0(worker.mesh.data)
+    if worker.mesh.data.rank == 0:
+        server.initialize(replica.parameters.joined())
+    worker.mesh.data.barrier()
 
 
 def pull(replica: Replica, worker: Worker) -> None:
-    """The center, straight into the replica's parameters."""
-    server_of(worker).pull(replica.parameters)
+    """The center into the replica's parameters."""
+    pull_into(replica.parameters, worker)
     replica.rounds += 1
 
 
-def center(replica: Replica, worker: Worker) -> Tensor:
-    """[D'] the center in a vector of its own, the same on all ranks: nobody pushes meanwhile. A collective."""
-    worker.group.barrier()
-    vector = torch.empty_like(replica.parameters)
-    server_of(worker).center(vector)
-    worker.group.barrier()
+def pull_into(vector: FlatVector, worker: Worker) -> None:
+    """The center, straight into `vector` where it has one part; a server's vectors are joined ones."""
+    _receive(vector, server_of(worker).pull)
+
+
+def center(replica: Replica, worker: Worker) -> FlatVector:
+    """The center in a vector of its own, the same on all ranks: nobody pushes meanwhile. A collective."""
+    worker.mesh.data.barrier()
+    vector = replica.parameters.empty_like()
+    _receive(vector, server_of(worker).center)
+    worker.mesh.data.barrier()
     return vector
+
+
+def push(replica: Replica, worker: Worker, update: FlatVector, weight: float = 1.0, bits: int = 0) -> Pushed:
+    """`Server.push` of a vector; `answer_of` gives its answer."""
+    return server_of(worker).push(update.joined(), weight, bits)
+
+
+def answer_of(pushed: Pushed, replica: Replica) -> FlatVector | None:
+    """What the server gave back to a push, shard by shard."""
+    if pushed.answer is None or len(replica.shards) == 1:
+        return None if pushed.answer is None else FlatVector([pushed.answer])
+    answer = replica.parameters.empty_like()
+    answer.take_joined_(pushed.answer)
+    return answer
+
+
+def _receive(vector: FlatVector, receive: Callable[[Tensor], None]) -> None:
+    joined = vector.joined()
+    receive(joined)
+    vector.take_joined_(joined)

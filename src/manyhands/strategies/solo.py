@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from typing_extensions import override
 
 from manyhands.errors import Unsupported
-from manyhands.strategies.base import State, Strategy
+from manyhands.strategies.base import Needs, State, StepResult, Strategy
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
@@ -26,17 +26,17 @@ class Solo(Strategy):
     source: ClassVar[str] = "A Stochastic Approximation Method, Robbins, Monro, 1951"
     summary: ClassVar[str] = "nothing: one worker"
     consistency: ClassVar[str] = "-"
+    needs: ClassVar[Needs] = Needs(one_worker=True, elastic=False)
 
     @override
     def start(self, replica: Replica, worker: Worker) -> State:
-        if worker.size > 1:
+        if worker.mesh.data.size > 1:
             raise Unsupported(
-                f"strategy solo is one worker, and {worker.size} were asked for: take allreduce, which equals it, or workers=1"
+                f"strategy solo is one worker, and {worker.mesh.data.size} were asked for: take allreduce, which equals it, or workers=1"
             )
         return State()
 
     @override
-    def exchange(self, replica: Replica, worker: Worker, state: State) -> bool:
-        replica.control_bits |= replica.bits()
-        replica.apply()
-        return replica.more
+    def exchange(self, replica: Replica, worker: Worker, state: State) -> StepResult:
+        replica.control.received |= replica.control.own
+        return StepResult(applied=replica.apply(), rows_left=replica.control.more)

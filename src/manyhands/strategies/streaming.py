@@ -14,8 +14,9 @@ from typing_extensions import override
 
 from manyhands.comm.group import Done, Work
 from manyhands.errors import BadInput
+from manyhands.replica.flat_vector import FlatVector, weighted_mean
 from manyhands.replica.layout import ALIGNMENT_BYTES, Layout
-from manyhands.replica.replica import MORE, STOP, Replica
+from manyhands.replica.replica import Replica
 from manyhands.strategies import compression
 from manyhands.strategies.compression import CompressedState, CompressOptions
 from manyhands.worker import Worker
@@ -51,15 +52,16 @@ class Schedule(CompressOptions):
 class GroupState(CompressedState):
     """The outer optimizer, the same on all ranks; and this rank's open windows."""
 
-    center: Tensor  # [D'] the start points of the windows
-    momentum: Tensor  # [D'] the outer one
-    on_way: Tensor  # [D'] this rank's own part of the means under way; [0] where none can be
+    center: FlatVector  # the start points of the windows
+    momentum: FlatVector  # the outer one
+    on_way: FlatVector  # this rank's own part of the means under way; [0] where none can be
     counted: Tensor  # [fragments] float64, what the loss counted in the open windows
     on_way_counted: Tensor  # [fragments] and in those whose mean is under way
     ticks: int = 0  # since all fragments were synced together
     fragments: list[Fragment] = field(default_factory=list)
-    memory: list[Tensor] = field(default_factory=list)  # one [D'] that the group works on
-    handles: dict[int, Work] = field(default_factory=dict)  # by fragment; of a resumed run, which has none, `on_way` is
+    memory: list[FlatVector] = field(default_factory=list)  # one that the group works on
+    handles: dict[int, list[Work]] = field(default_factory=dict)  # by fragment, one a shard; of a resumed run, which
+    # has none, `on_way` is
 
     @override
     def merge(self, others: list[GroupState], rank: int, size: int) -> GroupState:
@@ -67,9 +69,10 @@ class GroupState(CompressedState):
         if len(others) == size:
             return others[rank]
         first = others[0]
-        for which, (start, stop) in enumerate(self.fragments if len(first.on_way) else []):
-            parts = [other.on_way[start:stop] for other in others]
-            first.on_way[start:stop] = mean_of(parts, [float(other.on_way_counted[which]) for other in others])
+        for which, fragment in enumerate(self.fragments if first.on_way.numel else []):
+            parts = [other.on_way.between(*fragment) for other in others]
+            weights = [float(other.on_way_counted[which]) for other in others]
+            parts[0].copy_(weighted_mean(parts, weights))
         return replace(
             first,
             counted=torch.stack([other.counted for other in others]).sum(0) / size,
@@ -85,19 +88,24 @@ class GroupState(CompressedState):
 
 
 def begin(schedule: Schedule, replica: Replica, worker: Worker) -> GroupState:
-    """All start from rank 0's parameters. A collective; the same on all ranks."""
-    replica.broadcast_from_rank0(worker.group)
+    """The state; all windows begin at the replica's parameters."""
     fragments = cut(replica.layout, schedule.fragments)
     return GroupState(
         center=replica.parameters.clone(),
-        momentum=torch.zeros_like(replica.parameters),
-        on_way=torch.zeros_like(replica.parameters)[: None if schedule.overlap else 0],
+        momentum=replica.parameters.zeros_like(),
+        on_way=replica.parameters.between(0, replica.parameters.numel if schedule.overlap else 0).zeros_like(),
         counted=torch.zeros(len(fragments), dtype=torch.float64),
         on_way_counted=torch.zeros(len(fragments), dtype=torch.float64),
         fragments=fragments,
         memory=[replica.zeros()],
         **compression.remembered(schedule, replica, worker),
     )
+
+
+def synchronize(replica: Replica, worker: Worker, state: GroupState) -> None:
+    """All start from rank 0's parameters, the first center. A collective."""
+    replica.broadcast_from_rank0(worker.mesh.data)
+    state.center.copy_(replica.parameters)
 
 
 def cut(layout: Layout, fragments: int) -> list[Fragment]:
@@ -121,7 +129,7 @@ def cut(layout: Layout, fragments: int) -> list[Fragment]:
 
 
 def turn(schedule: Schedule, replica: Replica, worker: Worker, state: GroupState, weight: float) -> bool:
-    """After a step that counted `weight`: use the mean that is due, start the one that is. Returns what `exchange` returns."""
+    """After a step that counted `weight`: use the mean that is due, start the one that is. Whether rows are left."""
     state.counted += weight
     state.ticks += 1
     in_sync = False
@@ -134,8 +142,8 @@ def turn(schedule: Schedule, replica: Replica, worker: Worker, state: GroupState
     if schedule.overlap and starting is not None:
         _start_mean(schedule, replica, worker, state, starting)
     if not in_sync and not schedule.under_way(state.ticks):
-        in_sync = replica.sync_control_bits_if_due(worker)
-    return replica.any_rank_has_rows if in_sync else True
+        in_sync = replica.control.sync_if_due(worker)
+    return replica.control.any_rank_has_rows if in_sync else True
 
 
 def close(schedule: Schedule, replica: Replica, worker: Worker, state: GroupState) -> None:
@@ -155,56 +163,51 @@ def close(schedule: Schedule, replica: Replica, worker: Worker, state: GroupStat
     state.ticks = 0
 
 
-def mean_of(parts: list[Tensor], weights: list[float]) -> Tensor:
-    """The weighted mean; where nothing counts, each counts the same."""
-    total = sum(weights)
-    shares = [weight / total if total else 1 / len(weights) for weight in weights]
-    return torch.stack([part * share for part, share in zip(parts, shares, strict=True)]).sum(0)
-
-
 # -- one fragment ------------------------------------------------------------------------------------------------------
 
 
 def _start_mean(schedule: Schedule, replica: Replica, worker: Worker, state: GroupState, fragment: int) -> None:
     """The window ends here: its pseudo-gradient goes on its way."""
-    here = slice(*state.fragments[fragment])
-    gradient = torch.sub(state.center[here], replica.parameters[here], out=state.memory[0][here])
-    if len(state.on_way):
-        state.on_way[here].copy_(gradient)
+    here = state.fragments[fragment]
+    gradient = state.memory[0].between(*here).subtract_(state.center.between(*here), replica.parameters.between(*here))
+    if state.on_way.numel:
+        state.on_way.between(*here).copy_(gradient)
     state.on_way_counted[fragment] = state.counted[fragment]
     state.counted[fragment] = 0.0
     state.handles[fragment] = _mean(schedule, replica, worker, state, fragment)
 
 
-def _mean(schedule: Schedule, replica: Replica, worker: Worker, state: GroupState, fragment: int) -> Work:
+def _mean(schedule: Schedule, replica: Replica, worker: Worker, state: GroupState, fragment: int) -> list[Work]:
     """Start the weighted mean over the group of what `memory` holds of a fragment, with this worker's control bits."""
-    gradient = state.memory[0][slice(*state.fragments[fragment])]
-    weight, bits = float(state.on_way_counted[fragment]), replica.bits() & (MORE | STOP)
+    gradient = state.memory[0].between(*state.fragments[fragment])
+    weight, bits = float(state.on_way_counted[fragment]), replica.control.own
     if schedule.compress == "none":
-        return worker.group.start_mean_(gradient, weight, bits)
-    return Done(compression.mean_(schedule, replica, worker, state, gradient, weight, bits))
+        parts = [part for part in gradient.parts if len(part)]
+        return [worker.mesh.data.start_mean_(part, weight, bits) for part in parts]
+    return [Done(compression.mean_(schedule, replica, worker, state, gradient, weight, bits))]
 
 
 def _use_mean(
     schedule: Schedule, replica: Replica, worker: Worker, state: GroupState, fragment: int, mixing: float
 ) -> None:
     """Wait for the mean pseudo-gradient, make the outer step, and go on from the new center, or from between."""
-    here = slice(*state.fragments[fragment])
-    gradient, center, momentum = state.memory[0][here], state.center[here], state.momentum[here]
+    here = state.fragments[fragment]
+    vectors = state.memory[0], state.center, state.momentum, replica.parameters
+    gradient, center, momentum, x = (vector.between(*here) for vector in vectors)
     if fragment not in state.handles:  # it was under way at the checkpoint
-        gradient.copy_(state.on_way[here])
+        gradient.copy_(state.on_way.between(*here))
         state.handles[fragment] = _mean(schedule, replica, worker, state, fragment)
-    total = replica.record_control_bits(state.handles.pop(fragment).wait())
-    replica.rounds += worker.size > 1
+    for handle in state.handles.pop(fragment):
+        total = replica.control.record(handle.wait())
+    replica.rounds += worker.mesh.data.size > 1
     state.on_way_counted[fragment] = 0.0
     if not total.weight:
         return
     outer_step(center, momentum, gradient, schedule.rate, schedule.momentum)
-    x = replica.parameters[here]
     x.lerp_(center, 1 - mixing) if mixing else x.copy_(center)
 
 
-def outer_step(center: Tensor, momentum: Tensor, gradient: Tensor, rate: float, factor: float) -> None:
+def outer_step(center: FlatVector, momentum: FlatVector, gradient: FlatVector, rate: float, factor: float) -> None:
     """SGD with Nesterov momentum as torch.optim.SGD(nesterov=True), in place; `gradient` is scratch afterwards."""
     if factor:
         momentum.mul_(factor).add_(gradient)

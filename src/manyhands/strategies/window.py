@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
 from typing_extensions import override
 
+from manyhands.replica.flat_vector import FlatVector
 from manyhands.strategies import compression, server_strategy
-from manyhands.strategies.base import Strategy
+from manyhands.strategies.base import Change, Needs, StepResult, Strategy
 from manyhands.strategies.compression import CompressedState, CompressOptions
 from manyhands.strategies.server_strategy import AsyncOptions
 from manyhands.worker import Worker
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 class Window(CompressedState):
     """A worker's steps since its last pull: it steps alone for a window, pushes the result, and pulls again."""
 
-    start: Tensor  # [D'] the center that it pulled
+    start: FlatVector  # the center that it pulled
     ticks: int = 0
     steps: int = 0
     fresh: bool = False  # the next gradient is taken here; else at the center as it is then
@@ -42,15 +41,17 @@ class Window(CompressedState):
             self.start.copy_(replica.parameters)
             self.fresh = True
 
-    def step(self, replica: Replica) -> None:
-        """One local step of the replica's own optimizer."""
-        self.steps += replica.apply()
+    def step(self, replica: Replica) -> bool:
+        """One local step of the replica's own optimizer; whether it was made."""
+        applied = replica.apply()
+        self.steps += applied
         self.ticks += 1
+        return applied
 
     def close(self, replica: Replica, worker: Worker, options: CompressOptions, *, divide: bool = False) -> None:
         """Push the sum of the window's steps, or (`divide`) their mean; the next gradient is taken at the center."""
         if self.steps:
-            update = torch.sub(replica.parameters, self.start, out=self.start)  # its memory is free until the next pull
+            update = self.start.subtract_(replica.parameters, self.start)  # its memory is free until the next pull
             if divide and self.steps > 1:
                 update.div_(self.steps)
             compression.push(options, replica, worker, self, update)
@@ -65,6 +66,7 @@ class Windowed(AsyncOptions, CompressOptions, Strategy):
     """Steps between pushes."""
 
     consistency: ClassVar[str] = "async / bounded"
+    needs: ClassVar[Needs] = Needs(before_gradient=True)
     divides: ClassVar[bool]  # a window is pushed as the mean of its steps, not as their sum
 
     def __post_init__(self) -> None:
@@ -74,24 +76,27 @@ class Windowed(AsyncOptions, CompressOptions, Strategy):
 
     @override
     def start(self, replica: Replica, worker: Worker) -> Window:
-        server_strategy.begin(replica, worker)
         return Window(start=replica.zeros(), **compression.remembered(self, replica, worker))
+
+    @override
+    def synchronize(self, replica: Replica, worker: Worker, state: Window, change: Change) -> None:
+        server_strategy.synchronize(replica, worker)
 
     @override
     def before_backward(self, replica: Replica, worker: Worker, state: Window) -> None:
         state.enter(replica, worker, self)
 
     @override
-    def exchange(self, replica: Replica, worker: Worker, state: Window) -> bool:
-        state.step(replica)
+    def exchange(self, replica: Replica, worker: Worker, state: Window) -> StepResult:
+        applied = state.step(replica)
         if state.ticks == self.window:
             state.close(replica, worker, self, divide=self.divides)
-        return True
+        return StepResult(applied=applied)
 
     @override
     def finish(self, replica: Replica, worker: Worker, state: Window) -> None:
         state.close(replica, worker, self, divide=self.divides)
 
     @override
-    def consensus(self, replica: Replica, worker: Worker, state: Window) -> Tensor:
+    def consensus(self, replica: Replica, worker: Worker, state: Window) -> FlatVector:
         return compression.center(self, replica, worker)

@@ -42,7 +42,7 @@ class EngineCheck(Protocol):
 
 
 def _launch(engine: Engine, workers: int, program: Callable[[Worker], T], observer: Observer | None = None) -> list[T]:
-    if engine.spmd:
+    if engine.capabilities.spmd:
         problem = "every worker would have to run the suite: test an engine in place with a script"
         raise Unsupported(f"engine {engine.name}: {problem}")
     options: dict[str, Any] = {"timeout_s": DEADLINE_S, "threads_per_worker": 1, "device": "cpu"}

@@ -28,10 +28,11 @@ from manyhands.checkpoint import checkpoints, run_state
 from manyhands.checkpoint.checkpoints import Checkpoint
 from manyhands.comm import threads
 from manyhands.data.sharding import slice_of
-from manyhands.replica.replica import MORE, STOP, Replica
+from manyhands.replica.control_bits import MORE, STOP
+from manyhands.replica.replica import Replica
 from manyhands.server.in_process import InProcessServers
 from manyhands.strategies import CATALOGUE, spec_of, strategy_of
-from manyhands.strategies.base import Strategy
+from manyhands.strategies.base import Change, Strategy
 from manyhands.testing.group_suite import CheckFailed, checks_of, expect
 from manyhands.testing.threads import together
 from manyhands.worker import Worker
@@ -55,9 +56,10 @@ class StrategyWorker:
     def __init__(self, strategy: Strategy, worker: Worker) -> None:
         self.strategy, self.worker, self.tick = strategy, worker, 0
         self.active = False
-        self.replica = Replica(tiny_model(worker.rank), adamw, group=worker.group, loss=squared_error)
+        self.replica = Replica.of(tiny_model(worker.rank), adamw, group=worker.group, loss=squared_error)
         worker.clock = lambda: SECONDS_A_TICK * (self.replica.tick + 1)
         self.state = strategy.start(self.replica, worker)
+        strategy.synchronize(self.replica, worker, self.state, Change())
 
     def run_tick(self, batch: Batch | None, *, idle: bool = False, more: bool = True, stop: bool = False) -> bool:
         """Run one tick. Returns whether any rank has rows, as `exchange` or the server reports."""
@@ -65,10 +67,10 @@ class StrategyWorker:
         replica, step = self.replica, self.replica.step
         replica.begin_tick()
         replica.tick, self.tick = self.tick, self.tick + 1
-        replica.more, replica.stop, replica.idle = more, stop, idle
+        replica.control.more, replica.control.stop, replica.idle = more, stop, idle
         self.strategy.before_backward(replica, self.worker, self.state)
         replica.backward(batch)
-        answer = self.strategy.exchange(replica, self.worker, self.state)
+        answer = self.strategy.exchange(replica, self.worker, self.state).rows_left
         expect(replica.step - step <= 1, f"one exchange applied {replica.step - step} steps, expected one at most")
         return self._pass_gate(answer)
 
@@ -84,10 +86,10 @@ class StrategyWorker:
         served = self.strategy.server()
         if served is None or self.worker.server is None:
             return answer
-        bits = self.worker.server.tick(self.replica.bits() & (MORE | STOP))
+        bits = self.worker.server.tick(self.replica.control.own)
         if served.bound != 0:
             return answer
-        self.replica.control_bits |= bits
+        self.replica.control.received |= bits
         return bool(bits & MORE)
 
     def train(self, ticks: int) -> None:
@@ -110,13 +112,17 @@ class StrategyWorker:
         self.barrier()
 
     def consensus(self) -> Tensor:
-        """[D'] a copy"""
-        return self.strategy.consensus(self.replica, self.worker, self.state).clone()
+        """[D'] a copy, joined"""
+        return self.strategy.consensus(self.replica, self.worker, self.state).clone().joined()
+
+    def parameters(self) -> Tensor:
+        """[D'] a copy, joined"""
+        return self.replica.parameters.clone().joined()
 
     def tensors(self) -> Tensors:
         """Copies of all tensors that training changes, by name: parameters and the optimizer's state."""
         held = {name: view.clone() for name, view in self.replica.named(self.replica.parameters).items()}
-        for name, p in zip(self.replica.layout.names, self.replica.layout.parameters, strict=True):
+        for name, p in zip(self.replica.layout.names, self.replica.trainable, strict=True):
             state = self.replica.optimizer.state.get(p, {})
             held |= {f"the optimizer's {key} of {name}": value.clone() for key, value in state.items()}
         return held
@@ -224,7 +230,7 @@ def check_description(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
 def check_start(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
     """For a strategy of one model, replicas with different parameters are equal after `start`. (CASE 25)"""
     for size in sizes:
-        starts = run_workers(strategy, size, lambda trainer: (trainer.replica.parameters.clone(), trainer.consensus()))
+        starts = run_workers(strategy, size, lambda trainer: (trainer.parameters(), trainer.consensus()))
         expect_same_on_all([parameters for parameters, _ in starts], strategy, "the start")
         expect_same_on_all([consensus for _, consensus in starts], strategy, "the consensus before the first tick")
 
@@ -265,7 +271,7 @@ def check_agreed(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
     def program(trainer: StrategyWorker) -> list[Tensor | None]:
         def agreed() -> Tensor | None:
             found = trainer.strategy.agreed(trainer.replica, trainer.state)
-            return None if found is None else found.clone()
+            return None if found is None else found.clone().joined()
 
         return _after_each_tick(trainer, agreed, "calling agreed()")
 
@@ -336,9 +342,9 @@ def check_worker_without_rows(strategy: Strategy, sizes: Sequence[int] = SIZES) 
     def program(trainer: StrategyWorker) -> tuple[Tensor, int]:
         last = trainer.worker.rank == trainer.worker.size - 1
         for tick in range(len(ROWS)):
-            before, rounds = trainer.replica.parameters.clone(), trainer.replica.rounds
+            before, rounds = trainer.parameters(), trainer.replica.rounds
             trainer.run_tick(None if last else global_batch(tick), idle=last)
-            alone = last and trainer.replica.rounds == rounds and not torch.equal(trainer.replica.parameters, before)
+            alone = last and trainer.replica.rounds == rounds and not torch.equal(trainer.parameters(), before)
             expect(not alone, f"rank {trainer.worker.rank} moved at tick {tick}, without rows and outside of a round")
         trainer.finish()
         return trainer.consensus(), trainer.replica.rounds
@@ -376,7 +382,7 @@ def check_stop(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
         last = trainer.worker.rank == trainer.worker.size - 1
         for tick in range(5 + EXTRA_TICKS):
             trainer.run_tick(global_batch(tick), stop=last and tick >= 5)
-            if trainer.replica.control_bits & STOP:
+            if trainer.replica.control.received & STOP:
                 received.setdefault(trainer.worker.rank, tick)
         return received.get(trainer.worker.rank)
 

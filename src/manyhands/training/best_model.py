@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from manyhands.errors import BadInput
 from manyhands.replica.evaluation import higher_is_better
+from manyhands.replica.flat_vector import FlatVector
 from manyhands.replica.replica import Replica
 
 
@@ -48,10 +48,10 @@ class BestModel:
     policy: BestModelPolicy
     newest: dict[str, float] = field(default_factory=dict)  # metrics of the newest validation
     metrics: dict[str, float] = field(default_factory=dict)  # those of the best
-    parameters: Tensor | None = None  # [D'] of the best, None before the first
+    parameters: FlatVector | None = None  # of the best, None before the first
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
-    def offer(self, metrics: dict[str, float], parameters: Tensor, buffers: dict[str, Tensor]) -> bool:
+    def offer(self, metrics: dict[str, float], parameters: FlatVector, buffers: dict[str, Tensor]) -> bool:
         """See a validation; whether it is the best so far (then a copy of it is kept). The same on all ranks."""
         self.newest = metrics
         name, higher = self.policy.metric, self.policy.higher
@@ -80,7 +80,7 @@ class BestModel:
         self.newest, self.metrics = values["newest"], values["metrics"]
         saved = {name.removeprefix("best/"): tensor for name, tensor in tensors.items() if name.startswith("best/")}
         if saved and self.policy.metric:
-            self.parameters = torch.zeros_like(replica.parameters)
+            self.parameters = replica.parameters.zeros_like()
             for name, view in replica.named(self.parameters).items():
                 view.copy_(saved[name])
             self.buffers = {

@@ -9,13 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from manyhands import engines
 from manyhands.checkpoint.paths import AnyPath
 from manyhands.data.dataframe_rows import DistributedFrame
 from manyhands.data.open_source import is_function, open_source
 from manyhands.engines.base import Engine, check_brings, check_count, check_seconds, check_threads
 from manyhands.errors import BadInput, UnknownName, Unsupported, is_whole
-from manyhands.replica.layout import Layout
+from manyhands.replica.layout import layouts_of
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task, check_fields
 from manyhands.tasks.finding import task_of
@@ -37,17 +36,17 @@ class TrainConfig:
     def count(self) -> int:
         if self.workers is not None:
             return self.workers
-        return engines.default_workers(self.engine)
+        return self.engine.default_workers()
 
     @property
     def spmd(self) -> bool:
         """Every rank makes this call: one program on several processes."""
-        return self.engine.spmd and self.count > 1
+        return self.engine.capabilities.spmd and self.count > 1
 
     @property
     def owns_run_dir(self) -> bool:
         """Whether this process writes the run directory."""
-        return not self.spmd or engines.own_rank(self.engine) == 0
+        return not self.spmd or self.engine.own_rank() == 0
 
     def check(self, *, servers: int, nonfinite: str, max_seconds: float | None, timeout_s: float, resume: bool) -> None:
         """Raise BadInput for what cannot be, before anything starts."""
@@ -66,16 +65,16 @@ class TrainConfig:
         self._check_data()
 
     def _check_strategy(self, servers: int) -> None:
-        if self.strategy.name == "solo" and self.count > 1:
+        if self.strategy.needs.one_worker and self.count > 1:
             raise Unsupported(
-                f"strategy solo is one worker, and {self.count} were asked for: take allreduce, which equals it, or workers=1"
+                f"strategy {self.strategy.name} is one worker, and {self.count} were asked for: take allreduce, which equals it, or workers=1"
             )
         spec = self.strategy.server()
         if spec is not None and spec.one_shard and servers > 1:
             raise Unsupported(
                 f"strategy {self.strategy.name} counts whole pushes, which several shards would count apart: leave servers out, or give servers=1"
             )
-        if (spec is not None or self.strategy.leasing() is not None) and not self.engine.serves:
+        if (spec is not None or self.strategy.leasing() is not None) and not self.engine.capabilities.serves:
             wants = "needs a parameter server" if spec is not None else "has workers that go at their own pace"
             raise Unsupported(
                 f"strategy {self.strategy.name} {wants}, which engine {self.engine.name} cannot give: take engine local or hosts, "
@@ -93,7 +92,7 @@ class TrainConfig:
     def _check_data(self) -> None:
         """Open the data on the driver, except functions, which only workers call, and check the batch size."""
         if isinstance(self.task.model, nn.Module):
-            Layout(self.task.model)
+            layouts_of(self.task.model)  # raises for parameters that cannot be trained
         own = None
         for data in (self.task.train_data, self.task.validation_data, self.task.test_data):
             if isinstance(data, DistributedFrame):

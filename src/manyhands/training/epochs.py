@@ -53,7 +53,7 @@ class LockstepEpochs:
             current, loop.input_s = ahead if ahead is not None else (EMPTY, 0.0)
             if not sized:
                 ahead = self._next(slices)
-            loop.replica.more = not sized and ahead is not None
+            loop.replica.control.more = not sized and ahead is not None
             yield current
             if sized:
                 ahead = self._next(slices)
@@ -145,8 +145,8 @@ class AsyncEpochs:
             epoch=position.epoch,
             first=position.epoch_tick,
             until=max(until, position.epoch_tick),
-            parts=position.parts if position.left is not None else self._loop.worker.size,
-            size=self._loop.worker.size,
+            parts=position.parts if position.left is not None else self._loop.worker.mesh.rows[1],
+            size=self._loop.worker.mesh.rows[1],
             left=position.left,
             rank0_warmup_ticks=rank0_warmup_ticks,
         )

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from manyhands import rng
 from manyhands.data.feed import Feed, Slice
@@ -18,9 +17,12 @@ from manyhands.engines import cores
 from manyhands.errors import BadInput
 from manyhands.recording.run import environment
 from manyhands.replica import fingerprint
-from manyhands.replica.replica import MORE, STOP, Replica
+from manyhands.replica.control_bits import MORE, STOP
+from manyhands.replica.flat_vector import FlatVector
+from manyhands.replica.replica import Replica
 from manyhands.server.staleness import StalenessMonitor, watch
 from manyhands.signals import PREEMPTED
+from manyhands.strategies.base import Change
 from manyhands.training.plan import Outcome, TrainingPosition, WorkerPlan, build_model, global_batch
 from manyhands.training.saving import Saver
 from manyhands.training.validation import Validator
@@ -50,7 +52,10 @@ class Loop:
         self.replica = self._replica(model)
         if worker.rank and not many:
             rng.seed_all(plan.task.seed, worker.rank)  # dropout draws per rank
+        if plan.strategy.needs.gradients and not self.replica.executor.has_gradients:
+            raise self.replica.executor.without_gradients()
         self.state = plan.strategy.start(self.replica, worker)
+        plan.strategy.synchronize(self.replica, worker, self.state, Change(generation=worker.generation))
         self.worker_callback = (
             None if plan.task.worker_callback is None else plan.task.worker_callback.create(worker, self.replica)
         )
@@ -83,13 +88,14 @@ class Loop:
 
     def _feed(self, data: Any, train: bool = False) -> Feed:
         task, worker = self.task, self.worker
+        rank, size = worker.mesh.rows
         source = open_source(data, collate=task.collate, loader_processes=task.loader_processes)
         own = source.batch_size if not train else None  # a validation loader's batches have nothing to do with a step's
         return Feed(
             source,
-            rank=worker.rank,
-            size=worker.size,
-            batch_size=own or global_batch(task, worker.size, source.batch_size),
+            rank=rank,
+            size=size,
+            batch_size=own or global_batch(task, size, source.batch_size),
             seed=task.seed,
             shuffle=train and task.shuffle,
             order=task.order if train else None,
@@ -102,10 +108,10 @@ class Loop:
         if task.schedule is not None and total is None:
             raise BadInput("a schedule needs the number of steps, and a stream has no length: give max_steps")
         schedule = None if task.schedule is None else lambda optimizer: task.schedule(optimizer, total)  # type: ignore[misc,arg-type]
-        return Replica(
+        return Replica.of(
             model,
             task.optimizer,
-            group=self.worker.group,
+            group=self.worker.mesh.data,
             loss=task.loss,
             schedule=schedule,
             clip_norm=task.clip_norm,
@@ -119,7 +125,7 @@ class Loop:
         strategy, worker, spec = self.plan.strategy, self.worker, self.spec
         if spec is None:
             return None
-        return watch(spec.rule, spec.bound, strategy.rate_factor(worker.size), worker.rank, worker.size)
+        return watch(spec, strategy.rate_factor(worker.size), worker.rank, worker.size)
 
     def total_ticks(self) -> int | None:
         """Ticks of the whole training, None for a stream without max_steps."""
@@ -169,7 +175,7 @@ class Loop:
         replica.begin_tick()
         replica.tick = self.position.local_steps
         replica.idle = part.rows == 0 and bool(part.global_rows)
-        replica.stop = self.wants_stop()
+        replica.control.stop = self.wants_stop()
         worker.group.step = replica.step
         worker.driver.progress("compute", replica.step)
         apply_s, wait_s, rounds = replica.apply_seconds, self._waited_s(), replica.rounds
@@ -180,22 +186,24 @@ class Loop:
         worker.driver.computed(0 if replica.skip else part.rows)
         weight, rate = replica.weight, self._rate()
         if self.staleness is not None:
-            self.staleness.before(replica.parameters, replica.gradients)
+            self.staleness.before(replica.parameters.joined(), replica.gradients.joined())
         middle = clock()
         worker.driver.progress("exchange", replica.step)
-        self.anybody = self.plan.strategy.exchange(replica, worker, self.state)
+        result = self.plan.strategy.exchange(replica, worker, self.state)
+        self.anybody = result.rows_left
         if self.staleness is not None:
-            self.staleness.after(replica.parameters, rate, replica.applied)
+            self.staleness.after(replica.parameters.joined(), rate, result.applied)
         self._pass_gate()
         end = clock()
         apply_s, wait_s = replica.apply_seconds - apply_s, self._waited_s() - wait_s
-        self._count(part)
+        unused = 0 if result.used else part.rows
+        self._count(part, unused)
         self._record(
             tick=tick,
             loss=loss if part.rows else None,
             weight=weight,
             rows=part.rows,
-            unused=0 if replica.used else part.rows,
+            unused=unused,
             input_s=self.input_s,
             compute_s=middle - begun + apply_s,
             exchange_s=end - middle + begun - start - apply_s - wait_s,
@@ -219,16 +227,16 @@ class Loop:
         server, replica, spec = self.worker.server, self.replica, self.spec
         if server is None or spec is None:
             return
-        bits = server.tick(replica.bits() & (MORE | STOP))
+        bits = server.tick(replica.control.own)
         if spec.bound == 0:
-            replica.control_bits |= bits
+            replica.control.received |= bits
             self.anybody = bool(bits & MORE)
 
-    def _count(self, part: Slice) -> None:
+    def _count(self, part: Slice, unused: int) -> None:
         position = self.position
         position.local_steps += 1
         position.rows += part.rows
-        position.unused += 0 if self.replica.used else part.rows
+        position.unused += unused
         position.rounds = self.replica.rounds
 
     # -- records -----------------------------------------------------------------------------------------------------
@@ -271,7 +279,7 @@ class Loop:
         """Let the strategy close its open round; its seconds belong to the last tick's exchange."""
         worker, replica = self.worker, self.replica
         replica.check()
-        replica.last, replica.stop = last, self.wants_stop()
+        replica.last, replica.control.stop = last, self.wants_stop()
         start, wait_s, rounds = worker.clock(), self._waited_s(), replica.rounds
         pushed = 0 if worker.server is None else worker.server.ledger.total_bytes
         answer = self._judged_answer()
@@ -282,7 +290,7 @@ class Loop:
             worker.server.deactivate()
         if worker.server is not None:
             self._after_the_last_push(worker.server.ledger.total_bytes > pushed)
-        elif answer is not None and not torch.equal(answer, self._answer()):
+        elif answer is not None and not answer.equal(self._answer()):
             self.validator.validated_at = -1
         wait_s = self._waited_s() - wait_s
         if self._pending is not None:
@@ -292,12 +300,12 @@ class Loop:
         self.position.rounds = replica.rounds
         self.flush()
 
-    def _judged_answer(self) -> Tensor | None:
-        """[D'] the answer, if it was validated at this tick and closing the round may move it."""
+    def _judged_answer(self) -> FlatVector | None:
+        """The answer, if it was validated at this tick and closing the round may move it."""
         validated = self.worker.server is None and self.validator.validated_at == self.position.tick
         return self._answer().clone() if validated else None
 
-    def _answer(self) -> Tensor:
+    def _answer(self) -> FlatVector:
         return self.plan.strategy.consensus(self.replica, self.worker, self.state)
 
     def _after_the_last_push(self, own: bool) -> None:
@@ -331,7 +339,7 @@ class Loop:
 
     def stopped(self) -> bool:
         """Whether this tick's exchange stopped the run; all workers receive the stop at the same tick."""
-        if self.replica.control_bits & STOP:
+        if self.replica.control.received & STOP:
             self.agree_to_stop(self._own_reason)
         return bool(self.reason)
 
@@ -377,10 +385,10 @@ class Loop:
             with self.validator.showing(self.state):
                 ends = self.worker_callback.on_epoch_end(epoch, metrics)
             self.reason = self.reason or ("callback" if ends else "")
-        if self.plan.checkpoint_every == "epoch" or self.position.epoch == self.task.epochs or self.finished():
-            self.save()
         self.worker.driver.collect(self.worker.group)
         self._obey(self._ask("epoch", rows=self.position.rows))
+        if self.plan.checkpoint_every == "epoch" or self.position.epoch == self.task.epochs or self.finished():
+            self.save()  # after callbacks saw the epoch's end: what they remember is saved, too
 
     def _ask(self, type: str, **values: Any) -> str:
         """The driver's answer on rank 0, "" on the others; `_obey` gives all ranks the same."""
@@ -440,7 +448,7 @@ class Loop:
         if agreed is not None:
             self._check_due = False
             self.worker.driver.progress("checkpoint", self.replica.step)
-            fingerprint.compare_replicas(self.worker, agreed, self._rate_facts(), self.position.tick)
+            fingerprint.compare_replicas(self.worker, agreed, self.replica.norm, self._rate_facts(), self.position.tick)
 
     # -- beginning and end -------------------------------------------------------------------------------------------
 

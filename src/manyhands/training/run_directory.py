@@ -27,7 +27,6 @@ from manyhands.errors import BadInput, ManyhandsError
 from manyhands.recording import event_log
 from manyhands.recording.run import Run
 from manyhands.replica import evaluation
-from manyhands.replica.layout import Layout
 from manyhands.task import Task
 from manyhands.training.config import TrainConfig
 from manyhands.training.plan import State, build_model
@@ -291,8 +290,7 @@ def _check_same(model: nn.Module, parameters: dict[str, Tensor]) -> None:
 
 def answer(models: list[nn.Module]) -> dict[str, Any]:
     """The fields of Run that hold the parameters."""
-    first = Layout(models[0])
-    flat = torch.cat([p.detach().reshape(-1) for p in first.parameters])
+    flat = torch.cat([p.detach().reshape(-1) for p in models[0].parameters() if p.requires_grad])
     return {
         "model": models[0] if len(models) == 1 else evaluation.AveragedOutputs(models).eval(),
         "models": models,

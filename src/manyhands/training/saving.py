@@ -44,7 +44,10 @@ class Saver:
         start = self.worker.clock()
         facts = {"total": self.total_ticks, "threads": torch.get_num_threads(), "fingerprint": self._fingerprint()}
         facts["options"] = self._options()
-        tensors, values = run_state.capture(self.replica, state, {**vars(position), **facts}, self._declared)
+        where = {**vars(position), **facts}
+        equal = self.plan.strategy.agreed(self.replica, state) is self.replica.parameters
+        counted = not equal or self.worker.mesh.data.rank == 0
+        tensors, values = run_state.capture(self.replica, state, where, self._declared, counted)
         kept, values["keep"] = self.best.capture(self.replica) if self._keeps_best() else ({}, None)
         shared: run_state.Tensors = {}
         server = self.worker.server
@@ -52,7 +55,7 @@ class Saver:
             self.worker.group.barrier()  # all have pushed what they push
             if self.worker.rank == 0:
                 shared, values["server"] = run_state.capture_server(server, self.replica)
-        self._sync_events()
+        values["callbacks"] = self._sync_events()
         path = checkpoints.save(
             self.plan.checkpoints,
             position.tick,
@@ -66,15 +69,19 @@ class Saver:
             seconds = self.worker.clock() - start
             self.worker.emit("checkpoint", tick=position.tick, step=position.tick, path=str(path), seconds=seconds)
 
-    def _sync_events(self) -> None:
-        """A collective: all events that the checkpoint counts are on disk before its manifest."""
+    def _sync_events(self) -> list[Any]:
+        """A collective: all events that the checkpoint counts are on disk before its manifest. The states of the
+        driver's callbacks, which have seen them, on rank 0.
+        """
         worker = self.worker
         worker.driver.collect(worker.group)
         if worker.rank:
             worker.ask("sync")
         worker.group.barrier()
-        if worker.rank == 0:  # the driver has by then what all ranks have sent
-            worker.ask("sync")
+        if worker.rank:
+            return []
+        answer = worker.ask("sync")  # the driver has by then what all ranks have sent
+        return list(answer.get("callbacks", []))
 
     def _warn(self, message: str) -> None:
         self.worker.emit("warning", step=self.replica.step, message=message)

@@ -171,13 +171,13 @@ class _Training:
             workers=launch.workers,
             directory=config.directory,
             callbacks=callbacks,
-            simulated=config.engine.simulated,
-            rank=engines.own_rank(config.engine) if config.spmd else None,
+            simulated=config.engine.capabilities.simulated,
+            rank=config.engine.own_rank() if config.spmd else None,
         )
         self.recorder.claim = opened.claim
         for message in opened.warnings:
             self.recorder.warn(message)
-        if config.engine.simulated:
+        if config.engine.capabilities.simulated:
             plan = replace(plan, task=_read_once(plan.task))
         self.plan = replace(plan, resume_from=self._newest(plan.checkpoints) if resume else None)
 
@@ -187,10 +187,10 @@ class _Training:
         if found is not None:
             positions = [found.values(rank)["position"] for rank in range(found.ranks)]
             position, rows = positions[0], sum(one["rows"] for one in positions)
-            self.recorder.preload(
-                found.tick, (position["epoch"], position["left"]) if position.get("left") else None, rows
-            )
-            same = found.ranks == self.launch.workers and not self.config.engine.spmd
+            left = (position["epoch"], position["left"]) if position.get("left") else None
+            states = [(name, state) for name, state in found.values(0).get("callbacks", [])]
+            self.recorder.preload(found.tick, left, rows, states)
+            same = found.ranks == self.launch.workers and not self.config.engine.capabilities.spmd
             if same and self.launch.threads_per_worker is None:
                 self.launch = replace(self.launch, threads_per_worker=position["threads"])
         return found
@@ -279,11 +279,11 @@ class _Training:
             timing=self.recorder.timing(),
             memory_of_workers=[one["memory"] for one in workers if "memory" in one],
             ledger=_summed([one["ledger"] for one in workers]),
-            seconds=outcome.seconds if self.config.engine.simulated else seconds,
+            seconds=outcome.seconds if self.config.engine.capabilities.simulated else seconds,
             steps=outcome.steps,
             rounds=outcome.rounds,
             directory=self.config.directory,
-            info=self._info(outcome) | ({"computed_s": seconds} if self.config.engine.simulated else {}),
+            info=self._info(outcome) | ({"computed_s": seconds} if self.config.engine.capabilities.simulated else {}),
         )
 
     def _info(self, first: Outcome) -> dict[str, Any]:

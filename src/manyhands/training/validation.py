@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from manyhands.comm.solo import SoloGroup
 from manyhands.data.feed import Feed
 from manyhands.errors import Unsupported
 from manyhands.replica import evaluation, fingerprint
+from manyhands.replica.flat_vector import FlatVector
 from manyhands.replica.replica import Replica
 from manyhands.strategies.base import State as StrategyState
+from manyhands.task import Metrics
 from manyhands.training.best_model import BestModel
 from manyhands.training.plan import State, TrainingPosition, WorkerPlan
 from manyhands.worker import Worker
@@ -62,7 +65,7 @@ class Validator:
         with evaluation.holding(self.replica, consensus, self._buffers()):
             before = self.replica.parameters.clone()
             yield
-            if not _same(before, self.replica.parameters):
+            if not _same_vector(before, self.replica.parameters):
                 raise Unsupported(
                     "a callback changed the model's parameters between two epochs, which no exchange would carry to the other workers: "
                     "change them when training is over, or leave the callback out"
@@ -87,20 +90,21 @@ class Validator:
         return self._states(consensus, buffers), metrics, callback_result
 
     def _ended(
-        self, worker_callback: WorkerCallback, parameters: Tensor, buffers: dict[str, Tensor]
-    ) -> tuple[Any, bool, Tensor, dict[str, Tensor]]:
-        """(what worker 0's callback returned, whether it changed the answer, the answer's [D'] and buffers)"""
+        self, worker_callback: WorkerCallback, parameters: FlatVector, buffers: dict[str, Tensor]
+    ) -> tuple[Any, bool, FlatVector, dict[str, Tensor]]:
+        """(what worker 0's callback returned, whether it changed the answer, the answer's parameters and buffers)"""
         group = self.worker.group
         with evaluation.holding(self.replica, parameters, buffers) as model:
             before = self.replica.parameters.clone()
             callback_result = worker_callback.on_end()
             after = self.replica.parameters.clone()
             held = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-        changed = not _same(before, after) or not all(_same(buffers[name], held[name]) for name in buffers)
+        changed = not _same_vector(before, after) or not all(_same(buffers[name], held[name]) for name in buffers)
         changed, callback_result = group.all_gather_json([changed, callback_result])[0]
         if not changed:
             return callback_result, False, parameters, buffers
-        for tensor in (after, *held.values()):
+        after.broadcast_(group, 0)
+        for tensor in held.values():
             group.broadcast_(tensor, 0)
         return callback_result, True, after, held
 
@@ -109,18 +113,24 @@ class Validator:
         group = self.worker.group if self.plan.strategy.needs.one_model else SoloGroup()
         return evaluation.mean_buffers(self.replica.model, group)
 
-    def _evaluate(self, feed: Feed, parameters: Tensor, buffers: dict[str, Tensor], prefix: str) -> dict[str, float]:
+    def _evaluate(
+        self, feed: Feed, parameters: FlatVector, buffers: dict[str, Tensor], prefix: str
+    ) -> dict[str, float]:
         worker = self.worker
 
         def progress(batch: int) -> None:
             worker.driver.progress("validation", batch)
 
-        with evaluation.holding(self.replica, parameters, buffers) as model:
-            judged = model if self.plan.strategy.needs.one_model else evaluation.ensemble_of(self.replica, worker.group)
-            metrics = evaluation.evaluate(self.plan.task, judged, feed, worker.group, progress)
+        with evaluation.holding(self.replica, parameters, buffers):
+            task = self.plan.task
+            measure: Callable[[Any], Metrics] = partial(self.replica.executor.evaluate, task.metrics)
+            if not self.plan.strategy.needs.one_model:
+                ensemble = evaluation.ensemble_of(self.replica, worker.group)
+                measure = evaluation.of_model(task, ensemble, worker.device)
+            metrics = evaluation.evaluate(measure, feed, worker.group, progress)
         return {prefix + name: value for name, value in metrics.items()}
 
-    def _states(self, parameters: Tensor, buffers: dict[str, Tensor]) -> list[State]:
+    def _states(self, parameters: FlatVector, buffers: dict[str, Tensor]) -> list[State]:
         """On ranks that return them: the answer's values, or each member's of an ensemble, copied to the CPU."""
         wanted = self.worker.rank == 0 or self.plan.every_rank_returns
         if self.plan.strategy.needs.one_model:
@@ -130,6 +140,10 @@ class Validator:
         trainable = self.replica.layout.names
         states = [({n: p for n, p in m.named_parameters() if n in trainable}, dict(m.named_buffers())) for m in members]
         return [(_own(p), _own(b)) for p, b in states] if wanted else []
+
+
+def _same_vector(one: FlatVector, other: FlatVector) -> bool:
+    return all(_same(a, b) for a, b in zip(one.parts, other.parts, strict=True))
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

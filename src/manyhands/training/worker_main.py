@@ -33,7 +33,7 @@ def work(plan: WorkerPlan, worker: Worker) -> Outcome | None:
         outcome = loop.outcome()
         return outcome if worker.rank == 0 or plan.every_rank_returns else None
     finally:
-        loop.replica.layout.detach()
+        loop.replica.detach()
 
 
 def work_as_dict(plan: WorkerPlan, worker: Worker) -> dict[str, Any] | None:

@@ -168,6 +168,8 @@ def fail_on_1(worker: Any) -> None:
 
 
 WAITING = """
+import signal
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored
 from manyhands.engines.base import LaunchSpec
 from manyhands.engines.hosts.engine import Hosts
 

@@ -24,6 +24,7 @@ from manyhands.engines.sim import group
 from manyhands.engines.sim.rendezvous import SimRendezvous
 from manyhands.engines.sim.shard import SimShard
 from manyhands.server.gate import Gate
+from manyhands.server.merging import TickMerge
 from manyhands.server.store import Store
 
 SEARCH = settings(
@@ -68,9 +69,8 @@ def waits_for_the_lost(original, store, worker):
     store._states[worker].lost = True
 
 
-def forgets_what_is_held(original, store):
-    store._held = store._held[:-1]
-    original(store)
+def forgets_what_is_held(original, policy, ticks, version):
+    return original(policy, ticks, version)[:-1]
 
 
 def handles_late_copies(original, shard, request):
@@ -105,7 +105,7 @@ PLANTED = {
     "forgets the sequence": (Store, "push", forgets_the_sequence),
     "off by one": (Gate, "_may_go", off_by_one),
     "waits for the lost": (Store, "leave", waits_for_the_lost),
-    "forgets what is held": (Store, "_merge_round", forgets_what_is_held),
+    "forgets what is held": (TickMerge, "take_complete", forgets_what_is_held),
     "handles late copies": (SimShard, "_handle", handles_late_copies),
     "forgets its store": (SimShard, "_be_back", forgets_its_store),
     "tells nobody": (SimRendezvous, "lose", tells_nobody),

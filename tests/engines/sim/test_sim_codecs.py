@@ -13,12 +13,12 @@ from sim_world import servers_of
 import manyhands as mh
 from manyhands.comm.codecs import codec_of
 from manyhands.engines.sim.timeline import Timeline
-from manyhands.replica.layout import Layout
+from manyhands.replica.layout import layouts_of
 from manyhands.server.base import Encoded, ServerSpec
 from manyhands.server.shard_ranges import parts_of
 from plain import mlp, rows, task
 
-N = Layout(mlp()).padded  # [D'] in float64
+N = layouts_of(mlp())[0].padded  # [D'] in float64
 STEPS = 8  # of two epochs, all with rows on two workers
 ENCODE, DECODE, ENCODE_BYTE, DECODE_BYTE = 1e-3, 1e-2, 1e-5, 1e-4
 SLOW = f"{ENCODE}/{DECODE}/{ENCODE_BYTE}/{DECODE_BYTE}"

@@ -15,7 +15,7 @@ import pytest
 SCRIPT = """
 import json
 import torch
-from manyhands.engines import engine_of, default_workers, own_rank
+from manyhands.engines import engine_of
 from manyhands.engines.base import LaunchSpec
 
 def agree(worker):
@@ -24,8 +24,8 @@ def agree(worker):
     return [worker.rank, worker.size, worker.local_rank, vector[0].item()]
 
 engine = engine_of("auto")
-values = engine.launch(agree, LaunchSpec(workers=default_workers(engine), timeout_s=60))
-print(json.dumps([engine.name, own_rank(engine), values[own_rank(engine)]]), flush=True)
+values = engine.launch(agree, LaunchSpec(workers=engine.default_workers(), timeout_s=60))
+print(json.dumps([engine.name, engine.own_rank(), values[engine.own_rank()]]), flush=True)
 """
 
 

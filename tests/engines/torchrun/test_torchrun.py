@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from manyhands import signals
-from manyhands.engines import default_workers, engine_of, own_rank
+from manyhands.engines import engine_of
 from manyhands.engines.base import LaunchSpec
 from manyhands.engines.torchrun import engine
 from manyhands.engines.torchrun.engine import LauncherRank, Torchrun
@@ -50,10 +50,10 @@ def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str, v
 def test_a_wrong_variable_is_bad_input_also_before_the_workers_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "two")
     with pytest.raises(BadInput, match="WORLD_SIZE must be a whole number, not 'two'"):
-        default_workers(Torchrun())
+        Torchrun().default_workers()
     monkeypatch.setenv("RANK", "²")
     with pytest.raises(BadInput, match="RANK must be a whole number, not '²'"):
-        own_rank(Torchrun())
+        Torchrun().own_rank()
 
 
 def test_another_number_of_workers_is_refused() -> None:

@@ -11,7 +11,7 @@ import pytest
 PROGRAM = """
     import json, os, sys
     import torch
-    from manyhands.engines import default_workers, engine_of
+    from manyhands.engines import engine_of
     from manyhands.engines.base import LaunchSpec, Observer
     from manyhands.worker import current
 
@@ -33,7 +33,7 @@ PROGRAM = """
         torch.distributed.init_process_group("gloo")
     record = Record()
     engine = engine_of("auto")
-    values = engine.launch(program, LaunchSpec(workers=default_workers(engine), observer=record, threads_per_worker=1))
+    values = engine.launch(program, LaunchSpec(workers=engine.default_workers(), observer=record, threads_per_worker=1))
     rank = int(os.environ["RANK"])
     with open(f"rank{rank}.json", "w") as file:
         json.dump([values, sorted(record.seen), torch.distributed.is_initialized()], file)

@@ -46,6 +46,10 @@ ALL = (
     "allreduce:compress=int8",
     "allreduce:compress=powersgd:2",
 )
+ALL = (
+    *ALL,
+    *(name for name in CATALOGUE if name not in {spec.partition(":")[0] for spec in ALL} | {"solo", "hogwild"}),
+)
 
 
 def test_every_strategy_and_every_codec_of_fixed_length_is_here() -> None:

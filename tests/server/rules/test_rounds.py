@@ -10,9 +10,10 @@ import torch
 
 from manyhands.errors import BadInput
 from manyhands.server.base import ServerSpec
+from manyhands.server.pushes import Applied
 from manyhands.server.rules import make_rule
 from manyhands.server.rules.rounds import LAST
-from manyhands.server.store import Applied, Store
+from manyhands.server.store import Store
 
 F64 = torch.float64
 PLAIN = {"rate": 1.0, "momentum": 0.0}  # the center goes to the weighted mean of the updates

@@ -7,8 +7,9 @@ from torch import tensor
 from manyhands.comm.reducing import naive_mean
 from manyhands.errors import BadInput, UnknownName
 from manyhands.server.base import ServerSpec
+from manyhands.server.pushes import Push
 from manyhands.server.rules import RULES, make_rule
-from manyhands.server.rules.base import Push, weighted_mean
+from manyhands.server.rules.base import weighted_mean
 
 OPTIONS = {"distance": {"rate": 0.5}, "adagrad": {"rate": 0.1}, "outer": {"momentum": 0.9}}
 

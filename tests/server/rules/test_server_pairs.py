@@ -9,8 +9,8 @@ import torch
 
 from manyhands.errors import BadInput
 from manyhands.server.base import ServerSpec
+from manyhands.server.pushes import Push
 from manyhands.server.rules import make_rule
-from manyhands.server.rules.base import Push
 from manyhands.server.rules.pairs import PairsRule, partner_of
 from manyhands.server.store import Store
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from typing_extensions import override
 
-from manyhands.engines.base import Engine, LaunchSpec, check_counts, check_seconds
+from manyhands.engines.base import Capabilities, Engine, LaunchSpec, check_counts, check_seconds
 from manyhands.engines.driver.host_processes import process_indices_of
 from manyhands.engines.hosts.join_listener import JoinedHosts, JoinListener, Listening
 from manyhands.engines.hosts.message_channel import SILENCE_S
@@ -77,7 +77,7 @@ class Hosts(Engine):
     """
 
     name: ClassVar[str] = "hosts"
-    serves: ClassVar[bool] = True
+    capabilities: ClassVar[Capabilities] = Capabilities(serves=True)
     listen: str = "127.0.0.1"
     local_workers: int | None = None
     tls: bool = True
@@ -96,6 +96,10 @@ class Hosts(Engine):
             raise BadInput("plain_network is for tls off: leave it out, or say tls=off too")
         check_way(self.listen, tls=self.tls, plain_network=self.plain_network)
         ports_of(self.ports)
+
+    @override
+    def announce(self, say: Callable[[str], None]) -> None:
+        self.announcer.say = say
 
     @override
     def on_one_host(self, workers: int) -> bool:

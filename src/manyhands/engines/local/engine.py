@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
 from typing_extensions import override
 
-from manyhands.engines.base import Engine, LaunchSpec, check_counts
+from manyhands.engines.base import Capabilities, Engine, LaunchSpec, check_counts
 from manyhands.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -53,9 +53,10 @@ class Local(Engine):
     Turn it on to measure one worker as several are."""
 
     name: ClassVar[str] = "local"
-    serves: ClassVar[bool] = True
+    capabilities: ClassVar[Capabilities] = Capabilities(one_host=True, serves=True)
     _slot: _Slot = field(default_factory=_Slot, init=False, repr=False, compare=False)
 
+    @override
     def prestart(self) -> Self:
         """Begin to load torch for the workers now; the next launch uses it. Whoever may not launch calls `close`."""
         if self._slot.spawner is None and sys.platform == "linux":
@@ -64,6 +65,7 @@ class Local(Engine):
             self._slot.spawner = Spawner()
         return self
 
+    @override
     def close(self) -> None:
         """End a fork server that waits for a launch. Idempotent."""
         spawner, self._slot.spawner = self._slot.spawner, None

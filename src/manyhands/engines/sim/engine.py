@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from typing_extensions import override
 
-from manyhands.engines.base import Engine, LaunchSpec, check_counts
+from manyhands.engines.base import Capabilities, Engine, LaunchSpec, check_counts
 from manyhands.engines.sim.compute import Compute, ComputeSpeed
 from manyhands.engines.sim.costs import Costs
 from manyhands.engines.sim.driver_client import LeaseServer, SimDriverClient, backward_in_turn
@@ -57,8 +57,7 @@ class Sim(Engine):
     """A machine that `manyhands calibrate` measured; `network` and `compute` override its numbers."""
 
     name: ClassVar[str] = "sim"
-    serves: ClassVar[bool] = True
-    simulated: ClassVar[bool] = True
+    capabilities: ClassVar[Capabilities] = Capabilities(simulated=True, serves=True)
 
     def __post_init__(self) -> None:
         _ = self.parts  # what cannot be read is refused now

@@ -14,7 +14,8 @@ from torch import Tensor
 from manyhands.engines.sim.timeline import Due, Future, Timeline
 from manyhands.errors import ManyhandsError, PeerLost
 from manyhands.server.in_process import HELD, NO_LOAD, Act, Load
-from manyhands.server.store import Applied, Dropped, Store
+from manyhands.server.pushes import Applied, Dropped
+from manyhands.server.store import Store
 
 
 @dataclass(slots=True, eq=False)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from typing_extensions import override
 
-from manyhands.engines.base import Engine, LaunchSpec, check_counts, check_seconds
+from manyhands.engines.base import Capabilities, Engine, LaunchSpec, check_counts, check_seconds
 from manyhands.engines.driver.host_processes import process_indices_of
 from manyhands.engines.hosts.join_listener import JoinedHosts, JoinListener, Listening
 from manyhands.engines.hosts.message_channel import SILENCE_S
@@ -51,8 +51,7 @@ class Spark(Engine):
     """
 
     name: ClassVar[str] = "spark"
-    serves: ClassVar[bool] = True
-    brings_frames: ClassVar[bool] = True
+    capabilities: ClassVar[Capabilities] = Capabilities(serves=True, brings_frames=True)
     master: str = ""
     listen: str = ""
     tls: bool = True

@@ -19,7 +19,7 @@ from typing_extensions import override
 from manyhands.comm.device_group import has_own_gpu
 from manyhands.comm.group import Group
 from manyhands.comm.torch_group import TorchGroup
-from manyhands.engines.base import Engine, LaunchSpec
+from manyhands.engines.base import Capabilities, Engine, LaunchSpec
 from manyhands.engines.nested import NestedDriverClient
 from manyhands.engines.single_process import (
     InProcessDriverClient,
@@ -77,7 +77,15 @@ class Torchrun(Engine):
     """
 
     name: ClassVar[str] = "torchrun"
-    spmd: ClassVar[bool] = True
+    capabilities: ClassVar[Capabilities] = Capabilities(spmd=True)
+
+    @override
+    def default_workers(self) -> int:
+        return launchers.number_of(launchers.SIZE, "1")
+
+    @override
+    def own_rank(self) -> int:
+        return launchers.number_of(launchers.RANK, "0")
 
     @override
     def launch(self, program: Callable[[Worker], T], spec: LaunchSpec) -> list[T]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from manyhands.evidence.advise.comparison_facts import Compared, Contestant
-from manyhands.evidence.advise.exchange_advice import PERIODS, WORTH, share_won
+from manyhands.evidence.advise.exchange_advice import WORTH, share_won
 from manyhands.evidence.advise.run_advice import all_advice
 from manyhands.evidence.advise.run_facts import Advice, RunMeasurements, ms, times
 from manyhands.evidence.advise.worse_metric import explain
@@ -64,13 +64,13 @@ def _tried(advice: Advice, best: Contestant, c: Compared) -> bool:
     others = [one.measured for one in c.several if one.measured.workers == best.measured.workers and one is not best]
     match advice.kind:
         case "exchange-bound":
-            return any(m.name in PERIODS and m.period >= 0.9 * advice.numbers["period"] for m in others)
+            return any(m.traits.period and m.period >= 0.9 * advice.numbers["period"] for m in others)
         case "compress":
             return any(m.codec != "none" for m in others)
         case "codec-costs":
             return any(m.codec == "none" and m.name == best.measured.name for m in others)
         case "server-costs":
-            return any(m.name == "allreduce" for m in others)
+            return any(m.traits.exact and not m.server for m in others)
         case _:
             return False
 

@@ -101,7 +101,9 @@ class Compared:
     @property
     def rivals(self) -> list[Contestant]:
         """All but solo, the fastest first."""
-        return sorted((one for one in self.contestants if one.measured.name != "solo"), key=lambda one: -one.times)
+        return sorted(
+            (one for one in self.contestants if not one.measured.needs.one_worker), key=lambda one: -one.times
+        )
 
     @property
     def fit(self) -> list[Contestant]:

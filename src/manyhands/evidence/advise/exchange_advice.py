@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from manyhands.evidence.advise.run_facts import Advice, RunMeasurements, ms, times
+from manyhands.strategies import takes_codec
 from manyhands.units import count, percent
 
 EXCHANGE_SHARE = 0.25
@@ -21,15 +22,6 @@ DILOCO_FROM = 30  # steps: with longer periods than this, an outer step instead 
 LONGEST_PERIOD = 500  # steps that language models bore: DiLoCo, Douillard et al., 2023
 LEAST_BYTES = 1e6  # a round of fewer is mostly delay: 4 KB take 0.08 ms, 1 MB 0.36 ms (benchmarks/ring.py)
 LOW_RANK = 0.015  # of the bytes, that powersgd:2 sends of a transformer of 3.2 M parameters (benchmarks/slow_links.py)
-
-COMPRESSING = ("allreduce", "quorum", "diloco", "downpour", "agn", "dynsgd", "distance")
-NO_CODEC_WITH = ("overlap", "streaming")  # options that refuse one
-PERIODS = {
-    **dict.fromkeys(("local-sgd", "diloco", "gossip", "easgd", "eamsgd"), "period"),
-    **dict.fromkeys(("agn", "dynsgd", "distance"), "window"),
-    "downpour": "push_every and pull_every",
-}
-"""What strategies call the steps between exchanges."""
 
 
 def exchange_bound(m: RunMeasurements) -> Advice | None:
@@ -59,8 +51,8 @@ def exchange_bound(m: RunMeasurements) -> Advice | None:
 def _rarer(m: RunMeasurements, period: int, faster: float) -> str:
     if period <= round(m.period):
         return "Rounds are as rare as can be: take fewer workers, or a faster link."
-    if m.name in PERIODS:
-        way = f"Raising {PERIODS[m.name]} from {m.period:.0f} to {period}"
+    if m.traits.period:
+        way = f"Raising {m.traits.period} from {m.period:.0f} to {period}"
     elif period < DILOCO_FROM:
         way = f"--strategy local-sgd:period={period},optimizer_state=kept"
     else:
@@ -70,9 +62,9 @@ def _rarer(m: RunMeasurements, period: int, faster: float) -> str:
 
 def _price(m: RunMeasurements, period: int) -> str:
     """What so long a period may cost in accuracy."""
-    if m.name == "downpour":
+    if m.traits.adds:
         return "windows add up, so lower the rate as well"
-    if m.name not in PERIODS and period >= DILOCO_FROM:
+    if not m.traits.period and period >= DILOCO_FROM:
         return f"that is {count(-(-m.steps // period), 'round')}, and few may cost accuracy"
     bears = bearable_period(m.steps)
     return (
@@ -87,8 +79,7 @@ def compress(m: RunMeasurements) -> Advice | None:
     0.5 GB/s gains. A round of less than 1 MB a worker is mostly delay (benchmarks/ring.py). Sources of the codecs:
     docs/strategies.md.
     """
-    takes_one = m.name in COMPRESSING and not any(option in m.strategy for option in NO_CODEC_WITH)
-    if not (m.worth_sharing and takes_one and m.codec == "none" and m.parameters):
+    if not (m.worth_sharing and m.codec == "none" and m.parameters and takes_codec(m.strategy)):
         return None
     if m.sent_bytes / m.rounds < LEAST_BYTES:
         return None

@@ -165,9 +165,9 @@ def _wait_less(m: RunMeasurements) -> str:
         return "raise bound"
     if "backups" in m.options:
         return "raise backups"
-    if m.own_pace or m.name == "ensemble" or m.options.get("period") == "end":
+    if m.own_pace or not m.needs.one_model or m.options.get("period") == "end":
         return "validate and checkpoint less often, where all meet"
-    option = exchange_advice.PERIODS.get(m.name)
+    option = m.traits.period
     return f"raise {option}" if option else "average less often (local-sgd)"
 
 
@@ -195,7 +195,7 @@ def _unused_rows(m: RunMeasurements) -> Advice | None:
     if m.unused <= UNUSED_SHARE:
         return None
     why = "were computed and came too late. Take fewer backups, or free the late workers."
-    if m.name != "quorum":
+    if not m.traits.drops:
         clip = "clip to less" if m.clipped else "clip with --clip-norm 1"
         why = f"were skipped, because their gradient was not finite. Lower the rate, or {clip}."
     text = f"unused rows: {percent(m.unused)} of all {why}"

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.server.staleness import Histogram, limit, quantile
+from manyhands.strategies import kind_of
+from manyhands.strategies.base import Needs, Traits
 
 SHORT_STEP_S = 0.010
 UNEVEN = 1.10
@@ -65,6 +67,18 @@ class RunMeasurements:
         return self.strategy.partition(":")[0]
 
     @property
+    def traits(self) -> Traits:
+        """What is known of the strategy in general; nothing of a user's own."""
+        kind = kind_of(self.strategy)
+        return Traits() if kind is None else kind.traits
+
+    @property
+    def needs(self) -> Needs:
+        """The strategy's."""
+        kind = kind_of(self.strategy)
+        return Needs() if kind is None else kind.needs
+
+    @property
     def codec(self) -> str:
         """Of what is exchanged, or "none"."""
         options = self.strategy.partition(":")[2].split(",")
@@ -109,7 +123,7 @@ class RunMeasurements:
 
         Members of an ensemble share none, and a simulated step costs what the simulator was given.
         """
-        alone = self.workers == 1 or self.name == "ensemble"
+        alone = self.workers == 1 or not self.needs.one_model
         return not alone and not self.simulated and self.compute_per_step_s < SHORT_STEP_S
 
     @property

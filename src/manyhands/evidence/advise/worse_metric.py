@@ -13,14 +13,6 @@ from manyhands.units import count, percent
 
 GREW = 1.5  # times: smaller changes of batch or rate explain nothing
 UNUSED_SHARE = 0.10
-BEHIND = {
-    "agn": ("it divides a window's update by its steps", "take window=1"),
-    "distance": ("it divides a window's update by its steps", "take window=1"),
-    "dynsgd": ("it divides updates by how late they are", "take downpour"),
-}
-"""Strategies whose answer is behind in short runs: why, and what helps. By how much depends on the task: docs/advice.md
-has what benchmarks/accuracy.py measured on one, and no line of advice quotes it."""
-ELASTIC = ("easgd", "eamsgd")
 
 
 def explain(one: Contestant, base: Contestant) -> Advice | None:
@@ -35,7 +27,7 @@ def _dropped(one: Contestant, base: Contestant) -> Advice | None:
         return None
     remedy = (
         "take fewer backups"
-        if one.measured.name == "quorum"
+        if one.measured.traits.drops
         else f"lower the rate, or clip the gradients{' to less' if one.measured.clipped else ''}"
     )
     return _advice(one, "unused-rows", f"{percent(share)} of its rows had no effect: {remedy}.", unused=share)
@@ -72,9 +64,9 @@ def _rate(one: Contestant, base: Contestant) -> Advice | None:
     """
     far = _far(one, base)
     m = one.measured
-    if far < GREW or m.name in ELASTIC:
+    if far < GREW or m.traits.follows:
         return None
-    if m.name == "diloco":
+    if m.traits.outer_steps:
         text = (
             f"its outer steps go {times(far)} as far along a steady way, which {m.rounds:.0f} rounds may not bear: "
             "outer_rate=0.7,outer_momentum=0.5 goes 1.4x as far."
@@ -89,15 +81,15 @@ def _rate(one: Contestant, base: Contestant) -> Advice | None:
 def _behind(one: Contestant, base: Contestant) -> Advice | None:
     """Its server divides updates, or follows the workers, and a short run is behind (benchmarks/accuracy.py)."""
     m, far = one.measured, _far(one, base)
-    if m.name in ELASTIC and m.server:
+    if m.traits.follows and m.server:
         text = (
             "its answer follows the workers at a distance, so short runs are behind: train longer"
             f"{', or take period=1' if m.period > 1 else ''}."
         )
         return _advice(one, "behind", text, far=far)
-    if m.name not in BEHIND or (m.name != "dynsgd" and m.period <= 1):
+    if m.traits.behind is None or (m.period <= 1 and not m.traits.behind_at_once):
         return None
-    why, remedy = BEHIND[m.name]
+    why, remedy = m.traits.behind
     text = f"{why}, so short runs are behind: {remedy}, or train longer."
     return _advice(one, "behind", text, far=far)
 
@@ -151,7 +143,7 @@ def _drift(one: Contestant, base: Contestant) -> Advice | None:
 
 def _unequal(one: Contestant, base: Contestant) -> Advice | None:
     """All-reduce equals one process to rounding (docs/guarantees.md), unless the model mixes rows."""
-    if one.measured.name not in ("allreduce", "quorum"):
+    if not one.measured.traits.exact:
         return None
     text = "it should compute what one process computes: `manyhands check` finds what in the model depends on the split of the rows."
     return _advice(one, "unequal", text)

@@ -27,10 +27,10 @@ from manyhands.evidence.calibrate.observe import RunSetup, observe
 from manyhands.replica.replica import Replica
 from manyhands.strategies import compression
 from manyhands.strategies.allreduce import AllReduce
-from manyhands.strategies.base import Needs, State, Strategy
+from manyhands.strategies.base import Needs, State, StepResult, Strategy
 from manyhands.strategies.compression import CompressedState
 from manyhands.task import Task
-from manyhands.worker import Worker
+from manyhands.worker import Mesh, Worker
 
 SETTINGS = (
     "topk:0.01",
@@ -116,23 +116,24 @@ class _CodecTiming(Strategy):
         return _CodecState()
 
     @override
-    def exchange(self, replica: Replica, worker: Worker, state: _CodecState) -> bool:
+    def exchange(self, replica: Replica, worker: Worker, state: _CodecState) -> StepResult:
         setting, tick = divmod(replica.tick, self.ticks)
         if replica.weight:
             self._mean(SETTINGS[setting % len(SETTINGS)], replica, worker, state, counts=tick >= _WARM)
-        replica.apply()
-        return replica.any_rank_has_rows if replica.sync_control_bits_if_due(worker) else True
+        applied, synced = replica.apply(), replica.control.sync_if_due(worker)
+        return StepResult(applied=applied, rows_left=replica.control.any_rank_has_rows if synced else True)
 
     def _mean(self, setting: str, replica: Replica, worker: Worker, state: _CodecState, *, counts: bool) -> None:
         options = AllReduce(compress=setting)
         if setting != state.setting:
             state.setting = setting
             state.sent = CompressedState(**compression.remembered(options, replica, worker))
-        own, control_bits = replica.gradients.clone(), replica.control_bits
+        own, received = replica.gradients.clone(), replica.control.received
         group = _EchoGroup(worker)
-        compression.mean_gradients(options, replica, replace(worker, group=group), state.sent)
+        mesh = Mesh(world=group, data=group, rows=worker.mesh.rows)
+        compression.mean_gradients(options, replica, replace(worker, group=group, mesh=mesh), state.sent)
         group.stop()
-        replica.control_bits = control_bits  # all workers' bits, which stop them at the same tick
+        replica.control.received = received  # all workers' bits, which stop them at the same tick
         replica.gradients.copy_(own)
         if counts:
             worker.emit(

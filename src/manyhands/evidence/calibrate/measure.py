@@ -25,7 +25,7 @@ from manyhands.engines.sim.network import ALL, NetworkState, SimNetworkSpec
 from manyhands.errors import BadInput
 from manyhands.evidence.calibrate.fit import Terms, two_terms
 from manyhands.evidence.calibrate.observe import RunSetup
-from manyhands.replica.layout import Layout
+from manyhands.replica.layout import Layout, layouts_of
 from manyhands.server.base import ServerSpec
 from manyhands.task import Task
 from manyhands.training.plan import build_model
@@ -141,7 +141,7 @@ def _time_both(task: Task, proof: dict[str, Any], worker: Worker) -> tuple[list[
 def vector_of(task: Task) -> Sizes:
     """Length and type of the model's flat vector [D']."""
     with rng.kept():
-        layout = Layout(build_model(task))
+        layout = Layout.joined(layouts_of(build_model(task)))
     return layout.padded, layout.dtype
 
 

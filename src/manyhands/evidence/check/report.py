@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from manyhands import events
+from manyhands.engines import capabilities_of
 from manyhands.evidence.check.source_locations import SourceLocation
 from manyhands.units import count
 
@@ -206,7 +207,7 @@ def _verdict(checked: Checked) -> str:
 
 def _proof(proof: EqualityProof, limit: float) -> str:
     cut = f", {proof.last_rows} in the epoch's last" if proof.last_rows is not None else ""
-    where = "worker processes" if proof.engine == "local" else "simulated workers"
+    where = "simulated workers" if capabilities_of(proof.engine).simulated else "worker processes"
     lines = [f"{proof.batch_size} rows a step{cut}; {where}:"]
     if proof.failure:
         return "\n".join([*lines, *textwrap.wrap(proof.failure, WIDTH, initial_indent="  ", subsequent_indent="  ")])

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from manyhands.evidence.check.rows import handed_out
 from manyhands.replica.replica import Replica
 from manyhands.rng import mixed
 from manyhands.strategies.allreduce import AllReduce, AllReduceState
+from manyhands.strategies.base import Change, Needs
 from manyhands.task import Task
 from manyhands.training.plan import WorkerPlan
 from manyhands.training.worker_main import work
@@ -80,7 +81,7 @@ class TrialRunner:
         return step_differences(solo, self._launch(Sim(), self.workers, with_solo_rates(config, solo)))
 
     def _launch(self, engine: Engine, workers: int, config: TrialConfig) -> list[Trace]:
-        in_process = engine.simulated or workers == 1
+        in_process = engine.capabilities.simulated or workers == 1
         fresh_task = self.copies.fresh if in_process else partial(identity, self.sent.fresh())
         threads = max(1, usable_cores() // 2) if in_process else None  # workers compute in turns
         launch = LaunchSpec(workers=workers, device="cpu", timeout_s=self.timeout_s, threads_per_worker=threads)
@@ -169,9 +170,9 @@ class StepRecorder:
         trace.rates.append(_rates(replica.optimizer))
         trace.grad_mask |= replica.grad_mask
         if self.worker.rank == 0:
-            trace.gradients.append(replica.gradients.cpu().clone())
+            trace.gradients.append(replica.gradients.joined().cpu().clone())
         applied = self._apply()
-        trace.parameters.append(replica.parameters.detach().cpu().clone())
+        trace.parameters.append(replica.parameters.joined().detach().cpu().clone())
         return applied
 
     def _seed(self, what: str) -> None:
@@ -182,10 +183,10 @@ class StepRecorder:
     def _nudge(self) -> None:
         """Add noise of the size of rounding errors to all gradients that are not zero."""
         if self.config.nudge:
-            gradients = self.replica.gradients
             generator = torch.Generator().manual_seed(self.replica.tick)
-            noise = torch.randn(gradients.shape, generator=generator, dtype=gradients.dtype)
-            gradients.add_(noise * (gradients != 0), alpha=self.config.nudge * float(gradients.abs().max()))
+            for gradients in self.replica.gradients.parts:
+                noise = torch.randn(gradients.shape, generator=generator, dtype=gradients.dtype)
+                gradients.add_(noise * (gradients != 0), alpha=self.config.nudge * float(gradients.abs().max()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,13 +197,17 @@ class RecordedAllReduce(AllReduce):
     seed: int
     trace: Trace
     recorders: list[StepRecorder] = field(default_factory=list)
+    needs: ClassVar[Needs] = replace(AllReduce.needs, before_gradient=True)
 
     @override
     def start(self, replica: Replica, worker: Worker) -> AllReduceState:
         self.recorders.append(StepRecorder(replica, worker, self.config, self.seed, self.trace))
-        state = super().start(replica, worker)
+        return super().start(replica, worker)
+
+    @override
+    def synchronize(self, replica: Replica, worker: Worker, state: AllReduceState, change: Change) -> None:
+        super().synchronize(replica, worker, state, change)
         self.recorders[-1].on_start()
-        return state
 
     @override
     def before_backward(self, replica: Replica, worker: Worker, state: AllReduceState) -> None:

@@ -85,7 +85,7 @@ def compare(
     check_resources(device, threads_per_worker)
     metric.check_data(own, aim)
     place = engines.engine_of(engine)
-    if place.spmd:
+    if place.capabilities.spmd:
         raise Unsupported(
             f"compare starts each trial's workers itself, which engine {place.name} does not let it: call it outside of manyhands run and torchrun"
         )
@@ -97,7 +97,7 @@ def compare(
         timeout_s=timeout_s,
         callbacks=() if progress is None else (progress,),
     )
-    on_gpu = device != "cpu" and not place.simulated and torch.cuda.is_available()
+    on_gpu = device != "cpu" and not place.capabilities.simulated and torch.cuda.is_available()
     threads = threads_of(place, on_gpu, usable_cores(), threads_per_worker)
     entries = _possible(entries_of(strategies, counts, threads), setting, place, strategies is DEFAULT, say)
     with ExitStack() as stack:

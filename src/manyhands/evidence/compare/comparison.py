@@ -9,6 +9,7 @@ from typing import Any, Self
 from manyhands import events
 from manyhands.errors import BadInput
 from manyhands.evidence.advise import Advice
+from manyhands.strategies import kind_of
 
 FORMAT = 1
 NUMBERS = "report.json"
@@ -28,7 +29,8 @@ class Variant:
 
     @property
     def solo(self) -> bool:
-        return self.strategy == "solo"
+        kind = kind_of(self.strategy)
+        return kind is not None and kind.needs.one_worker
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,7 +67,9 @@ def evaluate_final(task: Task, model: nn.Module, data: Any, device: torch.device
     with rng.kept():
         rng.seed_all(0)
         watched = task.with_fields(evaluate=watch)
-        metrics = evaluation.evaluate(watched, model.to(device).eval(), feed, SoloGroup(), lambda batch: None)
+        metrics = evaluation.evaluate(
+            evaluation.of_model(watched, model.to(device).eval(), feed.device), feed, SoloGroup(), lambda batch: None
+        )
     return FinalEvaluation(metrics, watch.predictions())
 
 

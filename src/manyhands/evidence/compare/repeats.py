@@ -72,7 +72,7 @@ class Repeating:
             reference=self.reference.variant.name,
             time_margin=self.time_margin,
             metric_margin=self.metric_margin,
-            simulated=engine.facts()["simulated"] if engine.simulated else {},
+            simulated=engine.facts()["simulated"] if engine.capabilities.simulated else {},
             facts=known.facts,
             machine=machine(engine, known.device),
             seconds=time.monotonic() - began,

@@ -24,7 +24,6 @@ from manyhands.evidence.compare.comparison import Target, Trial, Variant
 from manyhands.evidence.compare.final_evaluation import ROWS, Predictions, evaluate_final
 from manyhands.evidence.compare.probe import Sketch, probed, taken
 from manyhands.recording.run import Run
-from manyhands.replica.layout import Layout
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task
 from manyhands.training.plan import build_model
@@ -261,7 +260,7 @@ def start_of(task: Task, seed: int) -> Tensor:
     with rng.kept():
         rng.seed_all(seed)
         model = build_model(task.with_fields(model=_fresh(task.model)))
-    return torch.cat([p.detach().reshape(-1).cpu() for p in Layout(model).parameters])
+    return torch.cat([p.detach().reshape(-1).cpu() for p in model.parameters() if p.requires_grad])
 
 
 def _fresh(model: Any) -> Any:

@@ -37,7 +37,7 @@ class Threads:
 
 def threads_of(engine: Engine, on_gpu: bool, cores: int, wanted: int | None) -> Threads:
     """Solo has one thread, and all; where that changes nothing (a simulated cluster, a GPU) it has one variant only."""
-    if engine.simulated:
+    if engine.capabilities.simulated:
         return Threads(solo={Solo.name: wanted or 1}, each=wanted or 1)
     if on_gpu:
         return Threads(solo={Solo.name: cores}, each=wanted, cores=cores)

@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from manyhands import units
+from manyhands.engines import capabilities_of
 from manyhands.evidence.advise import VARIES, Compared, Contestant, Ratio, RunMeasurements, largest_loss, of_task
 from manyhands.evidence.compare import measures
 from manyhands.evidence.compare.comparison import Comparison, Difference, Trial
@@ -82,7 +83,7 @@ def _measured(comparison: Comparison, name: str, trials: Sequence[Trial]) -> Run
         device=str(comparison.machine.get("device", "cpu")),
         simulated=simulated,
         server=any(trial.staleness for trial in trials),
-        one_host=comparison.machine.get("engine") == "local",
+        one_host=capabilities_of(str(comparison.machine.get("engine", ""))).one_host,
         compute_of_workers_s=[one["compute"] for one in timing],
         sent_bytes=fmean(trial.bytes for trial in trials) / variant.workers,
         parameters=comparison.parameters,

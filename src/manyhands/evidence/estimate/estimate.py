@@ -297,6 +297,6 @@ def _notes(strategy: Strategy, workers: int, reading: ReadingPlan, measured: Ste
         notes.append(
             f"after {measured.steps} steps the mean of a step is known to {measured.spread:.0%} only: give --steps"
         )
-    if workers > 1 and not measured.rounds and strategy.name != "ensemble":
+    if workers > 1 and not measured.rounds and strategy.needs.one_model:
         notes.append(f"no exchange was due in {measured.simulated} steps, so none is in the prediction")
     return notes

@@ -16,8 +16,8 @@ from manyhands.comm.codecs.powersgd import PowerSGD
 from manyhands.engines.sim.compute import Coding, Compute
 from manyhands.errors import Unsupported
 from manyhands.evidence.estimate.model_sizes import Matrix, Shape
+from manyhands.replica.control_bits import CONTROL_BITS
 from manyhands.replica.layout import ALIGNMENT_BYTES
-from manyhands.replica.replica import CONTROL_BITS
 from manyhands.strategies.allreduce import AllReduce
 from manyhands.strategies.base import Strategy
 

@@ -50,9 +50,9 @@ def shape_of(task: Task) -> Shape:
     with rng.kept():
         given = task.with_fields(model=copy.deepcopy(task.model)) if isinstance(task.model, nn.Module) else task
         model = build_model(given).to("cpu")
-        replica = Replica(model, task.optimizer, group=SoloGroup(), loss=task.loss)
+        replica = Replica.of(model, task.optimizer, group=SoloGroup(), loss=task.loss)
         replica.begin_tick()  # a step with a zero gradient, after which the optimizer has its state
-        for parameter, view in zip(replica.layout.parameters, replica.layout.views(replica.gradients), strict=True):
+        for parameter, view in zip(replica.trainable, replica.named(replica.gradients).values(), strict=True):
             parameter.grad = view
         replica.collect()
         replica.weight = 1.0

@@ -16,7 +16,6 @@ from manyhands.engines.single_process import running_threads
 from manyhands.events import Event
 from manyhands.server.base import Encoded, Pushed, ServerSpec
 from manyhands.server.in_process import HELD, NO_LOAD, Act, Load, StoreClient
-from manyhands.server.rules.quorum import QuorumRule
 from manyhands.server.store import Reply, Store
 from manyhands.worker import SoloDriverClient
 
@@ -151,7 +150,7 @@ class ReplayServer(StoreClient):
     def _may_push(self, shard: int, versions: list[int] | None, weight: float) -> bool:
         """Whether this push now makes the version that it made, and nobody has still to see the one before."""
         store = self._stores[shard]
-        if isinstance(store.rule, QuorumRule):  # a push is of the step of its number: what came late comes late again
+        if store.policy.by_number:  # a push is of the step of its number: what came late comes late again
             return versions is not None or store.version > self._sequence
         if versions is None or not weight or not self._all.ordered:  # it made none, or its round makes the order
             return True

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.server.rules.base import Push, Rule, check_positive
+from manyhands.server.pushes import Push
+from manyhands.server.rules.base import Rule, check_positive
 
 
 @dataclass(kw_only=True)

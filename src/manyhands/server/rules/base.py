@@ -10,27 +10,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from manyhands.errors import BadInput
-
-
-@dataclass(slots=True)
-class Push:
-    """What a rule sees of a push. Where a merge has several, each `update` is the rule's to overwrite."""
-
-    worker: int
-    update: Tensor  # [n]
-    weight: float
-    generation: int = 0
-    bits: int = 0
-    staleness: int = 0  # versions that others made since this worker's pull
-    pulled: Tensor | None = None  # [n] the center that it pulled, for rules that `keep_pulled`
-    answer: Tensor | None = None  # [n] set by rules that answer
+from manyhands.server.merging import ImmediateMerge, MergePolicy, TickMerge
+from manyhands.server.pushes import Push
 
 
 class Rule(ABC):
@@ -38,6 +25,13 @@ class Rule(ABC):
 
     answers: ClassVar[bool] = False  # every push gets a vector back
     keeps_pulled: ClassVar[bool] = False  # the store keeps a copy of the center each worker pulled: N·D of memory
+    moves_center: ClassVar[bool] = True  # False: what a merge gives back is all
+    adds_steps: ClassVar[bool] = False  # a push moves the center by what its worker's own steps moved
+    divides_by_staleness: ClassVar[bool] = False  # and the less, the later it is
+
+    def policy(self, workers: int, bound: int | None) -> MergePolicy:
+        """Which pushes become one version, and when: those of a tick at bound 0, else each by itself."""
+        return TickMerge(self.answers) if bound == 0 else ImmediateMerge()
 
     def start(self, center: Tensor) -> None:  # noqa: B027
         """The first center is here; take what memory the rule needs."""

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.server.rules.base import Push, Rule, check_positive
+from manyhands.server.pushes import Push
+from manyhands.server.rules.base import Rule, check_positive
 
 
 @dataclass(kw_only=True)
@@ -27,6 +28,7 @@ class DistanceRule(Rule):
     rate: float
     """The workers' learning rate: a center that moved by sqrt(rate) halves an update. Larger damps less."""
     keeps_pulled: ClassVar[bool] = True
+    adds_steps: ClassVar[bool] = True
     _scratch: Tensor = field(init=False, repr=False)  # [n]
 
     def __post_init__(self) -> None:

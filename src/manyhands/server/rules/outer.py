@@ -11,7 +11,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from manyhands.errors import BadInput
-from manyhands.server.rules.base import Push, Rule, check_positive, weighted_mean
+from manyhands.server.pushes import Push
+from manyhands.server.rules.base import Rule, check_positive, weighted_mean
 
 ELEMENTWISE = (
     "SGD",

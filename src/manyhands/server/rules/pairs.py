@@ -12,7 +12,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from manyhands.errors import BadInput, is_whole
-from manyhands.server.rules.base import Push, Rule
+from manyhands.server.pushes import Push
+from manyhands.server.rules.base import Rule
 
 
 @dataclass(kw_only=True)

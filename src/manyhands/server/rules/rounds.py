@@ -11,7 +11,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from manyhands.errors import BadInput, is_whole
-from manyhands.server.rules.base import Push, Rule
+from manyhands.server.pushes import Push
+from manyhands.server.rules.base import Rule
 from manyhands.server.rules.outer import OuterRule
 
 LAST = 1  # bit of a push: its worker's last before all meet; what the others' last ones bring is of the same round

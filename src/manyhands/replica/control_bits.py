@@ -1,0 +1,54 @@
+"""Control bits: what workers tell each other beside their vectors, whether rows are left and whether all are to stop."""
+
+from __future__ import annotations
+
+import torch
+
+from manyhands.comm.group import MeanResult
+from manyhands.worker import Worker
+
+MORE, STOP = 1, 2
+CONTROL_BITS = 2  # bit CONTROL_BITS + i of an exchange says that parameter i got a gradient
+_MASK = (1 << CONTROL_BITS) - 1
+SYNC_EVERY_S, SYNC_AT_MOST_TICKS = 1.0, 256  # a stop is received within about so many seconds, and within so many ticks
+
+
+class ControlBits:
+    """This worker's own bits, and those that came back from the exchanges of this tick."""
+
+    def __init__(self) -> None:
+        self.more = True  # rows are left here this epoch
+        self.stop = False  # this worker wants all to stop
+        self.received = 0  # of the exchanges of this tick, OR of all ranks
+        self._unsynced_ticks, self._sync_after_ticks = 0, 1  # ticks since the last sync, and when the next is due
+        self._synced_s = 0.0  # when the last one was, on the worker's clock
+
+    @property
+    def own(self) -> int:
+        """What this worker sends."""
+        return (MORE if self.more else 0) | (STOP if self.stop else 0)
+
+    @property
+    def any_rank_has_rows(self) -> bool:
+        """As received in this tick."""
+        return bool(self.received & MORE)
+
+    def record(self, total: MeanResult) -> MeanResult:
+        """Take note of the control bits that came back from an exchange."""
+        self.received |= total.bits & _MASK
+        return total
+
+    def sync_if_due(self, worker: Worker) -> bool:
+        """For ticks without an exchange: swap the control bits alone, about once a second. Whether it did in this tick.
+
+        How many ticks a second holds is measured at each sync and agreed on, so that all ranks sync at the same ticks.
+        """
+        self._unsynced_ticks += 1
+        if self._unsynced_ticks < self._sync_after_ticks:
+            return False
+        now = worker.clock()
+        pace = torch.tensor([(now - self._synced_s) / self._unsynced_ticks], dtype=torch.float64)  # seconds a tick
+        self.record(worker.mesh.world.mean_(pace, 1.0, self.own))
+        self._sync_after_ticks = max(1, min(SYNC_AT_MOST_TICKS, int(SYNC_EVERY_S / max(float(pace), 1e-9))))
+        self._unsynced_ticks, self._synced_s = 0, worker.clock()
+        return True

@@ -1,0 +1,371 @@
+"""How a replica makes a step: the contract, and the executor of models that autograd differentiates."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from manyhands.comm.group import Group
+from manyhands.comm.solo import SoloGroup
+from manyhands.data.batch import rows_of, slice_rows
+from manyhands.errors import BadInput, Unsupported
+from manyhands.replica.flat_vector import FlatVector
+from manyhands.replica.layout import Layout, layouts_of
+from manyhands.replica.shard import ParameterShard
+from manyhands.task import Evaluate, Loss, Metrics
+
+Allocate = Callable[[int, torch.dtype, torch.device], Tensor]  # zeros [n], in memory that a group works on
+BUCKET_BYTES = 4 << 20  # of one slice given to `on_ready`: large enough to amortise a message, small enough to overlap
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoss:
+    """What a backward found."""
+
+    loss: float = 0.0  # the mean over this replica's rows
+    weight: float = 0.0  # what that mean is a mean of
+    grad_mask: int = 0  # bits: the parameters that got a gradient
+
+
+class StepExecutor(ABC):
+    """What a replica does in a step, and what it is made of. A replica calls `build` once, then per tick `begin_tick`,
+    `backward`, `clip` and `apply`.
+
+    Where several workers hold one replica, `members` is their group: all of them make the same calls, and what
+    `backward` and `evaluate` return is the same on all of them.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    """Its `param_groups` hold the rate, which a schedule moves."""
+    shards: tuple[ParameterShard, ...]
+    members: Group = SoloGroup()
+    has_loss: bool = True
+    """Whether `backward` computes here; False in the user's own loop, which calls autograd's itself."""
+    has_gradients: bool = False
+    """Whether gradients are there to be exchanged; a kernel moves parameters without any."""
+
+    @abstractmethod
+    def build(self, allocate: Allocate) -> None:
+        """Make `model`, `shards` and `optimizer`; memory comes from `allocate`. Same order on all ranks."""
+
+    @abstractmethod
+    def begin_tick(self) -> None:
+        """Forget the gradients of the tick before."""
+
+    @abstractmethod
+    def backward(self, batch: Any | None) -> StepLoss:
+        """What the step needs to know of this replica's rows, for example gradients into the shards.
+
+        None is an empty tick: zero gradients of weight 0.
+        """
+
+    @abstractmethod
+    def clip(self, norm: float) -> None:
+        """Scale the gradients so that their norm over the whole replica is at most `norm`."""
+
+    @abstractmethod
+    def apply(self) -> None:
+        """Move the parameters: the optimizer's step."""
+
+    @abstractmethod
+    def evaluate(self, function: Evaluate, batch: Any) -> Metrics:
+        """What `function(model, batch)` measures, without gradients, the same on all members."""
+
+    def reduce(self, sums: Tensor) -> Tensor:
+        """Float64 [k]: the sums over the workers that hold this replica."""
+        if self.members.size > 1:
+            self.members.all_reduce_(sums)
+        return sums
+
+    # -- what gradients are to autograd; a kernel has none -----------------------------------------------------------
+
+    def collect(self, scale: float | None = None) -> int:
+        """Gather what lies at `.grad` into the shards, times `scale`; the mask of the parameters that have any."""
+        raise self.without_gradients()
+
+    def show_gradients(self, grad_mask: int) -> None:  # noqa: B027
+        """Make `.grad` a view of the shards for the parameters of the mask, None for all others."""
+
+    def on_ready(self, callback: Callable[[Tensor, float, int], None]) -> None:
+        """See `Replica.on_ready`; called back with a slice, the weight, and the mask of the slices so far."""
+        raise self.without_gradients()
+
+    def without_gradients(self) -> Unsupported:
+        """The error of whoever asks for gradients where there are none."""
+        return Unsupported(
+            f"{type(self).__name__} moves parameters without gradients, and there is none to exchange: take a strategy that exchanges parameters or updates"
+        )
+
+
+def shards_of(model: nn.Module, allocate: Allocate) -> tuple[ParameterShard, ...]:
+    """The model's trainable parameters, which become views of one flat vector for each dtype."""
+    shards = []
+    for layout in layouts_of(model):
+        parameters, gradients = (allocate(layout.padded, layout.dtype, layout.device) for _ in range(2))
+        layout.attach(parameters)
+        shards.append(ParameterShard(layout=layout, parameters=parameters, gradients=gradients))
+    return tuple(shards)
+
+
+class AutogradExecutor(StepExecutor):
+    """A model in one worker, its loss, and a torch optimizer: backward fills gradients, the optimizer moves along them.
+
+    Autograd allocates gradients as it likes; `collect` gathers them. A parameter's `.grad` is then a view of its
+    shard's gradients where any worker produced a gradient, and None elsewhere, as in a plain loop.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        optimizer: torch.optim.Optimizer | Callable[[nn.Module], torch.optim.Optimizer],
+        *,
+        loss: Loss | None = None,
+        precision: str = "float32",
+        micro_batch_size: int | None = None,
+        take_step: Callable[[], Any] | None = None,
+        members: Group | None = None,
+    ) -> None:
+        """loss: None in the user's own loop, which calls backward itself.
+        take_step: what steps the optimizer, where the optimizer's own `step` was rebound; without it, `optimizer.step`.
+        """
+        self._make_model, self._make_optimizer = model, optimizer
+        self._loss, self.has_loss = loss, loss is not None
+        self._bf16, self._micro = precision == "bf16-mixed", micro_batch_size
+        self._take_step, self.has_gradients = take_step, True
+        self.members = SoloGroup() if members is None else members
+        self._grad_mask = self._filled = (
+            0  # bits: parameters with a gradient, slices of the gradients that are not zero
+        )
+        self._buckets: _Buckets | None = None
+
+    @override
+    def build(self, allocate: Allocate) -> None:
+        make = self._make_model
+        self.model = make if isinstance(make, nn.Module) else make()
+        self.shards = shards_of(self.model, allocate)
+        count = sum(len(shard.layout.names) for shard in self.shards)
+        self.names, self._parameters, self._grads = [""] * count, [torch.empty(0)] * count, [torch.empty(0)] * count
+        for shard in self.shards:
+            layout = shard.layout
+            for i, number in enumerate(layout.numbers):
+                self.names[number], self._parameters[number] = layout.names[i], layout.parameters[i]
+            for number, view in zip(layout.numbers, layout.views(shard.gradients), strict=True):
+                self._grads[number] = view  # what `.grad` is after a gather
+        given = self._make_optimizer
+        self.optimizer = given if isinstance(given, torch.optim.Optimizer) else _optimizer(given, self.model)
+
+    @override
+    def begin_tick(self) -> None:
+        for p in self._parameters:
+            p.grad = None
+
+    # -- gradient ----------------------------------------------------------------------------------------------------
+
+    @override
+    def backward(self, batch: Any | None) -> StepLoss:
+        """Gradient of the mean loss over the batch's rows into the shards.
+
+        With micro-batches the gradient is that of the whole batch. A batch on which the loss counts nothing has weight
+        0. Raises BadInput for a loss that is no number, or depends on no trainable parameter.
+        """
+        if batch is None:
+            return StepLoss(grad_mask=self._end_backward(None, None, 0.0))
+        rows = rows_of(batch)
+        if self._micro is None or rows <= self._micro:
+            mean, weight = self._forward(batch, rows)
+            return StepLoss(grad_mask=self._end_backward(mean, None, weight), loss=float(mean.detach()), weight=weight)
+        return self._backward_pieces(batch, rows, self._micro)
+
+    def _backward_pieces(self, batch: Any, rows: int, size: int) -> StepLoss:
+        total, summed, grad_mask = 0.0, 0.0, 0
+        for start in range(0, rows, size):
+            stop = min(start + size, rows)
+            mean, weight = self._forward(slice_rows(batch, start, stop), stop - start)
+            total += weight
+            if weight:
+                summed += float(mean.detach()) * weight
+            if stop == rows:
+                grad_mask = self._end_backward(mean * weight if weight else None, 1 / total if total else None, total)
+            elif weight:
+                (mean * weight).backward()
+        return StepLoss(loss=summed / total if total else 0.0, weight=total, grad_mask=grad_mask)
+
+    def _forward(self, batch: Any, rows: int) -> tuple[Tensor, float]:
+        assert self._loss is not None
+        with torch.autocast(self.shards[0].layout.device.type, dtype=torch.bfloat16, enabled=self._bf16):
+            measure = self._loss(self.model, batch)
+        mean, weight = measure if isinstance(measure, tuple) else (measure, rows)
+        if not isinstance(mean, Tensor) or mean.numel() != 1:
+            came = f"shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__
+            raise BadInput(
+                f"the loss must be one number, the mean over the batch, or (mean, weight); got {came}: average it over rows"
+            )
+        if not mean.requires_grad:
+            raise BadInput(
+                "the loss does not depend on any trainable parameter: compute it from model(...) outside torch.no_grad() and without detach()"
+            )
+        return mean.reshape(()), float(weight)
+
+    def _end_backward(self, mean: Tensor | None, scale: float | None, weight: float) -> int:
+        """The last backward of a step: gradients are final; the mask of the parameters that have any."""
+        if self._buckets is None:
+            if mean is not None:
+                mean.backward()
+            return self.collect(scale)
+        self._grad_mask = 0
+        self._buckets.begin(scale, weight)
+        if mean is not None:
+            mean.backward()
+        self._buckets.flush()
+        return self._grad_mask
+
+    @override
+    def collect(self, scale: float | None = None) -> int:
+        """Gather every `.grad` into the shards (times `scale`), zero missing slices, make `.grad` views of them."""
+        self._grad_mask = 0
+        self.collect_some(range(len(self._grads)), scale)
+        return self._grad_mask
+
+    def collect_some(self, which: Iterable[int], scale: float | None) -> int:
+        """`collect` for the parameters of these numbers; the mask of all that were collected since it began."""
+        targets, sources, stale = [], [], []
+        for i in which:
+            p, bit = self._parameters[i], 1 << i
+            grad, view = p.grad, self._grads[i]
+            if grad is None:
+                if self._filled & bit:
+                    stale.append(view)
+                    self._filled &= ~bit
+                continue
+            self._grad_mask |= bit
+            self._filled |= bit
+            if grad is not view:
+                if grad.is_sparse:
+                    raise Unsupported(f"{self.names[i]} has a sparse gradient: build its embedding with sparse=False")
+                targets.append(view)
+                sources.append(grad)
+                p.grad = view
+        with torch.no_grad():
+            if targets:
+                torch._foreach_copy_(targets, sources)
+            if stale:
+                torch._foreach_zero_(stale)
+            if scale is not None and targets:
+                torch._foreach_mul_(targets, scale)
+        return self._grad_mask
+
+    @override
+    def show_gradients(self, grad_mask: int) -> None:
+        self._filled |= grad_mask
+        for i, p in enumerate(self._parameters):
+            if not grad_mask >> i & 1:
+                p.grad = None  # an own gradient that is not in this mean
+            elif p.grad is None:
+                p.grad = self._grads[i]
+
+    @override
+    def on_ready(self, callback: Callable[[Tensor, float, int], None]) -> None:
+        if self._loss is None:
+            raise Unsupported(
+                "overlapping the exchange with backward needs manyhands' own loop: leave overlap out, or use mh.train"
+            )
+        self._buckets = _Buckets(self, callback)
+
+    # -- step --------------------------------------------------------------------------------------------------------
+
+    @override
+    def clip(self, norm: float) -> None:
+        if self.members.size == 1:
+            nn.utils.clip_grad_norm_(self._parameters, norm)
+            return
+        gradients = FlatVector([shard.gradients for shard in self.shards])
+        squares = sum(float(part.double().square().sum()) for part in gradients.parts)
+        whole = math.sqrt(float(self.reduce(torch.tensor([squares], dtype=torch.float64))))
+        gradients.mul_(min(1.0, norm / (whole + 1e-6)))  # as torch's function
+
+    @override
+    def apply(self) -> None:
+        (self._take_step or self.optimizer.step)()
+
+    @override
+    def evaluate(self, function: Evaluate, batch: Any) -> Metrics:
+        with (
+            torch.no_grad(),
+            torch.autocast(self.shards[0].layout.device.type, dtype=torch.bfloat16, enabled=self._bf16),
+        ):
+            return function(self.model, batch)
+
+
+def _optimizer(make: Callable[[nn.Module], torch.optim.Optimizer], model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = make(model)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise BadInput(f"optimizer(model) must return a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise Unsupported(
+            "LBFGS evaluates the model several times a step, which no exchange can follow: take another optimizer"
+        )
+    return optimizer
+
+
+class _Buckets:
+    """Cuts the gradients into slices and hands out each once its parameters have gradients, last layers first."""
+
+    def __init__(self, executor: AutogradExecutor, callback: Callable[[Tensor, float, int], None]) -> None:
+        self._executor, self._callback = executor, callback
+        cuts = [(shard, which) for shard in executor.shards for which in _cut(shard.layout)]
+        self._cuts = sorted(cuts, key=lambda cut: -cut[0].layout.numbers[cut[1].stop - 1])  # as backward completes them
+        self._bucket_of = {shard.layout.numbers[i]: k for k, (shard, which) in enumerate(self._cuts) for i in which}
+        self._active, self._weight = False, 0.0
+        self._flushed(None)
+        for shard in executor.shards:
+            for number, p in zip(shard.layout.numbers, shard.layout.parameters, strict=True):
+                p.register_post_accumulate_grad_hook(lambda _, number=number: self._ready(number))
+
+    def begin(self, scale: float | None, weight: float) -> None:
+        self._flushed(scale)
+        self._active, self._weight = True, weight
+
+    def _flushed(self, scale: float | None) -> None:
+        self._active, self._next, self._scale = False, 0, scale
+        self._missing = [len(which) for _, which in self._cuts]
+
+    def _ready(self, number: int) -> None:
+        if not self._active:
+            return
+        self._missing[self._bucket_of[number]] -= 1
+        while self._next < len(self._cuts) and self._missing[self._next] == 0:
+            self._hand_out()
+
+    def _hand_out(self) -> None:
+        shard, which = self._cuts[self._next]
+        layout = shard.layout
+        self._next += 1
+        grad_mask = self._executor.collect_some([layout.numbers[i] for i in which], self._scale)
+        end = layout.offsets[which.stop] if which.stop < len(layout.offsets) else layout.padded
+        self._callback(shard.gradients[layout.offsets[which.start] : end], self._weight, grad_mask)
+
+    def flush(self) -> None:
+        self._active = False
+        while self._next < len(self._cuts):
+            self._hand_out()
+        self._flushed(None)
+
+
+def _cut(layout: Layout) -> list[range]:
+    """Ranges of a layout's parameters of about BUCKET_BYTES each, in the order in which backward completes them."""
+    ranges: list[range] = []
+    stop, bytes_ = len(layout.sizes), 0
+    for i in reversed(range(len(layout.sizes))):
+        bytes_ += layout.sizes[i] * layout.dtype.itemsize
+        if bytes_ >= BUCKET_BYTES or i == 0:
+            ranges.append(range(i, stop))
+            stop, bytes_ = i, 0
+    return ranges

@@ -1,0 +1,110 @@
+"""Which copy of a parameter counts in a checkpoint, and what a resume with another number of workers reads."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import manyhands as mh
+import plain
+from manyhands.checkpoint import checkpoints
+from manyhands.checkpoint.checkpoints import SavedTensors
+
+WIDE = 64
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, WIDE), nn.Tanh(), nn.Linear(WIDE, 3)).double()
+
+
+def train(folder: Path, workers: int, **options: Any) -> mh.Run:
+    given = {"strategy": "allreduce", "epochs": 1, **options}
+    return mh.train(
+        model=model,
+        loss=plain.cross_entropy,
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
+        train_data=plain.rows(48),
+        batch_size=12,
+        engine="sim",
+        workers=workers,
+        run_dir=folder,
+        callbacks=[],
+        **given,
+    )
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, int]]:
+    """{file: {tensor: bytes}} of all that was read one by one."""
+    found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    init, get = SavedTensors.__init__, SavedTensors.__getitem__
+
+    def opened(self: Any, path: Any) -> None:
+        init(self, path)
+        self.file = Path(path).name
+
+    def taken(self: Any, name: str) -> torch.Tensor:
+        before = self.bytes_read
+        tensor = get(self, name)
+        found[self.file][name] += self.bytes_read - before
+        return tensor
+
+    monkeypatch.setattr(SavedTensors, "__init__", opened)
+    monkeypatch.setattr(SavedTensors, "__getitem__", taken)
+    return found
+
+
+def counted(folder: Path) -> list[bool]:
+    """Of each rank, whether its copy of the first weight counts."""
+    newest = checkpoints.newest(folder / "checkpoints", lambda message: pytest.fail(message))
+    assert newest is not None
+    slices = [newest.values(rank)["slices"]["0.weight"] for rank in range(newest.ranks)]
+    for one in slices:
+        assert (one["shape"], one["start"], one["stop"]) == ([WIDE, 5], [0, 0], [WIDE, 5])
+    return [one["counted"] for one in slices]
+
+
+def test_of_equal_replicas_one_counts_and_the_others_are_not_read(
+    tmp_path: Path, read: dict[str, dict[str, int]]
+) -> None:
+    train(tmp_path, 4)
+    assert counted(tmp_path) == [True, False, False, False]
+    resumed = train(tmp_path, 2, epochs=2, resume=True)
+    assert resumed.rows["total"] == 96
+    first, *others = sorted(read)
+    whole = sum(p.nbytes for p in model().parameters())
+    assert sum(n for name, n in read[first].items() if name.startswith("parameters/")) == 2 * whole, "by each of two"
+    assert not [name for file in others for name in read[file] if name.startswith(("parameters/", "optimizer/"))]
+
+
+def test_replicas_that_differ_all_count_and_their_mean_goes_on(tmp_path: Path, read: dict[str, dict[str, int]]) -> None:
+    train(tmp_path, 4, strategy="gossip")
+    assert counted(tmp_path) == [True] * 4
+    train(tmp_path, 2, strategy="gossip", epochs=2, resume=True)
+    whole = sum(p.nbytes for p in model().parameters())
+    for file in read:
+        assert sum(n for name, n in read[file].items() if name.startswith("parameters/")) == 2 * whole
+
+
+def test_it_is_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the parameters of all ranks: the next is asked for when the mean of the one before is made."""
+    train(tmp_path, 3, strategy="gossip")
+    asked: list[str] = []
+    get = SavedTensors.__getitem__
+    monkeypatch.setattr(SavedTensors, "__getitem__", lambda self, name: (asked.append(name), get(self, name))[1])
+    train(tmp_path, 1, strategy="gossip", epochs=2, resume=True)
+    names = [name for name in asked if name.startswith("parameters/")]
+    assert names == [name for name in dict.fromkeys(names) for _ in range(3)]
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "local-sgd:period=3", "diloco:period=2"])
+def test_a_resume_with_another_number_is_what_it_was(strategy: str, tmp_path: Path) -> None:
+    """The parameters with which it goes on: those with which the first launch ended."""
+    first = train(tmp_path, 3, strategy=strategy)
+    again = train(tmp_path, 2, strategy=strategy, epochs=2, resume=True, max_steps=4)
+    assert (first.parameters - again.parameters).abs().max() < 1e-12

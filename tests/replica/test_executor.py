@@ -1,0 +1,210 @@
+"""The contract of executors, by two of their own: one that moves parameters without gradients, and one of half a replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from by_hand import Point
+from torch import Tensor, nn
+
+from manyhands.comm.threads import Meeting, ThreadGroup
+from manyhands.errors import Unsupported
+from manyhands.replica.executor import Allocate, AutogradExecutor, StepExecutor, StepLoss, shards_of
+from manyhands.replica.replica import Replica
+from manyhands.replica.shard import ParameterSlice
+from manyhands.server.in_process import InProcessServers
+from manyhands.strategies import strategy_of
+from manyhands.strategies.base import Change, Strategy
+from manyhands.task import Evaluate, Metrics
+from manyhands.testing.threads import together
+from manyhands.worker import Mesh, Worker
+
+# -- without gradients -------------------------------------------------------------------------------------------------
+
+
+class MovesToRows(StepExecutor):
+    """A step goes half of the way from the parameters to the mean of the rows."""
+
+    def build(self, allocate: Allocate) -> None:
+        self.model: nn.Module = Point([0.0, 0.0])
+        self.shards = shards_of(self.model, allocate)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+
+    def begin_tick(self) -> None:
+        self.rows: Tensor | None = None
+
+    def backward(self, batch: Any | None) -> StepLoss:
+        self.rows = batch
+        return StepLoss() if batch is None else StepLoss(weight=len(batch), grad_mask=1)
+
+    def clip(self, norm: float) -> None:
+        raise AssertionError("nothing to clip")
+
+    def apply(self) -> None:
+        assert self.rows is not None
+        self.shards[0].parameters[:2].lerp_(self.rows.mean(0), self.optimizer.param_groups[0]["lr"])
+
+    def evaluate(self, function: Evaluate, batch: Any) -> Metrics:
+        return function(self.model, batch)
+
+
+ROWS = [torch.tensor([[2.0, 4.0]], dtype=torch.float64), torch.tensor([[6.0, 0.0]], dtype=torch.float64)]
+MEAN = torch.tensor([4.0, 2.0], dtype=torch.float64)
+
+
+def ticks(strategy: Strategy, replica: Replica, worker: Worker, batches: list[Any]) -> Tensor:
+    """[2] the answer after as many ticks as there are batches."""
+    state = strategy.start(replica, worker)
+    strategy.synchronize(replica, worker, state, Change())
+    if worker.server is not None:
+        worker.server.activate()
+    worker.group.barrier()
+    for tick, batch in enumerate(batches):
+        replica.begin_tick()
+        replica.tick = tick
+        strategy.before_backward(replica, worker, state)
+        replica.backward(batch)
+        strategy.exchange(replica, worker, state)
+        if worker.server is not None:
+            worker.server.tick(0)
+    worker.group.barrier()
+    strategy.finish(replica, worker, state)
+    if worker.server is not None:
+        worker.server.deactivate()
+    worker.group.barrier()
+    return strategy.consensus(replica, worker, state).joined().clone()
+
+
+def moved(spec: str, steps: int = 2) -> list[Tensor]:
+    """[2] the answer of each of two workers that have a row each."""
+    strategy = strategy_of(spec)
+    server = strategy.server()
+    clients = InProcessServers(server, 2, timeout_s=20.0).clients if server is not None else ()
+
+    def program(worker: Worker) -> Tensor:
+        replica = Replica(MovesToRows(), group=worker.mesh.data)
+        return ticks(strategy, replica, worker, [ROWS[worker.rank]] * steps)[:2]
+
+    return together(2, program, clients)
+
+
+@pytest.mark.parametrize(
+    ("spec", "share"),
+    [  # of the way to the mean of both rows, after two steps of a half each
+        ("local-sgd:period=1,optimizer_state=kept", 0.75),
+        ("diloco:period=1,outer_rate=1.0,outer_momentum=0.0", 0.75),
+        ("diloco:period=1,outer_rate=1.0,outer_momentum=0.0,via=server,bound=0", 0.75),
+        ("gossip", 0.75),
+        ("agn:window=1,bound=0", 1.0),  # pushes add: both halves of a step together are the whole way
+        ("downpour:bound=0", 1.0),
+        ("dynsgd:window=1,bound=0", 1.0),
+        ("easgd:period=1,alpha=.5,via=group", 0.5),  # the center sees x before the step: 0, then a half of both ways
+    ],
+)
+def test_strategies_of_parameters_and_updates_run_it_as_it_is(spec: str, share: float) -> None:
+    for answer in moved(spec):
+        assert (answer - share * MEAN).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("spec", ["allreduce", "quorum", "local-sgd:warmup=2", "downpour:rule=adagrad,bound=0"])
+def test_strategies_of_gradients_say_that_there_are_none(spec: str) -> None:
+    with pytest.raises(Unsupported, match="MovesToRows moves parameters without gradients"):
+        moved(spec)
+
+
+# -- half a replica ----------------------------------------------------------------------------------------------------
+
+D, STEPS = 6, 5
+STARTS = torch.linspace(-1, 2, D, dtype=torch.float64)
+
+
+def rows_of(rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(2 + rank, D, generator=generator, dtype=torch.float64) for _ in range(STEPS)]
+
+
+def distance(columns: slice) -> Callable[[nn.Module, Tensor], Tensor]:
+    """Sums over the columns: halves of it add up to the whole, and so do their gradients."""
+    return lambda model, batch: (model.w - batch[:, columns]).square().sum(1).mean()
+
+
+class Half(AutogradExecutor):
+    """This member's half of the columns; what all members must know alike is reduced."""
+
+    def __init__(self, members: ThreadGroup) -> None:
+        self.columns = slice(members.rank * D // 2, (members.rank + 1) * D // 2)
+        super().__init__(Point(STARTS[self.columns].tolist()), adamw, loss=distance(self.columns), members=members)
+
+    def build(self, allocate: Allocate) -> None:
+        super().build(allocate)
+        part = ParameterSlice(shape=(D,), start=(self.columns.start,), stop=(self.columns.stop,))
+        self.shards[0].slices["w"] = part
+
+    def backward(self, batch: Any | None) -> StepLoss:
+        found = super().backward(batch)
+        return replace(found, loss=float(self.reduce(torch.tensor([found.loss], dtype=torch.float64))))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def in_halves(strategy: Strategy, clip_norm: float | None) -> list[Tensor]:
+    """[D] each of two replicas' answers; each is held by two threads."""
+    world, data, model = Meeting(4), [Meeting(2) for _ in range(2)], [Meeting(2) for _ in range(2)]
+
+    def program(thread: Worker) -> Tensor:
+        copy, member = divmod(thread.rank, 2)
+        members = ThreadGroup(model[copy], member)
+        mesh = Mesh(
+            world=ThreadGroup(world, thread.rank), data=ThreadGroup(data[member], copy), model=members, rows=(copy, 2)
+        )
+        worker = Worker(rank=thread.rank, size=4, group=mesh.world, mesh=mesh)
+        replica = Replica(Half(members), group=mesh.data, clip_norm=clip_norm)
+        assert (replica.shards[0].slices["w"].whole, replica.norm(replica.parameters)) == (
+            False,
+            pytest.approx(float(STARTS.norm())),
+        )
+        answer = ticks(strategy, replica, worker, rows_of(copy))[: D // 2]
+        return members.all_gather(answer).reshape(-1)
+
+    return together(4, program)[::2]
+
+
+def in_whole(strategy: Strategy, clip_norm: float | None) -> list[Tensor]:
+    def program(worker: Worker) -> Tensor:
+        loss = distance(slice(0, D))
+        replica = Replica.of(Point(STARTS.tolist()), adamw, group=worker.mesh.data, loss=loss, clip_norm=clip_norm)
+        return ticks(strategy, replica, worker, rows_of(worker.rank))[:D]
+
+    return together(2, program)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+@pytest.mark.parametrize(
+    "spec",
+    ["allreduce", "local-sgd:period=2", "diloco:period=2", "easgd:period=2,via=group", "gossip", "ensemble"],
+)
+def test_a_replica_that_two_threads_hold_in_halves_equals_one_that_is_whole(spec: str, clip_norm: float | None) -> None:
+    halves, whole = (run(strategy_of(spec), clip_norm) for run in (in_halves, in_whole))
+    for one, other in zip(halves, whole, strict=True):
+        assert (one - other).abs().max() < 1e-12
+
+
+def test_a_gradient_that_is_not_finite_in_one_half_is_left_out_by_both() -> None:
+    model = Meeting(2)
+
+    def program(thread: Worker) -> tuple[bool, int]:
+        members = ThreadGroup(model, thread.rank)
+        replica = Replica(Half(members), group=Worker().mesh.data, nonfinite="skip")
+        batch = torch.zeros(1, D, dtype=torch.float64)
+        batch[0, 0] = float("inf")  # of the first half's columns
+        replica.begin_tick()
+        replica.backward(batch)
+        return replica.apply(), replica.step
+
+    assert together(2, program) == [(False, 0), (False, 0)]

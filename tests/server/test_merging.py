@@ -1,0 +1,129 @@
+"""Which pushes become one version, and when: the policies without a store, and one of the tests' own with a store."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from manyhands.server.base import ServerSpec
+from manyhands.server.merging import ImmediateMerge, MergePolicy, QuorumMerge, TickMerge
+from manyhands.server.pushes import Applied, Dropped, Held, Push
+from manyhands.server.rules import make_rule
+from manyhands.server.store import InvalidCall, Store
+
+
+def push(worker: int, weight: float = 1.0) -> Push:
+    return Push(worker, torch.zeros(1), weight)
+
+
+def ticks(*workers: int) -> dict[int, int]:
+    return dict.fromkeys(workers, 0)
+
+
+def taken(policy: MergePolicy, workers: dict[int, int], version: int = 0) -> list[int]:
+    return [one.worker for one in policy.take_complete(workers, version)]
+
+
+def test_immediate_holds_nothing() -> None:
+    policy = ImmediateMerge()
+    assert policy.receive(push(0), 3, 0) is None
+    assert (policy.held, taken(policy, ticks(0, 1))) == ([], [])
+
+
+def test_a_tick_is_complete_when_all_who_take_part_have_finished_it_and_comes_in_rank_order() -> None:
+    policy = TickMerge(answers=False)
+    assert policy.receive(push(2), 7, 4) == Held(8, 0)
+    assert policy.receive(push(0, 0.0), 7, 4) == Held(7, 0)
+    assert taken(policy, {0: 5, 1: 4, 2: 5}) == []
+    assert taken(policy, {0: 5, 1: 5, 2: 5}) == [0, 2]
+    assert taken(policy, {0: 5, 1: 5, 2: 5}) == []
+
+
+def test_with_a_rule_that_answers_a_push_is_enough() -> None:
+    policy = TickMerge(answers=True)
+    policy.receive(push(1), 0, 0)
+    assert taken(policy, {0: 0, 1: 0}) == []
+    assert taken(policy, {0: 1, 1: 0}) == [1]
+
+
+def test_a_step_is_complete_with_enough_weight_or_with_everybody() -> None:
+    def of(needed: int, *weights: float) -> QuorumMerge:
+        policy = QuorumMerge(3, needed)
+        for worker, weight in enumerate(weights):
+            policy.receive(push(worker, weight), 0, 0)
+        return policy
+
+    assert taken(of(2), ticks(0, 1, 2)) == []
+    assert taken(of(2, 1.0), ticks(0, 1, 2)) == []
+    assert taken(of(1, 1.0), ticks(0, 1, 2)) == [0]
+    assert taken(of(2, 1.0, 0.0), ticks(0, 1, 2)) == []
+    assert taken(of(2, 1.0, 0.0), ticks(0, 1)) == [0, 1]
+    assert taken(of(2, 1.0, 0.0), ticks()) == [0, 1], "all who pushed have left"
+    assert taken(QuorumMerge(3, 0), ticks(0)) == [], "a step that nobody came to"
+
+
+def test_who_missed_a_step_gets_its_answer_once() -> None:
+    policy = QuorumMerge(2, 1)
+    assert policy.receive(push(0), 0, 0) == Held()
+    assert policy.replies(policy.take_complete(ticks(0, 1), 0), 1) == [Applied(1, 0, None, 1.0, 0)]
+    assert policy.receive(push(1), 1, 0) == Dropped(1, None, 1.0, 0, 0)
+    assert policy.receive(push(1), 1, 0) == Held(), "its next push is of the open step"
+    policy.take_complete(ticks(0, 1), 5)
+    policy.begin(1, 0)
+    assert policy.receive(push(1), 5, 0) == Held(), "an answer that all have had is not kept"
+
+
+class InPairs(MergePolicy):
+    """Every two pushes are one version, whoever they are from."""
+
+    def receive(self, push: Push, version: int, tick: int) -> Held:
+        self.held.append(push)
+        return Held(version + 1, push.staleness)
+
+    def take_complete(self, ticks: dict[int, int], version: int) -> list[Push]:  # type: ignore[override]
+        pair, self.held = (self.held[:2], self.held[2:]) if len(self.held) > 1 else ([], self.held)
+        return pair
+
+
+def test_a_policy_of_ones_own() -> None:
+    """By hand: center 0; pushes of 1, 2 | 4, 8 make versions 1 and 2; the fifth waits, and no snapshot is taken."""
+    store = Store(make_rule(ServerSpec(rule="add")), 3, policy=InPairs())
+    store.initialize(torch.zeros(1))
+    for worker in range(3):
+        store.activate(worker, 0)
+
+    def give(worker: int, sequence: int, value: float) -> tuple[Applied | Held, int, list[float]]:
+        reply = store.push(worker, sequence, torch.tensor([value]), 1.0, 0)
+        assert isinstance(reply, Held)
+        return reply, store.version, store.center.tolist()
+
+    assert give(0, 1, 1.0) == (Held(1, 0), 0, [0.0])
+    assert give(2, 1, 2.0) == (Held(1, 0), 1, [3.0])
+    assert give(1, 1, 4.0) == (Held(2, 1), 1, [3.0]), "version 1 was made by others since it began"
+    assert give(0, 2, 8.0) == (Held(2, 0), 2, [15.0]), "it had a part in version 1"
+    assert store.pull(1) == 2
+    assert give(1, 2, 16.0) == (Held(3, 0), 2, [15.0])
+    with pytest.raises(InvalidCall, match="pushes are held"):
+        store.capture()
+    assert give(2, 2, 32.0) == (Held(3, 1), 3, [63.0])
+    vectors, numbers = store.capture()
+    assert (vectors["center"].tolist(), numbers) == ([63.0], {"version": 3})
+
+
+def test_a_policy_may_answer_for_the_rule() -> None:
+    """What `replies` says is what workers get."""
+
+    class Praises(InPairs):
+        def replies(self, pushes: list[Push], version: int) -> list[Applied]:  # type: ignore[override]
+            return [Applied(version, 0, torch.full((1,), float(version)), 9.0, 5)] * len(pushes)
+
+    store = Store(make_rule(ServerSpec(rule="elastic", options={"alpha": 0.5})), 2, policy=Praises())
+    store.initialize(torch.zeros(1))
+    for worker in range(2):
+        store.activate(worker, 0)
+    assert store.push(0, 1, torch.ones(1), 1.0, 0) == Held(1, 0)
+    reply = store.push(1, 1, torch.ones(1), 1.0, 0)
+    released: list[tuple[int, Applied]] = store.released  # type: ignore[assignment]
+    answers: list[Tensor | None] = [reply.answer, released[0][1].answer]  # type: ignore[union-attr]
+    assert [answer.tolist() for answer in answers if answer is not None] == [[1.0], [1.0]]

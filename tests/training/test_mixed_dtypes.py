@@ -1,0 +1,144 @@
+"""A model with float32 and bfloat16 parameters: a shard for each, under every strategy that a float32 model has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from test_strategy_suite import STRATEGIES
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import manyhands as mh
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+class Mixed(nn.Module):
+    """The layer in the middle has bfloat16 parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(4, 8), nn.Linear(8, 8).to(BF16), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)).to(self.middle.weight.dtype))).float())
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(60, 4, generator=generator)
+    return x, torch.stack([x[:, 0] - x[:, 1], x[:, 2]], dim=1)
+
+
+def task(**fields: object) -> mh.Task:
+    given = {
+        "model": Mixed,
+        "loss": loss,
+        "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5),
+        "train_data": rows(),
+        "validation_data": rows(),
+        "batch_size": 12,
+        "epochs": 4,
+        "clip_norm": 5.0,
+        "seed": 3,
+    }
+    return mh.Task(**{**given, **fields})  # type: ignore[arg-type]
+
+
+def float32() -> nn.Module:
+    return Mixed().float()
+
+
+def initial(model: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(3)
+    return model()
+
+
+FAST = {  # one of each kind of exchange; the other specs are slow
+    *(
+        "allreduce:overlap=true",
+        "allreduce:compress=powersgd:1",
+        "local-sgd:period=3",
+        "gossip:weights=push-sum,period=2",
+    ),
+    *("gossip:graph=pairs", "diloco:period=4,streaming=2", "diloco:via=server", "diloco:period=2,compress=topk:0.3"),
+    *(
+        "ensemble",
+        "downpour:push_every=2,pull_every=3,warmup=2",
+        "downpour:compress=qsgd:4",
+        "agn",
+        "dynsgd",
+        "distance",
+    ),
+    *("easgd:period=3,via=group", "eamsgd", "quorum:backups=1", "quorum:compress=powersgd:1"),
+}
+MILDER = {
+    "diloco:period=2,via=server,quorum=1,grace=0": ",outer_rate=0.2,outer_momentum=0.0"
+}  # else float32 diverges, too
+SPECS = [
+    pytest.param(spec + MILDER.get(spec, ""), marks=[] if spec in FAST else [pytest.mark.slow])
+    for spec in STRATEGIES
+    if spec != "solo" and not spec.startswith("hogwild")  # which needs memory that workers share: see below
+]
+
+
+def test_the_fast_ones_are_strategies_of_the_suite() -> None:
+    assert set(STRATEGIES) >= FAST, FAST - set(STRATEGIES)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_it_trains_as_a_float32_model_does(spec: str) -> None:
+    """Up to the precision of bfloat16: in the validation loss of a few dozen steps."""
+    options = {"strategy": spec, "workers": 3, "engine": "sim", "callbacks": []}
+    mixed, wide = (mh.train(task(model=model), **options) for model in (Mixed, float32))  # type: ignore[arg-type]
+    before = initial(Mixed)
+    start = float(loss(before, rows()).detach())
+    assert abs(mixed.metrics["validation_loss"] - wide.metrics["validation_loss"]) < 0.15 * start
+    for model in mixed.models:
+        assert [p.dtype for p in model.parameters()] == [F32, F32, BF16, BF16, F32, F32]
+        assert all(not torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("spec", ["hogwild", "allreduce", "local-sgd:period=2", "downpour"])
+def test_on_worker_processes(spec: str, local: mh.Local) -> None:
+    run = mh.train(task(), strategy=spec, workers=2, engine=local, callbacks=[])
+    assert run.model.middle.weight.dtype == BF16
+    assert run.metrics["validation_loss"] < 0.6 * float(loss(initial(Mixed), rows()).detach()), run.metrics
+
+
+def test_one_worker_is_a_plain_loop_bit_for_bit() -> None:
+    run = mh.train(task(clip_norm=None), workers=1, callbacks=[])
+    model = initial(Mixed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+    x, y = rows()
+    for epoch in range(4):
+        order = torch.as_tensor(mh.epoch_order(60, seed=3, epoch=epoch))
+        for part in order.split(12):
+            optimizer.zero_grad()
+            loss(model, (x[part], y[part])).backward()
+            optimizer.step()
+    for ours, plain in zip(run.model.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("spec", ["diloco:period=3", "downpour:bound=0", "allreduce:compress=topk:0.3"])
+def test_resumed_is_uninterrupted(spec: str, tmp_path: Path) -> None:
+    options = {"strategy": spec, "workers": 2, "engine": "sim", "callbacks": []}
+    whole = mh.train(task(), **options)  # type: ignore[arg-type]
+    mh.train(task(epochs=2), run_dir=tmp_path, **options)  # type: ignore[arg-type]
+    again = mh.train(task(), run_dir=tmp_path, resume=True, **options)  # type: ignore[arg-type]
+    for ours, theirs in zip(again.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_four_workers_equal_one_up_to_bfloat16() -> None:
+    one, four = (mh.train(task(), workers=n, engine="sim" if n > 1 else "local", callbacks=[]) for n in (1, 4))
+    for ours, theirs in zip(four.model.parameters(), one.model.parameters(), strict=True):
+        assert (ours.float() - theirs.float()).abs().max() < 0.02
