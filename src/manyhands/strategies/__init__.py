@@ -25,6 +25,7 @@ CATALOGUE = {
     "eamsgd": "manyhands.strategies.eamsgd:EAMSGD",
     "quorum": "manyhands.strategies.quorum:Quorum",
     "hogwild": "manyhands.strategies.hogwild:Hogwild",
+    "leader": "manyhands.strategies.leader:Leader",
 }
 
 ELSEWHERE = {  # what other systems call them
