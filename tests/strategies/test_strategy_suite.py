@@ -82,7 +82,6 @@ STRATEGIES: dict[
     "quorum:compress=int8": SIZES,
     "quorum:compress=powersgd:1": SIZES,
     "hogwild": SIZES,
-    "leader:period=3": SIZES,
 }
 EXACT = ("solo", "allreduce", "local-sgd", "gossip", "ensemble", "quorum", "hogwild")  # one worker is a plain loop
 RACES = ("repeat", "resume", "round_of_nothing")  # which gradients count depends on who is first

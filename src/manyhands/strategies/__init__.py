@@ -25,7 +25,6 @@ CATALOGUE = {
     "eamsgd": "manyhands.strategies.eamsgd:EAMSGD",
     "quorum": "manyhands.strategies.quorum:Quorum",
     "hogwild": "manyhands.strategies.hogwild:Hogwild",
-    "leader": "manyhands.strategies.leader:Leader",
 }
 
 ELSEWHERE = {  # what other systems call them
