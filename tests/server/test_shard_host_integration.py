@@ -1,5 +1,6 @@
 """Shards and workers in processes of their own, some of them killed."""
 
+import gc
 import os
 import pickle
 import random
@@ -142,6 +143,7 @@ def test_over_tls_unauthenticated_peers_are_turned_away_and_the_server_goes_on()
 
 
 def test_nothing_of_a_worker_is_left_open():
+    gc.collect()  # what tests before it left must not be freed meanwhile
     fds = len(list(Path("/proc/self/fd").iterdir()))
     with processes(ServerSpec(rule="add"), 1, 2) as made:
         client = opened(made, 0)
