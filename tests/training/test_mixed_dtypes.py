@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import manyhands as mh
+import plain
+from manyhands.replica.replica import Replica
+from manyhands.strategies import strategy_of
+from manyhands.testing.threads import together
+from manyhands.worker import Worker
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -124,8 +129,8 @@ def test_one_worker_is_a_plain_loop_bit_for_bit() -> None:
             optimizer.zero_grad()
             loss(model, (x[part], y[part])).backward()
             optimizer.step()
-    for ours, plain in zip(run.model.parameters(), model.parameters(), strict=True):
-        assert torch.equal(ours, plain)
+    for ours, theirs in zip(run.model.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("spec", ["diloco:period=3", "downpour:bound=0", "allreduce:compress=topk:0.3"])
@@ -142,3 +147,32 @@ def test_four_workers_equal_one_up_to_bfloat16() -> None:
     one, four = (mh.train(task(), workers=n, engine="sim" if n > 1 else "local", callbacks=[]) for n in (1, 4))
     for ours, theirs in zip(four.model.parameters(), one.model.parameters(), strict=True):
         assert (ours.float() - theirs.float()).abs().max() < 0.02
+
+
+class Three(nn.Module):
+    """Between two float32 parameters one in bfloat16: in the joined vector it comes last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.c = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+        self.b = nn.Parameter(torch.ones(3, dtype=BF16))
+
+    def named_parameters(self, *args: object, **kwargs: object) -> Iterator[tuple[str, nn.Parameter]]:  # type: ignore[override]
+        return iter([("a", self.a), ("b", self.b), ("c", self.c)])
+
+
+@pytest.mark.parametrize("codec", ["topk:0.5", "int8"])
+@pytest.mark.parametrize("used", ["a", "b", "c"])
+def test_a_codec_sends_the_parameter_that_has_a_gradient(used: str, codec: str) -> None:
+    def program(worker: Worker) -> dict[str, bool]:
+        model, strategy = Three(), strategy_of(f"allreduce:compress={codec}")
+        sgd = torch.optim.SGD([model.a, model.b, model.c], lr=0.5)
+        replica = Replica.of(model, sgd, group=worker.mesh.data, loss=lambda m, batch: getattr(m, used).float().sum())
+        state = plain.started(strategy, replica, worker)
+        replica.begin_tick()
+        replica.backward(torch.ones(2))
+        strategy.exchange(replica, worker, state)
+        return {name: bool((p != 1).any()) for name, p in model.named_parameters()}
+
+    for moved in together(2, program):
+        assert moved == {name: name == used for name in "abc"}
