@@ -127,3 +127,32 @@ def test_a_policy_may_answer_for_the_rule() -> None:
     released: list[tuple[int, Applied]] = store.released  # type: ignore[assignment]
     answers: list[Tensor | None] = [reply.answer, released[0][1].answer]  # type: ignore[union-attr]
     assert [answer.tolist() for answer in answers if answer is not None] == [[1.0], [1.0]]
+
+
+def test_one_call_may_complete_several_versions() -> None:
+    """By hand: four pushes wait until the tick is over; then 1 + 2 make version 1, and 4 + 8 make version 2."""
+
+    class PairsOfATick(InPairs):
+        def take_complete(self, ticks: dict[int, int], version: int) -> list[Push]:  # type: ignore[override]
+            return super().take_complete(ticks, version) if all(ticks.values()) else []
+
+    store = Store(make_rule(ServerSpec(rule="add")), 1, policy=PairsOfATick())
+    store.initialize(torch.zeros(1))
+    store.activate(0, 0)
+    for sequence, value in enumerate([1.0, 2.0, 4.0, 8.0], 1):
+        store.push(0, sequence, torch.tensor([value]), 1.0, 0)
+    assert (store.version, store.center.tolist()) == (0, [0.0])
+    store.tick(0, 0)
+    assert (store.version, store.center.tolist()) == (2, [15.0])
+
+
+def test_a_rule_that_does_not_move_the_center_leaves_it_where_it_is() -> None:
+    """Also where each version has memory of its own: nothing would be written there."""
+    store = Store(make_rule(ServerSpec(rule="quorum")), 1)
+    store.initialize(torch.tensor([3.0]))
+    store.next_buffer = lambda: torch.full((1,), torch.nan)
+    store.activate(0, 0)
+    reply = store.push(0, 1, torch.tensor([5.0]), 1.0, 0)
+    assert isinstance(reply, Applied)
+    assert reply.answer is not None
+    assert (reply.version, reply.answer.tolist(), store.center.tolist()) == (1, [5.0], [3.0])

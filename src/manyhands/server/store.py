@@ -3,10 +3,10 @@ at a time.
 
 What a call releases besides its own answer (a gate that opens, a round that is complete) lies in `released` afterwards.
 
-Which pushes become one version, and when, is the merge policy's (merging.py); how, is the rule's. A rule may keep what was merged for a later version (`rounds`). That round is closed when the center is read while
-nobody takes part, or after the last pushes before a meeting, so that it has all that was pushed; not when they park,
-since who parks to meet the others may push what it has begun. A push of weight 0 changes nothing in any rule, whatever
-it holds.
+Which pushes become one version, and when, is the merge policy's (merging.py); how, is the rule's. A rule may keep what
+was merged for a later version (`rounds`). That round is closed when the center is read while nobody takes part, or
+after the last pushes before a meeting, so that it has all that was pushed; not when they park, since who parks to meet
+the others may push what it has begun. A push of weight 0 changes nothing in any rule, whatever it holds.
 """
 
 from __future__ import annotations

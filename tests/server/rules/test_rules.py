@@ -155,3 +155,8 @@ def test_a_name_that_does_not_exist_lists_those_that_do():
 def test_options_out_of_range(rule, options):
     with pytest.raises(BadInput):
         make_rule(ServerSpec(rule=rule, options=options))
+
+
+def test_which_rules_add_what_the_workers_own_steps_moved():
+    assert {name for name, rule in RULES.items() if rule.adds_steps} == {"add", "staleness", "distance"}
+    assert {name for name, rule in RULES.items() if rule.divides_by_staleness} == {"staleness"}
