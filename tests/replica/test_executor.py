@@ -169,6 +169,9 @@ def in_halves(strategy: Strategy, clip_norm: float | None) -> list[Tensor]:
             False,
             pytest.approx(float(STARTS.norm())),
         )
+        ones = replica.zeros().fill_(1.0)
+        ones.parts[0][D // 2 :] = 0  # the padding
+        assert replica.dot(replica.parameters, ones) == pytest.approx(float(STARTS.sum()))
         answer = ticks(strategy, replica, worker, rows_of(copy))[: D // 2]
         return members.all_gather(answer).reshape(-1)
 

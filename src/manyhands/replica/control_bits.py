@@ -33,6 +33,13 @@ class ControlBits:
         """As received in this tick."""
         return bool(self.received & MORE)
 
+    def rows_left(self, worker: Worker, exchanged: bool = False) -> bool:
+        """At a tick's end: whether anybody has rows, as far as this worker can know; True between exchanges.
+
+        exchanged: the bits of this tick came with an exchange; else they are swapped alone where that is due.
+        """
+        return self.any_rank_has_rows if exchanged or self.sync_if_due(worker) else True
+
     def record(self, total: MeanResult) -> MeanResult:
         """Take note of the control bits that came back from an exchange."""
         self.received |= total.bits & _MASK

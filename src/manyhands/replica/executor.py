@@ -85,6 +85,11 @@ class StepExecutor(ABC):
             self.members.all_reduce_(sums)
         return sums
 
+    def dot(self, one: FlatVector, other: FlatVector) -> float:
+        """The dot product over all shards and over `members`, summed in float64."""
+        own = sum(float(torch.dot(a.double(), b.double())) for a, b in zip(one.parts, other.parts, strict=True))
+        return float(self.reduce(torch.tensor([own], dtype=torch.float64)))
+
     # -- what gradients are to autograd; a kernel has none -----------------------------------------------------------
 
     def collect(self, scale: float | None = None) -> int:
@@ -141,9 +146,8 @@ class AutogradExecutor(StepExecutor):
         self._bf16, self._micro = precision == "bf16-mixed", micro_batch_size
         self._take_step, self.has_gradients = take_step, True
         self.members = SoloGroup() if members is None else members
-        self._grad_mask = self._filled = (
-            0  # bits: parameters with a gradient, slices of the gradients that are not zero
-        )
+        self._grad_mask = 0  # bits: the parameters with a gradient
+        self._filled = 0  # bits: the slices of the gradients that are not zero
         self._buckets: _Buckets | None = None
 
     @override
@@ -287,8 +291,7 @@ class AutogradExecutor(StepExecutor):
             nn.utils.clip_grad_norm_(self._parameters, norm)
             return
         gradients = FlatVector([shard.gradients for shard in self.shards])
-        squares = sum(float(part.double().square().sum()) for part in gradients.parts)
-        whole = math.sqrt(float(self.reduce(torch.tensor([squares], dtype=torch.float64))))
+        whole = math.sqrt(self.dot(gradients, gradients))
         gradients.mul_(min(1.0, norm / (whole + 1e-6)))  # as torch's function
 
     @override

@@ -146,9 +146,7 @@ class Replica:
         """The dot product over all shards, and over all workers that hold this replica."""
         if len(one.parts) == 1 and self.executor.members.size == 1:
             return float(torch.dot(one.parts[0], other.parts[0]))
-        pairs = zip(one.parts, other.parts, strict=True)
-        own = sum(float(torch.dot(a.double(), b.double())) for a, b in pairs)
-        return float(self.executor.reduce(torch.tensor([own], dtype=torch.float64)))
+        return self.executor.dot(one, other)
 
     def generator(self, *numbers: int) -> torch.Generator:
         """A generator for random choices: of these numbers and the data rank, so that all workers of a replica choose

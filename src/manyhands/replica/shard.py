@@ -16,7 +16,7 @@ class ParameterSlice:
     shape: tuple[int, ...]  # of the whole parameter
     start: tuple[int, ...]
     stop: tuple[int, ...]  # of the part, one a dimension
-    counted: bool = True  # of several copies in one replica one counts, in norms and checkpoints
+    counted: bool = True  # of several copies of a parameter one counts in a checkpoint
 
     @property
     def whole(self) -> bool:

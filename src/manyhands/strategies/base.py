@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torch import Tensor
 
-from manyhands.errors import BadInput
+from manyhands.errors import BadInput, Unsupported
 from manyhands.replica.flat_vector import FlatVector
-from manyhands.server.base import ServerSpec
+from manyhands.server.base import Server, ServerSpec
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
@@ -151,10 +151,16 @@ class Strategy(ABC):
     def synchronize(self, replica: Replica, worker: Worker, state: Any, change: Change) -> None:
         """Agree: called after `start`, and after each further forming of the group. A collective.
 
-        Default: where there is one model, all take rank 0's parameters and buffers.
+        Default: where there is one model, all take rank 0's parameters and buffers; where there is a server, its first
+        center is rank 0's parameters.
         """
+        server = None if self.server() is None else server_of(worker)
         if self.needs.one_model:
             replica.broadcast_from_rank0(worker.mesh.data)
+        if server is not None:
+            if worker.mesh.data.rank == 0:
+                server.initialize(replica.parameters.joined())
+            worker.mesh.data.barrier()
 
     def before_backward(self, replica: Replica, worker: Worker, state: Any) -> None:  # noqa: B027
         """Prepare the gradient: move to a look-ahead point, begin to overlap. Most strategies do nothing here."""
@@ -177,3 +183,12 @@ class Strategy(ABC):
     def consensus(self, replica: Replica, worker: Worker, state: Any) -> FlatVector:
         """The one answer, shard by shard, the same on every rank: what is validated, kept as best and returned."""
         return replica.parameters
+
+
+def server_of(worker: Worker) -> Server:
+    """The worker's server; Unsupported where its engine gave it none."""
+    if worker.server is None:
+        raise Unsupported(
+            "this strategy needs a parameter server, and this worker has none: run it with mh.train on engine local or hosts"
+        )
+    return worker.server

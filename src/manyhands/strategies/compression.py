@@ -28,7 +28,7 @@ from manyhands.replica.layout import Layout
 from manyhands.server.base import Encoded, Pushed
 from manyhands.server.shard_ranges import parts_of
 from manyhands.strategies import server_strategy
-from manyhands.strategies.base import State
+from manyhands.strategies.base import State, server_of
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ def _push(
     bits: int = 0,
 ) -> tuple[Pushed, Tensor]:
     """The server's reply, and [D'] what was sent to it."""
-    server = server_strategy.server_of(worker)
+    server = server_of(worker)
     if not weight:
         vector = torch.zeros_like(vector)
     draws, at, payloads, own = _draws(state, replica), 0, [], []
@@ -269,15 +269,11 @@ def _remember(
     if state.residual is None or own is None:
         return
     left = (whole if weight else state.residual) - _without(layout, own, grad_mask)
-    if not _finite(left):
+    if not FlatVector([left]).is_finite():
         return
     state.residual.copy_(left)
     if isinstance(codec, Threshold):
         codec.clip_(state.residual)
-
-
-def _finite(vector: Tensor) -> bool:
-    return bool(vector.sum().isfinite()) or bool(vector.isfinite().all())
 
 
 def _without(layout: Layout, vector: Tensor, grad_mask: int) -> Tensor:

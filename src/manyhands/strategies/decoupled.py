@@ -55,13 +55,6 @@ def begin(options: CompressOptions, replica: Replica, worker: Worker) -> ServedS
     return ServedState(center=x.clone(), start=x.clone(), memory=[x.zeros_like()], **memory)
 
 
-def synchronize(replica: Replica, worker: Worker, state: ServedState) -> None:
-    """All start from rank 0's parameters, the first center. A collective."""
-    server_strategy.synchronize(replica, worker)
-    state.center.copy_(replica.parameters)
-    state.start.copy_(replica.parameters)
-
-
 def look(options: CompressOptions, replica: Replica, worker: Worker, state: ServedState) -> None:
     """Where a window begins: at the center, if it is another than this worker has seen, else where the worker is."""
     if state.ticks:

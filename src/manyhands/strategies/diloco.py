@@ -153,8 +153,10 @@ class DiLoCo(CompressOptions, Strategy):
 
     @override
     def synchronize(self, replica: Replica, worker: Worker, state: Any, change: Change) -> None:
-        synchronize = streaming.synchronize if self.via == "group" else decoupled.synchronize
-        synchronize(replica, worker, state)
+        super().synchronize(replica, worker, state, change)
+        state.center.copy_(replica.parameters)
+        if self.via == "server":
+            state.start.copy_(replica.parameters)
 
     @override
     def before_backward(self, replica: Replica, worker: Worker, state: Any) -> None:

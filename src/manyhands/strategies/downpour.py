@@ -15,7 +15,7 @@ from manyhands.replica.flat_vector import FlatVector
 from manyhands.server.base import ServerSpec
 from manyhands.server.rules.outer import ELEMENTWISE
 from manyhands.strategies import compression, server_strategy
-from manyhands.strategies.base import Change, Needs, StepResult, Strategy, Traits
+from manyhands.strategies.base import Needs, StepResult, Strategy, Traits
 from manyhands.strategies.compression import CompressedState, CompressOptions
 from manyhands.strategies.server_strategy import AsyncOptions
 from manyhands.worker import Worker
@@ -139,10 +139,6 @@ class Downpour(AsyncOptions, CompressOptions, Strategy):
     def start(self, replica: Replica, worker: Worker) -> DownpourState:
         memory = compression.remembered(self, replica, worker)
         return DownpourState(start=replica.zeros(), accrued=replica.zeros(), **memory)
-
-    @override
-    def synchronize(self, replica: Replica, worker: Worker, state: DownpourState, change: Change) -> None:
-        server_strategy.synchronize(replica, worker)
 
     @override
     def before_backward(self, replica: Replica, worker: Worker, state: DownpourState) -> None:

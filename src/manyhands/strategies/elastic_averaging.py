@@ -89,10 +89,8 @@ class Elastic(AsyncOptions, Strategy):
     def synchronize(self, replica: Replica, worker: Worker, state: ElasticState, change: Change) -> None:
         """Workers and center start at rank 0's parameters; warns of an alpha that no rate makes stable."""
         self._warn(worker)
-        if self.via == "server":
-            server_strategy.synchronize(replica, worker)
-        else:
-            replica.broadcast_from_rank0(worker.mesh.data)
+        super().synchronize(replica, worker, state, change)
+        if self.via == "group":
             state.center.copy_(replica.parameters)
 
     def enter(self, replica: Replica, worker: Worker, state: ElasticState) -> None:
@@ -111,8 +109,8 @@ class Elastic(AsyncOptions, Strategy):
         """What `exchange` returns."""
         if self.via == "server":
             return StepResult(applied=applied)
-        synced = state.ticks == 0 or replica.control.sync_if_due(worker)  # ticks is 0 right after an exchange
-        return StepResult(applied=applied, rows_left=replica.control.any_rank_has_rows if synced else True)
+        exchanged = state.ticks == 0
+        return StepResult(applied=applied, rows_left=replica.control.rows_left(worker, exchanged))
 
     @override
     def finish(self, replica: Replica, worker: Worker, state: ElasticState) -> None:

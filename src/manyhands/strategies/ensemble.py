@@ -55,6 +55,4 @@ class Ensemble(Strategy):
 
     @override
     def exchange(self, replica: Replica, worker: Worker, state: EnsembleState) -> StepResult:
-        applied = replica.apply()
-        synced = replica.control.sync_if_due(worker)
-        return StepResult(applied=applied, rows_left=replica.control.any_rank_has_rows if synced else True)
+        return StepResult(applied=replica.apply(), rows_left=replica.control.rows_left(worker))

@@ -144,10 +144,9 @@ class Gossip(Strategy):
 
     @override
     def synchronize(self, replica: Replica, worker: Worker, state: GossipState | PairsState, change: Change) -> None:
+        super().synchronize(replica, worker, state, change)
         if isinstance(state, PairsState):
-            pairs.synchronize(replica, worker, state)
-        else:
-            replica.broadcast_from_rank0(worker.mesh.data)
+            state.start.copy_(replica.parameters)
 
     @override
     def exchange(self, replica: Replica, worker: Worker, state: GossipState | PairsState) -> StepResult:
@@ -156,11 +155,10 @@ class Gossip(Strategy):
         state.ticks += 1
         state.weight += replica.weight
         applied = self.weights == "push-sum" and _step_by_mass(replica, state)
-        synced = state.ticks >= self.period and self._round(replica, worker, state)
+        exchanged = state.ticks >= self.period and self._round(replica, worker, state)
         if self.weights == "doubly-stochastic":
             applied = replica.apply()
-        synced = synced or replica.control.sync_if_due(worker)
-        return StepResult(applied=applied, rows_left=replica.control.any_rank_has_rows if synced else True)
+        return StepResult(applied=applied, rows_left=replica.control.rows_left(worker, exchanged))
 
     @override
     def finish(self, replica: Replica, worker: Worker, state: GossipState | PairsState) -> None:

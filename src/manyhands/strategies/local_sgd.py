@@ -87,11 +87,10 @@ class LocalSGD(Strategy):
             state.weight += weight
             state.grad_mask |= replica.grad_mask
         state.ticks += 1
-        if state.ticks == self.period:
+        exchanged = state.ticks == self.period
+        if exchanged:
             self._average(replica, worker, state)
-        elif not replica.control.sync_if_due(worker):
-            return StepResult(applied=applied)
-        return StepResult(applied=applied, rows_left=replica.control.any_rank_has_rows)
+        return StepResult(applied=applied, rows_left=replica.control.rows_left(worker, exchanged))
 
     @override
     def finish(self, replica: Replica, worker: Worker, state: LocalSGDState) -> None:

@@ -37,12 +37,6 @@ class PairsState(State):
         return replace(others[0], start=start, ticks=ticks, weight=weight, merged=True)
 
 
-def synchronize(replica: Replica, worker: Worker, state: PairsState) -> None:
-    """All start from rank 0's parameters. A collective."""
-    server_strategy.synchronize(replica, worker)
-    state.start.copy_(replica.parameters)
-
-
 def turn(period: int, replica: Replica, worker: Worker, state: PairsState) -> StepResult:
     """After a gradient: the step, and every `period` steps an exchange."""
     applied = replica.apply()

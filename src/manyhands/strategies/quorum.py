@@ -12,7 +12,7 @@ from manyhands.errors import BadInput
 from manyhands.replica.flat_vector import FlatVector
 from manyhands.server.base import ServerSpec
 from manyhands.strategies import compression, server_strategy
-from manyhands.strategies.base import Change, Needs, StepResult, Strategy, Traits
+from manyhands.strategies.base import Needs, StepResult, Strategy, Traits
 from manyhands.strategies.compression import CompressedState, CompressOptions
 from manyhands.worker import Worker
 
@@ -86,10 +86,6 @@ class Quorum(CompressOptions, Strategy):
                 f"strategy quorum: backups={self.backups} of {worker.mesh.data.size} workers leaves none to wait for: give at most {worker.mesh.data.size - 1}"
             )
         return QuorumState(**compression.remembered(self, replica, worker))
-
-    @override
-    def synchronize(self, replica: Replica, worker: Worker, state: QuorumState, change: Change) -> None:
-        server_strategy.synchronize(replica, worker)
 
     @override
     def before_backward(self, replica: Replica, worker: Worker, state: QuorumState) -> None:

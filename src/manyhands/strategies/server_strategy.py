@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from manyhands.errors import BadInput, Unsupported, is_whole
+from manyhands.errors import BadInput, is_whole
 from manyhands.replica.flat_vector import FlatVector
-from manyhands.server.base import Pushed, Server
-from manyhands.strategies.base import Leasing
+from manyhands.server.base import Pushed
+from manyhands.strategies.base import Leasing, server_of
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
@@ -63,24 +63,6 @@ def leasing_of(bound: int | None, warmup: int) -> Leasing | None:
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
-
-
-def server_of(worker: Worker) -> Server:
-    """The worker's server; Unsupported where its engine gave it none."""
-    if worker.server is None:
-        raise Unsupported(
-            "this strategy needs a parameter server, and this worker has none: run it with mh.train on engine local or hosts"
-        )
-    return worker.server
-
-
-def synchronize(replica: Replica, worker: Worker) -> None:
-    """All start from rank 0's parameters, which are the first center too. A collective."""
-    server = server_of(worker)
-    replica.broadcast_from_rank0(worker.mesh.data)
-    if worker.mesh.data.rank == 0:
-        server.initialize(replica.parameters.joined())
-    worker.mesh.data.barrier()
 
 
 def pull(replica: Replica, worker: Worker) -> None:

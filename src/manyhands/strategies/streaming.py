@@ -102,12 +102,6 @@ def begin(schedule: Schedule, replica: Replica, worker: Worker) -> GroupState:
     )
 
 
-def synchronize(replica: Replica, worker: Worker, state: GroupState) -> None:
-    """All start from rank 0's parameters, the first center. A collective."""
-    replica.broadcast_from_rank0(worker.mesh.data)
-    state.center.copy_(replica.parameters)
-
-
 def cut(layout: Layout, fragments: int) -> list[Fragment]:
     """Contiguous fragments of D' of about the same length; between two parameters where that is near enough.
 
@@ -141,9 +135,9 @@ def turn(schedule: Schedule, replica: Replica, worker: Worker, state: GroupState
         in_sync = True
     if schedule.overlap and starting is not None:
         _start_mean(schedule, replica, worker, state, starting)
-    if not in_sync and not schedule.under_way(state.ticks):
-        in_sync = replica.control.sync_if_due(worker)
-    return replica.control.any_rank_has_rows if in_sync else True
+    if schedule.under_way(state.ticks) and not in_sync:
+        return True
+    return replica.control.rows_left(worker, in_sync)
 
 
 def close(schedule: Schedule, replica: Replica, worker: Worker, state: GroupState) -> None:

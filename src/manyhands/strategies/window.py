@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from manyhands.replica.flat_vector import FlatVector
 from manyhands.strategies import compression, server_strategy
-from manyhands.strategies.base import Change, Needs, StepResult, Strategy
+from manyhands.strategies.base import Needs, StepResult, Strategy
 from manyhands.strategies.compression import CompressedState, CompressOptions
 from manyhands.strategies.server_strategy import AsyncOptions
 from manyhands.worker import Worker
@@ -77,10 +77,6 @@ class Windowed(AsyncOptions, CompressOptions, Strategy):
     @override
     def start(self, replica: Replica, worker: Worker) -> Window:
         return Window(start=replica.zeros(), **compression.remembered(self, replica, worker))
-
-    @override
-    def synchronize(self, replica: Replica, worker: Worker, state: Window, change: Change) -> None:
-        server_strategy.synchronize(replica, worker)
 
     @override
     def before_backward(self, replica: Replica, worker: Worker, state: Window) -> None:

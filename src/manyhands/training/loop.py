@@ -288,7 +288,6 @@ class Loop:
         self.plan.strategy.finish(replica, worker, self.state)
         if worker.server is not None:
             worker.server.deactivate()
-        if worker.server is not None:
             self._after_the_last_push(worker.server.ledger.total_bytes > pushed)
         elif answer is not None and not answer.equal(self._answer()):
             self.validator.validated_at = -1

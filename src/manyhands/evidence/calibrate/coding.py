@@ -120,8 +120,7 @@ class _CodecTiming(Strategy):
         setting, tick = divmod(replica.tick, self.ticks)
         if replica.weight:
             self._mean(SETTINGS[setting % len(SETTINGS)], replica, worker, state, counts=tick >= _WARM)
-        applied, synced = replica.apply(), replica.control.sync_if_due(worker)
-        return StepResult(applied=applied, rows_left=replica.control.any_rank_has_rows if synced else True)
+        return StepResult(applied=replica.apply(), rows_left=replica.control.rows_left(worker))
 
     def _mean(self, setting: str, replica: Replica, worker: Worker, state: _CodecState, *, counts: bool) -> None:
         options = AllReduce(compress=setting)
