@@ -88,6 +88,7 @@ def script(tmp_path: Path) -> Iterator[Callable[..., Script]]:
     yield start
     for one in started:
         one.process.kill()
-        one.process.communicate(timeout=10)
-        for pid in one.processes():
+        left = one.processes()
+        for pid in left:
             os.kill(pid, 9)
+        one.process.communicate(timeout=10)  # an end of its pipes is with each of them

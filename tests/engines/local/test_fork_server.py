@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
+import textwrap
 
 import pytest
 
@@ -93,3 +96,34 @@ def test_a_worker_that_is_alone_on_its_host_shares_nothing() -> None:
     run = ForkServerRun({"size": 3, "process_indices": [2]}, [])
     run.connect()
     assert all_of(run) == []
+
+
+# A zombie whose other threads live, as a killed worker is for a moment: its children are adopted when the last thread ends
+LEADERLESS = """
+    import ctypes, os, subprocess, threading, time
+    from pathlib import Path
+    from manyhands.engines.local import fork_server
+
+    def state(pid):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+    ctypes.CDLL(None).prctl(fork_server._PR_SET_CHILD_SUBREAPER, 1)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writing, str(subprocess.Popen(["sleep", "60"], start_new_session=True).pid).encode())
+        threading.Thread(target=time.sleep, args=(60,)).start()
+        ctypes.CDLL(None).pthread_exit(None)
+    left = int(os.read(reading, 20))
+    while state(child) != "Z":
+        time.sleep(0.01)
+    print(sorted(os.listdir(f"/proc/{child}/task")) != [str(child)], fork_server.kill_children())
+    os.waitpid(child, 0)
+    print(fork_server.kill_children(), os.waitpid(-1, 0)[0] == left, fork_server.kill_children())
+"""
+
+
+def test_what_a_zombie_with_living_threads_left_is_found_and_killed() -> None:
+    command = [sys.executable, "-c", textwrap.dedent(LEADERLESS)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    assert run.stdout.split() == ["True", "True", "True", "True", "False"]

@@ -64,8 +64,8 @@ def running(script: Callable[..., Script], *arguments: str) -> tuple[Script, int
 
 
 def ended(run: Script) -> tuple[int, str]:
-    """(exit code, standard error), within a second of now, and no process is left."""
-    wait_until(lambda: len(run.processes()) == 0, timeout_s=2.0)
+    """(exit code, standard error), soon, and no process is left."""
+    wait_until(lambda: len(run.processes()) == 0, timeout_s=3.0)
     code, _, err = run.end()
     return code, err
 
@@ -75,7 +75,7 @@ def test_driver_killed(script: Callable[..., Script], how: str) -> None:
     """CASE 28."""
     run, _, _ = running(script, how)
     run.process.kill()
-    wait_until(lambda: not run.processes(), timeout_s=1.0)
+    wait_until(lambda: not run.processes(), timeout_s=3.0)
 
 
 def test_driver_killed_while_the_server_loads(script: Callable[..., Script]) -> None:
@@ -83,7 +83,7 @@ def test_driver_killed_while_the_server_loads(script: Callable[..., Script]) -> 
     run = script(WAITING)
     wait_until(lambda: len(run.processes()) == 2)
     run.process.kill()
-    wait_until(lambda: not run.processes(), timeout_s=1.0)
+    wait_until(lambda: not run.processes(), timeout_s=3.0)
 
 
 def test_what_loaders_leave_in_sessions_of_their_own_is_gone_when_the_driver_is_killed(
@@ -91,7 +91,7 @@ def test_what_loaders_leave_in_sessions_of_their_own_is_gone_when_the_driver_is_
 ) -> None:
     run, _, _ = running(script, "session")
     run.process.kill()
-    wait_until(lambda: not run.processes(), timeout_s=2.0)
+    wait_until(lambda: not run.processes(), timeout_s=3.0)
 
 
 @pytest.mark.slow

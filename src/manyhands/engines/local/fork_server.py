@@ -24,7 +24,7 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -172,6 +172,9 @@ class ForkServer:
         deadline = time.monotonic() + _LAST_S
         while kill_children() and time.monotonic() < deadline:
             time.sleep(0.01)
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
         for folder in self._leftovers:
             remove(folder)  # once more: who lived until now may have written there
         os._exit(0)
@@ -295,9 +298,13 @@ class ForkServer:
                 self._wire.send({"type": "exited", "process_index": process_index, "status": exit_code})
 
 
-def kill_children(but: Collection[int] = ()) -> bool:
-    """Kill the living children, adopted ones included; whether there were any. Theirs are adopted next time."""
-    found = [pid for pid in _children() if pid not in but and not _settles(pid)]
+def kill_children() -> bool:
+    """Kill the children, adopted ones included; whether there were any. Theirs are adopted next time.
+
+    A zombie counts as well until it is reaped: its other threads may live and have children of their own, and what it
+    left may have been adopted after this had passed it by.
+    """
+    found = [pid for pid in _children() if not _settles(pid)]
     for pid in found:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -317,6 +324,6 @@ def _children() -> list[int]:
     for entry in os.scandir("/proc"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
             if entry.name.isdigit():
-                state, parent = Path(entry.path, "stat").read_text().rpartition(")")[2].split()[:2]
-                found += [int(entry.name)] if int(parent) == own and state != "Z" else []
+                parent = Path(entry.path, "stat").read_text().rpartition(")")[2].split()[1]
+                found += [int(entry.name)] if int(parent) == own else []
     return found
