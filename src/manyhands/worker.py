@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from manyhands.comm.group import Group
 from manyhands.comm.solo import SoloGroup
 from manyhands.data.leases import End, Lease, Leases, Segment
+from manyhands.errors import Unsupported
 from manyhands.events import Event
 from manyhands.server.base import Server
 
@@ -109,6 +110,7 @@ class Worker:
     generation: int = 0
     group: Group = field(default_factory=SoloGroup)  # all workers: `mesh.world`
     mesh: Mesh = field(default=None)  # type: ignore[assignment]  # default: each worker holds a replica
+    subgroup: Callable[[Sequence[int]], Group] | None = None  # how the engine makes what `make_group` gives
     server: Server | None = None
     clock: Callable[[], float] = time.perf_counter
     driver: DriverClient = field(default_factory=SoloDriverClient)
@@ -122,6 +124,19 @@ class Worker:
     def __post_init__(self) -> None:
         if self.mesh is None:
             self.mesh = Mesh(world=self.group, data=self.group, rows=(self.rank, self.size))  # type: ignore[unreachable]
+        if self.mesh.world is not self.group:
+            raise ValueError("the mesh's world is another group than the worker's: give both")
+
+    def make_group(self, ranks: Sequence[int]) -> Group:
+        """A further group of these workers, this one among them, in rank order; a collective of them alone.
+
+        The caller closes it. Raises Unsupported where the engine makes no others than the group of all.
+        """
+        if list(ranks) == [self.rank]:
+            return SoloGroup()
+        if self.subgroup is None:
+            raise Unsupported("this engine makes one group of all its workers: take engine local, hosts or torchrun")
+        return self.subgroup(ranks)
 
     def emit(self, type: str, *, tick: int = 0, step: int = 0, **values: Any) -> None:
         """Send an event of this worker to the driver."""

@@ -6,6 +6,7 @@ import os
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -71,6 +72,13 @@ class _WrongGroup(_Broken):
             return program(worker)
 
         return super().launch(forgets, plan)
+
+
+class _OneGroup(_Broken):
+    """What it gives for a part of the workers is the group of all."""
+
+    def launch(self, program: Callable[[Worker], Any], plan: LaunchSpec) -> list[Any]:
+        return super().launch(lambda worker: program(replace(worker, subgroup=lambda ranks: worker.group)), plan)
 
 
 class _Swallows(_Broken):
@@ -163,6 +171,7 @@ def tidied() -> Iterator[None]:
         (_Backwards(), 2, "values", "in rank order"),
         (_WithoutThreads(), 1, "worker", r"threads: expected \(1, 1\), got \(3"),
         (_StaysCurrent(), 1, "worker", "still counts as a worker"),
+        (_OneGroup(), 2, "groups_of_some", r"\[0, 2\]: is 0 of 3"),
         (_Swallows(), 1, "bad_input", "raised BadInput, and launch returned"),
         (_Swallows(), 1, "failure", "raised KeyError, and launch returned"),
         (_Anonymous(), 1, "failure", "'step': 7.*got.*'step': 0"),

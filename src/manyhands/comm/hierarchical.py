@@ -43,7 +43,8 @@ class HierarchicalGroup(FirstError, Group):
     leaders' ring, on each host's first rank only, whose `names` are the leaders' ranks. direct: a group of all ranks
     for `send` and `receive_` between hosts; without it they raise Unsupported. All three are this group's own from now
     on.
-    hosts: names by host, for messages.
+    hosts: names by host, for messages. names: the ranks by which messages call the members, where the group is a part of
+    a run; those of `local` are its own.
 
     A mean is taken on each host, weighted by its workers, then between hosts, weighted by their totals; so each share
     is (weight/total of its host)·(total of its host/total), which differs from weight/total by rounding. The leader's
@@ -68,6 +69,7 @@ class HierarchicalGroup(FirstError, Group):
         *,
         direct: RingGroup | None = None,
         hosts: Sequence[str] = (),
+        names: Sequence[int] = (),
     ) -> None:
         self._layout = [list(ranks) for ranks in layout]
         self.size = sum(map(len, self._layout))
@@ -84,6 +86,7 @@ class HierarchicalGroup(FirstError, Group):
             )
         self.local, self.across, self._direct = local, across, direct
         self._hosts = list(hosts) or [f"host {number}" for number in range(len(self._layout))]
+        self._names = list(names) or list(range(self.size))
         self._background = Background("manyhands-hierarchical")
         self._home = threading.get_ident()
 
@@ -333,12 +336,12 @@ class HierarchicalGroup(FirstError, Group):
                 group.abandon(error)
 
     def _named(self, error: ManyhandsError) -> ManyhandsError:
-        """The local group's error, with the rank that the worker has in this one."""
+        """The local group's error, with the worker's name in this one."""
         ranks = self._layout[self._host]
         if not isinstance(error, PeerLost) or not 0 <= error.rank < len(ranks):
             return error
         host = self._hosts[self._host]
-        return PeerLost(ranks[error.rank], host, error.operation, error.step, error.seconds, error.why)
+        return PeerLost(self._names[ranks[error.rank]], host, error.operation, error.step, error.seconds, error.why)
 
     # -- what was sent -----------------------------------------------------------------------------------------------
 

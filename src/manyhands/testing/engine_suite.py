@@ -97,6 +97,42 @@ def check_group(engine: Engine, workers: int = WORKERS) -> None:
         raise CheckFailed(f"the group of {workers} workers: {error}") from error
 
 
+def check_groups_of_some(engine: Engine, workers: int = WORKERS) -> None:
+    """A process can be in several groups at once; one group's messages and end are not another's.
+
+    An engine may raise Unsupported for groups of some workers. At least three workers, or one.
+    """
+    workers = workers if workers == 1 else max(3, workers)
+
+    def program(worker: Worker) -> None:
+        rank, everybody = worker.rank, range(worker.size)
+        split = [everybody[rank % 2 :: 2], everybody[:-1] if rank < worker.size - 1 else everybody[-1:], everybody]
+        groups = [worker.make_group(ranks) for ranks in split]
+        try:
+            for ranks, group in zip(split, groups, strict=True):
+                expect(
+                    [group.rank, group.size] == [ranks.index(rank), len(ranks)],
+                    f"the group of {list(ranks)}: is {group.rank} of {group.size}",
+                )
+                for name in GROUP_CHECKS:
+                    GROUP_SUITE[name](group)
+            groups[0].close()
+            for group in (groups[1], groups[2], worker.group):
+                GROUP_SUITE["sums"](group)
+        except CheckFailed as error:
+            raise BadInput(str(error)) from error  # which every engine must raise unchanged
+        finally:
+            for group in groups:
+                group.close()
+
+    try:
+        _launch(engine, workers, program)
+    except Unsupported:
+        return
+    except BadInput as error:
+        raise CheckFailed(f"groups of some of {workers} workers: {error}") from error
+
+
 def check_bad_input(engine: Engine, workers: int = WORKERS) -> None:
     """A worker's BadInput, or a subclass, is raised by `launch` while the other workers wait for that worker."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,14 +23,22 @@ def together(size: int, program: Callable[[Worker], T], servers: Sequence[Server
 
     servers: of each worker, in rank order.
     """
-    meeting = Meeting(size)
+    meetings: dict[tuple[int, ...], Meeting] = {(-1, *range(size)): Meeting(size)}
 
     def run(rank: int) -> T:
+        made: Counter[tuple[int, ...]] = Counter()
+
+        def subgroup(ranks: Sequence[int]) -> ThreadGroup:
+            made[members := tuple(ranks)] += 1
+            meeting = meetings.setdefault((made[members], *members), Meeting(len(members)))
+            return ThreadGroup(meeting, members.index(rank))
+
         try:
-            server = servers[rank] if servers else None
-            return program(Worker(rank=rank, size=size, group=ThreadGroup(meeting, rank), server=server))
+            server, group = servers[rank] if servers else None, ThreadGroup(meetings[-1, *range(size)], rank)
+            return program(Worker(rank=rank, size=size, group=group, subgroup=subgroup, server=server))
         except BaseException:
-            meeting.barrier.abort()
+            for meeting in list(meetings.values()):
+                meeting.barrier.abort()
             raise
 
     with ThreadPoolExecutor(size) as pool:

@@ -42,7 +42,7 @@ def pipes():
 
 
 def _waiting(board, pipes=(), timeout_s=30.0, **options):
-    return Waiting(board, LivenessPipes(board.rank, pipes), ["a", "b", "c"], timeout_s, **options)
+    return Waiting(board, LivenessPipes(board.rank, pipes), ["a", "b", "c"], range(3), timeout_s, **options)
 
 
 def test_a_counter_that_is_there_costs_nothing(boards):

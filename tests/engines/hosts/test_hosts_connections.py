@@ -8,11 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from manyhands.comm.ring import links
 from manyhands.engines.hosts import connections
 from manyhands.engines.hosts.network import Network
 from manyhands.engines.hosts.secret import Secret
-from manyhands.engines.local.messages import last_resort_s
+from manyhands.engines.local.messages import connect_s, last_resort_s
+from manyhands.engines.make_group import Topology, make_group
 from manyhands.errors import PeerLost
 from manyhands.transport.channel import Channel, ChannelTimeout
 
@@ -23,10 +26,6 @@ def place(process_index: int, timeout_s: float) -> Any:
     return SimpleNamespace(
         process_index=process_index, size=2, servers=1, timeout_s=timeout_s, network=NETWORK.to_json()
     )
-
-
-def nobody_inside(place: Any, hosts: Sequence[str]) -> Any:
-    raise AssertionError("each host has one worker")
 
 
 class Meeting:
@@ -52,9 +51,14 @@ def test_a_shut_port_of_a_shard_is_named_before_the_driver_takes_it_for_slow_wor
         connections.shard_channel(place(1, timeout_s=0.4), meeting, shard=0)
 
 
+def topology(rank: int, timeout_s: float) -> Topology:
+    connect = connect_s(place(rank, timeout_s))
+    return Topology(rank=rank, hosts=NETWORK.hosts, names=NETWORK.names, device=torch.device("cpu"), connect_s=connect)
+
+
 def test_a_shut_port_of_a_worker_is_named_before_the_driver_takes_it_for_slow_work(meeting: Any) -> None:
     with pytest.raises(PeerLost, match=r"worker 0 on alpha could not be connected .* can its port be reached"):
-        connections.group_of(place(1, timeout_s=0.4), meeting, nobody_inside)
+        make_group(topology(1, timeout_s=0.4), meeting.rendezvous, network=NETWORK)
 
 
 @pytest.mark.parametrize(("timeout_s", "expected"), [(30.0, (18.75, 15.0)), (900.0, (75.0, 60.0))])
@@ -67,10 +71,10 @@ def test_who_connects_gives_up_before_who_waits_and_both_before_the_driver(
         given.append(timeout_s)
         raise PeerLost(0, "alpha", "connecting", 0, 0.0)
 
-    monkeypatch.setattr(connections, "connect_all", connect_all)
-    for process_index in (0, 1):
+    monkeypatch.setattr(links, "connect_all", connect_all)
+    for rank in (0, 1):
         with pytest.raises(PeerLost):
-            connections.group_of(place(process_index, timeout_s), meeting, nobody_inside)
+            make_group(topology(rank, timeout_s), meeting.rendezvous, network=NETWORK)
     assert tuple(given) == expected
     assert max(given) < timeout_s
 

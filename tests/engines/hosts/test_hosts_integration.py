@@ -129,10 +129,10 @@ class Joined(Engine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", ["group", "stopping", "bad_input"])
-def test_the_conformance_suite(check: str) -> None:
+@pytest.mark.parametrize(("check", "workers"), [("group", 3), ("groups_of_some", 5), ("stopping", 2), ("bad_input", 2)])
+def test_the_conformance_suite(check: str, workers: int) -> None:
     """The other checks are the tests of this file."""
-    ENGINE_SUITE[check](Joined(), workers=3 if check == "group" else 2)
+    ENGINE_SUITE[check](Joined(), workers=workers)
 
 
 class Listening(Observer):

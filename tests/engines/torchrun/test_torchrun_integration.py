@@ -27,6 +27,9 @@ PROGRAM = """
         total = worker.group.mean_(tensor, weight=2.0)
         worker.emit("step", step=10 + worker.rank)
         worker.driver.collect(worker.group)
+        further = worker.make_group([0, 1])
+        assert further is not worker.group and further.all_gather_json(worker.rank) == [0, 1]
+        further.close()
         return [type(worker.group).__name__, worker.rank, worker.size, tensor.tolist(), total.weight, worker.threads]
 
     if len(sys.argv) > 1:

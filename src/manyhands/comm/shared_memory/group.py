@@ -51,7 +51,8 @@ class SharedMemoryGroup(Group):
     memory: what `SharedMemory.create(size)` gave; mapped and closed here.
     lifelines: a pipe per rank as (read end, write end), see `LivenessPipes`; the group's own from now on.
         Without any, a peer's death is noticed only by its silence.
-    hosts: names by rank, for messages.
+    hosts: where each rank is, for messages. names: the ranks by which messages call them, where the group is a part of
+        a run.
     timeout_s: a peer for which others wait and which shows no progress for so long counts as lost.
 
     Operations complete in the order in which they were begun, on every rank. Handles may be many: from 64 on, the next
@@ -70,6 +71,7 @@ class SharedMemoryGroup(Group):
         *,
         lifelines: Sequence[tuple[int, int]] = (),
         hosts: Sequence[str] = (),
+        names: Sequence[int] = (),
         timeout_s: float = 300.0,
     ) -> None:
         check_rank(rank, size, "rank")
@@ -79,8 +81,8 @@ class SharedMemoryGroup(Group):
             os.close(fd)
         self._board = SharedCounters(self._arena, size)
         self._lifelines = LivenessPipes(rank, lifelines)
-        names = list(hosts) or ["localhost"] * size
-        self._waiting = Waiting(self._board, self._lifelines, names, timeout_s)
+        hosts, names = list(hosts) or ["localhost"] * size, list(names) or range(size)
+        self._waiting = Waiting(self._board, self._lifelines, hosts, names, timeout_s)
         self._mailbox = Mailbox(self._arena, self._board, self._waiting)
         self._rounds = CollectiveRounds(self, self._arena, self._board, self._waiting)
 

@@ -171,11 +171,20 @@ def fence() -> None:
 class Waiting(FirstError):
     """Waits for counters on the board, with a deadline and an eye on whether the peers live.
 
-    timeout_s: without progress of the awaited counter for so long, its rank counts as lost.
+    hosts, names: where each rank is, and how messages call it. timeout_s: without progress of the awaited counter for
+    so long, its rank counts as lost.
     """
 
-    def __init__(self, board: SharedCounters, lifelines: LivenessPipes, hosts: Sequence[str], timeout_s: float) -> None:
-        self._board, self._lifelines, self._hosts, self._timeout_s = board, lifelines, hosts, timeout_s
+    def __init__(
+        self,
+        board: SharedCounters,
+        lifelines: LivenessPipes,
+        hosts: Sequence[str],
+        names: Sequence[int],
+        timeout_s: float,
+    ) -> None:
+        self._board, self._lifelines, self._hosts, self._names = board, lifelines, hosts, names
+        self._timeout_s = timeout_s
         alone = board.size <= len(os.sched_getaffinity(0))
         self._spins = _SPINS if alone else 1  # more workers than cores: a spin keeps the awaited peer from its core
 
@@ -211,7 +220,8 @@ class Waiting(FirstError):
                 lost = rank, f"showed no progress for {self._timeout_s:g} s"
             if lost and words[index] < target:  # it may have raised the counter right before it left
                 self._board.give_up(lost[0])
-                raise self.fail(PeerLost(lost[0], self._hosts[lost[0]], operation, step, now - start, lost[1]))
+                name, host = self._names[lost[0]], self._hosts[lost[0]]
+                raise self.fail(PeerLost(name, host, operation, step, now - start, lost[1]))
             time.sleep(min(_LONGEST_SLEEP_S, max(_SHORTEST_SLEEP_S, (now - start) / 16)))
 
     def _lost(self, awaited: int) -> tuple[int, str] | None:
@@ -220,7 +230,7 @@ class Waiting(FirstError):
         for rank, state in enumerate(states):
             if state > CLOSED:
                 cause = state - CLOSED - 1
-                return cause, "gave up" if cause == rank else f"is gone (worker {rank} noticed)"
+                return cause, "gave up" if cause == rank else f"is gone (worker {self._names[rank]} noticed)"
         if states[awaited] == CLOSED:
             return awaited, "left the group"
         for rank in self._lifelines.gone():

@@ -37,15 +37,16 @@ class Rendezvous:
     """Processes exchange values through the driver before they can reach each other. Names can be reused."""
 
     def __init__(self) -> None:
-        self._open: dict[str, dict[int, Any]] = {}
+        self._open: dict[tuple[str, tuple[int, ...]], dict[int, Any]] = {}
 
     def arrive(self, process_index: int, name: str, process_indices: list[int], value: Any) -> list[Any] | None:
         """All values in the order of `process_indices` if this process is the last to arrive, else None."""
-        values = self._open.setdefault(name, {})
+        meeting = name, tuple(process_indices)  # others may meet by this name at the same time
+        values = self._open.setdefault(meeting, {})
         values[process_index] = value
         if any(other not in values for other in process_indices):
             return None
-        del self._open[name]
+        del self._open[meeting]
         return [values[other] for other in process_indices]
 
 

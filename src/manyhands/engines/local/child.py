@@ -10,20 +10,17 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 
-from manyhands.comm.group import Group
-from manyhands.comm.shared_memory.group import SharedMemoryGroup
-from manyhands.comm.solo import SoloGroup
 from manyhands.engines.driver.host_processes import name_of, shard_of
 from manyhands.engines.driver.run_monitor import Failure
 from manyhands.engines.local.heartbeat import ProcessDriverClient
-from manyhands.engines.local.messages import ControlSocket, ProcessPlace, Status, last_resort_s
+from manyhands.engines.local.messages import ControlSocket, ProcessPlace, Status, connect_s, last_resort_s
 from manyhands.engines.local.serialization import deserialize, serialize
+from manyhands.engines.make_group import Topology, make_group
 from manyhands.engines.single_process import pick_device
 from manyhands.errors import ManyhandsError, PeerLost
 from manyhands.server.base import Server, ServerSpec
@@ -89,12 +86,18 @@ def _worker(place: ProcessPlace, driver: ProcessDriverClient) -> Worker:
     if place.network is not None:  # where workers of other hosts reach this one's ports
         ports = place.network["ports"]
         reached = {"address": place.network["listen"], "ports": None if ports is None else tuple(ports)}
+    topology, network = _topology(place, device), None
+    if place.network is not None:
+        from manyhands.engines.hosts.connections import network_of  # loads TLS, which most runs do not need
+
+        network = network_of(place)
     worker = Worker(
         rank=place.process_index,
         size=place.size,
         host=socket.gethostname(),
         device=device,
-        group=make_group(place, driver, device),
+        group=make_group(topology, driver.rendezvous, memory=(place.memory, place.lifelines), network=network),
+        subgroup=lambda members: make_group(topology.of(members), driver.rendezvous, network=network),
         server=_server(place, driver),
         driver=driver,
         threads=place.threads,
@@ -105,35 +108,23 @@ def _worker(place: ProcessPlace, driver: ProcessDriverClient) -> Worker:
     return worker
 
 
-def make_group(place: ProcessPlace, driver: ProcessDriverClient, device: torch.device) -> Group:
-    """The group of all workers: shared memory within a host, rings between hosts, nccl where each has its own GPU."""
-    if place.size == 1:
-        return SoloGroup()
+def _topology(place: ProcessPlace, device: torch.device) -> Topology:
+    hosts, names = [list(place.workers_here)], [socket.gethostname()]
     if place.network is not None:
-        from manyhands.engines.hosts.connections import group_of  # loads TLS, which most runs do not need
+        hosts, names = place.network["hosts"], place.network["names"]
+    own_gpus = False
+    if device.type == "cuda" and len(hosts) == 1:
+        from manyhands.comm.device_group import has_own_gpu  # loads torch.distributed
 
-        return group_of(place, driver, _group_here)
-    group = _group_here(place, [socket.gethostname()] * place.size)
-    if device.type == "cuda":
-        from manyhands.comm.device_group import has_own_gpu, nccl_group  # loads torch.distributed
-
-        if has_own_gpu(place.device, place.size, torch.cuda.device_count()):
-            return nccl_group(group, device, last_resort_s(place))
-    return group
-
-
-def _group_here(place: ProcessPlace, hosts: Sequence[str]) -> Group:
-    """The group of this host's workers. hosts: by rank in the run."""
-    here = place.workers_here
-    if len(here) == 1:
-        return SoloGroup()
-    return SharedMemoryGroup(
-        here.index(place.process_index),
-        len(here),
-        place.memory,
-        lifelines=place.lifelines,
-        hosts=[hosts[rank] for rank in here],
+        own_gpus = has_own_gpu(place.device, place.size, torch.cuda.device_count())
+    return Topology(
+        rank=place.process_index,
+        hosts=hosts,
+        names=names,
+        device=device,
+        own_gpus=own_gpus,
         timeout_s=last_resort_s(place),
+        connect_s=connect_s(place),
     )
 
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 _LENGTH = struct.Struct("!I")
 _ROOM = socket.CMSG_SPACE(16 * 4)  # more descriptors than any of our messages has
 _CHUNK = 1 << 18
+_MOST_CONNECT_S = 60.0
 _STATUS = struct.Struct("q40s")  # step, phase
 
 
@@ -172,6 +173,11 @@ class ProcessPlace:
     @property
     def workers_here(self) -> list[int]:
         return [process_index for process_index in self.process_indices if process_index >= 0]
+
+
+def connect_s(place: ProcessPlace) -> float:
+    """How long to try to connect: less than the driver's deadline, whose error would not name the shut port."""
+    return min(_MOST_CONNECT_S, place.timeout_s / 2)
 
 
 def last_resort_s(place: ProcessPlace) -> float:

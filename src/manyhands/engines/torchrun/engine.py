@@ -17,10 +17,10 @@ from torch.distributed.rendezvous import rendezvous
 from typing_extensions import override
 
 from manyhands.comm.device_group import has_own_gpu
-from manyhands.comm.group import Group
-from manyhands.comm.torch_group import TorchGroup
 from manyhands.engines.base import Capabilities, Engine, LaunchSpec
+from manyhands.engines.make_group import Meet, Topology, make_group, meet_at
 from manyhands.engines.nested import NestedDriverClient
+from manyhands.engines.shared_memory import host_identity
 from manyhands.engines.single_process import (
     InProcessDriverClient,
     pick_device,
@@ -29,7 +29,6 @@ from manyhands.engines.single_process import (
     threads_in_callers_process,
 )
 from manyhands.engines.torchrun import launchers
-from manyhands.engines.torchrun.shared_memory import adopt, host_identity
 from manyhands.errors import BadInput, Unsupported
 from manyhands.signals import leave_sigterm_to_the_system
 from manyhands.worker import DriverClient, SoloDriverClient, Worker, as_current
@@ -114,14 +113,16 @@ def joined(spec: LaunchSpec, driver: DriverClient | None = None) -> Iterator[Wor
         )
     leave_sigterm_to_the_system()  # torchrun sends it where a peer has failed, while this process waits for all of them
     device = pick_device(spec.device, place.local_rank)
-    with _process_group(place, spec.device, device, spec.timeout_s):
-        group = _group(place, device, spec.timeout_s)
+    with _process_group(place, spec.device, device, spec.timeout_s) as meet:
+        topology = _topology(place, spec, device, meet)
+        group = make_group(topology, meet)
         worker = Worker(
             rank=place.rank,
             size=place.size,
             host=socket.gethostname(),
             device=device,
             group=group,
+            subgroup=lambda members: make_group(topology.of(members), meet),
             driver=driver or SoloDriverClient(),
             threads=threads_in_callers_process(place.local_size, spec.threads_per_worker),
             local_rank=place.local_rank,
@@ -134,22 +135,25 @@ def joined(spec: LaunchSpec, driver: DriverClient | None = None) -> Iterator[Wor
 
 
 @contextmanager
-def _process_group(place: LauncherRank, wanted: str, device: torch.device, timeout_s: float) -> Iterator[None]:
+def _process_group(place: LauncherRank, wanted: str, device: torch.device, timeout_s: float) -> Iterator[Meet]:
+    """Within, there is one of all ranks; they meet at its store."""
+    timeout = timedelta(seconds=timeout_s)
     if torch.distributed.is_initialized():
-        yield
+        yield meet_at(_own_keys(torch.distributed.distributed_c10d._get_default_store(), timeout), place.rank)
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    own_gpu = device.type == "cuda" and has_own_gpu(wanted, place.local_size, torch.cuda.device_count())
-    backend = "nccl" if own_gpu else "gloo"
-    timeout = timedelta(seconds=timeout_s)
-    torch.distributed.init_process_group(
-        backend, store=_store(place, timeout), rank=place.rank, world_size=place.size, timeout=timeout
-    )
+    backend = "nccl" if _own_gpu(place, wanted, device) else "gloo"
+    store = _store(place, timeout)
+    torch.distributed.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout)
     try:
-        yield
+        yield meet_at(PrefixStore("meet", store), place.rank)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def _own_gpu(place: LauncherRank, wanted: str, device: torch.device) -> bool:
+    return device.type == "cuda" and has_own_gpu(wanted, place.local_size, torch.cuda.device_count())
 
 
 _meeting_point: Store | None = None
@@ -162,23 +166,33 @@ def _store(place: LauncherRank, timeout: timedelta) -> Store:
     Without them a rank that is early finds its peers' addresses of the group before, and connects to nobody. Ranks
     make groups in the same order, so they count alike. The store stays for the next one: rank 0 may be serving it.
     """
-    global _meeting_point, _meetings
+    global _meeting_point
     if _meeting_point is None:
         _meeting_point, _, _ = next(rendezvous("env://", place.rank, place.size, timeout=timeout))
-    _meeting_point.set_timeout(timeout)
+    return _own_keys(_meeting_point, timeout)
+
+
+def _own_keys(store: Store, timeout: timedelta) -> Store:
+    """A part of the store that nobody used yet, whose waits last so long at most."""
+    global _meetings
     _meetings += 1
-    return PrefixStore(f"manyhands-{_meetings}", _meeting_point)
+    store.set_timeout(timeout)
+    return PrefixStore(f"manyhands-{_meetings}", store)
 
 
-def _group(place: LauncherRank, device: torch.device, timeout_s: float) -> Group:
-    """Shared memory where all ranks are on one host and their tensors on the CPU, else torch's own collectives."""
-    group = TorchGroup(timeout_s=timeout_s, device=device)
-    if device.type != "cpu" or place.size == 1:
-        return group
-    identities = group.all_gather_json(host_identity())
-    if len(set(identities)) > 1:
-        return group
-    try:
-        return adopt(group, [socket.gethostname()] * place.size, timeout_s)
-    finally:
-        group.close()
+def _topology(place: LauncherRank, spec: LaunchSpec, device: torch.device, meet: Meet) -> Topology:
+    """Who is where; all ranks meet for it."""
+    hosts: dict[str, list[int]] = {}
+    everyone = meet("hosts", range(place.size), [host_identity(), socket.gethostname()])
+    for rank, (identity, _) in enumerate(everyone):
+        hosts.setdefault(identity, []).append(rank)
+    return Topology(
+        rank=place.rank,
+        hosts=list(hosts.values()),
+        names=[everyone[ranks[0]][1] for ranks in hosts.values()],
+        device=device,
+        own_gpus=_own_gpu(place, spec.device, device),
+        over_torch=True,
+        timeout_s=spec.timeout_s,
+        connect_s=spec.timeout_s,
+    )

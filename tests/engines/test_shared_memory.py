@@ -13,7 +13,7 @@ import torch
 
 from manyhands.comm.group import Group
 from manyhands.comm.shared_memory.group import SharedMemoryGroup
-from manyhands.engines.torchrun.shared_memory import _SOCKET, adopt, host_identity
+from manyhands.engines.shared_memory import _SOCKET, host_identity, swap_memory
 from manyhands.errors import ManyhandsError, PeerLost
 from manyhands.testing.threads import together
 from manyhands.worker import Worker
@@ -36,7 +36,8 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 def share(group: Group, timeout_s: float = 20.0) -> SharedMemoryGroup:
-    return adopt(group, ["here"] * group.size, timeout_s)
+    memory, lifelines = swap_memory(group.rank, group.size, group.all_gather_json, timeout_s)
+    return SharedMemoryGroup(group.rank, group.size, memory, lifelines=lifelines, timeout_s=timeout_s)
 
 
 def test_all_ranks_share_memory() -> None:

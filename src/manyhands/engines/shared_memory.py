@@ -1,7 +1,7 @@
 """Shared memory for workers of one host that inherit nothing from each other: they swap descriptors over a Unix socket.
 
-Rank 0 makes the memory and the lifelines and listens in a directory that only this user can enter (0700); the others
-learn its path through a group that exists already. The directory is gone when `adopt` returns.
+The first makes the memory and the lifelines and listens in a directory that only this user can enter (0700); the others
+learn its path by what they can meet at. The directory is gone when `swap_memory` returns.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ import socket
 import struct
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Any
 
-from manyhands.comm.group import Group
-from manyhands.comm.shared_memory.group import SharedMemory, SharedMemoryGroup
+from manyhands.comm.shared_memory.group import SharedMemory
 from manyhands.engines.local.messages import Closed, ControlMessage, ControlSocket
 from manyhands.errors import ManyhandsError
+
+InheritedMemory = tuple[Sequence[int], Sequence[tuple[int, int]]]
+"""What `SharedMemoryGroup` takes: memory and lifelines, descriptors of this process."""
 
 _SOCKET = "line"
 
@@ -32,31 +35,28 @@ def host_identity() -> str:
         return f"{socket.gethostname()} process {os.getpid()}"  # unknown: then nobody shares with this one
 
 
-def adopt(group: Group, hosts: Sequence[str], timeout_s: float) -> SharedMemoryGroup:
-    """A SharedMemoryGroup of the same ranks as `group`; a collective, for ranks of one host. `group` stays open.
+def swap_memory(rank: int, size: int, exchange: Callable[[Any], list[Any]], timeout_s: float) -> InheritedMemory:
+    """Memory and lifelines for a SharedMemoryGroup of `size` ranks of one host, of which this is one; a collective.
 
-    Raises ManyhandsError, with nothing left open, when a peer does not come within `timeout_s` or goes away meanwhile.
+    exchange: each rank gives a value (JSON) and gets all, in rank order. Raises ManyhandsError, with nothing left open,
+    when a peer does not come within `timeout_s` or goes away meanwhile.
     """
     deadline = time.monotonic() + timeout_s
     try:
-        if group.rank == 0:
-            memory, lifelines = _give(group, deadline)
-        else:
-            (path, *_) = group.all_gather_json(None)
-            memory, lifelines = _take(group.rank, group.size, path, deadline)
+        if rank == 0:
+            return _give(size, exchange, deadline)
+        path = exchange(None)[0]
+        return _take(rank, size, path, deadline)
     except (TimeoutError, ConnectionError) as error:
         late = isinstance(error, TimeoutError)
         what = "did not come to share memory in time" if late else "ended while memory was being shared"
         raise ManyhandsError(f"a worker of this host {what}: see the other workers' errors") from None
-    return SharedMemoryGroup(
-        group.rank, group.size, memory, lifelines=lifelines, hosts=list(hosts), timeout_s=timeout_s
-    )
 
 
-def _give(group: Group, deadline: float) -> tuple[list[int], list[tuple[int, int]]]:
+def _give(size: int, exchange: Callable[[Any], list[Any]], deadline: float) -> InheritedMemory:
     """Rank 0: everything, handed out to whoever comes; the write end of a lifeline goes to its owner alone."""
-    memory = list(SharedMemory.create(group.size))
-    pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(group.size)]
+    memory = list(SharedMemory.create(size))
+    pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(size)]
     with ExitStack() as closed_on_error:
         for fd in [*memory, *(end for pipe in pipes for end in pipe)]:
             closed_on_error.callback(os.close, fd)
@@ -67,14 +67,14 @@ def _give(group: Group, deadline: float) -> tuple[list[int], list[tuple[int, int
         ):
             listener.bind(short)
             listener.listen(128)
-            group.all_gather_json(folder)
-            for _ in range(group.size - 1):
+            exchange(folder)
+            for _ in range(size - 1):
                 with closing(_accept(listener, deadline)) as wire:
                     peer = _receive(wire, deadline)[0].body["rank"]
                     for rank, (read, write) in enumerate(pipes):
                         wire.send({"rank": rank}, [memory[rank], read, *([write] if rank == peer else [])])
         closed_on_error.pop_all()
-    for rank in range(1, group.size):
+    for rank in range(1, size):
         os.close(pipes[rank][1])
     return memory, [(read, write if rank == 0 else -1) for rank, (read, write) in enumerate(pipes)]
 
@@ -101,7 +101,7 @@ def _accept(listener: socket.socket, deadline: float) -> ControlSocket:
     return ControlSocket(sock)
 
 
-def _take(rank: int, size: int, folder: str, deadline: float) -> tuple[list[int], list[tuple[int, int]]]:
+def _take(rank: int, size: int, folder: str, deadline: float) -> InheritedMemory:
     with _entered(folder) as short, closing(ControlSocket(socket.socket(socket.AF_UNIX))) as wire:
         wire.sock.settimeout(_left(deadline))
         try:

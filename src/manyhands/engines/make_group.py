@@ -1,0 +1,179 @@
+"""Which group workers get: chosen by where they are, made over whatever they can meet by. The same for every engine.
+
+`Meet` is all that a group needs beside the processes: it lets them learn each other's addresses. It is the driver's
+(`DriverClient.rendezvous`), a store of torch.distributed (`meet_at`), or anything else that brings values to all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from manyhands.comm.group import Group
+from manyhands.comm.shared_memory.group import SharedMemoryGroup
+from manyhands.comm.solo import SoloGroup
+from manyhands.engines.shared_memory import InheritedMemory, swap_memory
+from manyhands.errors import BadInput, ManyhandsError
+
+if TYPE_CHECKING:  # it loads TLS, which most runs do not need
+    from torch.distributed.distributed_c10d import Store
+
+    from manyhands.comm.ring.group import RingGroup
+    from manyhands.engines.hosts.network import Network
+
+Meet = Callable[[str, Sequence[int], Any], list[Any]]
+"""meet(name, ranks, value): each of the ranks, this process's among them, gives a value (JSON) and gets all values, in
+the order of the ranks. It waits for all, not for ever. A name can be used again."""
+
+
+def meet_at(store: Store, rank: int) -> Meet:
+    """Meet at a store of torch.distributed (TCPStore, FileStore, HashStore), whose timeout limits each wait."""
+    met: Counter[str] = Counter()
+
+    def meet(name: str, ranks: Sequence[int], value: Any) -> list[Any]:
+        met[meeting := json.dumps([name, list(ranks)])] += 1
+        keys = {other: f"{meeting} {met[meeting]} {other}" for other in ranks}
+        store.set(keys[rank], json.dumps(value))
+        try:
+            return [json.loads(store.get(keys[other])) for other in ranks]
+        except (torch.distributed.DistStoreError, torch.distributed.DistNetworkError) as error:
+            raise ManyhandsError(
+                f"worker {rank} waited in vain for all of the workers {list(ranks)} to meet for {name}: see their errors ({error})"
+            ) from error
+
+    return meet
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """Where the members of a group are, as one of them sees it. Ranks are those of the run."""
+
+    rank: int  # this worker's
+    hosts: Sequence[Sequence[int]]  # the members by host, in order
+    names: Sequence[str]  # of these hosts
+    device: torch.device
+    own_gpus: bool = False  # each member has a GPU of its own
+    over_torch: bool = False  # torch.distributed links all workers of the run: a launcher's variables say how
+    timeout_s: float = 300.0  # a peer for which others wait and which shows no progress for so long is lost
+    connect_s: float = 60.0  # most time to connect to the others
+
+    @property
+    def members(self) -> list[int]:
+        return [rank for host in self.hosts for rank in host]
+
+    @property
+    def host_names(self) -> list[str]:
+        """By member."""
+        return [name for name, host in zip(self.names, self.hosts, strict=True) for _ in host]
+
+    def of(self, members: Sequence[int]) -> Topology:
+        """Of these members alone, this worker among them; BadInput for others, or out of order."""
+        asked, known = list(members), self.members
+        if asked != [rank for rank in known if rank in set(asked)] or self.rank not in asked:
+            raise BadInput(
+                f"worker {self.rank} can make a group with itself in it, of some of the workers {known} in that order; got {asked}"
+            )
+        parts = [
+            ([rank for rank in host if rank in asked], name) for host, name in zip(self.hosts, self.names, strict=True)
+        ]
+        kept = [(host, name) for host, name in parts if host]
+        return replace(self, hosts=[host for host, _ in kept], names=[name for _, name in kept])
+
+
+def make_group(
+    topology: Topology, meet: Meet, *, memory: InheritedMemory | None = None, network: Network | None = None
+) -> Group:
+    """The group of the topology's members, for this one; a collective of them alone. The caller closes it.
+
+    Shared memory within a host: `memory`, else the members swap their own. Between hosts rings over `network`, with
+    shared memory inside each host. Where each member has a GPU of its own, nccl.
+    """
+    here = next(host for host in topology.hosts if topology.rank in host)
+    if len(topology.members) == 1:
+        return SoloGroup()
+    if len(topology.hosts) == 1:
+        if not (topology.own_gpus and topology.over_torch):
+            return _on_one_host(topology, meet, memory, topology.members)
+    elif network is not None:
+        return _between_hosts(topology, here, meet, memory, network)
+    if not topology.over_torch:
+        raise BadInput(f"a group of workers on {len(topology.hosts)} hosts needs a network between them")
+    return _torch_group(topology)
+
+
+def _on_one_host(topology: Topology, meet: Meet, memory: InheritedMemory | None, names: Sequence[int] = ()) -> Group:
+    """names: how messages call the members; without any, by their places."""
+    members = topology.members
+    place, hosts = members.index(topology.rank), topology.host_names
+    if memory is None:
+        memory = swap_memory(place, len(members), partial(meet, "shared memory", members), topology.connect_s)
+    descriptors, lifelines = memory
+    group = SharedMemoryGroup(
+        place, len(members), descriptors, lifelines=lifelines, hosts=hosts, names=names, timeout_s=topology.timeout_s
+    )
+    if topology.own_gpus:
+        from manyhands.comm.device_group import nccl_group
+
+        return nccl_group(group, topology.device, topology.timeout_s)
+    return group
+
+
+def _between_hosts(
+    topology: Topology, here: Sequence[int], meet: Meet, memory: InheritedMemory | None, network: Network
+) -> Group:
+    """A ring where each host has one member; else shared memory in each host, and a ring of the hosts' first ones.
+
+    Messages from one member to another go between hosts on links of all with all.
+    """
+    from manyhands.comm.hierarchical import HierarchicalGroup
+
+    members, leaders = topology.members, [host[0] for host in topology.hosts]
+    if len(leaders) == len(members):
+        return _ring(topology, members, "ring", meet, network)
+    across = _ring(topology, leaders, "ring", meet, network) if topology.rank in leaders else None
+    inside = replace(topology.of(here), own_gpus=False)
+    local = SoloGroup() if len(here) == 1 else _on_one_host(inside, meet, memory)
+    direct = _ring(topology, members, "direct", meet, network)
+    places = {rank: place for place, rank in enumerate(members)}
+    layout = [[places[rank] for rank in host] for host in topology.hosts]
+    return HierarchicalGroup(
+        places[topology.rank], layout, local, across, direct=direct, hosts=topology.names, names=members
+    )
+
+
+def _ring(topology: Topology, ranks: list[int], purpose: str, meet: Meet, network: Network) -> RingGroup:
+    """Of these ranks, with this worker's among them. Its port is closed when all are connected."""
+    from manyhands.comm.ring.group import RingGroup
+    from manyhands.comm.ring.links import connect_all
+
+    place, name_of = ranks.index(topology.rank), dict(zip(topology.members, topology.host_names, strict=True))
+    hosts = [name_of[rank] for rank in ranks]
+    # Each connects to the lower ranks: the higher ones give up first, their error says whose port is shut.
+    patience_s = topology.connect_s * (1.5 - 0.5 * (place + 1) / len(ranks))
+    with closing(network.listener(topology.timeout_s)) as listener:
+        found = meet(purpose, ranks, list(listener.address))
+        addresses, proof = [(str(host), int(port)) for host, port in found], network.secret.proof
+        channels = connect_all(
+            place, listener, addresses, **proof, hosts=hosts, names=ranks, purpose=purpose, timeout_s=patience_s
+        )
+    return RingGroup(place, len(ranks), channels, hosts=hosts, names=ranks, timeout_s=topology.timeout_s)
+
+
+def _torch_group(topology: Topology) -> Group:
+    """torch.distributed's own collectives, of all its ranks or in a process group of some."""
+    from manyhands.comm.torch_group import TorchGroup
+
+    members, process_group = topology.members, None
+    if len(members) < torch.distributed.get_world_size():
+        process_group = torch.distributed.new_group(
+            members, timeout=timedelta(seconds=topology.timeout_s), use_local_synchronization=True
+        )
+    return TorchGroup(process_group, timeout_s=topology.timeout_s, device=topology.device)

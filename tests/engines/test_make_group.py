@@ -1,0 +1,171 @@
+"""Groups over whatever workers can meet by; here workers are threads, and the places are two stores of torch's, and a dict."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import FileStore, HashStore
+
+from manyhands.comm.group import Group
+from manyhands.comm.ring.group import RingGroup
+from manyhands.comm.shared_memory.group import SharedMemoryGroup
+from manyhands.comm.solo import SoloGroup
+from manyhands.engines.driver.driver import Rendezvous
+from manyhands.engines.hosts.network import Network
+from manyhands.engines.hosts.secret import Secret
+from manyhands.engines.make_group import Meet, Topology, make_group, meet_at
+from manyhands.errors import BadInput, ManyhandsError, PeerLost
+
+Meetings = Callable[[int], Meet]  # by rank
+
+
+def at_a_hash_store(folder: Path) -> Meetings:
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=20))
+    return lambda rank: meet_at(store, rank)
+
+
+def at_a_file(folder: Path) -> Meetings:
+    return lambda rank: meet_at(FileStore(str(folder / "store"), -1), rank)
+
+
+def at_a_driver(folder: Path) -> Meetings:
+    """The driver's own bookkeeping, asked by threads."""
+    rendezvous, arrived, answers = Rendezvous(), threading.Condition(), dict[Any, list[Any]]()
+
+    def meet(name: str, ranks: Sequence[int], value: Any, rank: int, count: list[int]) -> list[Any]:
+        count[0] += 1
+        with arrived:
+            values = rendezvous.arrive(rank, name, list(ranks), value)
+            for other in ranks if values is not None else ():
+                answers.setdefault(other, []).append(values)
+            arrived.notify_all()
+            assert arrived.wait_for(lambda: answers.get(rank), 20)
+            got: list[Any] = answers[rank].pop(0)
+            return got
+
+    return lambda rank: lambda name, ranks, value, count=[0]: meet(name, ranks, value, rank, count)
+
+
+PLACES = [at_a_hash_store, at_a_file, at_a_driver]
+
+
+def network(hosts: list[list[int]]) -> Network:
+    names = [f"host{number}" for number in range(len(hosts))]
+    return Network(hosts=hosts, names=names, listen="127.0.0.1", secret=Secret(token=b"t" * 32))
+
+
+def on_threads(
+    hosts: list[list[int]], meetings: Meetings, program: Callable[[int, Topology, Meet, Network | None], Any]
+) -> list[Any]:
+    """What `program` returns on each rank."""
+    net = network(hosts)
+
+    def run(rank: int) -> Any:
+        topology = Topology(
+            rank=rank, hosts=hosts, names=net.names, device=torch.device("cpu"), timeout_s=20, connect_s=20
+        )
+        return program(rank, topology, meetings(rank), net if len(hosts) > 1 else None)
+
+    ranks = [rank for host in hosts for rank in host]
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return [future.result(30) for future in [pool.submit(run, rank) for rank in ranks]]
+
+
+def ring_of_messages(group: Group) -> float:
+    """What the rank before this one sent."""
+    got, value = torch.zeros(1), torch.tensor([10.0 + group.rank])
+    group.swap(value, (group.rank + 1) % group.size, got, (group.rank - 1) % group.size)
+    return got.item()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("hosts", "kind"), [([[0, 1, 2]], SharedMemoryGroup), ([[0], [1], [2]], RingGroup), ([[0]], SoloGroup)]
+)
+def test_wherever_workers_can_meet_they_get_the_group_of_their_topology(
+    tmp_path: Path, place: Callable[[Path], Meetings], hosts: list[list[int]], kind: type[Group]
+) -> None:
+    turns = threading.Barrier(sum(map(len, hosts)))
+
+    def program(rank: int, topology: Topology, meet: Meet, net: Network | None) -> list[Any]:
+        group = make_group(topology, meet, network=net)
+        found = [type(group), group.rank, group.size]
+        if isinstance(group, RingGroup):  # shared memory is one thread's at a time
+            found.append(ring_of_messages(group))
+        turns.wait(20)
+        group.close()
+        return found
+
+    size = sum(map(len, hosts))
+    for rank, found in enumerate(on_threads(hosts, place(tmp_path), program)):
+        assert found == [kind, rank, size, *([10.0 + (rank - 1) % size] if kind is RingGroup else [])]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_two_groups_that_form_at_once_by_the_same_name_do_not_mix(
+    tmp_path: Path, place: Callable[[Path], Meetings]
+) -> None:
+    """Worker 4 is in two of them: both have a ring."""
+    parts = [[0, 1], [2, 3, 4], [0, 4]]
+
+    def program(rank: int, topology: Topology, meet: Meet, net: Network | None) -> list[list[float]]:
+        groups = [make_group(topology.of(part), meet, network=net) for part in parts if rank in part]
+        got = [[group.rank, group.size, ring_of_messages(group)] for group in groups]
+        for group in groups:
+            group.close()
+        return got
+
+    got = on_threads([[0], [1], [2], [3], [4]], place(tmp_path), program)
+    assert got == [[[0, 2, 11], [0, 2, 11]], [[1, 2, 10]], [[0, 3, 12]], [[1, 3, 10]], [[2, 3, 11], [1, 2, 10]]]
+
+
+def test_the_lost_one_of_a_part_has_its_name_in_the_run(tmp_path: Path) -> None:
+    def program(rank: int, topology: Topology, meet: Meet, net: Network | None) -> list[Any]:
+        if rank == 0:
+            return []
+        group = make_group(topology.of([1, 2]), meet)
+        if rank == 2:
+            group.close()
+            return []
+        with pytest.raises(PeerLost) as lost:
+            group.barrier()
+        group.close()
+        return [lost.value.rank]
+
+    assert on_threads([[0, 1, 2]], at_a_hash_store(tmp_path), program) == [[], [2], []]
+
+
+def test_who_does_not_come_is_not_waited_for_for_ever() -> None:
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=0.1))
+    with pytest.raises(
+        ManyhandsError, match=r"worker 0 waited in vain for all of the workers \[0, 1\] to meet for tea"
+    ):
+        meet_at(store, 0)("tea", [0, 1], None)
+
+
+@pytest.mark.parametrize("members", [[0, 2], [1, 0], [1, 1], [1, 7], []])
+def test_members_are_some_of_the_workers_in_order_this_one_among_them(members: list[int]) -> None:
+    topology = Topology(rank=1, hosts=[[0, 1], [2]], names=["a", "b"], device=torch.device("cpu"))
+    with pytest.raises(BadInput, match="worker 1 can make a group with itself in it"):
+        topology.of(members)
+
+
+def test_a_part_keeps_its_hosts() -> None:
+    topology = Topology(rank=1, hosts=[[0, 1], [2], [3, 4]], names=["a", "b", "c"], device=torch.device("cpu"))
+    part = topology.of([1, 3, 4])
+    assert (part.hosts, part.names, part.host_names) == ([[1], [3, 4]], ["a", "c"], ["a", "c", "c"])
+
+
+def test_several_hosts_need_a_network() -> None:
+    topology = Topology(rank=0, hosts=[[0], [1]], names=["a", "b"], device=torch.device("cpu"))
+    with pytest.raises(BadInput, match="needs a network between them"):
+        make_group(topology, lambda name, ranks, value: [value])
