@@ -127,20 +127,45 @@ def test_two_groups_that_form_at_once_by_the_same_name_do_not_mix(
     assert got == [[[0, 2, 11], [0, 2, 11]], [[1, 2, 10]], [[0, 3, 12]], [[1, 3, 10]], [[2, 3, 11], [1, 2, 10]]]
 
 
-def test_the_lost_one_of_a_part_has_its_name_in_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", PLACES)
+def test_values_of_other_meetings_by_the_same_name_are_not_taken(
+    tmp_path: Path, place: Callable[[Path], Meetings]
+) -> None:
+    """Of the same ranks earlier, of others, and of those whose ranks met more often."""
+    parts = [[0, 1], [2, 3, 4], [0, 1], [0, 4], [1, 4], [1, 4]]
+
     def program(rank: int, topology: Topology, meet: Meet, net: Network | None) -> list[Any]:
-        if rank == 0:
-            return []
-        group = make_group(topology.of([1, 2]), meet)
-        if rank == 2:
+        return [meet("tea", part, [number, rank]) for number, part in enumerate(parts) if rank in part]
+
+    expected = [[[number, rank] for rank in part] for number, part in enumerate(parts)]
+    for rank, got in enumerate(on_threads([[0, 1, 2, 3, 4]], place(tmp_path), program)):
+        assert got == [values for values, part in zip(expected, parts, strict=True) if rank in part]
+
+
+def test_two_meetings_by_one_name_can_be_under_way() -> None:
+    rendezvous = Rendezvous()
+    arrivals = [(0, [0, 1]), (2, [2, 3]), (1, [0, 1]), (3, [2, 3])]
+    answers = [rendezvous.arrive(rank, "tea", ranks, 10 * rank) for rank, ranks in arrivals]
+    assert answers == [None, None, [0, 10], [20, 30]]
+
+
+@pytest.mark.parametrize("hosts", [[[0, 1, 2, 3, 4]], [[0, 1, 2], [3, 4]]])
+def test_the_lost_one_of_a_part_has_its_name_in_the_run(tmp_path: Path, hosts: list[list[int]]) -> None:
+    part, lost = [1, 2, 3, 4], 2
+
+    def program(rank: int, topology: Topology, meet: Meet, net: Network | None) -> int | None:
+        if rank not in part:
+            return None
+        group = make_group(topology.of(part), meet, network=net)
+        if rank == lost:
             group.close()
-            return []
-        with pytest.raises(PeerLost) as lost:
+            return None
+        with pytest.raises(PeerLost) as raised:
             group.barrier()
         group.close()
-        return [lost.value.rank]
+        return raised.value.rank
 
-    assert on_threads([[0, 1, 2]], at_a_hash_store(tmp_path), program) == [[], [2], []]
+    assert on_threads(hosts, at_a_hash_store(tmp_path), program) == [None, lost, None, lost, lost]
 
 
 def test_who_does_not_come_is_not_waited_for_for_ever() -> None:
