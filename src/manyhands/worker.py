@@ -7,13 +7,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
 
 from manyhands.comm.group import Group
 from manyhands.comm.solo import SoloGroup
-from manyhands.data.leases import End, Lease, Leases, Segment
+from manyhands.data.leases import End, Lease, Leases, Segment, from_json, to_json
 from manyhands.errors import Unsupported
 from manyhands.events import Event
 from manyhands.server.base import Server
@@ -43,8 +45,8 @@ class DriverClient(ABC):
         """A collective at an epoch's end and before a checkpoint: bring to the driver all ranks' events that still wait."""
 
     @abstractmethod
-    def lease(self, segment: Segment) -> Lease | End:
-        """The next slice of the segment for this worker, or its end; waits while worker 0 trains alone."""
+    def lease(self, segment: Segment, replica: int) -> Lease | End:
+        """The next slice of the segment for this replica, or its end; waits while replica 0 trains alone."""
 
     def computed(self, rows: int) -> None:  # noqa: B027
         """A gradient over so many rows was computed. Where time is simulated it passes here; elsewhere it has passed."""
@@ -76,8 +78,8 @@ class SoloDriverClient(DriverClient):
     def collect(self, group: Group) -> None:
         pass
 
-    def lease(self, segment: Segment) -> Lease | End:
-        answer = self._leases.take(0, segment)
+    def lease(self, segment: Segment, replica: int) -> Lease | End:
+        answer = self._leases.take(replica, segment)
         assert answer is not None  # one worker waits for nobody
         return answer
 
@@ -137,6 +139,35 @@ class Worker:
         if self.subgroup is None:
             raise Unsupported("this engine makes one group of all its workers: take engine local, hosts or torchrun")
         return self.subgroup(ranks)
+
+    def lease(self, segment: Segment) -> Lease | End:
+        """The next slice of the segment for this worker's replica, or its end. Collective over `mesh.model`.
+
+        The workers of a replica get the same one: the first of them asks the driver.
+        """
+        members = self.mesh.model
+        answer = self.driver.lease(segment, self.mesh.rows[0]) if members.rank == 0 else None
+        if members.size == 1:
+            assert answer is not None
+            return answer
+        return from_json(members.all_gather_json(None if answer is None else to_json(answer))[0])
+
+    def tick(self, bits: int) -> int:
+        """This worker's replica has finished a tick: wait until the server's gate lets it begin the next one.
+
+        Returns what `Server.tick` does. Collective over `mesh.model`: the workers of a replica go on together, after
+        the first of them, with the OR of their bits.
+        """
+        assert self.server is not None
+        members = self.mesh.model
+        if members.size == 1:
+            return self.server.tick(bits)
+        bits = reduce(or_, members.all_gather_json(bits))
+        received = self.server.tick(bits) if members.rank == 0 else 0
+        received = int(members.all_gather_json(received)[0])
+        if members.rank:
+            self.server.tick(bits)
+        return received
 
     def emit(self, type: str, *, tick: int = 0, step: int = 0, **values: Any) -> None:
         """Send an event of this worker to the driver."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from manyhands.data.leases import End, Lease, Segment
 from manyhands.engines.base import LaunchSpec, Observer
 from manyhands.engines.local.engine import Local
 from manyhands.events import Event
-from manyhands.worker import Worker
+from manyhands.worker import Mesh, Worker
 
 PARTS, BATCHES = 3, 40
 ALL = [(index, part) for index in range(BATCHES) for part in range(PARTS)]
@@ -45,7 +46,7 @@ class Stopping(Observer):
 def leased(worker: Worker, of: Segment) -> tuple[list[Lease], End]:
     """All that this worker gets of a segment."""
     leases = []
-    while isinstance(answer := worker.driver.lease(of), Lease):
+    while isinstance(answer := worker.lease(of), Lease):
         leases.append(answer)
         worker.emit("step", step=len(leases))
     return leases, answer
@@ -57,7 +58,7 @@ def test_every_slice_is_leased_exactly_once_in_each_epoch(local: Local, workers:
 
     def program(worker: Worker) -> list[tuple[list[Lease], End]]:
         if worker.rank == 0 and worker.size > 1:
-            worker.driver.lease(segment())
+            worker.lease(segment())
             worker.group.barrier()
         else:
             worker.group.barrier()
@@ -75,16 +76,35 @@ def test_every_slice_is_leased_exactly_once_in_each_epoch(local: Local, workers:
         assert all(value[epoch][1].reason == "" for value in values)
 
 
+def test_the_workers_of_a_replica_get_the_same_slices(local: Local) -> None:
+    """Replicas (0, 1) and (2, 3): the first worker of each asks, and replica 0 trains two slices alone."""
+
+    def program(worker: Worker) -> tuple[list[Lease], End]:
+        replica, member = divmod(worker.rank, 2)
+        model, data = worker.make_group([2 * replica, 2 * replica + 1]), worker.make_group([member, member + 2])
+        mesh = Mesh(world=worker.group, data=data, model=model, rows=(replica, 2))
+        found = leased(replace(worker, mesh=mesh), segment(size=2, rank0_warmup_ticks=2))
+        for group in (model, data):
+            group.close()
+        return found
+
+    values = local.launch(program, LaunchSpec(workers=4))
+    assert values[0] == values[1]
+    assert values[2] == values[3]
+    assert sorted((lease.index, lease.part) for value in values[::2] for lease in value[0]) == ALL
+    assert [lease.handed for lease in values[0][0][:2]] == [0, 1]
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_stop_in_the_middle_ends_everybodys_leases(local: Local, workers: int) -> None:
     def program(worker: Worker) -> tuple[int, End]:
         leases = []
-        while isinstance(answer := worker.driver.lease(segment(until=100_000)), Lease):
+        while isinstance(answer := worker.lease(segment(until=100_000)), Lease):
             leases.append(answer)
             if len(leases) == 5:
                 worker.ask("step")  # the driver has heard of it
             time.sleep(0.002)  # a run of one worker asks ten times a second whether to stop
-        assert worker.driver.lease(segment(until=100_000)) == answer
+        assert worker.lease(segment(until=100_000)) == answer
         return len(leases), answer
 
     values = local.launch(program, LaunchSpec(workers=workers, observer=Stopping(after=workers)))
@@ -113,7 +133,7 @@ def test_whoever_waits_for_worker_0_hears_of_a_stop(local: Local) -> None:
                 time.sleep(0.01)
         else:
             worker.group.barrier()
-        return worker.driver.lease(segment(rank0_warmup_ticks=1000))
+        return worker.lease(segment(rank0_warmup_ticks=1000))
 
     values = local.launch(program, LaunchSpec(workers=2, observer=Stopping(after=1)))
     assert [value.reason for value in values if isinstance(value, End)] == ["callback"] * 2

@@ -60,7 +60,7 @@ class Outer(DriverClient):
         raise AssertionError("a run's own events do not concern the launcher")
 
     @override
-    def lease(self, segment: Segment) -> Lease | End:
+    def lease(self, segment: Segment, replica: int) -> Lease | End:
         raise AssertionError("a run's own rows do not concern the launcher")
 
     @override
@@ -129,7 +129,7 @@ def test_a_question_goes_to_the_observer() -> None:
 def test_rows_are_not_leased_among_processes_that_make_the_same_call() -> None:
     line = NestedDriverClient(0, InProcessDriverClient(Listening()), SoloDriverClient())
     with pytest.raises(Unsupported, match="at their own pace need an engine that starts the workers"):
-        line.lease(Segment(epoch=0, first=0, until=1, parts=1))
+        line.lease(Segment(epoch=0, first=0, until=1, parts=1), 0)
 
 
 def test_what_the_observer_raises_is_known_as_its_own() -> None:

@@ -136,7 +136,7 @@ SEGMENT = Segment(epoch=0, first=0, until=100, parts=2)
 
 def test_one_worker_gets_every_slice_once() -> None:
     line = InProcessDriverClient(Counting())
-    leases = [line.lease(replace(SEGMENT, until=2)) for _ in range(5)]
+    leases = [line.lease(replace(SEGMENT, until=2), 0) for _ in range(5)]
     slices = [(lease.index, lease.part) for lease in leases if isinstance(lease, Lease)]
     assert sorted(slices) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert isinstance(leases[-1], End)
@@ -146,9 +146,9 @@ def test_one_worker_gets_every_slice_once() -> None:
 def test_a_stop_ends_the_leases() -> None:
     observer, now = Counting(), 0.0
     line = InProcessDriverClient(observer, clock=lambda: now)
-    assert isinstance(line.lease(SEGMENT), Lease)
+    assert isinstance(line.lease(SEGMENT, 0), Lease)
     observer.reason, now = "preempted", 1.0
-    end = line.lease(SEGMENT)
+    end = line.lease(SEGMENT, 0)
     assert isinstance(end, End)
     assert end.reason == "preempted"
     assert sum(back - front for front, back in end.left) == 199

@@ -32,6 +32,7 @@ class LeaseServer:
         self.answers: dict[int, Lease | End] = {}
         self.stop_after, self.slow = stop_after, slow
         self.handed = 0
+        self.served: list[int] = []  # replicas that got a lease, in order
 
     def lease(self, rank: int, segment: Segment) -> Lease | End:
         with self.lock:
@@ -45,6 +46,8 @@ class LeaseServer:
                 assert self.lock.wait_for(lambda: rank in self.answers, timeout=20)
                 answer = self.answers.pop(rank)
             self.handed += isinstance(answer, Lease)
+            self.served.append(rank)
+            self.lock.notify_all()
             return answer
 
 
@@ -53,10 +56,10 @@ class Line(SoloDriverClient):
         super().__init__()
         self.lease_server, self.rank, self.hindrance = lease_server, rank, hindrance
 
-    def lease(self, segment: Segment) -> Lease | End:
+    def lease(self, segment: Segment, replica: int) -> Lease | End:
         if self.hindrance:
             self.hindrance(self.rank)
-        return self.lease_server.lease(self.rank, segment)
+        return self.lease_server.lease(replica, segment)
 
     def progress(self, phase: str, step: int) -> None:
         if self.rank == self.lease_server.slow:
@@ -166,7 +169,14 @@ def test_bound_zero_is_in_step() -> None:
 
 def test_warmup_lets_worker_0_train_alone_first() -> None:
     lease_server = LeaseServer()
-    train("downpour:warmup=4", lease_server, epochs=1)
+
+    def after_the_others(rank: int) -> None:
+        """Worker 0, which is under way already, leaves some to them."""
+        with lease_server.lock:
+            if rank == 0 and lease_server.served.count(0) > 4:
+                assert lease_server.lock.wait_for(lambda: {1, 2} <= set(lease_server.served), timeout=20)
+
+    train("downpour:warmup=4", lease_server, hindrance=after_the_others, epochs=1)
     steps = [e for e in lease_server.events if e.type == "step"]
     handed = sorted((e.values["lease"][2], e.rank) for e in steps)
     assert [rank for _, rank in handed[:4]] == [0] * 4

@@ -1,9 +1,10 @@
 """Who trains which slice, where every worker goes at its own pace: slices of global batches are leased, each exactly
 once.
 
-Each global batch has `parts` slices; part p of all batches is a queue. A worker takes its own queue from the front;
-when that is empty, it takes from the back of the queue that has most left, so that at an epoch's end nobody waits for
-rows of a straggler that nobody has begun. Pure: no clock, no thread.
+Each global batch has `parts` slices; part p of all batches is a queue. A replica (one worker, or the workers that hold
+a model together) takes its own queue from the front; when that is empty, it takes from the back of the queue that has
+most left, so that at an epoch's end nobody waits for rows of a straggler that nobody has begun. Pure: no clock, no
+thread.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from typing import Any
 class Segment:
     """A stretch of an epoch between two meetings of all workers; JSON by `vars`. All workers ask with the same one.
 
-    A resumed epoch keeps its `parts`, whatever the number of workers is now: worker r of `size` owns the queues p with
-    p % size == r, and reads the one that is furthest behind first. A worker without a queue takes from the others'.
+    A resumed epoch keeps its `parts`, whatever the number of replicas is now: replica r of `size` owns the queues p with
+    p % size == r, and reads the one that is furthest behind first. A replica without a queue takes from the others'.
     """
 
     epoch: int
     first: int  # global batches [first, until) of the epoch
     until: int
     parts: int  # slices of a global batch
-    size: int = 0  # workers; 0: as many as parts
+    size: int = 0  # replicas; 0: as many as parts
     left: list[list[int]] | None = None  # by part, [front, back) of what is not handed out yet; None: all
-    rank0_warmup_ticks: int = 0  # so many leases worker 0 gets before the others get their first
+    rank0_warmup_ticks: int = 0  # so many leases replica 0 gets before the others get their first
 
     def __post_init__(self) -> None:
         assert 0 <= self.first <= self.until, f"expected 0 <= first <= until, got {self}"
@@ -47,7 +48,7 @@ class Segment:
         return (self.until - self.first) * self.parts
 
     def owner(self, part: int) -> int:
-        """The worker that reads this queue from the front."""
+        """The replica that reads this queue from the front."""
         return part % (self.size or self.parts)
 
 
@@ -72,30 +73,30 @@ class Leases:
     """The one who hands them out. A new segment begins with the first who asks for it."""
 
     released: list[tuple[int, Lease | End]]
-    """(rank, answer) for those who wait; whoever calls takes and clears it."""
+    """(replica, answer) for those who wait; whoever calls takes and clears it."""
 
     def __init__(self) -> None:
         self.released = []
         self._segment: Segment | None = None
         self._queues: list[list[int]] = []  # by part: [front, back)
         self._handed = 0
-        self._requested = 0  # by worker 0, in this segment
+        self._requested = 0  # by replica 0, in this segment
         self._waiting: list[int] = []
         self._reason = ""
 
-    def take(self, rank: int, segment: Segment) -> Lease | End | None:
-        """The next slice for a worker, or the end; None: it waits, and `released` will have its answer.
+    def take(self, replica: int, segment: Segment) -> Lease | End | None:
+        """The next slice for a replica, or the end; None: it waits, and `released` will have its answer.
 
         The caller looks into `released` after each call: it may hold the answers of others.
         """
         if segment != self._segment:
             self._begin(segment)
-        self._requested += rank == 0
-        if self._closed(rank):
-            assert rank not in self._waiting, f"worker {rank} asked again before it was answered"
-            self._waiting.append(rank)
+        self._requested += replica == 0
+        if self._closed(replica):
+            assert replica not in self._waiting, f"replica {replica} asked again before it was answered"
+            self._waiting.append(replica)
             return None
-        answer = self._next(rank)
+        answer = self._next(replica)
         self._release()
         return answer
 
@@ -106,29 +107,29 @@ class Leases:
         self._release()
 
     def _begin(self, segment: Segment) -> None:
-        assert not self._waiting, f"workers {self._waiting} still wait for leases of {self._segment}"
+        assert not self._waiting, f"replicas {self._waiting} still wait for leases of {self._segment}"
         self._segment, self._requested = segment, 0
         left = [[segment.first, segment.until]] * segment.parts if segment.left is None else segment.left
         self._queues = [list(queue) for queue in left]
         self._handed = segment.slices - sum(map(_length, self._queues))
 
-    def _closed(self, rank: int) -> bool:
-        """Whether this worker has to wait for worker 0, which trains alone."""
+    def _closed(self, replica: int) -> bool:
+        """Whether this replica has to wait for replica 0, which trains alone."""
         assert self._segment is not None
         warmup = self._segment.rank0_warmup_ticks
         over = self._requested > warmup or bool(self._reason) or self._handed == self._segment.slices
-        return rank != 0 and warmup > 0 and not over
+        return replica != 0 and warmup > 0 and not over
 
     def _release(self) -> None:
         while self._waiting and not self._closed(self._waiting[0]):
-            rank = self._waiting.pop(0)
-            self.released.append((rank, self._next(rank)))
+            replica = self._waiting.pop(0)
+            self.released.append((replica, self._next(replica)))
 
-    def _next(self, rank: int) -> Lease | End:
+    def _next(self, replica: int) -> Lease | End:
         assert self._segment is not None
         if self._reason or self._handed == self._segment.slices:
             return End(reason=self._reason, left=[list(queue) for queue in self._queues])
-        everyone = range(rank, self._segment.parts, self._segment.size or self._segment.parts)
+        everyone = range(replica, self._segment.parts, self._segment.size or self._segment.parts)
         if own := [part for part in everyone if _length(self._queues[part])]:
             part = min(own, key=lambda p: self._queues[p][0])  # the furthest behind first
             self._queues[part][0] += 1
@@ -155,8 +156,8 @@ def from_json(values: dict[str, Any]) -> Lease | End:
     return Lease(**values) if "index" in values else End(**values)
 
 
-def foreseen(segment: Segment, rank: int) -> Iterator[Lease]:
-    """The leases of a worker's own queues in the order in which it gets them, without those that others take."""
+def foreseen(segment: Segment, replica: int) -> Iterator[Lease]:
+    """The leases of a replica's own queues in the order in which it gets them, without those that others take."""
     leases, rank0_warmup_ticks = Leases(), replace(segment, rank0_warmup_ticks=0)
-    while isinstance(lease := leases.take(rank, rank0_warmup_ticks), Lease) and segment.owner(lease.part) == rank:
+    while isinstance(lease := leases.take(replica, rank0_warmup_ticks), Lease) and segment.owner(lease.part) == replica:
         yield lease

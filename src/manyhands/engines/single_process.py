@@ -136,11 +136,11 @@ class InProcessDriverClient(DriverClient):
         """Nothing to do: every event arrived when it was emitted."""
 
     @override
-    def lease(self, segment: Segment) -> Lease | End:
-        """For one worker: it gets every slice."""
+    def lease(self, segment: Segment, replica: int) -> Lease | End:
+        """For one replica: it gets every slice."""
         if reason := self.should_stop():
             self._leases.stop(reason)
-        answer = self._leases.take(0, segment)
+        answer = self._leases.take(replica, segment)
         assert answer is not None  # there is nobody to wait for
         return answer
 

@@ -123,7 +123,7 @@ class AsyncEpochs:
             0, self._leasing.rank0_warmup_ticks - loop.worker.group.all_gather_json(loop.position.local_steps)[0]
         )
         self._entered = False
-        if not rank0_warmup_ticks or loop.worker.rank == 0:
+        if not rank0_warmup_ticks or loop.worker.mesh.rows[0] == 0:
             self._enter()
         loop.worker.group.barrier()
         return rank0_warmup_ticks
@@ -165,7 +165,7 @@ class AsyncEpochs:
             self._stop_requested = True
             loop.worker.emit("stop", step=loop.replica.step, reason=loop.own_reason)
         loop.worker.driver.progress("wait" if segment.rank0_warmup_ticks else "input", loop.replica.step)
-        self._answer = loop.worker.driver.lease(segment)
+        self._answer = loop.worker.lease(segment)
         if isinstance(self._answer, Lease):
             self._enter()
         return self._answer

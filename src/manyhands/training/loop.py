@@ -227,7 +227,7 @@ class Loop:
         server, replica, spec = self.worker.server, self.replica, self.spec
         if server is None or spec is None:
             return
-        bits = server.tick(replica.control.own)
+        bits = self.worker.tick(replica.control.own)
         if spec.bound == 0:
             replica.control.received |= bits
             self.anybody = bool(bits & MORE)

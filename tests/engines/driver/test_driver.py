@@ -111,7 +111,7 @@ class Run:
         self.driver._hear(host_processes)
 
     def lease(self, process_index: int, **changes: Any) -> None:
-        self.say(process_index, "lease", segment={**SEGMENT, **changes})
+        self.say(process_index, "lease", segment={**SEGMENT, **changes}, replica=process_index)
 
     def sent(self) -> list[tuple[int, Any]]:
         """(process index, value) of all leases that were answered since this was last called, by host."""

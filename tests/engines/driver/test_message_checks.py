@@ -25,7 +25,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "started": {},
     "beat": {"phase": "compute", "step": 7, "idle_s": 0.5, "events": [{"type": "step", "rank": 2, "values": {"a": 1}}]},
     "ask": {"event": {"type": "validation", "values": {"metrics": {}}}},
-    "lease": {"segment": SEGMENT},
+    "lease": {"segment": SEGMENT, "replica": 1},
     "arrive": {"name": "ring", "process_indices": [0, 2, -1], "value": ["10.0.0.2", 7000]},
     "value": {"value": {"tensor": 0}},
     "error": FAILURE,
@@ -59,7 +59,7 @@ BAD: dict[str, list[dict[str, Any]]] = {
             {"epoch": None},
         )
     ]
-    + [{"segment": {}}],
+    + [{"segment": {}}, {"replica": -1}, {"replica": None}],
     "arrive": [
         {"name": 3},
         {"process_indices": "all"},

@@ -66,7 +66,7 @@ BODIES: list[dict[str, Any]] = [
     {"type": "started"},
     {"type": "beat", "phase": "compute", "step": 3, "idle_s": 0.0, "events": EVENTS},
     {"type": "ask", "event": event("validation", metrics={"validation_loss": 0.5})},
-    {"type": "lease", "segment": SEGMENT},
+    {"type": "lease", "segment": SEGMENT, "replica": 0},
     {"type": "arrive", "name": "ring", "process_indices": [2, 3], "value": ["10.0.0.1", 7000]},
     {"type": "value", "value": encode(VALUE, "it")[0]},
     {"type": "error", "rank": 2, "secondary": False, **FAILURE},

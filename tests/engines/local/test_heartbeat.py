@@ -84,16 +84,16 @@ SEGMENT = Segment(epoch=1, first=0, until=3, parts=2, left=[[0, 3], [1, 2]])
 def test_a_lease_goes_ahead_of_events(pair: Pair) -> None:
     pair.line.emit(Event(type="step", step=3))
     pair.answering.send({"type": "leased", "value": {"index": 4, "part": 1, "handed": 9}})
-    assert pair.line.lease(SEGMENT) == Lease(index=4, part=1, handed=9)
+    assert pair.line.lease(SEGMENT, 1) == Lease(index=4, part=1, handed=9)
     (question,) = [message.body for message in pair.answering.receive()]
-    assert (question["type"], Segment(**question["segment"])) == ("lease", SEGMENT)
+    assert (question["type"], Segment(**question["segment"]), question["replica"]) == ("lease", SEGMENT, 1)
     assert not pair.driver.readable(0)
 
 
 def test_whoever_is_told_to_wait_waits_for_its_lease(pair: Pair) -> None:
     pair.answering.send({"type": "leased", "value": None})
     pair.answering.send({"type": "leased", "value": {"reason": "callback", "left": [[1, 2]]}})
-    assert pair.line.lease(SEGMENT) == End(reason="callback", left=[[1, 2]])
+    assert pair.line.lease(SEGMENT, 1) == End(reason="callback", left=[[1, 2]])
 
 
 def test_a_meeting_brings_everybodys_value(pair: Pair) -> None:

@@ -46,7 +46,7 @@ class World:
     def leases(self, line: SimDriverClient, segment: Segment = SEGMENT, rows: int = 1) -> list[tuple[float, int, int]]:
         """(when, global batch, part) of what a worker gets until the end; each takes its time."""
         got = []
-        while isinstance(lease := line.lease(segment), Lease):
+        while isinstance(lease := line.lease(segment, line._rank), Lease):
             got.append((self.timeline.now, lease.index, lease.part))
             line.computed(rows)
         return got
@@ -125,7 +125,7 @@ def test_a_stop_ends_the_leases_of_all_also_of_those_who_wait() -> None:
     world.timeline.at(3.5, lambda: setattr(world.observer, "reason", "enough"))
 
     def program(line: SimDriverClient, rank: int) -> tuple[str, float]:
-        while isinstance(answer := line.lease(alone), Lease):
+        while isinstance(answer := line.lease(alone, line._rank), Lease):
             line.computed(1)
         assert isinstance(answer, End)
         return answer.reason, world.timeline.now
@@ -167,7 +167,7 @@ def test_who_waits_too_long_for_worker_0_hears_it() -> None:
 
     def slow(line: SimDriverClient, rank: int) -> None:
         for rows in (2,) * 5 + (50,):
-            line.lease(alone)
+            line.lease(alone, line._rank)
             line.computed(rows)
 
     with pytest.raises(PeerLost, match="worker 0 on host0 took no lease for 3 s") as raised:

@@ -60,6 +60,7 @@ class Driver:
     _values: dict[int, Any] = field(default_factory=dict, init=False)
     _news: deque[Event] = field(default_factory=deque, init=False)  # what the observer has not received yet
     _leases: Leases = field(default_factory=Leases, init=False)
+    _asked_for: dict[int, int] = field(default_factory=dict, init=False)  # replica -> the process that asks for it
     _rendezvous: Rendezvous = field(default_factory=Rendezvous, init=False)
 
     def __post_init__(self) -> None:
@@ -145,7 +146,7 @@ class Driver:
                 self.monitor.beat(process_index, body["phase"], body["step"], body["idle_s"], now)
                 self._news.extend(Event(**event) for event in body["events"])
             case "lease":
-                self._lease(process_index, Segment(**body["segment"]))
+                self._lease(process_index, Segment(**body["segment"]), body["replica"])
             case "ask":
                 self._tell_observer()  # all that was emitted before the question
                 value = self._observed(self.spec.observer.answer, Event(**body["event"]))
@@ -203,9 +204,10 @@ class Driver:
 
     # -- answering ---------------------------------------------------------------------------------------------------
 
-    def _lease(self, process_index: int, segment: Segment) -> None:
+    def _lease(self, process_index: int, segment: Segment, replica: int) -> None:
+        self._asked_for[replica] = process_index
         try:
-            answer = self._leases.take(process_index, segment)
+            answer = self._leases.take(replica, segment)
         except AssertionError as error:
             raise self._out_of_turn(process_index, f"asked for rows out of turn ({error})") from error
         self._leased(process_index, answer)
@@ -219,8 +221,8 @@ class Driver:
     def _release(self) -> None:
         """The answers to those who waited."""
         released, self._leases.released = self._leases.released, []
-        for process_index, answer in released:
-            self._leased(process_index, answer)
+        for replica, answer in released:
+            self._leased(self._asked_for[replica], answer)
 
     def _leased(self, process_index: int, answer: Lease | End | None) -> None:
         value = None if answer is None else leases.to_json(answer)

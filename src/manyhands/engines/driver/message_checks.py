@@ -168,7 +168,7 @@ _KINDS: dict[str, dict[str, Check]] = {
     "started": {},
     "beat": {"phase": _line, "step": _count, "idle_s": _seconds, "events": _events},
     "ask": {"event": _event},
-    "lease": {"segment": _segment},
+    "lease": {"segment": _segment, "replica": _count},
     "arrive": {"name": _line, "process_indices": _process_indices, "value": lambda value: value},
     "value": {},
     "error": _FAILURE,

@@ -83,8 +83,8 @@ class ProcessDriverClient(DriverClient):
         return value
 
     @override
-    def lease(self, segment: Segment) -> Lease | End:
-        question = {"type": "lease", "segment": vars(segment)}
+    def lease(self, segment: Segment, replica: int) -> Lease | End:
+        question = {"type": "lease", "segment": vars(segment), "replica": replica}
         return leases.from_json(self._question(question, "a request for rows")["value"])
 
     def rendezvous(self, name: str, process_indices: Sequence[int], value: Any) -> list[Any]:

@@ -31,12 +31,12 @@ class LeaseServer:
         self._waiting: dict[int, Future[Lease | End]] = {}
         self._moved_at = 0.0  # when somebody last got one
 
-    def lease(self, rank: int, segment: Segment, stop: str, step: int) -> Lease | End:
+    def lease(self, replica: int, segment: Segment, stop: str, step: int) -> Lease | End:
         if self.lease_s:
             self.timeline.sleep(self.lease_s)
         if stop:
             self.leases.stop(stop)
-        answer = self.leases.take(rank, segment)
+        answer = self.leases.take(replica, segment)
         for other, released in self.leases.released:
             if other in self._waiting:  # who died meanwhile gets none
                 self._waiting[other].set(released)
@@ -44,16 +44,16 @@ class LeaseServer:
         if answer is not None:
             self._moved_at = self.timeline.now
             return answer
-        return self._wait(rank, step)
+        return self._wait(replica, step)
 
-    def _wait(self, rank: int, step: int) -> Lease | End:
-        """While worker 0 trains alone."""
+    def _wait(self, replica: int, step: int) -> Lease | End:
+        """While replica 0 trains alone."""
         cell: Future[Lease | End] = self.timeline.cell()
-        self._waiting[rank] = cell
+        self._waiting[replica] = cell
         begun = self.timeline.now
 
         def look() -> None:
-            if cell.is_set or self._waiting.get(rank) is not cell:
+            if cell.is_set or self._waiting.get(replica) is not cell:
                 return
             seconds = self.timeline.now - begun
             if self._moved_at + self.timeout_s > self.timeline.now:
@@ -65,8 +65,8 @@ class LeaseServer:
         try:
             return self.timeline.wait(cell, "a lease")
         finally:
-            if self._waiting.get(rank) is cell:
-                del self._waiting[rank]
+            if self._waiting.get(replica) is cell:
+                del self._waiting[replica]
 
 
 class SimDriverClient(InProcessDriverClient):
@@ -110,8 +110,8 @@ class SimDriverClient(InProcessDriverClient):
             self._after_backward.pop(0)()
 
     @override
-    def lease(self, segment: Segment) -> Lease | End:
-        return self._lease_server.lease(self._rank, segment, self.should_stop(), self.step)
+    def lease(self, segment: Segment, replica: int) -> Lease | End:
+        return self._lease_server.lease(replica, segment, self.should_stop(), self.step)
 
 
 @contextmanager

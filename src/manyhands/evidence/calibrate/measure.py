@@ -203,7 +203,7 @@ def _time_requests(task: Task, worker: Worker) -> ServerTimes | None:
         server.deactivate()
         pulls, pushes = zip(*pairs[_WARM:], strict=True)
         segment = Segment(epoch=0, first=0, until=_REPEATS, parts=worker.size, size=worker.size)
-        leases = [_seconds(lambda: worker.driver.lease(segment)) for _ in range(_REPEATS)]
+        leases = [_seconds(lambda: worker.lease(segment)) for _ in range(_REPEATS)]
         answer = ServerTimes(
             elements,
             dtype.itemsize,
