@@ -78,6 +78,8 @@ class Task:
     """False: rows in their own order, every epoch."""
     collate: Callable[[list[Any]], Any] | None = None
     """[row, …] -> batch. Default: torch's default_collate."""
+    executor: Callable[[Task, Any], Any] | None = None
+    """(task, worker) -> the `StepExecutor` that makes the steps there, in the place of autograd and the optimizer."""
     worker_callback: WorkerCallbackFactory | None = None
     """Callbacks on every worker (`mh.keras.task` uses them); `callbacks` of train() run on the driver."""
     name: str = "task"
@@ -150,6 +152,7 @@ _OPTIONAL = {
     "schedule": "(optimizer, total_steps)",
     "order": "(epoch)",
     "collate": "([row, ...])",
+    "executor": "(task, worker)",
 }
 _FUNCTIONS = {"loss": "(model, batch)", "optimizer": "(model)", "model": "an nn.Module or ()", **_OPTIONAL}
 

@@ -93,6 +93,7 @@ def test_the_workers_of_a_replica_get_the_same_slices(local: Local) -> None:
     assert values[2] == values[3]
     assert sorted((lease.index, lease.part) for value in values[::2] for lease in value[0]) == ALL
     assert [lease.handed for lease in values[0][0][:2]] == [0, 1]
+    assert values[2][0][0].part == 1  # its own queue: replica 0 reads parts 0 and 2
 
 
 @pytest.mark.parametrize("workers", [1, 3])

@@ -211,3 +211,35 @@ def test_a_gradient_that_is_not_finite_in_one_half_is_left_out_by_both() -> None
         return replica.apply(), replica.step
 
     assert together(2, program) == [(False, 0), (False, 0)]
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+
+class Shares(AutogradExecutor):
+    """Both members hold all of `shared`, which counts at the first, and a parameter of their own."""
+
+    def __init__(self, members: ThreadGroup) -> None:
+        def make() -> nn.Module:
+            model = nn.Module()
+            model.shared = nn.Parameter(torch.tensor([3.0, 4.0]))
+            model.register_parameter(f"own{members.rank}", nn.Parameter(torch.full((2,), 1.0 + members.rank)))
+            return model
+
+        super().__init__(make, adamw, loss=lambda model, batch: model.shared.sum(), members=members)
+
+    def build(self, allocate: Allocate) -> None:
+        super().build(allocate)
+        if self.members.rank:
+            self.shards[0].slices["shared"] = replace(self.shards[0].slices["shared"], counted=False)
+
+
+def test_a_parameter_that_both_members_hold_counts_once_in_norms_and_dot_products() -> None:
+    model = Meeting(2)
+
+    def program(thread: Worker) -> tuple[float, float]:
+        replica = Replica(Shares(ThreadGroup(model, thread.rank)), group=Worker().mesh.data)
+        ones = replica.zeros().fill_(1.0)
+        return replica.norm(replica.parameters) ** 2, replica.dot(replica.parameters, ones)
+
+    assert together(2, program) == [(pytest.approx(25 + 2 + 8), 7 + 2 + 4)] * 2

@@ -86,8 +86,8 @@ class StepExecutor(ABC):
         return sums
 
     def dot(self, one: FlatVector, other: FlatVector) -> float:
-        """The dot product over all shards and over `members`, summed in float64."""
-        own = sum(float(torch.dot(a.double(), b.double())) for a, b in zip(one.parts, other.parts, strict=True))
+        """The dot product over all shards and over `members`, summed in float64; copies of a parameter count once."""
+        own = sum(shard.dot(a, b) for shard, a, b in zip(self.shards, one.parts, other.parts, strict=True))
         return float(self.reduce(torch.tensor([own], dtype=torch.float64)))
 
     # -- what gradients are to autograd; a kernel has none -----------------------------------------------------------

@@ -54,7 +54,9 @@ class Replica:
         self.parameters = FlatVector([shard.parameters for shard in self.shards])
         self._gradients = FlatVector([shard.gradients for shard in self.shards])
         self._mean: MeanResult | None = None  # of the mean that `gradients` holds; None: they are this worker's own
-        self.schedule = schedule(self.optimizer) if schedule is not None else None
+        self.schedule: Any = None
+        if schedule is not None:
+            self.use_schedule(schedule)
         self.optimizer_state = OptimizerState(self.optimizer, self.layout, self.zeros, self.named)
         self.control = ControlBits()
         self.weight = 0.0  # behind `gradients`: own, then the total after a mean
@@ -272,7 +274,11 @@ class Replica:
 
     def _step_schedule(self) -> None:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else it warns of a wrong order on an idle tick
-        self.schedule.step()  # type: ignore[union-attr]
+        self.schedule.step()
+
+    def use_schedule(self, make: Callable[[torch.optim.Optimizer], Any]) -> None:
+        """Let `make(optimizer)` decide the rate from now on."""
+        self.schedule = make(self.optimizer)
 
     def follow_schedule(self, steps: int) -> None:
         """Bring the schedule to where it stands after so many steps; from now on `apply` leaves it alone.

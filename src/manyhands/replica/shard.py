@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from manyhands.replica.layout import Layout
@@ -16,7 +17,7 @@ class ParameterSlice:
     shape: tuple[int, ...]  # of the whole parameter
     start: tuple[int, ...]
     stop: tuple[int, ...]  # of the part, one a dimension
-    counted: bool = True  # of several copies of a parameter one counts in a checkpoint
+    counted: bool = True  # of several copies within a replica one counts: in norms, dot products and checkpoints
 
     @property
     def whole(self) -> bool:
@@ -40,3 +41,12 @@ class ParameterShard:
         for name, shape in zip(self.layout.names, self.layout.shapes, strict=True):
             whole = ParameterSlice(shape=tuple(shape), start=(0,) * len(shape), stop=tuple(shape))
             self.slices.setdefault(name, whole)
+
+    def dot(self, one: Tensor, other: Tensor) -> float:
+        """The dot product of two vectors [D'] in float64, without copies that do not count."""
+        if all(part.counted for part in self.slices.values()):
+            return float(torch.dot(one.double(), other.double()))
+        views, others = self.layout.named(one), self.layout.named(other)
+        return sum(
+            float((views[n].double() * others[n].double()).sum()) for n, part in self.slices.items() if part.counted
+        )

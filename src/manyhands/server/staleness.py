@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -52,6 +52,10 @@ def quantile(histogram: Histogram, q: float) -> int:
     return 0
 
 
+def _dot(a: Tensor, b: Tensor) -> float:
+    return float(torch.dot(a, b))
+
+
 class Curvature:
     """Estimates rate times largest curvature from successive gradients of one worker; call it around each step.
 
@@ -69,36 +73,37 @@ class Curvature:
     call costs well under a microsecond. Memory: three vectors [D'].
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dot: Callable[[Any, Any], float] = _dot) -> None:
+        """dot: of two vectors, which are tensors, or have `*`, `add_` and a dot product as tensors do."""
+        self._dot = dot
         self._fits: deque[_Fit] = deque(maxlen=WINDOWS)
         self._points: list[
             tuple[float, float, float]
         ] = []  # of the window under way: along v, position, gradient, step / rate
         self._tick = 0
-        self._v: Tensor | None = None
-        self._scatter, self._sum = torch.empty(0), torch.empty(0)
+        self._v: Any = None  # the direction
+        self._scatter: Any = None
+        self._sum: Any = None
         self._along = (0.0, 0.0)  # x·v and g·v of the tick under way
         self._rate = 0.0
 
-    def before(self, parameters: Tensor, gradients: Tensor) -> None:
+    def before(self, parameters: Any, gradients: Any) -> None:
         """These gradients [D'] were taken at these parameters [D'], and no step made yet."""
         if not self._measures():
             return
         if self._v is None and not self._turn(gradients):
             return
-        assert self._v is not None
-        self._along = _dot(parameters, self._v), _dot(gradients, self._v)
+        self._along = self._dot(parameters, self._v), self._dot(gradients, self._v)
         self._scatter.add_(gradients, alpha=self._along[1])
         self._sum.add_(gradients)
 
-    def after(self, parameters: Tensor, rate: float = 1.0, applied: bool = True) -> bool:
+    def after(self, parameters: Any, rate: float = 1.0, applied: bool = True) -> bool:
         """The step was made, at this rate, or nothing was (`applied`). Whether the estimate is a new one now."""
         measured = self._measures() and self._v is not None
         self._tick, self._rate = self._tick + 1, rate
         if not measured or not applied or rate <= 0:
             return False
-        assert self._v is not None
-        (x, g), moved = self._along, _dot(parameters, self._v)
+        (x, g), moved = self._along, self._dot(parameters, self._v)
         self._points.append((x, g, (moved - x) / rate))
         return len(self._points) == WINDOW and self._end()
 
@@ -117,13 +122,13 @@ class Curvature:
     def _measures(self) -> bool:
         return self._tick < DENSE or self._tick % EVERY < WINDOWS * WINDOW
 
-    def _turn(self, direction: Tensor) -> bool:
+    def _turn(self, direction: Any) -> bool:
         """Look along this direction from now on; False where it is none."""
-        length = float(direction.norm())
-        if not 0 < length < math.inf:
+        square = self._dot(direction, direction)
+        if not 0 < square < math.inf:
             return False
-        self._v = direction / length
-        self._scatter, self._sum = torch.zeros_like(self._v), torch.zeros_like(self._v)
+        self._v = direction * (1 / math.sqrt(square))
+        self._scatter, self._sum = self._v * 0.0, self._v * 0.0
         return True
 
     def _end(self) -> bool:
@@ -131,7 +136,7 @@ class Curvature:
         if fit is not None:
             self._fits.append(fit)
         mean = sum(g for _, g, _ in self._points) / WINDOW
-        self._scatter.sub_(self._sum, alpha=mean)
+        self._scatter.add_(self._sum, alpha=-mean)
         if not self._turn(self._scatter):
             self._v = None  # gradients that are all the same, or not finite: begin with the next
         self._points = []
@@ -174,16 +179,21 @@ _LINE = np.linalg.qr(np.stack([np.ones(WINDOW), np.arange(WINDOW)], axis=1))[
 ]  # [WINDOW, 2] what a mean and a drift span
 
 
-def _dot(a: Tensor, b: Tensor) -> float:
-    return float(torch.dot(a, b))
-
-
 class StalenessMonitor:
     """One worker's eye on whether the rate can bear its updates' staleness; says so once."""
 
-    def __init__(self, *, rank: int, workers: int, share: float = 1.0, fades: bool = False) -> None:
-        """share: how far a push moves the center along a worker's step. fades: the server divides by staleness + 1."""
-        self.curvature = Curvature()
+    def __init__(
+        self,
+        *,
+        rank: int,
+        workers: int,
+        share: float = 1.0,
+        fades: bool = False,
+        dot: Callable[[Any, Any], float] = _dot,
+    ) -> None:
+        """share: how far a push moves the center along a worker's step. fades: the server divides by staleness + 1.
+        dot: see `Curvature`."""
+        self.curvature = Curvature(dot)
         self.staleness: Counter[int] = Counter()
         self._rank, self._workers, self._share, self._fades = rank, workers, share, fades
         self._steps = self._pushes = 0
@@ -191,11 +201,11 @@ class StalenessMonitor:
         self._new = self._warned = False
         self._news: dict[str, float] = {}
 
-    def before(self, parameters: Tensor, gradients: Tensor) -> None:
+    def before(self, parameters: Any, gradients: Any) -> None:
         """See `Curvature.before`."""
         self.curvature.before(parameters, gradients)
 
-    def after(self, parameters: Tensor, rate: float, applied: bool = True) -> None:
+    def after(self, parameters: Any, rate: float, applied: bool = True) -> None:
         """See `Curvature.after`."""
         self._new = self.curvature.after(parameters, rate, applied) or self._new
         self._steps += applied
@@ -259,12 +269,16 @@ class StalenessMonitor:
         return 1 - (1 - of_way) ** (1 / self._window()) if of_way < 1 else 1.0
 
 
-def watch(spec: ServerSpec, rate_factor: float, rank: int, workers: int) -> StalenessMonitor | None:
+def watch(
+    spec: ServerSpec, rate_factor: float, rank: int, workers: int, dot: Callable[[Any, Any], float] = _dot
+) -> StalenessMonitor | None:
     """The monitor of a worker; None where the limit does not apply to the rule, or nothing can be stale.
 
-    rate_factor: the strategy's, how far one global batch moves the center in steps of the rate.
+    rate_factor: the strategy's, how far one global batch moves the center in steps of the rate. dot: see `Curvature`.
     """
     rule = RULES[spec.rule]
     if not rule.adds_steps or spec.bound == 0 or workers == 1:
         return None
-    return StalenessMonitor(rank=rank, workers=workers, share=rate_factor / workers, fades=rule.divides_by_staleness)
+    return StalenessMonitor(
+        rank=rank, workers=workers, share=rate_factor / workers, fades=rule.divides_by_staleness, dot=dot
+    )

@@ -23,7 +23,7 @@ from manyhands.replica.replica import Replica
 from manyhands.server.staleness import StalenessMonitor, watch
 from manyhands.signals import PREEMPTED
 from manyhands.strategies.base import Change
-from manyhands.training.plan import Outcome, TrainingPosition, WorkerPlan, build_model, global_batch
+from manyhands.training.plan import Outcome, TrainingPosition, WorkerPlan, global_batch, make_executor
 from manyhands.training.saving import Saver
 from manyhands.training.validation import Validator
 from manyhands.worker import Worker
@@ -45,11 +45,17 @@ class Loop:
         self.plan, self.worker, self.task = plan, worker, plan.task
         many = not plan.strategy.needs.one_model
         rng.seed_all(plan.task.seed, worker.rank if many else 0)
-        model = build_model(plan.task).to(worker.device)
+        self.replica = Replica(
+            make_executor(plan.task, worker),
+            group=worker.mesh.data,
+            clip_norm=plan.task.clip_norm,
+            nonfinite=plan.nonfinite,
+            clock=worker.clock,
+        )
         self.train_feed = self._feed(plan.task.train_data, train=True)
         self.ticks_per_epoch = self.train_feed.ticks
-        fingerprint.compare(worker, partial(self._program_facts, model))
-        self.replica = self._replica(model)
+        fingerprint.compare(worker, partial(self._program_facts, self.replica.model))
+        self._use_schedule()
         if worker.rank and not many:
             rng.seed_all(plan.task.seed, worker.rank)  # dropout draws per rank
         if plan.strategy.needs.gradients and not self.replica.executor.has_gradients:
@@ -103,29 +109,19 @@ class Loop:
             threads=not worker.shares_process,
         )
 
-    def _replica(self, model: torch.nn.Module) -> Replica:
-        task, total = self.task, self.total_ticks()
-        if task.schedule is not None and total is None:
+    def _use_schedule(self) -> None:
+        make, total = self.task.schedule, self.total_ticks()
+        if make is None:
+            return
+        if total is None:
             raise BadInput("a schedule needs the number of steps, and a stream has no length: give max_steps")
-        schedule = None if task.schedule is None else lambda optimizer: task.schedule(optimizer, total)  # type: ignore[misc,arg-type]
-        return Replica.of(
-            model,
-            task.optimizer,
-            group=self.worker.mesh.data,
-            loss=task.loss,
-            schedule=schedule,
-            clip_norm=task.clip_norm,
-            precision=task.precision,
-            micro_batch_size=task.micro_batch_size,
-            nonfinite=self.plan.nonfinite,
-            clock=self.worker.clock,
-        )
+        self.replica.use_schedule(lambda optimizer: make(optimizer, total))
 
     def _watch(self) -> StalenessMonitor | None:
-        strategy, worker, spec = self.plan.strategy, self.worker, self.spec
-        if spec is None:
+        (rank, replicas), replica, spec = self.worker.mesh.rows, self.replica, self.spec
+        if spec is None or not replica.executor.has_gradients:
             return None
-        return watch(spec, strategy.rate_factor(worker.size), worker.rank, worker.size)
+        return watch(spec, self.plan.strategy.rate_factor(replicas), rank, replicas, replica.dot)
 
     def total_ticks(self) -> int | None:
         """Ticks of the whole training, None for a stream without max_steps."""
@@ -186,13 +182,13 @@ class Loop:
         worker.driver.computed(0 if replica.skip else part.rows)
         weight, rate = replica.weight, self._rate()
         if self.staleness is not None:
-            self.staleness.before(replica.parameters.joined(), replica.gradients.joined())
+            self.staleness.before(replica.parameters, replica.gradients)
         middle = clock()
         worker.driver.progress("exchange", replica.step)
         result = self.plan.strategy.exchange(replica, worker, self.state)
         self.anybody = result.rows_left
         if self.staleness is not None:
-            self.staleness.after(replica.parameters.joined(), rate, result.applied)
+            self.staleness.after(replica.parameters, rate, result.applied)
         self._pass_gate()
         end = clock()
         apply_s, wait_s = replica.apply_seconds - apply_s, self._waited_s() - wait_s
@@ -408,7 +404,16 @@ class Loop:
     def _program_facts(self, model: torch.nn.Module) -> fingerprint.Facts:
         """What this worker is about to train, before anything is shared."""
         task, feed = self.task, self.train_feed
-        used = (task.loss, task.optimizer, task.evaluate, task.schedule, task.collate, task.train_data, model)
+        used = (
+            task.loss,
+            task.optimizer,
+            task.evaluate,
+            task.schedule,
+            task.collate,
+            task.train_data,
+            model,
+            task.executor,
+        )
         return {
             **fingerprint.of_code(*used),
             **fingerprint.of_settings(

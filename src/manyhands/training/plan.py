@@ -12,9 +12,11 @@ from manyhands.checkpoint.checkpoints import Checkpoint
 from manyhands.checkpoint.launch_lock import Claim
 from manyhands.checkpoint.paths import AnyPath
 from manyhands.errors import BadInput
+from manyhands.replica.executor import AutogradExecutor, StepExecutor
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task
 from manyhands.training.best_model import KEEP_LAST, BestModelPolicy
+from manyhands.worker import Worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +95,20 @@ def build_model(task: Task) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise BadInput(f"model must be an nn.Module or a function that returns one; it returned {type(model).__name__}")
     return model
+
+
+def make_executor(task: Task, worker: Worker) -> StepExecutor:
+    """What makes this worker's steps: the task's own, or autograd with its optimizer."""
+    if task.executor is not None:
+        executor: StepExecutor = task.executor(task, worker)
+        return executor
+    return AutogradExecutor(
+        lambda: build_model(task).to(worker.device),
+        task.optimizer,
+        loss=task.loss,
+        precision=task.precision,
+        micro_batch_size=task.micro_batch_size,
+    )
 
 
 def global_batch(task: Task, workers: int, own: int | None = None) -> int:

@@ -103,14 +103,14 @@ class Validator:
         changed, callback_result = group.all_gather_json([changed, callback_result])[0]
         if not changed:
             return callback_result, False, parameters, buffers
-        after.broadcast_(group, 0)
+        after.broadcast_(self.worker.mesh.data, 0)
         for tensor in held.values():
-            group.broadcast_(tensor, 0)
+            self.worker.mesh.data.broadcast_(tensor, 0)
         return callback_result, True, after, held
 
     def _buffers(self) -> dict[str, Tensor]:
         """Those of the one answer, or this rank's own where there are N."""
-        group = self.worker.group if self.plan.strategy.needs.one_model else SoloGroup()
+        group = self.worker.mesh.data if self.plan.strategy.needs.one_model else SoloGroup()
         return evaluation.mean_buffers(self.replica.model, group)
 
     def _evaluate(
@@ -125,9 +125,9 @@ class Validator:
             task = self.plan.task
             measure: Callable[[Any], Metrics] = partial(self.replica.executor.evaluate, task.metrics)
             if not self.plan.strategy.needs.one_model:
-                ensemble = evaluation.ensemble_of(self.replica, worker.group)
+                ensemble = evaluation.ensemble_of(self.replica, worker.mesh.data)
                 measure = evaluation.of_model(task, ensemble, worker.device)
-            metrics = evaluation.evaluate(measure, feed, worker.group, progress)
+            metrics = evaluation.evaluate(measure, feed, worker.mesh.data, progress)
         return {prefix + name: value for name, value in metrics.items()}
 
     def _states(self, parameters: FlatVector, buffers: dict[str, Tensor]) -> list[State]:
@@ -136,7 +136,7 @@ class Validator:
         if self.plan.strategy.needs.one_model:
             return [(_own(self.replica.named(parameters)), _own(buffers))] if wanted else []
         with evaluation.holding(self.replica, parameters, buffers):
-            members = evaluation.ensemble_of(self.replica, self.worker.group).members
+            members = evaluation.ensemble_of(self.replica, self.worker.mesh.data).members
         trainable = self.replica.layout.names
         states = [({n: p for n, p in m.named_parameters() if n in trainable}, dict(m.named_buffers())) for m in members]
         return [(_own(p), _own(b)) for p, b in states] if wanted else []

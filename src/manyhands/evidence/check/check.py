@@ -93,6 +93,11 @@ def check(
             f"check runs its workers on this machine, which engine {found_engine.name} does not do: take engine local or "
             "sim, outside of manyhands run and torchrun"
         )
+    if own.executor is not None:
+        raise Unsupported(
+            "check compares the gradients of autograd, and this task has an executor of its own, which may have none: "
+            "compare its parameters on one worker and on several"
+        )
     for name, value, least in (("workers", workers, 2), ("steps", steps, 1)):
         if not is_whole(value, least):
             raise BadInput(f"check: {name} must be a whole number of at least {least}, not {value!r}")

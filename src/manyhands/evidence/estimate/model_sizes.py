@@ -17,7 +17,8 @@ from manyhands.data.source import Source
 from manyhands.replica.layout import Layout
 from manyhands.replica.replica import Replica
 from manyhands.task import Task
-from manyhands.training.plan import build_model, global_batch
+from manyhands.training.plan import global_batch, make_executor
+from manyhands.worker import Worker
 
 Matrix = tuple[int, int, int]  # start in the flat vector [D'], rows, columns
 
@@ -49,8 +50,7 @@ def shape_of(task: Task) -> Shape:
     """
     with rng.kept():
         given = task.with_fields(model=copy.deepcopy(task.model)) if isinstance(task.model, nn.Module) else task
-        model = build_model(given).to("cpu")
-        replica = Replica.of(model, task.optimizer, group=SoloGroup(), loss=task.loss)
+        replica = Replica(make_executor(given, Worker()), group=SoloGroup())
         replica.begin_tick()  # a step with a zero gradient, after which the optimizer has its state
         for parameter, view in zip(replica.trainable, replica.named(replica.gradients).values(), strict=True):
             parameter.grad = view

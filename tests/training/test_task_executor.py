@@ -1,0 +1,188 @@
+"""Executors that a task gives, through the whole loop: one without gradients, and one of replicas held in halves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from by_hand import Point
+from test_epochs import LeaseServer, Line
+from torch import Tensor, nn
+
+import manyhands as mh
+from manyhands.errors import BadInput, Unsupported
+from manyhands.replica.executor import Allocate, AutogradExecutor, StepExecutor, StepLoss, shards_of
+from manyhands.replica.shard import ParameterSlice
+from manyhands.server.in_process import InProcessServers
+from manyhands.strategies import strategy_of
+from manyhands.task import Evaluate, Metrics, Summed
+from manyhands.testing.threads import together
+from manyhands.training.plan import WorkerPlan
+from manyhands.training.worker_main import work
+from manyhands.worker import Mesh, Worker
+
+D = 6
+ROWS = torch.randn(40, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+
+
+def distance(model: nn.Module, batch: Tensor) -> Tensor:
+    return (model.w - batch).square().sum(1).mean()
+
+
+TASK = mh.Task(
+    model=lambda: Point([1.0] * D),
+    loss=distance,
+    optimizer=sgd,
+    train_data=ROWS,
+    validation_data=ROWS[:7],
+    evaluate=lambda model, batch: {
+        "loss": distance(model, batch),
+        "count": Summed(torch.tensor([float(len(batch))]), lambda sums: {"rows": float(sums)}),
+    },
+    batch_size=8,
+    epochs=2,
+    schedule=lambda optimizer, steps: torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=steps),
+)
+
+# -- without gradients -------------------------------------------------------------------------------------------------
+
+
+class MovesToRows(StepExecutor):
+    """A step goes a part of the way, as long as the rate says, from the parameters to the mean of the rows."""
+
+    def build(self, allocate: Allocate) -> None:
+        self.model = Point([1.0] * D)
+        self.shards = shards_of(self.model, allocate)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def begin_tick(self) -> None:
+        self.rows: Tensor | None = None
+
+    def backward(self, batch: Any | None) -> StepLoss:
+        self.rows = batch
+        return StepLoss() if batch is None else StepLoss(weight=len(batch), grad_mask=1)
+
+    def clip(self, norm: float) -> None:
+        raise AssertionError("nothing to clip")
+
+    def apply(self) -> None:
+        assert self.rows is not None
+        self.shards[0].parameters[:D].lerp_(self.rows.mean(0), self.optimizer.param_groups[0]["lr"])
+
+    def evaluate(self, function: Evaluate, batch: Any) -> Metrics:
+        return function(self.model, batch)
+
+
+KERNEL = TASK.with_fields(schedule=None, executor=lambda task, worker: MovesToRows())
+STEPPED = TASK.with_fields(  # the same by autograd: half of the distance's gradient is what a step goes
+    schedule=None,
+    loss=lambda model, batch: distance(model, batch) / 2,
+    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+)
+
+
+@pytest.mark.parametrize("strategy", ["solo", "local-sgd:period=2", "diloco:period=3", "gossip", "downpour"])
+def test_a_task_that_moves_parameters_without_gradients_trains_as_the_same_steps_by_autograd(strategy: str) -> None:
+    workers = 1 if strategy == "solo" else 2
+    kernel, stepped = (mh.train(t, strategy=strategy, engine="sim", workers=workers) for t in (KERNEL, STEPPED))
+    assert (kernel.parameters - stepped.parameters).abs().max() < 1e-12
+    assert (kernel.parameters - 1).abs().max() > 0.1
+    assert kernel.metrics["validation_loss"] == pytest.approx(stepped.metrics["validation_loss"])
+
+
+def test_what_needs_gradients_is_refused_by_the_task() -> None:
+    with pytest.raises(Unsupported, match="MovesToRows moves parameters without gradients"):
+        mh.train(KERNEL, strategy="allreduce", engine="sim", workers=2)
+    with pytest.raises(Unsupported, match="an executor of its own"):
+        mh.check(KERNEL, workers=2)
+
+
+def test_an_executor_is_a_function() -> None:
+    with pytest.raises(BadInput, match=r"executor must be \(task, worker\) -> \.\.\., a function"):
+        TASK.with_fields(executor=MovesToRows.__mro__)
+
+
+# -- replicas in halves ------------------------------------------------------------------------------------------------
+
+
+class Half(AutogradExecutor):
+    """A member's half of the columns; what all members must know alike is reduced."""
+
+    def __init__(self, task: mh.Task, worker: Worker) -> None:
+        members = worker.mesh.model
+        self.columns = slice(members.rank * D // 2, (members.rank + 1) * D // 2)
+
+        def loss(model: nn.Module, batch: Tensor) -> Tensor:
+            return distance(model, batch[:, self.columns])
+
+        super().__init__(lambda: Point([1.0] * (D // 2)), sgd, loss=loss, members=members)
+
+    def build(self, allocate: Allocate) -> None:
+        super().build(allocate)
+        self.shards[0].slices["w"] = ParameterSlice(shape=(D,), start=(self.columns.start,), stop=(self.columns.stop,))
+
+    def backward(self, batch: Any | None) -> StepLoss:
+        found = super().backward(batch)
+        return replace(found, loss=float(self.reduce(torch.tensor([found.loss], dtype=torch.float64))))
+
+    def evaluate(self, function: Evaluate, batch: Any) -> Metrics:
+        own = super().evaluate(function, batch[:, self.columns])
+        assert isinstance(own["loss"], Tensor)
+        return {**own, "loss": self.reduce(own["loss"].double().reshape(1))[0]}
+
+
+def train(task: mh.Task, strategy: str, members: int, leases: LeaseServer | None = None) -> list[tuple[Tensor, float]]:
+    """([D] answer, validation loss) of two replicas, each of so many workers, by the loop of mh.train."""
+    made, line = strategy_of(strategy), leases or LeaseServer()
+    spec = made.server()
+    servers = [InProcessServers(spec, 2, timeout_s=20) for _ in range(members)] if spec is not None else []
+
+    def program(worker: Worker) -> tuple[Tensor, float]:
+        replica, member = divmod(worker.rank, members)
+        mesh = Mesh(
+            world=worker.group,
+            data=worker.make_group([member, member + members]),
+            model=worker.make_group(range(replica * members, (replica + 1) * members)),
+            rows=(replica, 2),
+        )
+        server = servers[member].clients[replica] if servers else None
+        worker = replace(worker, mesh=mesh, server=server, driver=Line(line, worker.rank, None))
+        outcome = work(WorkerPlan(task=task, strategy=made, every_rank_returns=True), worker)
+        assert outcome is not None
+        own = outcome.states[0][0]["w"] if len(outcome.states) == 1 else outcome.states[replica][0]["w"]
+        assert outcome.metrics["validation_rows"] == 7
+        return mesh.model.all_gather(own).reshape(-1), outcome.metrics["validation_loss"]
+
+    return together(2 * members, program)[::members]
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+@pytest.mark.parametrize(
+    "strategy", ["allreduce", "local-sgd:period=2", "diloco:period=3", "easgd:period=2,via=group", "downpour:bound=0"]
+)
+def test_replicas_in_halves_train_as_whole_ones(strategy: str, clip_norm: float | None) -> None:
+    task = TASK.with_fields(clip_norm=clip_norm)
+    halves = train(task.with_fields(executor=Half), strategy, members=2)
+    for (one, loss), (other, expected) in zip(halves, train(task, strategy, members=1), strict=True):
+        assert (one - other).abs().max() < 1e-12
+        assert loss == pytest.approx(expected, rel=1e-12)
+
+
+def test_replicas_of_their_own_pace_lease_as_one() -> None:
+    """Both members of a replica train the same slices, and each slice is trained by one replica."""
+    leases = LeaseServer()
+    train(TASK.with_fields(executor=Half), "downpour:warmup=2", 2, leases)
+    steps = [event for event in leases.events if event.type == "step"]
+    trained = [[(e.values["epoch"], *e.values["lease"]) for e in steps if e.rank == rank] for rank in range(4)]
+    assert trained[0] == trained[1]
+    assert trained[2] == trained[3]
+    assert sorted(part[:3] for replica in (0, 2) for part in trained[replica]) == [
+        (epoch, batch, part) for epoch in range(2) for batch in range(5) for part in range(2)
+    ]
+    assert [handed for *_, handed in trained[0]][:2] == [0, 1]
