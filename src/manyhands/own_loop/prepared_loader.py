@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from manyhands import rng
-from manyhands.comm.group import Group
 from manyhands.data.batch import digest_of, map_columns, rows_of, slice_rows
 from manyhands.data.readers.datasets import RowLoader, set_epoch
 from manyhands.data.readers.loaders import (
@@ -23,7 +22,6 @@ from manyhands.data.readers.loaders import (
     refuse_distributed,
     samplers_of,
 )
-from manyhands.data.rng_scope import RngScope
 from manyhands.data.sharding import slice_of
 from manyhands.data.source import COMPARED, Pick, Reading, check_digests
 from manyhands.errors import BadInput
@@ -123,7 +121,7 @@ class PreparedLoader(Iterable[Any]):
     def _loaded(self, loader: DataLoader[Any]) -> Iterator[Share]:
         """Load own rows only."""
         worker = self.session.worker
-        with _drawing_alike(worker.group, generators_of(loader)):
+        with rng.drawn_alike(worker.group, generators_of(loader)):
             plan = _plan_of(loader)
             with rng.kept():
                 seed = int(torch.randint(2**62, ()).item())
@@ -142,13 +140,13 @@ class PreparedLoader(Iterable[Any]):
         """Read everything, keep the own rows. The source's code draws rank 0's numbers on all workers."""
         worker = self.session.worker
         loader = self.plain if isinstance(self.plain, DataLoader) else None
-        with _drawing_alike(worker.group, generators_of(loader) if loader is not None else []):
+        with rng.drawn_alike(worker.group, generators_of(loader) if loader is not None else []):
             batches = iter(self.plain)
-            first, own = next(batches, None), RngScope.from_here()
+            first, own = next(batches, None), rng.RngScope.from_here()
         self._compare(first)
         return self._cut_each(first, batches, own)
 
-    def _cut_each(self, first: Any, batches: Iterator[Any], own: RngScope) -> Iterator[Share]:
+    def _cut_each(self, first: Any, batches: Iterator[Any], own: rng.RngScope) -> Iterator[Share]:
         """Rank 0's generators end where one process's would, unless the loop itself drew numbers."""
         rank, size = self.session.worker.rank, self.session.worker.size
         with own.in_place() if rank == 0 else nullcontext():
@@ -185,24 +183,6 @@ class _Keys(Dataset[Any]):
 
     def __getitems__(self, keys: list[Any]) -> list[Any]:
         return keys
-
-
-@contextmanager
-def _drawing_alike(group: Group, generators: list[torch.Generator]) -> Iterator[None]:
-    """Inside, every rank draws rank 0's numbers. Rank 0's generators, and all of `generators`, have then moved on as in
-    a plain script; the other ranks' global ones are as before. A collective."""
-    tensors, values = rng.capture()
-    tensors.pop("cuda", None)  # orders are drawn on the CPU
-    own = [generator.get_state() for generator in generators]
-    for state in [*tensors.values(), *own]:
-        group.broadcast_(state, 0)
-    values = group.all_gather_json(values if group.rank == 0 else None)[0]
-    for generator, state in zip(generators, own, strict=True):
-        generator.set_state(state)
-    with rng.kept() if group.rank else nullcontext():
-        if group.rank:
-            rng.restore(tensors, values)
-        yield
 
 
 def _load(reader: RowLoader, plan: list[list[Any]], reading: Reading) -> Iterator[Share]:

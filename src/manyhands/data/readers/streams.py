@@ -12,10 +12,10 @@ from typing_extensions import override
 
 from manyhands.data.batch import Collate, digest_of, rows_of, slice_rows
 from manyhands.data.readers.datasets import end_processes, set_epoch
-from manyhands.data.rng_scope import RngScope
 from manyhands.data.sharding import slice_of
 from manyhands.data.source import BY_OPTION, COMPARED, Loading, Reading, Slice, Slices, Source
 from manyhands.errors import BadInput
+from manyhands.rng import RngScope
 
 
 class Unsized(Source):

@@ -1,12 +1,15 @@
-"""data/rng_scope.py: a random state that nobody else sees."""
+"""A random state that nobody else sees, and one that all ranks draw from."""
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from manyhands.data.rng_scope import RngScope
-from manyhands.rng import mixed
+from manyhands import rng
+from manyhands.comm.solo import SoloGroup
+from manyhands.rng import RngScope, mixed
 
 
 def draw():
@@ -59,3 +62,42 @@ def test_it_goes_on_from_here_as_if_there_were_one_stream():
 
 def test_neighbouring_keys_are_far_apart():
     assert len({mixed((a, b)) for a in range(30) for b in range(30)}) == 900
+
+
+class SecondRank(SoloGroup):
+    """What another rank's group gives: rank 0's state, which `first` captured."""
+
+    rank = 1
+
+    def __init__(self, tensors: list[Tensor], values: Any) -> None:
+        self._tensors, self._values = list(tensors), values
+
+    def broadcast_(self, tensor: Tensor, source: int) -> None:
+        tensor.copy_(self._tensors.pop(0))
+
+    def all_gather_json(self, value: Any) -> list[Any]:
+        return [self._values, value]
+
+
+def test_ranks_draw_alike_and_the_others_keep_their_own() -> None:
+    rng.seed_all(5)
+    of_first = torch.Generator().manual_seed(1)
+    tensors, values = rng.capture()
+    tensors.pop("cuda", None)
+    states = [*(tensor.clone() for tensor in tensors.values()), of_first.get_state()]
+    with rng.drawn_alike(SoloGroup(), [of_first]):
+        first = draw(), torch.rand(2, generator=of_first)
+    after = draw()
+    rng.seed_all(5)
+    assert draw() == first[0]  # as if nothing had been asked for
+    assert draw() == after
+
+    rng.seed_all(7)
+    own = draw()
+    rng.seed_all(7)
+    generator = torch.Generator().manual_seed(2)
+    with rng.drawn_alike(SecondRank(states, values), [generator]):
+        assert draw() == first[0]
+        assert torch.equal(torch.rand(2, generator=generator), first[1])
+    assert draw() == own
+    assert torch.equal(generator.get_state(), of_first.get_state())  # it has moved on, as rank 0's
