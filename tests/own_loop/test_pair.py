@@ -234,6 +234,43 @@ def test_a_weight_stated_too_late_is_refused() -> None:
         together(2, lambda worker: weighted(worker, late=True))
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_each_backward_has_a_weight_and_a_scale_of_its_own(size: int) -> None:
+    """Of two backwards before a step one is of a sum over rows, one of a mean; `.grad` is one process's after each."""
+
+    def program(worker: Worker | None) -> list[Tensor]:
+        session, model, loader = Session(worker or Worker()), seeded(), loader_of()
+        optimizer = plain.OPTIMIZERS["momentum"](model)
+        if worker is not None:
+            model, optimizer, loader = prepare_on(session, model, optimizer, loader)
+        found = []
+        for batch in loader:
+            optimizer.zero_grad()
+            rows = len(batch[0])
+            summed, mean = plain.cross_entropy(model, batch) * rows, plain.cross_entropy(model, batch)
+            if worker is not None:
+                session.state_weight(1, worker.size)
+            summed.backward()
+            found.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]).clone())
+            if worker is not None:
+                session.state_weight(rows)
+            (mean * 3).backward()
+            found.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]).clone())
+            optimizer.step()
+        return found
+
+    expected = program(None)
+    for got in together(size, program):
+        for one, other in zip(got, expected, strict=True):
+            assert (one - other).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_scale_must_be_a_finite_number_above_0(scale: float) -> None:
+    with pytest.raises(BadInput, match="scale is a finite number above 0"):
+        Session(Worker()).state_weight(1, scale)
+
+
 def test_a_weight_must_be_a_finite_number() -> None:
     for wrong in (-1.0, float("nan"), float("inf")):
         with pytest.raises(BadInput, match="finite number of at least 0"):

@@ -60,7 +60,9 @@ def shares(worker: Worker, plain_loader: Any, passes: int = 1) -> list[tuple[lis
     """(rows, weight) of each batch that this worker gets."""
     session = Session(worker)
     loader = PreparedLoader(plain_loader, session)
-    return [(torch.as_tensor(batch).tolist(), session.weight) for _ in range(passes) for batch in loader]
+    return [
+        (torch.as_tensor(batch).tolist(), session.next_backward().weight) for _ in range(passes) for batch in loader
+    ]
 
 
 def rows_used(everybody: list[list[tuple[list[int], float]]]) -> list[list[int]]:
@@ -271,10 +273,10 @@ def test_what_follows_a_loop_that_ended_on_a_stand_in_counts_again() -> None:
         loader = PreparedLoader(DataLoader(Numbers(5), batch_size=4), session)
         weights = []
         for index, _ in enumerate(loader):
-            weights.append(session.weight)
+            weights.append(session.next_backward().weight)
             if index == 1:
                 break
-        return [*weights, session.weight]
+        return [*weights, session.next_backward().weight]
 
     first, second = together(2, program)
     assert first == [2.0, 0.0, 1.0]
@@ -285,7 +287,11 @@ def test_a_loop_inside_the_loop_leaves_the_outer_batch_its_weight() -> None:
     def program(worker: Worker) -> list[float]:
         session = Session(worker)
         outer, inner = (PreparedLoader(DataLoader(Numbers(8), batch_size=size), session) for size in (4, 2))
-        return [weight for _ in outer for weight in (*(session.weight for _ in inner), session.weight)]
+        return [
+            weight
+            for _ in outer
+            for weight in (*(session.next_backward().weight for _ in inner), session.next_backward().weight)
+        ]
 
     assert together(2, program) == [[1.0, 1.0, 1.0, 1.0, 2.0] * 2] * 2
 

@@ -107,7 +107,7 @@ def test_a_summed_loss_is_named_once(strategy: str) -> None:
     (message,) = told(loss_over_rows, 3, strategy)
     assert "NllLoss" in message
     assert "1/3" in message
-    assert "mh.weight(1)" in message
+    assert "mh.weight(1, scale=" in message
 
 
 def test_a_mean_is_not_named_and_one_worker_never() -> None:
@@ -115,16 +115,16 @@ def test_a_mean_is_not_named_and_one_worker_never() -> None:
     assert not told(loss_over_rows, 1)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_remedy_is_one_process_and_is_not_named(size: int) -> None:
-    """`mh.weight(1)` and `loss * mh.worker().size`: the mean of N times the sums is their sum."""
+    """`mh.weight(1, scale=mh.worker().size)`: the mean of N times the sums is their sum."""
 
     def program(worker: Worker) -> Tensor:
         session = Session(worker)
 
         def remedied(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-            session.state_weight(1)
-            return loss_over_rows(model, batch) * worker.size
+            session.state_weight(1, worker.size)
+            return loss_over_rows(model, batch)
 
         return train(session, remedied)
 

@@ -60,7 +60,7 @@ def prepare(model: M, optimizer: O, *loaders: Iterable[Any], strategy: Strategy 
     All workers must call `backward()`, `step()` and the loader equally often. A loss whose mean does not divide by the
     batch's rows says so with `mh.weight(w)` before `backward()`. A loss that is a sum over rows takes 1/N of one
     process's step, and a warning names it in the first steps where its graph shows it: divide it by the rows, or keep
-    the sum by `mh.weight(1)` and `(loss * mh.worker().size).backward()`. With several workers a gradient that is not
+    the sum by `mh.weight(1, scale=mh.worker().size)` before `backward()`. With several workers a gradient that is not
     finite raises ManyhandsError in `step()`; alone, as in a plain script, nobody looks.
 
     Raises BadInput for what is no model, optimizer or loader, a wrapped model (DistributedDataParallel), a
@@ -97,14 +97,15 @@ def is_first() -> bool:
     return _worker_here().rank == 0
 
 
-def weight(w: float) -> None:
+def weight(w: float, *, scale: float = 1.0) -> None:
     """State what the loss of this step is a mean over, where that is not the batch's rows: tokens, class weights.
 
     Call it before `backward()`; it holds until the next `step()` or batch, whichever comes first. 0: this worker's
-    gradient does not count. 1 on all workers, with `loss * mh.worker().size`, is the remedy for a loss that is a sum.
-    Raises BadInput for a negative or infinite number; `step()` does if it came after `backward()`.
+    gradient does not count. scale: the gradients are multiplied by it before the mean over the workers. A loss that is
+    a sum over rows is kept by `mh.weight(1, scale=mh.worker().size)` on all workers. Raises BadInput for a negative or
+    infinite number, and for a scale of 0; `step()` does if it came after `backward()`.
     """
-    session().state_weight(float(w))
+    session().state_weight(float(w), float(scale))
 
 
 # -- which worker this is --------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import WeakSet, ref
@@ -34,6 +35,19 @@ class Iteration:
         self.used: set[Pair] = set()
 
 
+@dataclass
+class Backward:
+    """One backward under way, or about to begin: what its gradients count, and the pairs that they belong to."""
+
+    weight: float
+    """In the mean over the workers: 0 on a stand-in batch, else as stated, else the batch's rows, else 1."""
+    scale: float
+    """Its gradients are multiplied by this before the mean: the workers' number, where the loss is a sum over rows."""
+    known: bool
+    """Whether a prepared loader or the user says what it counts."""
+    pairs: set[Pair] = field(default_factory=set)
+
+
 class Session:
     """Shared by all pairs and loaders that were prepared for one Worker.
 
@@ -51,10 +65,10 @@ class Session:
         self.prepared = 0  # pairs so far, gone or not: a pair's place in the order of preparation
         self._began = False
         self._rows: dict[Iteration, float | None] = {}  # of each open pass's batch at hand, the newest last
-        self._stated: float | None = None  # by `mh.weight`
+        self._stated: tuple[float, float] | None = None  # weight and scale, by `mh.weight`
         self._stated_used = False
         self._stand_ins: set[Iteration] = set()  # whose batch at hand is a stand-in
-        self._pending: dict[int, set[Pair]] = {}  # backward under way -> the pairs that it reached
+        self._pending: dict[int, Backward] = {}  # those under way, by autograd's number
 
     def begin(self) -> None:
         """Training begins: from here on other ranks than the first draw numbers of their own (dropout, noise)."""
@@ -68,35 +82,30 @@ class Session:
     def _newest_rows(self) -> float | None:
         return next(reversed(self._rows.values()), None)
 
-    @property
-    def weight(self) -> float:
-        """Of a backward now: 0 on a stand-in batch, else as stated, else the batch's rows, else 1."""
-        if self._stand_ins:
-            return 0.0
-        if self._stated is not None:
-            return self._stated
-        return 1.0 if self._newest_rows is None else self._newest_rows
+    def next_backward(self) -> Backward:
+        """What a backward counts that begins now."""
+        weight = 1.0 if self._newest_rows is None else self._newest_rows
+        weight, scale = self._stated or (weight, 1.0)
+        known = self._stated is not None or bool(self._rows)
+        return Backward(0.0 if self._stand_ins else weight, scale, known)
 
     @property
     def counted_rows(self) -> float | None:
         """Of the batch at hand that a prepared loader gave, where they are the weight."""
         return None if self._stated is not None else self._newest_rows
 
-    @property
-    def weight_known(self) -> bool:
-        """Whether a prepared loader or the user says what a backward now counts."""
-        return self._stated is not None or bool(self._rows)
-
-    def state_weight(self, weight: float) -> None:
+    def state_weight(self, weight: float, scale: float = 1.0) -> None:
         """What `mh.weight` says; holds until the next step or batch."""
         if not 0 <= weight < math.inf:
             raise BadInput(f"a weight is a finite number of at least 0, not {weight}: what the loss's mean divides by")
-        self._stated, self._stated_used = weight, False
+        if not 0 < scale < math.inf:
+            raise BadInput(f"a scale is a finite number above 0, not {scale}: what the gradients are multiplied by")
+        self._stated, self._stated_used = (weight, scale), False
         if not self.counts_weights:
             self.counts_weights = True
             for pair in self.pairs:
                 pair.watch()
-        self._silence()
+        self._scale_gradients()
 
     def begin_batch(self, iteration: Iteration, rows: float | None, *, stand_in: bool = False) -> None:
         """A loader is about to yield a batch of so many rows of this worker's; None: nobody counts them."""
@@ -106,40 +115,42 @@ class Session:
         if stand_in:
             self._stand_ins.add(iteration)
             for pair in self.pairs:
-                pair.silence.keep_buffers()
-        self._silence()
+                pair.gradient_scale.keep_buffers()
+        self._scale_gradients()
 
     def end_batch(self, iteration: Iteration) -> None:
         """The loop body is done with the batch: what a stand-in did to buffers is undone."""
         if iteration in self._stand_ins:
             self._stand_ins.remove(iteration)
             for pair in self.pairs:
-                pair.silence.forget_buffers()
-            self._silence()
+                pair.gradient_scale.forget_buffers()
+            self._scale_gradients()
 
     def end_pass(self, iteration: Iteration) -> None:
         """A loop ended, by `break` or an error too: its last batch weighs no longer."""
         self.end_batch(iteration)
         self._rows.pop(iteration, None)
-        self._silence()
+        self._scale_gradients()
 
-    def _silence(self) -> None:
-        silent = self.weight == 0
+    def _scale_gradients(self) -> None:
+        coming = self.next_backward()
         for pair in self.pairs:
-            pair.silence.turn(silent)
+            pair.gradient_scale.set(coming.scale if coming.weight else 0.0)
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
     def reached(self, task: int, pair: Pair) -> None:
         """Backward number `task` gave a gradient to a parameter of `pair`; at its end the pair is notified."""
         if task not in self._pending:
-            self._pending[task] = set()
+            self._pending[task] = self.next_backward()
+            self._stated_used = True
             self.worker.driver.after_backward(lambda: self._after_backward(task))
-        self._pending[task].add(pair)
+        self._pending[task].pairs.add(pair)
 
     def _after_backward(self, task: int) -> None:
         self.begin()
-        pairs = in_order(self._pending.pop(task))
+        backward = self._pending.pop(task)
+        pairs = in_order(backward.pairs)
         self.first_losses.backward_over(self.counted_rows)
         if self.worker.shares_process:  # of simulated workers, computing a gradient takes virtual time here
             driver, step, rows = self.worker.driver, pairs[0].replica.step, self._newest_rows
@@ -148,8 +159,7 @@ class Session:
             driver.progress(USER, step)
         with torch.no_grad():
             for pair in pairs:
-                pair.after_backward(self.weight)
-        self._stated_used = True
+                pair.after_backward(backward)
 
     # -- step --------------------------------------------------------------------------------------------------------
 
@@ -164,7 +174,7 @@ class Session:
         """A pair has stepped: stated weights end, open iterations remember it."""
         self._stated = None
         self._pending.clear()  # of a backward that raised
-        self._silence()
+        self._scale_gradients()
         if self.worker.size > 1:
             for iteration in self.iterations:
                 iteration.used.add(pair)
@@ -210,7 +220,7 @@ class Pair:
         )
         self._addresses = [p.data_ptr() for p in self.replica.trainable]
         self.own = {id(p) for p in self.replica.trainable}
-        self.silence = Silence(model, self.replica.trainable)
+        self.gradient_scale = GradientScale(model, self.replica.trainable)
         self._first_steps = FirstSteps(session.first_losses)
         self._averages = strategy.needs.mean_gradient and self.together
         self._weight = 0.0  # behind the gradients since the last step
@@ -241,7 +251,7 @@ class Pair:
             self.watch()
 
     def release(self) -> None:
-        self.silence.turn(False)
+        self.gradient_scale.set(1.0)
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._stepper.pair = [], None
@@ -267,15 +277,14 @@ class Pair:
             self._task = task
             self.session.reached(task, self)
 
-    def after_backward(self, weight: float) -> None:
-        """Backward is over, every gradient is at its parameter, and they count with `weight`."""
-        self.silence.after_backward()
-        if self._averages:
-            weight = self._average(weight)
+    def after_backward(self, backward: Backward) -> None:
+        """Backward is over, and every gradient is at its parameter."""
+        self.gradient_scale.after_backward()
+        weight = self._average(backward) if self._averages else backward.weight
         self._weight += weight
         self._backwards += 1
 
-    def _average(self, weight: float) -> float:
+    def _average(self, backward: Backward) -> float:
         replica = self.replica
         if any(p.grad is not None and p.grad.requires_grad for p in replica.trainable):
             raise Unsupported(
@@ -283,8 +292,8 @@ class Pair:
                 "torch.autograd.grad(loss, parameters, create_graph=True), and call backward() on what depends on them"
             )
         replica.collect()
-        replica.weight = weight
-        self._first_steps.collected(replica.gradients.joined(), self.session.weight_known)
+        replica.weight = backward.weight
+        self._first_steps.collected(replica.gradients.joined(), backward.known)
         with self._exchanging():
             return replica.mean_gradients(self.worker.mesh.data).weight
 
@@ -296,15 +305,15 @@ class Pair:
         replica = self.replica
         if not (self._averages and self._backwards):  # gradients set by hand have had no exchange yet
             replica.collect()
-            self._first_steps.collected(replica.gradients.joined(), self.session.weight_known)
-        replica.weight = self._weight if self._backwards else self.session.weight
+            self._first_steps.collected(replica.gradients.joined(), self.session.next_backward().known)
+        replica.weight = self._weight if self._backwards else self.session.next_backward().weight
         with torch.no_grad(), self._exchanging():
             self._first_steps.stepped(replica.step)
             self.strategy.exchange(replica, self.worker, self.state)
         replica.tick += 1
         replica.reset_flags()
         self._weight, self._backwards, self._open = 0.0, 0, True
-        self.silence.restore_buffers()
+        self.gradient_scale.restore_buffers()
         self.session.after_step(self)
 
     def _check_step(self, closure: Any) -> None:
@@ -391,33 +400,37 @@ class Stepper:
         self.pair.step(closure)
 
 
-class Silence:
-    """Of one model; costs nothing while it is off."""
+class GradientScale:
+    """What a model's gradients are multiplied by in a backward; costs nothing while it is 1."""
 
     def __init__(self, model: nn.Module, parameters: list[nn.Parameter]) -> None:
         self._model, self._parameters = model, parameters
+        self._scale = 1.0
         self._hooks: list[Any] = []
-        self._fresh: set[int] = set()  # parameters whose `.grad` is nothing but zeros of a silent batch
+        self._fresh: set[int] = set()  # parameters whose `.grad` is nothing but zeros of a backward that counts nothing
         self._buffers: list[tuple[Tensor, Tensor]] = []  # (buffer, what it was before the stand-in)
 
-    def turn(self, on: bool) -> None:
-        """While on, backward adds zeros to every gradient, whatever it computed, NaN too; existing graphs included."""
-        if on and not self._hooks:
+    def set(self, scale: float) -> None:
+        """From now on; existing graphs included. At 0 backward adds zeros, whatever it computed, NaN too."""
+        self._scale = scale
+        if scale != 1.0 and not self._hooks:
             self._hooks = [
-                p.register_hook(lambda gradient, i=i: self._zeros(gradient, i)) for i, p in enumerate(self._parameters)
+                p.register_hook(lambda gradient, i=i: self._scaled(gradient, i)) for i, p in enumerate(self._parameters)
             ]
-        elif not on:
+        elif scale == 1.0:
             for hook in self._hooks:
                 hook.remove()
             self._hooks = []
 
-    def _zeros(self, gradient: Tensor, i: int) -> Tensor:
+    def _scaled(self, gradient: Tensor, i: int) -> Tensor:
+        if self._scale:
+            return gradient * self._scale
         if self._parameters[i].grad is None:
             self._fresh.add(i)
         return torch.zeros_like(gradient)
 
     def after_backward(self) -> None:
-        """A gradient that only a silent batch made is none."""
+        """A gradient that only a backward made that counts nothing is none."""
         for i in self._fresh:
             self._parameters[i].grad = None
         self._fresh.clear()
