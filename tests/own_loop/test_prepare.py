@@ -61,11 +61,13 @@ def test_an_engines_worker_is_the_one() -> None:
 def test_prepare_gives_back_the_users_own() -> None:
     model, optimizer = pair()
     loader = torch.utils.data.DataLoader(torch.arange(4))
-    got, rule, first, second = mh.prepare(model, optimizer, loader, [1, 2])
+    got, rule, first, second = mh.prepare(model, optimizer, loader, batches := [1, 2])
     assert got is model
     assert rule is optimizer
-    assert isinstance(first, PreparedLoader)
-    assert list(second) == [1, 2]
+    assert first is loader
+    assert list(first) == list(first.plain) == [torch.tensor([i]) for i in range(4)]
+    assert isinstance(second, PreparedLoader)
+    assert list(second) == batches
     assert mh.prepare(model, optimizer) == (model, optimizer)
     assert mh.prepare(model, optimizer, first)[2] is first
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +19,7 @@ import plain
 from manyhands.data.sharding import slice_of
 from manyhands.errors import BadInput
 from manyhands.own_loop.prepare import prepare_on
-from manyhands.own_loop.prepared_loader import PreparedLoader
+from manyhands.own_loop.prepared_loader import PreparedLoader, share
 from manyhands.own_loop.session import Session
 from manyhands.testing.threads import together
 from manyhands.worker import Worker
@@ -264,6 +265,52 @@ def test_buffers_are_averaged_at_the_end_of_a_pass() -> None:
     own = [x[:3].mean(), torch.stack([x[3:6].mean(), x[6].mean()]).mean()]
     for got in together(2, program):
         assert got.tolist() == pytest.approx([float(torch.stack(own).mean()), 4.0])
+
+
+class Fancy(DataLoader[Any]):
+    """A library's own."""
+
+    def rows(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+
+def test_a_dataloader_is_shared_in_place() -> None:
+    """Whoever holds it gets the share, in its own class; `plain` gives all rows."""
+
+    def program(worker: Worker) -> list[Any]:
+        loader = Fancy(Numbers(8), batch_size=4)
+        held, session = loader, Session(worker)
+        assert share(loader, session) is loader
+        assert share(loader, session) is loader
+        assert isinstance(held, Fancy)
+        assert (type(held).__name__, held.rows(), len(held), held.batch_size) == ("Fancy", 8, 2, 4)
+        alone = pickle.loads(pickle.dumps(held))
+        assert type(alone) is type(held.plain) is Fancy
+        assert (
+            [batch.tolist() for batch in alone]
+            == [batch.tolist() for batch in held.plain]
+            == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        )
+        return [batch.tolist() for batch in held]
+
+    assert together(2, program) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+
+
+def test_a_dataloader_of_an_earlier_session_is_shared_anew() -> None:
+    loader = DataLoader(Numbers(4), batch_size=2)
+    first, second = Session(Worker()), Session(Worker())
+    share(loader, first)
+    kind = type(loader)
+    assert share(loader, second) is loader
+    assert (loader.prepared.session, type(loader)) == (second, kind)  # type: ignore[attr-defined]
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+
+
+def test_a_dataloader_that_several_workers_of_a_process_hold_stays_as_it_is() -> None:
+    loader = DataLoader(Numbers(4), batch_size=2)
+    shared = share(loader, Session(Worker(shares_process=True)))
+    assert isinstance(shared, PreparedLoader)
+    assert type(loader) is DataLoader
 
 
 def test_what_follows_a_loop_that_ended_on_a_stand_in_counts_again() -> None:

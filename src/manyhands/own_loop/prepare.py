@@ -14,7 +14,7 @@ from manyhands.engines import under_torchrun
 from manyhands.engines.base import LaunchSpec
 from manyhands.engines.single_process import pick_device
 from manyhands.own_loop.launch import launched_strategy
-from manyhands.own_loop.prepared_loader import PreparedLoader
+from manyhands.own_loop.prepared_loader import share
 from manyhands.own_loop.rank_zero import mute_nonzero_ranks
 from manyhands.own_loop.session import Pair, Session
 from manyhands.strategies import strategy_of
@@ -26,7 +26,7 @@ TIMEOUT_S = 300.0
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
-Prepared = tuple[M, O, *tuple[Any, ...]]  # PreparedLoaders; a variable that held a DataLoader may hold one
+Prepared = tuple[M, O, *tuple[Any, ...]]  # the loaders: DataLoaders as they were given, PreparedLoaders of others
 
 
 def prepare(model: M, optimizer: O, *loaders: Iterable[Any], strategy: Strategy | str | None = None) -> Prepared[M, O]:
@@ -37,7 +37,8 @@ def prepare(model: M, optimizer: O, *loaders: Iterable[Any], strategy: Strategy 
     Call it on all workers alike, after the model is on its device and before training. It gives back the same model,
     whose parameters and buffers are rank 0's; the same optimizer, whose `step()` is now the strategy's exchange
     (learning rates, schedulers built before or after, `zero_grad` and `state_dict` work as ever); and for each loader
-    one that gives this worker's share of each batch (see `PreparedLoader`): the user's batch size is the global one.
+    what gives this worker's share of each batch (see `PreparedLoader`): the user's batch size is the global one. A
+    DataLoader is shared in place: it comes back itself, and its `plain` still gives all rows.
     Several pairs of model and optimizer (a GAN's) are prepared one by one; one optimizer over several modules as
     `mh.prepare([encoder, decoder], optimizer)`, which gives back the list. Prepare only loaders of training data: a
     loader that is not prepared gives every worker everything, which is right for validation. In its first steps a loop
@@ -76,15 +77,9 @@ def prepare_on(
 ) -> Prepared[M, O]:
     """`prepare` for the Worker of a given session."""
     chosen = strategy_of(strategy or launched_strategy() or DEFAULT)
-    prepared = [_prepare_loader(loader, session) for loader in loaders]
+    prepared = [share(loader, session) for loader in loaders]
     Pair(session, model, optimizer, chosen)
     return model, optimizer, *prepared
-
-
-def _prepare_loader(loader: Iterable[Any], session: Session) -> PreparedLoader:
-    if isinstance(loader, PreparedLoader):  # shared by several pairs, or a notebook's cell run again
-        return loader if loader.session is session else PreparedLoader(loader.plain, session)
-    return PreparedLoader(loader, session)
 
 
 def worker() -> Worker:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
 
 from manyhands import rng
 from manyhands.data.batch import digest_of, map_columns, rows_of, slice_rows
@@ -162,6 +164,52 @@ class PreparedLoader(Iterable[Any]):
     def _compare(self, batch: Any) -> None:
         """A collective."""
         check_digests(self.session.worker.group.all_gather_json(None if batch is None else digest_of(batch)))
+
+
+class SharedDataLoader(DataLoader[Any]):
+    """Mixed into the class of a DataLoader that was prepared in place: whoever holds it gets this worker's share."""
+
+    prepared: PreparedLoader
+
+    @property
+    def plain(self) -> DataLoader[Any]:
+        """As it was before: all rows."""
+        plain: DataLoader[Any] = self.prepared.plain  # type: ignore[assignment]
+        return plain
+
+    @override
+    def __iter__(self) -> Any:
+        """See `PreparedLoader`, as for the others."""
+        return iter(self.prepared)
+
+    def finish(self) -> None:
+        self.prepared.finish()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.prepared.set_epoch(epoch)
+
+    @override
+    def __reduce__(self) -> Any:
+        return copy.copy, (self.plain,)  # elsewhere nobody shares it
+
+
+def share(loader: Iterable[Any], session: Session) -> Iterable[Any]:
+    """What gives this worker's share of the loader's batches: a DataLoader itself, else a PreparedLoader of it.
+
+    One that was prepared before is taken as it is, for another session anew.
+    """
+    if isinstance(loader, PreparedLoader):  # shared by several pairs, or a notebook's cell run again
+        return loader if loader.session is session else PreparedLoader(loader.plain, session)
+    if not isinstance(loader, DataLoader) or session.worker.shares_process:  # others may hold it, too
+        return PreparedLoader(loader, session)
+    if isinstance(loader, SharedDataLoader):
+        if loader.prepared.session is not session:
+            loader.prepared = PreparedLoader(loader.plain, session)
+        return loader
+    prepared, kind = PreparedLoader(copy.copy(loader), session), type(loader)
+    loader.__class__ = type(kind.__name__, (SharedDataLoader, kind), {"__module__": kind.__module__})
+    cast(SharedDataLoader, loader).prepared = prepared
+    return loader
 
 
 def _plan_of(loader: DataLoader[Any]) -> list[list[Any]]:
