@@ -13,7 +13,7 @@ from manyhands.callbacks.base import Callback
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.events import Event
 from manyhands.recording.recorder import Recorder
-from manyhands.recording.run import Run
+from manyhands.recording.run import Answer, Run
 
 
 class Clock:
@@ -73,9 +73,7 @@ def ask(type: str, **values: Any) -> Event:
 def run_of(recorder: Recorder, **info: Any) -> Run:
     model = torch.nn.Linear(1, 1)
     return Run(
-        model=model,
-        models=[model],
-        parameters=torch.zeros(2),
+        answer=Answer.of([model]),
         metrics={"test_loss": 0.5},
         history=recorder.history,
         rows={"total": 8, "workers": [4, 4], "unused": 0},

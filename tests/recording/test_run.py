@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from manyhands.events import Event
 from manyhands.recording.event_log import EventLog
-from manyhands.recording.run import Run, environment
+from manyhands.recording.run import Answer, Run, environment
 
 
 class Model(nn.Module):
@@ -30,9 +30,7 @@ class Model(nn.Module):
 def run_of(**changes: Any) -> Run:
     model = Model()
     values: dict[str, Any] = {
-        "model": model,
-        "models": [model],
-        "parameters": torch.tensor([2.0]),
+        "answer": Answer.of([model]),
         "metrics": {"test_loss": 0.25},
         "history": [],
         "rows": {"total": 8, "workers": [8], "unused": 0},
@@ -104,7 +102,7 @@ def test_result_json_is_valid_and_makes_the_run_again(tmp_path: Path) -> None:
     log.close()
     run.save(tmp_path / "result.json")
     saved = json.loads((tmp_path / "result.json").read_text(), parse_constant=lambda c: pytest.fail(f"{c} is not JSON"))
-    again = Run.from_json(saved, directory=tmp_path, model=run.model, models=run.models, parameters=run.parameters)
+    again = Run.from_json(saved, directory=tmp_path, answer=run.answer)
     assert math.isnan(again.metrics["test_loss"])
     assert again.info == run.info
     assert (again.rows, again.timing, again.seconds, again.steps) == (run.rows, run.timing, 2.0, 1)
@@ -114,7 +112,7 @@ def test_result_json_is_valid_and_makes_the_run_again(tmp_path: Path) -> None:
 
 def test_staleness_is_by_number_again_after_json_and_of_all_workers() -> None:
     run = run_of(staleness={0: 3, 12: 1}, staleness_of_workers=[{0: 3}, {12: 1}])
-    again = Run.from_json(run.to_json(), model=run.model, models=run.models, parameters=run.parameters)
+    again = Run.from_json(run.to_json(), answer=run.answer)
     assert (again.staleness, again.staleness_of_workers) == (run.staleness, run.staleness_of_workers)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 import manyhands as mh
 import plain
 from manyhands.callbacks.base import Callback
+from manyhands.checkpoint.checkpoints import SavedTensors
 from manyhands.events import Event
 from plain import task
 
@@ -491,3 +493,45 @@ def test_one_worker_computes_with_the_callers_threads() -> None:
 
     mh.train(task(loss=loss), max_steps=1)
     assert seen == [1]
+
+
+# -- the answer ------------------------------------------------------------------------------------------------------
+
+
+def test_the_model_is_made_at_its_first_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[nn.Module] = []
+
+    def model() -> nn.Module:
+        made.append(plain.mlp())
+        return made[-1]
+
+    run = train(task(model=model), run_dir=tmp_path / "run")
+    trained = len(made)
+    assert run.summary()
+    assert len(run.answer.shapes) == len(list(plain.mlp().parameters()))
+    assert len(made) == trained
+    assert run.model is run.models[0] is made[-1]
+    assert len(made) == trained + 1
+
+    read: list[str] = []
+    whole = SavedTensors.__getitem__
+    monkeypatch.setattr(SavedTensors, "__getitem__", lambda self, name: read.append(name) or whole(self, name))
+    again = train(task(model=model), run_dir=tmp_path / "run", resume=True)
+    before = len(read)
+    assert torch.equal(again.parameters, run.parameters)
+    assert len(read) > before
+    assert again.summary() == run.summary()
+
+
+def test_a_module_that_was_given_holds_the_answer_at_once(tmp_path: Path) -> None:
+    for module in (plain.mlp(), plain.mlp()):  # of the run, and of the finished one
+        run = train(task(model=module), run_dir=tmp_path / "run", resume=(tmp_path / "run").exists())
+        assert torch.equal(plain.flat(module), run.parameters)
+        assert run.model is module
+
+
+def test_a_run_is_pickled_with_its_models() -> None:
+    run = train(task())
+    again = pickle.loads(pickle.dumps(run))
+    assert torch.equal(again.parameters, run.parameters)
+    assert again.steps == run.steps

@@ -13,6 +13,7 @@ they are to lie: there a folder without a manifest is not finished, and no check
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
 import json
@@ -102,6 +103,13 @@ class SavedTensors(Mapping[str, Tensor]):
         tensor = self._read(name)
         self.bytes_read += tensor.nbytes
         return tensor
+
+    def under(self, prefix: str) -> SavedTensors:
+        """Those whose names begin with the prefix, by the rest of their names."""
+        part = copy.copy(self)
+        part._names = [name.removeprefix(prefix) for name in self._names if name.startswith(prefix)]
+        part._read = lambda name: self[prefix + name]
+        return part
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

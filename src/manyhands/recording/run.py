@@ -7,9 +7,10 @@ import logging
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import MISSING, dataclass, field, fields
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -26,24 +27,40 @@ from manyhands.errors import BadInput
 from manyhands.evidence.advise import Advice, Machine, RunMeasurements, advise, of_task
 from manyhands.recording import event_log, summary
 from manyhands.recording.history import PARTS, History
-from manyhands.replica.evaluation import evaluating
+from manyhands.replica.evaluation import AveragedOutputs, evaluating
 from manyhands.strategies import described
 
 LOG = logging.getLogger("manyhands")
-TENSORS = ("model", "models", "parameters")
-_ELSEWHERE = (*TENSORS, "history", "directory")  # fields that result.json does not hold
+_ELSEWHERE = ("answer", "history", "directory")  # fields that result.json does not hold
+
+
+class Answer:
+    """What training found: the models are made, or filled, at their first use."""
+
+    def __init__(self, make: Callable[[], list[nn.Module]], shapes: Sequence[tuple[int, ...]]) -> None:
+        """make: one model, or all members of an ensemble. shapes: of a model's trainable parameters."""
+        self._make, self.shapes = make, list(shapes)
+
+    @classmethod
+    def of(cls, models: list[nn.Module]) -> Self:
+        """Of models that are there."""
+        return cls(lambda: models, [tuple(one.shape) for one in models[0].parameters() if one.requires_grad])
+
+    @cached_property
+    def models(self) -> list[nn.Module]:
+        models, self._make = self._make(), list  # what they were made of is not kept
+        return models
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"models": self.models, "shapes": self.shapes, "_make": list}
 
 
 @dataclass(kw_only=True, repr=False)
 class Run:
     """The result of `train()`: a model, and what it took."""
 
-    model: nn.Module
-    """With the final parameters, or the best that `keep` kept; an ensemble's averages its members' outputs."""
-    models: list[nn.Module]
-    """One, or all members of an ensemble."""
-    parameters: Tensor
-    """[D] the model's trainable parameters, flat and unpadded, in the model's order."""
+    answer: Answer
+    """Where `model`, `models` and `parameters` come from."""
     metrics: dict[str, float]
     """{"validation_loss", "test_accuracy", …}"""
     history: list[dict[str, Any]]
@@ -87,6 +104,23 @@ class Run:
     def __post_init__(self) -> None:
         self.info = {**environment(), **self.info}
 
+    # -- the answer --------------------------------------------------------------------------------------------------
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """One, or all members of an ensemble; made at the first use."""
+        return self.answer.models
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """With the final parameters, or the best that `keep` kept; an ensemble's averages its members' outputs."""
+        return self.models[0] if len(self.models) == 1 else AveragedOutputs(self.models).eval()
+
+    @cached_property
+    def parameters(self) -> Tensor:
+        """[D] the model's trainable parameters, flat and unpadded, in the model's order."""
+        return torch.cat([p.detach().reshape(-1) for p in self.models[0].parameters() if p.requires_grad])
+
     # -- for people --------------------------------------------------------------------------------------------------
 
     def summary(self) -> str:
@@ -116,7 +150,7 @@ class Run:
                 compute_of_workers_s=[one["compute"] for one in self.timing_of_workers],
                 sent_bytes=sum(row.get("bytes", 0) for row in self.history) / workers,
                 parameters=info.get("parameters", 0),
-                shapes=[tuple(one.shape) for one in self.model.parameters() if one.requires_grad],
+                shapes=self.answer.shapes,
                 rows_per_step=info.get("batch_size_per_worker", 0.0),
                 epoch_steps=info.get("ticks_per_epoch"),
                 unused=self.rows["unused"] / max(1, self.rows["total"]),
@@ -176,12 +210,11 @@ class Run:
         return events.to_json({f.name: getattr(self, f.name) for f in fields(self) if f.name not in _ELSEWHERE})
 
     @classmethod
-    def from_json(cls, saved: str | dict[str, Any], *, directory: AnyPath | None = None, **tensors: Any) -> Self:
+    def from_json(cls, saved: str | dict[str, Any], *, answer: Answer, directory: AnyPath | None = None) -> Self:
         """The Run that wrote this JSON (text, or what json.loads made of it); its history is read from the directory's
         events.jsonl.
 
-        tensors: model, models and parameters, as in the constructor. BadInput for JSON that is no run's; where events
-        are damaged, info["warnings"] says so.
+        BadInput for JSON that is no run's; where events are damaged, info["warnings"] says so.
         """
         values = _values_of(saved)
         history, warnings = History(values["info"].get("workers", 1)), list[str]()
@@ -199,14 +232,14 @@ class Run:
             values["info"]["warnings"] = [*values["info"].get("warnings", []), *warnings]
         values["staleness"] = _by_number(values["staleness"])
         values["staleness_of_workers"] = list(map(_by_number, values.get("staleness_of_workers", [])))
-        return cls(**values, **tensors, history=history.rows, directory=directory)
+        return cls(**values, answer=answer, history=history.rows, directory=directory)
 
     def save(self, path: AnyPath) -> None:
         """Write `to_json` to a file: whole, synced and renamed into place, or not at all (OSError, ManyhandsError)."""
         write_whole(path, (self.to_json() + "\n").encode())
 
     def _facts(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in (*TENSORS, "history")} | {
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("answer", "history")} | {
             "ticks": _ticks(self.history)
         }
 

@@ -106,7 +106,7 @@ def ensemble_of(replica: Replica, group: Group) -> AveragedOutputs:
     return AveragedOutputs(members).eval()
 
 
-def load(model: nn.Module, parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
+def load(model: nn.Module, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
     """Copy values by name into a model's parameters and buffers."""
     own = dict(model.named_parameters())
     with torch.no_grad():
@@ -115,7 +115,7 @@ def load(model: nn.Module, parameters: dict[str, Tensor], buffers: dict[str, Ten
         _fill_buffers(model, buffers)
 
 
-def _fill_buffers(model: nn.Module, buffers: dict[str, Tensor]) -> None:
+def _fill_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
     own = dict(model.named_buffers())
     for name, value in buffers.items():
         own[name].copy_(value.reshape(own[name].shape))

@@ -9,13 +9,12 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import safetensors.torch
-import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -25,12 +24,13 @@ from manyhands.checkpoint.launch_lock import Claim, LaunchLock
 from manyhands.checkpoint.paths import PARTIAL, AnyPath, RemotePath, open_regular
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.recording import event_log
-from manyhands.recording.run import Run
+from manyhands.recording.run import Answer, Run
 from manyhands.replica import evaluation
 from manyhands.task import Task
 from manyhands.training.config import TrainConfig
 from manyhands.training.plan import State, build_model
 
+AnyState = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]  # parameters and buffers by name, read or not yet
 CHECKPOINTS, FINAL, RESULT, CONFIG_FILE = "checkpoints", "model.safetensors", "result.json", "config.json"
 _UNFINISHED = re.compile(
     rf"({re.escape(FINAL)}|{re.escape(RESULT)}|{re.escape(CONFIG_FILE)})\.[0-9a-f]{{16}}{re.escape(PARTIAL)}"
@@ -233,18 +233,21 @@ def finished_run(config: TrainConfig, saved: dict[str, Any] | None = None) -> Ru
             f"the finished run in {config.directory} is of strategy {was}, not {config.strategy.name}: give another run directory"
         )
     try:
-        tensors = checkpoints.load_tensors(config.directory / FINAL)
+        tensors = checkpoints.SavedTensors(config.directory / FINAL)
     except (OSError, SafetensorError) as problem:
         raise BadInput(
             f"the finished run in {config.directory} has lost its parameters ({problem}): start again in another run directory"
         ) from None
 
-    def part(prefix: str) -> dict[str, Tensor]:
-        return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
     members = sorted({int(name.partition("/")[0]) for name in tensors})
-    models = models_of(config.task, [(part(f"{i}/parameters/"), part(f"{i}/buffers/")) for i in members])
-    return Run.from_json(saved, directory=config.directory, **answer(models))
+    states = [(tensors.under(f"{i}/parameters/"), tensors.under(f"{i}/buffers/")) for i in members]
+    models = _models_for(config.task, states)  # checked now
+    answer = Answer(
+        lambda: _filled(models, states), [tuple(p.shape) for p in models[0].parameters() if p.requires_grad]
+    )
+    if isinstance(config.task.model, nn.Module):
+        answer = Answer.of(answer.models)
+    return Run.from_json(saved, directory=config.directory, answer=answer)
 
 
 def write(directory: AnyPath, run: Run, states: list[State]) -> None:
@@ -263,10 +266,16 @@ def write(directory: AnyPath, run: Run, states: list[State]) -> None:
         checkpoints.write_whole(directory / RESULT, (json.dumps(values | {"sha256": digests}) + "\n").encode())
 
 
-def models_of(task: Task, states: list[State]) -> list[nn.Module]:
-    """A module for each state, holding it. A task's own module holds the first."""
+def answer_of(task: Task, states: list[State]) -> Answer:
+    """What these states are; a task's own module holds the first at once, other models are made at first use."""
+    answer = Answer(lambda: _filled(_models_for(task, states), states), [tuple(t.shape) for t in states[0][0].values()])
+    return Answer.of(answer.models) if isinstance(task.model, nn.Module) else answer
+
+
+def _models_for(task: Task, states: Sequence[AnyState]) -> list[nn.Module]:
+    """A module for each state, which does not hold it yet; BadInput where the parameters are not this model's."""
     models = []
-    for i, (parameters, buffers) in enumerate(states):
+    for i, (parameters, _) in enumerate(states):
         if isinstance(task.model, nn.Module) and i == 0:
             model = task.model.cpu()
         else:
@@ -274,25 +283,20 @@ def models_of(task: Task, states: list[State]) -> list[nn.Module]:
                 rng.seed_all(task.seed)
                 model = copy.deepcopy(task.model) if isinstance(task.model, nn.Module) else build_model(task)
         _check_same(model, parameters)
-        evaluation.load(model, parameters, buffers)
         models.append(model)
     return models
 
 
-def _check_same(model: nn.Module, parameters: dict[str, Tensor]) -> None:
+def _filled(models: list[nn.Module], states: Sequence[AnyState]) -> list[nn.Module]:
+    for model, (parameters, buffers) in zip(models, states, strict=True):
+        evaluation.load(model, parameters, buffers)
+    return models
+
+
+def _check_same(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
     """Raise BadInput where a finished run's parameters are not this model's."""
     shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
     if shapes != {name: tensor.shape for name, tensor in parameters.items()}:
         raise BadInput(
             "the finished run's parameters are not this model's: give the model it was made with, or another run directory"
         )
-
-
-def answer(models: list[nn.Module]) -> dict[str, Any]:
-    """The fields of Run that hold the parameters."""
-    flat = torch.cat([p.detach().reshape(-1) for p in models[0].parameters() if p.requires_grad])
-    return {
-        "model": models[0] if len(models) == 1 else evaluation.AveragedOutputs(models).eval(),
-        "models": models,
-        "parameters": flat,
-    }

@@ -33,7 +33,7 @@ from manyhands.task import Task
 from manyhands.training import run_directory
 from manyhands.training.config import TrainConfig, check_resources, checks_of, every, keep_of, task_from
 from manyhands.training.plan import Outcome, WorkerPlan
-from manyhands.training.run_directory import CHECKPOINTS, Opened, answer, finished_run, models_of, open_directory
+from manyhands.training.run_directory import CHECKPOINTS, Opened, answer_of, finished_run, open_directory
 from manyhands.training.worker_main import work, work_as_dict
 from manyhands.worker import Worker
 
@@ -272,7 +272,7 @@ class _Training:
         workers = outcome.workers
         rows = [one["rows"] for one in workers]
         return Run(
-            **answer(models_of(self.config.task, outcome.states)),
+            answer=answer_of(self.config.task, outcome.states),
             metrics=outcome.metrics,
             history=self.recorder.history,
             rows={"total": sum(rows), "workers": rows, "unused": sum(one["unused"] for one in workers)},
