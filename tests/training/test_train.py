@@ -525,7 +525,8 @@ def test_the_model_is_made_at_its_first_use(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_module_that_was_given_holds_the_answer_at_once(tmp_path: Path) -> None:
     for module in (plain.mlp(), plain.mlp()):  # of the run, and of the finished one
-        run = train(task(model=module), run_dir=tmp_path / "run", resume=(tmp_path / "run").exists())
+        run_dir = tmp_path / "run"
+        run = train(task(model=module), workers=2, engine="sim", run_dir=run_dir, resume=run_dir.exists())
         assert torch.equal(plain.flat(module), run.parameters)
         assert run.model is module
 
