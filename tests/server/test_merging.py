@@ -156,3 +156,26 @@ def test_a_rule_that_does_not_move_the_center_leaves_it_where_it_is() -> None:
     assert isinstance(reply, Applied)
     assert reply.answer is not None
     assert (reply.version, reply.answer.tolist(), store.center.tolist()) == (1, [5.0], [3.0])
+
+
+@pytest.mark.parametrize(
+    ("policy", "weight", "version", "into", "may"),
+    [
+        (ImmediateMerge(), 1.0, 4, 5, True),
+        (ImmediateMerge(), 1.0, 3, 5, False),  # others come first
+        (ImmediateMerge(), 1.0, 5, 5, False),
+        (ImmediateMerge(), 0.0, 5, 5, True),  # it makes none
+        (ImmediateMerge(), 1.0, 3, None, True),
+        (TickMerge(answers=False), 1.0, 3, 5, True),  # it is held until its tick is complete
+        (TickMerge(answers=False), 1.0, 5, 5, False),
+        (TickMerge(answers=False), 0.0, 5, 5, True),
+        (QuorumMerge(workers=2, needed=1), 1.0, 0, 3, True),
+        (QuorumMerge(workers=2, needed=1), 0.0, 0, 3, True),
+        (QuorumMerge(workers=2, needed=1), 1.0, 2, None, False),  # it came after its step was decided
+        (QuorumMerge(workers=2, needed=1), 1.0, 3, None, True),
+    ],
+)
+def test_when_a_third_push_may_come_again(
+    policy: MergePolicy, weight: float, version: int, into: int | None, may: bool
+) -> None:
+    assert policy.may_come(2, weight, version, into) is may

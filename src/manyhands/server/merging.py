@@ -19,8 +19,8 @@ Ticks = Mapping[int, int]  # finished ticks, by worker that takes part
 class MergePolicy(ABC):
     """The store calls `receive` with each push, and `take_complete` after each call of any worker."""
 
-    by_number: ClassVar[bool] = False
-    """A push belongs to the step of its sequence number, also where it comes late: a replay lets it come late again."""
+    stale: ClassVar[bool] = True
+    """Whether versions may come between a worker's pull and the merge of its push."""
 
     def __init__(self) -> None:
         self.held: list[Push] = []
@@ -47,6 +47,13 @@ class MergePolicy(ABC):
         """Whether these become a version: if any of them counts."""
         return any(push.weight for push in pushes)
 
+    def may_come(self, push: int, weight: float, version: int, into: int | None) -> bool:
+        """In a replay: whether a push may come while the store is at `version`, to be merged as it was.
+
+        push: its number among its worker's, from 0. into: the version that it was merged into; None: it was dropped.
+        """
+        return into is None or not weight or version < into
+
     def replies(self, pushes: Sequence[Push], version: int) -> list[Applied]:
         """What each of the pushes gets, which the rule has merged into `version`: its own answer."""
         return [
@@ -68,6 +75,10 @@ class ImmediateMerge(MergePolicy):
     def take_complete(self, ticks: Ticks, version: int) -> list[Push]:
         return []
 
+    @override
+    def may_come(self, push: int, weight: float, version: int, into: int | None) -> bool:
+        return into is None or not weight or version == into - 1
+
 
 class TickMerge(MergePolicy):
     """The pushes of a tick are one version, in rank order: the workers' speeds cannot be seen.
@@ -75,6 +86,8 @@ class TickMerge(MergePolicy):
     A tick is complete when all who take part have finished it, or, with a rule that answers, have pushed in it. For
     that, all who are to be in step must have begun before the first of them pushes: they meet in between.
     """
+
+    stale: ClassVar[bool] = False
 
     def __init__(self, answers: bool) -> None:
         super().__init__()
@@ -103,7 +116,7 @@ class QuorumMerge(MergePolicy):
     for. A push that comes later is dropped, and gets the step's answer too. Every step is a version.
     """
 
-    by_number: ClassVar[bool] = True
+    stale: ClassVar[bool] = False
 
     def __init__(self, workers: int, needed: int) -> None:
         super().__init__()
@@ -143,6 +156,10 @@ class QuorumMerge(MergePolicy):
     @override
     def makes_version(self, pushes: Sequence[Push]) -> bool:
         return True
+
+    @override
+    def may_come(self, push: int, weight: float, version: int, into: int | None) -> bool:
+        return into is not None or version > push  # what came late comes late again
 
     @override
     def replies(self, pushes: Sequence[Push], version: int) -> list[Applied]:

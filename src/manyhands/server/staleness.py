@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from manyhands.server.base import ServerSpec
-from manyhands.server.rules import RULES
+from manyhands.server.rules import make_rule
 
 Histogram = Mapping[int, int]  # versions -> pushes
 
@@ -276,8 +276,8 @@ def watch(
 
     rate_factor: the strategy's, how far one global batch moves the center in steps of the rate. dot: see `Curvature`.
     """
-    rule = RULES[spec.rule]
-    if not rule.adds_steps or spec.bound == 0 or workers == 1:
+    rule = make_rule(spec)
+    if not rule.adds_steps or not rule.policy(workers, spec.bound).stale or workers == 1:
         return None
     return StalenessMonitor(
         rank=rank, workers=workers, share=rate_factor / workers, fades=rule.divides_by_staleness, dot=dot

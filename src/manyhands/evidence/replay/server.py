@@ -148,13 +148,12 @@ class ReplayServer(StoreClient):
         return replace(pushed, behind=self._record.behind.popleft())
 
     def _may_push(self, shard: int, versions: list[int] | None, weight: float) -> bool:
-        """Whether this push now makes the version that it made, and nobody has still to see the one before."""
-        store = self._stores[shard]
-        if store.policy.by_number:  # a push is of the step of its number: what came late comes late again
-            return versions is not None or store.version > self._sequence
-        if versions is None or not weight or not self._all.ordered:  # it made none, or its round makes the order
-            return True
-        return store.version == versions[shard] - 1 and self._all.journal.pulls[shard, store.version] == 0
+        """Whether this push is now merged as it was, and nobody has still to see the version before."""
+        store, into = self._stores[shard], None if versions is None else versions[shard]
+        if not store.policy.may_come(self._sequence, weight, store.version, into):
+            return False
+        makes_none = into is None or not weight
+        return makes_none or not self._all.ordered or self._all.journal.pulls[shard, store.version] == 0
 
     @override
     def _tick(self, bits: int) -> int:
