@@ -43,8 +43,8 @@ class HierarchicalGroup(FirstError, Group):
     leaders' ring, on each host's first rank only, whose `names` are the leaders' ranks. direct: a group of all ranks
     for `send` and `receive_` between hosts; without it they raise Unsupported. All three are this group's own from now
     on.
-    hosts: names by host, for messages. names: the ranks by which messages call the members, where the group is a part of
-    a run; those of `local` are its own.
+    hosts: names by host, for messages. names: the ranks by which messages call the members, where the group is a part
+    of a run; those of `local` are its own.
 
     A mean is taken on each host, weighted by its workers, then between hosts, weighted by their totals; so each share
     is (weight/total of its host)·(total of its host/total), which differs from weight/total by rounding. The leader's

@@ -18,8 +18,8 @@ from typing import Any
 class Segment:
     """A stretch of an epoch between two meetings of all workers; JSON by `vars`. All workers ask with the same one.
 
-    A resumed epoch keeps its `parts`, whatever the number of replicas is now: replica r of `size` owns the queues p with
-    p % size == r, and reads the one that is furthest behind first. A replica without a queue takes from the others'.
+    A resumed epoch keeps its `parts`, whatever the number of replicas is now: replica r of `size` owns the queues p
+    with p % size == r, and reads the one that is furthest behind first. One without a queue takes from the others'.
     """
 
     epoch: int

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from manyhands.comm.ring import links
-from manyhands.engines.hosts import connections
+from manyhands.engines.hosts import network
 from manyhands.engines.hosts.network import Network
 from manyhands.engines.hosts.secret import Secret
 from manyhands.engines.local.messages import connect_s, last_resort_s
@@ -48,7 +48,7 @@ def test_a_shut_port_of_a_shard_is_named_before_the_driver_takes_it_for_slow_wor
     with pytest.raises(
         ChannelTimeout, match=r"server shard 0 on alpha at .* within 0\.2 s: .* can its port be reached"
     ):
-        connections.shard_channel(place(1, timeout_s=0.4), meeting, shard=0)
+        network.shard_channel(place(1, timeout_s=0.4), meeting, shard=0)
 
 
 def topology(rank: int, timeout_s: float) -> Topology:
@@ -87,8 +87,8 @@ def test_once_connected_a_shard_has_the_time_of_all_channels(monkeypatch: pytest
         given.append(timeout_s)
         return Channel(here, peer="the shard", timeout_s=timeout_s)
 
-    monkeypatch.setattr(connections, "connect", connect)
-    channel = connections.shard_channel(place(1, timeout_s=30.0), meeting, shard=0)
+    monkeypatch.setattr(network, "connect", connect)
+    channel = network.shard_channel(place(1, timeout_s=30.0), meeting, shard=0)
     assert given == [15.0]
     assert channel.timeout_s == last_resort_s(place(1, timeout_s=30.0))
     channel.close()

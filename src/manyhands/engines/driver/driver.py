@@ -60,7 +60,7 @@ class Driver:
     _values: dict[int, Any] = field(default_factory=dict, init=False)
     _news: deque[Event] = field(default_factory=deque, init=False)  # what the observer has not received yet
     _leases: Leases = field(default_factory=Leases, init=False)
-    _asked_for: dict[int, int] = field(default_factory=dict, init=False)  # replica -> the process that asks for it
+    _process_of: dict[int, int] = field(default_factory=dict, init=False)  # replica -> the process that asks for it
     _rendezvous: Rendezvous = field(default_factory=Rendezvous, init=False)
 
     def __post_init__(self) -> None:
@@ -205,7 +205,7 @@ class Driver:
     # -- answering ---------------------------------------------------------------------------------------------------
 
     def _lease(self, process_index: int, segment: Segment, replica: int) -> None:
-        self._asked_for[replica] = process_index
+        self._process_of[replica] = process_index
         try:
             answer = self._leases.take(replica, segment)
         except AssertionError as error:
@@ -222,7 +222,7 @@ class Driver:
         """The answers to those who waited."""
         released, self._leases.released = self._leases.released, []
         for replica, answer in released:
-            self._leased(self._asked_for[replica], answer)
+            self._leased(self._process_of[replica], answer)
 
     def _leased(self, process_index: int, answer: Lease | End | None) -> None:
         value = None if answer is None else leases.to_json(answer)

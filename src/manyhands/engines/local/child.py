@@ -88,7 +88,7 @@ def _worker(place: ProcessPlace, driver: ProcessDriverClient) -> Worker:
         reached = {"address": place.network["listen"], "ports": None if ports is None else tuple(ports)}
     topology, network = _topology(place, device), None
     if place.network is not None:
-        from manyhands.engines.hosts.connections import network_of  # loads TLS, which most runs do not need
+        from manyhands.engines.hosts.network import network_of  # loads TLS, which most runs do not need
 
         network = network_of(place)
     worker = Worker(
@@ -133,12 +133,12 @@ def _server(place: ProcessPlace, driver: ProcessDriverClient) -> Server | None:
         return None
     hosts, channels = [socket.gethostname()] * place.size, []
     if place.network is not None:
-        from manyhands.engines.hosts.connections import network_of
+        from manyhands.engines.hosts.network import network_of
 
         hosts = network_of(place).host_names
     for shard in range(place.servers):
         if shard not in place.channels:
-            from manyhands.engines.hosts.connections import shard_channel
+            from manyhands.engines.hosts.network import shard_channel
 
             channels.append(shard_channel(place, driver, shard))
         else:
@@ -161,7 +161,7 @@ def _serve(place: ProcessPlace, driver: ProcessDriverClient) -> None:
     prepare_process(place.stacks, threads=1)  # a push is one pass over memory: the cores are the workers'
     listener = None
     if place.network is not None:
-        from manyhands.engines.hosts.connections import shard_listener
+        from manyhands.engines.hosts.network import shard_listener
 
         listener = shard_listener(place, driver)
     assert place.server is not None

@@ -88,7 +88,7 @@ def check(
     """
     started = time.monotonic()
     own, found_engine = task_from(task, task_fields), engines.engine_of(engine)
-    if not isinstance(found_engine, Local | Sim):
+    if not (found_engine.capabilities.one_host or found_engine.capabilities.simulated):
         raise Unsupported(
             f"check runs its workers on this machine, which engine {found_engine.name} does not do: take engine local or "
             "sim, outside of manyhands run and torchrun"
