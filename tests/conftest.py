@@ -8,6 +8,7 @@ os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
 )  # before torch is imported: tests share the cores, and OpenMP's threads spin
 
+import contextlib
 import gc
 import signal
 from collections.abc import Callable, Iterator
@@ -90,5 +91,6 @@ def script(tmp_path: Path) -> Iterator[Callable[..., Script]]:
         one.process.kill()
         left = one.processes()
         for pid in left:
-            os.kill(pid, 9)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, 9)
         one.process.communicate(timeout=10)  # an end of its pipes is with each of them

@@ -171,7 +171,7 @@ def tidied() -> Iterator[None]:
         (_Backwards(), 2, "values", "in rank order"),
         (_WithoutThreads(), 1, "worker", r"threads: expected \(1, 1\), got \(3"),
         (_StaysCurrent(), 1, "worker", "still counts as a worker"),
-        (_OneGroup(), 2, "groups_of_some", r"\[0, 2\]: is 0 of 3"),
+        (_OneGroup(), 2, "groups_of_some", r"\[0, 2\]: is [02] of 3"),
         (_Swallows(), 1, "bad_input", "raised BadInput, and launch returned"),
         (_Swallows(), 1, "failure", "raised KeyError, and launch returned"),
         (_Anonymous(), 1, "failure", "'step': 7.*got.*'step': 0"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +20,18 @@ from manyhands.engines.driver.driver import Rendezvous
 from manyhands.engines.hosts.network import Network
 from manyhands.engines.hosts.secret import Secret
 from manyhands.engines.make_group import Meet, Topology, make_group, meet_at
-from manyhands.errors import BadInput, ManyhandsError, PeerLost
+from manyhands.errors import BadInput, ManyhandsError, PeerLost, Unsupported
 
 Meetings = Callable[[int], Meet]  # by rank
 
 
 def at_a_hash_store(folder: Path) -> Meetings:
     store = HashStore()
-    store.set_timeout(timedelta(seconds=20))
-    return lambda rank: meet_at(store, rank)
+    return lambda rank: meet_at(store, rank, 20)
 
 
 def at_a_file(folder: Path) -> Meetings:
-    return lambda rank: meet_at(FileStore(str(folder / "store"), -1), rank)
+    return lambda rank: meet_at(FileStore(str(folder / "store"), -1), rank, 20)
 
 
 def at_a_driver(folder: Path) -> Meetings:
@@ -170,11 +168,10 @@ def test_the_lost_one_of_a_part_has_its_name_in_the_run(tmp_path: Path, hosts: l
 
 def test_who_does_not_come_is_not_waited_for_for_ever() -> None:
     store = HashStore()
-    store.set_timeout(timedelta(seconds=0.1))
     with pytest.raises(
         ManyhandsError, match=r"worker 0 waited in vain for all of the workers \[0, 1\] to meet for tea"
     ):
-        meet_at(store, 0)("tea", [0, 1], None)
+        meet_at(store, 0, 0.1)("tea", [0, 1], None)
 
 
 @pytest.mark.parametrize("members", [[0, 2], [1, 0], [1, 1], [1, 7], []])
@@ -188,6 +185,23 @@ def test_a_part_keeps_its_hosts() -> None:
     topology = Topology(rank=1, hosts=[[0, 1], [2], [3, 4]], names=["a", "b", "c"], device=torch.device("cpu"))
     part = topology.of([1, 3, 4])
     assert (part.hosts, part.names, part.host_names) == ([[1], [3, 4]], ["a", "c"], ["a", "c", "c"])
+
+
+def test_ranks_that_a_launcher_deals_to_hosts_in_turn_stay_in_their_order() -> None:
+    """As `mpirun --map-by node` does."""
+    topology = Topology(rank=2, hosts=[[0, 2], [1, 3]], names=["a", "b"], device=torch.device("cpu"))
+    assert (topology.members, topology.host_names) == ([0, 1, 2, 3], ["a", "b", "a", "b"])
+    part = topology.of([1, 2])
+    assert (part.members, part.hosts, part.host_names) == ([1, 2], [[2], [1]], ["b", "a"])
+    with pytest.raises(BadInput, match="in that order"):
+        topology.of([2, 1])
+
+
+def test_a_part_of_what_torch_links_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+    topology = Topology(rank=0, hosts=[[0], [1]], names=["a", "b"], device=torch.device("cpu"), over_torch=True)
+    with pytest.raises(Unsupported, match="all ranks must make together"):
+        make_group(topology, lambda name, ranks, value: [value])
 
 
 def test_several_hosts_need_a_network() -> None:

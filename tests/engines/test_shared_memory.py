@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -87,6 +89,26 @@ def test_a_rank_that_does_not_come_is_not_waited_for_longer() -> None:
             share(worker.group, timeout_s=0.1)
 
     together(2, program)
+
+
+def test_the_time_for_it_begins_when_all_have_met() -> None:
+    """Whoever comes late to the meeting is waited for there."""
+
+    def program(worker: Worker) -> int:
+        met = threading.Event()
+
+        def exchange(value: Any) -> list[Any]:
+            if worker.rank == 1:
+                met.wait(0.5)  # nobody sets it
+            return worker.group.all_gather_json(value)
+
+        memory, lifelines = swap_memory(worker.rank, 2, exchange, 0.4)
+        group = SharedMemoryGroup(worker.rank, 2, memory, lifelines=lifelines)
+        worker.group.barrier()
+        group.close()
+        return group.size
+
+    assert together(2, program) == [2, 2]
 
 
 def test_a_rank_that_leaves_early_is_named_as_the_reason() -> None:

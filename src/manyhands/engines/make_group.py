@@ -1,7 +1,7 @@
 """Which group workers get: chosen by where they are, made over whatever they can meet by. The same for every engine.
 
 `Meet` is all that a group needs beside the processes: it lets them learn each other's addresses. It is the driver's
-(`DriverClient.rendezvous`), a store of torch.distributed (`meet_at`), or anything else that brings values to all.
+(`ProcessDriverClient.rendezvous`), a store of torch.distributed (`meet_at`), or anything else that brings values to all.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -21,7 +21,7 @@ from manyhands.comm.group import Group
 from manyhands.comm.shared_memory.group import SharedMemoryGroup
 from manyhands.comm.solo import SoloGroup
 from manyhands.engines.shared_memory import InheritedMemory, swap_memory
-from manyhands.errors import BadInput, ManyhandsError
+from manyhands.errors import BadInput, ManyhandsError, Unsupported
 
 if TYPE_CHECKING:  # it loads TLS, which most runs do not need
     from torch.distributed.distributed_c10d import Store
@@ -31,19 +31,20 @@ if TYPE_CHECKING:  # it loads TLS, which most runs do not need
 
 Meet = Callable[[str, Sequence[int], Any], list[Any]]
 """meet(name, ranks, value): each of the ranks, this process's among them, gives a value (JSON) and gets all values, in
-the order of the ranks. It waits for all, not for ever. A name can be used again."""
+the order of the ranks. It waits for all, not for ever. A name can be used again, but after an error by these ranks."""
 
 
-def meet_at(store: Store, rank: int) -> Meet:
-    """Meet at a store of torch.distributed (TCPStore, FileStore, HashStore), whose timeout limits each wait."""
+def meet_at(store: Store, rank: int, timeout_s: float) -> Meet:
+    """Meet at a store of torch.distributed (TCPStore, FileStore, HashStore), waiting for the others so long at most."""
     met: Counter[str] = Counter()
 
     def meet(name: str, ranks: Sequence[int], value: Any) -> list[Any]:
         met[meeting := json.dumps([name, list(ranks)])] += 1
         keys = {other: f"{meeting} {met[meeting]} {other}" for other in ranks}
-        store.set(keys[rank], json.dumps(value))
         try:
-            return [json.loads(store.get(keys[other])) for other in ranks]
+            store.set(keys[rank], json.dumps(value))
+            store.wait(list(keys.values()), timedelta(seconds=timeout_s))
+            return [json.loads(store.get(key)) for key in keys.values()]
         except (torch.distributed.DistStoreError, torch.distributed.DistNetworkError) as error:
             raise ManyhandsError(
                 f"worker {rank} waited in vain for all of the workers {list(ranks)} to meet for {name}: see their errors ({error})"
@@ -63,16 +64,19 @@ class Topology:
     own_gpus: bool = False  # each member has a GPU of its own
     over_torch: bool = False  # torch.distributed links all workers of the run: a launcher's variables say how
     timeout_s: float = 300.0  # a peer for which others wait and which shows no progress for so long is lost
-    connect_s: float = 60.0  # most time to connect to the others
+    connect_s: float = 60.0  # most time to connect to the others, once all have met
+    scratch: str = ""  # a folder for a while, which somebody removes whatever happens; "": a temporary one
 
     @property
     def members(self) -> list[int]:
-        return [rank for host in self.hosts for rank in host]
+        """In rank order."""
+        return sorted(rank for host in self.hosts for rank in host)
 
     @property
     def host_names(self) -> list[str]:
         """By member."""
-        return [name for name, host in zip(self.names, self.hosts, strict=True) for _ in host]
+        named = {rank: name for name, host in zip(self.names, self.hosts, strict=True) for rank in host}
+        return [named[rank] for rank in self.members]
 
     def of(self, members: Sequence[int]) -> Topology:
         """Of these members alone, this worker among them; BadInput for others, or out of order."""
@@ -94,7 +98,8 @@ def make_group(
     """The group of the topology's members, for this one; a collective of them alone. The caller closes it.
 
     Shared memory within a host: `memory`, else the members swap their own. Between hosts rings over `network`, with
-    shared memory inside each host. Where each member has a GPU of its own, nccl.
+    shared memory inside each host. Where each member has a GPU of its own, nccl. Raises Unsupported for a part of what
+    torch.distributed links, whose groups all ranks must make together.
     """
     here = next(host for host in topology.hosts if topology.rank in host)
     if len(topology.members) == 1:
@@ -106,7 +111,14 @@ def make_group(
         return _between_hosts(topology, here, meet, memory, network)
     if not topology.over_torch:
         raise BadInput(f"a group of workers on {len(topology.hosts)} hosts needs a network between them")
-    return _torch_group(topology)
+    if len(topology.members) < torch.distributed.get_world_size():
+        raise Unsupported(
+            f"the workers {topology.members} are linked by torch.distributed, whose groups all ranks must make together: "
+            "take engine hosts, or workers of one host"
+        )
+    from manyhands.comm.torch_group import TorchGroup
+
+    return TorchGroup(timeout_s=topology.timeout_s, device=topology.device)
 
 
 def _on_one_host(topology: Topology, meet: Meet, memory: InheritedMemory | None, names: Sequence[int] = ()) -> Group:
@@ -114,7 +126,8 @@ def _on_one_host(topology: Topology, meet: Meet, memory: InheritedMemory | None,
     members = topology.members
     place, hosts = members.index(topology.rank), topology.host_names
     if memory is None:
-        memory = swap_memory(place, len(members), partial(meet, "shared memory", members), topology.connect_s)
+        exchange = partial(meet, "shared memory", members)
+        memory = swap_memory(place, len(members), exchange, topology.connect_s, topology.scratch)
     descriptors, lifelines = memory
     group = SharedMemoryGroup(
         place, len(members), descriptors, lifelines=lifelines, hosts=hosts, names=names, timeout_s=topology.timeout_s
@@ -138,12 +151,16 @@ def _between_hosts(
     members, leaders = topology.members, [host[0] for host in topology.hosts]
     if len(leaders) == len(members):
         return _ring(topology, members, "ring", meet, network)
-    across = _ring(topology, leaders, "ring", meet, network) if topology.rank in leaders else None
-    inside = replace(topology.of(here), own_gpus=False)
-    local = SoloGroup() if len(here) == 1 else _on_one_host(inside, meet, memory)
-    direct = _ring(topology, members, "direct", meet, network)
     places = {rank: place for place, rank in enumerate(members)}
     layout = [[places[rank] for rank in host] for host in topology.hosts]
+    with ExitStack() as made:  # closed again if the next cannot be made
+        across = _ring(topology, leaders, "ring", meet, network) if topology.rank in leaders else None
+        if across is not None:
+            made.callback(across.close)
+        local = SoloGroup() if len(here) == 1 else _on_one_host(topology.of(here), meet, memory)
+        made.callback(local.close)
+        direct = _ring(topology, members, "direct", meet, network)
+        made.pop_all()
     return HierarchicalGroup(
         places[topology.rank], layout, local, across, direct=direct, hosts=topology.names, names=members
     )
@@ -165,15 +182,3 @@ def _ring(topology: Topology, ranks: list[int], purpose: str, meet: Meet, networ
             place, listener, addresses, **proof, hosts=hosts, names=ranks, purpose=purpose, timeout_s=patience_s
         )
     return RingGroup(place, len(ranks), channels, hosts=hosts, names=ranks, timeout_s=topology.timeout_s)
-
-
-def _torch_group(topology: Topology) -> Group:
-    """torch.distributed's own collectives, of all its ranks or in a process group of some."""
-    from manyhands.comm.torch_group import TorchGroup
-
-    members, process_group = topology.members, None
-    if len(members) < torch.distributed.get_world_size():
-        process_group = torch.distributed.new_group(
-            members, timeout=timedelta(seconds=topology.timeout_s), use_local_synchronization=True
-        )
-    return TorchGroup(process_group, timeout_s=topology.timeout_s, device=topology.device)

@@ -35,25 +35,27 @@ def host_identity() -> str:
         return f"{socket.gethostname()} process {os.getpid()}"  # unknown: then nobody shares with this one
 
 
-def swap_memory(rank: int, size: int, exchange: Callable[[Any], list[Any]], timeout_s: float) -> InheritedMemory:
+def swap_memory(
+    rank: int, size: int, exchange: Callable[[Any], list[Any]], timeout_s: float, scratch: str = ""
+) -> InheritedMemory:
     """Memory and lifelines for a SharedMemoryGroup of `size` ranks of one host, of which this is one; a collective.
 
     exchange: each rank gives a value (JSON) and gets all, in rank order. Raises ManyhandsError, with nothing left open,
-    when a peer does not come within `timeout_s` or goes away meanwhile.
+    when a peer does not come within `timeout_s` after the exchange, or goes away meanwhile. scratch: where rank 0 makes
+    its directory.
     """
-    deadline = time.monotonic() + timeout_s
     try:
         if rank == 0:
-            return _give(size, exchange, deadline)
+            return _give(size, exchange, timeout_s, scratch)
         path = exchange(None)[0]
-        return _take(rank, size, path, deadline)
+        return _take(rank, size, path, time.monotonic() + timeout_s)
     except (TimeoutError, ConnectionError) as error:
         late = isinstance(error, TimeoutError)
         what = "did not come to share memory in time" if late else "ended while memory was being shared"
         raise ManyhandsError(f"a worker of this host {what}: see the other workers' errors") from None
 
 
-def _give(size: int, exchange: Callable[[Any], list[Any]], deadline: float) -> InheritedMemory:
+def _give(size: int, exchange: Callable[[Any], list[Any]], timeout_s: float, scratch: str) -> InheritedMemory:
     """Rank 0: everything, handed out to whoever comes; the write end of a lifeline goes to its owner alone."""
     memory = list(SharedMemory.create(size))
     pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(size)]
@@ -61,13 +63,14 @@ def _give(size: int, exchange: Callable[[Any], list[Any]], deadline: float) -> I
         for fd in [*memory, *(end for pipe in pipes for end in pipe)]:
             closed_on_error.callback(os.close, fd)
         with (
-            tempfile.TemporaryDirectory(prefix="manyhands-") as folder,  # mode 0700
+            tempfile.TemporaryDirectory(prefix="manyhands-", dir=scratch or None) as folder,  # mode 0700
             _entered(folder) as short,
             socket.socket(socket.AF_UNIX) as listener,
         ):
             listener.bind(short)
             listener.listen(128)
             exchange(folder)
+            deadline = time.monotonic() + timeout_s
             for _ in range(size - 1):
                 with closing(_accept(listener, deadline)) as wire:
                     peer = _receive(wire, deadline)[0].body["rank"]

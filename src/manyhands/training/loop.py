@@ -457,7 +457,7 @@ class Loop:
     # -- beginning and end -------------------------------------------------------------------------------------------
 
     def _facts(self) -> dict[str, Any]:
-        groups, size = self.replica.optimizer.param_groups, self.worker.size
+        groups, size, replicas = self.replica.optimizer.param_groups, self.worker.size, self.worker.mesh.rows[1]
         rate, loading = float(groups[0]["lr"]), self.train_feed.source.loading
         return {
             "rows": self.train_feed.rows,
@@ -465,9 +465,9 @@ class Loop:
             "epochs": self.task.epochs,
             "total_steps": self.total_ticks(),
             "batch_size": self.train_feed.batch_size,
-            "batch_size_per_worker": self.train_feed.batch_size / size,
+            "batch_size_per_worker": self.train_feed.batch_size / replicas,
             "rate": rate,
-            "effective_rate": rate * self.plan.strategy.rate_factor(size),
+            "effective_rate": rate * self.plan.strategy.rate_factor(replicas),
             "own_pace": self.plan.strategy.leasing() is not None,
             "workers": size,
             "parameters": self.replica.layout.size,

@@ -14,7 +14,6 @@ NETWORK = Network(
 
 
 def test_who_is_where() -> None:
-    assert NETWORK.leaders == [0, 2]
     assert NETWORK.host_names == ["alpha", "alpha", "beta"]
 
 

@@ -42,11 +42,6 @@ class Network:
         return cls(**{**values, "ports": None if ports is None else tuple(ports), "secret": secret})
 
     @property
-    def leaders(self) -> list[int]:
-        """The first rank of every host."""
-        return [ranks[0] for ranks in self.hosts]
-
-    @property
     def host_names(self) -> list[str]:
         """By rank."""
         return [name for name, ranks in zip(self.names, self.hosts, strict=True) for _ in ranks]

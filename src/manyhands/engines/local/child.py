@@ -125,6 +125,7 @@ def _topology(place: ProcessPlace, device: torch.device) -> Topology:
         own_gpus=own_gpus,
         timeout_s=last_resort_s(place),
         connect_s=connect_s(place),
+        scratch=place.scratch,
     )
 
 

@@ -168,7 +168,8 @@ class ForkServer:
         for folder in self._leftovers:
             remove(folder)  # it is gone already where the driver ended by itself
         for pid in list(self._process_indices):
-            os.killpg(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # reaped right before a signal brought us here
+                os.killpg(pid, signal.SIGKILL)
         deadline = time.monotonic() + _LAST_S
         while kill_children() and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -18,6 +18,7 @@ import os
 import pickle
 import struct
 import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -85,7 +86,14 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no t
             # of all objects: one that `__getstate__` made would be freed, and what takes its place would be sent.
             view: Any = torch.empty(0, dtype=torch.uint8, device="cpu").set_(obj).numpy()
             return _storage, (pickle.PickleBuffer(view),)
+        if isinstance(obj, types.CodeType):  # cloudpickle 3.1.3 forgets in which file it was: tracebacks name it
+            return _code, (obj.co_filename, *self.dispatch_table[types.CodeType](obj))
         return super().reducer_override(obj)
+
+
+def _code(file: str, make: Any, fields: tuple[Any, ...]) -> types.CodeType:
+    code: types.CodeType = make(*fields)
+    return code.replace(co_filename=file)
 
 
 def _typed(untyped: Any, dtype: Any) -> Any:

@@ -139,7 +139,8 @@ def _process_group(place: LauncherRank, wanted: str, device: torch.device, timeo
     """Within, there is one of all ranks; they meet at its store."""
     timeout = timedelta(seconds=timeout_s)
     if torch.distributed.is_initialized():
-        yield meet_at(_own_keys(torch.distributed.distributed_c10d._get_default_store(), timeout), place.rank)
+        store = _own_keys(torch.distributed.distributed_c10d._get_default_store())
+        yield meet_at(store, place.rank, timeout_s)
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -147,7 +148,7 @@ def _process_group(place: LauncherRank, wanted: str, device: torch.device, timeo
     store = _store(place, timeout)
     torch.distributed.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout)
     try:
-        yield meet_at(PrefixStore("meet", store), place.rank)
+        yield meet_at(PrefixStore("meet", store), place.rank, timeout_s)
     finally:
         torch.distributed.destroy_process_group()
 
@@ -169,14 +170,14 @@ def _store(place: LauncherRank, timeout: timedelta) -> Store:
     global _meeting_point
     if _meeting_point is None:
         _meeting_point, _, _ = next(rendezvous("env://", place.rank, place.size, timeout=timeout))
-    return _own_keys(_meeting_point, timeout)
+    _meeting_point.set_timeout(timeout)
+    return _own_keys(_meeting_point)
 
 
-def _own_keys(store: Store, timeout: timedelta) -> Store:
-    """A part of the store that nobody used yet, whose waits last so long at most."""
+def _own_keys(store: Store) -> Store:
+    """A part of the store that nobody used yet."""
     global _meetings
     _meetings += 1
-    store.set_timeout(timeout)
     return PrefixStore(f"manyhands-{_meetings}", store)
 
 
