@@ -79,7 +79,8 @@ class Task:
     collate: Callable[[list[Any]], Any] | None = None
     """[row, …] -> batch. Default: torch's default_collate."""
     executor: Callable[[Task, Any], Any] | None = None
-    """(task, worker) -> the `StepExecutor` that makes the steps there, in the place of autograd and the optimizer."""
+    """(task, worker) -> the `StepExecutor` that makes the steps there, in the place of autograd and the optimizer. Its
+    parameters are those of `model`, by name and shape, or slices of them: `model` holds the answer."""
     worker_callback: WorkerCallbackFactory | None = None
     """Callbacks on every worker (`mh.keras.task` uses them); `callbacks` of train() run on the driver."""
     name: str = "task"

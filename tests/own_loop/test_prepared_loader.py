@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data.distributed import DistributedSampler
 
 import plain
+from manyhands.data.open_source import open_source
 from manyhands.data.sharding import slice_of
 from manyhands.errors import BadInput
 from manyhands.own_loop.prepare import prepare_on
@@ -302,8 +303,61 @@ def test_a_dataloader_of_an_earlier_session_is_shared_anew() -> None:
     share(loader, first)
     kind = type(loader)
     assert share(loader, second) is loader
-    assert (loader.prepared.session, type(loader)) == (second, kind)  # type: ignore[attr-defined]
+    assert (type(loader)._prepared.session, type(loader)) == (second, kind)  # type: ignore[attr-defined]
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+
+
+class Remembers(DataLoader[Any]):
+    """Keeps where it is, as torchdata's StatefulDataLoader does; and has an order of its own by epoch."""
+
+    begun, epoch = 0, 0
+
+    def __iter__(self) -> Any:
+        self.begun += 1
+        return super().__iter__()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def test_the_loader_and_what_is_iterated_have_one_state() -> None:
+    loader = Remembers(Numbers(4), batch_size=2)
+    share(loader, Session(Worker()))
+    assert len(list(loader)) == 2
+    assert (loader.begun, loader.plain.begun) == (1, 1)  # type: ignore[attr-defined]
+    loader.set_epoch(3)
+    assert (loader.epoch, loader.plain.epoch) == (3, 3)  # type: ignore[attr-defined]
+    loader.begun = 7
+    assert loader.plain.begun == 7  # type: ignore[attr-defined]
+
+
+def test_a_loader_made_in_the_class_of_a_shared_one_is_nobodys() -> None:
+    loader = DataLoader(Numbers(4), batch_size=2)
+    share(loader, Session(Worker()))
+    other = type(loader)(Numbers(2), batch_size=1)
+    assert type(other) is DataLoader
+    assert [batch.tolist() for batch in other] == [[0], [1]]
+
+
+def test_a_class_that_cannot_be_derived_from_gets_a_wrapper() -> None:
+    class Strict(DataLoader[Any]):
+        def __init_subclass__(cls, *, name: str) -> None:
+            raise AssertionError("nobody names it")
+
+    loader = Strict(Numbers(4), batch_size=2)
+    assert isinstance(share(loader, Session(Worker())), PreparedLoader)
+    assert type(loader) is Strict
+
+
+def test_all_rows_of_a_shared_loader_are_read_where_it_is_data() -> None:
+    """Of a task, of `run.predict`, and of simulated workers: it is the loader that it was."""
+    loader = DataLoader(Numbers(6), batch_size=2, shuffle=True)
+    share(loader, Session(Worker(size=2)))
+    assert open_source(loader).rows == 6
+    assert type(open_source(loader)) is type(open_source(DataLoader(Numbers(6), batch_size=2, shuffle=True)))
+    shared = share(loader, Session(Worker(shares_process=True)))
+    assert isinstance(shared, PreparedLoader)
+    assert type(shared.plain) is DataLoader
 
 
 def test_a_dataloader_that_several_workers_of_a_process_hold_stays_as_it_is() -> None:

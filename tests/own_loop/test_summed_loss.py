@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import plain
 from manyhands.own_loop import summed_loss
 from manyhands.own_loop.prepare import prepare_on
-from manyhands.own_loop.session import Session
+from manyhands.own_loop.session import SUM, Session
 from manyhands.own_loop.summed_loss import sums_of
 from manyhands.testing.threads import together
 from manyhands.worker import Worker
@@ -107,7 +107,7 @@ def test_a_summed_loss_is_named_once(strategy: str) -> None:
     (message,) = told(loss_over_rows, 3, strategy)
     assert "NllLoss" in message
     assert "1/3" in message
-    assert "mh.weight(1, scale=" in message
+    assert 'mh.weight("sum")' in message
 
 
 def test_a_mean_is_not_named_and_one_worker_never() -> None:
@@ -115,15 +115,15 @@ def test_a_mean_is_not_named_and_one_worker_never() -> None:
     assert not told(loss_over_rows, 1)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_the_remedy_is_one_process_and_is_not_named(size: int) -> None:
-    """`mh.weight(1, scale=mh.worker().size)`: the mean of N times the sums is their sum."""
+    """`mh.weight("sum")`: the mean of N times the sums is their sum, also of a batch with fewer rows than workers."""
 
     def program(worker: Worker) -> Tensor:
         session = Session(worker)
 
         def remedied(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-            session.state_weight(1, worker.size)
+            session.state_weight(SUM)
             return loss_over_rows(model, batch)
 
         return train(session, remedied)

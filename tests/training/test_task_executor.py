@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.errors import BadInput, Unsupported
+from manyhands.evidence.estimate.model_sizes import shape_of
 from manyhands.replica.executor import Allocate, AutogradExecutor, StepExecutor, StepLoss, shards_of
 from manyhands.replica.shard import ParameterSlice
 from manyhands.server.in_process import InProcessServers
@@ -101,6 +102,13 @@ def test_what_needs_gradients_is_refused_by_the_task() -> None:
         mh.train(KERNEL, strategy="allreduce", engine="sim", workers=2)
     with pytest.raises(Unsupported, match="an executor of its own"):
         mh.check(KERNEL, workers=2)
+    with pytest.raises(Unsupported, match="an executor of its own"):
+        shape_of(KERNEL)
+
+
+def test_an_executor_has_the_parameters_of_the_tasks_model() -> None:
+    with pytest.raises(BadInput, match=r"w of shape \[6\] is none of w \[3\]"):
+        mh.train(KERNEL.with_fields(model=lambda: Point([1.0] * 3)), strategy="solo", workers=1)
 
 
 def test_an_executor_is_a_function() -> None:

@@ -531,6 +531,15 @@ def test_a_module_that_was_given_holds_the_answer_at_once(tmp_path: Path) -> Non
         assert run.model is module
 
 
+def test_parameters_are_those_that_training_left_whatever_becomes_of_the_model() -> None:
+    module = plain.mlp()
+    first = train(task(model=module))
+    after = plain.flat(module).clone()
+    train(task(model=module))
+    assert torch.equal(first.parameters, after)
+    assert not torch.equal(plain.flat(module), after)
+
+
 def test_a_run_is_pickled_with_its_models() -> None:
     run = train(task())
     again = pickle.loads(pickle.dumps(run))

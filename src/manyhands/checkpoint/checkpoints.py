@@ -91,13 +91,17 @@ class SavedTensors(Mapping[str, Tensor]):
 
     def __init__(self, path: AnyPath) -> None:
         self.bytes_read = 0
+        self._read: Callable[[str], Tensor]
+        self._shape: Callable[[str], tuple[int, ...]]
         if isinstance(path, RemotePath):
             loaded = load_tensors(path)
             self.bytes_read = sum(tensor.nbytes for tensor in loaded.values())
             self._names, self._read = list(loaded), loaded.__getitem__
+            self._shape = lambda name: tuple(loaded[name].shape)
         else:
-            file = safetensors.safe_open(path, framework="pt")
-            self._names, self._read = list(file.keys()), file.get_tensor  # type: ignore[no-untyped-call]
+            file: Any = safetensors.safe_open(path, framework="pt")
+            self._names, self._read = list(file.keys()), file.get_tensor
+            self._shape = lambda name: tuple(file.get_slice(name).get_shape())
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._read(name)
@@ -108,8 +112,13 @@ class SavedTensors(Mapping[str, Tensor]):
         """Those whose names begin with the prefix, by the rest of their names."""
         part = copy.copy(self)
         part._names = [name.removeprefix(prefix) for name in self._names if name.startswith(prefix)]
-        part._read = lambda name: self[prefix + name]
+        part._read, part._shape = lambda name: self[prefix + name], lambda name: self._shape(prefix + name)
+        part.bytes_read = 0
         return part
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """By name; no tensor is read for it."""
+        return {name: self._shape(name) for name in self._names}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

@@ -17,7 +17,7 @@ from manyhands.data.dataframe_rows import DistributedFrame
 from manyhands.data.readers.arrays import Columns
 from manyhands.data.readers.datasets import DatasetRows
 from manyhands.data.readers.files import KINDS, open_file
-from manyhands.data.readers.loaders import open_loader
+from manyhands.data.readers.loaders import open_loader, unshared
 from manyhands.data.readers.streams import Stream
 from manyhands.data.readers.tables import HuggingFace, arrow_columns, frame_columns
 from manyhands.data.source import Slice, Source
@@ -47,7 +47,7 @@ def open_source(data: Any, *, collate: Collate | None = None, loader_processes: 
     if source := _open_library(data, collate, loader_processes):  # first: a Hugging Face DatasetDict is a dict, too
         return source
     if isinstance(data, DataLoader):
-        return open_loader(data, collate, loader_processes)
+        return open_loader(unshared(data), collate, loader_processes)
     if isinstance(data, IterableDataset):
         return Stream(lambda: data, collate, loader_processes)
     if isinstance(data, Dataset) and not _has_rows(data):

@@ -27,7 +27,7 @@ _ALIKE = (
 _SUMMED = (
     "the loss adds up over the batch's rows ({functions}), and each worker has a part of the batch: the mean of the workers' gradients is 1/{size} of "
     "what one process computes. Divide the loss by the batch's rows (reduction='mean'), or keep the sum, before backward(): "
-    "mh.weight(1, scale=mh.worker().size). See docs/own-loop.md."
+    'mh.weight("sum"). See docs/own-loop.md.'
 )
 _APART = (
     "an optimizer took {steps} steps, and the {size} workers exchanged nothing: each of them trains all rows, for itself. "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -13,10 +13,11 @@ from torch import nn
 from manyhands.engines import under_torchrun
 from manyhands.engines.base import LaunchSpec
 from manyhands.engines.single_process import pick_device
+from manyhands.errors import BadInput
 from manyhands.own_loop.launch import launched_strategy
-from manyhands.own_loop.prepared_loader import share
+from manyhands.own_loop.prepared_loader import check_loader, share
 from manyhands.own_loop.rank_zero import mute_nonzero_ranks
-from manyhands.own_loop.session import Pair, Session
+from manyhands.own_loop.session import SUM, Pair, Session
 from manyhands.strategies import strategy_of
 from manyhands.strategies.base import Strategy
 from manyhands.worker import Worker, current
@@ -38,7 +39,8 @@ def prepare(model: M, optimizer: O, *loaders: Iterable[Any], strategy: Strategy 
     whose parameters and buffers are rank 0's; the same optimizer, whose `step()` is now the strategy's exchange
     (learning rates, schedulers built before or after, `zero_grad` and `state_dict` work as ever); and for each loader
     what gives this worker's share of each batch (see `PreparedLoader`): the user's batch size is the global one. A
-    DataLoader is shared in place: it comes back itself, and its `plain` still gives all rows.
+    DataLoader is shared in place, but where workers share a process: it comes back itself, and its `plain` still gives
+    all rows.
     Several pairs of model and optimizer (a GAN's) are prepared one by one; one optimizer over several modules as
     `mh.prepare([encoder, decoder], optimizer)`, which gives back the list. Prepare only loaders of training data: a
     loader that is not prepared gives every worker everything, which is right for validation. In its first steps a loop
@@ -61,7 +63,7 @@ def prepare(model: M, optimizer: O, *loaders: Iterable[Any], strategy: Strategy 
     All workers must call `backward()`, `step()` and the loader equally often. A loss whose mean does not divide by the
     batch's rows says so with `mh.weight(w)` before `backward()`. A loss that is a sum over rows takes 1/N of one
     process's step, and a warning names it in the first steps where its graph shows it: divide it by the rows, or keep
-    the sum by `mh.weight(1, scale=mh.worker().size)` before `backward()`. With several workers a gradient that is not
+    the sum by `mh.weight("sum")` before `backward()`. With several workers a gradient that is not
     finite raises ManyhandsError in `step()`; alone, as in a plain script, nobody looks.
 
     Raises BadInput for what is no model, optimizer or loader, a wrapped model (DistributedDataParallel), a
@@ -77,9 +79,10 @@ def prepare_on(
 ) -> Prepared[M, O]:
     """`prepare` for the Worker of a given session."""
     chosen = strategy_of(strategy or launched_strategy() or DEFAULT)
-    prepared = [share(loader, session) for loader in loaders]
+    for loader in loaders:
+        check_loader(loader, session.worker.size)
     Pair(session, model, optimizer, chosen)
-    return model, optimizer, *prepared
+    return model, optimizer, *(share(loader, session) for loader in loaders)
 
 
 def worker() -> Worker:
@@ -92,15 +95,21 @@ def is_first() -> bool:
     return _worker_here().rank == 0
 
 
-def weight(w: float, *, scale: float = 1.0) -> None:
+def weight(w: float | Literal["sum"]) -> None:
     """State what the loss of this step is a mean over, where that is not the batch's rows: tokens, class weights.
 
     Call it before `backward()`; it holds until the next `step()` or batch, whichever comes first. 0: this worker's
-    gradient does not count. scale: the gradients are multiplied by it before the mean over the workers. A loss that is
-    a sum over rows is kept by `mh.weight(1, scale=mh.worker().size)` on all workers. Raises BadInput for a negative or
-    infinite number, and for a scale of 0; `step()` does if it came after `backward()`.
+    gradient does not count. "sum", on all workers: the loss is a sum over rows; its gradients are then multiplied by
+    the workers' number, also where `torch.autograd.grad` asks for those of parameters, so that their mean over the
+    workers is one process's sum. Raises BadInput for a negative or infinite number and for another word; `step()` does
+    if it came after `backward()`.
     """
-    session().state_weight(float(w), float(scale))
+    if isinstance(w, str) and w != "sum":
+        raise BadInput(f'a weight is a number, or "sum" where the loss is a sum over rows; not {w!r}')
+    value = SUM if w == "sum" else float(w)
+    if w != "sum" and value == SUM:
+        raise BadInput("a weight is a finite number of at least 0, not inf: what the loss's mean divides by")
+    session().state_weight(value)
 
 
 # -- which worker this is --------------------------------------------------------------------------------------------

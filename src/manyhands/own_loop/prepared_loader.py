@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from manyhands.data.readers.loaders import (
     reader_of,
     refuse_distributed,
     samplers_of,
+    unshared,
 )
 from manyhands.data.sharding import slice_of
 from manyhands.data.source import COMPARED, Pick, Reading, check_digests
@@ -58,7 +59,7 @@ class PreparedLoader(Iterable[Any]):
         self.plain, self.session = plain, session
         self._open: Iteration | None = None
         self._passes = 0
-        _check(plain, session.worker.size)
+        check_loader(plain, session.worker.size)
 
     def __len__(self) -> int:
         """Batches in a pass, the same on every worker."""
@@ -73,7 +74,7 @@ class PreparedLoader(Iterable[Any]):
         """Tell the dataset and samplers that want to know which epoch begins."""
         parts: list[Any] = [self.plain]
         if isinstance(self.plain, DataLoader):
-            parts = [self.plain.dataset, *samplers_of(self.plain)]
+            parts += [self.plain.dataset, *samplers_of(self.plain)]
         for part in parts:
             set_epoch(part, epoch)
 
@@ -167,26 +168,34 @@ class PreparedLoader(Iterable[Any]):
 
 
 class SharedDataLoader(DataLoader[Any]):
-    """Mixed into the class of a DataLoader that was prepared in place: whoever holds it gets this worker's share."""
+    """The class of a DataLoader that was prepared in place, before its own: whoever holds it gets this worker's share.
 
-    prepared: PreparedLoader
+    One class for each such loader. `plain` has the loader's own class, and one state with it.
+    """
+
+    shared_in_place: ClassVar[bool] = True
+    _prepared: ClassVar[PreparedLoader]
+    _kind: ClassVar[type[DataLoader[Any]]]
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Any:
+        """`type(loader)(…)` makes a loader of the user's class, which nobody shares."""
+        return cls._kind(*arguments, **options)
 
     @property
-    def plain(self) -> DataLoader[Any]:
+    def plain(self) -> Iterable[Any]:
         """As it was before: all rows."""
-        plain: DataLoader[Any] = self.prepared.plain  # type: ignore[assignment]
-        return plain
+        return self._prepared.plain
 
     @override
     def __iter__(self) -> Any:
         """See `PreparedLoader`, as for the others."""
-        return iter(self.prepared)
+        return iter(self._prepared)
 
     def finish(self) -> None:
-        self.prepared.finish()
+        self._prepared.finish()
 
     def set_epoch(self, epoch: int) -> None:
-        self.prepared.set_epoch(epoch)
+        self._prepared.set_epoch(epoch)
 
     @override
     def __reduce__(self) -> Any:
@@ -201,14 +210,19 @@ def share(loader: Iterable[Any], session: Session) -> Iterable[Any]:
     if isinstance(loader, PreparedLoader):  # shared by several pairs, or a notebook's cell run again
         return loader if loader.session is session else PreparedLoader(loader.plain, session)
     if not isinstance(loader, DataLoader) or session.worker.shares_process:  # others may hold it, too
-        return PreparedLoader(loader, session)
+        return PreparedLoader(unshared(loader), session)
     if isinstance(loader, SharedDataLoader):
-        if loader.prepared.session is not session:
-            loader.prepared = PreparedLoader(loader.plain, session)
+        if loader._prepared.session is not session:
+            type(loader)._prepared = PreparedLoader(loader.plain, session)
         return loader
-    prepared, kind = PreparedLoader(copy.copy(loader), session), type(loader)
-    loader.__class__ = type(kind.__name__, (SharedDataLoader, kind), {"__module__": kind.__module__})
-    cast(SharedDataLoader, loader).prepared = prepared
+    kind = type(loader)
+    plain: DataLoader[Any] = object.__new__(kind)
+    object.__setattr__(plain, "__dict__", vars(loader))
+    own = {"_prepared": PreparedLoader(plain, session), "_kind": kind, "__module__": kind.__module__}
+    try:
+        loader.__class__ = type(kind.__name__, (SharedDataLoader, kind), own)
+    except TypeError:  # a class that cannot be derived from like this
+        return PreparedLoader(loader, session)
     return loader
 
 
@@ -265,7 +279,8 @@ def _two_rows(column: Any, second: int) -> Any:
     return column[[0, second]]
 
 
-def _check(plain: Any, size: int) -> None:
+def check_loader(plain: Any, size: int) -> None:
+    """Raise BadInput for what cannot be shared over so many workers."""
     if isinstance(plain, Tensor | str | bytes) or not isinstance(plain, Iterable):
         raise BadInput(
             f"prepare takes (model, optimizer, *loaders): a loader must be a DataLoader or another iterable of batches, not {type(plain).__name__}"

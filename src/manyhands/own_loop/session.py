@@ -26,6 +26,8 @@ from manyhands.strategies.base import Change, Strategy
 from manyhands.worker import Worker
 
 _SLOT = "_manyhands_stepper"
+SUM = math.inf
+"""The weight that says that a loss is a sum over rows."""
 
 
 class Iteration:
@@ -40,9 +42,10 @@ class Backward:
     """One backward under way, or about to begin: what its gradients count, and the pairs that they belong to."""
 
     weight: float
-    """In the mean over the workers: 0 on a stand-in batch, else as stated, else the batch's rows, else 1."""
+    """In the mean over the workers: as stated, else the batch's rows, else 1; of a stand-in batch 0, of a sum 1."""
     scale: float
-    """Its gradients are multiplied by this before the mean: the workers' number, where the loss is a sum over rows."""
+    """Its gradients are multiplied by this before the mean: the workers' number where the loss is a sum over rows, whose
+    sum is that mean, and 0 on a stand-in batch."""
     known: bool
     """Whether a prepared loader or the user says what it counts."""
     pairs: set[Pair] = field(default_factory=set)
@@ -65,7 +68,7 @@ class Session:
         self.prepared = 0  # pairs so far, gone or not: a pair's place in the order of preparation
         self._began = False
         self._rows: dict[Iteration, float | None] = {}  # of each open pass's batch at hand, the newest last
-        self._stated: tuple[float, float] | None = None  # weight and scale, by `mh.weight`
+        self._stated: float | None = None  # by `mh.weight`; SUM: the loss is a sum over rows
         self._stated_used = False
         self._stand_ins: set[Iteration] = set()  # whose batch at hand is a stand-in
         self._pending: dict[int, Backward] = {}  # those under way, by autograd's number
@@ -84,23 +87,23 @@ class Session:
 
     def next_backward(self) -> Backward:
         """What a backward counts that begins now."""
-        weight = 1.0 if self._newest_rows is None else self._newest_rows
-        weight, scale = self._stated or (weight, 1.0)
         known = self._stated is not None or bool(self._rows)
-        return Backward(0.0 if self._stand_ins else weight, scale, known)
+        if self._stated == SUM:  # of no rows it is 0, and counts as the others' do
+            return Backward(1.0, 0.0 if self._stand_ins else float(self.worker.size), known)
+        rows = 1.0 if self._newest_rows is None else self._newest_rows
+        weight = 0.0 if self._stand_ins else rows if self._stated is None else self._stated
+        return Backward(weight, 1.0 if weight else 0.0, known)
 
     @property
     def counted_rows(self) -> float | None:
         """Of the batch at hand that a prepared loader gave, where they are the weight."""
         return None if self._stated is not None else self._newest_rows
 
-    def state_weight(self, weight: float, scale: float = 1.0) -> None:
-        """What `mh.weight` says; holds until the next step or batch."""
-        if not 0 <= weight < math.inf:
+    def state_weight(self, weight: float) -> None:
+        """What `mh.weight` says; holds until the next step or batch. SUM: the loss is a sum over rows."""
+        if not 0 <= weight < math.inf and weight != SUM:
             raise BadInput(f"a weight is a finite number of at least 0, not {weight}: what the loss's mean divides by")
-        if not 0 < scale < math.inf:
-            raise BadInput(f"a scale is a finite number above 0, not {scale}: what the gradients are multiplied by")
-        self._stated, self._stated_used = (weight, scale), False
+        self._stated, self._stated_used = weight, False
         if not self.counts_weights:
             self.counts_weights = True
             for pair in self.pairs:
@@ -133,9 +136,9 @@ class Session:
         self._scale_gradients()
 
     def _scale_gradients(self) -> None:
-        coming = self.next_backward()
+        scale = self.next_backward().scale
         for pair in self.pairs:
-            pair.gradient_scale.set(coming.scale if coming.weight else 0.0)
+            pair.gradient_scale.set(scale)
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
@@ -249,6 +252,7 @@ class Pair:
             optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         if self.session.counts_weights:
             self.watch()
+        self.gradient_scale.set(self.session.next_backward().scale)
 
     def release(self) -> None:
         self.gradient_scale.set(1.0)
@@ -411,8 +415,10 @@ class GradientScale:
         self._buffers: list[tuple[Tensor, Tensor]] = []  # (buffer, what it was before the stand-in)
 
     def set(self, scale: float) -> None:
-        """From now on; existing graphs included. At 0 backward adds zeros, whatever it computed, NaN too."""
+        """From now on; existing graphs included, `torch.autograd.grad` of the parameters too. At 0 backward adds zeros,
+        whatever it computed, NaN too."""
         self._scale = scale
+        self._fresh.clear()
         if scale != 1.0 and not self._hooks:
             self._hooks = [
                 p.register_hook(lambda gradient, i=i: self._scaled(gradient, i)) for i, p in enumerate(self._parameters)

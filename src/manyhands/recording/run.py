@@ -43,16 +43,27 @@ class Answer:
 
     @classmethod
     def of(cls, models: list[nn.Module]) -> Self:
-        """Of models that are there."""
-        return cls(lambda: models, [tuple(one.shape) for one in models[0].parameters() if one.requires_grad])
+        """Of models that are there, as they are now."""
+        answer = cls(lambda: models, [tuple(one.shape) for one in models[0].parameters() if one.requires_grad])
+        assert answer.models
+        return answer
 
     @cached_property
-    def models(self) -> list[nn.Module]:
+    def _made(self) -> tuple[list[nn.Module], Tensor]:
         models, self._make = self._make(), list  # what they were made of is not kept
-        return models
+        return models, torch.cat([p.detach().reshape(-1) for p in models[0].parameters() if p.requires_grad])
+
+    @property
+    def models(self) -> list[nn.Module]:
+        return self._made[0]
+
+    @property
+    def parameters(self) -> Tensor:
+        """[D] of the first model, as they were when it was made: it may be trained further."""
+        return self._made[1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"models": self.models, "shapes": self.shapes, "_make": list}
+        return {"_made": self._made, "shapes": self.shapes, "_make": list}
 
 
 @dataclass(kw_only=True, repr=False)
@@ -116,10 +127,10 @@ class Run:
         """With the final parameters, or the best that `keep` kept; an ensemble's averages its members' outputs."""
         return self.models[0] if len(self.models) == 1 else AveragedOutputs(self.models).eval()
 
-    @cached_property
+    @property
     def parameters(self) -> Tensor:
-        """[D] the model's trainable parameters, flat and unpadded, in the model's order."""
-        return torch.cat([p.detach().reshape(-1) for p in self.models[0].parameters() if p.requires_grad])
+        """[D] the model's trainable parameters as training left them, flat and unpadded, in the model's order."""
+        return self.answer.parameters
 
     # -- for people --------------------------------------------------------------------------------------------------
 
@@ -305,8 +316,9 @@ def _in_row_order(data: Any, batch_size: int) -> Any:
     """A DataLoader as one without its sampler; anything else as it is."""
     if not isinstance(data, DataLoader) or isinstance(data.dataset, IterableDataset):
         return data
-    from manyhands.data.readers.loaders import is_indexed, options_of
+    from manyhands.data.readers.loaders import is_indexed, options_of, unshared
 
+    data = unshared(data)
     if data.batch_sampler is not None and not is_indexed(data):
         return data
 

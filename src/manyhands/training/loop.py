@@ -23,7 +23,7 @@ from manyhands.replica.replica import Replica
 from manyhands.server.staleness import StalenessMonitor, watch
 from manyhands.signals import PREEMPTED
 from manyhands.strategies.base import Change
-from manyhands.training.plan import Outcome, TrainingPosition, WorkerPlan, global_batch, make_executor
+from manyhands.training.plan import Outcome, TrainingPosition, WorkerPlan, check_executor, global_batch, make_executor
 from manyhands.training.saving import Saver
 from manyhands.training.validation import Validator
 from manyhands.worker import Worker
@@ -52,6 +52,7 @@ class Loop:
             nonfinite=plan.nonfinite,
             clock=worker.clock,
         )
+        check_executor(plan.task, self.replica.shards)
         self.train_feed = self._feed(plan.task.train_data, train=True)
         self.ticks_per_epoch = self.train_feed.ticks
         fingerprint.compare(worker, partial(self._program_facts, self.replica.model))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
+from manyhands import rng
 from manyhands.checkpoint.checkpoints import Checkpoint
 from manyhands.checkpoint.launch_lock import Claim
 from manyhands.checkpoint.paths import AnyPath
 from manyhands.errors import BadInput
 from manyhands.replica.executor import AutogradExecutor, StepExecutor
+from manyhands.replica.shard import ParameterShard
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task
 from manyhands.training.best_model import KEEP_LAST, BestModelPolicy
@@ -109,6 +112,20 @@ def make_executor(task: Task, worker: Worker) -> StepExecutor:
         precision=task.precision,
         micro_batch_size=task.micro_batch_size,
     )
+
+
+def check_executor(task: Task, shards: Sequence[ParameterShard]) -> None:
+    """Raise BadInput where a task's own executor has other parameters than the task's model, which holds the answer."""
+    if task.executor is None:
+        return
+    with rng.kept():
+        known = {name: tuple(p.shape) for name, p in build_model(task).named_parameters() if p.requires_grad}
+    found = {name: part.shape for shard in shards for name, part in shard.slices.items()}
+    if wrong := [name for name, shape in found.items() if known.get(name) != shape]:
+        raise BadInput(
+            f"the executor's parameters must be those of the task's model, by name and shape, or slices of them: {wrong[0]} "
+            f"of shape {list(found[wrong[0]])} is none of {', '.join(f'{name} {list(shape)}' for name, shape in known.items())}"
+        )
 
 
 def global_batch(task: Task, workers: int, own: int | None = None) -> int:

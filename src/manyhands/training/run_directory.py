@@ -31,6 +31,7 @@ from manyhands.training.config import TrainConfig
 from manyhands.training.plan import State, build_model
 
 AnyState = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]  # parameters and buffers by name, read or not yet
+Shapes = dict[str, tuple[int, ...]]  # of trainable parameters, by name
 CHECKPOINTS, FINAL, RESULT, CONFIG_FILE = "checkpoints", "model.safetensors", "result.json", "config.json"
 _UNFINISHED = re.compile(
     rf"({re.escape(FINAL)}|{re.escape(RESULT)}|{re.escape(CONFIG_FILE)})\.[0-9a-f]{{16}}{re.escape(PARTIAL)}"
@@ -241,10 +242,9 @@ def finished_run(config: TrainConfig, saved: dict[str, Any] | None = None) -> Ru
 
     members = sorted({int(name.partition("/")[0]) for name in tensors})
     states = [(tensors.under(f"{i}/parameters/"), tensors.under(f"{i}/buffers/")) for i in members]
-    models = _models_for(config.task, states)  # checked now
-    answer = Answer(
-        lambda: _filled(models, states), [tuple(p.shape) for p in models[0].parameters() if p.requires_grad]
-    )
+    shapes = [parameters.shapes() for parameters, _ in states]
+    models = _models_for(config.task, shapes)  # checked now
+    answer = Answer(lambda: _filled(models, states), list(shapes[0].values()))
     if isinstance(config.task.model, nn.Module):
         answer = Answer.of(answer.models)
     return Run.from_json(saved, directory=config.directory, answer=answer)
@@ -268,21 +268,25 @@ def write(directory: AnyPath, run: Run, states: list[State]) -> None:
 
 def answer_of(task: Task, states: list[State]) -> Answer:
     """What these states are; a task's own module holds the first at once, other models are made at first use."""
-    answer = Answer(lambda: _filled(_models_for(task, states), states), [tuple(t.shape) for t in states[0][0].values()])
+    shapes = {name: tuple(tensor.shape) for name, tensor in states[0][0].items()}
+    answer = Answer(lambda: _filled(_models_for(task, [shapes] * len(states)), states), list(shapes.values()))
     return Answer.of(answer.models) if isinstance(task.model, nn.Module) else answer
 
 
-def _models_for(task: Task, states: Sequence[AnyState]) -> list[nn.Module]:
-    """A module for each state, which does not hold it yet; BadInput where the parameters are not this model's."""
+def _models_for(task: Task, shapes: Sequence[Shapes]) -> list[nn.Module]:
+    """A module for each answer, which does not hold it yet; BadInput where the parameters are not this model's."""
     models = []
-    for i, (parameters, _) in enumerate(states):
+    for i, wanted in enumerate(shapes):
         if isinstance(task.model, nn.Module) and i == 0:
             model = task.model.cpu()
         else:
             with rng.kept():
                 rng.seed_all(task.seed)
                 model = copy.deepcopy(task.model) if isinstance(task.model, nn.Module) else build_model(task)
-        _check_same(model, parameters)
+        if {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad} != wanted:
+            raise BadInput(
+                "the finished run's parameters are not this model's: give the model it was made with, or another run directory"
+            )
         models.append(model)
     return models
 
@@ -291,12 +295,3 @@ def _filled(models: list[nn.Module], states: Sequence[AnyState]) -> list[nn.Modu
     for model, (parameters, buffers) in zip(models, states, strict=True):
         evaluation.load(model, parameters, buffers)
     return models
-
-
-def _check_same(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
-    """Raise BadInput where a finished run's parameters are not this model's."""
-    shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
-    if shapes != {name: tensor.shape for name, tensor in parameters.items()}:
-        raise BadInput(
-            "the finished run's parameters are not this model's: give the model it was made with, or another run directory"
-        )

@@ -44,6 +44,11 @@ def open_loader(loader: DataLoader[Any], collate: Collate | None = None, process
     return Loader(loader, processes) if is_indexed(loader) else LoadedStream(loader)
 
 
+def unshared(data: Any) -> Any:
+    """All rows of a DataLoader that `prepare` shares in place; anything else as it is."""
+    return data.plain if getattr(type(data), "shared_in_place", False) else data
+
+
 def is_indexed(loader: DataLoader[Any]) -> bool:
     """Whether its batches are what its sampler, dataset and collate function make, so that any of their rows can be
     loaded alone.

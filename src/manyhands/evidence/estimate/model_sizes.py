@@ -14,6 +14,7 @@ from manyhands import rng
 from manyhands.comm.solo import SoloGroup
 from manyhands.data.feed import Feed
 from manyhands.data.source import Source
+from manyhands.errors import Unsupported
 from manyhands.replica.layout import Layout
 from manyhands.replica.replica import Replica
 from manyhands.task import Task
@@ -48,6 +49,11 @@ def shape_of(task: Task) -> Shape:
     Takes the memory of one replica. Neither a given module nor the random state changes. Raises BadInput for what
     `train` would refuse.
     """
+    if task.executor is not None:
+        raise Unsupported(
+            "estimate finds sizes by a step of the task's optimizer, and this task has an executor of its own: try it on few "
+            "workers, or leave executor out"
+        )
     with rng.kept():
         given = task.with_fields(model=copy.deepcopy(task.model)) if isinstance(task.model, nn.Module) else task
         replica = Replica(make_executor(given, Worker()), group=SoloGroup())
