@@ -265,6 +265,23 @@ def test_each_backward_has_a_weight_and_a_scale_of_its_own(size: int) -> None:
             assert (one - other).abs().max() < 1e-10
 
 
+def test_what_was_stated_before_a_pair_was_prepared_counts_for_it() -> None:
+    def program(worker: Worker) -> Tensor:
+        session, model = Session(worker), seeded()
+        session.state_weight(SUM)
+        model, optimizer = prepare_on(session, model, plain.OPTIMIZERS["momentum"](model))
+        (plain.cross_entropy(model, plain.rows(4)) * 4).backward()
+        optimizer.step()
+        return plain.flat(model)
+
+    model = seeded()
+    optimizer = plain.OPTIMIZERS["momentum"](model)
+    (plain.cross_entropy(model, plain.rows(4)) * 8).backward()  # both workers' rows
+    optimizer.step()
+    for got in together(2, program):
+        assert (got - plain.flat(model)).abs().max() < 1e-12
+
+
 def test_a_weight_must_be_a_finite_number() -> None:
     for wrong in (-1.0, float("nan"), float("-inf")):
         with pytest.raises(BadInput, match="finite number of at least 0"):

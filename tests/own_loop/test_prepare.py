@@ -93,8 +93,20 @@ def test_weight_is_the_sessions() -> None:
     plain.cross_entropy(model, plain.rows(4)).backward()
     optimizer.step()
     assert torch.equal(plain.flat(model), before)
-    with pytest.raises(BadInput, match="finite"):
-        mh.weight(-1)
+    for wrong in (-1, float("inf"), float("nan")):
+        with pytest.raises(BadInput, match="finite"):
+            mh.weight(wrong)
+    with pytest.raises(BadInput, match="\"sum\" where the loss is a sum over rows; not 'mean'"):
+        mh.weight("mean")  # type: ignore[arg-type]
+
+
+def test_alone_a_sum_is_the_sum_that_it_is() -> None:
+    model, _ = mh.prepare(*pair())
+    mh.weight("sum")
+    loss = plain.cross_entropy(model, plain.rows(4)) * 4
+    expected = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    loss.backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))
 
 
 def test_what_the_users_loop_cannot_give(monkeypatch: pytest.MonkeyPatch) -> None:
