@@ -229,3 +229,27 @@ def test_torch_compile_counts_as_progress(script: Callable[..., Script]) -> None
         print(Local().launch(program, LaunchSpec(workers=2, timeout_s=1.5)))
     """)
     assert run.end() == (0, "[2.0, 2.0]\n", "")
+
+
+def test_a_worker_that_waits_to_share_memory_leaves_no_folder_when_it_is_ended(script: Callable[..., Script]) -> None:
+    """Where it listens meanwhile is the run's own folder."""
+    run = script("""
+        import os, time
+        from pathlib import Path
+        from manyhands.engines.base import LaunchSpec
+        from manyhands.engines.local.engine import Local
+
+        def program(worker):
+            if worker.rank == 0:
+                worker.make_group([0, 1])
+            deadline = time.monotonic() + 20
+            while not list(Path(os.environ["TMPDIR"]).glob("**/manyhands-*/line")):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            raise ValueError("it listens")
+
+        Local().launch(program, LaunchSpec(workers=2))
+    """)
+    code, _, err = run.end()
+    assert code == 1
+    assert "it listens" in err
