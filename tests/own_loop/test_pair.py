@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import plain
 from manyhands.errors import BadInput, ManyhandsError, Unsupported
 from manyhands.own_loop.prepare import prepare_on
-from manyhands.own_loop.session import SUM, Session
+from manyhands.own_loop.session import Session
 from manyhands.testing.threads import together
 from manyhands.worker import Worker
 
@@ -249,7 +249,7 @@ def test_each_backward_has_a_weight_and_a_scale_of_its_own(size: int) -> None:
             rows = len(batch[0])
             summed, mean = plain.cross_entropy(model, batch) * rows, plain.cross_entropy(model, batch)
             if worker is not None:
-                session.state_weight(SUM)
+                session.state_weight("sum")
             summed.backward()
             found.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]).clone())
             if worker is not None:
@@ -268,7 +268,7 @@ def test_each_backward_has_a_weight_and_a_scale_of_its_own(size: int) -> None:
 def test_what_was_stated_before_a_pair_was_prepared_counts_for_it() -> None:
     def program(worker: Worker) -> Tensor:
         session, model = Session(worker), seeded()
-        session.state_weight(SUM)
+        session.state_weight("sum")
         model, optimizer = prepare_on(session, model, plain.OPTIMIZERS["momentum"](model))
         (plain.cross_entropy(model, plain.rows(4)) * 4).backward()
         optimizer.step()
@@ -283,7 +283,7 @@ def test_what_was_stated_before_a_pair_was_prepared_counts_for_it() -> None:
 
 
 def test_a_weight_must_be_a_finite_number() -> None:
-    for wrong in (-1.0, float("nan"), float("-inf")):
+    for wrong in (-1.0, float("nan"), float("inf"), float("-inf")):
         with pytest.raises(BadInput, match="finite number of at least 0"):
             Session(Worker()).state_weight(wrong)
 

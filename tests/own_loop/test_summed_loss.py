@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import plain
 from manyhands.own_loop import summed_loss
 from manyhands.own_loop.prepare import prepare_on
-from manyhands.own_loop.session import SUM, Session
+from manyhands.own_loop.session import Session
 from manyhands.own_loop.summed_loss import sums_of
 from manyhands.testing.threads import together
 from manyhands.worker import Worker
@@ -123,7 +123,7 @@ def test_the_remedy_is_one_process_and_is_not_named(size: int) -> None:
         session = Session(worker)
 
         def remedied(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-            session.state_weight(SUM)
+            session.state_weight("sum")
             return loss_over_rows(model, batch)
 
         return train(session, remedied)

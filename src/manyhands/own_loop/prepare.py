@@ -13,11 +13,10 @@ from torch import nn
 from manyhands.engines import under_torchrun
 from manyhands.engines.base import LaunchSpec
 from manyhands.engines.single_process import pick_device
-from manyhands.errors import BadInput
 from manyhands.own_loop.launch import launched_strategy
 from manyhands.own_loop.prepared_loader import check_loader, share
 from manyhands.own_loop.rank_zero import mute_nonzero_ranks
-from manyhands.own_loop.session import SUM, Pair, Session
+from manyhands.own_loop.session import Pair, Session
 from manyhands.strategies import strategy_of
 from manyhands.strategies.base import Strategy
 from manyhands.worker import Worker, current
@@ -104,12 +103,7 @@ def weight(w: float | Literal["sum"]) -> None:
     workers is one process's sum. Raises BadInput for a negative or infinite number and for another word; `step()` does
     if it came after `backward()`.
     """
-    if isinstance(w, str) and w != "sum":
-        raise BadInput(f'a weight is a number, or "sum" where the loss is a sum over rows; not {w!r}')
-    value = SUM if w == "sum" else float(w)
-    if w != "sum" and value == SUM:
-        raise BadInput("a weight is a finite number of at least 0, not inf: what the loss's mean divides by")
-    session().state_weight(value)
+    session().state_weight(w if isinstance(w, str) else float(w))
 
 
 # -- which worker this is --------------------------------------------------------------------------------------------

@@ -26,8 +26,6 @@ from manyhands.strategies.base import Change, Strategy
 from manyhands.worker import Worker
 
 _SLOT = "_manyhands_stepper"
-SUM = math.inf
-"""The weight that says that a loss is a sum over rows."""
 
 
 class Iteration:
@@ -68,7 +66,7 @@ class Session:
         self.prepared = 0  # pairs so far, gone or not: a pair's place in the order of preparation
         self._began = False
         self._rows: dict[Iteration, float | None] = {}  # of each open pass's batch at hand, the newest last
-        self._stated: float | None = None  # by `mh.weight`; SUM: the loss is a sum over rows
+        self._stated: float | str | None = None  # by `mh.weight`; "sum": the loss is a sum over rows
         self._stated_used = False
         self._stand_ins: set[Iteration] = set()  # whose batch at hand is a stand-in
         self._pending: dict[int, Backward] = {}  # those under way, by autograd's number
@@ -88,7 +86,7 @@ class Session:
     def next_backward(self) -> Backward:
         """What a backward counts that begins now."""
         known = self._stated is not None or bool(self._rows)
-        if self._stated == SUM:  # of no rows it is 0, and counts as the others' do
+        if isinstance(self._stated, str):  # of no rows it is 0, and counts as the others' do
             return Backward(1.0, 0.0 if self._stand_ins else float(self.worker.size), known)
         rows = 1.0 if self._newest_rows is None else self._newest_rows
         weight = 0.0 if self._stand_ins else rows if self._stated is None else self._stated
@@ -99,9 +97,12 @@ class Session:
         """Of the batch at hand that a prepared loader gave, where they are the weight."""
         return None if self._stated is not None else self._newest_rows
 
-    def state_weight(self, weight: float) -> None:
-        """What `mh.weight` says; holds until the next step or batch. SUM: the loss is a sum over rows."""
-        if not 0 <= weight < math.inf and weight != SUM:
+    def state_weight(self, weight: float | str) -> None:
+        """What `mh.weight` says; holds until the next step or batch."""
+        if isinstance(weight, str):
+            if weight != "sum":
+                raise BadInput(f'a weight is a number, or "sum" where the loss is a sum over rows; not {weight!r}')
+        elif not 0 <= weight < math.inf:
             raise BadInput(f"a weight is a finite number of at least 0, not {weight}: what the loss's mean divides by")
         self._stated, self._stated_used = weight, False
         if not self.counts_weights:
