@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,45 +10,18 @@ import torch
 from by_hand import Point
 from torch import Tensor, nn
 
+from executors import Half, MovesToRows, distance
 from manyhands.comm.threads import Meeting, ThreadGroup
 from manyhands.errors import Unsupported
-from manyhands.replica.executor import Allocate, AutogradExecutor, StepExecutor, StepLoss, shards_of
+from manyhands.replica.executor import Allocate, AutogradExecutor
 from manyhands.replica.replica import Replica
-from manyhands.replica.shard import ParameterSlice
 from manyhands.server.in_process import InProcessServers
 from manyhands.strategies import strategy_of
 from manyhands.strategies.base import Change, Strategy
-from manyhands.task import Evaluate, Metrics
 from manyhands.testing.threads import together
 from manyhands.worker import Mesh, Worker
 
 # -- without gradients -------------------------------------------------------------------------------------------------
-
-
-class MovesToRows(StepExecutor):
-    """A step goes half of the way from the parameters to the mean of the rows."""
-
-    def build(self, allocate: Allocate) -> None:
-        self.model: nn.Module = Point([0.0, 0.0])
-        self.shards = shards_of(self.model, allocate)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
-
-    def begin_tick(self) -> None:
-        self.rows: Tensor | None = None
-
-    def backward(self, batch: Any | None) -> StepLoss:
-        self.rows = batch
-        return StepLoss() if batch is None else StepLoss(weight=len(batch), grad_mask=1)
-
-    def clip(self, norm: float) -> None:
-        raise AssertionError("nothing to clip")
-
-    def apply(self) -> None:
-        assert self.rows is not None
-        self.shards[0].parameters[:2].lerp_(self.rows.mean(0), self.optimizer.param_groups[0]["lr"])
-
-    def evaluate(self, function: Evaluate, batch: Any) -> Metrics:
-        return function(self.model, batch)
 
 
 ROWS = [torch.tensor([[2.0, 4.0]], dtype=torch.float64), torch.tensor([[6.0, 0.0]], dtype=torch.float64)]
@@ -86,7 +58,7 @@ def moved(spec: str, steps: int = 2) -> list[Tensor]:
     clients = InProcessServers(server, 2, timeout_s=20.0).clients if server is not None else ()
 
     def program(worker: Worker) -> Tensor:
-        replica = Replica(MovesToRows(), group=worker.mesh.data)
+        replica = Replica(MovesToRows([0.0, 0.0], 0.5), group=worker.mesh.data)
         return ticks(strategy, replica, worker, [ROWS[worker.rank]] * steps)[:2]
 
     return together(2, program, clients)
@@ -127,28 +99,6 @@ def rows_of(rank: int) -> list[Tensor]:
     return [torch.randn(2 + rank, D, generator=generator, dtype=torch.float64) for _ in range(STEPS)]
 
 
-def distance(columns: slice) -> Callable[[nn.Module, Tensor], Tensor]:
-    """Sums over the columns: halves of it add up to the whole, and so do their gradients."""
-    return lambda model, batch: (model.w - batch[:, columns]).square().sum(1).mean()
-
-
-class Half(AutogradExecutor):
-    """This member's half of the columns; what all members must know alike is reduced."""
-
-    def __init__(self, members: ThreadGroup) -> None:
-        self.columns = slice(members.rank * D // 2, (members.rank + 1) * D // 2)
-        super().__init__(Point(STARTS[self.columns].tolist()), adamw, loss=distance(self.columns), members=members)
-
-    def build(self, allocate: Allocate) -> None:
-        super().build(allocate)
-        part = ParameterSlice(shape=(D,), start=(self.columns.start,), stop=(self.columns.stop,))
-        self.shards[0].slices["w"] = part
-
-    def backward(self, batch: Any | None) -> StepLoss:
-        found = super().backward(batch)
-        return replace(found, loss=float(self.reduce(torch.tensor([found.loss], dtype=torch.float64))))
-
-
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.1)
 
@@ -164,7 +114,7 @@ def in_halves(strategy: Strategy, clip_norm: float | None) -> list[Tensor]:
             world=ThreadGroup(world, thread.rank), data=ThreadGroup(data[member], copy), model=members, rows=(copy, 2)
         )
         worker = Worker(rank=thread.rank, size=4, group=mesh.world, mesh=mesh)
-        replica = Replica(Half(members), group=mesh.data, clip_norm=clip_norm)
+        replica = Replica(Half(members, STARTS.tolist(), adamw), group=mesh.data, clip_norm=clip_norm)
         assert (replica.shards[0].slices["w"].whole, replica.norm(replica.parameters)) == (
             False,
             pytest.approx(float(STARTS.norm())),
@@ -180,8 +130,7 @@ def in_halves(strategy: Strategy, clip_norm: float | None) -> list[Tensor]:
 
 def in_whole(strategy: Strategy, clip_norm: float | None) -> list[Tensor]:
     def program(worker: Worker) -> Tensor:
-        loss = distance(slice(0, D))
-        replica = Replica.of(Point(STARTS.tolist()), adamw, group=worker.mesh.data, loss=loss, clip_norm=clip_norm)
+        replica = Replica.of(Point(STARTS.tolist()), adamw, group=worker.mesh.data, loss=distance, clip_norm=clip_norm)
         return ticks(strategy, replica, worker, rows_of(worker.rank))[:D]
 
     return together(2, program)
@@ -203,7 +152,7 @@ def test_a_gradient_that_is_not_finite_in_one_half_is_left_out_by_both() -> None
 
     def program(thread: Worker) -> tuple[bool, int]:
         members = ThreadGroup(model, thread.rank)
-        replica = Replica(Half(members), group=Worker().mesh.data, nonfinite="skip")
+        replica = Replica(Half(members, STARTS.tolist(), adamw), group=Worker().mesh.data, nonfinite="skip")
         batch = torch.zeros(1, D, dtype=torch.float64)
         batch[0, 0] = float("inf")  # of the first half's columns
         replica.begin_tick()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -12,13 +11,12 @@ from test_epochs import LeaseServer, Line
 from torch import Tensor, nn
 
 import manyhands as mh
+from executors import Half, MovesToRows, distance
 from manyhands.errors import BadInput, Unsupported
 from manyhands.evidence.estimate.model_sizes import shape_of
-from manyhands.replica.executor import Allocate, AutogradExecutor, StepExecutor, StepLoss, shards_of
-from manyhands.replica.shard import ParameterSlice
 from manyhands.server.in_process import InProcessServers
 from manyhands.strategies import strategy_of
-from manyhands.task import Evaluate, Metrics, Summed
+from manyhands.task import Summed
 from manyhands.testing.threads import together
 from manyhands.training.plan import WorkerPlan
 from manyhands.training.worker_main import work
@@ -30,10 +28,6 @@ ROWS = torch.randn(40, D, generator=torch.Generator().manual_seed(1), dtype=torc
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-
-
-def distance(model: nn.Module, batch: Tensor) -> Tensor:
-    return (model.w - batch).square().sum(1).mean()
 
 
 TASK = mh.Task(
@@ -54,33 +48,7 @@ TASK = mh.Task(
 # -- without gradients -------------------------------------------------------------------------------------------------
 
 
-class MovesToRows(StepExecutor):
-    """A step goes a part of the way, as long as the rate says, from the parameters to the mean of the rows."""
-
-    def build(self, allocate: Allocate) -> None:
-        self.model = Point([1.0] * D)
-        self.shards = shards_of(self.model, allocate)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-
-    def begin_tick(self) -> None:
-        self.rows: Tensor | None = None
-
-    def backward(self, batch: Any | None) -> StepLoss:
-        self.rows = batch
-        return StepLoss() if batch is None else StepLoss(weight=len(batch), grad_mask=1)
-
-    def clip(self, norm: float) -> None:
-        raise AssertionError("nothing to clip")
-
-    def apply(self) -> None:
-        assert self.rows is not None
-        self.shards[0].parameters[:D].lerp_(self.rows.mean(0), self.optimizer.param_groups[0]["lr"])
-
-    def evaluate(self, function: Evaluate, batch: Any) -> Metrics:
-        return function(self.model, batch)
-
-
-KERNEL = TASK.with_fields(schedule=None, executor=lambda task, worker: MovesToRows())
+KERNEL = TASK.with_fields(schedule=None, executor=lambda task, worker: MovesToRows([1.0] * D, 0.1))
 STEPPED = TASK.with_fields(  # the same by autograd: half of the distance's gradient is what a step goes
     schedule=None,
     loss=lambda model, batch: distance(model, batch) / 2,
@@ -119,30 +87,8 @@ def test_an_executor_is_a_function() -> None:
 # -- replicas in halves ------------------------------------------------------------------------------------------------
 
 
-class Half(AutogradExecutor):
-    """A member's half of the columns; what all members must know alike is reduced."""
-
-    def __init__(self, task: mh.Task, worker: Worker) -> None:
-        members = worker.mesh.model
-        self.columns = slice(members.rank * D // 2, (members.rank + 1) * D // 2)
-
-        def loss(model: nn.Module, batch: Tensor) -> Tensor:
-            return distance(model, batch[:, self.columns])
-
-        super().__init__(lambda: Point([1.0] * (D // 2)), sgd, loss=loss, members=members)
-
-    def build(self, allocate: Allocate) -> None:
-        super().build(allocate)
-        self.shards[0].slices["w"] = ParameterSlice(shape=(D,), start=(self.columns.start,), stop=(self.columns.stop,))
-
-    def backward(self, batch: Any | None) -> StepLoss:
-        found = super().backward(batch)
-        return replace(found, loss=float(self.reduce(torch.tensor([found.loss], dtype=torch.float64))))
-
-    def evaluate(self, function: Evaluate, batch: Any) -> Metrics:
-        own = super().evaluate(function, batch[:, self.columns])
-        assert isinstance(own["loss"], Tensor)
-        return {**own, "loss": self.reduce(own["loss"].double().reshape(1))[0]}
+def half(task: mh.Task, worker: Worker) -> Half:
+    return Half(worker.mesh.model, [1.0] * D, sgd)
 
 
 def train(task: mh.Task, strategy: str, members: int, leases: LeaseServer | None = None) -> list[tuple[Tensor, float]]:
@@ -176,7 +122,7 @@ def train(task: mh.Task, strategy: str, members: int, leases: LeaseServer | None
 )
 def test_replicas_in_halves_train_as_whole_ones(strategy: str, clip_norm: float | None) -> None:
     task = TASK.with_fields(clip_norm=clip_norm)
-    halves = train(task.with_fields(executor=Half), strategy, members=2)
+    halves = train(task.with_fields(executor=half), strategy, members=2)
     for (one, loss), (other, expected) in zip(halves, train(task, strategy, members=1), strict=True):
         assert (one - other).abs().max() < 1e-12
         assert loss == pytest.approx(expected, rel=1e-12)
@@ -185,7 +131,7 @@ def test_replicas_in_halves_train_as_whole_ones(strategy: str, clip_norm: float 
 def test_replicas_of_their_own_pace_lease_as_one() -> None:
     """Both members of a replica train the same slices, and each slice is trained by one replica."""
     leases = LeaseServer()
-    train(TASK.with_fields(executor=Half), "downpour:warmup=2", 2, leases)
+    train(TASK.with_fields(executor=half), "downpour:warmup=2", 2, leases)
     steps = [event for event in leases.events if event.type == "step"]
     trained = [[(e.values["epoch"], *e.values["lease"]) for e in steps if e.rank == rank] for rank in range(4)]
     assert trained[0] == trained[1]
