@@ -476,7 +476,7 @@ BAD = {
     "a file that fails": ("broken.py:task", r"broken.py failed to import: ZeroDivisionError.*line 2"),
     "no such name": ("tasks.py:god", "tasks.py has no 'god' .did you mean 'good'"),
     "not a task": ("tasks.py:net", "not a manyhands.Task"),
-    "loss is no scalar": ("tasks.py:vector", "the loss must be one number"),
+    "loss is no scalar": ("tasks.py:vector", "must return a tensor of one number"),
     "no rows": ("tasks.py:empty", "no rows"),
     "no workers": ("tasks.py:good --workers 0", "workers must be .*at least 1, not 0"),
     "fewer rows than workers": ("tasks.py:good --workers 5", "batch_size"),
@@ -484,7 +484,7 @@ BAD = {
     "nothing to train": ("tasks.py:frozen", "trainable parameter"),
     "optimizer instance": (
         "tasks.py:instance",
-        "optimizer must be a function .model. -> optimizer, not a SGD instance",
+        "optimizer must be a function of .model., not a SGD that is made already",
     ),
     "no shape yet": ("tasks.py:lazy", "weight, bias are lazy and have no shape yet"),
     "an existing directory": ("tasks.py:good --run-dir used", "run directory used exists: resume it"),
@@ -541,5 +541,5 @@ def test_bad_input_found_on_workers_is_the_same_one_line(place: Place) -> None:
     place.write("my_module.py", f"{TASK}\n    bad = task().with_fields(loss=lambda model, batch: model(batch))\n")
     code, out, err = place.run(*COMMAND, "train", "my_module.py:bad", "--workers", "2")
     assert (code, out) == (2, "")
-    assert err.startswith("manyhands: the loss must be one number")
+    assert err.startswith("manyhands: loss(model, batch) must return a tensor of one number")
     assert err.count("\n") == 1

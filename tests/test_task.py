@@ -36,13 +36,13 @@ def instance(kind: Any, **arguments: Any) -> Any:
         ({"train_data": None, "model": nn.Identity}, "train_data is missing"),
         (
             {"schedule": instance(torch.optim.lr_scheduler.StepLR, step_size=1)},
-            "not a StepLR instance.*lr_scheduler.StepLR",
+            "StepLR that is made already.*lr_scheduler.StepLR",
         ),
-        ({"schedule": instance(torch.optim.lr_scheduler.ReduceLROnPlateau)}, "not a ReduceLROnPlateau instance"),
-        ({"schedule": 3}, r"schedule must be \(optimizer, total_steps\) -> "),
-        ({"evaluate": "accuracy"}, r"evaluate must be \(model, batch\) -> "),
-        ({"order": [2, 1, 0]}, r"order must be \(epoch\) -> "),
-        ({"collate": 1}, r"collate must be \(\[row, ...\]\) -> "),
+        ({"schedule": instance(torch.optim.lr_scheduler.ReduceLROnPlateau)}, "ReduceLROnPlateau that is made already"),
+        ({"schedule": 3}, r"schedule must be a function of \(optimizer, total_steps\), not 3"),
+        ({"evaluate": "accuracy"}, r"evaluate must be a function of \(model, batch\), not 'accuracy'"),
+        ({"order": [2, 1, 0]}, r"order must be a function of \(epoch\), not \[2, 1, 0\]"),
+        ({"collate": 1}, r"collate must be a function of \(rows\), not 1"),
     ],
 )
 def test_what_is_no_function_is_refused_where_it_is_given(fields: dict[str, Any], message: str) -> None:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import sysconfig
+import traceback
+from pathlib import Path
 from typing import Any, TypeGuard
+
+_PACKAGE = str(Path(__file__).parent)
+_TASKS = str(Path(_PACKAGE) / "tasks")
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib"))
 
 
 class ManyhandsError(Exception):
@@ -30,12 +37,33 @@ def is_whole(value: object, least: int = 1) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value is a whole or floating-point number; True and False are none, NaN is one."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def whole_of(text: str) -> int | None:
     """The whole number that a text states, else None. (`isdigit` accepts "²" and 5,000 digits; `int` does not.)"""
     try:
         return int(text)
     except ValueError:
         return None
+
+
+def traceback_of(error: BaseException) -> str:
+    """The text of an error's traceback from the first line of the user's program on; all of it where no line is."""
+    start = trace = error.__traceback__
+    while trace is not None and not is_users(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace or start))
+
+
+def is_users(file: str) -> bool:
+    """Whether code of this file is the user's: neither Python's, nor an installed package's, nor manyhands' own, but
+    for its ready-made tasks."""
+    if file.startswith(_TASKS):
+        return True
+    return not file.startswith((_PACKAGE, *_LIBRARIES, "<frozen"))
 
 
 class PeerLost(ManyhandsError):

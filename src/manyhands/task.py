@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from manyhands.errors import BadInput, UnknownName, is_whole
+from manyhands.errors import BadInput, UnknownName, is_number, is_whole
 from manyhands.worker_callback import WorkerCallbackFactory
 
 PRECISIONS = ("float32", "bf16-mixed")
@@ -63,7 +65,8 @@ class Task:
     max_steps: int | None = None
     """End after so many steps (global batches), wherever the epoch is."""
     schedule: Callable[[torch.optim.Optimizer, int], Any] | None = None
-    """(optimizer, total_steps) -> a PyTorch scheduler, stepped after every optimizer step."""
+    """(optimizer, total_steps) -> a PyTorch scheduler, stepped after every optimizer step. A ReduceLROnPlateau is
+    stepped at each validation, on its `validation_loss`; return (scheduler, "validation_accuracy") for another metric."""
     clip_norm: float | None = None
     """Clip the gradient's 2-norm to this before each step."""
     precision: str = "float32"
@@ -94,32 +97,29 @@ class Task:
             )
         for field in ("batch_size", "batch_size_per_worker", "micro_batch_size", "epochs", "max_steps"):
             _check_count(field, getattr(self, field))
-        if self.clip_norm is not None and not self.clip_norm > 0:
+        if self.clip_norm is not None and not (is_number(self.clip_norm) and self.clip_norm > 0):
             raise BadInput(f"clip_norm must be a number above 0, not {self.clip_norm!r}; leave it out to not clip")
         if self.precision not in PRECISIONS:
             raise UnknownName(f"no precision {self.precision!r}: choose one of {', '.join(PRECISIONS)}")
         if not (isinstance(self.seed, int | np.integer) and 0 <= self.seed < 1 << 64):
             raise BadInput(f"seed must be a whole number of at least 0 and below 2^64, not {self.seed!r}")
-        if self.loader_processes < 0:
-            raise BadInput(f"loader_processes must be 0 or more, not {self.loader_processes}")
+        if not is_whole(self.loader_processes, 0):
+            raise BadInput(f"loader_processes must be a whole number of at least 0, not {self.loader_processes!r}")
+        if not isinstance(self.shuffle, bool):
+            raise BadInput(f"shuffle must be True or False, not {self.shuffle!r}")
+        if not isinstance(self.name, str):
+            raise BadInput(f"name must be a text, not {self.name!r}")
 
     def _check_functions(self) -> None:
-        if isinstance(self.optimizer, torch.optim.Optimizer):
+        for field in _FUNCTIONS:
+            if (given := getattr(self, field)) is not None or field not in _OPTIONAL:
+                check_function(field, given)
+        callback: Any = self.worker_callback
+        if callback is not None and not isinstance(callback, WorkerCallbackFactory):
             raise BadInput(
-                f"optimizer must be a function (model) -> optimizer, not a {type(self.optimizer).__name__} instance, because every worker builds "
-                f"its own: optimizer=lambda model: torch.optim.{type(self.optimizer).__name__}(model.parameters(), ...)"
+                f"worker_callback must be a manyhands.WorkerCallbackFactory, which makes a callback on each worker, not {named(callback)}; "
+                "callbacks that run on the driver are an argument of train(callbacks=[...])"
             )
-        schedule: Any = self.schedule
-        if isinstance(schedule, torch.optim.lr_scheduler.LRScheduler):
-            kind = type(schedule).__name__
-            raise BadInput(
-                f"schedule must be a function (optimizer, total_steps) -> scheduler, not a {kind} instance, because every worker builds its "
-                f"own: schedule=lambda optimizer, total_steps: torch.optim.lr_scheduler.{kind}(optimizer, ...)"
-            )
-        for field, form in _FUNCTIONS.items():
-            given = getattr(self, field)
-            if not callable(given) and not (field in _OPTIONAL and given is None):
-                raise BadInput(f"{field} must be {form} -> ..., a function; got {given!r}")
         if self.train_data is None:
             raise BadInput(
                 "train_data is missing: give a Dataset, arrays, a DataLoader, a path, or a function giving one of these"
@@ -148,14 +148,126 @@ class Task:
         return self.evaluate(model, batch) if self.evaluate is not None else {"loss": self.loss(model, batch)}
 
 
-_OPTIONAL = {
-    "evaluate": "(model, batch)",
-    "schedule": "(optimizer, total_steps)",
-    "order": "(epoch)",
-    "collate": "([row, ...])",
-    "executor": "(task, worker)",
+_OPTIONAL = ("evaluate", "schedule", "order", "collate", "executor")
+_FUNCTIONS = {  # the arguments that each is called with
+    "model": (),
+    "loss": ("model", "batch"),
+    "optimizer": ("model",),
+    "evaluate": ("model", "batch"),
+    "schedule": ("optimizer", "total_steps"),
+    "order": ("epoch",),
+    "collate": ("rows",),
+    "executor": ("task", "worker"),
 }
-_FUNCTIONS = {"loss": "(model, batch)", "optimizer": "(model)", "model": "an nn.Module or ()", **_OPTIONAL}
+
+
+def check_function(field: str, given: Any) -> None:
+    """Raise BadInput, with the right form, for what cannot be called as this field of a Task is."""
+    if field == "model" and isinstance(given, nn.Module):
+        return
+    if right := _RIGHT_FORMS[field](given) if field in _RIGHT_FORMS else "":
+        raise BadInput(right)
+    arguments = ", ".join(_FUNCTIONS[field])
+    wanted = f"{field} must be {'an nn.Module, or ' if field == 'model' else ''}a function of ({arguments})"
+    if not callable(given):
+        raise BadInput(f"{wanted}, not {named(given)}")
+    try:
+        inspect.signature(given).bind(*_FUNCTIONS[field])
+    except TypeError as problem:
+        own = f"{field}=lambda{' ' if arguments else ''}{arguments}: {_name(given)}(...)"
+        raise BadInput(
+            f"{wanted}, and {named(given)} does not take {'these arguments' if arguments else 'no arguments'} ({problem}): give {own}"
+        ) from None
+    except ValueError:  # a builtin without a signature
+        return
+
+
+def _right_model(given: Any) -> str:
+    if isinstance(given, type) and not issubclass(given, nn.Module):
+        return f"model must be an nn.Module, or a function that makes one, not the class {_name(given)}"
+    return ""
+
+
+def _right_optimizer(given: Any) -> str:
+    made = given.func if isinstance(given, partial) else given
+    if isinstance(given, torch.optim.Optimizer):
+        what, made = f"a {type(given).__name__} that is made already, because every worker makes its own", type(given)
+    elif isinstance(made, type) and issubclass(made, torch.optim.Optimizer):
+        what = f"the class {made.__name__}, which takes parameters and not a model"
+    else:
+        return ""
+    options = ", ".join(f"{name}={value!r}" for name, value in getattr(given, "keywords", {}).items()) or "lr=..."
+    return (
+        f"optimizer must be a function of (model), not {what}: "
+        f"optimizer=lambda model: torch.optim.{made.__name__}(model.parameters(), {options})"
+    )
+
+
+def _right_loss(given: Any) -> str:
+    made = given.func if isinstance(given, partial) else given
+    kind = made if isinstance(made, type) else type(made)
+    module = made.__module__ if inspect.isroutine(made) else ""
+    if not issubclass(kind, nn.modules.loss._Loss) and module not in ("torch.nn.functional", "torch._C._nn"):
+        return ""
+    return (
+        f"loss must be a function of (model, batch), and {_name(made)} is a criterion of (outputs, targets): give "
+        f"loss=lambda model, batch: criterion(model(batch[0]), batch[1]), or make the task by mh.Task.supervised(criterion=...)"
+    )
+
+
+def _right_schedule(given: Any) -> str:
+    """PyTorch's classes whose second argument is the number of steps (CosineAnnealingLR) are right as they are."""
+    made = given.func if isinstance(given, partial) else given
+    scheduler = torch.optim.lr_scheduler.LRScheduler
+    if isinstance(given, scheduler):
+        what, made = f"a {type(given).__name__} that is made already, because every worker makes its own", type(given)
+    elif isinstance(made, type) and issubclass(made, scheduler):
+        second = list(inspect.signature(made).parameters)[1:2]
+        if second in (["T_max"], ["total_iters"]) and made is given:
+            return ""
+        what = f"the class {made.__name__}, whose second argument is not the number of steps"
+    else:
+        return ""
+    return (
+        f"schedule must be a function of (optimizer, total_steps), not {what}: "
+        f"schedule=lambda optimizer, total_steps: torch.optim.lr_scheduler.{made.__name__}(optimizer, ...)"
+    )
+
+
+_RIGHT_FORMS: dict[str, Callable[[Any], str]] = {
+    "model": _right_model,
+    "optimizer": _right_optimizer,
+    "loss": _right_loss,
+    "evaluate": lambda given: _right_loss(given).replace("loss", "evaluate"),
+    "schedule": _right_schedule,
+}
+
+
+def is_one_number(value: Any) -> bool:
+    """Whether it is a number, or a tensor or array that holds one."""
+    if isinstance(value, Tensor | np.ndarray):
+        return math.prod(value.shape) == 1
+    return isinstance(value, int | float | np.number)
+
+
+def named(given: Any) -> str:
+    """How an error calls what was given: `the class Linear`, `the function loss`, `a Tensor of shape [64, 2]`, `3`."""
+    if isinstance(given, Tensor):
+        return f"a Tensor of shape {list(given.shape)}"
+    if isinstance(given, type):
+        return f"the class {given.__name__}"
+    if inspect.isroutine(given):
+        return "the lambda" if given.__name__ == "<lambda>" else f"the function {given.__name__}"
+    text = repr(given)
+    return (
+        text
+        if given is None or (isinstance(given, str | int | float | list | tuple | dict) and len(text) < 60)
+        else f"a {type(given).__name__}"
+    )
+
+
+def _name(given: Any) -> str:
+    return getattr(given, "__name__", type(given).__name__).replace("<lambda>", "your_function")
 
 
 def check_fields(names: Mapping[str, Any]) -> None:

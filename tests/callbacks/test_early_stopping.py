@@ -1,6 +1,5 @@
 """When validation gets no better."""
 
-import logging
 import math
 
 import pytest
@@ -47,12 +46,6 @@ def test_a_metric_that_does_not_come_is_an_error_that_lists_those_that_do() -> N
     event = Event(type="validation", values={"metrics": {"validation_loss": 1.0, "validation_f1": 0.5}})
     with pytest.raises(BadInput, match="no 'accuracy' but validation_loss, validation_f1"):
         EarlyStopping(metric="accuracy").on_validation(event)
-
-
-def test_a_run_without_validation_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        EarlyStopping().on_end(Event(type="end"))
-    assert "there was no validation" in caplog.text
 
 
 @pytest.mark.parametrize("options", [{"patience": 0}, {"min_delta": -1.0}, {"min_delta": math.nan}, {"mode": "up"}])

@@ -561,7 +561,7 @@ def test_what_prepare_does_not_take() -> None:
         ((lambda: model, rule), "model must be an nn.Module"),
         ((model, lambda m: rule), "optimizer must be a torch.optim.Optimizer"),
         ((nn.DataParallel(model), rule), "leave the wrapper out"),
-        ((other, rule), "4 trainable parameters that are not the model's"),
+        ((other, rule), "4 trainable parameters not of the model"),
     ):
         with pytest.raises(BadInput, match=message):
             prepare_on(session, *arguments)

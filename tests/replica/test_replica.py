@@ -323,8 +323,8 @@ def test_models_that_cannot_be_trained_are_refused() -> None:
 
 def test_losses_that_are_no_mean_are_refused() -> None:
     for loss, problem in (
-        (lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"), r"one number.*shape \(4,\)"),
-        (lambda m, b: 3.0, "one number.*float"),
+        (lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"), r"one number.*shape \[4\]"),
+        (lambda m, b: 3.0, "one number.*not 3.0"),
         (lambda m, b: plain.cross_entropy(m, b).detach(), "does not depend"),
     ):
         replica = Replica.of(plain.mlp(), plain.OPTIMIZERS["sgd"], group=SoloGroup(), loss=loss)

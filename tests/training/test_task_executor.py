@@ -80,7 +80,7 @@ def test_an_executor_has_the_parameters_of_the_tasks_model() -> None:
 
 
 def test_an_executor_is_a_function() -> None:
-    with pytest.raises(BadInput, match=r"executor must be \(task, worker\) -> \.\.\., a function"):
+    with pytest.raises(BadInput, match=r"executor must be a function of \(task, worker\), not "):
         TASK.with_fields(executor=MovesToRows.__mro__)
 
 

@@ -435,7 +435,7 @@ def test_resuming_something_else_is_refused(tmp_path: Path) -> None:
         ({"batch_size": 4, "batch_size_per_worker": 4}, "both given"),
         ({"precision": "fp8"}, "no precision 'fp8'"),
         ({"learning_rate": 0.1}, "no field 'learning_rate'"),
-        ({"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)}, "not a SGD instance"),
+        ({"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)}, "SGD that is made already"),
         ({"train_data": (torch.zeros(0, 5), torch.zeros(0))}, "no rows|length 0|empty"),
         ({"train_data": (torch.zeros(3, 5), torch.zeros(4))}, "3.*4"),
         ({"train_data": 7}, "cannot read data"),

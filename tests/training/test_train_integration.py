@@ -211,7 +211,7 @@ def test_a_workers_exception_is_what_the_user_sees(local: Local) -> None:
 
 
 def test_bad_input_found_on_workers_is_bad_input(local: Local) -> None:
-    with pytest.raises(mh.BadInput, match="the loss must be one number"):
+    with pytest.raises(mh.BadInput, match="must return a tensor of one number"):
         train(task(loss=lambda model, batch: model(batch[0])), local, 2)
 
 

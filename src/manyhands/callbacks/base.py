@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from manyhands.events import Event
+from manyhands.task import Task
 
 CallbackResult = Literal["stop"] | None
 
@@ -18,6 +19,9 @@ class Callback:
 
     What a callback must remember when a run is resumed is its `state_dict`: it is saved with each checkpoint.
     """
+
+    def check(self, task: Task) -> None:
+        """Before anything starts: raise BadInput where the task has not what this callback needs."""
 
     def on_start(self, event: Event) -> None:
         """Before the first step: rows, epochs, total steps, batch sizes."""

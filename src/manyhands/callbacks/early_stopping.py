@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,8 +11,7 @@ from manyhands.callbacks.base import Callback, CallbackResult
 from manyhands.errors import BadInput
 from manyhands.events import Event
 from manyhands.replica.evaluation import higher_is_better
-
-LOG = logging.getLogger("manyhands")
+from manyhands.task import Task
 
 
 @dataclass(kw_only=True)
@@ -50,6 +48,13 @@ class EarlyStopping(Callback):
             )
 
     @override
+    def check(self, task: Task) -> None:
+        if task.validation_data is None:
+            raise BadInput(
+                f"EarlyStopping watches {self.metric}, and the task has no validation_data: give it some, or leave EarlyStopping out"
+            )
+
+    @override
     def on_start(self, event: Event) -> None:
         self.best, self.failures = None, 0
 
@@ -66,13 +71,6 @@ class EarlyStopping(Callback):
             return None
         self.failures += 1
         return "stop" if self.failures >= self.patience else None
-
-    @override
-    def on_end(self, event: Event) -> None:
-        if event.type == "end" and self.best is None and not self.failures:
-            LOG.warning(
-                "EarlyStopping watched %s, and there was no validation: give the task validation_data", self.metric
-            )
 
     @override
     def state_dict(self) -> dict[str, Any]:

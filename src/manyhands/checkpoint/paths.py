@@ -165,6 +165,8 @@ def path_of(given: str | AnyPath) -> AnyPath:
 
     Raises BadInput for a protocol that is unknown, or whose package is not installed; nothing is connected to.
     """
+    if not isinstance(given, str | Path | RemotePath):
+        raise BadInput(f"a directory must be given as a string or a pathlib.Path, not {given!r}")
     protocol = str(given).partition(":/")[0]
     swallowed = isinstance(given, Path) and len(given.parts) > 1 and given.parts[0] == f"{protocol}:"
     if swallowed and protocol in _protocols():

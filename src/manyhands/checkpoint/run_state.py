@@ -116,8 +116,11 @@ def restore(
     _fill(replica.named(replica.parameters), "parameters", parameters)
     _fill(dict(replica.model.named_buffers()), "buffers", tensors)
     longer = values["position"]["total"] != total
-    rescheduled = (longer and replica.schedule is not None) or now["schedule"] != declaration["schedule"]
-    if rescheduled:
+    changed = now["schedule"] != declaration["schedule"]
+    rescheduled = replica.watched is None and ((longer and replica.schedule is not None) or changed)
+    if replica.watched is not None:
+        _restore_plateau(replica.schedule, values["schedule"])
+    elif rescheduled:
         replica.wind_schedule(_steps_of(values["schedule"], values["position"].get("tick", values["step"])))
     elif replica.schedule is not None:
         replica.schedule.load_state_dict(_unpacked(values["schedule"]))
@@ -270,9 +273,19 @@ def _short(value: Any) -> str:
     return "none" if value is None else f"{value!s:.40}"
 
 
+_OF_PLATEAU = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # what a ReduceLROnPlateau has seen
+
+
+def _restore_plateau(schedule: Any, saved: dict[str, Any] | None) -> None:
+    """What it has seen of validations, if it was on validations then too; its hyperparameters are the task's."""
+    if saved is not None and set(_OF_PLATEAU) <= saved.keys():
+        schedule.load_state_dict({name: _unpacked(saved[name]) for name in _OF_PLATEAU})
+
+
 def _steps_of(schedule: dict[str, Any] | None, tick: int) -> int:
-    """How often a saved schedule was stepped; of a ChainedScheduler its members count. None: there was no schedule."""
-    if schedule is None:
+    """How often a saved schedule was stepped; of a ChainedScheduler its members count. One that was not there, or was
+    on validations: as often as there were steps."""
+    if schedule is None or set(_OF_PLATEAU) <= schedule.keys():
         return tick
     while "last_epoch" not in schedule:
         schedule = schedule["_schedulers"][0]

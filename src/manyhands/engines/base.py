@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from manyhands.engines.driver.host_processes import name_of
-from manyhands.errors import BadInput, Unsupported, is_whole
+from manyhands.errors import BadInput, Unsupported, is_number, is_whole
 from manyhands.events import Event
 
 if TYPE_CHECKING:  # all import torch; a command starts the fork server before it does
@@ -89,7 +89,7 @@ def check_count(name: str, value: object) -> None:
 
 def check_seconds(name: str, value: float) -> None:
     """BadInput unless it is a time that a wait can last: above 0, and no more than the system's calls take."""
-    if not 0 < value <= MOST_SECONDS:
+    if not (is_number(value) and 0 < value <= MOST_SECONDS):
         raise BadInput(
             f"{name} must be a positive number of seconds, {MOST_SECONDS:,} (11 days) at most, not {value!r}"
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
@@ -12,12 +11,13 @@ from typing import Any, TypeVar
 import torch
 from typing_extensions import override
 
+from manyhands import units
 from manyhands.comm.group import Group
 from manyhands.comm.solo import SoloGroup
 from manyhands.data.leases import End, Lease, Leases, Segment
 from manyhands.engines.base import LaunchSpec, Observer
 from manyhands.engines.cores import threads_per_worker
-from manyhands.errors import BadInput, ManyhandsError, WorkerFailed
+from manyhands.errors import BadInput, ManyhandsError, WorkerFailed, traceback_of
 from manyhands.events import Event
 from manyhands.worker import DriverClient, Worker, as_current
 
@@ -61,7 +61,7 @@ def run_as(worker: Worker, program: Callable[[Worker], T], driver: InProcessDriv
             host=worker.host,
             phase=driver.phase,
             step=driver.step,
-            detail="".join(traceback.format_exception(error)),
+            detail=traceback_of(error),
             error=type(error).__name__,
         ) from error
 
@@ -84,13 +84,17 @@ def running_threads(count: int) -> Iterator[None]:
 
 def pick_device(wanted: str, local_rank: int) -> torch.device:
     """`auto`, `cuda`: this worker's own GPU where there are any (shared in turn if there are too few), else the CPU."""
-    if wanted not in ("auto", "cuda"):
-        return torch.device(wanted)
-    if torch.cuda.is_available():
-        return torch.device("cuda", local_rank % torch.cuda.device_count())
-    if wanted == "cuda":
-        raise BadInput("device cuda was asked for, and torch sees no GPU here: give device auto or cpu")
-    return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cpu" or (wanted == "auto" and not count):
+        return torch.device("cpu")
+    if not count:
+        raise BadInput(f"device {wanted} was asked for, and torch sees no GPU here: give device auto or cpu")
+    own = torch.device(wanted if ":" in wanted else f"cuda:{local_rank % count}")
+    if own.index >= count:
+        raise BadInput(
+            f"device {wanted} was asked for, and torch sees {units.count(count, 'GPU')} here: give cuda:{count - 1} at most, or cuda"
+        )
+    return own
 
 
 class InProcessDriverClient(DriverClient):

@@ -11,6 +11,7 @@ from torch import nn
 from manyhands.comm.group import Group
 from manyhands.errors import BadInput, Unsupported
 from manyhands.replica import fingerprint
+from manyhands.replica.executor import strangers
 from manyhands.replica.replica import Replica
 from manyhands.strategies.base import Strategy
 
@@ -39,12 +40,9 @@ def check_arguments(model: nn.Module, optimizer: Any, strategy: Strategy) -> Non
                 f"prepare takes the plain model, not one in {type(module).__name__}: leave the wrapper out, manyhands shares the work itself"
             )
 
-    own = {id(p) for p in model.parameters()}
-    strangers = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad and id(p) not in own]
-    if strangers:
+    if found := strangers(optimizer, model):
         raise BadInput(
-            f"the optimizer holds {len(strangers)} trainable parameters that are not the model's (the first of shape {list(strangers[0].shape)}): "
-            "prepare all modules together, mh.prepare([first, second], optimizer) say"
+            f"the optimizer holds {found}: prepare all modules together, mh.prepare([first, second], optimizer) say"
         )
 
     if strategy.server() is not None or strategy.leasing() is not None:

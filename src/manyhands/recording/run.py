@@ -245,9 +245,9 @@ class Run:
         values["staleness_of_workers"] = list(map(_by_number, values.get("staleness_of_workers", [])))
         return cls(**values, answer=answer, history=history.rows, directory=directory)
 
-    def save(self, path: AnyPath) -> None:
+    def save(self, path: str | AnyPath) -> None:
         """Write `to_json` to a file: whole, synced and renamed into place, or not at all (OSError, ManyhandsError)."""
-        write_whole(path, (self.to_json() + "\n").encode())
+        write_whole(path_of(path), (self.to_json() + "\n").encode())
 
     def _facts(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("answer", "history")} | {

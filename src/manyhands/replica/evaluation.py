@@ -16,9 +16,10 @@ from manyhands import rng
 from manyhands.comm.group import Group
 from manyhands.data.batch import merged, rows_of
 from manyhands.data.feed import Feed
+from manyhands.errors import BadInput
 from manyhands.replica.flat_vector import FlatVector
 from manyhands.replica.replica import Replica
-from manyhands.task import Metrics, Summed, Task
+from manyhands.task import Metrics, Summed, Task, is_one_number, named
 
 HIGHER = {"acc", "accuracy", "auc", "auroc", "f1", "precision", "recall", "r2", "top1", "top5", "score", "likelihood"}
 HIGHER |= {"iou", "miou", "dice", "ap", "map", "psnr", "ssim", "bleu", "rouge"}  # of images and texts
@@ -156,14 +157,23 @@ class Measured:
     summed: dict[str, Summed] = field(default_factory=dict)
 
     def add(self, metrics: Metrics, rows: int) -> None:
-        """One batch of so many rows."""
+        """One batch of so many rows. BadInput for what `evaluate` must not return."""
+        if not isinstance(metrics, Mapping):
+            raise BadInput(
+                f'evaluate(model, batch) must return its metrics by name, {{"accuracy": mean over the batch}}, not {named(metrics)}'
+            )
         for name, measure in metrics.items():
             if isinstance(measure, Summed):
                 sums = measure.sums.detach().to("cpu", torch.float64)
                 sums = self.summed[name].sums + sums if name in self.summed else sums
                 self.summed[name] = Summed(sums, measure.result)
                 continue
-            mean, weight = measure if isinstance(measure, tuple) else (measure, rows)
+            mean, weight = measure if isinstance(measure, tuple) and len(measure) == 2 else (measure, rows)
+            if not (is_one_number(mean) and is_one_number(weight)):
+                raise BadInput(
+                    f"evaluate(model, batch): metric {name!r} must be one number, the mean over the batch, or (mean, weight); "
+                    f"got {named(measure)}: average it over rows"
+                )
             if weight:
                 total, weights = self.means.get(name, (0.0, 0.0))
                 self.means[name] = total + float(mean) * float(weight), weights + float(weight)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from manyhands import units
 from manyhands.comm.group import Group
 from manyhands.comm.solo import SoloGroup
 from manyhands.data.batch import rows_of, slice_rows
@@ -19,7 +20,7 @@ from manyhands.errors import BadInput, Unsupported
 from manyhands.replica.flat_vector import FlatVector
 from manyhands.replica.layout import Layout, layouts_of
 from manyhands.replica.shard import ParameterShard
-from manyhands.task import Evaluate, Loss, Metrics
+from manyhands.task import Evaluate, Loss, Metrics, is_one_number, named
 
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]  # zeros [n], in memory that a group works on
 BUCKET_BYTES = 4 << 20  # of one slice given to `on_ready`: large enough to amortise a message, small enough to overlap
@@ -208,9 +209,12 @@ class AutogradExecutor(StepExecutor):
             measure = self._loss(self.model, batch)
         mean, weight = measure if isinstance(measure, tuple) else (measure, rows)
         if not isinstance(mean, Tensor) or mean.numel() != 1:
-            came = f"shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__
+            if is_one_number(mean):
+                todo = "return the tensor itself, without .item() or float(), so that it has a gradient"
+            else:
+                todo = "return what was computed" if mean is None else "average it over rows"
             raise BadInput(
-                f"the loss must be one number, the mean over the batch, or (mean, weight); got {came}: average it over rows"
+                f"loss(model, batch) must return a tensor of one number, the mean over the batch, or (mean, weight), not {named(mean)}: {todo}"
             )
         if not mean.requires_grad:
             raise BadInput(
@@ -315,7 +319,23 @@ def _optimizer(make: Callable[[nn.Module], torch.optim.Optimizer], model: nn.Mod
         raise Unsupported(
             "LBFGS evaluates the model several times a step, which no exchange can follow: take another optimizer"
         )
+    if found := strangers(optimizer, model):
+        raise BadInput(
+            f"optimizer(model) must be over the parameters of the model that it is given, and it holds {found}: build it from its argument, "
+            "optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=...); make a loss's own parameters a part of the model"
+        )
     return optimizer
+
+
+def strangers(optimizer: torch.optim.Optimizer, model: nn.Module) -> str:
+    """`2 trainable parameters that are not the model's …`, which its steps would move; "" if there are none."""
+    own = {id(p) for p in model.parameters()}
+    found = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad and id(p) not in own]
+    if not found:
+        return ""
+    return (
+        f"{units.count(len(found), 'trainable parameter')} not of the model (the first of shape {list(found[0].shape)})"
+    )
 
 
 class _Buckets:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from manyhands import units
 from manyhands.comm.group import Group, MeanResult
-from manyhands.errors import ManyhandsError
+from manyhands.errors import BadInput, ManyhandsError
 from manyhands.replica.control_bits import CONTROL_BITS, ControlBits
 from manyhands.replica.executor import AutogradExecutor, StepExecutor
 from manyhands.replica.flat_vector import FlatVector
@@ -55,6 +55,7 @@ class Replica:
         self._gradients = FlatVector([shard.gradients for shard in self.shards])
         self._mean: MeanResult | None = None  # of the mean that `gradients` holds; None: they are this worker's own
         self.schedule: Any = None
+        self.watched: str | None = None  # the validation metric on which the schedule is stepped, if it is on one
         if schedule is not None:
             self.use_schedule(schedule)
         self.optimizer_state = OptimizerState(self.optimizer, self.layout, self.zeros, self.named)
@@ -269,7 +270,7 @@ class Replica:
         return True
 
     def _follow_step(self) -> None:
-        if self.schedule is not None and not self._follows:
+        if self.schedule is not None and self.watched is None and not self._follows:
             self._step_schedule()
 
     def _step_schedule(self) -> None:
@@ -277,8 +278,32 @@ class Replica:
         self.schedule.step()
 
     def use_schedule(self, make: Callable[[torch.optim.Optimizer], Any]) -> None:
-        """Let `make(optimizer)` decide the rate from now on."""
-        self.schedule = make(self.optimizer)
+        """Let what `make(optimizer)` returns decide the rate from now on.
+
+        That is a scheduler, which `apply` steps; or a ReduceLROnPlateau, alone or as (scheduler, metric), which
+        `step_on` steps. BadInput for anything else.
+        """
+        made = make(self.optimizer)
+        schedule, metric = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+        on_plateau = isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        if on_plateau:
+            metric = metric or "validation_loss"
+        if not (hasattr(schedule, "step") and hasattr(schedule, "state_dict")) or on_plateau != isinstance(metric, str):
+            raise BadInput(
+                f"schedule(optimizer, total_steps) must return a scheduler of torch.optim.lr_scheduler, or (ReduceLROnPlateau(optimizer, ...), metric), not {made!r}"
+            )
+        self.schedule, self.watched = schedule, metric
+
+    def step_on(self, metrics: Mapping[str, float]) -> None:
+        """Step a schedule that is on a validation metric; `metrics` are the same on all workers."""
+        if self.watched is None:
+            return
+        if self.watched not in metrics:
+            raise BadInput(
+                f"the schedule is stepped on {self.watched!r}, and validation reported {', '.join(metrics) or 'nothing'}: "
+                'return (ReduceLROnPlateau(optimizer, ...), "METRIC") with one of these'
+            )
+        self.schedule.step(metrics[self.watched])
 
     def follow_schedule(self, steps: int) -> None:
         """Bring the schedule to where it stands after so many steps; from now on `apply` leaves it alone.
@@ -290,7 +315,7 @@ class Replica:
 
     def wind_schedule(self, steps: int) -> None:
         """Step the schedule until it stands where it does after so many steps."""
-        while self.schedule is not None and _steps_of(self.schedule) < steps:
+        while self.schedule is not None and self.watched is None and _steps_of(self.schedule) < steps:
             self._step_schedule()
 
     def _finite(self) -> bool:

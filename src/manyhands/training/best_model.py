@@ -25,6 +25,8 @@ class BestModelPolicy:
         """Raises BadInput for anything but the forms above, and where METRIC does not say which way is better."""
         if text == "last":
             return cls()
+        if not isinstance(text, str):
+            raise BadInput(f'keep must be "last" or "best:METRIC", not {text!r}')
         kind, _, metric = text.partition(":")
         mode, colon, rest = metric.partition(":")
         if kind != "best" or not metric or (colon and mode not in ("max", "min")):

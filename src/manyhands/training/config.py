@@ -13,7 +13,8 @@ from manyhands.checkpoint.paths import AnyPath
 from manyhands.data.dataframe_rows import DistributedFrame
 from manyhands.data.open_source import is_function, open_source
 from manyhands.engines.base import Engine, check_brings, check_count, check_seconds, check_threads
-from manyhands.errors import BadInput, UnknownName, Unsupported, is_whole
+from manyhands.engines.single_process import pick_device
+from manyhands.errors import BadInput, UnknownName, Unsupported, is_number, is_whole
 from manyhands.replica.layout import layouts_of
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task, check_fields
@@ -56,7 +57,7 @@ class TrainConfig:
         if nonfinite not in ("raise", "skip"):
             raise BadInput(f'nonfinite must be "raise" or "skip", not {nonfinite!r}')
         check_seconds("timeout_s", timeout_s)
-        if max_seconds is not None and not (max_seconds > 0 and math.isfinite(max_seconds)):
+        if max_seconds is not None and not (is_number(max_seconds) and 0 < max_seconds < math.inf):
             raise BadInput(f"max_seconds must be a positive number of seconds, not {max_seconds!r}")
         if resume and self.directory is None:
             raise BadInput("resume needs a run directory: give run_dir (--run-dir)")
@@ -121,14 +122,16 @@ def task_from(task: Task | str | None, task_fields: dict[str, Any]) -> Task:
     return Task(**task_fields)
 
 
-def check_resources(device: str, threads: int | None) -> None:
-    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,5})?", str(device)):
+def check_resources(device: str, threads: int | None, engine: Engine) -> None:
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", str(device)):
         raise UnknownName(f"no device {device!r}: give auto, cpu, cuda (each worker its own GPU) or cuda:0")
+    if device not in ("auto", "cpu") and engine.capabilities.one_host:  # workers see the GPUs that this process sees
+        pick_device(device, 0)
     check_threads(threads)
 
 
 def every(name: str, value: str | int) -> str | int:
-    if value == "epoch" or is_whole(value):
+    if isinstance(value, str | int) and (value == "epoch" or is_whole(value)):
         return value
     raise BadInput(f'{name} must be "epoch" or a number of steps of at least 1, not {value!r}')
 

@@ -117,6 +117,10 @@ class Loop:
         if total is None:
             raise BadInput("a schedule needs the number of steps, and a stream has no length: give max_steps")
         self.replica.use_schedule(lambda optimizer: make(optimizer, total))
+        if self.replica.watched is not None and self.task.validation_data is None:
+            raise BadInput(
+                f"the schedule is stepped on {self.replica.watched!r}, and there is no validation: give the task validation_data"
+            )
 
     def _watch(self) -> StalenessMonitor | None:
         (rank, replicas), replica, spec = self.worker.mesh.rows, self.replica, self.spec
@@ -371,6 +375,7 @@ class Loop:
             self.worker.driver.collect(self.worker.group)
             answer = self._ask("validation", metrics=metrics, best=best)
             if not last:
+                self.replica.step_on(metrics)
                 self._obey(answer)
 
     def _end_epoch(self, epoch: int) -> None:

@@ -8,10 +8,12 @@ import json
 import math
 import os
 import re
+import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Self
 
 import safetensors.torch
@@ -47,11 +49,14 @@ class Opened:
     claim: Claim | None = None
     warnings: list[str] = field(default_factory=list)
     lock: LaunchLock | None = None
+    made: list[Path] = field(default_factory=list)  # the folders that this launch made, the run directory first
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, BadInput) and self.made:
+            _remove_refused(self.made)
         if self.lock is not None:
             self.lock.close()
 
@@ -80,6 +85,8 @@ def _opened(directory: AnyPath, task: Task, resume: bool) -> Opened:
             raise BadInput(f"run directory {directory} is a file: give another path")
         if not resume:
             _refuse_used(directory)
+        if isinstance(directory, Path):
+            opened.made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
         directory.mkdir(parents=True, exist_ok=True)
         _check_kinds(directory)
         saved = _result_in(directory, opened.warnings.append)
@@ -107,6 +114,22 @@ def _refuse_used(directory: AnyPath) -> None:
     if (directory / launch_lock.FILE).exists():
         LaunchLock(directory).close()  # a driver that is at work is named
     raise BadInput(f"run directory {directory} exists: resume it (resume=True, --resume), or give another")
+
+
+def _remove_refused(made: list[Path]) -> None:
+    """What a launch made that was refused before its first checkpoint; what others put there stays."""
+    directory = made[0]
+    folder = directory / CHECKPOINTS
+    if folder.is_dir() and checkpoints.newest(folder, lambda message: None) is not None:
+        return
+    _remove_partials(directory)
+    shutil.rmtree(folder, ignore_errors=True)
+    names = {CONFIG_FILE, launch_lock.FILE, *(path.name for path in event_log.files_in(directory))}
+    for name in names:
+        (directory / name).unlink(missing_ok=True)
+    with suppress(OSError):  # somebody else's file is there
+        for path in made:
+            path.rmdir()
 
 
 def _check_kinds(directory: AnyPath) -> None:

@@ -29,7 +29,7 @@ from manyhands.recording.run import Run
 from manyhands.signals import PREEMPTED, sigterm_to
 from manyhands.strategies import spec_of, strategy_of
 from manyhands.strategies.base import Strategy
-from manyhands.task import Task
+from manyhands.task import Task, named
 from manyhands.training import run_directory
 from manyhands.training.config import TrainConfig, check_resources, checks_of, every, keep_of, task_from
 from manyhands.training.plan import Outcome, WorkerPlan
@@ -51,7 +51,7 @@ def train(
     threads_per_worker: int | None = None,
     run_dir: str | AnyPath | None = None,
     resume: bool = False,
-    callbacks: Iterable[Callback] = (),
+    callbacks: Callback | Iterable[Callback] = (),
     validate_every: str | int = "epoch",
     checkpoint_every: str | int = "epoch",
     check_replicas_every: int | None = None,
@@ -73,6 +73,7 @@ def train(
     run_dir: events, checkpoints and result go there; None writes nothing. An existing one needs `resume=True`. A path,
         or the URL of a file system that fsspec knows ("hdfs://…", "s3://…"), with the credentials of each host's
         environment.
+    callbacks: one Callback, or several; they run on the driver (see `Callback`).
     resume: go on from the newest checkpoint. Starts on an empty directory; returns a finished run as it is, unless
         more epochs or steps are asked for than it had.
     validate_every, checkpoint_every: "epoch", or a number of steps.
@@ -84,10 +85,12 @@ def train(
     timeout_s: a worker without any progress for so long ends the run.
     task_fields: any field of Task, overriding the task's.
 
-    Raises BadInput (and its kinds) for what cannot be, before any process starts where that can be known; WorkerFailed
-    when a worker raises, dies or hangs; Preempted after SIGTERM; CallbackFailed, which holds the Run, where a callback
-    raises in `on_end`.
+    Raises BadInput (and its kinds) for what cannot be, before any process starts where that can be known, and leaves no
+    new run directory then; WorkerFailed when a worker raises, dies or hangs (with one worker, `__cause__` is the
+    exception that the task raised); Preempted after SIGTERM; CallbackFailed, which holds the Run, where a callback raises
+    in `on_end`.
     """
+    chosen = _chosen(callbacks)
     config = TrainConfig(
         task=task_from(task, task_fields),
         strategy=strategy_of(strategy),
@@ -96,7 +99,9 @@ def train(
         directory=None if run_dir is None else path_of(run_dir),
     )
     config.check(servers=servers, nonfinite=nonfinite, max_seconds=max_seconds, timeout_s=timeout_s, resume=resume)
-    check_resources(device, threads_per_worker)
+    check_resources(device, threads_per_worker, config.engine)
+    for callback in chosen:
+        callback.check(config.task)
     plan = WorkerPlan(
         task=config.task,
         strategy=config.strategy,
@@ -136,7 +141,7 @@ def train(
             }
             run_directory.note(config.directory, settings, task_fields)
         plan = replace(plan, claim=opened.claim, every_rank_returns=config.spmd, finished=opened.finished is not None)
-        return _Training(config, plan, _shown(callbacks), launch, resume, opened).run()
+        return _Training(config, plan, chosen, launch, resume, opened).run()
 
 
 def _frames(task: Task) -> tuple[DistributedFrame, ...]:
@@ -145,9 +150,18 @@ def _frames(task: Task) -> tuple[DistributedFrame, ...]:
     return tuple(dict.fromkeys(data for data in given if isinstance(data, DistributedFrame)))
 
 
-def _shown(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
-    """The callbacks, with a progress line where a notebook's cell would otherwise stay empty."""
-    given = tuple(callbacks)
+def _chosen(callbacks: Callback | Iterable[Callback]) -> tuple[Callback, ...]:
+    """The callbacks, with a progress line where a notebook's cell would otherwise stay empty; BadInput for others."""
+    given: Any = (callbacks,) if isinstance(callbacks, Callback) else callbacks
+    if not isinstance(given, Iterable) or isinstance(given, str):
+        raise BadInput(f"callbacks must be a list of manyhands.Callback objects, not {named(callbacks)}")
+    given = tuple(given)
+    for one in given:
+        if not isinstance(one, Callback):
+            form = f": make one, {one.__name__}(...)" if isinstance(one, type) and issubclass(one, Callback) else ""
+            raise BadInput(
+                f"callbacks must be objects of manyhands.Callback or a class derived from it, not {named(one)}{form}"
+            )
     shell = sys.modules.get("IPython")
     in_notebook = shell is not None and getattr(shell.get_ipython(), "kernel", None) is not None
     return (*given, Progress()) if in_notebook and not any(isinstance(c, Progress) for c in given) else given

@@ -258,27 +258,6 @@ def infinite(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:  # plant
     return (model(batch[0]) * 1e200).pow(2).mean()
 
 
-class Margins(nn.Module):
-    """A loss with parameters of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.margins = nn.Parameter(torch.zeros(3))
-
-    def forward(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(model(batch[0]) + self.margins, batch[1])
-
-
-def with_margins() -> dict[str, Any]:
-    """Fields of a task whose optimizer moves the loss, too."""
-    margins = Margins()
-
-    def of_both(model: nn.Module) -> torch.optim.Optimizer:  # plant: foreign parameters
-        return torch.optim.SGD([*model.parameters(), *margins.parameters()], lr=0.1)
-
-    return {"loss": margins, "optimizer": of_both}
-
-
 def of_one(model: nn.Module) -> torch.optim.Optimizer:  # plant: not in optimizer
     return torch.optim.SGD(model[2].parameters(), lr=0.1)
 

@@ -49,7 +49,6 @@ EXPLAINED = {
     "rate by workers": ("depends-on-workers", {"optimizer": planted.by_workers}),
     "schedule": ("depends-on-workers", {"schedule": planted.schedule_by_workers}),
     "loss by rank": ("depends-on-workers", {"loss": planted.by_rank}),
-    "foreign parameters": ("foreign-parameters", planted.with_margins()),
 }
 
 

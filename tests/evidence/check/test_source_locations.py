@@ -93,9 +93,9 @@ def test_functions_methods_and_what_wraps_them() -> None:
         found = source_locations.of_function(given)
         assert found is not None
         assert (found.file, found.line) == (HERE, line)
-    margins = source_locations.of_function(planted.Margins())
-    assert margins is not None
-    assert margins.file == planted.__file__
+    module = source_locations.of_function(planted.Normed())
+    assert module is not None
+    assert module.file == planted.__file__
     assert source_locations.of_function(torch.relu) is None
     assert source_locations.of_function(F.cross_entropy) is None
     assert source_locations.of_function(mh.Task.supervised) is None

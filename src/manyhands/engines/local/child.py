@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import sys
-import traceback
 from contextlib import suppress
 from typing import Any
 
@@ -22,7 +21,7 @@ from manyhands.engines.local.messages import ControlSocket, ProcessPlace, Status
 from manyhands.engines.local.serialization import deserialize, serialize
 from manyhands.engines.make_group import Topology, make_group
 from manyhands.engines.single_process import pick_device
-from manyhands.errors import ManyhandsError, PeerLost
+from manyhands.errors import ManyhandsError, PeerLost, traceback_of
 from manyhands.server.base import Server, ServerSpec
 from manyhands.server.client import ServedServer
 from manyhands.server.shard_host import serve
@@ -224,15 +223,12 @@ def prepare_process(stacks: int, threads: int) -> None:
 def report(error: BaseException, driver: ProcessDriverClient) -> dict[str, Any]:
     """An error as JSON: exceptions of any class can be reported, whether or not they can be pickled."""
     phase, step = driver.where()
-    trace = error.__traceback__  # without this file's outermost frames
-    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next
     failure = Failure(
         rank=driver.process_index,
         phase=phase,
         step=step,
         message=_text(error),
-        detail="".join(traceback.format_exception(type(error), error, trace)),
+        detail=traceback_of(error),
         error=type(error).__name__,
         family=next((c.__name__ for c in type(error).__mro__ if c.__module__ == ManyhandsError.__module__), ""),
         exit_code=error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1,

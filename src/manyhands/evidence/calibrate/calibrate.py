@@ -139,7 +139,7 @@ def calibrated(
             "engine local, outside of manyhands run and torchrun"
         )
     _check(own, chosen, local, workers, steps, timeout_s)
-    check_resources(device, threads_per_worker)
+    check_resources(device, threads_per_worker, local)
     setup = RunSetup(engine=local, workers=workers, threads=threads_per_worker, device=device, timeout_s=timeout_s)
     with local if isinstance(engine, str) else nullcontext():  # a given engine may be warm, and stays so
         return _Calibrator(own, setup, chosen, steps_for(steps), quick, say).run()

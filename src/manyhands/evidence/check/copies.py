@@ -150,16 +150,15 @@ def unsendable_fields(task: Task) -> list[Finding]:
 
 # -- one trial ---------------------------------------------------------------------------------------------------------
 
-BUFFERS, FOREIGN, WORKERS, REBUILT, DATA = "buffers", "foreign-parameters", "depends-on-workers", "not-rebuilt", "data"
+BUFFERS, WORKERS, REBUILT, DATA = "buffers", "depends-on-workers", "not-rebuilt", "data"
 SUMMED, SLICES = "summed-loss", "slices"
 
 FUNCTIONS = frozenset([BATCH_NORM, DROPOUT, RANDOMNESS, IN_PLACE])  # causes that a FunctionMode removes
-REMEDIES = FUNCTIONS | {BUFFERS, FOREIGN, WORKERS, REBUILT, DATA, SUMMED, SLICES}
+REMEDIES = FUNCTIONS | {BUFFERS, WORKERS, REBUILT, DATA, SUMMED, SLICES}
 """Causes that a trial can remove.
 
-buffers: they are reset before each step. foreign-parameters: the optimizer leaves parameters alone that the model does
-not have. depends-on-workers: each worker sees a group of one, with the rates of one worker. not-rebuilt: all workers
-start from one model. data: batches are read once and cut. summed-loss: the loss is divided by the rows. slices: the
+buffers: they are reset before each step. depends-on-workers: each worker sees a group of one, with the rates of one
+worker. not-rebuilt: all workers start from one model. data: batches are read once and cut. summed-loss: the loss is divided by the rows. slices: the
 single worker computes the loss of each of N workers' slices and takes their mean by weight, so that each row is
 computed with the same rows as on N workers.
 """

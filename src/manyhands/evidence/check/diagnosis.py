@@ -15,9 +15,7 @@ from manyhands.evidence.check.trials import TrialRunner, step_differences
 
 GENERIC = (*sorted(FUNCTIONS), BUFFERS, WORKERS, DATA)  # remedies to try if the suspects do not explain the difference
 NUDGE = 1e-14  # the size of a rounding error, relative to the largest gradient
-PROVEN_ELSEWHERE = name_set(
-    "rows-not-once in-place-change not-rebuilt foreign-parameters summed-loss wrong-weight coupled-rows"
-)
+PROVEN_ELSEWHERE = name_set("rows-not-once in-place-change not-rebuilt summed-loss wrong-weight coupled-rows")
 """Causes that break equality even if a few steps do not show it: in later epochs, on other slices, without rows."""
 IRREMOVABLE = frozenset([RANDOMNESS, "hidden-state", "nondeterministic-operator"])
 """Causes that a trial removes only in part, or not at all."""

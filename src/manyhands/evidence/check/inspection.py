@@ -12,7 +12,7 @@ from torch import nn
 from manyhands import rng
 from manyhands.data.batch import first_rows
 from manyhands.evidence.check import source_locations
-from manyhands.evidence.check.copies import FOREIGN, REBUILT, Copies, errors_located
+from manyhands.evidence.check.copies import REBUILT, Copies, errors_located
 from manyhands.evidence.check.examination import Examination
 from manyhands.evidence.check.interventions import RANDOMNESS
 from manyhands.evidence.check.losses import examine_loss, examine_metrics
@@ -20,7 +20,7 @@ from manyhands.evidence.check.report import Results
 from manyhands.evidence.check.rows import TrainingData, evaluation_batch, read
 from manyhands.evidence.check.trials import Trace, tensor_digests
 from manyhands.training.plan import build_model
-from manyhands.units import count, listed
+from manyhands.units import listed
 
 ENOUGH_ROWS = 24  # rows of a batch to examine if there is no difference to explain
 
@@ -82,21 +82,12 @@ class Inspection:
         self.results.suspect("not-rebuilt", REBUILT, text, source_locations.of_function(task.model), names=changed)
 
     def _check_optimizer(self) -> None:
-        """Whether the optimizer holds the trainable parameters and nothing else, and draws nothing."""
+        """Whether the optimizer holds the trainable parameters, and draws nothing."""
         task, model = self.copies.built()
         optimizer = task.optimizer(model)
         place = source_locations.of_function(task.optimizer)
-        own = {id(p) for p in model.parameters()}
-        held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-        foreign = [p for p in held.values() if id(p) not in own]
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
-        if foreign:
-            text = (
-                f"The optimizer moves {count(len(foreign), 'tensor')} ({sum(p.numel() for p in foreign):,} numbers) that "
-                "are no parameters of the model (a loss with weights of its own?). Only the model's gradients are "
-                "averaged, so these differ from worker to worker. Make them part of the model: a module that holds both."
-            )
-            self.results.suspect("foreign-parameters", FOREIGN, text, place, tensors=len(foreign))
         if left:
             text = (
                 f"{listed(left)} can be trained and the optimizer does not hold them: they never move, and their "
@@ -115,7 +106,7 @@ class Inspection:
                 "all workers."
             )
             self.results.suspect(RANDOMNESS, RANDOMNESS, text, place)
-        if not (foreign or left or draws):
+        if not (left or draws):
             self.results.held.append("the optimizer holds all trainable parameters, and no others")
 
     def _check_precision(self) -> None:

@@ -8,7 +8,6 @@ import linecache
 import os
 import re
 import sys
-import sysconfig
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,12 +19,11 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
+from manyhands import errors
 from manyhands.task import SupervisedLoss, SupervisedMetrics
 
 _PACKAGE = str(Path(__file__).parents[2])
-_TASKS = str(Path(_PACKAGE) / "tasks")
 _TORCH = str(Path(torch.__file__).parent)
-_LIBRARIES = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
 
 
 @dataclass(frozen=True)
@@ -68,10 +66,8 @@ def module_running() -> nn.Module | None:
 
 
 def is_users(file: str) -> bool:
-    """Whether a file is neither of a library, nor of torch, nor of manyhands, except for its ready-made tasks."""
-    if file.startswith(_TASKS):
-        return True
-    return not (_is_ours(file) or file.startswith(_LIBRARIES) or file.startswith("<"))
+    """Whether it is a file of the user's, and not code without a file."""
+    return errors.is_users(file) and not file.startswith("<")
 
 
 def _is_ours(file: str) -> bool:

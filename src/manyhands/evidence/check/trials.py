@@ -20,7 +20,6 @@ from manyhands.engines.local.engine import Local
 from manyhands.engines.sim.engine import Sim
 from manyhands.evidence.check.copies import (
     BUFFERS,
-    FOREIGN,
     SLICES,
     WORKERS,
     Copies,
@@ -136,10 +135,6 @@ class StepRecorder:
         self.trace.names, self.trace.dtype = layout.names, str(layout.dtype).removeprefix("torch.")
         self.trace.bounds = [(start, start + size) for start, size in zip(layout.offsets, layout.sizes, strict=True)]
         self.trace.built = tensor_digests(replica.model)
-        if FOREIGN in self.config.without:
-            own = {id(p) for p in replica.model.parameters()}
-            for group in replica.optimizer.param_groups:
-                group["params"] = [p for p in group["params"] if id(p) in own]
         replica.backward, replica.apply = self.backward, self.apply  # type: ignore[method-assign]
 
     def on_start(self) -> None:

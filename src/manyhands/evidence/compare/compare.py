@@ -82,9 +82,9 @@ def compare(
     own = task_from(task, task_fields)
     aim = metric.target_of(target)
     counts = _checked(workers, repeats, validations, time_margin, metric_margin)
-    check_resources(device, threads_per_worker)
     metric.check_data(own, aim)
     place = engines.engine_of(engine)
+    check_resources(device, threads_per_worker, place)
     if place.capabilities.spmd:
         raise Unsupported(
             f"compare starts each trial's workers itself, which engine {place.name} does not let it: call it outside of manyhands run and torchrun"

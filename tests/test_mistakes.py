@@ -1,0 +1,283 @@
+"""What people get wrong in their first hour ends in one clear line, before anything starts where that can be known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import manyhands as mh
+from manyhands.recording.run import Run
+
+ROWS = (torch.randn(32, 4), torch.arange(32) % 3)
+
+
+def net() -> nn.Module:
+    return nn.Linear(4, 3)
+
+
+def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def task(**fields: Any) -> mh.Task:
+    given = {"model": net, "loss": loss, "optimizer": sgd, "train_data": ROWS, "batch_size": 8}
+    return mh.Task(**(given | fields))
+
+
+def train(given: mh.Task | None = None, **options: Any) -> Run:
+    return mh.train(given or task(), **({"workers": 1} | options))
+
+
+def one_line(match: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(mh.BadInput, match=match) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+OTHERS = net()
+FIELDS: dict[str, tuple[dict[str, Any], str]] = {
+    "an optimizer class": (
+        {"optimizer": torch.optim.SGD},
+        r"not the class SGD.*SGD\(model.parameters\(\), lr=\.\.\.\)",
+    ),
+    "a partial of one": ({"optimizer": partial(torch.optim.Adam, lr=0.1)}, r"class Adam.*model.parameters\(\), lr=0.1"),
+    "an optimizer": ({"optimizer": sgd(OTHERS)}, r"made already.*lambda model: torch.optim.SGD\(model.parameters"),
+    "a criterion": ({"loss": nn.MSELoss()}, r"MSELoss is a criterion.*model\(batch\[0\]\).*Task.supervised"),
+    "the class of a criterion": ({"loss": nn.MSELoss}, "MSELoss is a criterion"),
+    "a criterion function": ({"loss": F.cross_entropy}, "cross_entropy is a criterion"),
+    "a criterion to evaluate by": ({"evaluate": nn.L1Loss()}, "evaluate must be a function of .model, batch."),
+    "a loss of three arguments": ({"loss": lambda model, x, y: 0}, "the lambda does not take these arguments"),
+    "a layer's class": ({"model": nn.Linear}, r"the class Linear does not take no arguments.*model=lambda: Linear\("),
+    "a model's name": ({"model": "resnet18"}, "model must be an nn.Module, or a function of .., not 'resnet18'"),
+    "a schedule of one argument": (
+        {"schedule": lambda optimizer: None},
+        r"schedule must be a function of \(optimizer, total_steps\)",
+    ),
+    "a schedule's class": ({"schedule": torch.optim.lr_scheduler.StepLR}, r"class StepLR.*StepLR\(optimizer, \.\.\.\)"),
+    "a schedule": (
+        {"schedule": torch.optim.lr_scheduler.StepLR(sgd(OTHERS), 1)},
+        "StepLR that is made already.*lambda optimizer, total_steps",
+    ),
+    "a callback in the place of a worker's": ({"worker_callback": mh.Progress()}, r"train\(callbacks=\[\.\.\.\]\)"),
+    "a text as clip_norm": ({"clip_norm": "1.0"}, "clip_norm must be a number above 0, not '1.0'"),
+    "a text as loader_processes": ({"loader_processes": "2"}, "loader_processes must be a whole number"),
+    "a text as shuffle": ({"shuffle": "no"}, "shuffle must be True or False, not 'no'"),
+    "a number as name": ({"name": 3}, "name must be a text, not 3"),
+}
+
+
+@pytest.mark.parametrize("mistake", FIELDS)
+def test_a_field_of_a_task(mistake: str) -> None:
+    fields, says = FIELDS[mistake]
+    one_line(says, lambda: task(**fields))
+
+
+def test_a_schedulers_class_whose_second_argument_is_the_number_of_steps_is_right() -> None:
+    run = train(task(schedule=torch.optim.lr_scheduler.CosineAnnealingLR))
+    assert [row["rate"] for row in run.history][-1] == pytest.approx(0, abs=1e-12)
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "a callback's class": (
+        {"callbacks": [mh.EarlyStopping]},
+        r"not the class EarlyStopping: make one, EarlyStopping\(",
+    ),
+    "a function as callback": ({"callbacks": [print]}, "objects of manyhands.Callback .*, not the function print"),
+    "no list of callbacks": ({"callbacks": 3}, "callbacks must be a list of manyhands.Callback objects, not 3"),
+    "a name as callbacks": ({"callbacks": "tensorboard"}, "callbacks must be a list"),
+    "early stopping by nothing": ({"callbacks": mh.EarlyStopping()}, "EarlyStopping watches.*no validation_data"),
+    "a GPU that is not there": ({"device": "cuda:1"}, "torch sees .* here"),
+    "a device of two workers": ({"device": "cuda:1", "workers": 2}, "torch sees .* here"),
+    "a text as workers": ({"workers": "2"}, "workers must be a whole number of at least 1, not '2'"),
+    "a text as timeout_s": ({"timeout_s": "9"}, "timeout_s must be a positive number of seconds.*not '9'"),
+    "a text as max_seconds": ({"max_seconds": "9"}, "max_seconds must be a positive number of seconds, not '9'"),
+    "nothing as keep": ({"keep": None}, "keep must be .*, not None"),
+    "a list as validate_every": ({"validate_every": [1]}, r"validate_every must be .*, not \[1\]"),
+    "a number as run_dir": ({"run_dir": 3}, "a directory must be given as a string or a pathlib.Path, not 3"),
+    "a name that is too long": ({"run_dir": "a" * 300}, "File name too long"),
+}
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="cuda:1 is there")
+@pytest.mark.parametrize("mistake", OPTIONS)
+def test_an_option_of_train(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    options, says = OPTIONS[mistake]
+    one_line(says, lambda: train(**({"run_dir": tmp_path / "runs" / "first"} | options)))
+    assert not list(tmp_path.iterdir())
+
+
+RETURNS: dict[str, tuple[dict[str, Any], str]] = {
+    "an optimizer over another model": (
+        {"optimizer": lambda model: sgd(OTHERS)},
+        r"it holds 2 trainable parameters not of the model \(the first of shape \[3, 4\]\): build it from its argument",
+    ),
+    "a loss of all rows": (
+        {"loss": lambda model, batch: model(batch[0]).sum(1)},
+        r"not a Tensor of shape \[8\]: average",
+    ),
+    "a loss without gradient": ({"loss": lambda model, batch: loss(model, batch).item()}, r"without \.item\(\)"),
+    "a loss that returns nothing": ({"loss": lambda model, batch: None}, "not None: return what was computed"),
+    "a schedule that returns nothing": ({"schedule": lambda optimizer, total_steps: None}, "must return a scheduler"),
+    "a metric without a name": ({"evaluate": loss, "validation_data": ROWS}, "must return its metrics by name"),
+    "a metric of all rows": (
+        {"evaluate": lambda model, batch: {"right": model(batch[0]).argmax(1) == batch[1]}, "validation_data": ROWS},
+        r"metric 'right' must be one number.*Tensor of shape \[8\]",
+    ),
+    "a plateau of nothing": (
+        {"schedule": lambda optimizer, total_steps: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)},
+        "the schedule is stepped on 'validation_loss', and there is no validation",
+    ),
+    "a plateau of an unknown metric": (
+        {
+            "schedule": lambda o, n: (torch.optim.lr_scheduler.ReduceLROnPlateau(o), "validation_accuracy"),
+            "validation_data": ROWS,
+        },
+        "stepped on 'validation_accuracy', and validation reported validation_loss",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", RETURNS)
+def test_what_a_function_of_the_task_returns(mistake: str, tmp_path: Path) -> None:
+    """It is known once a worker calls it. The run directory is gone, and the next try may use its name."""
+    fields, says = RETURNS[mistake]
+    one_line(says, lambda: train(task(**fields), run_dir=tmp_path / "runs" / "first"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_refused_by_workers_leaves_no_directory_either(tmp_path: Path) -> None:
+    one_line(
+        "not None", lambda: train(task(loss=lambda model, batch: None), workers=2, run_dir=tmp_path / "runs" / "first")
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_refused_run_leaves_what_others_put_beside_it(tmp_path: Path) -> None:
+    """Neither a directory that was there, nor a file of the user's, nor a checkpoint goes with it."""
+
+    new, there = tmp_path / "new", tmp_path / "there"
+
+    def noting(model: nn.Module, batch: Any) -> None:
+        (new / "notes.txt").write_text("mine\n")
+
+    one_line("not None", lambda: train(task(loss=noting), run_dir=new))
+    assert [path.name for path in new.iterdir()] == ["notes.txt"]
+    there.mkdir()
+    one_line("not None", lambda: train(task(loss=noting), run_dir=there))
+    assert there.is_dir()
+    calls = []
+
+    def late(model: nn.Module, batch: Any) -> Any:
+        calls.append(1)
+        return loss(model, batch) if len(calls) <= 4 else None
+
+    one_line("not None", lambda: train(task(loss=late, epochs=2), run_dir=tmp_path / "late"))
+    assert list((tmp_path / "late" / "checkpoints").iterdir())
+
+
+def test_one_callback_needs_no_list() -> None:
+    class Counting(mh.Callback):
+        steps = 0
+
+        def on_step(self, event: mh.Event) -> None:
+            self.steps += 1
+
+    counting = Counting()
+    train(callbacks=counting)
+    assert counting.steps == 4
+
+
+def test_a_run_is_saved_by_the_name_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    train().save("run.json")
+    assert (tmp_path / "run.json").read_text().startswith("{")
+
+
+def test_a_traceback_begins_in_the_users_program() -> None:
+    """And of one worker, the exception itself is the cause."""
+
+    def odd(model: nn.Module, batch: Any) -> torch.Tensor:
+        return model(batch[0][:, :3])
+
+    for workers in (1, 2):
+        with pytest.raises(mh.WorkerFailed, match="mat1 and mat2") as caught:
+            train(task(loss=odd), workers=workers)
+        first = next(line for line in caught.value.detail.splitlines() if line.startswith("  File "))
+        assert Path(__file__).name in first
+        if workers == 1:
+            assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+# -- a schedule on a validation metric ---------------------------------------------------------------------------------
+
+
+def plateau(metric: str | None = None, **options: Any) -> Callable[..., Any]:
+    def make(optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, **options)
+        return scheduler if metric is None else (scheduler, metric)
+
+    return make
+
+
+def judged(values: list[float]) -> Callable[[nn.Module, Any], dict[str, Any]]:
+    """Metrics that come in this order, whatever the model."""
+    left = iter(values)
+    return lambda model, batch: {"loss": next(left), "score": torch.tensor(0.0)}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_reduce_on_plateau_steps_at_each_validation(workers: int) -> None:
+    """By hand: the metric gets worse twice, so the rate is halved twice; a step of a step-wise schedule makes none."""
+    values = [1.0, 2.0, 0.5, 0.7, 0.4]
+    given = task(schedule=plateau(), validation_data=ROWS, epochs=5, batch_size=32, evaluate=judged(values))
+    rates = [row["rate"] for row in train(given, workers=workers).history]
+    assert rates == [0.1, 0.1, 0.05, 0.05, 0.025]
+
+
+def test_reduce_on_plateau_of_a_metric_that_is_to_rise() -> None:
+    given = task(schedule=plateau("validation_score", mode="max"), validation_data=ROWS, epochs=3, batch_size=32)
+    rates = [row["rate"] for row in train(given.with_fields(evaluate=judged([1.0] * 3))).history]
+    assert rates == [0.1, 0.1, 0.05]
+
+
+def test_reduce_on_plateau_goes_on_where_it_was_when_a_run_is_resumed(tmp_path: Path) -> None:
+    values = [1.0, 2.0, 0.5, 0.7, 0.4, 0.6]
+
+    def given(epochs: int, start: int = 0, **options: Any) -> mh.Task:
+        fields = {"schedule": plateau(**options), "validation_data": ROWS, "batch_size": 32}
+        return task(**fields, epochs=epochs, evaluate=judged(values[start:]))
+
+    whole = train(given(6))
+    train(given(3), run_dir=tmp_path / "run")
+    resumed = train(given(6, start=3), run_dir=tmp_path / "run", resume=True)
+    assert [row["rate"] for row in resumed.history] == [row["rate"] for row in whole.history]
+    assert torch.equal(resumed.parameters, whole.parameters)
+
+
+def test_a_plateau_equals_a_plain_loops() -> None:
+    run = train(task(schedule=plateau(), validation_data=ROWS, epochs=4, shuffle=False))
+    torch.manual_seed(0)
+    model = net()
+    optimizer = sgd(model)
+    scheduler = plateau()(optimizer, 0)
+    for _ in range(4):
+        for start in range(0, 32, 8):
+            optimizer.zero_grad()
+            loss(model, (ROWS[0][start : start + 8], ROWS[1][start : start + 8])).backward()
+            optimizer.step()
+        with torch.no_grad():
+            batches = [loss(model, (ROWS[0][i : i + 8], ROWS[1][i : i + 8])).item() for i in range(0, 32, 8)]
+        scheduler.step(sum(batches) / 4)
+    assert torch.equal(run.parameters, torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
