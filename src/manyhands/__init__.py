@@ -147,6 +147,8 @@ def __getattr__(name: str) -> Any:
     if where is None:
         raise AttributeError(f"module 'manyhands' has no attribute {name!r}")
     value = getattr(importlib.import_module(where), name)
+    if isinstance(value, type) and "__dataclass_fields__" in vars(value):
+        importlib.import_module("manyhands.spec").documented(value)
     globals()[name] = value
     return value
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
 import importlib.util
 import inspect
+import itertools
 import sys
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -139,6 +142,31 @@ def option_fields(maker: Any) -> list[Field[Any]]:
 
     bases = [base for base in type.mro(maker) if is_dataclass(base)]
     return sorted((field for field in fields(maker) if field.init), key=distance)
+
+
+def field_docs(maker: type[Any]) -> dict[str, str]:
+    """{field: the text below it in the source} of a dataclass and its bases; {} where the source is not there."""
+    docs: dict[str, str] = {}
+    for base in reversed([base for base in type.mro(maker) if is_dataclass(base)]):
+        try:
+            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        except (OSError, TypeError, SyntaxError):
+            continue
+        assert isinstance(tree, ast.ClassDef)
+        for field, below in itertools.pairwise(tree.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                match below:
+                    case ast.Expr(value=ast.Constant(value=str(text))):
+                        docs[field.target.id] = inspect.cleandoc(text)
+    return docs
+
+
+def documented(kind: type[Any]) -> None:
+    """Add what each field of a dataclass means to its docstring, which `help` shows."""
+    docs = field_docs(kind)
+    lines = [f"{name}:\n{textwrap.indent(docs[name], '    ')}" for f in fields(kind) if (name := f.name) in docs]
+    if lines:
+        kind.__doc__ = "\n".join([inspect.cleandoc(kind.__doc__ or ""), "", *lines])
 
 
 def _type_of(default: Any) -> Any:

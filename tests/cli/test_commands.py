@@ -1,6 +1,9 @@
 """The command: what it passes on, what it prints, what it ends with."""
 
+import dataclasses
+import importlib
 import os
+import pydoc
 import re
 import subprocess
 import sys
@@ -13,7 +16,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from manyhands import errors
+import manyhands as mh
+from manyhands import errors, spec
 from manyhands.checkpoint.paths import RemotePath
 from manyhands.cli import commands, options
 
@@ -403,3 +407,50 @@ def test_roles_that_cannot_be(arguments: list[str], words: str) -> None:
     result = invoke("run", *arguments, "script.py")
     assert result.exit_code == 2
     assert words in result.stderr
+
+
+# -- what an option means ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["strategies", "engines"])
+def test_each_option_of_each_entry_is_explained(kind: str) -> None:
+    catalogue = importlib.import_module(f"manyhands.{kind}").CATALOGUE
+    for name in catalogue:
+        maker = spec.find(name, catalogue, kind)
+        docs = spec.field_docs(maker)
+        done = invoke(kind, name)
+        assert done.exit_code == 0, done.output
+        for option in spec.options_of(maker):
+            assert re.search(rf"^  {option}=", done.stdout, re.MULTILINE)
+            assert docs[option].split()[0] in done.stdout
+
+
+def test_a_task_is_explained_with_its_own_values() -> None:
+    done = invoke("tasks", "digits")
+    assert done.exit_code == 0
+    assert re.search(r"batch_size=32 .*\n +GLOBAL rows a step", done.stdout)
+    assert "optimizer=" not in done.stdout  # no text can say it
+
+
+def test_an_unknown_entry_is_bad_input() -> None:
+    for words in (("strategies", "alreduce"), ("engines", "lokal"), ("tasks", "digit")):
+        done = invoke(*words)
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert "did you mean" in done.stderr
+
+
+def test_help_shows_what_each_field_means() -> None:
+    for kind in (mh.Task, mh.Run, mh.EarlyStopping, mh.LocalSGD, mh.Hosts):
+        docs = spec.field_docs(kind)
+        text = pydoc.render_doc(kind, renderer=pydoc.plaintext)
+        assert docs
+        assert all(f"{name}:" in text and doc.splitlines()[0] in text for name, doc in docs.items())
+    undocumented = {field.name for field in dataclasses.fields(mh.Task)} - spec.field_docs(mh.Task).keys()
+    assert not undocumented
+
+
+def test_the_module_is_the_command() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "manyhands", "--version"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert run.stdout.startswith("manyhands ")

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import inspect
 import platform
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from manyhands import spec
+
+NamedStrategy = Annotated[str | None, typer.Argument(metavar="[NAME]", help="Explain this one.")]
+NamedTask = Annotated[str | None, typer.Argument(metavar="[NAME]", help="Explain this one.")]
+NamedEngine = Annotated[str | None, typer.Argument(metavar="[NAME]", help="Explain this one.")]
 
 
 def version_line() -> str:
@@ -18,45 +25,94 @@ def version_line() -> str:
     return f"manyhands {_version('manyhands')}, Python {platform.python_version()}, torch {_version('torch')}"
 
 
-def strategies() -> None:
-    """List the strategies: what they exchange, their options, their papers."""
-    from manyhands.strategies import CATALOGUE
+def strategies(name: NamedStrategy = None) -> None:
+    """List the strategies: what they exchange, their options, their papers; or explain one and each of its options.
 
+    [bold]manyhands strategies[/bold]
+    [bold]manyhands strategies local-sgd[/bold]
+    """
+    from manyhands.strategies import CATALOGUE, ELSEWHERE
+
+    makers = {one: spec.find(one, CATALOGUE, "strategy", ELSEWHERE) for one in ([name] if name else CATALOGUE)}
+    if name:
+        _explain(name, makers[name], "--strategy ")
+        return
     rows: dict[str, list[str | list[str]]] = {}
-    for name in CATALOGUE:
-        maker = spec.find(name, CATALOGUE, "strategy")
+    for one, maker in makers.items():
         consistency = "" if maker.consistency == "-" else f" ({maker.consistency})"
-        rows[name] = [f"{maker.summary}{consistency}", options_of(maker), maker.source]
+        rows[one] = [f"{maker.summary}{consistency}", options_of(maker), maker.source]
     _print(
         ("strategy", "what replicas exchange; options and their defaults; source"),
         rows,
-        "Options go behind the name: --strategy local-sgd:period=16,warmup=100. Your own: --strategy my.py:Mine:alpha=.1",
+        "Options go behind the name: --strategy local-sgd:period=16,warmup=100. Your own: --strategy my.py:Mine:alpha=.1\n"
+        "What an option means: manyhands strategies NAME",
     )
 
 
-def tasks() -> None:
-    """List the ready-made tasks."""
-    from manyhands.tasks import SUMMARIES
+def tasks(name: NamedTask = None) -> None:
+    """List the ready-made tasks; or explain one and its fields.
 
+    [bold]manyhands tasks[/bold]
+    [bold]manyhands tasks digits[/bold]
+    """
+    from manyhands.tasks import CATALOGUE, SUMMARIES
+
+    if name:
+        maker = spec.find(name, CATALOGUE, "task")
+        _explain(name, maker, "", values=maker())
+        return
     _print(
         ("task", "what it is"),
-        {name: [summary] for name, summary in SUMMARIES.items()},
-        "Fields go behind the name: digits:batch_size=32,epochs=5. Your own: my.py:task, a Task or a function that returns one.",
+        {one: [summary] for one, summary in SUMMARIES.items()},
+        "Fields go behind the name: digits:batch_size=32,epochs=5. Your own: my.py:task, a Task or a function that returns one.\n"
+        "What a field means: manyhands tasks NAME",
     )
 
 
-def engines() -> None:
-    """List the engines: where workers can run, and their options."""
-    from manyhands.engines import CATALOGUE
+def engines(name: NamedEngine = None) -> None:
+    """List the engines: where workers can run, and their options; or explain one and each of its options.
 
-    makers = {name: spec.find(name, CATALOGUE, "engine") for name in CATALOGUE}
+    [bold]manyhands engines[/bold]
+    [bold]manyhands engines hosts[/bold]
+    """
+    from manyhands.engines import CATALOGUE, HINTS
+
+    makers = {one: spec.find(one, CATALOGUE, "engine", HINTS) for one in ([name] if name else CATALOGUE)}
+    if name:
+        _explain(name, makers[name], "--engine ")
+        return
     _print(
         ("engine", "where workers run; options and their defaults"),
-        {name: [(inspect.getdoc(maker) or "").partition("\n")[0], options_of(maker)] for name, maker in makers.items()},
-        "Options go behind the name: --engine hosts:listen=10.0.0.1,local_workers=2.\n"
+        {one: [(inspect.getdoc(maker) or "").partition("\n")[0], options_of(maker)] for one, maker in makers.items()},
+        "Options go behind the name: --engine hosts:listen=10.0.0.1,local_workers=2. What an option means: manyhands engines NAME\n"
         "auto, the default, is torchrun in what torchrun, mpirun or srun started, hosts with --listen, sim with --network, --compute or --faults,\n"
         "and local anywhere else.",
     )
+
+
+def _explain(name: str, maker: Any, option: str, values: Any = None) -> None:
+    """What one entry is, and what each of its options means. values: an object whose fields the options are, where they
+    differ from the fields' defaults."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.padding import Padding
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    console.print(f"[bold cyan]{name}[/bold cyan]")
+    console.print("\n".join(_paragraphs(inspect.getdoc(maker) or "")), markup=False)
+    kind = maker if values is None else type(values)
+    docs, hints = spec.field_docs(kind), spec.options_of(kind)
+    shown = [f for f in spec.option_fields(kind) if values is None or _in_text(hints[f.name])]
+    for field in shown:
+        value = _default(field) if values is None else _text_of(getattr(values, field.name))
+        console.print(f"\n  [cyan]{field.name}[/cyan]={escape(f'{value} ({spec.type_text(hints[field.name])})')}")
+        console.print(Padding(Text(" ".join(docs[field.name].split())), (0, 0, 0, 6)))
+    if shown:
+        first = shown[0].name
+        console.print(
+            f"\nOptions go behind the name, with commas between them: {option}{name}:{first}=...", markup=False
+        )
 
 
 @contextmanager
@@ -82,11 +138,24 @@ def options_of(maker: type[Any]) -> list[str]:
     return [f"{f.name}={_default(f)} ({spec.type_text(hints[f.name])})" for f in spec.option_fields(maker)]
 
 
+def _in_text(hint: Any) -> bool:
+    """Whether an option of this type can be given in a spec string."""
+    return bool({"int", "float", "str", "bool"} & set(spec.type_text(hint).split(" | ")))
+
+
+def _paragraphs(docstring: str) -> Iterator[str]:
+    """Its paragraphs and numbered lines without the line breaks of the source, which a terminal breaks anew."""
+    for i, block in enumerate(docstring.split("\n\n")):
+        yield from [""] if i else []
+        yield from (" ".join(part.split()) for part in re.split(r"\s(?=\d+\. )", block))
+
+
 def _default(field: Any) -> str:
-    if field.default is MISSING:
-        return "..."
-    text = str(field.default)
-    return text.lower() if field.default is None or isinstance(field.default, bool) else text
+    return "..." if field.default is MISSING else _text_of(field.default)
+
+
+def _text_of(value: Any) -> str:
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def _print(titles: tuple[str, str], rows: dict[str, list[str | list[str]]], footer: str) -> None:

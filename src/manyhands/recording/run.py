@@ -75,9 +75,9 @@ class Run:
     metrics: dict[str, float]
     """{"validation_loss", "test_accuracy", …}"""
     history: list[dict[str, Any]]
-    """A row of numbers a tick, all workers together (docs/events.md); pandas.DataFrame takes it as it is. Of runs of
-    more than 32,768 ticks a row is of several, as its column `ticks` says; events.jsonl has them all
-    (`read_history`)."""
+    """A list with a dict of numbers for each step, all workers together: `run.history[-1]["loss"]` (docs/events.md has the
+    columns). pandas.DataFrame takes it as it is. Of runs of more than 32,768 steps a row is of several, as its column
+    `ticks` says; events.jsonl has them all (`read_history`)."""
     rows: dict[str, Any]
     """Rows consumed: {"total", "workers": [one a worker], "unused": with a dropped or skipped gradient}."""
     timing: dict[str, float]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,9 @@ def test_the_best_that_was_kept_and_a_stop_half_way(local: Local, tmp_path: Path
         task(), engine=local, strategy="downpour", workers=3, threads_per_worker=1, run_dir=tmp_path / "run", **options
     )
     again = {name: options[name] for name in ("validation_data", "max_steps")}
-    assert mh.replay(tmp_path / "run", task=task(**again)).identical
+    replayed = mh.replay(tmp_path / "run", task=task(**again))
+    assert replayed.identical
+    assert re.fullmatch(r"<Replayed \d+ steps of \d+ workers: the same bits>", repr(replayed))
 
 
 @pytest.mark.parametrize("what", ["task", "strategy"])

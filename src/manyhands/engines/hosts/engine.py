@@ -60,18 +60,6 @@ class _Announcer:
 class Hosts(Engine):
     """Workers of several hosts: this one listens, the others join it with the command that it prints.
 
-    listen: an address of this host that the others reach. Other than loopback it needs TLS.
-    local_workers: so many workers this host gives itself, at least one (worker 0 is here); default: half of them,
-        rounded up.
-    tls: on: every connection is encrypted, and both ends prove that they hold the run's credentials: the file that
-        MANYHANDS_CREDENTIALS names, made where it is missing, else a file of this run's alone. off: both ends still
-        prove that they hold the file, but whoever is on the way can read and change what is sent, the program included;
-        on loopback only, unless plain_network says otherwise.
-    ports: "7000-7100", to listen on; default: any that are free. Every host needs one a worker, this one also one a
-        shard.
-    plain_network: with tls off, also on addresses other than loopback.
-    wait_s: how long to wait for the others.
-
     What remote workers return travels as JSON and tensors; anything else raises BadInput. The hosts need the same
     versions of Python, torch and manyhands, and the modules that the program imports. Shards of a server are here.
     """
@@ -79,11 +67,21 @@ class Hosts(Engine):
     name: ClassVar[str] = "hosts"
     capabilities: ClassVar[Capabilities] = Capabilities(serves=True)
     listen: str = "127.0.0.1"
+    """An address of this host that the others reach. Other than loopback it needs TLS."""
     local_workers: int | None = None
+    """So many workers this host gives itself, at least one (worker 0 is here); `none`: half of them, rounded up."""
     tls: bool = True
+    """on: every connection is encrypted, and both ends prove that they hold the run's credentials: the file that
+    MANYHANDS_CREDENTIALS names, made where it is missing, else a file of this run's alone. off: both ends still prove
+    that they hold the file, but whoever is on the way can read and change what is sent, the program included; on
+    loopback only, unless plain_network says otherwise."""
     ports: str = ""
+    """"7000-7100", to listen on; without it, any that are free. Every host needs one a worker, this one also one a
+    shard."""
     plain_network: bool = False
+    """With tls off, also on addresses other than loopback."""
     wait_s: float = 600.0
+    """Seconds to wait for the others."""
     announcer: _Announcer = field(default_factory=_Announcer, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

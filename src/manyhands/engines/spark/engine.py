@@ -37,15 +37,6 @@ LOG = logging.getLogger("manyhands")
 class Spark(Engine):
     """Workers in the executors of a Spark cluster.
 
-    master: as Spark has it (spark://host:7077, local-cluster[2,1,1024], local[4], yarn, k8s://…); default: the active
-        session's, else spark-submit's.
-    listen: an address of this host that the executors reach; default: spark.driver.host.
-    tls: as of engine hosts: without, only on loopback, unless plain_network says otherwise.
-    plain_network: with tls off, also on addresses other than loopback.
-    memory_mb: rows of a DataFrame that each worker's Spark task keeps in memory, in MB; the others lie on the
-        executor's disk.
-    wait_s: how long to wait until the Spark tasks have begun and have read the rows.
-
     Workers of one host share memory, hosts form a ring. Shards of a server are in the first host. What workers return
     travels as JSON and tensors. The executors need the driver's versions of Python, torch and manyhands.
     """
@@ -53,11 +44,18 @@ class Spark(Engine):
     name: ClassVar[str] = "spark"
     capabilities: ClassVar[Capabilities] = Capabilities(serves=True, brings_frames=True)
     master: str = ""
+    """As Spark has it (spark://host:7077, local-cluster[2,1,1024], local[4], yarn, k8s://…); without it, the active
+    session's, else spark-submit's."""
     listen: str = ""
+    """An address of this host that the executors reach; without it, spark.driver.host."""
     tls: bool = True
+    """As of engine hosts: off only on loopback, unless plain_network says otherwise."""
     plain_network: bool = False
+    """With tls off, also on addresses other than loopback."""
     memory_mb: int = 512
+    """Rows of a DataFrame that each worker's Spark task keeps in memory, in MB; the others lie on the executor's disk."""
     wait_s: float = 3600.0
+    """Seconds to wait until the Spark tasks have begun and have read the rows."""
 
     def __post_init__(self) -> None:
         check_seconds("wait_s", self.wait_s)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands import strategies, tasks
+from manyhands import strategies, tasks, units
 from manyhands.checkpoint import checkpoints
 from manyhands.checkpoint.paths import AnyPath, open_regular, path_of
 from manyhands.engines.sim.costs import Costs
@@ -56,6 +56,10 @@ class Replayed:
     workers: int
     otherwise: str
     """Changes of versions, number of cores and host since the run; "" without any."""
+
+    def __repr__(self) -> str:
+        bits = "the same bits" if self.identical else f"parameters differ by up to {self.difference:.3g}"
+        return f"<Replayed {units.count(self.ticks, 'step')} of {units.count(self.workers, 'worker')}: {bits}>"
 
 
 def replay(
