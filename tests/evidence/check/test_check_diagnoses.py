@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+import manyhands as mh
 from manyhands.evidence.check.check import check
 from manyhands.evidence.check.report import Checked
 
@@ -175,3 +176,26 @@ def test_clean_tasks_pass_without_a_word(task: str) -> None:
     assert checked.passed
     assert checked.largest < 1e-12
     assert len(checked.proofs) == 2
+
+
+def test_modules_of_a_library_are_named_and_who_called_check_is_not() -> None:
+    """No line of the user's runs in them: the one that called `check`, and a launcher, are no places of theirs."""
+
+    class Layer(nn.TransformerEncoderLayer):
+        __module__ = "torch.nn.modules.transformer"  # a library's: none of the user's lines makes its parts
+
+    checked = check(
+        mh.Task.supervised(
+            model=lambda: Layer(4, 2, 8, dropout=0.1, batch_first=True),
+            criterion=lambda outputs, targets: (outputs.sum((1, 2)) - targets).square().mean(),
+            optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
+            train_data=(torch.randn(64, 3, 4), torch.randn(64)),
+            batch_size=16,
+        ),
+        engine="sim",
+        steps=2,
+    )
+    (dropout,) = [finding for finding in checked.findings if finding.kind == "dropout"]
+    assert dropout.places == ()
+    assert "`dropout1` (Dropout)" in dropout.text
+    assert dropout.text.startswith("In modules ")

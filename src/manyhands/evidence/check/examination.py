@@ -132,7 +132,8 @@ class Examination:
 
     def _suspect(self, kind: str, remedy: str, *where: SourceLocation | None, **numbers: Any) -> None:
         """With the text of its kind, in which `numbers` fill the placeholders."""
-        self.results.suspect(kind, remedy, _TEXTS[kind].format(**numbers), *where, **numbers)
+        text = _TEXTS[kind].format(**numbers)
+        self.results.suspect(kind, remedy, text[:1].upper() + text[1:], *where, **numbers)
 
     def _new_subject(self) -> Subject:
         return Subject(self.copies.fresh(), self.double)
@@ -194,15 +195,18 @@ class Examination:
 
     def _by_function(self, first: BatchMeasurement, kind: str) -> None:
         calls = [one for one in first.recorded if one.kind == kind]
-        if calls:
-            found = list(dict.fromkeys(place for one in calls if (place := self._place_of(one)) is not None))
-            names = [place.name for place in found if place.name]
-            lines: dict[tuple[str, int], list[str]] = {}
-            for place in found:
+        if not calls:
+            return
+        kinds = {self.subject.name_of(one.module): type(one.module).__name__ for one in calls if one.module is not None}
+        shown = [f"`{name}` ({kind_of})" for name, kind_of in kinds.items() if name]
+        modules = f"In {'module' if len(shown) == 1 else 'modules'} {listed(shown)}, " if shown else ""
+        lines: dict[tuple[str, int], list[str]] = {}
+        for place in dict.fromkeys(self._place_of(one) for one in calls):
+            if place is not None:
                 lines.setdefault((place.file, place.line), []).append(place.name)
-            # one location for each line, with the names of all that is there
-            where = [SourceLocation(*line, listed([name for name in own if name])) for line, own in lines.items()]
-            self._suspect(kind, kind, *where, named=f"In module {listed(names)} " if names else "")
+        # one location for each line, with the names of all that is there
+        where = [SourceLocation(*line, listed([name for name in own if name])) for line, own in lines.items()]
+        self._suspect(kind, kind, *where, named=modules)
 
     def _place_of(self, call: RecordedCall) -> SourceLocation | None:
         """Where the layer is made if a layer of torch made the call; else the call itself."""

@@ -23,6 +23,7 @@ from manyhands import errors
 from manyhands.task import SupervisedLoss, SupervisedMetrics
 
 _PACKAGE = str(Path(__file__).parents[2])
+_CHECK = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -46,10 +47,16 @@ class SourceLocation:
 
 
 def running() -> SourceLocation | None:
-    """The line that is running now: the innermost one of the user's, else the innermost outside of torch and manyhands."""
-    library = None
+    """The line that is running now: the innermost one of the user's, else the innermost outside of torch and manyhands.
+
+    It is one of what this package calls: who called this package (a launcher, the user's `mh.check`) is not looked at.
+    """
+    library, measured = None, False
     for frame, line in traceback.walk_stack(sys._getframe(1)):
         file = frame.f_code.co_filename
+        if file.startswith(_CHECK) and measured:
+            break
+        measured = measured or not file.startswith(_CHECK)
         if is_users(file):
             return SourceLocation(file, line)
         if library is None and not _is_ours(file):
