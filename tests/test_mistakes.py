@@ -281,3 +281,11 @@ def test_a_plateau_equals_a_plain_loops() -> None:
             batches = [loss(model, (ROWS[0][i : i + 8], ROWS[1][i : i + 8])).item() for i in range(0, 32, 8)]
         scheduler.step(sum(batches) / 4)
     assert torch.equal(run.parameters, torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+
+
+def test_the_summary_says_which_epoch_was_kept() -> None:
+    given = task(validation_data=ROWS, epochs=3, evaluate=judged([1.0, 0.5, 0.5, 0.7]))
+    run = train(given.with_fields(batch_size=32), keep="best:validation_loss")
+    assert run.info["kept"] == {"metric": "validation_loss", "epoch": 2, "step": 2}
+    assert "the parameters after 2 epochs (step 2), the best by validation_loss" in run.summary()
+    assert "kept" not in train(given.with_fields(evaluate=None)).info

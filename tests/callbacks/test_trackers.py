@@ -129,6 +129,24 @@ def test_a_validation_whose_step_never_comes_is_sent_at_the_end() -> None:
     assert [number for number, _ in tracker.rows] == [1, 5, 5]
 
 
+def test_each_validation_is_sent_once_and_the_best_under_names_of_its_own() -> None:
+    """The run's metrics are those of the best, which was sent already, and not those of its last step."""
+    tracker = Recording()
+    tracker.on_start(START)
+    for number, value in enumerate([0.5, 0.25, 0.75], start=1):
+        tracker.on_step(step(number))
+        found = {"metrics": {"validation_loss": value}, "best": value < 0.75}
+        tracker.on_validation(Event(type="validation", step=number, values=found))
+    tracker.on_end(Event(type="end", step=3, values={"metrics": {"validation_loss": 0.25, "test_loss": 0.125}}))
+    sent = [(number, row) for number, row in tracker.rows if "loss" not in row]
+    assert sent == [
+        (1, {"validation_loss": 0.5, "best_validation_loss": 0.5}),
+        (2, {"validation_loss": 0.25, "best_validation_loss": 0.25}),
+        (3, {"validation_loss": 0.75}),
+        (3, {"test_loss": 0.125}),
+    ]
+
+
 def test_a_failed_run_is_reported_as_failed() -> None:
     tracker = Recording()
     whole_run(tracker, Event(type="failed", values={"error": "WorkerFailed", "message": "m"}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -143,6 +143,36 @@ def test_the_users_generator_gives_one_order_even_if_seeded_apart() -> None:
 
     loader = DataLoader(Numbers(12), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(7))
     assert rows_used(together(2, program)) == [batch.tolist() for _ in range(2) for batch in loader]
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+@pytest.mark.parametrize("options", [{}, {"replacement": True, "num_samples": 100}], ids=["permuted", "replaced"])
+def test_a_pass_that_is_left_early_leaves_the_users_generator_where_one_process_does(
+    options: dict[str, Any], processes: int
+) -> None:
+    """Its next pass has the same order, and so has a pass that is held and never left."""
+
+    def passes(prepared: Callable[[DataLoader[Any]], Any]) -> list[Any]:
+        generator = torch.Generator().manual_seed(5)
+        sampler = RandomSampler(Numbers(40), generator=generator, **options)
+        loader = prepared(
+            DataLoader(Numbers(40), batch_size=8, sampler=sampler, generator=generator, num_workers=processes)
+        )
+        found = []
+        for last in (2, 1, 99, 3):
+            batches = [batch for _, batch in zip(range(last), loader, strict=False)]  # asks for one more than it takes
+            found.append((batches, generator.get_state()))
+        held = iter(loader)
+        found.append(([next(held)], generator.get_state()))
+        return found
+
+    alone = passes(lambda loader: loader)
+    both = together(2, lambda worker: passes(lambda loader: PreparedLoader(loader, Session(worker))))
+    for (batches, state), *halves in zip(alone, *both, strict=True):
+        assert all(torch.equal(state, own) for _, own in halves)
+        assert [batch.tolist() for batch in batches] == [
+            [*first.tolist(), *second.tolist()] for first, second in zip(*(own for own, _ in halves), strict=True)
+        ]
 
 
 def test_any_iterable_of_batches_is_cut() -> None:

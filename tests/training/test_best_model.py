@@ -12,11 +12,13 @@ from manyhands.replica.evaluation import higher_is_better
 from manyhands.replica.replica import Replica
 from manyhands.training.best_model import BestModel, BestModelPolicy
 
+AT = {"epoch": 1, "step": 10}
+
 
 def best(text: str, metric: str, values: list[float]) -> float:
     best_model = BestModel(BestModelPolicy.parse(text))
     for value in values:
-        best_model.offer({metric: value}, torch.tensor([value]), {})
+        best_model.offer({metric: value}, torch.tensor([value]), {}, AT)
     assert best_model.parameters is not None
     assert best_model.newest == {metric: values[-1]} or values[-1] != values[-1]
     return float(best_model.parameters)
@@ -42,7 +44,7 @@ def test_nan_is_never_best() -> None:
 
 def test_last_keeps_nothing() -> None:
     best_model = BestModel(BestModelPolicy.parse("last"))
-    assert not best_model.offer({"x": 1.0}, torch.zeros(1), {})
+    assert not best_model.offer({"x": 1.0}, torch.zeros(1), {}, AT)
     assert best_model.parameters is None
 
 
@@ -55,7 +57,7 @@ def test_anything_else_is_refused(text: str) -> None:
 def test_a_checkpoint_brings_the_best_back() -> None:
     replica = Replica.of(plain.mlp(), plain.OPTIMIZERS["sgd"], group=SoloGroup())
     best_model = BestModel(BestModelPolicy.parse("best:min:x"))
-    best_model.offer({"x": 1.0}, replica.parameters, {"b": torch.ones(2)})
+    best_model.offer({"x": 1.0}, replica.parameters, {"b": torch.ones(2)}, {"epoch": 3, "step": 40})
     tensors, values = best_model.capture(replica)
     again = BestModel(BestModelPolicy.parse("best:min:x"))
     again.restore(replica, tensors, values)
@@ -63,7 +65,8 @@ def test_a_checkpoint_brings_the_best_back() -> None:
     assert again.parameters.equal(replica.parameters)
     assert torch.equal(again.buffers["b"], torch.ones(2))
     assert again.metrics == {"x": 1.0}
-    assert not again.offer({"x": 1.0}, replica.parameters, {})
+    assert not again.offer({"x": 1.0}, replica.parameters, {}, AT)
+    assert again.at == {"epoch": 3, "step": 40}
 
 
 @pytest.mark.parametrize(

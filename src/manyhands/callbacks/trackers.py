@@ -37,8 +37,8 @@ class Tracker(Callback):
     run before its first step, with a ManyhandsError. After that, the first failure is logged as a warning and ends the
     sending. A missing library raises BadInput at construction.
 
-    Steps are complete global batches of the run, with every strategy, and never go back. A validation is sent after all
-    rows before it.
+    Steps are complete global batches of the run, with every strategy, and never go back. A validation is sent once, after
+    all rows before it; with `keep="best:METRIC"` those that were the best so far are sent under `best_NAME` too.
     """
 
     _library: str  # the module to import
@@ -53,6 +53,8 @@ class Tracker(Callback):
         self._queue: queue.Queue[Row | None] = queue.Queue(QUEUE)
         self._thread: threading.Thread | None = None
         self._waiting: deque[Row] = deque()  # validations of steps that are not complete on the driver yet
+        self._newest: dict[str, float] = {}  # metrics of the newest validation
+        self._best: dict[str, float] = {}  # of the one that `keep` kept
         self._step = 0  # the last one that was queued
         self._opened = threading.Event()  # or failed to open: `_problem`
         self._problem: BaseException | None = None
@@ -81,6 +83,7 @@ class Tracker(Callback):
 
     @override
     def on_start(self, event: Event) -> None:
+        self._newest, self._best = {}, {}
         self._thread = threading.Thread(
             target=self._work, args=(event.values,), name=f"manyhands-{type(self).__name__}", daemon=True
         )
@@ -104,7 +107,12 @@ class Tracker(Callback):
 
     @override
     def on_validation(self, event: Event) -> None:
-        self._waiting.append((event.step, event.values["metrics"]))
+        self._newest = event.values["metrics"]
+        numbers = dict(self._newest)
+        if event.values.get("best"):
+            self._best = self._newest
+            numbers |= {f"best_{name}": value for name, value in self._best.items()}
+        self._waiting.append((event.step, numbers))
         self._enqueue_validations(self._step)
 
     @override
@@ -113,7 +121,8 @@ class Tracker(Callback):
             return
         self._enqueue_validations(math.inf)
         self._run_failed = event.type == "failed"
-        self._enqueue(event.step, event.values.get("metrics", {}))
+        sent = {*self._newest.items(), *self._best.items()}
+        self._enqueue(event.step, {n: v for n, v in event.values.get("metrics", {}).items() if (n, v) not in sent})
         deadline = time.monotonic() + CLOSING_S
         try:
             self._queue.put(None, timeout=CLOSING_S)

@@ -125,7 +125,7 @@ class PreparedLoader(Iterable[Any]):
         """Load own rows only."""
         worker = self.session.worker
         with rng.drawn_alike(worker.group, generators_of(loader)):
-            plan = _plan_of(loader)
+            plan, drawn = _plan_of(loader)
             with rng.kept():
                 seed = int(torch.randint(2**62, ()).item())
         mine = [len(plan), sum(len(batch) for batch in plan)]
@@ -137,7 +137,7 @@ class PreparedLoader(Iterable[Any]):
                     "give every worker the whole dataset, manyhands shares it out"
                 )
         reading = Reading(rank=worker.rank, size=worker.size, seed=seed, epoch=self._passes)
-        return _load(reader_of(loader, loader.num_workers), plan, reading)
+        return drawn.along(_load(reader_of(loader, loader.num_workers), plan, reading))
 
     def _cut(self) -> Iterator[Share]:
         """Read everything, keep the own rows. The source's code draws rank 0's numbers on all workers."""
@@ -226,18 +226,64 @@ def share(loader: Iterable[Any], session: Session) -> Iterable[Any]:
     return loader
 
 
-def _plan_of(loader: DataLoader[Any]) -> list[list[Any]]:
+class _Drawn:
+    """The states of a loader's own generators after so many batches were asked of its sampler.
+
+    The sampler is asked for the whole pass at once. A pass that is left early must leave the generators where one
+    process's does, which asks for a batch at a time, and for some more where processes load them.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._generators = generators_of(loader)
+        self._ahead = loader.num_workers * (loader.prefetch_factor or 0)
+        self._states: dict[int, list[Tensor]] = {}  # where they change: {batches asked for: states from then on}
+
+    def note(self, asked: int) -> None:
+        """The sampler was asked for so many batches."""
+        states = [generator.get_state() for generator in self._generators]
+        newest = next(reversed(self._states.values()), None)
+        if newest is None or not all(map(torch.equal, states, newest)):
+            self._states[asked] = states
+
+    def along(self, shares: Iterator[Share]) -> Iterator[Share]:
+        """The shares; the generators go along with them."""
+        changes = sorted(self._states.items())
+        self._reach(changes, self._ahead)
+        return self._follow(shares, changes)
+
+    def _follow(self, shares: Iterator[Share], changes: list[tuple[int, list[Tensor]]]) -> Iterator[Share]:
+        with closing(shares):  # type: ignore[type-var]
+            for number, share in enumerate(shares, start=1):
+                self._reach(changes, self._ahead + number)
+                yield share
+        if changes:
+            self._reach(changes, changes[-1][0])
+
+    def _reach(self, changes: list[tuple[int, list[Tensor]]], asked: int) -> None:
+        states = None
+        while changes and changes[0][0] <= asked:
+            states = changes.pop(0)[1]
+        if states is not None:
+            for generator, state in zip(self._generators, states, strict=True):
+                generator.set_state(state)
+
+
+def _plan_of(loader: DataLoader[Any]) -> tuple[list[list[Any]], _Drawn]:
     """The pass's global batches as lists of the sampler's items; draws the numbers that `loader` would draw."""
     sampler: Any = loader.batch_sampler
     expected = length_of(sampler)
-    plan = []
-    for batch in DataLoader(_Keys(), batch_sampler=sampler, collate_fn=list, generator=loader.generator):
+    plan, drawn = list[list[Any]](), _Drawn(loader)
+    batches = iter(DataLoader(_Keys(), batch_sampler=sampler, collate_fn=list, generator=loader.generator))
+    drawn.note(0)
+    for batch in batches:
         plan.append(batch)
+        drawn.note(len(plan))
         if len(plan) > expected:
             raise BadInput(
                 f"the DataLoader's batch sampler says len() = {expected} batches and gave more: make both agree"
             )
-    return plan
+    drawn.note(len(plan) + 1)
+    return plan, drawn
 
 
 class _Keys(Dataset[Any]):

@@ -109,7 +109,7 @@ class Run:
     info: dict[str, Any] = field(default_factory=dict)
     """What ran: task, strategy, engine, workers, device, threads, batch_size, batch_size_per_worker, rate,
     effective_rate, total_steps, parameters, own_pace (whether workers go at their own), stopped ("" or why it ended
-    early), warnings, command, host, cores, versions; with a server, gain: rate times largest curvature of a push, as
+    early), warnings, command, host, cores, versions; with keep="best:METRIC", kept: {metric, epoch, step} of the model; with a server, gain: rate times largest curvature of a push, as
     the gradients showed it last (docs/events.md)."""
 
     def __post_init__(self) -> None:

@@ -77,7 +77,15 @@ def lines(facts: dict[str, Any]) -> Lines:
 
 def _result(facts: dict[str, Any]) -> Lines:
     metrics = [f"{name} {units.number(value)}" for name, value in facts["metrics"].items()]
-    return [("result" if i == 0 else "", "   ".join(metrics[i : i + 3])) for i in range(0, len(metrics), 3)]
+    found = [("result" if i == 0 else "", "   ".join(metrics[i : i + 3])) for i in range(0, len(metrics), 3)]
+    if kept := facts["info"].get("kept"):
+        found.append(
+            (
+                "kept",
+                f"the parameters after {units.count(kept['epoch'], 'epoch')} (step {kept['step']:,}), the best by {kept['metric']}",
+            )
+        )
+    return found
 
 
 def _speed(facts: dict[str, Any]) -> Lines:

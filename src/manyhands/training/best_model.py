@@ -50,10 +50,13 @@ class BestModel:
     policy: BestModelPolicy
     newest: dict[str, float] = field(default_factory=dict)  # metrics of the newest validation
     metrics: dict[str, float] = field(default_factory=dict)  # those of the best
+    at: dict[str, int] = field(default_factory=dict)  # {"epoch", "step"} that were done when the best was validated
     parameters: FlatVector | None = None  # of the best, None before the first
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
-    def offer(self, metrics: dict[str, float], parameters: FlatVector, buffers: dict[str, Tensor]) -> bool:
+    def offer(
+        self, metrics: dict[str, float], parameters: FlatVector, buffers: dict[str, Tensor], at: dict[str, int]
+    ) -> bool:
         """See a validation; whether it is the best so far (then a copy of it is kept). The same on all ranks."""
         self.newest = metrics
         name, higher = self.policy.metric, self.policy.higher
@@ -64,7 +67,7 @@ class BestModel:
         best, value = self.metrics.get(name), metrics[name]
         better = value == value and (best is None or best != best or (value > best if higher else value < best))
         if better or self.parameters is None:
-            self.metrics, self.parameters, self.buffers = dict(metrics), parameters.clone(), buffers
+            self.metrics, self.parameters, self.buffers, self.at = dict(metrics), parameters.clone(), buffers, at
         return better
 
     def capture(self, replica: Replica) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -75,11 +78,11 @@ class BestModel:
             else {f"best/{name}": view for name, view in replica.named(self.parameters).items()}
         )
         tensors |= {f"best_buffers/{name}": buffer for name, buffer in self.buffers.items()}
-        return tensors, {"newest": self.newest, "metrics": self.metrics}
+        return tensors, {"newest": self.newest, "metrics": self.metrics, "at": self.at}
 
     def restore(self, replica: Replica, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """What `capture` gave, back."""
-        self.newest, self.metrics = values["newest"], values["metrics"]
+        self.newest, self.metrics, self.at = values["newest"], values["metrics"], values.get("at", {})
         saved = {name.removeprefix("best/"): tensor for name, tensor in tensors.items() if name.startswith("best/")}
         if saved and self.policy.metric:
             self.parameters = replica.parameters.zeros_like()

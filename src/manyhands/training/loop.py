@@ -497,6 +497,11 @@ class Loop:
                 self.worker.emit("warning", tick=self.position.tick, step=self.position.tick, message=message)
         self.worker.group.barrier()
 
+    def _kept(self) -> dict[str, Any]:
+        """Where the answer is from, if it is the best by a metric."""
+        best = self.validator.best
+        return {"kept": {"metric": best.policy.metric, **best.at}} if best.at else {}
+
     def outcome(self) -> Outcome:
         """The consensus, or the best that was kept, its metrics, and all workers' counts."""
         worker, replica = self.worker, self.replica
@@ -519,7 +524,7 @@ class Loop:
             rounds=replica.rounds,
             reason=self.reason,
             seconds=worker.clock() - self.began,
-            facts=self.facts,
+            facts=self.facts | self._kept(),
             callback_result=callback_result,
         )
 

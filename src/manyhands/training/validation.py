@@ -56,7 +56,8 @@ class Validator:
         consensus = self.plan.strategy.consensus(self.replica, self.worker, state)
         buffers = self._buffers()
         metrics = self._evaluate(self.validation, consensus, buffers, "validation_")
-        return metrics, self.best.offer(metrics, consensus, buffers)
+        at = {"epoch": position.epoch, "step": position.tick}
+        return metrics, self.best.offer(metrics, consensus, buffers, at)
 
     @contextmanager
     def showing(self, state: StrategyState) -> Iterator[None]:
