@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import manyhands as mh
+from manyhands.own_loop.launch import run_script
 from manyhands.recording.run import Run
+from manyhands.strategies.base import State
 
 ROWS = (torch.randn(32, 4), torch.arange(32) % 3)
 
@@ -289,3 +292,88 @@ def test_the_summary_says_which_epoch_was_kept() -> None:
     assert run.info["kept"] == {"metric": "validation_loss", "epoch": 2, "step": 2}
     assert "the parameters after 2 epochs (step 2), the best by validation_loss" in run.summary()
     assert "kept" not in train(given.with_fields(evaluate=None)).info
+
+
+# -- several workers ---------------------------------------------------------------------------------------------------
+
+
+def trains(steps: Callable[[], int]) -> None:
+    model = net()
+    model, optimizer = mh.prepare(model, sgd(model))
+    for number in range(steps()):
+        optimizer.zero_grad()
+        loss(model, (ROWS[0][number:], ROWS[1][number:])).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("shorter", [0, 1])
+def test_unequal_steps_say_which_program_ended_and_where_the_other_is(shorter: int) -> None:
+    def unequal() -> None:
+        trains(lambda: 2 if mh.worker().rank == shorter else 5)
+
+    with pytest.raises(mh.WorkerFailed, match=f"worker {shorter}'s program ended after 2 steps") as caught:
+        mh.launch(unequal, workers=2)
+    assert f"worker {1 - shorter} waits for it in its step 3" in str(caught.value)
+    places = [line for line in caught.value.detail.splitlines() if line.startswith("  File ")]
+    assert places
+    assert all(__file__ in place for place in places)
+
+
+def test_a_debugger_or_a_question_in_a_worker_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asks() -> None:
+        input("how many? ")
+
+    def stops() -> None:
+        import pdb
+
+        pdb.set_trace()
+        asks()
+
+    monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)
+    with pytest.raises(mh.BadInput, match="breakpoint.. needs a terminal.*workers=1"):
+        mh.launch(lambda: breakpoint(), workers=2)
+    for mistake in (asks, stops):
+        with pytest.raises(mh.WorkerFailed, match="no standard input.*workers=1"):
+            mh.launch(mistake, workers=2)
+
+
+def test_a_debugger_of_the_users_choice_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONBREAKPOINT", "0")
+    assert mh.launch(lambda: breakpoint(), workers=2) == [None, None]
+
+
+def test_who_calls_sys_exit_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, manyhands as mh\nif mh.worker().rank == 1: sys.exit(3)\nmh.worker().group.barrier()\n"
+    )
+    assert run_script(script, workers=2, engine="local") == 3
+    assert "manyhands: worker 1 called sys.exit(3)" in capfd.readouterr().err
+
+
+@dataclasses.dataclass(kw_only=True)
+class Late(State):
+    momentum: torch.Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Forgetful(mh.AllReduce):
+    """Makes its tensor in the first step."""
+
+    name = "forgetful"
+
+    def start(self, replica: Any, worker: Any) -> Late:
+        return Late()
+
+    def exchange(self, replica: Any, worker: Any, state: Any) -> mh.StepResult:
+        state.momentum = torch.zeros(3)
+        replica.mean_gradients(worker.mesh.data)
+        return mh.StepResult(applied=replica.apply(), rows_left=replica.control.any_rank_has_rows)
+
+
+def test_a_states_tensor_that_appears_late_is_told_before_the_first_checkpoint(tmp_path: Path) -> None:
+    one_line(
+        r"Late.momentum of strategy forgetful became a tensor after start\(\)",
+        lambda: train(strategy=Forgetful(), run_dir=tmp_path / "run"),
+    )
+    assert train(strategy=Forgetful()).steps == 4  # where nothing is saved, nothing is lost

@@ -121,3 +121,13 @@ def test_lists_say_how_many_more_and_keep_commas_apart() -> None:
     assert units.named(["a, 1", "b", "c"]) == "a, 1; b and c"
     assert units.named(list("abcde")) == "a, b, c and 2 more"
     assert units.named(list("abcd")) == "a, b, c and d"  # "1 more" would be no shorter than the name
+
+
+def test_seconds_that_decimals_would_hide_are_milliseconds() -> None:
+    assert [units.seconds(value, 2) for value in (0.0, 0.0312, 0.1, 42.3456)] == [
+        "0.00 s",
+        "31.2 ms",
+        "0.10 s",
+        "42.35 s",
+    ]
+    assert [units.seconds(value) for value in (0.00005, 12.34, 1234.5)] == ["0.05 ms", "12.3 s", "1,234.5 s"]

@@ -51,10 +51,16 @@ def whole_of(text: str) -> int | None:
 
 
 def traceback_of(error: BaseException) -> str:
-    """The text of an error's traceback from the first line of the user's program on; all of it where no line is."""
+    """The text of an error's traceback from the first line of the user's program on; all of it where no line is.
+
+    Of a PeerLost, whose cause is elsewhere, the program's lines alone.
+    """
     start = trace = error.__traceback__
     while trace is not None and not is_users(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
+    if isinstance(error, PeerLost) and trace is not None:
+        lines = [line for line in traceback.extract_tb(trace) if is_users(line.filename)]
+        return "".join(["Traceback (most recent call last):\n", *traceback.format_list(lines)])
     return "".join(traceback.format_exception(type(error), error, trace or start))
 
 

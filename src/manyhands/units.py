@@ -90,6 +90,11 @@ def duration(seconds: float, digits: str = ".3g") -> str:
     return f"{format(seconds / least, digits).rstrip('.')} {unit}"
 
 
+def seconds(value: float, digits: int = 1) -> str:
+    """Seconds with so many decimals, and milliseconds where those would hide them: `42.3 s`, `31.0 ms`."""
+    return f"{value:,.{digits}f} s" if value >= 0.1 or not value else f"{1000 * value:.3g} ms"
+
+
 def even_duration(seconds: float) -> str:
     """As `duration`, with the zeros at its end, so that a column of them lines up: `60.0 ms`, `1.50 min`."""
     return duration(seconds, "#.3g")

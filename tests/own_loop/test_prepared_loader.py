@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+import manyhands as mh
 import plain
 from manyhands.data.open_source import open_source
 from manyhands.data.sharding import slice_of
@@ -167,7 +168,7 @@ def test_a_pass_that_is_left_early_leaves_the_users_generator_where_one_process_
         return found
 
     alone = passes(lambda loader: loader)
-    both = together(2, lambda worker: passes(lambda loader: PreparedLoader(loader, Session(worker))))
+    both = mh.launch(lambda: passes(lambda loader: PreparedLoader(loader, Session(mh.worker()))), workers=2)
     for (batches, state), *halves in zip(alone, *both, strict=True):
         assert all(torch.equal(state, own) for _, own in halves)
         assert [batch.tolist() for batch in batches] == [

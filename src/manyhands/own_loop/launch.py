@@ -110,6 +110,7 @@ def run_script(
         return end.code if isinstance(end.code, int) else 0
     except WorkerFailed as error:
         if error.error == "SystemExit":
+            sys.stderr.write(f"manyhands: worker {error.rank} called sys.exit({error.exit_code}), which ends the run\n")
             return error.exit_code
         raise
     return 0

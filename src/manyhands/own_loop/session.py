@@ -346,7 +346,7 @@ class Pair:
         try:
             yield
         finally:
-            self.worker.driver.progress(USER, step)
+            self.worker.driver.progress(USER, self.replica.step)
 
     # -- between epochs ----------------------------------------------------------------------------------------------
 

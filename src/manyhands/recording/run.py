@@ -157,6 +157,7 @@ class Run:
                 machines=[Machine(**one) for one in info.get("machines", [])],
                 device=info.get("device", "cpu"),
                 simulated="simulated" in info,
+                assumed="simulated" in info and "profile" not in info["simulated"],
                 one_host=capabilities_of(info.get("engine", "")).one_host,
                 compute_of_workers_s=[one["compute"] for one in self.timing_of_workers],
                 sent_bytes=sum(row.get("bytes", 0) for row in self.history) / workers,
@@ -172,7 +173,7 @@ class Run:
         )
 
     def __repr__(self) -> str:
-        numbers = [f"{self.seconds:.1f} s", *(f"{name}={units.number(value)}" for name, value in self.metrics.items())]
+        numbers = [units.seconds(self.seconds), *(f"{name}={units.number(value)}" for name, value in self.metrics.items())]
         return f"<Run of {self.info.get('task', 'a task')}: {units.count(self.steps, 'step')}, {', '.join(numbers)}>"
 
     def _repr_html_(self) -> str:

@@ -94,7 +94,7 @@ def _speed(facts: dict[str, Any]) -> Lines:
     info = facts["info"]
     whose = " of worker 0" if info.get("own_pace") and info.get("workers", 1) > 1 else ""
     parts = (
-        f"{facts['seconds']:.1f} s in all",
+        f"{units.seconds(facts['seconds'])} in all",
         rate,
         units.count(facts["steps"], "step") + whose,
         units.count(facts["rounds"], "round") + whose,
@@ -109,7 +109,7 @@ def _simulated(facts: dict[str, Any]) -> Lines:
     if "simulated" not in info:
         return []
     options = "   ".join(f"{name} {value}" for name, value in info["simulated"].items())
-    computed = f"; computed in {info['computed_s']:.1f} s" if "computed_s" in info else ""
+    computed = f"; computed in {units.seconds(info['computed_s'])}" if "computed_s" in info else ""
     return [
         ("simulated", f"all seconds are virtual, of a cluster that is not there{computed}"),
         ("", options),
@@ -151,7 +151,7 @@ def _time(facts: dict[str, Any]) -> Lines:
     return [
         (
             "time" if part == PARTS[0] else "",
-            f"{part:<9}{timing[part]:9.2f} s {100 * timing[part] / total:5.1f} %  {bar(timing[part] / total)}".rstrip(),
+            f"{part:<9}{units.seconds(timing[part], 2):>11} {100 * timing[part] / total:5.1f} %  {bar(timing[part] / total)}".rstrip(),
         )
         for part in PARTS
     ]

@@ -78,7 +78,10 @@ class Loop:
             validation=self._feed_of(plan.task.validation_data),
             test=self._feed_of(plan.task.test_data),
         )
-        self.saver = Saver(plan, worker, self.replica, self.train_feed, self.total_ticks(), self.validator.best)
+        held = frozenset(self.state.tensors())
+        self.saver = Saver(
+            plan, worker, self.replica, self.train_feed, self.total_ticks(), self.validator.best, held=held
+        )
         self.epochs = epochs(self)
         self.spec = plan.strategy.server() if worker.server is not None else None
         self.staleness = self._watch()

@@ -30,6 +30,7 @@ class Saver:
     total_ticks: int | None  # of the whole training
     best: BestModel
     saved: int = -1  # the tick of the newest checkpoint of this launch
+    held: frozenset[str] = frozenset()  # the tensors that the strategy's state had at its start, by field
     warnings: list[str] = field(default_factory=list)  # of resuming
 
     def __post_init__(self) -> None:
@@ -39,6 +40,11 @@ class Saver:
         """A collective; nothing where no checkpoints are wanted."""
         if self.plan.checkpoints is None:
             return
+        if late := sorted(state.tensors().keys() - self.held):
+            raise BadInput(
+                f"{type(state).__name__}.{late[0]} of strategy {self.plan.strategy.name} became a tensor after start(), so no run could resume from a "
+                "checkpoint with it: make it in start() (replica.zeros(), or zeros of its shape)"
+            )
         self.saved = position.tick
         self.worker.driver.progress("checkpoint", self.replica.step)
         start = self.worker.clock()

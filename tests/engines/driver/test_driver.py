@@ -231,7 +231,7 @@ def test_a_dead_shard_is_the_cause_and_is_named_with_its_host() -> None:
     """CASE 21"""
     run = Run(servers=2)
     lost = {"rank": 0, "phase": "exchange", "step": 3, "message": "lost", "detail": "", "error": "PeerLost"}
-    run.say(0, "error", **lost, family="PeerLost", exit_code=1, secondary=True)
+    run.say(0, "error", **lost, family="PeerLost", exit_code=1, secondary=True, lost=-2)
     assert not run.driver._finished()
     run.dies(-2)
     with pytest.raises(
@@ -243,7 +243,7 @@ def test_a_dead_shard_is_the_cause_and_is_named_with_its_host() -> None:
 def test_a_shards_own_error_is_told_with_its_traceback() -> None:
     run = Run()
     body = {"rank": -1, "phase": "wait", "step": 0, "message": "3 != 4", "detail": "Traceback", "error": "KeyError"}
-    run.say(-1, "error", **body, family="", exit_code=1, secondary=False)
+    run.say(-1, "error", **body, family="", exit_code=1, secondary=False, lost=None)
     with pytest.raises(
         WorkerFailed, match=r"server shard 0 on beta failed in phase wait .*KeyError: 3 != 4\n\nTraceback"
     ):
@@ -260,7 +260,7 @@ def test_our_own_errors_say_who_raised_them() -> None:
         "detail": "Traceback",
         "error": "BadInput",
     }
-    run.say(2, "error", **body, family="BadInput", exit_code=2, secondary=False)
+    run.say(2, "error", **body, family="BadInput", exit_code=2, secondary=False, lost=None)
     with pytest.raises(BadInput, match="no such rule") as raised:
         run.driver._finished()
     assert raised.value.__notes__ == ["raised by worker 2 on beta:\nTraceback"]

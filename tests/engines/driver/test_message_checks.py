@@ -20,6 +20,7 @@ FAILURE = {
     "family": "",
     "exit_code": 1,
     "secondary": False,
+    "lost": None,
 }
 GOOD: dict[str, dict[str, Any]] = {
     "started": {},

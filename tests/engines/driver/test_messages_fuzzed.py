@@ -69,7 +69,7 @@ BODIES: list[dict[str, Any]] = [
     {"type": "lease", "segment": SEGMENT, "replica": 0},
     {"type": "arrive", "name": "ring", "process_indices": [2, 3], "value": ["10.0.0.1", 7000]},
     {"type": "value", "value": encode(VALUE, "it")[0]},
-    {"type": "error", "rank": 2, "secondary": False, **FAILURE},
+    {"type": "error", "rank": 2, "secondary": True, "lost": 3, **FAILURE},
     {"type": "exited", "status": 0, "phase": "end", "step": 3, "detail": ""},
 ]
 MESSAGES = [

@@ -1,7 +1,6 @@
 """The line of advice of runs that really happened: sensible on processes, and its prediction comes true on the simulator."""
 
 import re
-from typing import Any
 
 import pytest
 from test_run_advice import reads_well
@@ -12,18 +11,22 @@ from manyhands.recording.run import Run
 CLUSTER = "sim:network='bandwidth={}Mbit',compute='row=1e-3'"  # 8 rows a worker and step: 8 ms
 
 
-def simulated(strategy: str, mbit: int, **fields: Any) -> Run:
-    return mh.train("digits", strategy=strategy, engine=CLUSTER.format(mbit), workers=4, max_steps=24, **fields)
+def simulated(strategy: str, engine: str, steps: int = 24) -> Run:
+    """A run whose costs count as those of a machine that was measured."""
+    run = mh.train("digits", strategy=strategy, engine=engine, workers=4, max_steps=steps)
+    assert run.advice().kind == "assumed"
+    run.info["simulated"]["profile"] = "measured.json"
+    return run
 
 
 def test_the_predicted_speed_comes_true() -> None:
-    run = simulated("allreduce", 600)
+    run = simulated("allreduce", CLUSTER.format(600))
     advice = run.advice()
     assert advice.kind == "exchange-bound"
     found = re.search(r"--strategy (\S+)", advice.text)
     assert found is not None
     assert found[1].startswith("local-sgd:period=")
-    rarer = simulated(found[1], 600)
+    rarer = simulated(found[1], CLUSTER.format(600))
     assert rarer.advice().kind == "fine"
     assert rarer.timing["exchange"] <= 0.1 * sum(rarer.timing.values())
     faster = sum(run.timing.values()) / sum(rarer.timing.values())
@@ -31,16 +34,22 @@ def test_the_predicted_speed_comes_true() -> None:
 
 
 def test_a_slower_link_wants_a_longer_period_which_an_epoch_ends() -> None:
-    advice = simulated("allreduce", 10).advice()
+    advice = simulated("allreduce", CLUSTER.format(10)).advice()
     assert advice.numbers["period"] == 41  # steps of an epoch of 1,297 rows
     assert "diloco:period=41" in advice.text
 
 
 def test_rows_that_backups_drop_are_seen() -> None:
-    run = mh.train("digits", strategy="quorum:backups=1", engine="sim:compute='row=1e-3,3=9x'", workers=4, max_steps=8)
+    run = simulated("quorum:backups=1", "sim:compute='row=1e-3,3=9x'", steps=8)
     advice = run.advice()
     assert advice.kind == "unused-rows"
     assert advice.wins == run.rows["unused"] / run.rows["total"]
+
+
+def test_a_few_steps_are_no_measurement() -> None:
+    run = mh.train("digits", max_steps=4)
+    assert run.advice().kind == "too-few-steps"
+    assert "4 steps" in run.summary().splitlines()[-1]
 
 
 @pytest.mark.parametrize("workers", [1, 2])

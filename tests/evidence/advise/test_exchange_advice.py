@@ -57,11 +57,11 @@ def test_below_a_quarter_of_the_time_no_period_is_proposed() -> None:
 
 def test_the_prediction_is_what_the_slow_link_gave() -> None:
     """docs/benchmarks.md: allreduce 1.869 s a step, 0.1345 s of them computing; diloco:period=50 0.1668 s, so 11.2 times as fast."""
-    advice = output(measured(exchange=1.7346, compute=0.1345, steps=1, period=1.0), "exchange-bound")
+    advice = output(measured(exchange=17.346, compute=1.345, period=1.0), "exchange-bound")
     assert advice is not None
     assert advice.numbers["period"] == 117  # 9 · 1.7346 / 0.1345 = 116.07
     assert advice.numbers["speedup"] == pytest.approx(1.8691 / (0.1345 + 1.7346 / 117))
-    at_50 = measured(exchange=1.7346, compute=0.1345, steps=1, period=1.0, epoch_steps=50)
+    at_50 = measured(exchange=17.346, compute=1.345, period=1.0, epoch_steps=50)
     assert output(at_50, "exchange-bound").numbers["speedup"] == pytest.approx(11.2, rel=0.02)  # type: ignore[union-attr]
 
 

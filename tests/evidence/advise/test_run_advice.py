@@ -72,15 +72,15 @@ def test_what_wins_most_speaks_first() -> None:
     everything = {"input": 0.04, "compute": 0.05, "exchange": 0.06, "wait": 0.03}
     assert kinds(measured(**everything)) == ["input-bound", "too-short"]
     assert kinds(measured(**everything | {"input": 0.0})) == ["too-short"]
-    long: dict[str, Any] = everything | {"steps": 1}
+    long: dict[str, Any] = {part: 10 * seconds for part, seconds in everything.items()}
     assert kinds(measured(**long)) == ["exchange-bound", "input-bound", "stragglers"]
-    assert kinds(measured(**long | {"wait": 0.08})) == ["stragglers", "exchange-bound"]
+    assert kinds(measured(**long | {"wait": 0.8})) == ["stragglers", "exchange-bound"]
     assert kinds(measured(**long | {"exchange": 0.0, "wait": 0.0})) == ["input-bound"]
     assert advise(measured(**everything, workers=1)).kind == "input-bound"
 
 
 def test_what_a_line_wins_is_the_share_that_goes() -> None:
-    found = {one.kind: one for one in all_advice(measured(input=3.0, compute=5.0, exchange=4.0, wait=3.0, steps=1))}
+    found = {one.kind: one for one in all_advice(measured(input=3.0, compute=5.0, exchange=4.0, wait=3.0))}
     assert set(found) == {"input-bound", "stragglers", "exchange-bound"}
     assert found["input-bound"].wins == pytest.approx(3 / 15)
     assert found["input-bound"].numbers["speedup"] == pytest.approx(15 / 12)
@@ -248,6 +248,7 @@ def runs(draw: st.DrawFn) -> RunMeasurements:
         period=draw(st.sampled_from([1.0, 4.0, 7.8, 500.0])),
         threads_per_worker=draw(st.sampled_from([1, 2, 8])),
         simulated=draw(st.booleans()),
+        assumed=draw(st.booleans()),
         one_host=draw(st.booleans()),
         compute_of_workers_s=[1.0] * (workers - 1) + [draw(st.sampled_from([1.0, 3.0]))],
         sent_bytes=draw(st.sampled_from([0.0, 1e6, 1e12])),

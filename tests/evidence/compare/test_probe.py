@@ -111,10 +111,14 @@ def test_frozen_weights_are_not_told_and_ensembles_tell_nothing() -> None:
 
 
 def test_a_task_is_probed_without_an_evaluate_too_and_goes_to_other_processes() -> None:
-    task = mh.Task(model=nn.Linear(2, 1), loss=_loss, optimizer=torch.optim.SGD, train_data=torch.ones(4, 2))
+    task = mh.Task(model=nn.Linear(2, 1), loss=_loss, optimizer=_optimizer, train_data=torch.ones(4, 2))
     metrics = probed(task).metrics(task.model, torch.ones(4, 2))  # type: ignore[arg-type]
     assert len(metrics) == 1 + BUCKETS + 1
     assert isinstance(pickle.loads(pickle.dumps(Probe(evaluate))), Probe)
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def _loss(model: nn.Module, batch: Any) -> torch.Tensor:

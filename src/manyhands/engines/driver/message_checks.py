@@ -161,6 +161,7 @@ _FAILURE: dict[str, Check] = {
     "family": _line,
     "exit_code": _whole,
     "secondary": _yes_or_no,
+    "lost": _or_none(_whole),
 }
 assert _FAILURE.keys() == {field.name for field in fields(Failure)}
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from manyhands import units
 from manyhands.engines.driver.host_processes import name_of, process_indices_of
 
 WAITING = frozenset({"exchange", "wait"})
@@ -59,6 +60,7 @@ class Failure:
     family: str = ""
     exit_code: int = 1  # of a `sys.exit`
     secondary: bool = False  # another worker's end caused it
+    lost: int | None = None  # that worker, as far as it is known
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,18 @@ class RunMonitor:
                 return Failed(failure) if counts else None
         at, first = self._failures[0]
         waited = now - at >= ROOT_CAUSE_WAIT_S or all(process.done for process in self.processes.values())
-        return Failed(first) if waited else None
+        return Failed(self._left_alone(first)) if waited else None
+
+    def _left_alone(self, failure: Failure) -> Failure:
+        """The same; where a worker waits for one that has returned, their programs made unequal steps."""
+        if failure.lost not in self._returned:
+            return failure
+        ended = self.processes[failure.lost]
+        message = (
+            f"{self._name_of(failure.lost)}'s program ended after {units.count(ended.step, 'step')}, and {self._name_of(failure.rank)} waits for it in its "
+            f"step {failure.step + 1}: all workers must make equally many steps (backward() and step() equally often, on all of them)"
+        )
+        return replace(failure, message=message)
 
     def _hung(self, now: float) -> Hung | None:
         """Blame the process without heartbeats for longest: all others may wait for it, whatever their phase is.

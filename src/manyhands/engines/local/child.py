@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+from bdb import BdbQuit
 from contextlib import suppress
 from typing import Any
 
@@ -21,7 +22,7 @@ from manyhands.engines.local.messages import ControlSocket, ProcessPlace, Status
 from manyhands.engines.local.serialization import deserialize, serialize
 from manyhands.engines.make_group import Topology, make_group
 from manyhands.engines.single_process import pick_device
-from manyhands.errors import ManyhandsError, PeerLost, traceback_of
+from manyhands.errors import ManyhandsError, PeerLost, Unsupported, traceback_of
 from manyhands.server.base import Server, ServerSpec
 from manyhands.server.client import ServedServer
 from manyhands.server.shard_host import serve
@@ -207,12 +208,21 @@ def become_the_callers(place: ProcessPlace) -> None:
         multiprocessing.current_process()._config["tempdir"] = place.scratch  # type: ignore[attr-defined]
 
 
+def refuse_breakpoint(*_: Any, **__: Any) -> None:
+    """In the place of a debugger, which would find no terminal; PYTHONBREAKPOINT may name one that needs none."""
+    raise Unsupported(
+        "breakpoint() needs a terminal, which the workers of a run do not have: use workers=1 (manyhands run -n 1)"
+    )
+
+
 def prepare_process(stacks: int, threads: int) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     note_sigterm()  # a scheduler sends it to every process: the driver answers it, and the others live on to save
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))  # a loader's obeys it
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+    if not os.environ.get("PYTHONBREAKPOINT"):
+        sys.breakpointhook = refuse_breakpoint
     torch.set_num_threads(threads)
     torch.set_num_interop_threads(1)
     for stream in (sys.stdout, sys.stderr):
@@ -233,6 +243,7 @@ def report(error: BaseException, driver: ProcessDriverClient) -> dict[str, Any]:
         family=next((c.__name__ for c in type(error).__mro__ if c.__module__ == ManyhandsError.__module__), ""),
         exit_code=error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1,
         secondary=isinstance(error, PeerLost),
+        lost=error.rank if isinstance(error, PeerLost) else None,
     )
     return {"type": "error", **vars(failure)}
 
@@ -240,6 +251,8 @@ def report(error: BaseException, driver: ProcessDriverClient) -> dict[str, Any]:
 def _text(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"called sys.exit({error.code!r})"
+    if isinstance(error, BdbQuit) or (isinstance(error, EOFError) and "reading a line" in str(error)):
+        return "workers of a run have no standard input. Run one worker to type something or to debug (workers=1, manyhands run -n 1)"
     try:
         return str(error)
     except Exception:  # noqa: BLE001 - a user's own __str__ may be broken; the traceback still goes along

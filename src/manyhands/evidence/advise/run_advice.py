@@ -15,6 +15,7 @@ INPUT_SHARE = 0.20
 WAIT_SHARE = 0.15
 UNUSED_SHARE = 0.10
 FEW_ROWS_STEP_S = 0.020
+ENOUGH_STEPS = 10  # below, what a first step costs once (memory, caches, the first rows) is a tenth of the time or more
 
 
 def advise(measured: RunMeasurements) -> Advice:
@@ -27,8 +28,18 @@ def all_advice(m: RunMeasurements) -> list[Advice]:
     if not m.steps or m.total_s <= 0:
         text = "no step was made, so nothing was measured."
         return [Advice(kind="unmeasured", text=text, numbers={"steps": m.steps})]
-    if found := [advice for rule in RULES if (advice := rule(m)) is not None]:
+    if m.assumed:
+        text = (
+            "none: these seconds follow from costs that were assumed. Measure a machine (manyhands calibrate), and simulate it (--profile), "
+            "to get advice."
+        )
+        return [Advice(kind="assumed", text=text)]
+    few = m.steps < ENOUGH_STEPS and not m.simulated
+    if found := [advice for rule in (NOT_TIMED if few else RULES) if (advice := rule(m)) is not None]:
         return sorted(found, key=lambda advice: -advice.wins)
+    if few:
+        text = f"too few steps to judge: {count(m.steps, 'step')}, and the first ones take longer. Train at least {ENOUGH_STEPS}."
+        return [Advice(kind="too-few-steps", text=text, numbers={"steps": m.steps})]
     efficiency = m.share(m.compute_s)
     text = f"fine: workers compute {percent(efficiency)} of the time ({ms(m.compute_per_step_s)} ms a step)."
     return [Advice(kind="fine", text=text, numbers={"efficiency": efficiency})]
@@ -243,3 +254,4 @@ RULES: tuple[Callable[[RunMeasurements], Advice | None], ...] = (
     _unused_rows,
     _solo,
 )
+NOT_TIMED = (_unstable, _unused_rows)  # rules that look at no seconds

@@ -44,6 +44,7 @@ class RunMeasurements:
     cores: int = 1  # that this host lets the run use
     device: str = "cpu"
     simulated: bool = False  # seconds are of a cost model, not of a machine
+    assumed: bool = False  # it is a cost model that nobody measured (engine sim without a profile)
     server: bool = False  # replicas agree through a parameter server
     machines: Sequence[Machine] = ()  # the most crowded first; empty: not known
     loader_processes: int = 0  # that load rows beside a worker

@@ -82,6 +82,7 @@ def _measured(comparison: Comparison, name: str, trials: Sequence[Trial]) -> Run
         cores=variant.workers * variant.threads if simulated else int(comparison.machine.get("cores", 1)),
         device=str(comparison.machine.get("device", "cpu")),
         simulated=simulated,
+        assumed=simulated and "profile" not in comparison.simulated,
         server=any(trial.staleness for trial in trials),
         one_host=capabilities_of(str(comparison.machine.get("engine", ""))).one_host,
         compute_of_workers_s=[one["compute"] for one in timing],
