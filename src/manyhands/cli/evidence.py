@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from manyhands.cli import options
+from manyhands.cli import options, tables
 from manyhands.cli.options import stamped, task_fields, with_fields
 from manyhands.errors import BadInput, is_whole, whole_of
 
@@ -89,7 +89,7 @@ def compare(
         say=_say,
         **task_fields(ctx.params),
     )
-    typer.echo(text(found), err=markdown == STANDARD_OUTPUT)
+    typer.echo(text(found, *tables.width()), err=markdown == STANDARD_OUTPUT)
     if markdown == STANDARD_OUTPUT:
         typer.echo(as_markdown(found))
     elif markdown is not None:
@@ -178,7 +178,7 @@ def estimate(
         say=_say,
         **task_fields(ctx.params),
     )
-    typer.echo(found.to_json() if as_json else text(found))
+    typer.echo(found.to_json() if as_json else text(found, *tables.width()))
 
 
 def calibrate(

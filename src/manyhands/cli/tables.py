@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import platform
 import re
+import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING
@@ -130,6 +132,11 @@ def bar_of(what: str) -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
         bar = progress.add_task(what, total=1)
         yield lambda done, total: progress.update(bar, completed=done, total=total)
+
+
+def width() -> tuple[int, ...]:
+    """(columns of the terminal,), or nothing where standard output is none."""
+    return (shutil.get_terminal_size().columns,) if sys.stdout.isatty() else ()
 
 
 def options_of(maker: type[Any]) -> list[str]:

@@ -8,13 +8,31 @@ from io import StringIO
 from rich.console import Console
 from rich.table import Table
 
+_GAP = 2  # between two columns
+
+
+def text_tables(columns: Mapping[str, Sequence[str]], width: int) -> str:
+    """As `text_table`, in as many tables below each other as have room for all columns; each begins with the first."""
+    (first, names), *others = columns.items()
+    room = width - max(map(len, [*first.split("\n"), *names]), default=0)
+    tables: list[dict[str, Sequence[str]]] = [{}]
+    left = room
+    for title, cells in others:
+        needed = _GAP + max(map(len, [*title.split("\n"), *cells]))
+        if needed > left and tables[-1]:
+            tables.append({})
+            left = room
+        tables[-1][title] = cells
+        left -= needed
+    return "\n\n".join(text_table({first: names, **table}, width) for table in tables)
+
 
 def text_table(columns: Mapping[str, Sequence[str]], width: int) -> str:
     """columns: {title, of one line or more: cells}.
 
     The first column stands at the left, folded where there is no room for it; the others at the right, never folded.
     """
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="")
     for i, title in enumerate(columns):
         table.add_column(title, justify="right" if i else "left", no_wrap=bool(i), overflow="fold")
     for row in zip(*columns.values(), strict=True):

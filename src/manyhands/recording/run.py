@@ -173,7 +173,10 @@ class Run:
         )
 
     def __repr__(self) -> str:
-        numbers = [units.seconds(self.seconds), *(f"{name}={units.number(value)}" for name, value in self.metrics.items())]
+        numbers = [
+            units.seconds(self.seconds),
+            *(f"{name}={units.number(value)}" for name, value in self.metrics.items()),
+        ]
         return f"<Run of {self.info.get('task', 'a task')}: {units.count(self.steps, 'step')}, {', '.join(numbers)}>"
 
     def _repr_html_(self) -> str:

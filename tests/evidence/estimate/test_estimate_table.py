@@ -63,8 +63,9 @@ def lines(found: Estimates) -> list[str]:
 def test_the_head_and_every_number_of_a_row() -> None:
     printed = lines(FOUND)
     assert printed[0] == "chars: 838,528 parameters, 11,227 rows an epoch; one worker of the profile makes 5,333 rows/s"
-    assert printed[1] == f"network {SimNetworkSpec.parse('lan')}; compute row=0.0001"
-    assert printed[3] == "8 workers, 2,048 rows a step"
+    assert printed[1] == f"network {SimNetworkSpec.parse('lan')}".replace(",", ", ")
+    assert printed[2] == "compute row=0.0001"
+    assert printed[4] == "8 workers, 2,048 rows a step"
     row = next(line for line in printed if line.startswith("allreduce"))
     assert row.split("  ")[0] == "allreduce"
     expected = (
@@ -88,7 +89,7 @@ def test_the_head_and_every_number_of_a_row() -> None:
 def test_rows_without_their_own_bars_are_marked_and_the_rule_is_printed() -> None:
     printed = lines(FOUND)
     assert any(line.startswith("downpour* ") and line.endswith(" 7") for line in printed)
-    (rule,) = (line for line in printed if line.startswith("low to high"))
+    rule = " ".join(printed[next(i for i, line in enumerate(printed) if line.startswith("low to high")) :])
     assert "on 2 workers" in rule
     assert "allreduce +3.4%, local-sgd -7.0%" in rule
     assert "at least 5%" in rule
@@ -96,6 +97,14 @@ def test_rows_without_their_own_bars_are_marked_and_the_rule_is_printed() -> Non
     assert "  downpour: its warmup is left out" in printed
     assert printed[-1] == "Something holds of all."
     assert "extrapolated" not in text(replace(FOUND, estimates=(ROW,)))
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_it_fits_a_terminal(width: int) -> None:
+    """The tables are cut into several, whose rows all begin with the strategy; no number is lost."""
+    printed = text(FOUND, width)
+    assert max(map(len, printed.splitlines())) <= width
+    assert set(text(FOUND).split()) - {"*"} <= set(printed.split()) | {"low", "to"}
 
 
 def test_without_errors_there_is_no_rule_and_no_interval() -> None:

@@ -142,8 +142,8 @@ def estimate(
     to simulate of each, instead of until it is steady. network, compute: override the profile's, as in `Sim`. servers:
     shards of the parameter server, if there is one. say: called with a line about each stage.
 
-    Raises BadInput for arguments that no strategy accepts. If one strategy or one number of workers is impossible, its
-    row says why.
+    Raises BadInput for arguments that no strategy accepts, among them more workers than rows in a batch, before anything
+    is simulated. If one strategy is impossible on a number of workers, its row says why.
     """
     own = task_from(task, task_fields)
     counts = list(dict.fromkeys(workers))
@@ -159,7 +159,9 @@ def estimate(
         network = measured.network.with_text(network or "")
     if not isinstance(compute, Compute):
         compute = measured.compute.with_text(compute or "")
-    return _Estimator(own, measured, network, compute, steps, servers, say).run(list(chosen.values()), counts)
+    estimator = _Estimator(own, measured, network, compute, steps, servers, say)
+    estimator.check_sizes(counts)
+    return estimator.run(list(chosen.values()), counts)
 
 
 @dataclass
@@ -183,6 +185,19 @@ class _Estimator:
         self.rows = reading.rows
         self.solo_rows_per_s = sum(sizes) / sum(compute.step + compute.row * rows for rows in sizes)
 
+    def check_sizes(self, counts: list[int]) -> None:
+        """Raise BadInput where a batch has not a row for each worker."""
+        task = self.task
+        own = task.batch_size or (None if task.batch_size_per_worker else self.source.batch_size or 64)
+        impossible = [count for count in counts if own is not None and own < count]
+        if impossible:
+            possible = ",".join(str(count) for count in counts if count not in impossible)
+            raise BadInput(
+                f"batch_size={own} has no row for each of {' or '.join(map(str, impossible))} workers: give the rows of each worker with "
+                f"--batch-size-per-worker, or --batch-size {max(impossible)} or more, or "
+                f"{f'--workers {possible}' if possible else 'fewer workers'}"
+            )
+
     def run(self, strategies: list[Strategy], counts: list[int]) -> Estimates:
         pairs = [(strategy, workers) for workers in counts for strategy in strategies]
         found = []
@@ -204,12 +219,6 @@ class _Estimator:
 
     def _estimate(self, strategy: Strategy, workers: int) -> Estimate:
         try:
-            own = self.task.batch_size or (None if self.task.batch_size_per_worker else self.source.batch_size or 64)
-            if own is not None and own < workers:
-                raise BadInput(
-                    f"batch_size={own} is fewer than one row for each of {workers} workers: give the rows of each with "
-                    f"--batch-size-per-worker, or give --batch-size {workers} or more"
-                )
             reading = reading_plan(self.task, self.source, workers)
             measured = self._simulate(strategy, workers, reading)
         except (BadInput, Unsupported) as refusal:

@@ -2,43 +2,60 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Callable, Iterable
 
 from manyhands import units
 from manyhands.engines.sim.profile import Profile
 from manyhands.evidence.estimate.bars import FLOOR
 from manyhands.evidence.estimate.estimate import Estimate, Estimates, Span
-from manyhands.evidence.text_table import text_table
+from manyhands.evidence.text_table import text_tables
 
-WIDTH = 160  # a narrower terminal breaks the lines
+WIDTH, NARROWEST = 160, 60
 _NOT_TRIED = "*"
 
 
-def text(found: Estimates) -> str:
-    """A block of plain text."""
+def text(found: Estimates, width: int = WIDTH) -> str:
+    """A block of plain text, `width` columns at most: a table that is wider is cut into several."""
+    width = max(NARROWEST, min(width, WIDTH))
     rows = "a stream" if found.rows is None else f"{found.rows:,} rows an epoch"
     lines = [
         f"{found.task}: {found.parameters:,} parameters, {rows}; "
         f"one worker of the profile makes {units.short(found.solo_rows_per_s)} rows/s",
-        f"network {found.network}; compute {found.compute}",
+        f"network {_short(found.network)}",
+        f"compute {_short(found.compute)}",
     ]
     for workers in dict.fromkeys(one.workers for one in found.estimates):
-        lines += ["", *_table(workers, [one for one in found.estimates if one.workers == workers])]
+        lines += ["", *_table(workers, [one for one in found.estimates if one.workers == workers], width)]
     lines += [
         "",
         "rows/s, speed-up and efficiency: against one worker of the same profile. sent: by a worker. "
         "compute, exchange, wait: of a worker's time. stale: median of pushes, in versions. "
         "training: without start, validation and checkpoints.",
     ]
-    return "\n".join([*lines, *_rule(found.profile, found.estimates), *found.notes])
+    lines += [*_rule(found.profile, found.estimates), *found.notes]
+    return "\n".join(part for line in lines for part in _wrapped(line, width))
 
 
-def _table(workers: int, estimates: list[Estimate]) -> list[str]:
+def _short(spec: object) -> str:
+    """Four digits of each number, and room to break the line."""
+    return re.sub(r"\d+\.\d+(e[-+]?\d+)?", lambda found: f"{float(found[0]):.4g}", str(spec)).replace(",", ", ")
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    """A table stays as it is; so does an empty line."""
+    if "\n" in line or not line:
+        return [line]
+    return textwrap.wrap(line, width, break_on_hyphens=False, break_long_words=False)
+
+
+def _table(workers: int, estimates: list[Estimate], width: int) -> list[str]:
     rows = [_cells(one) for one in estimates if not one.refused]
     sizes = {one.batch_size for one in estimates if not one.refused}
     lines = [units.count(workers, "worker") + (f", {sizes.pop():,} rows a step" if len(sizes) == 1 else "")]
     if rows:
-        lines.append(text_table({name: [row[name] for row in rows] for name in rows[0]}, WIDTH))
+        lines.append(text_tables({name: [row[name] for row in rows] for name in rows[0]}, width))
     notes: dict[str, list[str]] = {}
     for one in estimates:
         for line in [one.refused] if one.refused else one.notes:
