@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from typer.testing import CliRunner, Result
 
 import manyhands as mh
+from manyhands.cli import commands
 from manyhands.own_loop.launch import run_script
 from manyhands.recording.run import Run
 from manyhands.strategies.base import State
@@ -377,3 +380,174 @@ def test_a_states_tensor_that_appears_late_is_told_before_the_first_checkpoint(t
         lambda: train(strategy=Forgetful(), run_dir=tmp_path / "run"),
     )
     assert train(strategy=Forgetful()).steps == 4  # where nothing is saved, nothing is lost
+
+
+# -- the loss, the metrics and the run ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_loss_of_another_model_is_refused_in_the_first_step(workers: int) -> None:
+    one_line(
+        "the loss depends on no parameter of the model that it is given",
+        lambda: train(task(loss=lambda model, batch: loss(OTHERS, batch)), workers=workers),
+    )
+
+
+def test_a_count_is_no_metric() -> None:
+    def counted(model: nn.Module, batch: Any) -> dict[str, Any]:
+        return {"right": (model(batch[0]).argmax(1) == batch[1]).sum()}
+
+    one_line("metric 'right' is a whole number.*mean", lambda: train(task(evaluate=counted, validation_data=ROWS)))
+
+
+def test_servers_of_a_strategy_without_one() -> None:
+    one_line("allreduce has no parameter server: leave servers=3", lambda: train(workers=2, servers=3))
+
+
+def test_a_period_that_is_never_due_is_a_warning() -> None:
+    run = train(workers=2, strategy="local-sgd:period=100", max_steps=3)
+    assert "period=100 of strategy local-sgd is more than the 3 steps" in run.info["warnings"][0]
+    assert not train(workers=2, strategy="local-sgd:period=2").info["warnings"]
+    assert not train(workers=2, strategy="local-sgd:period=end").info["warnings"]
+
+
+def test_without_validation_data_the_summary_has_the_training_loss() -> None:
+    run = train()
+    assert f"training loss {run.history[-1]['loss']:.4g} in the last step" in run.summary()
+
+
+def test_resuming_says_where_it_begins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options: dict[str, Any] = {"run_dir": tmp_path / "run", "resume": True}
+    train(max_steps=2, **options)
+    train(max_steps=4, **options)
+    train(max_steps=4, **options)
+    said = [record.getMessage() for record in caplog.records]
+    assert [word in text for word, text in zip(("starts with step 0", "from step 2", "is finished"), said, strict=True)]
+
+
+def test_a_refused_resumption_changes_nothing(tmp_path: Path) -> None:
+    """The finished run stays whole, and what is recorded of it true."""
+    train(run_dir=tmp_path / "run")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with pytest.raises(mh.BadInput, match="seed was 0 and is 5"):
+        train(task(seed=5, epochs=2), run_dir=tmp_path / "run", resume=True)
+    after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    changed = {path.name for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
+    assert changed <= {"launch.json", "events.jsonl"}
+    assert train(run_dir=tmp_path / "run", resume=True).steps == 4
+
+
+def test_a_directory_without_a_checkpoint_says_so(tmp_path: Path) -> None:
+    def fails(model: nn.Module, batch: Any) -> Any:
+        raise KeyError("label")
+
+    with pytest.raises(mh.WorkerFailed):
+        train(task(loss=fails), run_dir=tmp_path / "run")
+    one_line("exists, with no checkpoint in it: resume it", lambda: train(run_dir=tmp_path / "run"))
+    assert train(run_dir=tmp_path / "run", resume=True).steps == 4
+
+
+def test_ctrl_c_says_what_is_left(tmp_path: Path) -> None:
+    """In this process; the note stands below the traceback, and in the command's one line."""
+
+    class Interrupts(mh.Callback):
+        def on_step(self, event: mh.Event) -> None:
+            if event.step == 3:
+                raise KeyboardInterrupt
+
+    for every, says in (
+        (2, "newest checkpoint is of step 2: go on with resume=True"),
+        (99, "there is no checkpoint in "),
+    ):
+        with pytest.raises(KeyboardInterrupt) as caught:
+            train(run_dir=tmp_path / str(every), callbacks=Interrupts(), checkpoint_every=every)
+        assert says in caught.value.__notes__[0]
+
+
+def test_the_names_of_strategies_may_be_one_text() -> None:
+    one_line("no strategy 'alreduce'", lambda: mh.compare(task(), strategies="alreduce,local-sgd:period=2,warmup=1"))
+
+
+# -- files of the command ----------------------------------------------------------------------------------------------
+
+FILE = """
+import manyhands as mh, torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+rows = (torch.randn(32, 4), torch.arange(32) % 3)
+def make(): return nn.Linear(4, 3)
+model = make()
+def task(batch_size=8):
+    return mh.Task.supervised(model=make, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1), train_data=rows, batch_size=batch_size)
+def needs(rate):
+    return task().with_fields(optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=rate + 0.0))
+def fails(): raise FileNotFoundError("no train.csv")
+"""
+NAMES = {
+    "tasks.py:fails": r"tasks.py:fails\(\) failed: FileNotFoundError: no train.csv \(tasks.py, line 12\)",
+    "tasks.py:needs": "task tasks.py:needs needs rate: .*tasks.py:needs:rate=",
+    "tasks.py:model": "neither a Task nor a function that gives one, but Linear; .*manyhands run",
+    "tasks.py:tusk": r"has no 'tusk' \(did you mean 'task'\?\): it defines make, task, needs, fails$",
+    "tasks.py": "no task in it: write tasks.py:NAME.*manyhands run tasks.py",
+    "tasks:task": "a task in a file is named with its ending, tasks.py:task",
+    "tasks.py:task:epoch=2": "has no option 'epoch'",
+    "ends.py:task": r"ends.py ended while it was imported \(sys.exit\(3\) \(line 1\)\)",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "tasks.py").write_text(FILE)
+    (tmp_path / "ends.py").write_text("import sys; sys.exit(3)\n")
+    yield tmp_path
+    sys.modules.pop("tasks", None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_task_is_named_by(name: str, folder: Path) -> None:
+    one_line(NAMES[name], lambda: mh.train(name))
+
+
+def test_options_of_a_tasks_function_and_fields_of_its_task(folder: Path) -> None:
+    run = mh.train("tasks.py:needs:rate=0.5,epochs=2,batch_size=16", workers=1)
+    assert (run.info["rate"], run.steps, run.info["batch_size"]) == (0.5, 4, 16)
+    assert mh.train("tasks.py:task:batch_size=4", workers=1).steps == 8
+
+
+def command(*words: str) -> Result:
+    return CliRunner().invoke(commands.app, list(words), prog_name="manyhands", env={"COLUMNS": "200", "NO_COLOR": "1"})
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("run tasks.py:task", "a task in a file is for `manyhands train tasks.py:task`"),
+        ("run tasks", "did you mean tasks.py"),
+        ("estimate tasks.py:task", "manyhands calibrate tasks.py:task"),
+    ],
+)
+def test_one_command_for_another(words: str, says: str, folder: Path) -> None:
+    done = command(*words.split())
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert says in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_options_behind_a_script_are_its_own_and_told(folder: Path) -> None:
+    (folder / "script.py").write_text("")
+    done = command("run", "script.py", "-n", "4")
+    assert done.exit_code == 0
+    assert "manyhands run -n 4 script.py" in done.stderr
+    assert not command("run", "script.py", "-n", "text", "--epochs", "4").stderr
+
+
+def test_what_prepare_is_given() -> None:
+    model = net()
+    for arguments, says in (
+        ((model, sgd(model), "local-sgd:period=8"), "strategy=..."),
+        ((model, torch.optim.SGD), "not the class SGD"),
+        ((sgd(model), model), "the model must be an nn.Module.*not a SGD"),
+    ):
+        one_line(says, lambda: mh.prepare(*arguments))  # noqa: B023 - called at once

@@ -130,7 +130,7 @@ def options_of(maker: Callable[..., Any]) -> dict[str, Any]:
 
             options = {**options_of(Task), **options}
         elif parameter.name != "self":
-            options[parameter.name] = hints.get(parameter.name, _type_of(parameter.default))
+            options[parameter.name] = hints.get(parameter.name, _type_of(parameter))
     return options
 
 
@@ -169,9 +169,12 @@ def documented(kind: type[Any]) -> None:
         kind.__doc__ = "\n".join([inspect.cleandoc(kind.__doc__ or ""), "", *lines])
 
 
-def _type_of(default: Any) -> Any:
-    """The type of an option without annotation is its default's: `width=64` is a number for `def make(width=32)`."""
-    return type(default) if type(default) in (bool, int, float, str) else Any
+def _type_of(parameter: inspect.Parameter) -> Any:
+    """The type of an option without annotation is its default's: `width=64` is a number for `def make(width=32)`. Without
+    a default, what can be read as a number is one."""
+    if parameter.default is parameter.empty:
+        return int | float | str
+    return type(parameter.default) if type(parameter.default) in (bool, int, float, str) else Any
 
 
 def make(maker: Callable[..., Any], options: Mapping[str, Any], what: str) -> Any:
@@ -181,7 +184,18 @@ def make(maker: Callable[..., Any], options: Mapping[str, Any], what: str) -> An
         if name not in hints:
             listing = f"its options are {', '.join(hints)}" if hints else "it has no options"
             raise UnknownName(f"{what} has no option {name!r}{did_you_mean(name, list(hints))}: {listing}")
+    missing = [name for name in _required(maker) if name not in options]
+    if missing:
+        wanted = ",".join(f"{name}=..." for name in missing)
+        raise BadInput(f"{what} needs {', '.join(missing)}: give it behind the name, {what.partition(' ')[2]}:{wanted}")
     return maker(**{name: convert(f"{what}: {name}", value, hints[name]) for name, value in options.items()})
+
+
+def _required(maker: Callable[..., Any]) -> list[str]:
+    """The options without a default."""
+    parameters = inspect.signature(maker).parameters.values()
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return [p.name for p in named if p.default is p.empty]
 
 
 def find(name: str, catalogue: Mapping[str, str], kind: str, hints: Mapping[str, str] | None = None) -> Any:
@@ -199,11 +213,18 @@ def find(name: str, catalogue: Mapping[str, str], kind: str, hints: Mapping[str,
 
 def _attribute(module: types.ModuleType, attribute: str, path: str) -> Any:
     if not hasattr(module, attribute):
-        names = [name for name in vars(module) if not name.startswith("_")]
+        names = [name for name, value in vars(module).items() if not name.startswith("_") and _is_own(value, module)]
         raise UnknownName(
             f"{path} has no {attribute!r}{did_you_mean(attribute, names)}: it defines {', '.join(names) or 'nothing'}"
         )
     return getattr(module, attribute)
+
+
+def _is_own(value: Any, module: types.ModuleType) -> bool:
+    """Whether a file's value may be what was meant: its own function or class, or an object of manyhands'."""
+    where = value if inspect.isroutine(value) or isinstance(value, type) else type(value)
+    here = getattr(where, "__module__", "") or ""
+    return here == module.__name__ or (where is not value and here.startswith(__package__ + "."))
 
 
 def load_file(path: Path) -> types.ModuleType:
@@ -224,6 +245,12 @@ def load_file(path: Path) -> types.ModuleType:
     sys.modules[name] = module
     try:
         specification.loader.exec_module(module)
+    except SystemExit as error:
+        del sys.modules[name]
+        raise BadInput(
+            f"{path} ended while it was imported (sys.exit({error.code!r}){_where(error, path)}): a file that is named for what is in it must not parse "
+            'arguments or run a program. Put that below if __name__ == "__main__":'
+        ) from error
     except Exception as error:
         del sys.modules[name]
         raise BadInput(f"{path} failed to import: {type(error).__name__}: {error}{_where(error, path)}") from error

@@ -36,8 +36,9 @@ class Commands(TyperGroup):
             else:
                 typer.echo(f"manyhands: {error}", err=True)
             raise typer.Exit(error.exit_code) from None
-        except KeyboardInterrupt:
-            typer.echo("manyhands: interrupted", err=True)
+        except KeyboardInterrupt as interrupt:
+            notes = "".join(f"; {note}" for note in getattr(interrupt, "__notes__", []))
+            typer.echo(f"manyhands: interrupted{notes}", err=True)
             raise typer.Exit(INTERRUPTED) from None
 
 
@@ -211,6 +212,12 @@ def run(
     [bold]manyhands run --roles worker=2 ddp.py[/bold]
     [bold]manyhands run --roles chief=1,worker=2,ps=1 --until chief --tensorboard logs tf.py[/bold]
     """
+    if behind := options.behind_the_script(arguments or []):
+        typer.echo(
+            f"manyhands: {behind} stands behind the script, so the script gets it; manyhands' own options stand before it: "
+            f"manyhands run {behind} {script} ...",
+            err=True,
+        )
     cast = options.cast_of(roles, workers, until, tensorboard, engine)
     workers = workers if cast is None else len(cast.members)
     with _started(engine, workers) as place:

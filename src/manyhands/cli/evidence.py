@@ -139,7 +139,7 @@ def check(
 def estimate(
     ctx: typer.Context,
     task: options.TaskSpec,
-    profile: options.EstimateProfile,
+    profile: options.EstimateProfile = None,
     workers: options.EstimatedWorkers = "8,64,512",
     strategies: options.ComparedStrategies = None,
     steps: options.EstimatedSteps = None,
@@ -161,6 +161,10 @@ def estimate(
 
     The bars are how far calibration's own predictions were off; docs/estimate.md has the rule.
     """
+    if profile is None:
+        raise BadInput(
+            f"estimate needs the profile of a machine: make one with `manyhands calibrate {task}`, then give --profile profile.json"
+        )
     from manyhands import spec
     from manyhands.evidence.estimate.estimate import DEFAULT
     from manyhands.evidence.estimate.estimate import estimate as estimate_task

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import time
@@ -14,6 +15,7 @@ import typer
 from manyhands.engines.roles import TRAINING, WORKER, Roles
 from manyhands.engines.torchrun import launchers
 from manyhands.errors import BadInput, whole_of
+from manyhands.strategies import CATALOGUE as STRATEGIES
 
 DEBUG = "manyhands.debug"  # set in the context by --debug
 TASK_FIELDS = (
@@ -125,7 +127,7 @@ CheckedWorkers = Annotated[int, _run("--workers", "-n", help="Compared with one;
 CheckedSteps = Annotated[int, _run("--steps", help="To compare, one by one.", min=1)]
 AsJson = Annotated[bool, _watch("--json", help="Print JSON instead of a table.")]
 EstimateProfile = Annotated[
-    Path, _run("--profile", "-p", help="What `manyhands calibrate` wrote, on such a machine as the cluster has.")
+    Path | None, _run("--profile", "-p", help="What `manyhands calibrate` wrote, on such a machine as the cluster has.")
 ]
 EstimatedWorkers = Annotated[str, _run("--workers", "-n", help="With commas between them.")]
 EstimatedSteps = Annotated[int | None, _run("--steps", help="To simulate of each; default: until the mean is steady.")]
@@ -210,6 +212,16 @@ def cast_of(
         raise BadInput(f"--workers {workers} and --roles worker={named}: say it in one of them")
     asked = workers or named or 1
     return Roles(workers=asked, others=counts, until=TRAINING if until is None else tuple(until.split(",")))
+
+
+def behind_the_script(arguments: list[str]) -> str:
+    """`-n 4`: an option among a script's arguments that reads as one of `manyhands run`; "" where none does."""
+    for option, value in itertools.pairwise([*arguments, ""]):
+        if option in ("-n", "--workers") and whole_of(value) is not None:
+            return f"{option} {value}"
+        if option in ("-s", "--strategy") and value.partition(":")[0] in STRATEGIES:
+            return f"{option} {value}"
+    return ""
 
 
 def stamped(kind: str, task: str) -> Path:

@@ -14,6 +14,7 @@ from manyhands.replica import fingerprint
 from manyhands.replica.executor import strangers
 from manyhands.replica.replica import Replica
 from manyhands.strategies.base import Strategy
+from manyhands.task import named
 
 
 def root_of(model: Any) -> nn.Module:
@@ -23,7 +24,7 @@ def root_of(model: Any) -> nn.Module:
     if isinstance(model, list | tuple) and model and all(isinstance(one, nn.Module) for one in model):
         return nn.ModuleList(model)
     raise BadInput(
-        f"prepare takes (model, optimizer, *loaders): the model must be an nn.Module, or a list of several, not {type(model).__name__}"
+        f"prepare takes (model, optimizer, *loaders): the model must be an nn.Module, or a list of several, not {named(model)}"
     )
 
 
@@ -31,7 +32,7 @@ def check_arguments(model: nn.Module, optimizer: Any, strategy: Strategy) -> Non
     """BadInput for what is no model or optimizer; Unsupported for a strategy that `prepare` cannot run."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise BadInput(
-            f"prepare takes (model, optimizer, *loaders): the optimizer must be a torch.optim.Optimizer over model.parameters(), not {type(optimizer).__name__}"
+            f"prepare takes (model, optimizer, *loaders): the optimizer must be a torch.optim.Optimizer over model.parameters(), not {named(optimizer)}"
         )
     wrappers = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
     for module in model.modules():

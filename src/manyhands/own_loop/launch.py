@@ -89,7 +89,7 @@ def run_script(
     checkpoints. Raises Preempted then, BadInput without a file, Unsupported on engine sim, WorkerFailed for exceptions.
     """
     if not Path(path).is_file():
-        raise BadInput(f"no script {str(path)!r} (looked from {Path.cwd()}): give the path of a Python file")
+        raise BadInput(_no_script(str(path)))
     place = engine_of(engine)
     if place.capabilities.simulated:
         raise Unsupported(
@@ -114,6 +114,18 @@ def run_script(
             return error.exit_code
         raise
     return 0
+
+
+def _no_script(path: str) -> str:
+    """The error of a path that is no file, with what may have been meant."""
+    file, colon, _ = path.partition(":")
+    if colon and Path(file).is_file():
+        hint = f"a task in a file is for `manyhands train {path}`"
+    elif Path(f"{path}.py").is_file():
+        hint = f"did you mean {path}.py?"
+    else:
+        hint = "give the path of a Python file"
+    return f"no script {path!r} (looked from {Path.cwd()}): {hint}"
 
 
 class _Preemption(Telling):

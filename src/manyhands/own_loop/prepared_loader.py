@@ -29,6 +29,7 @@ from manyhands.data.sharding import slice_of
 from manyhands.data.source import COMPARED, Pick, Reading, check_digests
 from manyhands.errors import BadInput
 from manyhands.own_loop.session import Iteration, Session, in_order
+from manyhands.task import named
 
 
 @dataclass(frozen=True)
@@ -329,7 +330,8 @@ def check_loader(plain: Any, size: int) -> None:
     """Raise BadInput for what cannot be shared over so many workers."""
     if isinstance(plain, Tensor | str | bytes) or not isinstance(plain, Iterable):
         raise BadInput(
-            f"prepare takes (model, optimizer, *loaders): a loader must be a DataLoader or another iterable of batches, not {type(plain).__name__}"
+            f"prepare takes (model, optimizer, *loaders): a loader must be a DataLoader or another iterable of batches, not {named(plain)}"
+            + ("; a strategy is given by its name, strategy=..." if isinstance(plain, str) else "")
         )
     if isinstance(plain, Iterator):
         raise BadInput(

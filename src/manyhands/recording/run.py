@@ -90,6 +90,8 @@ class Run:
     (engine sim)."""
     ledger: dict[str, dict[str, int]]
     """What all workers sent: {operation: {"bytes", "messages"}}."""
+    last_loss: float | None = None
+    """Of the newest row of `history` that has one: the training loss, a mean over the rows of its batch."""
     staleness: dict[int, int] = field(default_factory=dict)
     """{versions: pushes}, of server strategies: how many versions others made between a worker's pull and its push."""
     staleness_of_workers: list[dict[int, int]] = field(default_factory=list)

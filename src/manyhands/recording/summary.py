@@ -78,6 +78,10 @@ def lines(facts: dict[str, Any]) -> Lines:
 def _result(facts: dict[str, Any]) -> Lines:
     metrics = [f"{name} {units.number(value)}" for name, value in facts["metrics"].items()]
     found = [("result" if i == 0 else "", "   ".join(metrics[i : i + 3])) for i in range(0, len(metrics), 3)]
+    if not metrics and facts.get("last_loss") is not None:
+        found.append(
+            ("result", f"training loss {units.number(facts['last_loss'])} in the last step (no validation_data)")
+        )
     if kept := facts["info"].get("kept"):
         found.append(
             (

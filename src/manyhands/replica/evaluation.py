@@ -174,6 +174,11 @@ class Measured:
                     f"evaluate(model, batch): metric {name!r} must be one number, the mean over the batch, or (mean, weight); "
                     f"got {named(measure)}: average it over rows"
                 )
+            if isinstance(mean, Tensor) and not (mean.is_floating_point() or mean.dtype == torch.bool):
+                raise BadInput(
+                    f"evaluate(model, batch): metric {name!r} is a whole number ({int(mean)}), and metrics are means over the batch: return the mean "
+                    "(.double().mean() instead of .sum()), or manyhands.task.Summed for what is a sum"
+                )
             if weight:
                 total, weights = self.means.get(name, (0.0, 0.0))
                 self.means[name] = total + float(mean) * float(weight), weights + float(weight)

@@ -183,7 +183,15 @@ class AutogradExecutor(StepExecutor):
         """
         if batch is None:
             return StepLoss(grad_mask=self._end_backward(None, None, 0.0))
-        rows = rows_of(batch)
+        found = self._backward_rows(batch, rows_of(batch))
+        if not found.grad_mask and found.weight:
+            raise BadInput(
+                "the loss depends on no parameter of the model that it is given: compute it from loss(model, batch)'s own argument `model`, not from "
+                "another model that the program holds"
+            )
+        return found
+
+    def _backward_rows(self, batch: Any, rows: int) -> StepLoss:
         if self._micro is None or rows <= self._micro:
             mean, weight = self._forward(batch, rows)
             return StepLoss(grad_mask=self._end_backward(mean, None, weight), loss=float(mean.detach()), weight=weight)

@@ -2,24 +2,53 @@
 
 from __future__ import annotations
 
+import inspect
+import traceback
+from functools import partial
+from pathlib import Path
+
 from manyhands import spec, tasks
-from manyhands.errors import BadInput
+from manyhands.errors import BadInput, ManyhandsError, UnknownName, is_users
 from manyhands.task import Task
 
 
 def task_of(given: str) -> Task:
-    """The task that a spec string names. Options are arguments of the function that makes it, or fields of Task.
+    """The task that a spec string names. Options are arguments of the function that makes it, else fields of Task.
 
     Raises UnknownName, listing what there is, and BadInput for a file that fails to import or gives no Task.
     """
+    _check_file(given)
     name, options = spec.parse(given)
     found = spec.find(name, tasks.CATALOGUE, "task")
     what = f"task {name}"
     if isinstance(found, Task):
         return spec.make(found.with_fields, options, what)  # type: ignore[no-any-return]
-    if not callable(found):
-        raise BadInput(f"{name} is neither a Task nor a function that gives one, but {type(found).__name__}")
-    task = spec.make(found, options, what)
+    if not (inspect.isroutine(found) or isinstance(found, type | partial)):
+        raise BadInput(
+            f"{name} is neither a Task nor a function that gives one, but {type(found).__name__}; a script with a loop of its own is for `manyhands run`"
+        )
+    known = spec.options_of(found)
+    fields = {name: options.pop(name) for name in list(options) if name not in known and name in spec.options_of(Task)}
+    try:
+        task = spec.make(found, options, what)
+    except ManyhandsError:
+        raise
+    except Exception as error:
+        lines = [line for line in traceback.extract_tb(error.__traceback__) if is_users(line.filename)]
+        place = f" ({Path(lines[-1].filename).name}, line {lines[-1].lineno})" if lines else ""
+        raise BadInput(f"{name}() failed: {type(error).__name__}: {error}{place}") from error
     if not isinstance(task, Task):
         raise BadInput(f"{name}() returned {type(task).__name__}, not a manyhands.Task")
-    return task
+    return spec.make(task.with_fields, fields, what) if fields else task
+
+
+def _check_file(given: str) -> None:
+    """Raise for a file without a name in it, and for a file whose ending was forgotten."""
+    stem, _, rest = given.strip().partition(":")
+    if stem.endswith(".py") and not rest.strip(":"):
+        raise BadInput(
+            f"{given!r} names a file but no task in it: write {stem}:NAME, a Task there or a function that gives one; "
+            f"a script with a loop of its own is for `manyhands run {stem}`"
+        )
+    if stem not in tasks.CATALOGUE and Path(f"{stem}.py").is_file():
+        raise UnknownName(f"no task {given!r}: a task in a file is named with its ending, {stem}.py:{rest or 'NAME'}")

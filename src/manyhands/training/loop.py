@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 import torch
 
-from manyhands import rng
+from manyhands import rng, units
 from manyhands.data.feed import Feed, Slice
 from manyhands.data.open_source import open_source
 from manyhands.engines import cores
-from manyhands.errors import BadInput
+from manyhands.errors import BadInput, is_whole
 from manyhands.recording.run import environment
 from manyhands.replica import fingerprint
 from manyhands.replica.control_bits import MORE, STOP
@@ -487,6 +487,17 @@ class Loop:
             "clip_norm": self.task.clip_norm,
         }
 
+    def _never_due(self) -> list[str]:
+        """That the strategy's period is longer than the whole training, where it is."""
+        strategy, total = self.plan.strategy, self.total_ticks()
+        option = strategy.traits.period
+        period = getattr(strategy, option, None) if option else None
+        if self.worker.size == 1 or total is None or not is_whole(period) or period <= total:
+            return []
+        return [
+            f"{option}={period:,} of strategy {strategy.name} is more than the {units.count(total, 'step')} of this training: workers exchange at its end only"
+        ]
+
     def _announce(self) -> None:
         self.facts = self._facts()
         if self.worker.rank == 0:  # asked, not emitted: in the log it must stand before everybody's first step
@@ -496,7 +507,7 @@ class Loop:
             self.worker.ask(
                 "start", tick=self.position.tick, step=self.position.tick, **self.facts, **environment(), **left
             )
-            for message in self.saver.warnings:
+            for message in [*self.saver.warnings, *self._never_due()]:
                 self.worker.emit("warning", tick=self.position.tick, step=self.position.tick, message=message)
         self.worker.group.barrier()
 

@@ -113,7 +113,9 @@ def _refuse_used(directory: AnyPath) -> None:
         return
     if (directory / launch_lock.FILE).exists():
         LaunchLock(directory).close()  # a driver that is at work is named
-    raise BadInput(f"run directory {directory} exists: resume it (resume=True, --resume), or give another")
+    empty = not (directory / CHECKPOINTS).is_dir() or not any((directory / CHECKPOINTS).iterdir())
+    found = "exists" if not empty else "exists, with no checkpoint in it"
+    raise BadInput(f"run directory {directory} {found}: resume it (resume=True, --resume), or give another")
 
 
 def _remove_refused(made: list[Path]) -> None:

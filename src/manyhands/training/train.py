@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
+
+from typing_extensions import override
 
 from manyhands import engines, rng
 from manyhands.callbacks.base import Callback
@@ -22,7 +24,8 @@ from manyhands.data.dataframe_rows import DistributedFrame
 from manyhands.data.open_source import Once, is_function
 from manyhands.engines.base import Engine, LaunchSpec
 from manyhands.engines.cores import shared
-from manyhands.errors import BadInput, CallbackFailed, Preempted
+from manyhands.errors import BadInput, CallbackFailed, Preempted, Unsupported
+from manyhands.events import Event
 from manyhands.own_loop.rank_zero import mute_nonzero_ranks
 from manyhands.recording.recorder import Recorder
 from manyhands.recording.run import Run
@@ -98,6 +101,10 @@ def train(
         workers=workers,
         directory=None if run_dir is None else path_of(run_dir),
     )
+    if config.strategy.server() is None and servers != 1:
+        raise Unsupported(
+            f"strategy {config.strategy.name} has no parameter server: leave servers={servers} (--servers) out"
+        )
     config.check(servers=servers, nonfinite=nonfinite, max_seconds=max_seconds, timeout_s=timeout_s, resume=resume)
     check_resources(device, threads_per_worker, config.engine)
     for callback in chosen:
@@ -126,6 +133,7 @@ def train(
     config.engine.check(launch)
     with open_directory(config, resume) as opened:
         if opened.finished is not None and not config.spmd:
+            LOG.warning("the run in %s is finished: its result is returned, and nothing is trained", config.directory)
             return finished_run(config, opened.finished)
         if config.directory is not None and opened.claim is not None:
             settings = {
@@ -139,7 +147,7 @@ def train(
                 "keep": keep,
                 "nonfinite": nonfinite,
             }
-            run_directory.note(config.directory, settings, task_fields)
+            chosen = (_Noting(partial(run_directory.note, config.directory, settings, task_fields)), *chosen)
         plan = replace(plan, claim=opened.claim, every_rank_returns=config.spmd, finished=opened.finished is not None)
         return _Training(config, plan, chosen, launch, resume, opened).run()
 
@@ -165,6 +173,18 @@ def _chosen(callbacks: Callback | Iterable[Callback]) -> tuple[Callback, ...]:
     shell = sys.modules.get("IPython")
     in_notebook = shell is not None and getattr(shell.get_ipython(), "kernel", None) is not None
     return (*given, Progress()) if in_notebook and not any(isinstance(c, Progress) for c in given) else given
+
+
+class _Noting(Callback):
+    """Writes a run's arguments into its directory once its workers have begun: a resumption that they refuse changes
+    nothing there."""
+
+    def __init__(self, note: Callable[[], None]) -> None:
+        self._note = note
+
+    @override
+    def on_start(self, event: Event) -> None:
+        self._note()
 
 
 class _Training:
@@ -198,6 +218,11 @@ class _Training:
     def _newest(self, folder: AnyPath | None) -> checkpoints.Checkpoint | None:
         assert folder is not None
         found = checkpoints.newest(folder, self.recorder.warn if self.config.owns_run_dir else lambda message: None)
+        if self.config.owns_run_dir:
+            start = (
+                "no checkpoint yet, so it starts with step 0" if found is None else f"goes on from step {found.tick:,}"
+            )
+            LOG.warning("resume: the run in %s %s", self.config.directory, "has " * (found is None) + start)
         if found is not None:
             positions = [found.values(rank)["position"] for rank in range(found.ranks)]
             position, rows = positions[0], sum(one["rows"] for one in positions)
@@ -211,7 +236,7 @@ class _Training:
 
     def run(self) -> Run:
         start = time.monotonic()
-        with self.recorder, self.signals:
+        with self._where_it_goes_on(), self.recorder, self.signals:
             outcome = self._launched()
             if outcome is None:
                 return finished_run(self.config)
@@ -241,6 +266,21 @@ class _Training:
                 run,
             ) from problem
         return run
+
+    @contextmanager
+    def _where_it_goes_on(self) -> Iterator[None]:
+        """Ctrl-C says what is left of the run."""
+        try:
+            yield
+        except KeyboardInterrupt as interrupt:
+            if self.config.directory is not None and self.config.owns_run_dir:
+                found = checkpoints.newest(self.config.directory / CHECKPOINTS, lambda message: None)
+                interrupt.add_note(
+                    f"there is no checkpoint in {self.config.directory}"
+                    if found is None
+                    else f"the newest checkpoint is of step {found.tick:,}: go on with resume=True (--resume --run-dir {self.config.directory})"
+                )
+            raise
 
     def _ended(self, run: Run) -> Exception | None:
         """Tell the callbacks; what one of them raised."""
@@ -292,6 +332,9 @@ class _Training:
             rows={"total": sum(rows), "workers": rows, "unused": sum(one["unused"] for one in workers)},
             timing=self.recorder.timing(),
             memory_of_workers=[one["memory"] for one in workers if "memory" in one],
+            last_loss=next(
+                (row["loss"] for row in reversed(self.recorder.history) if row.get("loss") is not None), None
+            ),
             ledger=_summed([one["ledger"] for one in workers]),
             seconds=outcome.seconds if self.config.engine.capabilities.simulated else seconds,
             steps=outcome.steps,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from manyhands import engines
+from manyhands import engines, spec
 from manyhands.callbacks.base import Callback
 from manyhands.engines.base import Engine, check_count
 from manyhands.engines.cores import usable_cores
@@ -79,6 +79,8 @@ def compare(
     Raises BadInput (and its kinds) for what cannot be, before any process starts where that can be known;
     ManyhandsError where solo fails; Preempted after SIGTERM.
     """
+    if isinstance(strategies, str):
+        strategies = spec.split_list(strategies)
     own = task_from(task, task_fields)
     aim = metric.target_of(target)
     counts = _checked(workers, repeats, validations, time_margin, metric_margin)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from manyhands import units
+from manyhands import spec, units
 from manyhands.data.open_source import open_source
 from manyhands.engines.base import check_count
 from manyhands.engines.sim.compute import Compute
@@ -153,6 +153,7 @@ def estimate(
     if steps is not None and not is_whole(steps, LEAST_BLOCK):
         raise BadInput(f"steps must be a whole number of at least {LEAST_BLOCK}, not {steps!r}")
     measured = profile if isinstance(profile, Profile) else Profile.load(Path(profile))
+    strategies = spec.split_list(strategies) if isinstance(strategies, str) else strategies
     chosen = {spec_of(strategy): strategy for strategy in map(strategy_of, strategies)}
     say("the model's shape")
     if not isinstance(network, SimNetworkSpec):
