@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, Subset, TensorDataset
 from typer.testing import CliRunner, Result
 
 import manyhands as mh
 from manyhands.cli import commands
+from manyhands.engines.local.engine import Local
 from manyhands.own_loop.launch import run_script
 from manyhands.recording.run import Run
 from manyhands.strategies.base import State
@@ -43,6 +49,13 @@ def task(**fields: Any) -> mh.Task:
 
 def train(given: mh.Task | None = None, **options: Any) -> Run:
     return mh.train(given or task(), **({"workers": 1} | options))
+
+
+@pytest.fixture(autouse=True)
+def warm(local: Local) -> Iterator[None]:
+    """Workers start by one warm engine, whoever asks for them by its name."""
+    with mock.patch.dict(vars(mh), train=partial(mh.train, engine=local), launch=partial(mh.launch, engine=local)):
+        yield
 
 
 def one_line(match: str, call: Callable[[], Any]) -> None:
@@ -551,3 +564,204 @@ def test_what_prepare_is_given() -> None:
         ((sgd(model), model), "the model must be an nn.Module.*not a SGD"),
     ):
         one_line(says, lambda: mh.prepare(*arguments))  # noqa: B023 - called at once
+
+
+# -- a loop of one's own -----------------------------------------------------------------------------------------------
+
+
+def loader_of(dataset: Any = None, **options: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(*ROWS) if dataset is None else dataset, **({"batch_size": 8} | options))
+
+
+def looped(passes: int = 1, loader: Any = None, before: Callable[..., None] = lambda *_: None) -> nn.Module:
+    """The model after so many passes; `before` is called with (model, optimizer, epoch) ahead of each."""
+    torch.manual_seed(0)
+    model = net()
+    optimizer = sgd(model)
+    model, optimizer, batches = mh.prepare(model, optimizer, loader_of() if loader is None else loader)
+    for epoch in range(passes):
+        before(model, optimizer, epoch)
+        for batch in batches:
+            optimizer.zero_grad()
+            loss(model, batch).backward()
+            optimizer.step()
+    return model
+
+
+def refused(says: str, program: Callable[[], Any], kind: type[Exception] = mh.BadInput) -> None:
+    with pytest.raises(kind, match=says):
+        mh.launch(program, workers=2)
+
+
+def test_a_random_split_that_differs_by_worker_is_refused() -> None:
+    def split() -> None:
+        order = list(range(32))
+        random.Random(mh.worker().rank).shuffle(order)
+        looped(loader=loader_of(Subset(TensorDataset(*ROWS), order[:24])))
+
+    def drawn() -> None:
+        draws = np.random.default_rng(mh.worker().rank)
+        looped(loader=loader_of(TensorDataset(torch.tensor(draws.normal(size=(32, 4)), dtype=torch.float32), ROWS[1])))
+
+    for program in (split, drawn):
+        refused("the training rows of worker 1 are not those of worker 0.*by a seed", program)
+
+
+def test_a_rate_that_differs_by_worker_is_named_at_the_end_of_the_pass() -> None:
+    def rates(model: nn.Module, optimizer: Any, epoch: int) -> None:
+        optimizer.param_groups[0]["lr"] = 0.1 if mh.worker().rank == 0 or not epoch else 0.05
+
+    refused("lr is 0.05 there and 0.1", lambda: looped(2, before=rates), mh.ManyhandsError)
+
+
+def test_a_model_that_one_worker_loads_is_named_at_the_end_of_the_pass() -> None:
+    def loads(model: nn.Module, *_: Any) -> None:
+        if mh.is_first():
+            model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
+
+    refused("drifted apart", lambda: looped(before=loads), mh.ManyhandsError)
+
+
+def warnings_of(program: Callable[[], Any]) -> list[str]:
+    def heard() -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            program()
+        return [str(one.message) for one in caught]
+
+    first, _ = mh.launch(heard, workers=2)
+    return first
+
+
+def test_a_pair_that_was_forgotten_is_named() -> None:
+    def forgotten() -> None:
+        other = net()
+        own = sgd(other)
+
+        def steps(*_: Any) -> None:
+            for _ in range(3):
+                loss(other, ROWS).backward()
+                own.step()
+
+        looped(before=steps)
+
+    assert any("SGD) took 3 steps and was not prepared" in text for text in warnings_of(forgotten))
+    assert not warnings_of(looped)
+
+
+def test_a_pass_without_a_step_over_a_prepared_loader_is_named() -> None:
+    def validates() -> None:
+        validation = loader_of()
+        model = net()
+        model, _, validation = mh.prepare(model, sgd(model), validation)
+        for _ in range(2):
+            for batch in validation:
+                loss(model, batch)
+
+    (text,) = warnings_of(validates)
+    assert "no optimizer took a step" in text
+    assert "mh.mean" in text
+
+
+def test_items_that_may_be_rows_are_named() -> None:
+    rows = TensorDataset(torch.randn(4, 8, 4), torch.arange(32).reshape(4, 8) % 3)
+    (text,) = warnings_of(lambda: looped(loader=DataLoader(rows, batch_size=None)))
+    assert "batch_size=None" in text
+
+
+def test_an_error_of_prepare_names_the_scripts_line(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import manyhands as mh\n\nmh.prepare(1, 2)\n")
+    for workers in (1, 2):
+        with pytest.raises(mh.BadInput, match=r"^script.py, line 3: prepare takes \(model, optimizer, \*loaders\)"):
+            run_script(script, workers=workers, engine="local")
+
+
+def test_a_models_dtype_changes_after_prepare() -> None:
+    def doubles(model: nn.Module, *_: Any) -> None:
+        model.double()
+
+    given = loader_of(TensorDataset(ROWS[0].double(), ROWS[1]))
+    refused("must come before training begins", lambda: looped(loader=given, before=doubles))
+
+
+def test_init_process_group_is_left_out() -> None:
+    def joins() -> None:
+        torch.distributed.init_process_group("gloo")
+
+    refused("Leave init_process_group out", joins, mh.WorkerFailed)
+
+
+def test_lbfgs_steps_alone_as_in_a_plain_loop() -> None:
+    """`mh.prepare` alone changes nothing: a closure is passed on, and its loss comes back."""
+
+    def trained(prepare: Callable[..., Any]) -> tuple[torch.Tensor, list[float]]:
+        torch.manual_seed(0)
+        model = net()
+        model, optimizer = prepare(model, torch.optim.LBFGS(model.parameters(), max_iter=3))
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            found = loss(model, ROWS)
+            found.backward()
+            return found
+
+        losses = [optimizer.step(closure).item() for _ in range(3)]
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()]), losses
+
+    plainly, prepared = trained(lambda *pair: pair), trained(mh.prepare)
+    assert torch.equal(plainly[0], prepared[0])
+    assert plainly[1] == prepared[1]
+    refused("step.closure. evaluates the model several times", lambda: trained(mh.prepare))
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "local-sgd:period=3"])
+def test_parameters_that_are_unfrozen_midway_train_as_on_one_worker(strategy: str) -> None:
+    """In float64: two workers equal one to rounding under allreduce, and hold one model under any strategy."""
+
+    def trained() -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        rows = TensorDataset(ROWS[0].double(), ROWS[1])
+        model, optimizer, batches = mh.prepare(model, optimizer, loader_of(rows), strategy=strategy)
+        for epoch in range(3):
+            model[0].requires_grad_(epoch > 0)
+            for batch in batches:
+                optimizer.zero_grad()
+                loss(model, batch).backward()
+                optimizer.step()
+        return [float(number) for p in model.parameters() for number in p.detach().reshape(-1)]
+
+    (one,), both = mh.launch(trained, workers=1), mh.launch(trained, workers=2)
+    assert both[0] == both[1]
+    if strategy == "allreduce":
+        assert both[0] == pytest.approx(one, abs=1e-10)
+
+
+def test_parameters_unfrozen_on_one_worker_only_are_refused() -> None:
+    def trained() -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+        model[0].requires_grad_(False)
+        optimizer = sgd(model)
+        model, optimizer, batches = mh.prepare(model, optimizer, loader_of())
+        model[0].requires_grad_(mh.worker().rank == 0)
+        for batch in batches:
+            loss(model, batch).backward()
+            optimizer.step()
+
+    refused("same operations|unfreeze the same parameters", trained)
+
+
+def test_mean_of_a_number_over_the_workers() -> None:
+    def means() -> list[Any]:
+        rank = mh.worker().rank
+        tensor = mh.mean(torch.tensor([rank, 3 * rank], dtype=torch.float32), weight=1 + rank)
+        nothing = mh.mean(2.5, weight=0)
+        return [mh.mean(1.0 + rank), mh.mean(rank, weight=3 - 2 * rank), tensor.tolist(), str(tensor.dtype), nothing]
+
+    expected = [1.5, 0.25, [pytest.approx(2 / 3), 2.0], "torch.float32", 2.5]
+    assert mh.launch(means, workers=2) == [expected, expected]
+    assert mh.mean(3) == 3
+    one_line("takes a number or a tensor, not '3'", lambda: mh.mean("3"))

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from manyhands.evidence.replay.replay import replay as replay
     from manyhands.own_loop.launch import launch as launch
     from manyhands.own_loop.prepare import is_first as is_first
+    from manyhands.own_loop.prepare import mean as mean
     from manyhands.own_loop.prepare import prepare as prepare
     from manyhands.own_loop.prepare import weight as weight
     from manyhands.own_loop.prepare import worker as worker
@@ -130,6 +131,7 @@ _WHERE = {
     "estimate": "evidence.estimate.estimate",
     "is_first": "own_loop.prepare",
     "launch": "own_loop.launch",
+    "mean": "own_loop.prepare",
     "prepare": "own_loop.prepare",
     "read_history": "recording.run",
     "replay": "evidence.replay.replay",

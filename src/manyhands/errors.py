@@ -64,6 +64,12 @@ def traceback_of(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, trace or start))
 
 
+def users_line(error: BaseException) -> str:
+    """`train.py, line 12`: the innermost line of the user's program in an error's traceback; "" without one."""
+    lines = [line for line in traceback.extract_tb(error.__traceback__) if is_users(line.filename)]
+    return f"{Path(lines[-1].filename).name}, line {lines[-1].lineno}" if lines else ""
+
+
 def is_users(file: str) -> bool:
     """Whether code of this file is the user's: neither Python's, nor an installed package's, nor manyhands' own, but
     for its ready-made tasks."""

@@ -468,10 +468,13 @@ def test_copies_are_plain() -> None:
 
 
 def test_step_with_a_closure_is_refused() -> None:
-    _, optimizer = prepared(Worker(), seeded())
+    def program(worker: Worker) -> Any:
+        _, optimizer = prepared(worker, seeded())
+        return optimizer.step(lambda: torch.zeros(()))
+
     with pytest.raises(Unsupported, match="closure"):
-        optimizer.step(lambda: torch.zeros(()))
-    assert optimizer.step() is None
+        together(2, program)
+    assert program(Worker()) == 0
 
 
 def test_step_inside_backward_is_refused() -> None:
@@ -515,26 +518,40 @@ def test_a_gradient_that_is_not_finite_raises_together(strategy: str) -> None:
     program(Worker())
 
 
-def unfreeze(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model.frozen.requires_grad_()
+def test_a_module_that_is_wrapped_afterwards_is_refused() -> None:
+    """Its parameters have other names now."""
 
-
-def grow(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model.extra = nn.Linear(3, 3).double()
-    optimizer.add_param_group({"params": list(model.extra.parameters())})
-    model.last = nn.Sequential(model.last, model.extra)
-
-
-@pytest.mark.parametrize("change", [unfreeze, grow])
-def test_parameters_that_were_not_there_are_refused(change: Any) -> None:
     def program(worker: Worker) -> None:
         model, optimizer = prepared(worker, seeded(lambda: plain.Branches().double()))
-        change(model, optimizer)
+        model.extra = nn.Linear(3, 3).double()
+        optimizer.add_param_group({"params": list(model.extra.parameters())})
+        model.last = nn.Sequential(model.last, model.extra)
         plain.cross_entropy(model, plain.rows(4)).backward()
         optimizer.step()
 
-    with pytest.raises(Unsupported, match="before mh.prepare"):
+    with pytest.raises(Unsupported, match="before training begins"):
         together(2, program)
+
+
+def test_a_module_that_is_added_afterwards_trains_too() -> None:
+    """Two workers hold one model, which is one worker's."""
+
+    def program(worker: Worker) -> Tensor:
+        model, optimizer = prepared(worker, seeded())
+        torch.manual_seed(7)
+        model.extra = nn.Linear(3, 3).double()
+        optimizer.add_param_group({"params": list(model.extra.parameters())})
+        inputs, targets = plain.rows(8)
+        own = slice(8 // worker.size * worker.rank, 8 // worker.size * (worker.rank + 1))
+        for _ in range(3):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model.extra(model(inputs[own])), targets[own]).backward()
+            optimizer.step()
+        return plain.flat(model)
+
+    (one,), both = together(1, program), together(2, program)
+    assert torch.equal(*both)
+    torch.testing.assert_close(both[0], one, atol=1e-10, rtol=0)
 
 
 def test_parameters_that_moved_are_named() -> None:

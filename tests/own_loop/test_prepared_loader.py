@@ -456,6 +456,7 @@ def test_a_break_leaves_the_round_open_until_the_next_pass_or_finish(then: str) 
     assert torch.equal(first, second) == (then != "nothing")
 
 
+@pytest.mark.filterwarnings("ignore:no optimizer took a step")
 def test_only_pairs_that_stepped_in_a_pass_are_finished() -> None:
     """A validation loop inside the training loop closes nothing."""
 

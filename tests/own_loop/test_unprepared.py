@@ -11,6 +11,7 @@ import torch
 import plain
 from manyhands.comm.solo import SoloGroup
 from manyhands.own_loop.first_step_checks import warning_if_unprepared
+from manyhands.own_loop.session import Session
 from manyhands.worker import Worker
 
 
@@ -38,7 +39,7 @@ def test_a_program_that_never_prepares_is_named_once() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"steps": 2}, {"prepared": object()}, {"sent": 8}],
+    [{"steps": 2}, {"prepared": Session(Worker())}, {"sent": 8}],
     ids=["few steps", "the worker was asked for", "something was sent"],
 )
 def test_others_are_not(options: dict[str, Any]) -> None:

@@ -125,6 +125,6 @@ def test_a_rate_that_depends_on_the_rank(local: Local) -> None:
     fields = {"optimizer": own_rate, "loss": plain.cross_entropy, "max_steps": 2}
     with pytest.raises(BadInput, match=r"the optimizer's lr is 0\.2 there and 0\.1 on worker 0"):
         train(local, **fields)
-    (warning,) = train(local, strategy="local-sgd", **fields).info["warnings"]
+    (warning,) = train(local, strategy="local-sgd:period=2", **fields).info["warnings"]
     assert "lr is 0.2 there" in warning
     assert train(local, strategy="ensemble", **fields).info["warnings"] == []

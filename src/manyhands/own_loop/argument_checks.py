@@ -15,6 +15,7 @@ from manyhands.replica.executor import strangers
 from manyhands.replica.replica import Replica
 from manyhands.strategies.base import Strategy
 from manyhands.task import named
+from manyhands.worker import Worker
 
 
 def root_of(model: Any) -> nn.Module:
@@ -58,20 +59,29 @@ def check_arguments(model: nn.Module, optimizer: Any, strategy: Strategy) -> Non
         )
 
 
-def check_step(optimizer: torch.optim.Optimizer, own: set[int]) -> None:
-    """Unsupported for what would let workers diverge in this step; `own`: ids of the prepared parameters."""
+def check_step(optimizer: torch.optim.Optimizer) -> None:
+    """Unsupported for what would let workers diverge in this step."""
     if "found_inf" in vars(optimizer):  # put there by a GradScaler, for an optimizer that `_step_supports_amp_scaling`
         raise Unsupported(
             "GradScaler decides on each worker by itself whether to step, and workers must step together: train in bfloat16, "
             "torch.autocast(..., dtype=torch.bfloat16) without a GradScaler, whose range is float32's"
         )
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if p.grad is not None and id(p) not in own:
-                raise Unsupported(
-                    f"a parameter of shape {list(p.shape)} has a gradient but was frozen, or not there, when its model was prepared, so that "
-                    "the workers' copies would drift apart: unfreeze and add parameters before mh.prepare, or prepare the model again"
-                )
+
+
+def late_parameters(optimizer: torch.optim.Optimizer, own: set[int]) -> list[nn.Parameter]:
+    """Those that have a gradient and were frozen, or not there, when the model was prepared; `own`: ids of the others."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and id(p) not in own]
+
+
+def check_same(worker: Worker, shapes: list[list[int]]) -> None:
+    """A collective: BadInput unless all workers have unfrozen parameters of the same shapes."""
+    everyone = worker.group.all_gather_json(shapes)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise BadInput(
+                f"all workers must unfreeze the same parameters in the same step: those of worker 0 are of the shapes {everyone[0]}, "
+                f"those of worker {rank} {theirs}"
+            )
 
 
 def facts_of(replica: Replica, strategy: Strategy) -> fingerprint.Facts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from manyhands.worker import Worker
 STEPS = 3
 """So many steps are looked at, at most: in the first one that every rank has a gradient for, the answer is known."""
 
+SLOT = "_manyhands_stepper"  # the attribute of a prepared optimizer
 _ALIKE = (
     "all {size} workers computed the same gradient in step {step}, so they train on the same rows, and {size} workers do the work of one. "
     "Iterate the loader that mh.prepare gives back: model, optimizer, loader = mh.prepare(model, optimizer, loader). "
@@ -33,6 +35,10 @@ _APART = (
     "an optimizer took {steps} steps, and the {size} workers exchanged nothing: each of them trains all rows, for itself. "
     "Prepare model, optimizer and training loader, and iterate the loader that comes back: "
     "model, optimizer, loader = mh.prepare(model, optimizer, loader)"
+)
+_ONE_APART = (
+    "an optimizer ({kind}) took {steps} steps and was not prepared, beside one that was: its parameters differ from worker to worker. Prepare each "
+    "pair of model and optimizer: model, optimizer = mh.prepare(model, optimizer)"
 )
 
 
@@ -111,18 +117,23 @@ def warning_if_unprepared(worker: Worker) -> Iterator[None]:
     """Within, rank 0 warns once if the program trains on several workers as if there were one.
 
     Judged without a message: nobody called `prepare` or asked for the worker, no group or torch.distributed was used.
+    Once something was prepared, an optimizer that was not is named.
     """
     if worker.rank or worker.size == 1:
         yield
         return
-    before, steps = worker.group.ledger.as_dict(), 0
+    before, steps, each = worker.group.ledger.as_dict(), 0, Counter[int]()
 
-    def stepped(*_: Any) -> None:
+    def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         nonlocal steps
         steps += 1
+        joined = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if worker.prepared is not None and worker.prepared.prepared and not joined and SLOT not in vars(optimizer):
+            each[id(optimizer)] += 1
+            if each[id(optimizer)] == STEPS and not getattr(optimizer, "manyhands_trains", False):
+                warnings.warn(_ONE_APART.format(kind=type(optimizer).__name__, steps=STEPS), stacklevel=3)
         if steps != STEPS:
             return
-        joined = torch.distributed.is_available() and torch.distributed.is_initialized()
         if worker.prepared is None and worker.group.ledger.as_dict() == before and not joined:
             warnings.warn(_APART.format(steps=steps, size=worker.size), stacklevel=3)
 

@@ -19,7 +19,7 @@ from manyhands.engines.base import Engine, LaunchSpec, check_count
 from manyhands.engines.cluster import Cluster, Member, Telling, run
 from manyhands.engines.driver.run_monitor import USER
 from manyhands.engines.roles import Roles
-from manyhands.errors import BadInput, Preempted, Unsupported, WorkerFailed
+from manyhands.errors import BadInput, ManyhandsError, PeerLost, Preempted, Unsupported, WorkerFailed, users_line
 from manyhands.signals import leave_sigterm_to_the_system, sigterm_came, sigterm_to
 
 if TYPE_CHECKING:  # they import torch, and the workers' fork server can do that at the same time
@@ -182,6 +182,10 @@ def _as_main(path: str, args: Sequence[str], own_process: bool) -> None:
     with _command_line(path, args):
         try:
             runpy.run_path(path, run_name="__main__")
+        except ManyhandsError as error:
+            if (place := users_line(error)) and not isinstance(error, PeerLost | WorkerFailed):
+                error.args = (f"{place}: {error}",)
+            raise
         except SystemExit as end:
             _end_as_python_does(own_process)
             code = 0 if end.code is None else end.code

@@ -8,22 +8,25 @@ from contextlib import ExitStack
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from manyhands.engines import under_torchrun
 from manyhands.engines.base import LaunchSpec
 from manyhands.engines.single_process import pick_device
+from manyhands.errors import BadInput, is_number
 from manyhands.own_loop.launch import launched_strategy
-from manyhands.own_loop.prepared_loader import check_loader, share
+from manyhands.own_loop.prepared_loader import check_loader, share, warn_of_whole_items
 from manyhands.own_loop.rank_zero import mute_nonzero_ranks
 from manyhands.own_loop.session import Pair, Session
 from manyhands.strategies import strategy_of
 from manyhands.strategies.base import Strategy
+from manyhands.task import named
 from manyhands.worker import Worker, current
 
 DEFAULT = "allreduce"
 TIMEOUT_S = 300.0
 
+V = TypeVar("V", float, Tensor)
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 Prepared = tuple[M, O, *tuple[Any, ...]]  # the loaders: DataLoaders as they were given, PreparedLoaders of others
@@ -80,6 +83,7 @@ def prepare_on(
     chosen = strategy_of(strategy or launched_strategy() or DEFAULT)
     for loader in loaders:
         check_loader(loader, session.worker.size)
+        warn_of_whole_items(loader, session.worker)
     Pair(session, model, optimizer, chosen)
     return model, optimizer, *(share(loader, session) for loader in loaders)
 
@@ -104,6 +108,28 @@ def weight(w: float | Literal["sum"]) -> None:
     if it came after `backward()`.
     """
     session().state_weight(w if isinstance(w, str) else float(w))
+
+
+def mean(value: V, weight: float = 1.0) -> V:
+    """The mean of a number or a tensor over all workers, weighted by what it counts on each: a loss over rows, say.
+
+        loss = mh.mean(loss.item(), weight=len(inputs))  # the same on all workers
+        scheduler.step(loss)
+
+    A collective: call it on all workers alike. A tensor gives a new one of its shape, dtype and device. Alone, and where
+    no worker has any weight, `value` comes back. Raises BadInput for anything but numbers and tensors of numbers.
+    """
+    group = _worker_here().group
+    if not isinstance(value, Tensor) and not is_number(value):
+        raise BadInput(f"mh.mean takes a number or a tensor, not {named(value)}")
+    if group.size == 1:
+        return value
+    whole = torch.as_tensor(value).detach()
+    total = whole.to("cpu", torch.float64).reshape(-1).clone()
+    counted = group.mean_(total, weight, 0).weight
+    if not counted:
+        return value
+    return total.reshape(whole.shape).to(whole) if isinstance(value, Tensor) else float(total)
 
 
 # -- which worker this is --------------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
@@ -10,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 from typing_extensions import override
 
 from manyhands import rng
@@ -30,6 +32,16 @@ from manyhands.data.source import COMPARED, Pick, Reading, check_digests
 from manyhands.errors import BadInput
 from manyhands.own_loop.session import Iteration, Session, in_order
 from manyhands.task import named
+from manyhands.worker import Worker
+
+_IDLE = (
+    "no optimizer took a step in a pass over a prepared loader, and each of the {size} workers got its part of the rows only. For validation and "
+    "statistics iterate a loader that was not prepared (its `plain` gives all rows), or average what each worker finds: mh.mean(value, weight=rows)"
+)
+_WHOLE_ITEMS = (
+    "the DataLoader has batch_size=None, so each item of its dataset counts as a batch whose rows are its first dimension, and workers share those. If an "
+    "item is one row (a sequence, an image), give the DataLoader batch_size=1 or more"
+)
 
 
 @dataclass(frozen=True)
@@ -60,6 +72,7 @@ class PreparedLoader(Iterable[Any]):
         self.plain, self.session = plain, session
         self._open: Iteration | None = None
         self._passes = 0
+        self._idle_told = False
         check_loader(plain, session.worker.size)
 
     def __len__(self) -> int:
@@ -110,6 +123,10 @@ class PreparedLoader(Iterable[Any]):
             self._open = None
         pairs, iteration.used = iteration.used, set()
         self.session.iterations.discard(iteration)
+        if not pairs and self.session.prepared and self.session.worker.size > 1 and not self._idle_told:
+            self._idle_told = True
+            if self.session.worker.rank == 0:
+                warnings.warn(_IDLE.format(size=self.session.worker.size), stacklevel=3)
         for pair in in_order(pairs):
             pair.finish()
 
@@ -130,7 +147,13 @@ class PreparedLoader(Iterable[Any]):
             with rng.kept():
                 seed = int(torch.randint(2**62, ()).item())
         mine = [len(plan), sum(len(batch) for batch in plan)]
-        for rank, theirs in enumerate(worker.group.all_gather_json(mine)):
+        everyone = worker.group.all_gather_json([mine, _known_rows(loader.dataset) if self._passes == 0 else None])
+        for rank, (theirs, rows) in enumerate(everyone):
+            if rows != everyone[0][1]:
+                raise BadInput(
+                    f"all workers must have the same data, and the training rows of worker {rank} are not those of worker 0: make a random split or "
+                    "random data alike on all of them, by a seed (torch.Generator().manual_seed(0), random.seed(0), numpy.random.default_rng(0))"
+                )
             if theirs != mine:
                 (a, x), (b, y) = sorted([(worker.rank, mine), (rank, theirs)])
                 raise BadInput(
@@ -287,6 +310,17 @@ def _plan_of(loader: DataLoader[Any]) -> tuple[list[list[Any]], _Drawn]:
     return plan, drawn
 
 
+def _known_rows(dataset: Any) -> str | None:
+    """A digest of which rows a dataset has, as far as that is seen without running code of the user's; None: not known."""
+    if isinstance(dataset, Subset):
+        indices = hashlib.sha256(repr(list(map(int, dataset.indices))).encode()).hexdigest()
+        return f"{indices} of {_known_rows(dataset.dataset)}"
+    if isinstance(dataset, TensorDataset):
+        rows = len(dataset)
+        return digest_of([dataset[i] for i in {0, rows // 2, rows - 1}]) if rows else None
+    return None
+
+
 class _Keys(Dataset[Any]):
     """In place of the dataset: gives the sampler's own indices, or keys, back."""
 
@@ -324,6 +358,14 @@ def _two_rows(column: Any, second: int) -> Any:
     if isinstance(column, list | tuple):
         return type(column)((column[0], column[second]))
     return column[[0, second]]
+
+
+def warn_of_whole_items(plain: Any, worker: Worker) -> None:
+    """Where a DataLoader hands out the items of a dataset as batches, which may be rows: rank 0 warns."""
+    if worker.size == 1 or worker.rank or not isinstance(plain, DataLoader):
+        return
+    if plain.batch_sampler is None and not isinstance(plain.dataset, IterableDataset):
+        warnings.warn(_WHOLE_ITEMS, stacklevel=4)  # the user's prepare()
 
 
 def check_loader(plain: Any, size: int) -> None:

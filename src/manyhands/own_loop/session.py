@@ -18,14 +18,20 @@ from torch import Tensor, nn
 from manyhands import rng
 from manyhands.engines.driver.run_monitor import USER
 from manyhands.errors import BadInput, Unsupported
-from manyhands.own_loop.argument_checks import check_alike, check_arguments, check_step, facts_of, root_of
-from manyhands.own_loop.first_step_checks import FirstLosses, FirstSteps
+from manyhands.own_loop.argument_checks import (
+    check_alike,
+    check_arguments,
+    check_same,
+    check_step,
+    facts_of,
+    late_parameters,
+    root_of,
+)
+from manyhands.own_loop.first_step_checks import SLOT, FirstLosses, FirstSteps
 from manyhands.replica import evaluation, fingerprint
 from manyhands.replica.replica import Replica
 from manyhands.strategies.base import Change, Strategy
 from manyhands.worker import Worker
-
-_SLOT = "_manyhands_stepper"
 
 
 class Iteration:
@@ -208,6 +214,7 @@ class Pair:
 
         given: the model, or several that one optimizer steps.
         """
+        self._given = given
         model = root_of(given)
         check_arguments(model, optimizer, strategy)
         self.session, self.worker, self.strategy = session, session.worker, strategy
@@ -296,7 +303,11 @@ class Pair:
                 "backward(create_graph=True) leaves gradients with a graph of their own, which a mean over workers cannot keep: take them with "
                 "torch.autograd.grad(loss, parameters, create_graph=True), and call backward() on what depends on them"
             )
-        replica.collect()
+        try:
+            replica.collect()
+        except RuntimeError:  # of torch, where a gradient does not fit its parameter any more
+            replica.check()
+            raise
         replica.weight = backward.weight
         self._first_steps.collected(replica.gradients.joined(), backward.known)
         with self._exchanging():
@@ -304,9 +315,51 @@ class Pair:
 
     # -- step --------------------------------------------------------------------------------------------------------
 
-    def step(self, closure: Any = None) -> None:
-        """The strategy's exchange, in which the optimizer's own step happens."""
+    def step(self, closure: Any = None) -> Any:
+        """The strategy's exchange, in which the optimizer's own step happens. Alone, `closure` is passed to it, and what
+        it returns comes back."""
+        if closure is not None and not self.together:
+            value = self._stepper.plain_step(closure)
+            self._stepped()
+            return value
         self._check_step(closure)
+        late = late_parameters(self.replica.optimizer, self.own) if self.together else []
+        if late:
+            self._step_with(late)
+            return None
+        self._exchange()
+        return None
+
+    def _step_with(self, late: list[nn.Parameter]) -> None:
+        """A step in which parameters have a gradient that were frozen, or not there, when the model was prepared.
+
+        It is made with their mean gradient, then their mean; from then on they are parameters like the others. All
+        workers unfreeze the same ones, which is compared.
+        """
+        weight = self._weight if self._backwards else self.session.next_backward().weight
+        check_same(self.worker, [list(p.shape) for p in late])
+        if self._averages:
+            for p in late:
+                p.grad = self._mean_of(p.grad, weight)
+        self._exchange()
+        self.finish()
+        with torch.no_grad():
+            for p in late:
+                p.copy_(self._mean_of(p, 1.0))
+        steps, optimizer = self.replica.step, self.replica.optimizer
+        again = Pair(self.session, self._given, optimizer, self.strategy)
+        again.replica.step, again.replica.tick = steps, self.replica.tick
+        again._open = True
+        self.session.after_step(again)
+
+    def _mean_of(self, tensor: Tensor | None, weight: float) -> Tensor:
+        """Over the workers, by weight; where one has none it counts nothing."""
+        assert tensor is not None
+        flat = tensor.detach().reshape(-1).clone()
+        self.worker.mesh.data.mean_(flat, weight, 0)
+        return flat.reshape(tensor.shape)
+
+    def _exchange(self) -> None:
         replica = self.replica
         if not (self._averages and self._backwards):  # gradients set by hand have had no exchange yet
             replica.collect()
@@ -315,8 +368,11 @@ class Pair:
         with torch.no_grad(), self._exchanging():
             self._first_steps.stepped(replica.step)
             self.strategy.exchange(replica, self.worker, self.state)
-        replica.tick += 1
-        replica.reset_flags()
+        self._stepped()
+
+    def _stepped(self) -> None:
+        self.replica.tick += 1
+        self.replica.reset_flags()
         self._weight, self._backwards, self._open = 0.0, 0, True
         self.gradient_scale.restore_buffers()
         self.session.after_step(self)
@@ -333,7 +389,7 @@ class Pair:
         if self._backwards:
             self.session.check_weight_used()
         if self.together:
-            check_step(self.replica.optimizer, self.own)
+            check_step(self.replica.optimizer)
             if [p.data_ptr() for p in self.replica.trainable] != self._addresses:
                 self.replica.check()
 
@@ -362,20 +418,29 @@ class Pair:
             if self.strategy.needs.one_model and self.together:
                 replica.set_parameters(self.strategy.consensus(replica, self.worker, self.state))
                 evaluation.load(replica.model, {}, evaluation.mean_buffers(replica.model, group))
+                self._compare()
         replica.reset_flags()
+
+    def _compare(self) -> None:
+        """A collective at the end of a pass: ManyhandsError where what should be equal on all workers is not, BadInput
+        for other rates where every step must be the same."""
+        replica, rates = self.replica, partial(fingerprint.of_optimizer, self.replica.optimizer)
+        fingerprint.compare_replicas(self.worker, replica.parameters, replica.norm, rates(), replica.step)
+        if self.strategy.needs.mean_gradient:
+            fingerprint.compare(self.worker, rates)
 
 
 class Stepper:
     """What an optimizer's rebound `step` calls: the pair that it belongs to now, and the step that it had before."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.plain_step: Callable[[], Any] = optimizer.step
+        self.plain_step: Callable[..., Any] = optimizer.step
         self.pair: Pair | None = None
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> Stepper:
         """The one that the optimizer has, if it was prepared before, else a new one that waits to be bound."""
-        found = vars(optimizer).get(_SLOT)
+        found = vars(optimizer).get(SLOT)
         return found if isinstance(found, Stepper) else cls(optimizer)
 
     def bind(self, optimizer: torch.optim.Optimizer, pair: Pair) -> None:
@@ -385,24 +450,25 @@ class Stepper:
         sets what the wrapper would set, so that a scheduler may be built before or after.
         """
         self.pair = pair
-        if _SLOT in vars(optimizer):
+        if SLOT in vars(optimizer):
             return
-        vars(optimizer)[_SLOT] = self
+        vars(optimizer)[SLOT] = self
 
-        def step(optimizer: torch.optim.Optimizer, closure: Any = None) -> None:
-            self._step(closure)
+        def step(optimizer: torch.optim.Optimizer, closure: Any = None) -> Any:
+            value = self._step(closure)
             optimizer._opt_called = True  # type: ignore[attr-defined]
+            return value
 
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
-    def _step(self, closure: Any) -> None:
+    def _step(self, closure: Any) -> Any:
         if self.pair is None:
             raise Unsupported(
                 "this optimizer's model was prepared again with another optimizer: give prepare one optimizer for each model "
                 "(several parameter groups in one, or its parts one by one: mh.prepare(model.encoder, first), mh.prepare(model.decoder, second))"
             )
-        self.pair.step(closure)
+        return self.pair.step(closure)
 
 
 class GradientScale:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import traceback
 from functools import partial
 from pathlib import Path
 
 from manyhands import spec, tasks
-from manyhands.errors import BadInput, ManyhandsError, UnknownName, is_users
+from manyhands.errors import BadInput, ManyhandsError, UnknownName, users_line
 from manyhands.task import Task
 
 
@@ -34,9 +33,8 @@ def task_of(given: str) -> Task:
     except ManyhandsError:
         raise
     except Exception as error:
-        lines = [line for line in traceback.extract_tb(error.__traceback__) if is_users(line.filename)]
-        place = f" ({Path(lines[-1].filename).name}, line {lines[-1].lineno})" if lines else ""
-        raise BadInput(f"{name}() failed: {type(error).__name__}: {error}{place}") from error
+        place = users_line(error)
+        raise BadInput(f"{name}() failed: {type(error).__name__}: {error}{f' ({place})' if place else ''}") from error
     if not isinstance(task, Task):
         raise BadInput(f"{name}() returned {type(task).__name__}, not a manyhands.Task")
     return spec.make(task.with_fields, fields, what) if fields else task

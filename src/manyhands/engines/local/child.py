@@ -253,6 +253,10 @@ def _text(error: BaseException) -> str:
         return f"called sys.exit({error.code!r})"
     if isinstance(error, BdbQuit) or (isinstance(error, EOFError) and "reading a line" in str(error)):
         return "workers of a run have no standard input. Run one worker to type something or to debug (workers=1, manyhands run -n 1)"
+    if isinstance(error, ValueError) and "using env:// rendezvous" in str(error):
+        return (
+            f"{error}. Leave init_process_group out: manyhands connects the workers (or start the script with torchrun)"
+        )
     try:
         return str(error)
     except Exception:  # noqa: BLE001 - a user's own __str__ may be broken; the traceback still goes along
