@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+import time
 import types
 from typing import Any
 
@@ -150,3 +151,33 @@ def test_the_time_left_is_in_hours_minutes_and_seconds() -> None:
 def test_an_unknown_mode_lists_those_that_are() -> None:
     with pytest.raises(UnknownName, match="auto, json, quiet"):
         Progress("loud")
+
+
+def test_a_pipe_gets_a_line_every_half_a_minute() -> None:
+    """And each validation of a run that is so old; a short run writes nothing."""
+    now, out = [100.0], io.StringIO()
+    progress = Progress(console=Console(file=out, force_terminal=False, width=40), clock=lambda: now[0])
+    progress.on_start(START)
+    for tick in range(8):
+        if tick == 1:
+            progress.on_validation(Event(type="validation", step=1, values={"metrics": {"validation_loss": 0.5}}))
+        now[0] += 10
+        progress.on_step(step(tick, tick * 10))
+    progress.on_validation(Event(type="validation", step=8, values={"metrics": {"validation_loss": 0.25}}))
+    progress.on_end(Event(type="end", values={}))
+    first, second, third = out.getvalue().splitlines()
+    assert first.startswith("0:00:30   epoch 1/2   step 3/40   loss 0.5")
+    assert second.startswith("0:01:00   epoch 1/2   step 6/40")
+    assert third == "step 8   validation_loss 0.2500"
+
+
+def test_a_terminal_shows_that_a_slow_step_is_alive() -> None:
+    """Without a step the spinner turns and the seconds count."""
+    out = io.StringIO()
+    progress = Progress(console=Console(file=out, force_terminal=True, width=120))
+    progress.on_start(START)
+    deadline = time.monotonic() + 10
+    while "0:00:01" not in out.getvalue():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    progress.on_end(Event(type="end", values={}))

@@ -1,4 +1,4 @@
-"""The progress of a run: a bar on a terminal, a line in a notebook, JSON lines for programs, nothing for pipes."""
+"""The progress of a run: a bar on a terminal, a line in a notebook, JSON lines for programs, now and then a line for pipes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import IO
 
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn
+from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from typing_extensions import override
 
@@ -26,14 +26,15 @@ LOG = logging.getLogger("manyhands")
 
 MODES = ("auto", "json", "quiet")
 DRAW_EVERY_S = 0.2
+LINE_EVERY_S = 30.0
 RECENT_S = 5.0  # rows/s and the time left are of the last so many seconds, or of the last two steps if these are longer
 
 
 class Progress(Callback):
-    """Shows epoch, step, loss, rows/s and the time left, drawn at most five times a second in the driver's thread.
+    """Shows epoch, step, loss, rows/s and the time left.
 
-    log: "auto" draws a bar on standard error if that is a terminal, a line under the cell in a notebook, and nothing
-    elsewhere; "json" prints every event as a line of JSON on standard output, steps as rows of all workers; "quiet"
+    log: "auto" draws a bar on standard error if that is a terminal, a line under the cell in a notebook, and elsewhere
+    (a pipe, nohup) writes a line every half a minute; "json" prints every event as a line of JSON on standard output, steps as rows of all workers; "quiet"
     prints nothing.
     """
 
@@ -45,7 +46,7 @@ class Progress(Callback):
         self._log = log
         self._console = console
         self._clock = clock
-        self._display: _Terminal | _Notebook | None = None
+        self._display: _Terminal | _Notebook | _Lines | None = None
         self._rate = StepRate()
         self._drawn_s = -math.inf
         self._metrics: dict[str, float] = {}
@@ -61,6 +62,8 @@ class Progress(Callback):
                 self._display = _Notebook()
             elif console.is_terminal:
                 self._display = _Terminal(console)
+            else:
+                self._display = _Lines(console, self._clock)
         self._print_json(event)
 
     @override
@@ -171,11 +174,16 @@ class StepRate:
 
 
 class _Terminal:
-    """A bar of rich without its thread. Other output is printed above it."""
+    """A bar of rich, which turns and counts seconds however long a step takes. Other output is printed above it."""
 
     def __init__(self, console: Console) -> None:
-        columns = (BarColumn(bar_width=16), TextColumn("{task.description}", markup=False))
-        self._bar = Bar(*columns, console=console, auto_refresh=False, transient=True)
+        columns = (
+            SpinnerColumn(),
+            BarColumn(bar_width=16),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}", markup=False),
+        )
+        self._bar = Bar(*columns, console=console, refresh_per_second=4, transient=True)
         self._task = self._bar.add_task("starting", total=None)
         self._bar.start()
 
@@ -189,6 +197,29 @@ class _Terminal:
 
     def close(self) -> None:
         self._bar.stop()
+
+
+class _Lines:
+    """A line every half a minute, and each validation once the run is so old."""
+
+    def __init__(self, console: Console, clock: Callable[[], float]) -> None:
+        self._console, self._clock = console, clock
+        self._began_s = self._written_s = clock()
+
+    def draw(self, rate: StepRate) -> None:
+        if self._clock() - self._written_s >= LINE_EVERY_S:
+            self._written_s = self._clock()
+            self._write(f"{timedelta(seconds=round(self._clock() - self._began_s))}   {rate.text()}")
+
+    def print(self, line: str) -> None:
+        if self._clock() - self._began_s >= LINE_EVERY_S:
+            self._write(line)
+
+    def _write(self, line: str) -> None:
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        pass
 
 
 class _Notebook:

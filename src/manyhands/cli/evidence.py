@@ -57,8 +57,8 @@ def compare(
     One process alone (solo), with one thread and with all, always takes part.
     Trials of all variants alternate; those of one repeat have the same seed and
     see the same rows. Two results are called different only where repeats and
-    margins allow it (docs/compare.md). Let the machine be idle meanwhile. Ctrl-C
-    after the first repeat reports what is there.
+    margins allow it (docs/compare.md). Let the machine be idle meanwhile. Ctrl-C or
+    SIGTERM after the first repeat reports what is there.
     """
     from manyhands import spec
     from manyhands.evidence.compare.compare import DEFAULT, compare

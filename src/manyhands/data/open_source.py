@@ -86,6 +86,9 @@ def _open_library(data: Any, collate: Collate | None, processes: int) -> Source 
     if _is_a(data, "datasets", "Dataset"):
         by_row = processes and collate is not None
         return DatasetRows(data, collate, processes) if by_row else HuggingFace(data, collate)
+    if _is_a(data, "datasets", "IterableDataset") and getattr(data, "_formatting", None) is None:
+        tensors = data.with_format("torch")  # its rows are lists and numbers of Python's otherwise
+        return Stream(lambda: tensors, collate, processes)
     if _is_a(data, "datasets", "DatasetDict") or _is_a(data, "datasets", "IterableDatasetDict"):
         raise BadInput(
             f"a {type(data).__name__} holds several splits ({', '.join(data)}): give one of them, train_data=dataset['train']"

@@ -146,3 +146,15 @@ def test_a_shuffled_hugging_face_stream_differs_by_epoch_and_agrees_on_all_ranks
 
     assert read(0) != read(1)
     assert read(1, 0, 2) + read(1, 1, 2) == read(1)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_iterable_hugging_face_dataset_gives_tensors_as_the_map_style_one_does(size: int) -> None:
+    """Its rows are Python's lists and numbers, which no collate function makes batches of."""
+    rows = datasets.Dataset.from_dict({"x": [[i, i + 1] for i in range(8)], "y": list(range(8))})
+    reading = Reading(rank=size - 1, size=size, batch_size=4, shuffle=False)
+    for stream in (rows.to_iterable_dataset(), rows.to_iterable_dataset().with_format("torch")):
+        batch, plainly = (next(open_source(data).slices(reading)).batch for data in (stream, rows))
+        assert {name: (part.dtype, part.tolist()) for name, part in batch.items()} == {
+            name: (part.dtype, part.tolist()) for name, part in plainly.items()
+        }

@@ -1,6 +1,8 @@
 """Whole comparisons on simulated workers: the same every time, and no other work of the machine in them."""
 
 import copy
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -205,31 +207,36 @@ def test_a_comparison_is_the_same_every_time() -> None:
 
 
 class Interrupting:
-    """Says nothing, and is interrupted at the trial number `at`."""
+    """Says nothing, and is interrupted at the trial number `at`, by Ctrl-C or by SIGTERM."""
 
-    def __init__(self, at: int) -> None:
-        self.at = at
+    def __init__(self, at: int, by: int = signal.SIGINT) -> None:
+        self.at, self.by = at, by
         self.lines: list[str] = []
 
     def __call__(self, line: str) -> None:
         self.lines.append(line)
         if line.startswith(f"trial {self.at} "):
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), self.by)
 
 
-def test_an_interrupted_comparison_has_its_whole_repeats() -> None:
-    say = Interrupting(at=6)
+@pytest.mark.parametrize(
+    ("by", "why"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "asked to end (SIGTERM)")], ids=["int", "term"]
+)
+def test_an_interrupted_comparison_has_its_whole_repeats(by: int, why: str) -> None:
+    say = Interrupting(at=6, by=by)
     found = compare(tiny(), strategies=["allreduce"], engine=SIM, validations=1, repeats=4, say=say)
     assert not found.complete
     assert found.repeats == 2
     assert [trial.repeat for trial in found.trials] == [0, 0, 1, 1]
-    assert say.lines[-1] == "interrupted: 2 of 4 repeats are complete"
+    assert say.lines[-1] == f"{why}: 2 of 4 repeats are complete"
     assert found.verdict.startswith("On the simulated cluster: not decided: 2 repeats cannot")
 
 
 def test_before_a_whole_repeat_an_interrupt_passes() -> None:
     with pytest.raises(KeyboardInterrupt):
         compare(tiny(), strategies=["allreduce"], engine=SIM, validations=1, say=Interrupting(at=2))
+    with pytest.raises(mh.Preempted, match="before the first repeat was complete: there is nothing to report"):
+        compare(tiny(), strategies=["allreduce"], engine=SIM, validations=1, say=Interrupting(at=2, by=signal.SIGTERM))
 
 
 def test_where_solo_fails_there_is_nothing_to_compare_with() -> None:

@@ -73,11 +73,11 @@ def compare(
         slow.
     say: called with a line before each trial. progress: a callback of every trial, such as mh.Progress().
 
-    A trial that fails does not end the comparison: it is reported, and its variant not tried again. Ctrl-C after at
-    least one whole repeat returns what is complete.
+    A trial that fails does not end the comparison: it is reported, and its variant not tried again. Ctrl-C or
+    SIGTERM after at least one whole repeat returns what is complete.
 
     Raises BadInput (and its kinds) for what cannot be, before any process starts where that can be known;
-    ManyhandsError where solo fails; Preempted after SIGTERM.
+    ManyhandsError where solo fails; Preempted after SIGTERM in the first repeat.
     """
     if isinstance(strategies, str):
         strategies = spec.split_list(strategies)

@@ -20,12 +20,13 @@ from manyhands.engines.base import Engine
 from manyhands.engines.hosts.engine import Hosts
 from manyhands.engines.local.engine import Local
 from manyhands.engines.sim.engine import Sim
-from manyhands.errors import ManyhandsError
+from manyhands.errors import ManyhandsError, Preempted
 from manyhands.evidence.compare.comparison import Comparison, Point, Trial
 from manyhands.evidence.compare.metric import metric_of
 from manyhands.evidence.compare.trial import FinishedTrial, Known, TrialEntry, TrialSetup, start_of, try_once, warm_up
 from manyhands.evidence.compare.variants import orders
 from manyhands.recording.run import environment
+from manyhands.signals import sigterm_to
 from manyhands.task import Task
 
 
@@ -80,17 +81,21 @@ class Repeating:
         )
 
     def _repeat_all(self, known: Known, judged: str) -> bool:
-        """Whether all repeats are done: Ctrl-C ends them after the first."""
+        """Whether all repeats are done: Ctrl-C and SIGTERM end them after the first."""
         going = list(range(len(self.entries)))
         for repeat, order in enumerate(orders(len(self.entries), self.repeats, self.setting.task.seed)):
             self._pace.left = [self.entries[i].variant.name for i in going] * (self.repeats - repeat)
             try:
-                trials = self._repeat(repeat, [self.entries[i] for i in order if i in going], known, judged)
-            except KeyboardInterrupt:
-                if not repeat:
-                    raise
-                self.say(f"interrupted: {repeat} of {self.repeats} repeats are complete")
-                return False
+                with sigterm_to(_preempt):
+                    trials = self._repeat(repeat, [self.entries[i] for i in order if i in going], known, judged)
+            except (KeyboardInterrupt, Preempted) as end:
+                why = "asked to end (SIGTERM)" if isinstance(end, Preempted) else "interrupted"
+                if repeat:
+                    self.say(f"{why}: {repeat} of {self.repeats} repeats are complete")
+                    return False
+                if isinstance(end, Preempted):
+                    raise Preempted(f"{why} before the first repeat was complete: there is nothing to report") from end
+                raise
             self.trials += trials
             failed = {trial.variant for trial in trials if trial.failure}
             going = [i for i in going if self.entries[i].variant.name not in failed]
@@ -129,6 +134,10 @@ class Repeating:
         if isinstance(self.engine, Hosts) and entry.variant.workers == 1:
             return Local(apart=True)
         return self.engine
+
+
+def _preempt(reason: str) -> None:
+    raise Preempted("asked to end (SIGTERM)")
 
 
 class TrialPace:
