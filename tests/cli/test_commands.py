@@ -203,7 +203,8 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         (["join", "127.0.0.1:7000", "--workers", "1", "--wait", "inf"], "wait_s must be"),
         (["train", "digits", "--workers", "many"], "many"),
         (["train", "digits", "--wrokers", "2"], "--workers"),
-        (["train"], "Missing argument"),
+        (["train"], "train needs a task"),
+        (["compare"], "Missing argument"),
         (["trian"], "trian"),
     ],
 )

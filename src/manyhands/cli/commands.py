@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import shellingham
 import typer
 from typer.core import TyperGroup
 
 from manyhands.checkpoint.paths import path_of
 from manyhands.cli import evidence, options, tables
+from manyhands.cli.config import text_of
 from manyhands.cli.options import stamped, task_fields, with_fields
 from manyhands.errors import BadInput, ManyhandsError, is_whole, whole_of
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from manyhands.engines.base import Engine
 
 INTERRUPTED = 130
+SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 
 
 class Commands(TyperGroup):
@@ -53,7 +57,22 @@ app = typer.Typer(
 
 def main() -> None:
     """The entry point of the command."""
+    if {"--show-completion", "--install-completion"} & set(sys.argv[1:]) and (shell := _shell_here()) not in SHELLS:
+        found = f"{shell} is here" if shell else "none was found"
+        typer.echo(
+            f"manyhands: completion needs a shell, one of {', '.join(SHELLS)}; {found}: start it from one of these",
+            err=True,
+        )
+        sys.exit(BadInput.exit_code)
     app(prog_name="manyhands")
+
+
+def _shell_here() -> str:
+    """The name of the shell that started this process, "" without one."""
+    try:
+        return str(shellingham.detect_shell()[0])
+    except shellingham.ShellDetectionFailure:
+        return ""
 
 
 def _show_version(value: bool) -> None:
@@ -89,7 +108,7 @@ def manyhands(
 @app.command()
 def train(
     ctx: typer.Context,
-    task: options.TaskSpec,
+    task: options.TrainedTask = None,
     workers: options.Workers = None,
     strategy: options.Strategy = "allreduce",
     engine: options.Engine = "auto",
@@ -128,7 +147,11 @@ def train(
     nonfinite: options.Nonfinite = "raise",
     early_stopping: options.Stopping = None,
     tensorboard: options.TensorBoardFolder = None,
+    mlflow: options.MLflowExperiment = None,
+    wandb: options.WandBProject = None,
     log: options.Log = "auto",
+    config: options.Config = None,
+    print_config: options.PrintConfig = False,
     debug: options.Debug = False,
 ) -> None:
     """Train a task and print what came of it.
@@ -138,6 +161,8 @@ def train(
     [bold]manyhands train my.py:task --run-dir runs/mine --resume[/bold]
     [bold]manyhands train digits --log json | jq .values.loss[/bold]
     [bold]manyhands train digits -n 4 -s downpour:bound=2 --servers 2[/bold]
+    [bold]manyhands train digits -n 2 --print-config > run.toml[/bold]
+    [bold]manyhands train --config run.toml --epochs 3[/bold]
     [bold]manyhands train digits -n 4 --listen 10.0.0.1[/bold]
     [bold]manyhands train digits -n 64 -s downpour --network latency=1ms,bandwidth=1Gbit --compute row=1e-4,3=5x[/bold]
 
@@ -145,6 +170,13 @@ def train(
     With --network, --compute or --faults it is sim: any number of workers, in
     virtual time.
     """
+    if print_config:
+        typer.echo(text_of(ctx))
+        return
+    if task is None:
+        raise BadInput(
+            'train needs a task: manyhands train digits, or task = "digits" in the file of --config (manyhands tasks lists them)'
+        )
     engine = with_fields(
         engine,
         "hosts",
@@ -174,7 +206,7 @@ def train(
                 threads_per_worker=threads_per_worker,
                 run_dir=stamped("", task) if run_dir is None else path_of(run_dir),
                 resume=resume,
-                callbacks=_callbacks(log, early_stopping, tensorboard),
+                callbacks=_callbacks(log, early_stopping, tensorboard, mlflow, wandb),
                 validate_every=_steps(validate_every),
                 checkpoint_every=_steps(checkpoint_every),
                 check_replicas_every=check_replicas_every,
@@ -317,6 +349,19 @@ def join(
     join_run(offer, lambda line: typer.echo(line, err=True))
 
 
+@app.command()
+def summary(run: options.RunToSummarize, debug: options.Debug = False) -> None:
+    """Print what came of a run again, with its curves; of a comparison, its tables, and write its report anew.
+
+    [bold]manyhands summary runs/mine[/bold]
+
+    A run that is under way, or was killed, is told as far as it came.
+    """
+    from manyhands.cli.summaries import text_of_directory
+
+    typer.echo(text_of_directory(path_of(run), *tables.width()))
+
+
 for _listing in (tables.strategies, tables.tasks, tables.engines):
     app.command()(_listing)
 
@@ -339,8 +384,10 @@ def _started(engine: str, workers: int | None) -> Iterator[Engine]:
         made.close()
 
 
-def _callbacks(log: str, early_stopping: str | None, tensorboard: Path | None) -> list[Callback]:
-    from manyhands.callbacks import EarlyStopping, Progress, TensorBoard
+def _callbacks(
+    log: str, early_stopping: str | None, tensorboard: Path | None, mlflow: str | None, wandb: str | None
+) -> list[Callback]:
+    from manyhands.callbacks import EarlyStopping, MLflow, Progress, TensorBoard, WandB
 
     callbacks: list[Callback] = [Progress(log)]
     if early_stopping is not None:
@@ -353,6 +400,10 @@ def _callbacks(log: str, early_stopping: str | None, tensorboard: Path | None) -
         callbacks.append(EarlyStopping(metric=metric, patience=patience))
     if tensorboard is not None:
         callbacks.append(TensorBoard(tensorboard))
+    if mlflow is not None:
+        callbacks.append(MLflow(mlflow))
+    if wandb is not None:
+        callbacks.append(WandB(wandb))
     return callbacks
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import re
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from manyhands.cli import config
 from manyhands.engines.roles import TRAINING, WORKER, Roles
 from manyhands.engines.torchrun import launchers
 from manyhands.errors import BadInput, whole_of
@@ -29,6 +32,17 @@ def _debug(ctx: typer.Context, value: bool) -> bool:
     return value
 
 
+def completing(catalogue: str) -> Callable[[str], list[str]]:
+    """What a shell completes: the names of a catalogue, the last one of several with commas between them."""
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",")
+        names = importlib.import_module(f"manyhands.{catalogue}").CATALOGUE
+        return [f"{before}{comma}{name}" for name in names if name.startswith(last)]
+
+    return complete
+
+
 _run = partial(typer.Option, rich_help_panel="The run")
 _task = partial(typer.Option, rich_help_panel="The task's fields (each overrides the task's own)")
 _hosts = partial(typer.Option, rich_help_panel="Several hosts")
@@ -36,7 +50,30 @@ _frameworks = partial(typer.Option, rich_help_panel="Another framework's own clu
 _simulated = partial(typer.Option, rich_help_panel="A simulated cluster (engine sim)")
 _watch = partial(typer.Option, rich_help_panel="What is shown and kept")
 
-TaskSpec = Annotated[str, typer.Argument(help="A name, digits:batch_size=32 with options, or file.py:NAME.")]
+TaskSpec = Annotated[
+    str,
+    typer.Argument(
+        help="A name, digits:batch_size=32 with options, or file.py:NAME.", autocompletion=completing("tasks")
+    ),
+]
+TrainedTask = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="TASK",
+        help="A name, digits:batch_size=32 with options, or file.py:NAME; here or in --config.",
+        autocompletion=completing("tasks"),
+    ),
+]
+Config = Annotated[
+    Path | None,
+    _run(
+        "--config",
+        help="Options from a TOML file, epochs = 3 and so on; those given here override it.",
+        callback=config.read,
+        is_eager=True,
+    ),
+]
+PrintConfig = Annotated[bool, _run("--print-config", help="Print such a file with these options, and leave.")]
 RunToReplay = Annotated[str, typer.Argument(help="The directory of a finished run, --run-dir of `train`.")]
 ReplayedTask = Annotated[
     str | None, _run("--task", help="The run's task, where it lies in a file: my.py:task, with its options.")
@@ -48,10 +85,15 @@ Script = Annotated[Path, typer.Argument(help="A Python script that calls manyhan
 ScriptArguments = Annotated[list[str] | None, typer.Argument(help="All that follows the script is the script's.")]
 
 Workers = Annotated[int | None, _run("--workers", "-n", help="How many; default: one per GPU, else 1.")]
-Strategy = Annotated[str, _run("--strategy", "-s", help="How they agree: see `manyhands strategies`.")]
-ScriptStrategy = Annotated[
-    str, _run("--strategy", "-s", help="How they agree: see `manyhands strategies`.", envvar="MANYHANDS_STRATEGY")
-]
+_strategy = partial(
+    _run,
+    "--strategy",
+    "-s",
+    help="How they agree: see `manyhands strategies`.",
+    autocompletion=completing("strategies"),
+)
+Strategy = Annotated[str, _strategy()]
+ScriptStrategy = Annotated[str, _strategy(envvar="MANYHANDS_STRATEGY")]
 ScriptRoles = Annotated[
     str | None, _frameworks("--roles", help="Who is there: chief=1,worker=2,ps=1,evaluator=1; worker may be --workers.")
 ]
@@ -62,7 +104,9 @@ ScriptTensorBoard = Annotated[
     Path | None, _frameworks("--tensorboard", help="Start TensorBoard on this folder, beside the chief.")
 ]
 ScriptEngine = Annotated[str, _frameworks("--engine", help="Where it runs: local, hosts:listen=ADDRESS …")]
-Engine = Annotated[str, _run("--engine", help="Where they run: see `manyhands engines`.")]
+Engine = Annotated[
+    str, _run("--engine", help="Where they run: see `manyhands engines`.", autocompletion=completing("engines"))
+]
 Servers = Annotated[int, _run("--servers", help="Shards of the parameter server, where a strategy has one.", min=1)]
 Device = Annotated[str, _run("--device", help="auto, cpu or cuda.")]
 Threads = Annotated[int | None, _run("--threads-per-worker", help="Default: usable cores / workers.", min=1)]
@@ -109,7 +153,12 @@ CalibratedStrategies = Annotated[
 CalibratedSteps = Annotated[int, _run("--steps", help="Of each real run; at least three times a strategy's period.")]
 ComparedStrategies = Annotated[
     str | None,
-    _run("--strategies", "-s", help="With commas between them; options go behind a colon. See `manyhands strategies`."),
+    _run(
+        "--strategies",
+        "-s",
+        help="With commas between them; options go behind a colon. See `manyhands strategies`.",
+        autocompletion=completing("strategies"),
+    ),
 ]
 ComparedWorkers = Annotated[str, _run("--workers", "-n", help="Each strategy on so many; solo is always one.")]
 Repeats = Annotated[int, _run("--repeats", help="Of each variant; below 3 nothing is called different.", min=1)]
@@ -170,6 +219,11 @@ Keep = Annotated[str, _watch("--keep", help="last, or best:METRIC.")]
 Nonfinite = Annotated[str, _watch("--nonfinite", help="Gradients with NaN: raise, or skip them.")]
 Stopping = Annotated[str | None, _watch("--early-stopping", help="Stop when METRIC\\[:PATIENCE] gets no better.")]
 TensorBoardFolder = Annotated[Path | None, _watch("--tensorboard", help="Write event files to this folder.")]
+MLflowExperiment = Annotated[
+    str | None, _watch("--mlflow", help="Log to this MLflow experiment; MLFLOW_TRACKING_URI says where it is.")
+]
+WandBProject = Annotated[str | None, _watch("--wandb", help="Log to this Weights & Biases project.")]
+RunToSummarize = Annotated[Path, typer.Argument(help="The directory of a run, or of a comparison.")]
 Log = Annotated[str, _watch("--log", help="auto (a bar on a terminal), json (events), quiet.")]
 
 

@@ -275,6 +275,14 @@ def finished_run(config: TrainConfig, saved: dict[str, Any] | None = None) -> Ru
     return Run.from_json(saved, directory=config.directory, answer=answer)
 
 
+def shapes_in(directory: AnyPath) -> list[tuple[int, ...]]:
+    """Of a finished run's trainable parameters; [] where they are not there any more."""
+    try:
+        return list(checkpoints.SavedTensors(directory / FINAL).under("0/parameters/").shapes().values())
+    except (OSError, SafetensorError):
+        return []
+
+
 def write(directory: AnyPath, run: Run, states: list[State]) -> None:
     """The final parameters, then result.json with all SHA-256: a directory that has it is of a finished run."""
     tensors: dict[str, Tensor] = {}

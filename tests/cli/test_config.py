@@ -1,0 +1,136 @@
+"""`--config run.toml`, the file that `--print-config` writes, and what a shell completes."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shellingham
+from test_commands import asked, invoke  # noqa: F401 - a fixture
+
+from manyhands.cli import commands
+from manyhands.cli.options import completing
+
+
+def written(folder: Path, text: str) -> str:
+    path = folder / "run.toml"
+    path.write_text(text)
+    return str(path)
+
+
+GOOD = """
+task = "digits:width=3"   # a comment
+workers = 2
+max-seconds = 7
+validate_every = 10
+no_shuffle = true
+tls = true
+"""
+
+
+def test_a_file_gives_options_and_the_command_line_overrides_them(tmp_path: Path, asked: dict[str, Any]) -> None:  # noqa: F811
+    done = invoke("train", "--config", written(tmp_path, GOOD), "-n", "3")
+    assert done.exit_code == 0, done.output
+    assert asked["task"] == "digits:width=3"
+    assert (asked["workers"], asked["max_seconds"], asked["validate_every"], asked["shuffle"]) == (3, 7.0, 10, False)
+    assert invoke("train", "chars", "--config", written(tmp_path, GOOD)).exit_code == 0
+    assert (asked["task"], asked["workers"]) == ("chars", 2)
+
+
+def test_what_is_printed_is_read_as_the_same(tmp_path: Path, asked: dict[str, Any]) -> None:  # noqa: F811
+    words = ["digits", "-n", "2", "--strategy", 'local-sgd:period="8"', "--epochs", "3", "--no-tls", "--run-dir", "a b"]
+    printed = invoke("train", *words, "--print-config")
+    assert printed.exit_code == 0
+    assert not asked
+    values = tomllib.loads(printed.stdout)
+    assert (values["task"], values["workers"], values["tls"], values["epochs"]) == ("digits", 2, False, 3)
+    invoke("train", *words)
+    first = dict(asked)
+    invoke("train", "--config", written(tmp_path, printed.stdout))
+    for one in (first, asked):
+        del one["callbacks"]
+    assert asked == first
+
+
+def test_every_option_is_in_the_file() -> None:
+    printed, shown = invoke("train", "--print-config"), invoke("train", "--help").stdout
+    names = {name.replace("-", "_") for name in re.findall(r"--([a-z][a-z-]+)", shown)}
+    names -= {"help", "config", "print_config", "debug", "no_tls", "network_latency"}
+    found = set(re.findall(r"^#? ?([a-z_]+) =", printed.stdout, re.MULTILINE))
+    assert {name for name in names if not any(name.startswith(one) or one.startswith(name) for one in found)} == set()
+
+
+BAD = {
+    "an unknown key": (
+        'task = "digits"\nworker = 2\n',
+        "line 2: no option 'worker' .did you mean 'workers'.*known are task, workers",
+    ),
+    "a text as number": ('task = "digits"\n\nepochs = "five"\n', "line 3: epochs must be a whole number, not 'five'"),
+    "a fraction as number": ("epochs = 2.5\n", "line 1: epochs must be a whole number, not 2.5"),
+    "a number as switch": ("\nresume = 1\n", "line 2: resume must be true or false, not 1"),
+    "a list": ("workers = [1, 2]\n", r"line 1: workers must be a whole number, not \[1, 2\]"),
+    "a table": ("[task]\nname = 1\n", "line 1: task must be a text"),
+    "no TOML": ("task = digits\n", r"is not TOML: .*line 1"),
+}
+
+
+@pytest.mark.parametrize("mistake", BAD)
+def test_a_bad_file_is_one_line_with_its_place(mistake: str, tmp_path: Path, asked: dict[str, Any]) -> None:  # noqa: F811
+    text, says = BAD[mistake]
+    done = invoke("train", "--config", written(tmp_path, text))
+    assert (done.exit_code, done.stdout) == (2, ""), done.output
+    assert re.search(says, done.stderr), done.stderr
+    assert "run.toml" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not asked
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    done = invoke("train", "--config", str(tmp_path / "no.toml"))
+    assert (done.exit_code, len(done.stderr.splitlines())) == (2, 1)
+    assert "no.toml: No such file" in done.stderr
+
+
+def test_train_without_a_task_says_where_to_name_one() -> None:
+    done = invoke("train")
+    assert (done.exit_code, len(done.stderr.splitlines())) == (2, 1)
+    assert "manyhands train digits" in done.stderr
+
+
+def test_trackers_are_options(asked: dict[str, Any], tmp_path: Path) -> None:  # noqa: F811
+    done = invoke("train", "digits", "--mlflow", "mine", "--wandb", "ours", "--tensorboard", str(tmp_path))
+    if done.exit_code:
+        assert "which is not installed: pip install" in done.stderr  # of the first that is not there
+    else:
+        kinds = [type(callback).__name__ for callback in asked["callbacks"]]
+        assert kinds == ["Progress", "TensorBoard", "MLflow", "WandB"]
+
+
+def test_shells_complete_strategies_tasks_and_engines() -> None:
+    assert completing("strategies")("lo") == ["local-sgd"]
+    assert completing("strategies")("allreduce,d") == [
+        f"allreduce,{name}" for name in ("diloco", "downpour", "dynsgd", "distance")
+    ]
+    assert completing("tasks")("") == ["digits", "chars"]
+    assert "hosts" in completing("engines")("h")
+
+
+@pytest.mark.parametrize("shell", [None, "dash"])
+def test_completion_without_a_shell(
+    shell: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def detected() -> tuple[str, str]:
+        if shell is None:
+            raise shellingham.ShellDetectionFailure
+        return shell, f"/bin/{shell}"
+
+    monkeypatch.setattr(shellingham, "detect_shell", detected)
+    monkeypatch.setattr("sys.argv", ["manyhands", "--show-completion"])
+    with pytest.raises(SystemExit) as ended:
+        commands.main()
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "one of bash, zsh, fish" in line
