@@ -13,14 +13,17 @@ from typing import Any
 
 import fsspec
 import pytest
+import safetensors.torch
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from torch import nn
 from typing_extensions import override
 
 import manyhands as mh
 import plain
 from manyhands.checkpoint import checkpoints
 from manyhands.checkpoint.paths import RemotePath
+from manyhands.engines.local.engine import Local
 from manyhands.events import Event
 
 URL = "mortal://bucket/run"
@@ -392,3 +395,67 @@ def test_what_others_left_does_not_stop_checkpoints(tmp_path: Path) -> None:
         *("mine.partial", "yours.partial", "step-00000006", "step-00000009")
     }
     assert not list(folder.glob("result.json.0*"))
+
+
+# -- the model's file --------------------------------------------------------------------------------------------------
+
+
+class Everything(nn.Module):
+    """Frozen and tied parameters, buffers that are saved and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)
+        self.tied = nn.Linear(5, 5, bias=False)
+        self.tied.weight = self.first.weight
+        self.last.bias.requires_grad_(False)
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.tied(self.norm(self.first(x))))
+
+
+def everything(**fields: Any) -> mh.Task:
+    given = {
+        "model": Everything,
+        "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        "train_data": plain.rows(32, torch.float32),
+        "batch_size": 8,
+    }
+    return mh.Task.supervised(**(given | fields))
+
+
+def loaded(path: Path) -> nn.Module:
+    model = Everything()
+    model.load_state_dict(safetensors.torch.load_file(path))  # strict: every name, and no other
+    return model
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_models_file_is_its_state_dict(tmp_path: Path, local: Local, workers: int) -> None:
+    run = mh.train(everything(), engine=local, workers=workers, run_dir=tmp_path / "run")
+    found, wanted = loaded(tmp_path / "run" / "model.safetensors").state_dict(), run.model.state_dict()
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    again = mh.train(everything(), workers=workers, run_dir=tmp_path / "run", resume=True)
+    assert torch.equal(again.parameters, run.parameters)
+    assert all(torch.equal(value, wanted[name]) for name, value in again.model.state_dict().items())
+
+
+def test_an_ensemble_has_a_file_for_each_member(tmp_path: Path, local: Local) -> None:
+    run = mh.train(everything(), engine=local, workers=2, strategy="ensemble", run_dir=tmp_path / "run")
+    assert sorted(path.name for path in (tmp_path / "run").glob("*.safetensors")) == [
+        "model-0.safetensors",
+        "model-1.safetensors",
+    ]
+    for number, member in enumerate(run.models):
+        found = loaded(tmp_path / "run" / f"model-{number}.safetensors").state_dict()
+        assert all(torch.equal(found[name], value) for name, value in member.state_dict().items())
+    again = mh.train(everything(), workers=2, strategy="ensemble", run_dir=tmp_path / "run", resume=True)
+    assert [len(again.models), torch.equal(again.models[1].last.weight, run.models[1].last.weight)] == [2, True]
+
+
+def test_a_finished_run_of_another_model_is_refused(tmp_path: Path) -> None:
+    mh.train(everything(), workers=1, run_dir=tmp_path / "run")
+    with pytest.raises(mh.BadInput, match="not this model's"):
+        mh.train(everything(model=lambda: nn.Linear(5, 3)), workers=1, run_dir=tmp_path / "run", resume=True)

@@ -531,6 +531,7 @@ class Loop:
             own |= {"memory": peak_bytes(worker.device), "cores": cores.report(torch.get_num_threads())}
         return Outcome(
             states=states,
+            saved=[name for name, value in replica.model.state_dict().items() if isinstance(value, torch.Tensor)],
             metrics=metrics,
             workers=worker.group.all_gather_json(own),
             steps=replica.step,

@@ -57,7 +57,9 @@ class WorkerPlan:
         return replace(self, task=task)
 
 
-State = tuple[dict[str, Tensor], dict[str, Tensor]]  # parameters and buffers by name
+State = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]
+"""By name: the trainable parameters, the buffers, and for a run directory the rest of the model's state_dict (frozen
+parameters, further names of tied ones)."""
 
 
 @dataclass(kw_only=True)
@@ -65,6 +67,7 @@ class Outcome:
     """What each worker returns. The same on all ranks, except `states`, which are empty where nobody needs them."""
 
     states: list[State]  # the answer's; an ensemble's, one a member
+    saved: list[str]  # the names in the model's state_dict
     metrics: dict[str, float]
     workers: list[dict[str, Any]]  # by rank: rows, unused, ledger, memory
     steps: int

@@ -13,6 +13,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,14 +31,18 @@ from manyhands.recording.run import Answer, Run
 from manyhands.replica import evaluation
 from manyhands.task import Task
 from manyhands.training.config import TrainConfig
-from manyhands.training.plan import State, build_model
+from manyhands.training.plan import Outcome, State, build_model
 
-AnyState = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]  # parameters and buffers by name, read or not yet
-Shapes = dict[str, tuple[int, ...]]  # of trainable parameters, by name
+Shapes = dict[str, tuple[int, ...]]  # by name
 CHECKPOINTS, FINAL, RESULT, CONFIG_FILE = "checkpoints", "model.safetensors", "result.json", "config.json"
 _UNFINISHED = re.compile(
-    rf"({re.escape(FINAL)}|{re.escape(RESULT)}|{re.escape(CONFIG_FILE)})\.[0-9a-f]{{16}}{re.escape(PARTIAL)}"
+    rf"(model(-\d+)?\.safetensors|{re.escape(RESULT)}|{re.escape(CONFIG_FILE)})\.[0-9a-f]{{16}}{re.escape(PARTIAL)}"
 )
+
+
+def files_of(members: int) -> list[str]:
+    """The files of a run's models: one, or one for each member of an ensemble."""
+    return [FINAL] if members == 1 else [f"model-{member}.safetensors" for member in range(members)]
 
 
 @dataclass
@@ -113,8 +118,10 @@ def _refuse_used(directory: AnyPath) -> None:
         return
     if (directory / launch_lock.FILE).exists():
         LaunchLock(directory).close()  # a driver that is at work is named
-    empty = not (directory / CHECKPOINTS).is_dir() or not any((directory / CHECKPOINTS).iterdir())
-    found = "exists" if not empty else "exists, with no checkpoint in it"
+    folder, is_run = directory / CHECKPOINTS, (directory / launch_lock.FILE).exists()
+    found = (
+        "exists" if not is_run or (folder.is_dir() and any(folder.iterdir())) else "exists, with no checkpoint in it"
+    )
     raise BadInput(f"run directory {directory} {found}: resume it (resume=True, --resume), or give another")
 
 
@@ -169,13 +176,15 @@ def _result_in(directory: AnyPath, warn: Callable[[str], None]) -> dict[str, Any
         return None
 
 
-def read_result(directory: AnyPath, others: Iterable[str] = (FINAL,)) -> dict[str, Any]:
-    """The content of result.json, once it and the `others` beside it are what the run wrote; BadInput else."""
+def read_result(directory: AnyPath, others: Iterable[str] | None = None) -> dict[str, Any]:
+    """The content of result.json, once it and the `others` beside it are what the run wrote; BadInput else. Without
+    `others`, the files of its models are looked at."""
     try:
         with open_regular(directory / RESULT) as file:
             saved = json.load(file)
         digests = saved["sha256"]
         wrong = [] if digests[RESULT] == _own_digest(saved) else [RESULT]
+        others = _models_among(digests) if others is None else others
         wrong += [
             name for name in others if digests[name] != _digest(directory / name, digests[name].partition(":")[2])
         ]
@@ -186,6 +195,12 @@ def read_result(directory: AnyPath, others: Iterable[str] = (FINAL,)) -> dict[st
     if wrong:
         raise BadInput(f"the result of the run in {directory} is damaged: {', '.join(wrong)} is not what was written")
     return dict(saved)
+
+
+def _models_among(names: Iterable[str]) -> list[str]:
+    """The files of models; at least one must be there."""
+    found = [name for name in names if re.fullmatch(r"model(-\d+)?\.safetensors", name)]
+    return sorted(found, key=lambda name: (len(name), name)) or [FINAL]
 
 
 def _size_of(path: AnyPath) -> int | None:
@@ -259,40 +274,37 @@ def finished_run(config: TrainConfig, saved: dict[str, Any] | None = None) -> Ru
             f"the finished run in {config.directory} is of strategy {was}, not {config.strategy.name}: give another run directory"
         )
     try:
-        tensors = checkpoints.SavedTensors(config.directory / FINAL)
+        states = [checkpoints.SavedTensors(config.directory / name) for name in _models_among(saved["sha256"])]
     except (OSError, SafetensorError) as problem:
         raise BadInput(
             f"the finished run in {config.directory} has lost its parameters ({problem}): start again in another run directory"
         ) from None
 
-    members = sorted({int(name.partition("/")[0]) for name in tensors})
-    states = [(tensors.under(f"{i}/parameters/"), tensors.under(f"{i}/buffers/")) for i in members]
-    shapes = [parameters.shapes() for parameters, _ in states]
-    models = _models_for(config.task, shapes)  # checked now
-    answer = Answer(lambda: _filled(models, states), list(shapes[0].values()))
+    models = _models_for(config.task, [state.shapes() for state in states], _saved)  # checked now
+    answer = Answer(lambda: _restored(models, states), list(_trainable(models[0]).values()))
     if isinstance(config.task.model, nn.Module):
         answer = Answer.of(answer.models)
     return Run.from_json(saved, directory=config.directory, answer=answer)
 
 
 def shapes_in(directory: AnyPath) -> list[tuple[int, ...]]:
-    """Of a finished run's trainable parameters; [] where they are not there any more."""
-    try:
-        return list(checkpoints.SavedTensors(directory / FINAL).under("0/parameters/").shapes().values())
-    except (OSError, SafetensorError):
-        return []
+    """Of what a finished run's model file holds; [] where it is not there any more."""
+    for name in (FINAL, files_of(2)[0]):
+        with suppress(OSError, SafetensorError):
+            return list(checkpoints.SavedTensors(directory / name).shapes().values())
+    return []
 
 
-def write(directory: AnyPath, run: Run, states: list[State]) -> None:
-    """The final parameters, then result.json with all SHA-256: a directory that has it is of a finished run."""
-    tensors: dict[str, Tensor] = {}
-    for i, (parameters, buffers) in enumerate(states):
-        tensors |= {f"{i}/parameters/{name}": tensor.contiguous() for name, tensor in parameters.items()}
-        tensors |= {f"{i}/buffers/{name}": tensor.contiguous() for name, tensor in buffers.items()}
+def write(directory: AnyPath, run: Run, outcome: Outcome) -> None:
+    """Each model's state_dict, then result.json with all SHA-256: a directory that has it is of a finished run."""
+    files = files_of(len(outcome.states))
     with _written(directory):
-        checkpoints.write_whole(directory / FINAL, safetensors.torch.save(tensors))
+        for file, (parameters, buffers, rest) in zip(files, outcome.states, strict=True):
+            held = parameters | buffers | rest
+            tensors = {name: held[name].contiguous() for name in outcome.saved}
+            checkpoints.write_whole(directory / file, safetensors.torch.save(tensors))
         values: dict[str, Any] = json.loads(run.to_json())
-        names = [name for name in (CONFIG_FILE, FINAL) if (directory / name).exists()]
+        names = [name for name in (CONFIG_FILE, *files) if (directory / name).exists()]
         digests = {name: _digest(directory / name) for name in names} | {RESULT: _own_digest(values)}
         if (size := _size_of(directory / event_log.FILE)) is not None:
             digests[event_log.FILE] = _digest(directory / event_log.FILE, str(size))
@@ -302,12 +314,22 @@ def write(directory: AnyPath, run: Run, states: list[State]) -> None:
 def answer_of(task: Task, states: list[State]) -> Answer:
     """What these states are; a task's own module holds the first at once, other models are made at first use."""
     shapes = {name: tuple(tensor.shape) for name, tensor in states[0][0].items()}
-    answer = Answer(lambda: _filled(_models_for(task, [shapes] * len(states)), states), list(shapes.values()))
+    made = partial(_models_for, task, [shapes] * len(states), _trainable)
+    answer = Answer(lambda: _filled(made(), states), list(shapes.values()))
     return Answer.of(answer.models) if isinstance(task.model, nn.Module) else answer
 
 
-def _models_for(task: Task, shapes: Sequence[Shapes]) -> list[nn.Module]:
-    """A module for each answer, which does not hold it yet; BadInput where the parameters are not this model's."""
+def _trainable(model: nn.Module) -> Shapes:
+    return {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _saved(model: nn.Module) -> Shapes:
+    """Of what its file holds."""
+    return {name: tuple(value.shape) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+
+
+def _models_for(task: Task, shapes: Sequence[Shapes], of: Callable[[nn.Module], Shapes]) -> list[nn.Module]:
+    """A module for each answer, which does not hold it yet; BadInput where the shapes are not `of` this model."""
     models = []
     for i, wanted in enumerate(shapes):
         if isinstance(task.model, nn.Module) and i == 0:
@@ -316,7 +338,7 @@ def _models_for(task: Task, shapes: Sequence[Shapes]) -> list[nn.Module]:
             with rng.kept():
                 rng.seed_all(task.seed)
                 model = copy.deepcopy(task.model) if isinstance(task.model, nn.Module) else build_model(task)
-        if {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad} != wanted:
+        if of(model) != wanted:
             raise BadInput(
                 "the finished run's parameters are not this model's: give the model it was made with, or another run directory"
             )
@@ -324,7 +346,13 @@ def _models_for(task: Task, shapes: Sequence[Shapes]) -> list[nn.Module]:
     return models
 
 
-def _filled(models: list[nn.Module], states: Sequence[AnyState]) -> list[nn.Module]:
-    for model, (parameters, buffers) in zip(models, states, strict=True):
+def _filled(models: list[nn.Module], states: Sequence[State]) -> list[nn.Module]:
+    for model, (parameters, buffers, _) in zip(models, states, strict=True):
         evaluation.load(model, parameters, buffers)
+    return models
+
+
+def _restored(models: list[nn.Module], states: Sequence[Mapping[str, Tensor]]) -> list[nn.Module]:
+    for model, state in zip(models, states, strict=True):
+        model.load_state_dict(dict(state), strict=False)  # what is no tensor there (extra state) is the model's own
     return models

@@ -249,7 +249,7 @@ class _Training:
                 if self.plan.claim is not None:
                     self.plan.claim.check()
                 self.recorder.flush()
-                run_directory.write(self.config.directory, run, outcome.states)
+                run_directory.write(self.config.directory, run, outcome)
             problem = self._ended(run)
         if preempted:
             kept = "give a run_dir to be able to resume"

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from manyhands.comm.solo import SoloGroup
 from manyhands.data.feed import Feed
@@ -135,12 +135,31 @@ class Validator:
         """On ranks that return them: the answer's values, or each member's of an ensemble, copied to the CPU."""
         wanted = self.worker.rank == 0 or self.plan.every_rank_returns
         if self.plan.strategy.needs.one_model:
-            return [(_own(self.replica.named(parameters)), _own(buffers))] if wanted else []
+            if not wanted:
+                return []
+            trained = self.replica.named(parameters)
+            rest: dict[str, Tensor] = {}
+            if self._rest(self.replica.model):
+                with evaluation.holding(self.replica, parameters, buffers) as model:
+                    rest = _own(self._rest(model))
+            return [(_own(trained), _own(buffers), rest)]
         with evaluation.holding(self.replica, parameters, buffers):
             members = evaluation.ensemble_of(self.replica, self.worker.mesh.data).members
-        trainable = self.replica.layout.names
-        states = [({n: p for n, p in m.named_parameters() if n in trainable}, dict(m.named_buffers())) for m in members]
-        return [(_own(p), _own(b)) for p, b in states] if wanted else []
+        if not wanted:
+            return []
+        names = self.replica.layout.names
+        trainable = [{name: p for name, p in m.named_parameters() if name in names} for m in members]
+        return [
+            (_own(p), _own(dict(m.named_buffers())), _own(self._rest(m)))
+            for m, p in zip(members, trainable, strict=True)
+        ]
+
+    def _rest(self, model: nn.Module) -> dict[str, Tensor]:
+        """What the state_dict of a model has besides trainable parameters and buffers, where a run directory wants it."""
+        if self.plan.checkpoints is None:
+            return {}
+        known = {*self.replica.layout.names, *(name for name, _ in model.named_buffers())}
+        return {n: t for n, t in model.state_dict().items() if n not in known and isinstance(t, Tensor)}
 
 
 def _same_vector(one: FlatVector, other: FlatVector) -> bool:

@@ -124,7 +124,7 @@ def replay(
     stores = Stores(spec, sharded, journal, Timeline(), ordered=rule.leasing() is not None)
     parameters = _run(plan, stores, workers, info["threads"], progress).states[0][0]
     saved = checkpoints.load_tensors(folder / FINAL)
-    wanted = {name: saved[f"0/parameters/{name}"] for name in parameters}
+    wanted = {name: saved[name] for name in parameters}
     was, now = ({**facts["versions"], "host": facts["host"]} for facts in (info, environment()))
     changed = [name for name in now if was.get(name) != now[name]]
     return Replayed(
