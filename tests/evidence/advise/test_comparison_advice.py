@@ -134,10 +134,12 @@ def test_compression_is_judged_by_what_was_measured() -> None:
     coded = measured(compute=9.0, exchange=1.0, strategy="allreduce:compress=powersgd:2")
     helps = named("compress", solo(), allreduce(0.5), contestant("allreduce:compress=powersgd:2 on 2", coded, 1.5))
     assert helps is not None
-    assert helps.text == "compression helps on this link: allreduce:compress=powersgd:2 on 2 is 3x as fast as without."
+    assert (
+        helps.text == "compression helps on this link: allreduce:compress=powersgd:2 on 2 is 3.00× as fast as without."
+    )
     costs = named("codec-costs", solo(), allreduce(1.5), contestant("coded on 2", coded, 1.0))
     assert costs is not None
-    assert costs.text == "compression costs more than it saves here: allreduce on 2 is 1.5x as fast as coded on 2."
+    assert costs.text == "compression costs more than it saves here: allreduce on 2 is 1.50× as fast as coded on 2."
     for near in (1.4, 1.5, 1.7):  # the intervals of 1.5 and these meet
         found = [
             one.kind for one in advise_comparison(compared(solo(), allreduce(1.5), contestant("coded", coded, near)))
@@ -160,10 +162,10 @@ def test_threads_or_processes_of_as_many_cores() -> None:
     single = contestant("solo, 1 thread", measured(compute=10.0, workers=1, strategy="solo"), 0.8)
     better = named("processes", solo(), single, allreduce(1.3, measured=here))
     assert better is not None
-    assert better.text.endswith("allreduce on 2 is 1.3x as fast as solo, whose threads bring 1.2x.")
+    assert better.text.endswith("allreduce on 2 is 1.30× as fast as solo, whose threads bring 1.25×.")
     worse = named("threads-win", solo(), allreduce(0.5, measured=here))
     assert worse is not None
-    assert "solo is 2x as fast as allreduce on 2" in worse.text
+    assert "solo is 2.00× as fast as allreduce on 2" in worse.text
     for silent in (allreduce(1.0, measured=here), allreduce(1.3), allreduce(1.3, workers=4, measured=here)):
         assert named("processes", solo(), silent) is None
         assert named("threads-win", solo(), silent) is None

@@ -49,9 +49,13 @@ def test_who_stands_where_when_the_first_ends() -> None:
     made = of("curve", curves, target=None)
     assert charts.metric_over_time(made) == (
         "When the first had ended, after 4.00 s, allreduce on 2 was ahead with test_accuracy 0.8000; "
-        "solo, 4 threads 0.6000, gossip on 2 0.2500."
+        "solo, 4 threads 0.6000; gossip on 2 0.2500."
     )
     assert "gossip on 2 was ahead" in charts.metric_over_time(replace(made, higher=False))
+    level = of("curve", curves | {FOUR: curve((4.0, 0.80001), (6.0, 0.9))}, target=None)
+    assert "solo, 4 threads and allreduce on 2 were level with test_accuracy 0.8000; gossip" in charts.metric_over_time(
+        level
+    )
     with_target = of("curve", curves)
     assert with_target.target is not None
     assert charts.metric_over_time(with_target) == charts.metric_over_time(made)  # the verdict speaks of a target

@@ -8,9 +8,9 @@ from dataclasses import replace
 from manyhands.evidence.advise.comparison_facts import Compared, Contestant
 from manyhands.evidence.advise.exchange_advice import WORTH, share_won
 from manyhands.evidence.advise.run_advice import all_advice
-from manyhands.evidence.advise.run_facts import Advice, RunMeasurements, ms, times
+from manyhands.evidence.advise.run_facts import Advice, RunMeasurements, ms
 from manyhands.evidence.advise.worse_metric import explain
-from manyhands.units import percent
+from manyhands.units import percent, times
 
 REASON_SHARE = 0.15  # of the time, that explains why several workers do not pay
 OF_A_RUN = (

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 ORDER = ("compute", "input", "exchange", "wait")  # what is lost stands at the end
 MOST_BARS = 48  # workers of all variants in a chart
 MOST_WORKERS = 8  # of one variant
+WHOLE_TICKS = 10  # up to so many versions late each has its tick, and none has a half
 MOST_BINS = 40  # of a histogram
 SHORT = 32  # characters of a name beside much else
 ROW = 46  # pixels of a bar with its name above it
@@ -170,6 +171,7 @@ def staleness(comparison: Comparison) -> Figure | None:
         "title": {"text": "versions late"},
         "anchor": axes and f"y{len(found) if len(found) > 1 else ''}",
         "rangemode": "tozero",
+        **({"dtick": 1} if max(map(max, found.values())) <= WHOLE_TICKS else {}),
     }
     height = 84 * len(found) + 50
     return drawing.figure(

@@ -144,13 +144,13 @@ def metric_over_time(comparison: Comparison) -> str:
         seconds, means = zip(*_known_means(course), strict=True)
         values[name] = float(np.interp(end, seconds, means))  # a straight line between two validations
     best, worst = _extremes(values, comparison.higher)
+    level = [name for name in values if units.metric(values[name]) == units.metric(values[best])]
     if best == worst:
         return f"{best} ended with {metric} {units.metric(values[best])} after {after}."
-    others = [name for name in dict.fromkeys((comparison.reference, worst)) if name in values and name != best]
-    rest = ", ".join(f"{name} {units.metric(values[name])}" for name in others)
-    return (
-        f"When the first had ended, after {after}, {best} was ahead with {metric} {units.metric(values[best])}; {rest}."
-    )
+    others = [name for name in dict.fromkeys((comparison.reference, worst)) if name in values and name not in level]
+    rest = "".join(f"; {name} {units.metric(values[name])}" for name in others)
+    ahead = f"{best} was ahead" if len(level) == 1 else f"{units.named(level)} were level"
+    return f"When the first had ended, after {after}, {ahead} with {metric} {units.metric(values[best])}{rest}."
 
 
 def metric_over_rows(comparison: Comparison) -> str:
@@ -278,7 +278,7 @@ def bytes_sent(comparison: Comparison) -> str:
     if most == least:
         return f"{text}."
     share = sent[least] / sent[most]
-    part = f"{1 / share:.3g} times less" if share < 0.5 else f"{units.percent(share)} of that"
+    part = f"{units.short(1 / share)} times less" if share < 0.5 else f"{units.percent(share)} of that"
     return f"{text}; {least} sends {units.size(sent[least])}, {part}."
 
 

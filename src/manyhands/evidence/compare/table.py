@@ -86,7 +86,7 @@ def _speed(comparison: Comparison) -> list[TableColumn]:
         found.append(
             TableColumn(
                 group="Speed",
-                label=f"× {solo.name}",
+                label="" if solo.name == comparison.reference else f"× {solo.name}",  # rows/s has it, with its interval
                 terminal=f"× solo,\n{units.count(solo.threads, 'thread')}",
                 markdown=f"× {solo.name}",
                 spare=0 if solo.name == comparison.reference else 2,

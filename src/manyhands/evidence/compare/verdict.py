@@ -264,10 +264,11 @@ def _as_fast(comparison: Comparison, c: Compared, one: Contestant) -> str:
 
 
 def _interval(one: Contestant) -> str:
-    """` (1.55× to 1.70×)`; "" without bounds."""
+    """` (1.55× to 1.70×)`; "" without bounds, and where both read the same."""
     if one.speed is None or not math.isfinite(one.speed.high):
         return ""
-    return f" ({units.times(one.speed.low)} to {units.times(one.speed.high)})"
+    low, high = units.times(one.speed.low), units.times(one.speed.high)
+    return f" ({low} to {high})" if low != high else ""
 
 
 def _in_some(comparison: Comparison, one: Contestant) -> str:
