@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from manyhands.engines.base import LaunchSpec
+from manyhands.engines.roles import Roles
 from manyhands.engines.spark import job, session
 from manyhands.engines.spark.engine import Spark
 from manyhands.engines.spark.job import why
@@ -59,6 +60,18 @@ def test_too_few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
         BadInput, match=r"5 workers need 5 Spark task slots at once, and the cluster has 4: .*\(now 2\)"
     ):
         session.check(Session(4, spark__task__cpus="2"), 5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("master", ["local[2]", "local-cluster[2,1,512]"])
+def test_a_master_on_this_host_is_known_to_have_too_few_at_once(master: str) -> None:
+    """Without waiting for executors; roles are called by their names."""
+    small = Session(2, spark__master=master)
+    with pytest.raises(BadInput, match="9 workers need 9 Spark task slots at once, and the cluster has 2"):
+        session.check(small, 9)  # type: ignore[arg-type]
+    roles = Roles(workers=4, others={"chief": 1, "ps": 1})
+    with pytest.raises(BadInput, match="1 chief, 4 worker and 1 ps need 6 Spark task slots"):
+        session.check(small, 6, roles)  # type: ignore[arg-type]
+    assert small.asked == 0
 
 
 def test_no_executor_at_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,7 @@ class Spark(Engine):
 
         with ExitStack() as stack:
             spark = stack.enter_context(session.session(self.master))
-            session.check(spark, spec.workers)
+            session.check(spark, spec.workers, spec.roles)
             stack.enter_context(room_for_descriptors(2 * spec.workers + 16))
             if any(not frame.files for frame in spec.frames):
                 check_executors(spark, spec.workers)

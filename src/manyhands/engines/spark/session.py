@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from manyhands import units
 from manyhands.errors import BadInput, Unsupported
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-_SLOTS_S = 15.0  # executors of a session that has just begun register one soon after the other
+    from manyhands.engines.roles import Roles
+
+_SLOTS_S = 8.0  # executors of a session that has just begun register one soon after the other
 _FIRST_S = 60.0  # where the first one's JVM has to start on a busy machine
 
 
@@ -58,8 +61,16 @@ def is_connect(spark: SparkSession) -> bool:
     return type(spark).__module__.startswith("pyspark.sql.connect")
 
 
-def check(spark: SparkSession, workers: int) -> None:
-    """Raise where no barrier stage of so many workers can run, in seconds instead of Spark's ten minutes."""
+def check(spark: SparkSession, workers: int, roles: Roles | None = None) -> None:
+    """Raise where no barrier stage of so many workers can run, in seconds instead of Spark's ten minutes.
+
+    roles: of the workers, where they are another framework's cluster, for the message.
+    """
+    asked = (
+        units.count(workers, "worker")
+        if roles is None
+        else units.named([f"{n} {role}" for role, n in roles.counts.items()])
+    )
     if str(spark.conf.get("spark.dynamicAllocation.enabled", "false")).lower() == "true":
         raise Unsupported(
             "Spark's dynamic allocation may take executors away from a run, and Spark refuses barrier stages with it: set "
@@ -68,25 +79,28 @@ def check(spark: SparkSession, workers: int) -> None:
     if is_connect(spark):
         slots = _slots_by_settings(spark.conf.get)
         if slots is not None and slots < workers:
-            raise BadInput(_too_few(spark, workers, slots))
+            raise BadInput(_too_few(spark, asked, workers, slots))
         return
+    most = _slots_of_master(spark.conf.get)
+    if most is not None and most < workers:
+        raise BadInput(_too_few(spark, asked, workers, most))
     seen, since = 0, time.monotonic()
     while (slots := _slots(spark)) < workers:
         if slots != seen:
             seen, since = slots, time.monotonic()
         if time.monotonic() - since >= (_SLOTS_S if slots else _FIRST_S):
-            raise BadInput(_too_few(spark, workers, slots))
+            raise BadInput(_too_few(spark, asked, workers, slots))
         time.sleep(0.2)
 
 
-def _too_few(spark: SparkSession, workers: int, slots: int) -> str:
+def _too_few(spark: SparkSession, asked: str, workers: int, slots: int) -> str:
     if slots == 0:
         return (
-            f"{workers} workers need {workers} Spark task slots at once, and no executor has come within {_FIRST_S:.0f} s: do others hold the cluster, "
+            f"{asked} need {workers} Spark task slots at once, and no executor has come within {_FIRST_S:.0f} s: do others hold the cluster, "
             f"or do executors ask for more than a node has (spark.executor.memory is {spark.conf.get('spark.executor.memory', '1g')})?"
         )
     return (
-        f"{workers} workers need {workers} Spark task slots at once, and the cluster has {slots}: give fewer workers, more "
+        f"{asked} need {workers} Spark task slots at once, and the cluster has {slots}: give fewer workers, more "
         f"executors or cores, or a smaller spark.task.cpus (now {spark.conf.get('spark.task.cpus', '1')})"
     )
 
@@ -102,13 +116,21 @@ def _slots_by_settings(get: Callable[..., Any]) -> int | None:
 
     get: (name, default) -> a setting of Spark's.
     """
+    if (slots := _slots_of_master(get)) is not None:
+        return slots
+    cpus = int(get("spark.task.cpus", "1"))
+    executors, cores = get("spark.executor.instances", ""), get("spark.executor.cores", "")
+    return int(executors) * (int(cores) // cpus) if executors and cores else None
+
+
+def _slots_of_master(get: Callable[..., Any]) -> int | None:
+    """As many as a master on this host has for good; None for others."""
     master, cpus = str(get("spark.master", "")), int(get("spark.task.cpus", "1"))
     if found := re.fullmatch(r"local\[(\d+)(,\d+)?\]", master):
         return int(found[1]) // cpus
     if found := re.fullmatch(r"local-cluster\[(\d+),(\d+),\d+\]", master):
         return int(found[1]) * (int(found[2]) // cpus)
-    executors, cores = get("spark.executor.instances", ""), get("spark.executor.cores", "")
-    return int(executors) * (int(cores) // cpus) if executors and cores else None
+    return None
 
 
 def addresses(spark: SparkSession) -> tuple[str, str]:
