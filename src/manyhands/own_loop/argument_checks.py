@@ -47,15 +47,18 @@ def check_arguments(model: nn.Module, optimizer: Any, strategy: Strategy) -> Non
             f"the optimizer holds {found}: prepare all modules together, mh.prepare([first, second], optimizer) say"
         )
 
+    check_strategy(strategy)
+
+
+def check_strategy(strategy: Strategy) -> None:
+    """Unsupported for a strategy that a loop of the user's own cannot run."""
+    instead = "use mh.train, or a strategy that exchanges through the group: allreduce, local-sgd, gossip, ensemble"
     if strategy.server() is not None or strategy.leasing() is not None:
         wants = "a parameter server" if strategy.server() is not None else "workers that go at their own pace"
-        raise Unsupported(
-            f"strategy {strategy.name} wants {wants}, which a loop of one's own does not drive: use mh.train, or a strategy that exchanges "
-            "through the group (manyhands strategies)"
-        )
+        raise Unsupported(f"strategy {strategy.name} needs {wants}, which a loop of your own cannot have: {instead}")
     if strategy.needs.before_gradient:
         raise Unsupported(
-            f"strategy {strategy.name} acts before each gradient is computed (it looks ahead), which a loop of one's own does not know: use mh.train"
+            f"strategy {strategy.name} acts before each gradient is computed, which a loop of your own does not announce: {instead}"
         )
 
 

@@ -380,7 +380,8 @@ class Pair:
     def _check_step(self, closure: Any) -> None:
         if closure is not None:
             raise Unsupported(
-                "step(closure) evaluates the model several times a step, which no exchange can follow: call backward() yourself and step() without one"
+                "step(closure) evaluates the model several times a step, which no exchange can follow: call backward() yourself and step() without one "
+                "(in a LightningModule by self.automatic_optimization = False and self.manual_backward(loss))"
             )
         if torch._C._current_graph_task_id() != -1:
             raise Unsupported(
