@@ -34,8 +34,8 @@ class Progress(Callback):
     """Shows epoch, step, loss, rows/s and the time left.
 
     log: "auto" draws a bar on standard error if that is a terminal, a line under the cell in a notebook, and elsewhere
-    (a pipe, nohup) writes a line every half a minute; "json" prints every event as a line of JSON on standard output, steps as rows of all workers; "quiet"
-    prints nothing.
+    (a pipe, nohup) writes a line every half a minute; "json" prints every event as a line of JSON on standard output,
+    steps as rows of all workers; "quiet" prints nothing.
     """
 
     def __init__(

@@ -37,8 +37,8 @@ class Tracker(Callback):
     run before its first step, with a ManyhandsError. After that, the first failure is logged as a warning and ends the
     sending. A missing library raises BadInput at construction.
 
-    Steps are complete global batches of the run, with every strategy, and never go back. A validation is sent once, after
-    all rows before it; with `keep="best:METRIC"` those that were the best so far are sent under `best_NAME` too.
+    Steps are complete global batches of the run, with every strategy, and never go back. A validation is sent once,
+    after all rows before it; with `keep="best:METRIC"` those that were the best so far are sent under `best_NAME` too.
     """
 
     _library: str  # the module to import

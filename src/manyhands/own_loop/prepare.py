@@ -116,8 +116,8 @@ def mean(value: V, weight: float = 1.0) -> V:
         loss = mh.mean(loss.item(), weight=len(inputs))  # the same on all workers
         scheduler.step(loss)
 
-    A collective: call it on all workers alike. A tensor gives a new one of its shape, dtype and device. Alone, and where
-    no worker has any weight, `value` comes back. Raises BadInput for anything but numbers and tensors of numbers.
+    A collective: call it on all workers alike. A tensor gives a new one of its shape, dtype and device. Alone, and
+    where no worker has any weight, `value` comes back. Raises BadInput for anything but numbers and tensors of numbers.
     """
     group = _worker_here().group
     if not isinstance(value, Tensor) and not is_number(value):

@@ -90,8 +90,8 @@ def train(
 
     Raises BadInput (and its kinds) for what cannot be, before any process starts where that can be known, and leaves no
     new run directory then; WorkerFailed when a worker raises, dies or hangs (with one worker, `__cause__` is the
-    exception that the task raised); Preempted after SIGTERM; CallbackFailed, which holds the Run, where a callback raises
-    in `on_end`.
+    exception that the task raised); Preempted after SIGTERM; CallbackFailed, which holds the Run, where a callback
+    raises in `on_end`.
     """
     chosen = _chosen(callbacks)
     config = TrainConfig(

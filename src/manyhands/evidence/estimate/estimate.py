@@ -142,8 +142,8 @@ def estimate(
     to simulate of each, instead of until it is steady. network, compute: override the profile's, as in `Sim`. servers:
     shards of the parameter server, if there is one. say: called with a line about each stage.
 
-    Raises BadInput for arguments that no strategy accepts, among them more workers than rows in a batch, before anything
-    is simulated. If one strategy is impossible on a number of workers, its row says why.
+    Raises BadInput for arguments that no strategy accepts, among them more workers than rows in a batch, before
+    anything is simulated. If one strategy is impossible on a number of workers, its row says why.
     """
     own = task_from(task, task_fields)
     counts = list(dict.fromkeys(workers))
