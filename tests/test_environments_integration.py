@@ -466,12 +466,12 @@ TASKS: dict[str, Callable[[], mh.Task]] = {
 }
 
 BAD = {
-    "unknown task": ("mnist", "no task 'mnist'.*known are digits, chars"),
+    "unknown task": ("mnist", "no task 'mnist'.*choose from digits, chars"),
     "unknown strategy": ("digits --strategy alreduce", "no strategy 'alreduce' .did you mean 'allreduce'"),
     "another system's strategy": ("digits --strategy ddp", "what others call ddp is 'allreduce' here"),
     "unknown option": ("digits --strategy local-sgd:perod=8", "no option 'perod' .did you mean 'period'.*period, "),
     "unknown option of a task": ("digits:epoch=8", "no option 'epoch' .did you mean 'epochs'"),
-    "unknown engine": ("digits --engine slurm", "no engine 'slurm'.*known are local, hosts, spark, sim, torchrun"),
+    "unknown engine": ("digits --engine slurm", "no engine 'slurm'.*choose from local, hosts, spark, sim, torchrun"),
     "no file": ("nowhere.py:task", "no file 'nowhere.py'"),
     "a file that fails": ("broken.py:task", r"broken.py failed to import: ZeroDivisionError.*line 2"),
     "no such name": ("tasks.py:god", "tasks.py has no 'god' .did you mean 'good'"),
@@ -486,7 +486,7 @@ BAD = {
         "tasks.py:instance",
         "optimizer must be a function of .model., not a SGD that is made already",
     ),
-    "no shape yet": ("tasks.py:lazy", "weight, bias are lazy and have no shape yet"),
+    "no shape yet": ("tasks.py:lazy", "shape .* not known yet .*: weight, bias\\. "),
     "an existing directory": ("tasks.py:good --run-dir used", "run directory used exists: resume it"),
     "a file as directory": ("tasks.py:good --run-dir tasks.py", "run directory tasks.py is a file"),
     "both batch sizes as options": (

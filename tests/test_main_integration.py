@@ -78,6 +78,6 @@ def test_a_reader_that_takes_one_line_of_json_does_not_end_the_run(tmp_path: Pat
         process.stdout.close()
         err = process.stderr.read()
         assert process.wait(60) == 0, err
-    assert err.count("standard output was closed") == 1
+    assert err.count("reader of standard output has closed it") == 1
     assert "Advice" in err
     assert '"type":"end"' in (tmp_path / "run/events.jsonl").read_text().splitlines()[-1]

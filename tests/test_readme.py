@@ -187,7 +187,10 @@ def test_every_page_is_in_the_index() -> None:
     assert [page.name for page in PAGES if f"{page.name})" not in index and page.name != "index.md"] == []
 
 
-@pytest.mark.parametrize(("page", "least"), [("docs/guarantees.md", 30), ("docs/faults.md", 60), ("docs/mistakes.md", 50), ("SECURITY.md", 15)])
+@pytest.mark.parametrize(
+    ("page", "least"),
+    [("docs/guarantees.md", 30), ("docs/faults.md", 60), ("docs/mistakes.md", 50), ("SECURITY.md", 15)],
+)
 def test_the_tests_that_pages_name_exist(page: str, least: int) -> None:
     named = re.findall(r"`(\w+)::(\w+)`", (ROOT / page).read_text())
     named.remove(("file", "test"))

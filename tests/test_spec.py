@@ -42,7 +42,7 @@ def test_parse(text: str, name: str, options: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("text", ["a:b", "my.py", "a:x=[1", "a:=3", 'a:x="1'])
 def test_what_cannot_be_read_is_bad_input(text: str) -> None:
-    with pytest.raises(BadInput, match="expected option=value|names a file|unbalanced"):
+    with pytest.raises(BadInput, match="expected option=value|names a file|is not closed"):
         spec.parse(text)
 
 

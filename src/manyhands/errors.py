@@ -83,8 +83,8 @@ class PeerLost(ManyhandsError):
 
     def __init__(self, rank: int, host: str, operation: str, step: int, seconds: float, why: str = "is gone") -> None:
         super().__init__(
-            f"worker {rank} on {host} {why}: waited {seconds:.1f} s for it in {operation} at step {step}. "
-            "Its own error, if it had one, is the first in the log."
+            f"{f'worker {rank} on {host}' if rank >= 0 else 'another worker'} {why}. This worker waited {seconds:.1f} "
+            f"s for it in {operation} at step {step}. If it raised an error, that error is the first in the log."
         )
         self.rank, self.host, self.operation, self.step, self.seconds, self.why = (
             rank,

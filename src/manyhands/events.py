@@ -43,7 +43,7 @@ class Event:
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
         if not isinstance(values, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
         if not values.keys() <= _FIELDS.keys():
             raise ValueError(f"an event has no field {min(values.keys() - _FIELDS.keys()):.40}")
         _check(_FIELDS, {**_DEFAULTS, **values})

@@ -38,7 +38,9 @@ def split_commas(text: str) -> list[str]:
             parts.append(text[start:i])
             start = i + 1
     if depth or quote:
-        raise BadInput(f"unbalanced {'quote' if quote else 'bracket'} in {text!r}")
+        raise BadInput(
+            f"a {'quote' if quote else 'bracket'} in {text!r} is not closed, or not opened: add the other one"
+        )
     return [*parts, text[start:]]
 
 
@@ -206,14 +208,17 @@ def find(name: str, catalogue: Mapping[str, str], kind: str, hints: Mapping[str,
     if name not in catalogue:
         hint = (hints or {}).get(name.lower().replace("_", "-"))
         tail = f" (what others call {name} is {hint!r} here)" if hint else did_you_mean(name, list(catalogue))
-        raise UnknownName(f"no {kind} {name!r}{tail}: known are {', '.join(catalogue)}, or your own as file.py:Name")
+        raise UnknownName(
+            f"no {kind} {name!r}{tail}: choose from {', '.join(catalogue)}, or give your own as file.py:Name"
+        )
     module, _, attribute = catalogue[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 def _attribute(module: types.ModuleType, attribute: str, path: str) -> Any:
     if not hasattr(module, attribute):
-        names = [name for name, value in vars(module).items() if not name.startswith("_") and _is_own(value, module)]
+        public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+        names = [name for name, value in public.items() if _is_own(value, module)] or list(public)
         raise UnknownName(
             f"{path} has no {attribute!r}{did_you_mean(attribute, names)}: it defines {', '.join(names) or 'nothing'}"
         )
@@ -230,7 +235,7 @@ def _is_own(value: Any, module: types.ModuleType) -> bool:
 def load_file(path: Path) -> types.ModuleType:
     """Import a user's file under its own name, with its folder on the path as `python file.py` has it."""
     if not path.is_file():
-        raise BadInput(f"no file {str(path)!r} (looked from {Path.cwd()})")
+        raise BadInput(f"there is no file {str(path)!r} (the current folder is {Path.cwd()})")
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)

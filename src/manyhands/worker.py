@@ -137,7 +137,7 @@ class Worker:
         if list(ranks) == [self.rank]:
             return SoloGroup()
         if self.subgroup is None:
-            raise Unsupported("this engine makes one group of all its workers: take engine local, hosts or torchrun")
+            raise Unsupported("this engine makes one group of all its workers: use engine local, hosts or torchrun")
         return self.subgroup(ranks)
 
     def lease(self, segment: Segment) -> Lease | End:

@@ -44,7 +44,7 @@ def test_a_new_launch_has_its_patience_anew() -> None:
 
 def test_a_metric_that_does_not_come_is_an_error_that_lists_those_that_do() -> None:
     event = Event(type="validation", values={"metrics": {"validation_loss": 1.0, "validation_f1": 0.5}})
-    with pytest.raises(BadInput, match="no 'accuracy' but validation_loss, validation_f1"):
+    with pytest.raises(BadInput, match="watches 'accuracy', and validation reports validation_loss, validation_f1"):
         EarlyStopping(metric="accuracy").on_validation(event)
 
 
@@ -55,7 +55,7 @@ def test_options_that_cannot_be(options: dict[str, object]) -> None:
 
 
 def test_a_metric_of_unknown_direction_needs_a_mode() -> None:
-    with pytest.raises(BadInput, match="'beauty' is better .* give mode="):
+    with pytest.raises(BadInput, match="name 'beauty' .* give mode="):
         EarlyStopping(metric="beauty")
     assert answers(EarlyStopping(metric="beauty", mode="max", patience=1), 1.0, 2.0, 2.0) == [None, None, "stop"]
     assert answers(EarlyStopping(metric="validation_F1_macro", patience=1), 0.5, 0.6, 0.6) == [None, None, "stop"]

@@ -46,7 +46,7 @@ def test_the_second_driver_hears_who_is_at_work(tmp_path: Path) -> None:
     first = LaunchLock(tmp_path)
     assert first.claim(1).number == 1
     with pytest.raises(
-        BadInput, match=rf"at work .*launch 1, process {os.getpid()} on {socket.gethostname()}"
+        BadInput, match=rf"another run uses .*launch 1, process {os.getpid()} on {socket.gethostname()}"
     ) as output:
         LaunchLock(tmp_path)
     assert output.value.exit_code == 2
@@ -86,9 +86,7 @@ def test_without_locks_the_later_launch_has_the_directory(tmp_path: Path) -> Non
     assert not second.exclusive
     later = second.claim(1)
     later.check()
-    with pytest.raises(
-        ManyhandsError, match=r"another driver works in .*launch 2, process \d+ on .*this one \(launch 1"
-    ):
+    with pytest.raises(ManyhandsError, match=r"another run now uses .*launch 2, process \d+ on .*this run \(launch 1"):
         earlier.check()
     first.close()
     second.close()
@@ -118,5 +116,5 @@ def test_a_launch_json_that_says_nothing_is_written_anew(tmp_path: Path, text: s
 
 def test_a_pipe_in_its_place_is_refused_and_nobody_waits(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "launch.json")
-    with pytest.raises(BadInput, match="is no file"):
+    with pytest.raises(BadInput, match="must be a file"):
         LaunchLock(tmp_path)

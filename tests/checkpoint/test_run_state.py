@@ -246,9 +246,15 @@ class Remembered(State):
 @pytest.mark.parametrize(
     ("was", "problem"),
     [
-        (Remembered(many=torch.ones(2, 2)), r"strategy: many was \[2, 2\], and is \[2, 3\]\. Resume .* as they were"),
-        (Remembered(many=5.0, ticks=1), r"many was none, and is \[2, 3\]"),
-        (LocalSGDState(ticks=2, weight=1.0), r"weight was 1\.0, and is none; .*many was none, and is \[2, 3\]"),
+        (
+            Remembered(many=torch.ones(2, 2)),
+            r"strategy does not fit the checkpoint: many was \[2, 2\] and is now \[2, 3\]\. Resume ",
+        ),
+        (Remembered(many=5.0, ticks=1), r"many was missing and is now \[2, 3\]"),
+        (
+            LocalSGDState(ticks=2, weight=1.0),
+            r"weight was 1\.0 and does not exist now; .*many was missing and is now \[2, 3\]",
+        ),
     ],
 )
 def test_another_state_of_the_strategy_is_named_and_nothing_has_changed(
@@ -266,21 +272,25 @@ def test_what_may_be_none_may_be_missing_where_the_number_of_ranks_is_another(tm
     """One worker alone remembers nothing of what it sent."""
     one = torch.ones(1)
     alone = written(tmp_path / "1", [Remembered()], [1.0])
-    with pytest.raises(BadInput, match=r"one was none, and is \[1\]"):
+    with pytest.raises(BadInput, match=r"one was missing and is now \[1\]"):
         go_on(alone, Remembered(one=one))
     assert go_on(alone, Remembered(one=one), size=2)[1].one.tolist() == [1.0]
     several = written(tmp_path / "2", [Remembered(one=one)] * 2, [1.0] * 2)
     assert go_on(several, Remembered())[1].one is None
-    with pytest.raises(BadInput, match=r"one was \[1\], and is \[2\]"):
+    with pytest.raises(BadInput, match=r"one was \[1\] and is now \[2\]"):
         go_on(several, Remembered(one=torch.ones(2)))
 
 
 @pytest.mark.parametrize(
     ("was", "now", "problem"),
     [
-        ("diloco:period=4,streaming=3", "diloco:period=4,streaming=2", r"counted was \[3\], and is \[2\]"),
-        ("gossip", "gossip:graph=pairs", "rounds was 2, and is none.* start of 0.bias was none, and is "),
-        ("gossip:graph=pairs", "gossip", "merged was False, and is none"),
+        ("diloco:period=4,streaming=3", "diloco:period=4,streaming=2", r"counted was \[3\] and is now \[2\]"),
+        (
+            "gossip",
+            "gossip:graph=pairs",
+            "rounds was 2 and does not exist now.* start of 0.bias was missing and is now ",
+        ),
+        ("gossip:graph=pairs", "gossip", "merged was False and does not exist now"),
     ],
 )
 def test_resuming_with_other_options_names_the_field(was: str, now: str, problem: str, tmp_path: Path) -> None:
@@ -369,7 +379,7 @@ def test_the_tasks_hyperparameters_win_and_a_line_says_which(change: dict[str, A
     }
     assert len(told) == 1
     assert line in told[0]
-    assert "give the task what it was" in told[0]
+    assert "To keep the old values" in told[0]
 
 
 @pytest.mark.parametrize(
@@ -398,5 +408,5 @@ def test_a_schedule_stands_where_it_would_had_the_task_said_so_from_the_start(
 
 
 def test_another_optimizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="optimizer is SGD with 1 parameter groups, and the task's is AdamW"):
+    with pytest.raises(BadInput, match="does not fit the checkpoint: AdamW .*, and the checkpoint has SGD"):
         resumed_with(tmp_path, made(sgd()), made(plain.OPTIMIZERS["adamw"]))

@@ -113,7 +113,7 @@ def test_workers_are_numbers(command: str, workers: str, compared: dict[str, Any
     more = ["--profile", str(tmp_path)] if command == "estimate" else []
     done = invoke(command, "digits", "--workers", workers, *more)
     assert done.exit_code == 2
-    assert "--workers must be whole numbers of at least 1 with commas between them, as 1,2,4; not" in done.stderr
+    assert "--workers must be whole numbers of at least 1, separated by commas, such as 1,2,4; not" in done.stderr
 
 
 @pytest.mark.parametrize(("passed", "code"), [(True, 0), (False, 1)])

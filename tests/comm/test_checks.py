@@ -49,9 +49,9 @@ def test_dtypes_and_bits_of_a_mean():
 
 
 def test_ranks():
-    with pytest.raises(BadInput, match=r"source is a rank in range\(2\); got 2"):
+    with pytest.raises(BadInput, match=r"source must be a rank from 0 to 1; got 2"):
         check_rank(2, 2, "source")
-    with pytest.raises(BadInput, match="another rank"):
+    with pytest.raises(BadInput, match="another worker's rank"):
         check_peer(1, 1, 2, "target")
 
 

@@ -68,12 +68,12 @@ def test_an_order_of_ones_own():
 @pytest.mark.parametrize(
     ("order", "message"),
     [
-        (lambda epoch: [0, 10], r"in range\(10\); got 0 to 10"),
+        (lambda epoch: [0, 10], r"from 0 to 9; got 0 to 10"),
         (lambda epoch: [-1], "got -1"),
         (lambda epoch: [0.5], "float64"),
         (lambda epoch: [], r"shape \[0\]"),
         (lambda epoch: [[1]], r"shape \[1, 1\]"),
-        (lambda epoch: [0] * (1 + epoch), r"order\(1\) has 2 indices, order\(0\) had 1"),
+        (lambda epoch: [0] * (1 + epoch), r"order\(1\) has length 2, and order\(0\) had length 1"),
     ],
 )
 def test_orders_that_cannot_be(order, message):
@@ -83,7 +83,7 @@ def test_orders_that_cannot_be(order, message):
 
 def test_fewer_than_one_row_a_worker_and_ranks_out_of_range_are_refused():
     source = open_source(torch.arange(10))
-    with pytest.raises(BadInput, match="batch_size=3 is fewer than one row for each of 4 workers"):
+    with pytest.raises(BadInput, match="batch_size=3 leaves some of the 4 workers without a row"):
         Feed(source, size=4, batch_size=3)
     with pytest.raises(BadInput, match="rank=2 of size=2"):
         Feed(source, rank=2, size=2)

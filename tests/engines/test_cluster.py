@@ -61,7 +61,7 @@ def test_rows_for_nobody() -> None:
     counts = {"chief": 0, "worker": 1, "ps": 1, "evaluator": 0}
     with pytest.raises(BadInput, match="was given no rows"):
         next(cluster_of(counts, "worker", 0).rows(4))
-    with pytest.raises(BadInput, match="rows are for those who train .*this process is ps"):
+    with pytest.raises(BadInput, match="can read rows, and this process is ps"):
         next(replace(cluster_of(counts, "ps", 0), data=np.arange(4)).rows(4))
 
 
@@ -173,5 +173,5 @@ def test_the_environment_is_the_callers_again(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("engine", [Sim(), Torchrun(), Nested(worker=Worker())])
 def test_engines_that_start_no_process(engine: Engine) -> None:
-    with pytest.raises(Unsupported, match=f"engine {engine.name} starts no processes.*local, hosts, spark"):
+    with pytest.raises(Unsupported, match=f"engine {engine.name} starts no processes.*local, hosts or spark"):
         engine.run(print, workers=1)

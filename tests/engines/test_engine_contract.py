@@ -52,7 +52,7 @@ def test_it_trains_what_the_simulated_one_does(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["downpour", "easgd", "hogwild"])
 def test_what_it_cannot_is_refused_by_its_capabilities(strategy: str) -> None:
-    with pytest.raises(Unsupported, match="which engine threads cannot give"):
+    with pytest.raises(Unsupported, match="engine threads does not support that"):
         mh.train(TASK, strategy=strategy, engine=Threads(), workers=2)
 
 

@@ -194,13 +194,13 @@ def test_traffic_counts_after_an_error_too() -> None:
 @pytest.mark.parametrize(
     ("plan", "kind", "message"),
     [
-        ({"workers": 3}, BadInput, "workers=3 inside a run of 1: leave workers out"),
+        ({"workers": 3}, BadInput, "workers=3 was given inside a run with workers=1: leave workers out"),
         ({"workers": 3}, BadInput, 'engine="local", workers=1'),
         ({"device": "cuda"}, BadInput, "device='cuda' inside a run: leave device out, this worker has cpu already"),
         (
             {"threads_per_worker": 2},
             BadInput,
-            "threads_per_worker=2 inside a run: .*manyhands run --threads-per-worker",
+            "threads_per_worker=2 was given inside a run: .*manyhands run --threads-per-worker",
         ),
         ({"server": ServerSpec(rule="add")}, Unsupported, "needs an engine that starts it"),
     ],

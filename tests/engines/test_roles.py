@@ -30,15 +30,23 @@ def test_until_says_whose_return_ends_the_run(until: tuple[str, ...], awaited: s
     ("kind", "options", "words"),
     [
         (BadInput, {"workers": 0, "others": {}}, "workers must be a whole number of at least 1, not 0"),
-        (BadInput, {"workers": 1, "others": {"worker": 2}}, "say how many workers there are with workers="),
-        (UnknownName, {"workers": 1, "others": {"master": 1}}, "no role 'master'; choose of chief, ps, evaluator"),
+        (BadInput, {"workers": 1, "others": {"worker": 2}}, "must not contain worker"),
+        (UnknownName, {"workers": 1, "others": {"master": 1}}, "no role 'master'; choose from chief, ps, evaluator"),
         (BadInput, {"workers": 1, "others": {"ps": True}}, "number of ps must be a whole number, 0 or more, not True"),
         (BadInput, {"workers": 1, "others": {"chief": 2}}, "at most one chief, not 2"),
         (BadInput, {"workers": 1, "others": {"evaluator": 2}}, "at most one evaluator, not 2"),
         (BadInput, {"workers": 1, "others": {}, "until": "worker"}, r"until must be a tuple of roles.*'worker',"),
-        (UnknownName, {"workers": 1, "others": {}, "until": ("boss",)}, "no role 'boss'; choose of chief, worker, ps"),
-        (BadInput, {"workers": 1, "others": {}, "until": ("chief",)}, "has none of them; choose of worker"),
-        (BadInput, {"workers": 1, "others": {}, "until": ()}, "has none of them"),
+        (
+            UnknownName,
+            {"workers": 1, "others": {}, "until": ("boss",)},
+            "no role 'boss'; choose from chief, worker, ps",
+        ),
+        (
+            BadInput,
+            {"workers": 1, "others": {}, "until": ("chief",)},
+            "names no role of this cluster: choose from worker",
+        ),
+        (BadInput, {"workers": 1, "others": {}, "until": ()}, "names no role of this cluster"),
     ],
 )
 def test_what_no_cluster_can_be(kind: type[BadInput], options: dict[str, object], words: str) -> None:

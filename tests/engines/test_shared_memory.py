@@ -85,7 +85,7 @@ def test_a_rank_that_does_not_come_is_not_waited_for_longer() -> None:
         if worker.rank == 1:
             worker.group.all_gather_json(None)
             return
-        with pytest.raises(ManyhandsError, match="did not come to share memory in time"):
+        with pytest.raises(ManyhandsError, match="did not connect to the shared memory in time"):
             share(worker.group, timeout_s=0.1)
 
     together(2, program)
@@ -114,7 +114,7 @@ def test_the_time_for_it_begins_when_all_have_met() -> None:
 def test_a_rank_that_leaves_early_is_named_as_the_reason() -> None:
     def program(worker: Worker) -> None:
         if worker.rank == 0:
-            with pytest.raises(ManyhandsError, match="ended while memory was being shared"):
+            with pytest.raises(ManyhandsError, match="ended while it connected to the shared memory"):
                 share(worker.group)
             return
         folder = os.open(worker.group.all_gather_json(None)[0], os.O_RDONLY)
@@ -130,7 +130,7 @@ def test_a_first_rank_that_left_early_is_named_as_the_reason(nothing_is_left: Pa
         if worker.rank == 0:
             worker.group.all_gather_json(str(nothing_is_left))  # where nobody listens
             return
-        with pytest.raises(ManyhandsError, match="ended while memory was being shared"):
+        with pytest.raises(ManyhandsError, match="ended while it connected to the shared memory"):
             share(worker.group)
 
     together(2, program)

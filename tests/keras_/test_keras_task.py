@@ -201,7 +201,7 @@ def test_optimizers_that_do_more_than_step(make: Any, why: str) -> None:
 def test_arrays_with_data_of_whole_batches() -> None:
     with pytest.raises(mh.BadInput, match="gives whole batches"):
         mh.keras.task(dense(), "rows.parquet", rows()[1])
-    with pytest.raises(mh.BadInput, match="no rows are at hand"):
+    with pytest.raises(mh.BadInput, match="there are no rows to build it from"):
         mh.keras.task(compiled(lambda: keras.layers.Dense(5)), "rows.parquet")
 
 

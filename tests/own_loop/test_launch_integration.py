@@ -104,7 +104,7 @@ def test_an_exception_of_the_script(local: Local, path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "result"), [("", "exchanged nothing"), ("mh.prepare(m, o)", "all 2 workers computed the same")]
+    ("line", "result"), [("", "without exchanging anything"), ("mh.prepare(m, o)", "all 2 workers computed the same")]
 )
 def test_workers_that_train_all_rows_are_named(
     local: Local, tmp_path: Path, line: str, result: str, capfd: pytest.CaptureFixture[str]

@@ -96,7 +96,7 @@ def test_weight_is_the_sessions() -> None:
     for wrong in (-1, float("inf"), float("nan")):
         with pytest.raises(BadInput, match="finite"):
             mh.weight(wrong)
-    with pytest.raises(BadInput, match="\"sum\" where the loss is a sum over rows; not 'mean'"):
+    with pytest.raises(BadInput, match="\"sum\" for a loss that is a sum over rows; not 'mean'"):
         mh.weight("mean")  # type: ignore[arg-type]
 
 
@@ -131,7 +131,7 @@ def test_what_the_users_loop_cannot_give(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_strategy_that_acts_before_gradients_says_so() -> None:
-    with pytest.raises(BadInput, match=r"Hidden has a before_backward .* needs = Needs\(before_gradient=True\)"):
+    with pytest.raises(BadInput, match=r"Hidden overrides before_backward.* needs = Needs\(before_gradient=True\)"):
 
         class Hidden(mh.AllReduce):
             def before_backward(self, replica: object, worker: object, state: object) -> None:

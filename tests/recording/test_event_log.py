@@ -137,7 +137,7 @@ def test_a_line_that_is_no_event_is_left_out_and_told(tmp_path: Path, line: str)
     told: list[str] = []
     assert [e.tick for e in steps_that_count(path, warn=told.append)] == [0, 1]
     assert len(told) == 1
-    assert "1 of its lines" in told[0]
+    assert "Lines that cannot be read are ignored: 1;" in told[0]
     assert "line 2" in told[0]
     with pytest.raises(BadInput, match="damaged in line 2"):
         steps_that_count(path)

@@ -84,7 +84,7 @@ def test_strategies_of_parameters_and_updates_run_it_as_it_is(spec: str, share: 
 
 @pytest.mark.parametrize("spec", ["allreduce", "quorum", "local-sgd:warmup=2", "downpour:rule=adagrad,bound=0"])
 def test_strategies_of_gradients_say_that_there_are_none(spec: str) -> None:
-    with pytest.raises(Unsupported, match="MovesToRows moves parameters without gradients"):
+    with pytest.raises(Unsupported, match="MovesToRows has no gradients to exchange"):
         moved(spec)
 
 

@@ -177,8 +177,8 @@ def test_all_workers_name_the_first_that_differs_and_what_differs() -> None:
     same = {"the optimizer's lr": 0.1, "code of my": "ab"}
     output = workers(same, same, {"the optimizer's lr": 0.2, "code of my": "ab", "version of other": "1"})
     assert output[0] == output[1] == output[2]
-    assert output[0].startswith("worker 2 on host2 does not run what worker 0 runs")
-    assert "the optimizer's lr is 0.2 there and 0.1 on worker 0 (host0)" in output[0]
+    assert output[0].startswith("worker 2 on host2 differs from worker 0: ")
+    assert "the optimizer's lr is 0.2, and on worker 0 (host0) it is 0.1" in output[0]
     assert "code of my" not in output[0]
     assert workers(same, {**same, "version of one": "2"}, same) == ["", "", ""]
 
@@ -229,7 +229,7 @@ def test_replicas_that_drift_apart_are_an_error_and_rounding_is_a_warning() -> N
     assert first == second
     assert "worker 1 on host1" in first
     assert "at step 7" in first
-    assert "rate is 0.2 there and 0.1 on worker 0" in first
+    assert "rate is 0.2, and on worker 0 it is 0.1" in first
     assert isinstance(drifted(1e-6, rates=[0.1, 0.2])[1], str)  # rounding does not explain another rate
 
 
@@ -247,4 +247,4 @@ def test_all_workers_raise() -> None:
 
     first, second = on_threads(2, program)
     assert first == second
-    assert "Linear of 9 parameters there and Linear of 6 parameters on worker 0" in first
+    assert "Linear of 9 parameters, and on worker 0 (host0) it is Linear of 6 parameters" in first

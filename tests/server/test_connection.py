@@ -100,8 +100,8 @@ def test_an_encoded_push_is_decoded_with_and_without_shared_memory(topk):
     [
         (topk_payload(1, 6), "ascending in range"),
         (topk_payload(4, 1), "ascending in range"),
-        (topk_payload(1, 4)[:-1], "payload of 16 bytes; got 15"),
-        (torch.zeros(4096, dtype=torch.uint8), "payload of 16 bytes; got 4096"),
+        (topk_payload(1, 4)[:-1], "16 bytes; 15 bytes arrived"),
+        (torch.zeros(4096, dtype=torch.uint8), "16 bytes; 4096 bytes arrived"),
         (torch.ones(4), "got 4 of torch.float32"),
     ],
     ids=["outside", "order", "short", "huge", "floats"],

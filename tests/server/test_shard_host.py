@@ -150,9 +150,7 @@ def test_who_waits_for_a_worker_that_does_nothing_learns_which():
         fast.initialize(torch.zeros(N))
         fast.activate()
         slow.activate()
-        with pytest.raises(
-            PeerLost, match=r"worker 1 on host-b did not do its part .* in server.tick at step 1"
-        ) as lost:
+        with pytest.raises(PeerLost, match=r"worker 1 on host-b made no progress .* in server.tick at step 1") as lost:
             fast.tick()
         assert lost.value.rank == 1
         with pytest.raises(PeerLost, match="worker 1"):  # and so does everything from then on
@@ -160,7 +158,10 @@ def test_who_waits_for_a_worker_that_does_nothing_learns_which():
 
 
 def test_who_waits_for_a_first_center_that_nobody_offers_is_told_so():
-    with hosting(ADD, 1, timeout_s=0.3) as host, pytest.raises(ManyhandsError, match="first center in server"):
+    with (
+        hosting(ADD, 1, timeout_s=0.3) as host,
+        pytest.raises(ManyhandsError, match="in server.pull for its first parameters"),
+    ):
         host.client(0).pull(torch.empty(N))
 
 
@@ -180,7 +181,7 @@ def test_a_center_half_offered_leaves_room_for_the_next():
 
 
 def test_workers_that_do_not_come_are_an_error():
-    with pytest.raises(ChannelTimeout, match=r"waits for workers \[0, 1\], who did not come"):
+    with pytest.raises(ChannelTimeout, match=r"waited 0\.1 s for the workers \[0, 1\]"):
         serve(ADD, shard=0, shards=1, workers=2, channels={}, timeout_s=0.1)
 
 

@@ -76,7 +76,7 @@ def test_a_master_on_this_host_is_known_to_have_too_few_at_once(master: str) -> 
 
 def test_no_executor_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "_FIRST_S", 0.3)
-    with pytest.raises(BadInput, match=r"no executor has come within 0 s: .*spark\.executor\.memory is 4g"):
+    with pytest.raises(BadInput, match=r"no executor started within 0 s: .*spark\.executor\.memory \(4g\)"):
         session.check(Session(0, spark__executor__memory="4g"), 2)  # type: ignore[arg-type]
 
 
@@ -120,7 +120,9 @@ def test_the_driver_listens_where_it_is_bound_and_is_called_by_its_name() -> Non
 
 
 def test_executors_of_other_versions() -> None:
-    with pytest.raises(BadInput, match=r"the executor on far has torch 2\.6, the driver torch 2\.13; install the same"):
+    with pytest.raises(
+        BadInput, match=r"the executor on far has torch 2\.6, and the driver has torch 2\.13: install the same"
+    ):
         check_versions("far", {"torch": "2.6"}, {"torch": "2.13"})
 
 

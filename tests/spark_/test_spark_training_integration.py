@@ -43,11 +43,11 @@ def test_strategies_reach_what_they_reach_locally(strategy: str, solo: mh.Run) -
 
 @pytest.mark.usefixtures("spark")
 def test_hogwild_needs_one_machine() -> None:
-    with pytest.raises(Unsupported, match="one piece of memory"):
+    with pytest.raises(Unsupported, match="shares memory between the workers"):
         mh.train(digits(), strategy="hogwild", engine="spark", workers=2)
 
 
 def test_a_dataframe_needs_the_engine_that_brings_it(spark: Any) -> None:
     table = spark.range(4).selectExpr("id as x", "id as y")
-    with pytest.raises(Unsupported, match=r"engine spark, not by local: give engine='spark'"):
+    with pytest.raises(Unsupported, match=r"engine local cannot read a Spark DataFrame: give engine='spark'"):
         mh.train(digits(train_data=mh.spark.frame(table, features="x", label="y")), engine="local")

@@ -28,7 +28,9 @@ def test_a_container_of_yarn_is_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_containers_in_the_hosts_network_cannot_work_together() -> None:
     found = Neighbours(("a", "b", "a"))
     assert found.apart(["x", "y", "x"]) == ""
-    assert found.apart(["x", "y", "z"]).startswith("executors at a have one address and no processes in common")
+    assert found.apart(["x", "y", "z"]).startswith(
+        "executors share the address a, and cannot see each other's processes"
+    )
     assert process_space() == process_space()
 
 

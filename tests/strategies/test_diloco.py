@@ -247,22 +247,22 @@ def test_with_another_number_of_workers_the_open_windows_become_one() -> None:
         ({"streaming": 2, "mixing": "a"}, "mixing must be a number from 0 to below 1, not 'a'"),
         ({"streaming": 2, "overlap": "1"}, "overlap must be a whole number of at least 0"),
         ({"compress": "zip"}, "compress=zip: no codec 'zip'"),
-        ({"feedback": True}, "feedback=true is about what compress leaves out"),
+        ({"feedback": True}, "feedback=true needs compress"),
         ({"streaming": 2, "compress": "int8"}, "compress=int8 waits for one whole vector: leave one of them out"),
         ({"via": "mail"}, "via must be group or server"),
         ({"streaming": -1}, "streaming must be a whole number of at least 0"),
-        ({"overlap": 1}, "overlap means nothing: leave it out, or take streaming=2"),
-        ({"mixing": 0.5}, "mixing means nothing: leave it out, or take streaming=2"),
-        ({"streaming": 2, "via": "server"}, "via=server has no streaming"),
+        ({"overlap": 1}, "overlap has no effect: leave it out, or give streaming=2"),
+        ({"mixing": 0.5}, "mixing has no effect: leave it out, or give streaming=2"),
+        ({"streaming": 2, "via": "server"}, "streaming does not work with via=server"),
         ({"streaming": 5, "period": 4}, "give streaming=4 or less"),
-        ({"streaming": 2, "period": 4, "overlap": 4}, "give less than period=4"),
+        ({"streaming": 2, "period": 4, "overlap": 4}, "overlap=4 must be less than period=4"),
         ({"streaming": 2, "overlap": -1}, "overlap must be a whole number of at least 0"),
         ({"streaming": 2, "mixing": 1.0}, "mixing must be a number from 0 to below 1"),
-        ({"quorum": 2}, "quorum means nothing: leave it out, or take via=server"),
-        ({"grace": 0}, "grace means nothing: leave it out, or take via=server"),
-        ({"bound": 0}, "bound means nothing: leave it out, or take via=server"),
+        ({"quorum": 2}, "quorum has no effect: leave it out, or give via=server"),
+        ({"grace": 0}, "grace has no effect: leave it out, or give via=server"),
+        ({"bound": 0}, "bound has no effect: leave it out, or give via=server"),
         ({"via": "server", "bound": -1}, "bound must be a whole number of 0 or more"),
-        ({"via": "server", "bound": 0, "quorum": 2}, "bound=0 waits for all workers, so quorum means nothing"),
+        ({"via": "server", "bound": 0, "quorum": 2}, "bound=0 waits for all workers, so quorum has no effect"),
         ({"via": "server", "quorum": 0}, "quorum must be a whole number of at least 1"),
         ({"via": "server", "grace": -1}, "grace must be a whole number of at least 0"),
     ],
@@ -273,7 +273,7 @@ def test_options_that_cannot_be_are_refused(options: dict, problem: str) -> None
 
 
 def test_a_quorum_of_more_than_all_is_refused() -> None:
-    with pytest.raises(BadInput, match="quorum=3 of 2 workers never comes together: give at most 2"):
+    with pytest.raises(BadInput, match="quorum=3 must not be more than workers=2: give at most 2"):
         hands("diloco:via=server,quorum=3", [slope(1.0)] * 2, lambda hand: None)
 
 

@@ -45,7 +45,7 @@ def warnings_of(spec: str, workers: int) -> list[list[str]]:
 def test_a_force_that_no_rate_makes_stable_is_warned_of_with_the_number(spec: str, workers: int, number: str) -> None:
     first, *others = warnings_of(spec, workers)
     assert number in first[0]
-    assert f"leave it out for {0.9 / workers:.4g}" in first[0]
+    assert f"leave it out (then it is {0.9 / workers:.4g})" in first[0]
     assert not any(others)
 
 
@@ -111,8 +111,8 @@ def test_a_worker_that_begins_later_begins_at_the_center_as_it_is_then() -> None
         ({"period": 0}, "period must be a whole number of at least 1"),
         ({"alpha": 0.0}, "alpha must be a number above 0, or none"),
         ({"via": "mail"}, "via must be server or group"),
-        ({"via": "group", "bound": 0}, "via=group keeps all in step"),
-        ({"via": "group", "warmup": 5}, "via=group keeps all in step"),
+        ({"via": "group", "bound": 0}, "have no effect with via=group"),
+        ({"via": "group", "warmup": 5}, "have no effect with via=group"),
         ({"bound": 0, "warmup": 5}, "give bound=1 or more, or no warmup"),
     ],
 )

@@ -215,10 +215,10 @@ def test_with_another_number_of_workers_all_count_the_same_again() -> None:
         ({"weights": "mean"}, "weights must be one of doubly-stochastic, push-sum"),
         ({"period": 0}, "period must be a whole number of at least 1"),
         ({"graph": "random", "seed": -1}, "seed must be a whole number of at least 0"),
-        ({"graph": "ring", "seed": 1}, "graph=ring draws nothing"),
-        ({"bound": 1}, "graph=exponential keeps all in step"),
+        ({"graph": "ring", "seed": 1}, "seed has no effect with graph=ring"),
+        ({"bound": 1}, "bound has no effect with graph=exponential"),
         ({"graph": "pairs", "bound": -1}, "bound must be a whole number of 0 or more"),
-        ({"graph": "pairs", "weights": "push-sum"}, "weights=push-sum means nothing"),
+        ({"graph": "pairs", "weights": "push-sum"}, "weights=push-sum has no effect with graph=pairs"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], problem: str) -> None:

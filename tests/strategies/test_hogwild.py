@@ -54,7 +54,7 @@ def test_a_group_without_common_memory_refuses() -> None:
         share = Group.share
 
     worker = Worker(group=Apart(Meeting(1), 0))
-    with pytest.raises(Unsupported, match="Apart has no memory that all workers see: run them on one machine"):
+    with pytest.raises(Unsupported, match="no memory in common: run them on one machine"):
         Hand(Hogwild(), worker, slope(1.0), [0.0], 0.1)
 
 

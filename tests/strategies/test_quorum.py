@@ -145,7 +145,7 @@ def test_with_backups_all_workers_hold_the_same_parameters_after_the_same_tick()
 def test_options_that_cannot_be_are_refused() -> None:
     with pytest.raises(BadInput, match="backups must be a whole number of at least 0"):
         Quorum(backups=-1)
-    with pytest.raises(BadInput, match="backups=2 of 2 workers leaves none to wait for: give at most 1"):
+    with pytest.raises(BadInput, match="backups=2 must be less than workers=2: give at most 1"):
         hands("quorum:backups=2", [slope(1.0)] * 2, lambda hand: None)
 
 

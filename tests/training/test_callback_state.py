@@ -102,7 +102,7 @@ def test_a_state_that_is_no_json_is_named(tmp_path: Path) -> None:
         def state_dict(self) -> dict[str, Any]:
             return {"tensor": torch.zeros(1)}
 
-    with pytest.raises(BadInput, match=r"Odd\.state_dict\(\) must be JSON"):
+    with pytest.raises(BadInput, match=r"Odd\.state_dict\(\) must return only JSON"):
         train([Odd()], epochs=1, run_dir=tmp_path)
 
 

@@ -224,7 +224,7 @@ def test_warmup_counts_leases_which_a_stream_has_none_of() -> None:
         def __iter__(self) -> Any:
             yield from zip(*plain.rows(9), strict=True)
 
-    with pytest.raises(BadInput, match="warmup=3 counts slices that are leased"):
+    with pytest.raises(BadInput, match="warmup=3 needs data with a length"):
         train("downpour:warmup=3", LeaseServer(), workers=1, train_data=Rows())
 
 

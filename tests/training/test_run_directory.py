@@ -198,7 +198,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning() -> None:
     (folder / "checkpoints/step-00000009/rank-00000.safetensors").write_bytes(b"")
     resumed = train(run_dir=URL, resume=True)
     assert torch.equal(resumed.parameters, whole.parameters)
-    assert "step-00000009 is damaged and left out" in resumed.info["warnings"][0]
+    assert "step-00000009 is damaged, so it is ignored" in resumed.info["warnings"][0]
     found = checkpoints.newest(folder / "checkpoints", pytest.fail)
     assert found is not None
     assert found.tick == 9
@@ -222,7 +222,7 @@ class Meanwhile(mh.Callback):
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_second_driver_is_refused_and_the_first_one_goes_on(tmp_path: Path, resume: bool) -> None:
     def second() -> None:
-        with pytest.raises(mh.BadInput, match=rf"a driver is at work .*launch 1, process {os.getpid()}"):
+        with pytest.raises(mh.BadInput, match=rf"another run uses the run directory .*launch 1, process {os.getpid()}"):
             train(run_dir=tmp_path / "run", resume=resume)
 
     run = train(run_dir=tmp_path / "run", callbacks=[Meanwhile(second)])
@@ -237,7 +237,7 @@ def test_without_locks_the_earlier_driver_ends_and_the_later_ones_run_is_whole(t
     """At a URL nobody can lock: the number in launch.json decides, and its host and process are named."""
     later: list[mh.Run] = []
     callbacks = [Meanwhile(lambda: later.append(train(run_dir=URL, resume=True)), at=5)]
-    with pytest.raises(mh.ManyhandsError, match=rf"another driver works in .*launch 2, process {os.getpid()}"):
+    with pytest.raises(mh.ManyhandsError, match=rf"another run now uses .*launch 2, process {os.getpid()}"):
         train(run_dir=URL, callbacks=callbacks)
     assert torch.equal(later[0].parameters, train().parameters)
     assert torch.equal(train(run_dir=URL, resume=True).parameters, later[0].parameters)
@@ -272,7 +272,7 @@ def test_events_that_a_checkpoint_counts_and_that_are_gone_are_told(tmp_path: Pa
     events.write_bytes(b"".join(kept))
     resumed = train(run_dir=tmp_path / "run", resume=True)
     (warning,) = resumed.info["warnings"]
-    assert "before step 6 they have 60 rows of data, and the checkpoint 72" in warning
+    assert "60 rows of data before step 6, and the checkpoint has 72" in warning
     assert torch.equal(resumed.parameters, train().parameters)
     assert [row["step"] for row in resumed.history][-3:] == [7, 8, 9]
 

@@ -74,7 +74,7 @@ def test_an_own_paced_run_at_a_url_is_replayed(local: Local, tmp_path: Path) -> 
 def test_a_place_that_each_process_has_for_itself_is_an_error(local: Local, tmp_path: Path) -> None:
     url = f"memory:/{tmp_path}/run"
     with pytest.raises(
-        mh.ManyhandsError, match=r"worker 1 put rank-00001.* and worker 0 finds none there: .* one and the same"
+        mh.ManyhandsError, match=r"worker 1 wrote rank-00001.* and worker 0 sees no bytes there: .* all hosts share"
     ):
         train(local, run_dir=url)
     RemotePath(url).remove()

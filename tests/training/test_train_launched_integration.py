@@ -159,7 +159,7 @@ def check(first: dict[str, Any], second: dict[str, Any], folder: Path) -> None:
     assert one.startswith("workers=1")
     assert "leave workers out" in workers
     assert "give run_dir" in resume
-    assert "strategy solo is one worker, and 2" in solo
+    assert "strategy solo runs on one worker, and workers=2" in solo
     assert f"run_dir is {folder}/of-0 on worker 0 and {folder}/of-1 on worker 1: give all workers the same" in elsewhere
 
 

@@ -200,7 +200,7 @@ def test_a_shard_that_dies_ends_the_run_by_name(local: Local) -> None:
 
 
 def test_refused_before_anything_starts(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Unsupported, match="counts whole pushes"):
+    with pytest.raises(Unsupported, match="needs a server with one shard"):
         train(task(), local, "quorum", servers=2)
     for name, value in {
         "RANK": "0",
@@ -210,7 +210,7 @@ def test_refused_before_anything_starts(local: Local, monkeypatch: pytest.Monkey
         "MASTER_PORT": "1",
     }.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(Unsupported, match="needs a parameter server, which engine torchrun cannot give"):
+    with pytest.raises(Unsupported, match="needs a parameter server, and engine torchrun does not support that"):
         mh.train(task(), strategy="downpour")
 
 

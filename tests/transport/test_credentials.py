@@ -107,9 +107,12 @@ def _locked() -> bytes:
         (lambda: credentials().key, "does not hold"),
         (lambda: credentials().certificate, "does not hold"),
         (lambda: _locked() + credentials().certificate, "does not hold"),  # OpenSSL would ask at the terminal
-        (lambda: Credentials.create().key + credentials().certificate, "cannot be used"),
-        (lambda: credentials().key + credentials().certificate.replace(b"MII", b"MIJ"), "cannot be used"),
-        (lambda: credentials().key + _expired(), "ended on Feb  1"),
+        (lambda: Credentials.create().key + credentials().certificate, "cannot use the key and certificate"),
+        (
+            lambda: credentials().key + credentials().certificate.replace(b"MII", b"MIJ"),
+            "cannot use the key and certificate",
+        ),
+        (lambda: credentials().key + _expired(), "expired on Feb  1"),
     ],
 )
 def test_a_file_that_holds_something_else(path, content, message):

@@ -116,7 +116,7 @@ def test_tensors_after_the_hello():
     [
         ({"worker": 9}, "refused this connection: no worker 9 here"),
         ({"worker": None}, "no worker None"),
-        ({"worker": []}, "lacks something or has it wrong: TypeError"),
+        ({"worker": []}, "incomplete or wrong .TypeError"),
         ({"generation": 1}, "a hello of generation 1; this is generation 2"),
     ],
 )
@@ -133,7 +133,7 @@ def test_a_member_that_is_refused_hears_why(how, options, reason):
         ("tls", lambda: {"credentials": Credentials.create()}, "same credentials"),
         ("tls", lambda: {"credentials": None, "token": TOKEN}, "WRONG_VERSION_NUMBER"),
         ("plain", lambda: {"credentials": credentials(), "token": None}, "same credentials"),
-        ("plain", lambda: {"credentials": None, "token": TOKEN[::-1]}, "without a proof"),
+        ("plain", lambda: {"credentials": None, "token": TOKEN[::-1]}, "it does not have this run's token"),
     ],
 )
 def test_a_stranger_that_speaks_manyhands(how, proof, reason):
@@ -290,7 +290,7 @@ def test_the_welcome_comes_from_who_holds_the_token():
         with sock:
             sock.sendall(pack(Frame(kind=0, a=1, blob=bytes(32))) + bytes(32))
             sock.sendall(pack(Frame(kind=0, a=3, blob=bytes(32))) + bytes(32))
-            with pytest.raises(ChannelClosed, match="does not hold this run's token"):
+            with pytest.raises(ChannelClosed, match="does not have this run's token"):
                 client.result(5)
 
 
@@ -432,7 +432,7 @@ def test_a_handshake_that_was_cut_off_is_tried_again(monkeypatch):
 def test_nobody_listens():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        with pytest.raises(ChannelTimeout, match="no answer of the server at 127"):
+        with pytest.raises(ChannelTimeout, match="no answer from the server at 127"):
             connect(taken.getsockname(), {}, credentials=None, token=TOKEN, peer="the server", timeout_s=0.2)
 
 
@@ -465,5 +465,5 @@ def test_a_flood_of_addresses_ends_with_a_word(caplog, monkeypatch):
     for number in range(10):
         named.name(f"fe80::{number}", "garbage" * 1000)
     assert len(caplog.records) == 3
-    assert "no further one is named" in caplog.records[-1].getMessage()
+    assert "no more will be" in caplog.records[-1].getMessage()
     assert len(caplog.records[-1].getMessage()) < 500

@@ -43,8 +43,8 @@ class EarlyStopping(Callback):
             raise BadInput(f"EarlyStopping: mode must be auto, min or max, not {self.mode!r}")
         if self.mode == "auto" and higher_is_better(self.metric) is None:
             raise BadInput(
-                f"EarlyStopping: whether more or less of {self.metric!r} is better does not show in its name: give "
-                'mode="max" or mode="min"'
+                f"EarlyStopping cannot tell from the name {self.metric!r} whether a higher or a lower value is better: "
+                'give mode="max" or mode="min"'
             )
 
     @override
@@ -63,8 +63,8 @@ class EarlyStopping(Callback):
         metrics = event.values["metrics"]
         if self.metric not in metrics:
             raise BadInput(
-                f"EarlyStopping: validation reported no {self.metric!r} but {', '.join(metrics) or 'nothing'}: name one of "
-                "these"
+                f"EarlyStopping watches {self.metric!r}, and validation reports {', '.join(metrics) or 'nothing'}: "
+                "give metric= one of the reported names"
             )
         if self._better(metrics[self.metric]):
             self.best, self.failures = metrics[self.metric], 0

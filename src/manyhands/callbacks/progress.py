@@ -107,8 +107,8 @@ class Progress(Callback):
             except BrokenPipeError:
                 self._log = "quiet"
                 LOG.warning(
-                    "standard output was closed by its reader: no more events go there, and the run goes on (its run "
-                    "directory has all of them)"
+                    "the reader of standard output has closed it, so no more events are printed. The run continues, "
+                    "and its run directory records all events"
                 )
                 null = os.open(os.devnull, os.O_WRONLY)  # flushing the rest at exit must not fail again
                 os.dup2(null, out.fileno())

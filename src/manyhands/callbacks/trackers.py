@@ -131,11 +131,13 @@ class Tracker(Callback):
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._warn(
-                f"is still sending after {CLOSING_S:.0f} s: about {self._queue.qsize()} rows may be missing there"
+                f"was still sending {CLOSING_S:.0f} s after the run. Rows that it may not have: about "
+                f"{self._queue.qsize()} (the run directory's events.jsonl has all rows)"
             )
         elif self.dropped:
             self._warn(
-                f"did not keep up: {self.dropped} rows were dropped (all are in the run directory's events.jsonl)"
+                f"was slower than the training. Rows that it did not get: {self.dropped} (the run directory's "
+                "events.jsonl has all rows)"
             )
         self._thread = None
 
@@ -173,7 +175,7 @@ class Tracker(Callback):
                 while True:
                     self._queue.get_nowait()
             self._warn(
-                "failed and gets no more of this run (the run directory's events.jsonl has all rows): "
+                "failed, so it gets no more rows of this run (the run directory's events.jsonl has all rows): "
                 f"{type(problem).__name__}: {problem}"
             )
 
@@ -239,8 +241,8 @@ class MLflow(Tracker):
         if all(importlib.util.find_spec(name) for name in ("sqlalchemy", "alembic")):
             return ""
         return (
-            "A database, as MLflow's default sqlite:///mlflow.db is one, needs SQLAlchemy and Alembic: pip install "
-            f'{self._install}; a server (tracking_uri="http://…") needs neither.'
+            "A database, such as MLflow's default sqlite:///mlflow.db, needs SQLAlchemy and Alembic: pip install "
+            f'{self._install}. An MLflow server (tracking_uri="http://…") needs neither.'
         )
 
     @override

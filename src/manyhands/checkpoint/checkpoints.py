@@ -160,8 +160,8 @@ def save(
     token = group.all_gather_json(token)[0]
     if not (isinstance(token, str) and re.fullmatch(f"[0-9a-f]{{{2 * _TOKEN_BYTES}}}", token)):
         raise ManyhandsError(
-            f"worker 0 began a checkpoint with {token!r:.80}; expected {2 * _TOKEN_BYTES} hexadecimal digits: "
-            "do all hosts run the same version of manyhands?"
+            f"worker 0 sent {token!r:.80} as the name of a new checkpoint, which is not valid: install the same "
+            "version of manyhands on all hosts"
         )
     partial = _partial(folder, tick, token)
     parts = _write_parts(partial, group, _files(group.rank, tensors, values))
@@ -191,8 +191,8 @@ def within_reach(saved: Checkpoint, group: Group) -> Iterator[Checkpoint]:
     if any(said[1:] != everyone[0][1:] for said in everyone):
         ticks = ", ".join(str(said[1])[:20] for said in everyone)
         raise ManyhandsError(
-            f"the workers are to go on from different checkpoints (by rank, steps {ticks}): give a run directory "
-            "(run_dir=, --run-dir) that is one and the same place for all hosts"
+            f"the workers found different checkpoints (steps by rank: {ticks}): give a run directory (run_dir=, "
+            "--run-dir) that all hosts share"
         )
     where = [said[0] for said in everyone]
     if all(where):
@@ -200,8 +200,8 @@ def within_reach(saved: Checkpoint, group: Group) -> Iterator[Checkpoint]:
         return
     if not any(where):
         raise BadInput(
-            f"no worker's host sees the checkpoint {saved.path}: resume where its disk is, or give a run directory "
-            "(run_dir=, --run-dir) that is one and the same place for all hosts"
+            f"no host of this run can read the checkpoint {saved.path}: resume on the host that has this folder, or "
+            "give a run directory (run_dir=, --run-dir) that all hosts share"
         )
     source = where.index(True)
     with tempfile.TemporaryDirectory(prefix="manyhands-") as folder:
@@ -235,12 +235,12 @@ def newest(folder: AnyPath, warn: Warn) -> Checkpoint | None:
                     found = hashlib.file_digest(file, "sha256").hexdigest()
                     parts[name] = CheckpointFile(file.tell(), found)
                 if found != digest:
-                    raise ValueError(f"{name} is not what was written")
+                    raise ValueError(f"{name} was changed or cut off after it was written (its SHA-256 differs)")
             return Checkpoint(path, manifest["tick"], manifest["ranks"], parts)
         except (*_DAMAGE, SafetensorError) as problem:
-            warn(f"checkpoint {path} is damaged and left out: {problem}")
+            warn(f"checkpoint {path} is damaged, so it is ignored: {problem}")
     if folders:
-        raise BadInput(f"all {len(folders)} checkpoints in {folder} are damaged: start again in another run directory")
+        raise BadInput(f"every checkpoint in {folder} is damaged: start again in another run directory")
     return None
 
 
@@ -284,20 +284,22 @@ def _manifest(path: AnyPath) -> dict[str, Any]:
     with open_regular(path / MANIFEST) as file:
         manifest = json.load(file)
     if not isinstance(manifest, dict):
-        raise ValueError("its manifest is no JSON object")
+        raise ValueError("its manifest is not a JSON object")
     if manifest.get("format") != FORMAT:
         raise ValueError(f"it has format {manifest.get('format')!r:.20}, this version reads {FORMAT}")
     ranks: Any = manifest.get("ranks")
     digests = manifest.get("sha256")
     if not is_whole(tick := manifest.get("tick"), 0) or tick != _tick(path):
-        raise ValueError(f"its manifest says tick {tick!r:.20}")
+        raise ValueError(f"its manifest says step {tick!r:.20}, which is not the step in the folder's name")
     if not is_whole(launch := manifest.get("launch", 0), 0):
-        raise ValueError(f"its manifest says launch {launch!r:.20}, which is no number")
+        raise ValueError(f"its manifest says launch {launch!r:.20}, and a launch must be a whole number")
     if not is_whole(ranks) or not isinstance(digests, dict):
-        raise ValueError(f"its manifest says {ranks!r:.20} ranks, and names no files of theirs")
+        raise ValueError(
+            f"its manifest must give the number of workers and list their files; it gives {ranks!r:.20} as the number"
+        )
     if len(digests) != 2 * ranks or any(name not in digests for rank in range(ranks) for name in _names(rank)):
         raise ValueError(
-            f"its manifest names {len(digests)} files, which are not the two of each of {ranks!r:.20} ranks"
+            f"its manifest must list two files for each worker (workers: {ranks!r:.20}, files listed: {len(digests)})"
         )
     return manifest
 
@@ -362,7 +364,7 @@ def _remove(path: AnyPath, warn: Warn) -> None:
         else:
             path.unlink()
     except OSError as problem:
-        warn(f"cannot remove {path}, which the run needs no more: {problem.strerror}. Remove it by hand")
+        warn(f"cannot remove {path}, which the run no longer needs: {problem.strerror}. Remove it yourself")
 
 
 def _write_parts(partial: AnyPath, group: Group, files: dict[str, bytes]) -> dict[str, CheckpointFile]:
@@ -386,8 +388,9 @@ def _write_parts(partial: AnyPath, group: Group, files: dict[str, bytes]) -> dic
             for name, part in parts.items():
                 if found.get(name) != part.bytes:
                     raise ManyhandsError(
-                        f"worker {rank} put {name} of {part.bytes} bytes into {partial}, and worker 0 finds {found.get(name, 'none')} there: "
-                        "give a run directory (run_dir=, --run-dir) that is one and the same place for all hosts"
+                        f"worker {rank} wrote {name} ({part.bytes} bytes) to {partial}, and worker 0 sees "
+                        f"{found.get(name, 'no')} bytes there: give a run directory (run_dir=, --run-dir) that all "
+                        "hosts share"
                     )
     else:
         for rank, (there, parts) in enumerate(announced):
@@ -404,8 +407,8 @@ def _announced(rank: int, said: Any, most: int) -> tuple[bool, dict[str, Checkpo
     files = parts if isinstance(parts, list) and len(parts) == len(names) else []
     if not isinstance(seen, bool) or not files or not all(_is_file(part, most) for part in files):
         raise ManyhandsError(
-            f"worker {rank} announced {said!r:.200} as its part of a checkpoint; expected the lengths (of at most {most} bytes) "
-            f"and SHA-256 of {' and '.join(names)}: do all hosts run the same version of manyhands, and the same program?"
+            f"worker {rank} sent {said!r:.80} to describe its part of a checkpoint, which is not valid: run the same "
+            "program and the same version of manyhands on all hosts"
         )
     return seen, {name: CheckpointFile(**part) for name, part in zip(names, files, strict=True)}
 
@@ -444,7 +447,10 @@ def _bring(
         size = min(_PIECE_BYTES, part.bytes - start)
         piece = torch.empty(size, dtype=torch.uint8)
         if group.rank == source and file.readinto(piece.numpy().data) != size:
-            raise ManyhandsError(f"{name} became shorter than its {part.bytes} bytes while it was sent to other hosts")
+            raise ManyhandsError(
+                f"{name} became shorter than {part.bytes} bytes while it was sent to other hosts. Make sure that "
+                "nothing else changes the run directory, and start again with resume=True (--resume)"
+            )
         if to_all:
             group.broadcast_(piece, source)
         elif group.rank == source:
@@ -456,8 +462,9 @@ def _bring(
             found.update(piece.numpy().data)
     if group.rank != source and found.hexdigest() != part.sha256:
         raise ManyhandsError(
-            f"worker {source} sent {name} with another SHA-256 than was announced: expected {part.sha256}, got "
-            f"{found.hexdigest()}. Start again with resume=True (--resume); if it happens again, look at that host"
+            f"{name} arrived changed from worker {source} (expected SHA-256 {part.sha256:.12}…, got "
+            f"{found.hexdigest():.12}…). Start again with resume=True (--resume). If it happens again, check that "
+            "host's disk and network"
         )
 
 

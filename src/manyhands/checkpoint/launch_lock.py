@@ -44,8 +44,8 @@ class Claim:
         found = claim_in(self.directory)
         if found not in (None, self):
             raise ManyhandsError(
-                f"another driver works in {self.directory} ({found}): this one ({self}) writes nothing more there. One driver at a time: "
-                "give this run a directory of its own, or stop the other and resume (resume=True, --resume)"
+                f"another run now uses {self.directory} ({found}), so this run ({self}) stops writing there. Give each "
+                "run its own directory, or stop the other run and resume this one (resume=True, --resume)"
             )
 
 
@@ -78,14 +78,15 @@ class LaunchLock:
         descriptor = os.open(self.directory / FILE, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o644)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise BadInput(f"{self.directory / FILE} is no file, and drivers lock it: move it away")
+                raise BadInput(f"{self.directory / FILE} must be a file, and it is not: move it away")
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.exclusive = True
         except BlockingIOError:
             os.close(descriptor)
             who = claim_in(self.directory) or "another process"
             raise BadInput(
-                f"a driver is at work in run directory {self.directory} ({who}): wait for its end or stop it, or give another run directory"
+                f"another run uses the run directory {self.directory} ({who}): wait until it ends, stop it, or give "
+                "another run directory"
             ) from None
         except BaseException as problem:
             if not (isinstance(problem, OSError) and problem.errno in NO_LOCKS):

@@ -132,8 +132,8 @@ class RemotePath:
                 raise
             why = f"{type(problem).__name__}: {problem}".partition("\n")[0]
             raise ManyhandsError(
-                f"cannot {action} {self.url}: {why}. Is the address right, and may this host go there "
-                "(credentials are those of its environment)? A run that has begun goes on with resume=True (--resume)"
+                f"cannot {action} {self.url}: {why}. Check the address, and the credentials in this host's "
+                "environment. To continue a run that had started, use resume=True (--resume)"
             ) from problem
 
 
@@ -155,7 +155,7 @@ def open_regular(path: AnyPath) -> Iterator[io.BufferedReader]:
         raise
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError(f"{path.name} is no regular file")
+            raise ValueError(f"{path.name} is not a regular file")
         yield file
 
 
@@ -170,7 +170,9 @@ def path_of(given: str | AnyPath) -> AnyPath:
     protocol = str(given).partition(":/")[0]
     swallowed = isinstance(given, Path) and len(given.parts) > 1 and given.parts[0] == f"{protocol}:"
     if swallowed and protocol in _protocols():
-        raise BadInput(f"a pathlib.Path cannot hold a URL, it made {str(given)!r} of it: give the URL as a string")
+        raise BadInput(
+            f"pathlib.Path cannot hold a URL and has turned it into {str(given)!r}: give the URL as a string"
+        )
     if isinstance(given, Path | RemotePath):
         return given
     if "://" not in given:
@@ -179,18 +181,23 @@ def path_of(given: str | AnyPath) -> AnyPath:
         parts = urlsplit(given)
         if parts.netloc not in ("", "localhost"):
             raise BadInput(
-                f"{given} names the host {parts.netloc}: a file of this host is file:///{parts.netloc}{parts.path}"
+                f"{given} names the host {parts.netloc}, and a file:// address must be on this host: write "
+                f"file:///{parts.netloc}{parts.path}"
             )
         return Path(unquote(parts.path))
     if any(sign in given for sign in "*?[]"):
-        raise BadInput(f"{given} has signs of a pattern (* ? [ ]), which file systems would expand: give a URL without")
+        raise BadInput(
+            f"{given} contains * ? [ or ], which file systems read as a pattern: give a URL without these characters"
+        )
     from fsspec import get_filesystem_class
 
     try:
         get_filesystem_class(protocol)
     except ValueError:
         known = ", ".join(sorted(_protocols()))
-        raise BadInput(f"{given}: no file system {protocol}://; give a path, or one of {known}") from None
+        raise BadInput(
+            f"{given}: {protocol}:// is not a known file system. Give a path, or a URL that begins with one of {known}"
+        ) from None
     except ImportError as error:
         from manyhands.data.readers.shared_files import missing_package
 

@@ -106,8 +106,9 @@ def restore(
     declaration = values["declared"] or now
     if declaration["optimizer"] != now["optimizer"] or len(declaration["groups"]) != len(now["groups"]):
         raise BadInput(
-            f"the checkpoint's optimizer is {declaration['optimizer']} with {len(declaration['groups'])} parameter groups, and the task's is {now['optimizer']} "
-            f"with {len(now['groups'])}: resume with the optimizer it was written by, or start in another run directory"
+            f"the task's optimizer does not fit the checkpoint: {now['optimizer']} (parameter groups: "
+            f"{len(now['groups'])}), and the checkpoint has {declaration['optimizer']} ({len(declaration['groups'])}). "
+            "Resume with the checkpoint's optimizer, or start in another run directory"
         )
     parameters: Mapping[str, Tensor] = tensors
     if not same:
@@ -127,8 +128,9 @@ def restore(
     _restore_optimizer(replica, tensors, values["optimizer"], declaration["groups"], now["groups"], rescheduled)
     if changes := _changes(declaration, now, schedules=not longer):
         warn(
-            f"the task's hyperparameters are not those with which the checkpoint's run began: {'; '.join(changes[:8])}. The task's are used from step "
-            f"{values['position'].get('tick', values['step'])} on, a schedule as if it had been theirs from the start. To go on with the others, give the task what it was"
+            f"hyperparameters differ from the checkpoint's: {'; '.join(changes[:8])}. From step "
+            f"{values['position'].get('tick', values['step'])} on, the task's values are used (a schedule as if from "
+            "the start). To keep the old values, give them to the task"
         )
     replica.step = values["step"]
     if same:
@@ -190,7 +192,7 @@ def _shapes(named: Tensors, what: str = "") -> dict[str, list[int]]:
 
 def _differences(then: dict[str, list[int]], now: dict[str, list[int]]) -> list[str]:
     other = [name for name in sorted(then.keys() | now.keys()) if then.get(name) != now.get(name)]
-    return [f"{name} was {then.get(name, 'none')}, and is {now.get(name, 'none')}" for name in other]
+    return [f"{name} was {then.get(name, 'missing')} and is now {now.get(name, 'missing')}" for name in other]
 
 
 def _mean_parameters(
@@ -235,8 +237,9 @@ def _json_value(replica: Replica, key: str, name: str, value: Any) -> Any:
         json.dumps(plain)
     except TypeError:
         raise Unsupported(
-            f"cannot write a checkpoint: {type(replica.optimizer).__name__} keeps {key!r} of {name} as a {type(value).__name__}, "
-            "which is neither a tensor nor a JSON value; take another optimizer, or train without a run directory"
+            f"cannot write a checkpoint: {type(replica.optimizer).__name__} keeps {key!r} of {name} as a "
+            f"{type(value).__name__}, and only tensors and JSON values can be saved. Use another optimizer, or train "
+            "without a run directory"
         ) from None
     return plain
 
@@ -257,7 +260,7 @@ def _changes(declaration: dict[str, Any], now: dict[str, Any], schedules: bool) 
         pairs += [("the schedule's " + name, then, today) for name, then, today in _pairs(both[:1], both[1:])]
     lines = [f"{name} was {_short(then)} and is {_short(today)}" for name, then, today in pairs]
     if schedules and not lines and declaration["schedule"] != now["schedule"]:
-        lines = ["the schedule is made otherwise"]
+        lines = ["the schedule is built differently"]
     return list(dict.fromkeys(lines))
 
 
@@ -362,7 +365,7 @@ def _check_state(
     """
     known = {field.name for field in fields(state)}
     optional = set() if same else {field.name for field in fields(state) if field.default is None}
-    wrong = [f"{name} was {value}, and is none" for name, value in numbers.items() if name not in known]
+    wrong = [f"{name} was {value} and does not exist now" for name, value in numbers.items() if name not in known]
     own = state.tensors()
     for name in sorted(saved.keys() | own.keys()):
         then = _shapes(saved.get(name, {}), name)
@@ -371,8 +374,8 @@ def _check_state(
             wrong += _differences(then, now)[:1]
     if wrong:
         raise BadInput(
-            f"the checkpoint holds another state of the strategy: {'; '.join(wrong[:5])}. Resume with the strategy's options as they were, "
-            "or start in another run directory"
+            f"the strategy does not fit the checkpoint: {'; '.join(wrong[:5])}. Resume with the checkpoint's strategy "
+            "options, or start in another run directory"
         )
 
 

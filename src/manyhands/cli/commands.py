@@ -18,6 +18,7 @@ from manyhands.cli import evidence, options, tables
 from manyhands.cli.config import text_of
 from manyhands.cli.options import stamped, task_fields, with_fields
 from manyhands.errors import BadInput, ManyhandsError, is_whole, whole_of
+from manyhands.units import count
 
 if TYPE_CHECKING:
     from manyhands.callbacks.base import Callback
@@ -189,7 +190,7 @@ def train(
     )
     engine = with_fields(engine, "sim", network=network, compute=compute, faults=faults, seed=sim_seed, profile=profile)
     if resume and run_dir is None:
-        raise BadInput("--resume needs --run-dir: name the directory of the run that is to go on")
+        raise BadInput("--resume needs --run-dir: give the directory of the run to continue")
     with _started(engine, workers) as place:
         from manyhands.engines.cores import usable_cores
         from manyhands.engines.single_process import running_threads
@@ -302,13 +303,15 @@ def replay(
     if not replayed.identical:
         known = (
             replayed.otherwise
-            or "nothing that is recorded; was the code or the data another, or the number of threads?"
+            or "nothing that the run recorded. Did the code, the data or the number of threads change?"
         )
         raise ManyhandsError(
-            f"replayed {replayed.ticks:,} steps of {replayed.workers} workers, and parameters differ by up to {replayed.difference:.3g} "
-            f"from {folder / 'model.safetensors'}. Otherwise than when it ran: {known}"
+            f"the replay (steps: {replayed.ticks:,}, workers: {replayed.workers}) gave parameters that differ by up to "
+            f"{replayed.difference:.3g} from {folder / 'model.safetensors'}. Changed since the run: {known}"
         )
-    typer.echo(f"{folder}: replayed {replayed.ticks:,} steps of {replayed.workers} workers: the same bits")
+    typer.echo(
+        f"{folder}: replayed {count(replayed.ticks, 'step')} of {count(replayed.workers, 'worker')}: the same bits"
+    )
 
 
 for _measuring in (evidence.compare, evidence.check, evidence.calibrate, evidence.estimate):
@@ -395,7 +398,8 @@ def _callbacks(
         patience = whole_of(text) if colon else EarlyStopping.patience
         if not is_whole(patience):
             raise BadInput(
-                f"--early-stopping must be METRIC or METRIC:PATIENCE, with a number of validations; not {early_stopping!r}"
+                "--early-stopping must be METRIC or METRIC:PATIENCE, where PATIENCE is a number of validations (at "
+                f"least 1); not {early_stopping!r}"
             )
         callbacks.append(EarlyStopping(metric=metric, patience=patience))
     if tensorboard is not None:

@@ -68,7 +68,7 @@ def compare(
     from manyhands.evidence.compare.text import text
 
     if lacking := missing():
-        _say(f"{lacking}: the table is printed without it")  # now, not after all trials
+        _say(f"{lacking}, so no page is made: pip install 'manyhands[report]' for it")  # now, not after all trials
     folder = output or stamped("compare", task)
     found = compare(
         task,
@@ -246,6 +246,6 @@ def _counts(text: str) -> list[int]:
     counts = [count for part in text.split(",") if (count := whole_of(part)) is not None and is_whole(count)]
     if len(counts) != len(text.split(",")):
         raise BadInput(
-            f"--workers must be whole numbers of at least 1 with commas between them, as 1,2,4; not {text!r}"
+            f"--workers must be whole numbers of at least 1, separated by commas, such as 1,2,4; not {text!r}"
         )
     return counts

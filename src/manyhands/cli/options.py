@@ -251,7 +251,8 @@ def cast_of(
     if roles is None:
         if until is not None or tensorboard is not None or engine != "local":
             raise BadInput(
-                "--until, --tensorboard and --engine are for another framework's cluster: say who is there with --roles worker=2"
+                "--until, --tensorboard and --engine need --roles, which describes another framework's cluster: add "
+                "--roles worker=2, or leave them out"
             )
         return None
     counts: dict[str, int] = {}
@@ -259,11 +260,15 @@ def cast_of(
         role, _, text = part.strip().partition("=")
         count = whole_of(text)
         if count is None or role in counts:
-            raise BadInput(f"--roles must be such as chief=1,worker=2,ps=1, each role once; not {roles!r}")
+            raise BadInput(
+                f"--roles must list each role once with its number, such as chief=1,worker=2,ps=1; not {roles!r}"
+            )
         counts[role] = count
     named = counts.pop(WORKER, None)
     if workers is not None and named is not None:
-        raise BadInput(f"--workers {workers} and --roles worker={named}: say it in one of them")
+        raise BadInput(
+            f"--workers {workers} and --roles worker={named} both give the number of workers: leave one of them out"
+        )
     asked = workers or named or 1
     return Roles(workers=asked, others=counts, until=TRAINING if until is None else tuple(until.split(",")))
 

@@ -29,14 +29,15 @@ def check_mean(tensor: Tensor, weight: float, bits: int, lost: Tensor | None = N
         )
     if not 0 <= weight < math.inf:
         raise BadInput(
-            f"a weight is a finite number of at least 0; got {weight}: look at what the loss returned as its weight"
+            f"the weight of a mean must be a finite number of at least 0; got {weight}: check the weight that the loss "
+            "returns"
         )
     if bits < 0:
-        raise BadInput(f"bits is a non-negative int; got {bits}: set bits with `|`, clear none with `~`")
+        raise BadInput(f"bits must be a whole number of at least 0; got {bits}: set bits with |, and do not use ~")
     if lost is not None and (lost.shape != tensor.shape or lost.dtype not in WIDE or tensor.dtype in WIDE):
         raise BadInput(
-            f"lost is what rounding a mean of 16-bit numbers took away, a tensor of its shape in float32 or float64; got {list(lost.shape)} "
-            f"{lost.dtype} for {list(tensor.shape)} {tensor.dtype}: leave it out for wider numbers"
+            f"lost must be a float32 or float64 tensor of the shape of a 16-bit tensor; got {list(lost.shape)} "
+            f"{lost.dtype} for {list(tensor.shape)} {tensor.dtype}: leave lost out for wider numbers"
         )
 
 
@@ -51,14 +52,16 @@ def check_sum(tensor: Tensor) -> None:
 def check_rank(rank: int, size: int, what: str) -> None:
     """BadInput unless `rank` is in range(size); `what` names the argument."""
     if not 0 <= rank < size:
-        raise BadInput(f"{what} is a rank in range({size}); got {rank}")
+        raise BadInput(f"{what} must be a rank from 0 to {size - 1}; got {rank}")
 
 
 def check_peer(rank: int, own: int, size: int, what: str) -> None:
     """BadInput unless `rank` is another rank than `own`."""
     check_rank(rank, size, what)
     if rank == own:
-        raise BadInput(f"{what} is another rank than one's own; got {rank} on rank {own}: copy the tensor instead")
+        raise BadInput(
+            f"{what} must be another worker's rank; got {rank} on worker {own} itself: copy the tensor instead"
+        )
 
 
 def check_swap(tensor: Tensor, target: int, into: Tensor, source: int, own: int, size: int) -> None:
@@ -67,7 +70,7 @@ def check_swap(tensor: Tensor, target: int, into: Tensor, source: int, own: int,
     check_peer(source, own, size, "source")
     if (tensor.shape, tensor.dtype) != (into.shape, into.dtype):
         raise BadInput(
-            f"what is swapped is of one shape and dtype; got {list(tensor.shape)} {tensor.dtype} to send and "
+            f"swap needs two tensors of the same shape and dtype; got {list(tensor.shape)} {tensor.dtype} to send and "
             f"{list(into.shape)} {into.dtype} to receive into: use send and receive_"
         )
 
@@ -83,7 +86,8 @@ def json_bytes(value: Any) -> bytes:
         return json.dumps(value, separators=(",", ":")).encode()
     except (TypeError, ValueError) as error:
         raise BadInput(
-            f"all_gather_json takes a JSON value (None, numbers, strings, lists, dicts of them); got one where {error}"
+            "all_gather_json takes a JSON value (None, numbers, strings, lists, dicts of them), and this value is not "
+            f"one: {error}"
         ) from error
 
 
@@ -177,8 +181,8 @@ def closed() -> ManyhandsError:
 def different_operations(step: int, rank: int, own: object, peer: int, theirs: object) -> ManyhandsError:
     """The error of ranks that do not call the same; `own` and `theirs` as `describe` gives them."""
     return ManyhandsError(
-        f"all workers of a group call the same operations in the same order; at step {step} "
-        f"worker {rank} called {own} and worker {peer} {theirs}: look for a branch that not all of them take"
+        f"the workers called different operations at step {step}: worker {rank} called {own}, worker {peer} called "
+        f"{theirs}. All must call the same ones in the same order: look for an if that only some workers enter"
     )
 
 

@@ -52,8 +52,8 @@ def _check(word: Any, rank: int, lengths: range) -> None:
     right = isinstance(weight, int | float) and 0 <= weight < math.inf and is_whole(length, 0) and length in lengths
     if not right or not isinstance(bits, str) or not re.fullmatch("[0-9a-f]+", bits):
         raise ManyhandsError(
-            f"worker {rank} announced {word!r:.100}; expected a weight, bits and the length of a payload, of {lengths[0]} to "
-            f"{lengths[-1]} bytes: do all workers run the same version of manyhands, with the same codec?"
+            f"worker {rank} announced {word!r:.80}, which does not fit the codec of this worker: use the same codec "
+            "and the same version of manyhands on all workers"
         )
 
 

@@ -168,7 +168,7 @@ class Group(ABC):
         Same order and arguments on all ranks. Raises Unsupported where ranks have no memory in common.
         """
         raise Unsupported(
-            f"{type(self).__name__} has no memory that all workers see: run them on one machine, with engine local"
+            "the workers of this run have no memory in common: run them on one machine, with engine local"
         )
 
     def encoded(self, codec: str, n: int, nbytes: int) -> None:  # noqa: B027

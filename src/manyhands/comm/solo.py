@@ -50,11 +50,11 @@ class SoloGroup(Group):
 
     @override
     def send(self, tensor: Tensor, target: int) -> None:
-        raise BadInput("a group of one worker has nobody to send to")
+        raise BadInput("a group of one worker has nobody to send to: use more workers")
 
     @override
     def receive_(self, tensor: Tensor, source: int) -> None:
-        raise BadInput("a group of one worker has nobody to receive from")
+        raise BadInput("a group of one worker has nobody to receive from: use more workers")
 
     @override
     def barrier(self) -> None:

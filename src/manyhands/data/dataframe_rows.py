@@ -64,8 +64,8 @@ class DistributedFrame:
         path = os.environ.get(VARIABLE)
         if path is None:
             raise BadInput(
-                "the rows of a Spark DataFrame are brought to workers by engine spark alone: train with engine='spark', or give "
-                "files (train_data='rows.parquet')"
+                "only engine spark can read the rows of a Spark DataFrame: train with engine='spark', or give files "
+                "(train_data='rows.parquet')"
             )
         with open(path) as file:
             pools = json.load(file)
@@ -96,7 +96,8 @@ class HostRows(Indexed):
                 if (first.dtype, first.shape) != (stored.dtype, stored.shape):
                     raise BadInput(
                         f"{name} has rows of {np.dtype(first.dtype)} {list(first.shape)} in one partition and of "
-                        f"{np.dtype(stored.dtype)} {list(stored.shape)} in another: bring them to one length and type"
+                        f"{np.dtype(stored.dtype)} {list(stored.shape)} in another: give all rows of a column the same "
+                        "length and type"
                     )
         opened = [open_part(part) for part in parts]
         self.rows = sum(part.rows for part in parts)
@@ -147,7 +148,10 @@ class SharedRows(Source):
     @override
     def epoch_rows(self, reading: Reading) -> int:
         if reading.order is not None:
-            raise BadInput("order names rows by number, and no host has all rows: leave order out, or use one host")
+            raise BadInput(
+                "order= needs all rows on one host, and these rows are spread over several: leave order out, or use "
+                "one host"
+            )
         return self.rows or 0
 
     @override
@@ -165,7 +169,8 @@ class SharedRows(Source):
         shares = [bounds[stop] - bounds[start] for start, stop in pairwise(self._ends(reading))]
         if idle := [i for i, share in enumerate(shares) if self._all[i] and not share]:
             raise BadInput(
-                f"{self._all[idle[0]]} rows are on a host where nobody trains: give each host a worker, by more workers or fewer other roles"
+                f"a host has rows ({self._all[idle[0]]}) and no worker that trains: start more workers, or fewer "
+                "processes of other roles, so that each host has one"
             )
         return shares
 

@@ -63,7 +63,8 @@ class Feed:
             raise BadInput(f"rank must be in range(size), not rank={rank} of size={size}")
         if self.batch_size < size:
             raise BadInput(
-                f"batch_size={self.batch_size} is fewer than one row for each of {size} workers: raise it to {size}, or take fewer workers"
+                f"batch_size={self.batch_size} leaves some of the {size} workers without a row: raise it to at least "
+                f"{size}, or use fewer workers"
             )
         self._reading = Reading(
             rank=rank, size=size, batch_size=self.batch_size, seed=seed, shuffle=shuffle, order=order
@@ -130,8 +131,8 @@ class Feed:
         reading = replace(self._reading, epoch=epoch, first_tick=first_tick)
         if reading.order is not None and self.source.epoch_rows(reading) != self.rows:
             raise BadInput(
-                f"order({epoch}) has {self.source.epoch_rows(reading)} indices, order(0) had {self.rows}: give as many in each epoch, so that "
-                "the number of steps is known"
+                f"order({epoch}) has length {self.source.epoch_rows(reading)}, and order(0) had length {self.rows}: "
+                "return equally many row numbers in each epoch"
             )
         return reading
 
@@ -181,7 +182,10 @@ def prefetch(items: Generator[T, None, None], depth: int = DEPTH) -> Generator[T
                 while not (ready or done):
                     changed.wait(CHECK_S)
                     if not (thread.is_alive() or ready or done):
-                        raise RuntimeError("the reading thread ended without a word")
+                        raise RuntimeError(
+                            "the thread that reads the data ended without an error: please report this, with the kind "
+                            "of your data"
+                        )
                 if not ready:
                     break
                 item = ready.popleft()
@@ -196,5 +200,6 @@ def prefetch(items: Generator[T, None, None], depth: int = DEPTH) -> Generator[T
         thread.join(CLOSE_S)
         if thread.is_alive():
             raise TimeoutError(
-                f"reading ahead did not end within {CLOSE_S:g} s of being closed: the item under way takes longer"
+                f"the data could not be closed within {CLOSE_S:g} s, because the dataset or stream is still reading an "
+                "item: check what it waits for"
             )

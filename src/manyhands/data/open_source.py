@@ -16,7 +16,7 @@ from manyhands.data.batch import Collate, describe
 from manyhands.data.dataframe_rows import DistributedFrame
 from manyhands.data.readers.arrays import Columns
 from manyhands.data.readers.datasets import DatasetRows
-from manyhands.data.readers.files import KINDS, open_file
+from manyhands.data.readers.files import open_file
 from manyhands.data.readers.loaders import open_loader, unshared
 from manyhands.data.readers.streams import Stream
 from manyhands.data.readers.tables import HuggingFace, arrow_columns, frame_columns
@@ -26,8 +26,8 @@ from manyhands.errors import BadInput
 __all__ = ["Slice", "Source", "is_function", "open_source"]
 
 ACCEPTED = (
-    "a tensor or array; a dict, tuple or dataclass of equally long ones; a torch or Hugging Face Dataset, or a list of rows; a DataLoader; "
-    f"an IterableDataset or any iterable of rows; a pandas DataFrame or Arrow table; a path or URL of {KINDS}; or a function that gives one of these"
+    "tensors or arrays (also in dicts, tuples, dataclasses); a Dataset; a list or other iterable of rows; a "
+    "DataLoader; a DataFrame or Arrow table; a path or URL; or a function that gives one of these (see docs/data.md)"
 )
 
 

@@ -212,10 +212,13 @@ def _checked(order: Order, epoch: int, rows: int) -> Indices:
     indices = np.asarray(order(epoch))
     if indices.ndim != 1 or indices.size == 0 or indices.dtype.kind not in "iu":
         raise BadInput(
-            f"order({epoch}) must give row indices, whole numbers [n] with n ≥ 1; got {indices.dtype} of shape {list(indices.shape)}"
+            f"order({epoch}) must return whole row numbers in one dimension, at least one; got {indices.dtype} of "
+            f"shape {list(indices.shape)}"
         )
     if indices.min() < 0 or indices.max() >= rows:
-        raise BadInput(f"order({epoch}) must give row indices in range({rows}); got {indices.min()} to {indices.max()}")
+        raise BadInput(
+            f"order({epoch}) must return row numbers from 0 to {rows - 1}; got {indices.min()} to {indices.max()}"
+        )
     return np.ascontiguousarray(indices, dtype=np.int64)
 
 
@@ -229,9 +232,9 @@ def check_digests(digests: Sequence[Any]) -> None:
     for rank, theirs in enumerate(digests):
         if theirs != digests[0]:
             raise BadInput(
-                f"the workers read different batches (digests: {digests[0]} on worker 0, {theirs} on worker {rank}), and each keeps its rows of every "
-                "batch: let the loader give all workers the same batches, without sharing rows out by rank itself, and draw from the global "
-                "generators of torch, NumPy or Python, or from one that is seeded alike on all workers"
+                f"workers 0 and {rank} read different batches (digests {digests[0]} and {theirs}). Each worker must "
+                "read the same whole batches: do not select rows by rank in the loader, and seed its random numbers "
+                "alike on all workers"
             )
 
 

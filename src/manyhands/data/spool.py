@@ -47,7 +47,8 @@ class SpoolColumn:
         array = np.ascontiguousarray(arrays[0], dtype=self.dtype or arrays[0].dtype)
         if array.dtype.kind in "iu" and arrays[0].dtype.kind == "f" and not np.array_equal(array, arrays[0]):
             raise BadInput(
-                f"{self.name} holds fractions, and is to be {array.dtype}: its first rows, or dtype, were whole numbers. Write one type"
+                f"{self.name} has fractions, and its type is {array.dtype} (from its first rows, or from dtype): write "
+                "the whole column in one type"
             )
         return array
 
@@ -111,7 +112,7 @@ class Spool:
             if (array.dtype.str, array.shape[1:]) != (stored.dtype, stored.shape):
                 raise BadInput(
                     f"{name} has rows of {_row(stored.dtype, stored.shape)} and of {_row(array.dtype.str, array.shape[1:])}: "
-                    "bring them to one length and type"
+                    "give all rows of a column the same length and type"
                 )
             data = array.reshape(-1).view(np.uint8).data
             while data.nbytes:  # one call writes 2 GB at most

@@ -99,7 +99,8 @@ def check_threads(threads: int | None) -> None:
     """BadInput for threads_per_worker that are neither None nor a whole number that a process can start."""
     if threads is not None and not (is_whole(threads) and threads <= MOST_THREADS):
         raise BadInput(
-            f"threads_per_worker must be a whole number from 1 to {MOST_THREADS:,}, not {threads!r}; leave it out for usable cores / workers"
+            f"threads_per_worker must be a whole number from 1 to {MOST_THREADS:,}, not {threads!r}; leave it out to "
+            "share the usable cores among the workers"
         )
 
 
@@ -114,8 +115,7 @@ def check_brings(engine: Engine) -> None:
     """Unsupported unless the engine brings the rows of a DataFrame to the workers."""
     if not engine.capabilities.brings_frames:
         raise Unsupported(
-            f"the rows of a Spark DataFrame are brought to workers by engine spark, not by {engine.name}: give engine='spark', "
-            "or data in files"
+            f"engine {engine.name} cannot read a Spark DataFrame: give engine='spark', or give the data as files"
         )
 
 

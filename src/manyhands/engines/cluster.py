@@ -102,7 +102,10 @@ class Cluster:
         if self.data is None:
             raise BadInput("this cluster was given no rows: run(function, rows=…)")
         if self.role not in TRAINING:
-            raise BadInput(f"rows are for those who train ({', '.join(TRAINING)}), and this process is {self.role}")
+            raise BadInput(
+                f"only {', '.join(TRAINING)} can read rows, and this process is {self.role}: read rows in those roles "
+                "only"
+            )
         rank, size = self.trainers.index(self.address), len(self.trainers)
         whole = batch_size * size
         feed = Feed(open_source(self.data), rank=rank, size=size, batch_size=whole, seed=seed, shuffle=shuffle)
@@ -138,7 +141,8 @@ def run(engine: Engine, member: Member, spec: LaunchSpec) -> dict[str, list[Any]
     """{role: values by index}. What `spec` says of workers and roles gives way to the member's; see `Engine.run`."""
     if engine.capabilities.spmd or engine.capabilities.simulated:
         raise Unsupported(
-            f"engine {engine.name} starts no processes: run another framework's cluster on one that does (local, hosts, spark)"
+            f"engine {engine.name} starts no processes, and another framework's cluster needs some: use engine local, "
+            "hosts or spark"
         )
     from manyhands.data.dataframe_rows import DistributedFrame
 

@@ -25,7 +25,8 @@ def room_for_descriptors(count: int) -> Iterator[None]:
         return
     if hard != resource.RLIM_INFINITY and needed > hard:
         raise BadInput(
-            f"so many workers need {needed} open files, the limit is {hard}: raise it (ulimit -Hn), or use fewer workers"
+            f"this many workers need {needed} open files, and the limit is {hard}: raise it (ulimit -Hn), or use fewer "
+            "workers"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
     try:

@@ -47,7 +47,8 @@ def meet_at(store: Store, rank: int, timeout_s: float) -> Meet:
             return [json.loads(store.get(key)) for key in keys.values()]
         except (torch.distributed.DistStoreError, torch.distributed.DistNetworkError) as error:
             raise ManyhandsError(
-                f"worker {rank} waited in vain for all of the workers {list(ranks)} to meet for {name}: see their errors ({error})"
+                f"worker {rank} waited for the workers {list(ranks)} to set up {name!r}, and not all of them came: "
+                f"look for their errors in the log ({error})"
             ) from error
 
     return meet
@@ -83,7 +84,8 @@ class Topology:
         asked, known = list(members), self.members
         if asked != [rank for rank in known if rank in set(asked)] or self.rank not in asked:
             raise BadInput(
-                f"worker {self.rank} can make a group with itself in it, of some of the workers {known} in that order; got {asked}"
+                f"a group made by worker {self.rank} must list this worker and others of {known}, in that order; got "
+                f"{asked}"
             )
         parts = [
             ([rank for rank in host if rank in asked], name) for host, name in zip(self.hosts, self.names, strict=True)
@@ -113,8 +115,8 @@ def make_group(
         raise BadInput(f"a group of workers on {len(topology.hosts)} hosts needs a network between them")
     if len(topology.members) < torch.distributed.get_world_size():
         raise Unsupported(
-            f"the workers {topology.members} are linked by torch.distributed, whose groups all ranks must make together: "
-            "take engine hosts, or workers of one host"
+            f"torch.distributed links the workers {topology.members}, and a group over it must have all workers of the "
+            "run: use engine hosts, or group workers of one host"
         )
     from manyhands.comm.torch_group import TorchGroup
 

@@ -115,12 +115,14 @@ class Nested(Engine):
         size = self.worker.size
         if self.worker.shares_process:
             raise Unsupported(
-                "train() was called by a worker that takes turns with others in one process: call train(engine=...) itself, outside of launch"
+                "train() was called by a worker of engine sim, which shares its process with the others: call "
+                "train(engine=...) directly, outside of launch"
             )
         if spec.workers != size:
             raise BadInput(
-                f"workers={spec.workers} inside a run of {size}: leave workers out, the launcher has decided how many there are; "
-                'to train in this process alone, give engine="local", workers=1'
+                f"workers={spec.workers} was given inside a run with workers={size}: leave workers out. To train in "
+                "this process alone, "
+                'give engine="local", workers=1'
             )
         if spec.device != "auto":
             raise BadInput(
@@ -128,8 +130,8 @@ class Nested(Engine):
             )
         if spec.threads_per_worker is not None:
             raise BadInput(
-                f"threads_per_worker={spec.threads_per_worker} inside a run: leave it out and say it to the launcher "
-                "(manyhands run --threads-per-worker, launch(threads_per_worker=...))"
+                f"threads_per_worker={spec.threads_per_worker} was given inside a run: leave it out, and give it to "
+                "the launcher (manyhands run --threads-per-worker, launch(threads_per_worker=...))"
             )
         if spec.server is not None:
             raise Unsupported(

@@ -31,19 +31,22 @@ class Roles:
             raise BadInput(f"workers must be a whole number of at least 1, not {self.workers!r}")
         for role, count in self.others.items():
             if role == WORKER:
-                raise BadInput("roles: say how many workers there are with workers=, and in roles who is there besides")
+                raise BadInput(
+                    "roles must not contain worker: give the number of workers as workers=, and only the other roles "
+                    "in roles"
+                )
             if role not in ROLES:
-                raise UnknownName(f"roles: there is no role {role!r}; choose of chief, ps, evaluator")
+                raise UnknownName(f"roles: there is no role {role!r}; choose from chief, ps, evaluator")
             if not is_whole(count, least=0):
                 raise BadInput(f"roles: the number of {role} must be a whole number, 0 or more, not {count!r}")
             if role in _ONLY_ONE and count > 1:
                 raise BadInput(f"roles: a cluster has at most one {role}, not {count}")
         if isinstance(self.until, str):
-            raise BadInput(f"until must be a tuple of roles, such as ({self.until!r},), not a text")
+            raise BadInput(f"until must be a tuple of roles, such as ({self.until!r},), not a string")
         if unknown := [role for role in self.until if role not in ROLES]:
-            raise UnknownName(f"until: there is no role {unknown[0]!r}; choose of {', '.join(ROLES)}")
+            raise UnknownName(f"until: there is no role {unknown[0]!r}; choose from {', '.join(ROLES)}")
         if not set(self.until) & set(self.counts):
-            raise BadInput(f"until={self.until!r}: this cluster has none of them; choose of {', '.join(self.counts)}")
+            raise BadInput(f"until={self.until!r} names no role of this cluster: choose from {', '.join(self.counts)}")
 
     @property
     def counts(self) -> dict[str, int]:

@@ -51,8 +51,10 @@ def swap_memory(
         return _take(rank, size, path, time.monotonic() + timeout_s)
     except (TimeoutError, ConnectionError) as error:
         late = isinstance(error, TimeoutError)
-        what = "did not come to share memory in time" if late else "ended while memory was being shared"
-        raise ManyhandsError(f"a worker of this host {what}: see the other workers' errors") from None
+        what = (
+            "did not connect to the shared memory in time" if late else "ended while it connected to the shared memory"
+        )
+        raise ManyhandsError(f"a worker on this host {what}: look for its error in the log") from None
 
 
 def _give(size: int, exchange: Callable[[Any], list[Any]], timeout_s: float, scratch: str) -> InheritedMemory:
@@ -99,7 +101,8 @@ def _accept(listener: socket.socket, deadline: float) -> ControlSocket:
     if uid != os.getuid():  # root, who can enter any directory; nobody else can
         sock.close()
         raise ManyhandsError(
-            f"a process of user {uid} came to swap shared memory; only this user's, {os.getuid()}, may"
+            f"a process of user {uid} tried to connect to this run's shared memory, and only processes of user "
+            f"{os.getuid()} may"
         )
     return ControlSocket(sock)
 

@@ -46,14 +46,14 @@ class KerasCallbacks(WorkerCallbackFactory):
                     "own go to train(callbacks=…)"
                 )
             if (name := type(callback).__name__) in _UNSUPPORTED:
-                raise BadInput(f"{name} does not go with manyhands: {_UNSUPPORTED[name]}")
+                raise BadInput(f"{name} cannot be used with manyhands: {_UNSUPPORTED[name]}")
 
     @override
     def check(self, one_model: bool) -> None:
         if self.callbacks and not one_model:
             raise Unsupported(
-                "Keras callbacks need one model, and the strategy trains one on each worker: leave callbacks out, or take "
-                "another strategy"
+                "Keras callbacks need one model, and the strategy trains one on each worker: leave callbacks out, or "
+                "use another strategy"
             )
 
     @override

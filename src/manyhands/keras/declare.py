@@ -60,14 +60,14 @@ def task(
             train_data, validation = rows.split(train_data, validation_split)
     elif any(one is not None for one in (y, sample_weight, class_weight)) or validation_split:
         raise BadInput(
-            "x gives whole batches, (x, y) or (x, y, sample_weight), and y, sample_weight, class_weight and "
-            "validation_split are for arrays: leave them out, or give arrays"
+            "x gives whole batches, (x, y) or (x, y, sample_weight), so y, sample_weight, class_weight and "
+            "validation_split cannot be used: leave them out, or give x as an array"
         )
     if isinstance(train_data, tuple):  # rows are at hand: build weights, optimizer, loss and metrics, as `fit` does
         model._symbolic_build(data_batch=slice_rows(train_data, 0, 1))
     elif not model.built:
         raise BadInput(
-            "the model has no weights yet, and no rows are at hand to build it: give it an Input, or call it on a "
+            "the model has no weights yet, and there are no rows to build it from: give it an Input, or call it on a "
             "batch first"
         )
     if "batch_size_per_worker" in fields:
@@ -110,7 +110,7 @@ def _check(model: Any) -> None:
     if not isinstance(model, keras.Model):
         raise BadInput(
             f"model must be a keras.Model, not a {type(model).__module__}.{type(model).__name__}: for a PyTorch module "
-            "take mh.Task(model=…)"
+            "use mh.Task(model=…)"
         )
     if not isinstance(next((v.value for v in model.variables), Tensor()), Tensor):
         raise BadInput(
@@ -129,8 +129,8 @@ def _check(model: Any) -> None:
     inner = [name for name, one in vars(optimizer).items() if isinstance(one, keras.optimizers.Optimizer)]
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor:
         raise BadInput(
-            "losses are not scaled: take the dtype policy mixed_bfloat16 in place of mixed_float16, and no "
-            "loss_scale_factor"
+            "loss scaling is not supported: use the dtype policy mixed_bfloat16 instead of mixed_float16, and leave "
+            "loss_scale_factor out"
         )
     if inner:
         raise BadInput(f"{type(optimizer).__name__} holds other optimizers: compile the model with one of them")

@@ -129,6 +129,6 @@ def _numbers(optimizer: Any, slots: list[dict[str, Any]]) -> dict[str, Any]:
     if unknown or any(one.value.numel() != 1 for one in held.values()):
         raise BadInput(
             f"{type(optimizer).__name__} keeps {', '.join(unknown[:5] or held)}, which belongs to no single weight of the "
-            "model: take another optimizer"
+            "model: use another optimizer"
         )
     return {"step" if name == "iterations" else name: one for name, one in held.items()}

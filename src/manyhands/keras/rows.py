@@ -49,8 +49,8 @@ def split(data: Any, fraction: float) -> tuple[Any, Any]:
     at = math.floor(rows * (1 - fraction))
     if at in (0, rows):
         raise BadInput(
-            f"validation_split={fraction} of {rows} rows leaves one side without any: give more rows, or another "
-            "fraction"
+            f"validation_split={fraction} leaves no rows to train on, or none to validate on (rows: {rows}): give more "
+            "rows, or another fraction"
         )
     return slice_rows(data, 0, at), slice_rows(data, at, rows)
 

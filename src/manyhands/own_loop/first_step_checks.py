@@ -22,19 +22,18 @@ STEPS = 3
 
 SLOT = "_manyhands_stepper"  # the attribute of a prepared optimizer
 _ALIKE = (
-    "all {size} workers computed the same gradient in step {step}, so they train on the same rows, and {size} workers do the work of one. "
-    "Iterate the loader that mh.prepare gives back: model, optimizer, loader = mh.prepare(model, optimizer, loader). "
-    "For batches that are drawn without a loader, see help(mh.prepare). If it is meant so, state the weight: mh.weight(1)."
+    "all {size} workers computed the same gradient in step {step}, so they train on the same rows. Iterate the loader "
+    "that mh.prepare returns: model, optimizer, loader = mh.prepare(model, optimizer, loader). Without a loader, see "
+    "help(mh.prepare). If you want equal rows, call mh.weight(1) before backward()."
 )
 _SUMMED = (
-    "the loss adds up over the batch's rows ({functions}), and each worker has a part of the batch: the mean of the workers' gradients is 1/{size} of "
-    "what one process computes. Divide the loss by the batch's rows (reduction='mean'), or keep the sum, before backward(): "
-    'mh.weight("sum"). See docs/own-loop.md.'
+    "the loss is a sum over the batch's rows ({functions}), so the gradients of {size} workers are 1/{size} of one "
+    "process's. Divide the loss by the rows (reduction='mean'), "
+    'or call mh.weight("sum") before backward(). See docs/own-loop.md.'
 )
 _APART = (
-    "an optimizer took {steps} steps, and the {size} workers exchanged nothing: each of them trains all rows, for itself. "
-    "Prepare model, optimizer and training loader, and iterate the loader that comes back: "
-    "model, optimizer, loader = mh.prepare(model, optimizer, loader)"
+    "{size} workers took {steps} optimizer steps without exchanging anything, so each of them trains alone on all "
+    "rows. Call model, optimizer, loader = mh.prepare(model, optimizer, loader), and iterate that loader"
 )
 _ONE_APART = (
     "an optimizer ({kind}) took {steps} steps and was not prepared, beside one that was: its parameters differ from worker to worker. Prepare each "

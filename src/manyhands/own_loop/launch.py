@@ -93,8 +93,8 @@ def run_script(
     place = engine_of(engine)
     if place.capabilities.simulated:
         raise Unsupported(
-            f"engine {place.name}: its workers share this process, and a script wants one for itself: put it into a function and call "
-            "manyhands.launch(function, engine=...), or train a Task"
+            f"engine {place.name} runs all workers in this process, and a script needs one for itself: put the code "
+            "into a function and call manyhands.launch(function, engine=...), or train a Task"
         )
     count = workers if roles is None else len(roles.members)
     observer = _Preemption()
@@ -125,7 +125,7 @@ def _no_script(path: str) -> str:
         hint = f"did you mean {path}.py?"
     else:
         hint = "give the path of a Python file"
-    return f"no script {path!r} (looked from {Path.cwd()}): {hint}"
+    return f"there is no script {path!r} (the current folder is {Path.cwd()}): {hint}"
 
 
 class _Preemption(Telling):

@@ -157,8 +157,9 @@ class PreparedLoader(Iterable[Any]):
             if theirs != mine:
                 (a, x), (b, y) = sorted([(worker.rank, mine), (rank, theirs)])
                 raise BadInput(
-                    f"all workers must iterate the same data: rank {a} has {x[1]} rows in {x[0]} batches, rank {b} has {y[1]} in {y[0]}; "
-                    "give every worker the whole dataset, manyhands shares it out"
+                    f"all workers must iterate the same data, and they do not (rank {a}: rows {x[1]}, batches {x[0]}; "
+                    f"rank {b}: rows {y[1]}, batches {y[0]}): give every worker the whole dataset, and manyhands "
+                    "shares it out"
                 )
         reading = Reading(rank=worker.rank, size=worker.size, seed=seed, epoch=self._passes)
         return drawn.along(_load(reader_of(loader, loader.num_workers), plan, reading))
@@ -304,7 +305,8 @@ def _plan_of(loader: DataLoader[Any]) -> tuple[list[list[Any]], _Drawn]:
         drawn.note(len(plan))
         if len(plan) > expected:
             raise BadInput(
-                f"the DataLoader's batch sampler says len() = {expected} batches and gave more: make both agree"
+                f"len() of the DataLoader's batch sampler is {expected}, and it gave more batches: make its __len__ "
+                "return the number of batches"
             )
     drawn.note(len(plan) + 1)
     return plan, drawn
@@ -348,9 +350,7 @@ def _cut(batch: Any, rank: int, size: int) -> Share:
     if stop > start:
         return Share(slice_rows(batch, start, stop), stop - start)
     if not rows:
-        raise BadInput(
-            "the loader gave a batch of no rows: leave empty batches out, every worker needs something to run on"
-        )
+        raise BadInput("the loader gave an empty batch, and every worker needs rows in each step: skip empty batches")
     return Share(map_columns(batch, lambda column: _two_rows(column, min(1, rows - 1))), 0, stand_in=True)
 
 
@@ -377,12 +377,14 @@ def check_loader(plain: Any, size: int) -> None:
         )
     if isinstance(plain, Iterator):
         raise BadInput(
-            f"a loader must be iterable anew each epoch, and a {type(plain).__name__} is read once only: give the DataLoader, not iter(loader)"
+            f"prepare needs a loader that can be read again in each epoch, and a {type(plain).__name__} can be read "
+            "only once: give the DataLoader, not iter(loader)"
         )
     if isinstance(plain, DataLoader):
         refuse_distributed(plain)
         rows = plain.batch_size or getattr(plain.batch_sampler, "batch_size", None)
         if isinstance(rows, int) and rows < size:
             raise BadInput(
-                f"the DataLoader's batch_size={rows} is global, fewer than one row for each of {size} workers: raise it to at least {size}, or take fewer workers"
+                f"the DataLoader's batch_size={rows} is for all workers together and leaves some of the {size} workers "
+                f"without a row: raise it to at least {size}, or use fewer workers"
             )

@@ -107,9 +107,12 @@ class Session:
         """What `mh.weight` says; holds until the next step or batch."""
         if isinstance(weight, str):
             if weight != "sum":
-                raise BadInput(f'a weight is a number, or "sum" where the loss is a sum over rows; not {weight!r}')
+                raise BadInput(f'mh.weight takes a number, or "sum" for a loss that is a sum over rows; not {weight!r}')
         elif not 0 <= weight < math.inf:
-            raise BadInput(f"a weight is a finite number of at least 0, not {weight}: what the loss's mean divides by")
+            raise BadInput(
+                f"mh.weight takes a finite number of at least 0, not {weight}: give the number by which the loss's "
+                "mean divides"
+            )
         self._stated, self._stated_used = weight, False
         if not self.counts_weights:
             self.counts_weights = True
@@ -300,8 +303,8 @@ class Pair:
         replica = self.replica
         if any(p.grad is not None and p.grad.requires_grad for p in replica.trainable):
             raise Unsupported(
-                "backward(create_graph=True) leaves gradients with a graph of their own, which a mean over workers cannot keep: take them with "
-                "torch.autograd.grad(loss, parameters, create_graph=True), and call backward() on what depends on them"
+                "backward(create_graph=True) gives gradients with a graph, which manyhands cannot average: compute "
+                "them with torch.autograd.grad(loss, parameters, create_graph=True), and call backward() on the result"
             )
         try:
             replica.collect()
@@ -466,8 +469,9 @@ class Stepper:
     def _step(self, closure: Any) -> Any:
         if self.pair is None:
             raise Unsupported(
-                "this optimizer's model was prepared again with another optimizer: give prepare one optimizer for each model "
-                "(several parameter groups in one, or its parts one by one: mh.prepare(model.encoder, first), mh.prepare(model.decoder, second))"
+                "this optimizer's model was prepared again with another optimizer: use one optimizer for each model "
+                "(with several parameter groups), or prepare the parts one by one: mh.prepare(model.encoder, first), "
+                "mh.prepare(model.decoder, second)"
             )
         return self.pair.step(closure)
 

@@ -51,7 +51,10 @@ def _settle_rank(folder: Folder, rank: int, first: FileJournal) -> list[str]:
                 place(folder, path, rank, complete=first.ended)
             except OSError as error:
                 kept.append(copy)
-                sys.stderr.write(f"manyhands: worker {rank}'s {path} stays in {copy}: {error}\n")
+                sys.stderr.write(
+                    f"manyhands: cannot move {path}, which worker {rank} wrote, to its place ({error}). It stays in "
+                    f"{copy}\n"
+                )
     if first.ended:
         for path, change in own.changes.items():
             if not _is_firsts(path, first):

@@ -376,8 +376,8 @@ class Patches:
             self._named = True
             by = "sqlite3" if event != "open" else "code that does not call Python's open"
             sys.stderr.write(
-                f"manyhands: {path} is written by {by}, on worker {view.rank} as on worker {view.folder.first}: "
-                "write such files on one worker alone, if mh.is_first()\n"
+                f"manyhands: workers {view.folder.first} and {view.rank} both write {path} with {by}, so one may "
+                "destroy the other's data: write such files on one worker only, under `if mh.is_first():`\n"
             )
 
 

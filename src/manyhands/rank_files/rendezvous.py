@@ -126,8 +126,8 @@ def _meet(group: Group) -> Folder:
                 break
         if not met:
             raise ManyhandsError(
-                f"worker {waiting[0]} can make a folder neither in {tempfile.gettempdir()} nor in {os.getcwd()}, for what the workers send each "
-                "other about files: set TMPDIR to a folder that can be written to"
+                f"worker {waiting[0]} needs a temporary folder, and cannot make one in {tempfile.gettempdir()} or in "
+                f"{os.getcwd()}: set TMPDIR to a folder that can be written to"
             )
         if group.rank in met:
             mine = Folder(found, waiting[0])

@@ -197,8 +197,8 @@ class OtherView(View):
         while (source := self._source_of(changed)) is FileSource.WAIT and self._first_lives():
             if time.monotonic() > deadline:
                 sys.stderr.write(
-                    f"manyhands: worker {self.rank} waited {self._timeout_s:g} s for worker {self.folder.first} to write {changed}, "
-                    "which this worker wrote before, and reads its own now\n"
+                    f"manyhands: worker {self.rank} waited {self._timeout_s:g} s for worker {self.folder.first} to "
+                    f"write {changed}, and now reads its own copy instead\n"
                 )
                 break
             pause(_POLL_S)
@@ -271,8 +271,9 @@ class OtherView(View):
         if not self._warned:
             self._warned = True
             sys.stderr.write(
-                f"manyhands: worker {self.rank} of {self._size} writes its files to {self._root}; worker {self.folder.first}'s are the run's, "
-                "and what that one does not write is moved to its place\n"
+                f"manyhands: worker {self.rank} of {self._size} writes its files to {self._root}. Of a file that "
+                f"worker {self.folder.first} writes too, only worker {self.folder.first}'s is kept; all others are "
+                "moved to their place at the end\n"
             )
         return copy
 

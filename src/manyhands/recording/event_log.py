@@ -46,7 +46,7 @@ class EventLog:
             self._file = _copied(path) if isinstance(path, RemotePath) else path.open("a+b", buffering=0)
         except OSError as problem:
             raise ManyhandsError(
-                f"cannot write {path}: {problem.strerror}. Make it a file that can be written, or give another run directory"
+                f"cannot write {path}: {problem.strerror}. Check its permissions, or give another run directory"
             ) from problem
         self._cut_half_line()
 
@@ -186,7 +186,7 @@ def read(path: AnyPath, warn: Callable[[str], None] | None = None) -> Iterator[E
                 continue
             yield event
     if damaged and warn is not None:
-        warn(f"{path} is damaged: {damaged} of its lines are no events and are left out; the first is {first:.200}")
+        warn(f"{path} is damaged. Lines that cannot be read are ignored: {damaged}; the first is {first:.200}")
 
 
 Left = tuple[int, list[list[int]]]  # an epoch, and by part [front, back): the slices that were not leased yet

@@ -126,8 +126,9 @@ class Recorder(Observer):
             self._history.steps = max(self._history.steps, tick)  # no callback's step goes back
         if not complete and rows is not None:
             self.warn(
-                f"the events in {self._directory} are not all there: before step {tick} they have {self._history.consumed:,} rows of data, and the "
-                f"checkpoint {rows:,}. The training goes on exactly; history, timing and staleness of the earlier steps lack what is missing"
+                f"events are missing in {self._directory}: they have {self._history.consumed:,} rows of data before "
+                f"step {tick}, and the checkpoint has {rows:,}. Training is not affected; history, timing and "
+                "staleness of earlier steps are incomplete"
             )
 
     def warn(self, message: str) -> None:
@@ -268,7 +269,8 @@ class Recorder(Observer):
                 json.dumps(state)
             except (TypeError, ValueError) as problem:
                 raise BadInput(
-                    f"{type(callback).__name__}.state_dict() must be JSON, numbers and texts in dicts and lists: {problem}"
+                    f"{type(callback).__name__}.state_dict() must return only JSON values (numbers, strings, lists, "
+                    f"dicts of them): {problem}"
                 ) from problem
             states.append((type(callback).__name__, state))
         return states
@@ -284,8 +286,8 @@ class Recorder(Observer):
                 callback.load_state_dict(saved[1])
         if left:
             self.warn(
-                f"the checkpoint holds the state of {', '.join(name for name, _ in left)}, and the resumed run has no such callback: "
-                "give the callbacks that the run had, in their order"
+                f"the checkpoint has the state of {', '.join(name for name, _ in left)}, and this run has no such "
+                "callback: give the same callbacks as before, in the same order"
             )
 
     def _tell_step(self, row: dict[str, Any]) -> None:
@@ -299,7 +301,9 @@ class Recorder(Observer):
             if returned == "stop":
                 self.stop("callback")
             elif returned is not None:
-                raise BadInput(f'a callback returns "stop" or None; {type(callback).__name__} returned {returned!r}')
+                raise BadInput(
+                    f'a callback must return "stop" or None; {type(callback).__name__} returned {returned!r}'
+                )
 
     def _say_reason(self) -> None:
         if self._reason and self.records and not self._reason_said:

@@ -241,7 +241,7 @@ class Run:
             total = values["rows"].get("total")
             if history.consumed != total and not warnings:
                 warnings.append(
-                    f"the events in {directory} are not all there: they have {history.consumed:,} rows of data of {total:,}"
+                    f"events are missing in {directory}: they have {history.consumed:,} of {total:,} rows of data"
                 )
         for message in warnings:
             LOG.warning("%s", message)
@@ -266,17 +266,21 @@ def _values_of(saved: str | dict[str, Any]) -> dict[str, Any]:
     try:
         values = events.from_json(saved if isinstance(saved, str) else json.dumps(saved))
     except (ValueError, RecursionError) as problem:
-        raise BadInput(f"this is no JSON of a run: {problem}") from None
+        raise BadInput(
+            f"this is not the JSON of a run: {problem}. Give what Run.to_json returns, or a result.json"
+        ) from None
     if not isinstance(values, dict) or not isinstance(values.get("info"), dict):
-        raise BadInput("this is no JSON of a run: it has no info. Give what Run.to_json or a result.json says")
+        raise BadInput(
+            "this is not the JSON of a run, because info is missing. Give what Run.to_json returns, or a result.json"
+        )
     values.pop("sha256", None)  # of the file, not of the run
     known = [one for one in fields(Run) if one.name not in _ELSEWHERE]
     missing = [one.name for one in known if one.default is one.default_factory is MISSING and one.name not in values]
     unknown = sorted(values.keys() - {one.name for one in known})
     if missing or unknown:
         raise BadInput(
-            f"this is no JSON of a run: fields that it lacks are {missing}, and those that no run has {unknown[:5]}. "
-            "Give what Run.to_json or a result.json says"
+            f"this is not the JSON of a run (missing fields: {missing}, unknown fields: {unknown[:5]}). "
+            "Give what Run.to_json returns, or a result.json"
         )
     return values
 

@@ -128,7 +128,8 @@ def _cores(facts: dict[str, Any]) -> Lines:
     return [
         (
             "cores",
-            f"{units.count(one['workers'], 'worker')} with {one['threads']} threads on {units.count(one['cores'], 'core')} of {one['host']}: they wait for each other",
+            f"{units.count(one['workers'], 'worker')} with {units.count(one['threads'], 'thread')} on "
+            f"{units.count(one['cores'], 'core')} of {one['host']}: they wait for each other",
         )
         for one in info.get("machines", [])[:1]
         if one["threads"] > one["cores"]
@@ -142,7 +143,11 @@ def _batch(facts: dict[str, Any]) -> Lines:
     total = "not known (a stream)" if info.get("total_steps") is None else f"{info['total_steps']:,}"
     rates = f"rate {units.number(info['rate'])}   effective rate {units.number(info['effective_rate'])}"
     return [
-        ("batch", f"{info['batch_size']:,} rows, {units.number(info['batch_size_per_worker'])} a worker   {rates}"),
+        (
+            "batch",
+            f"{units.count(info['batch_size'], 'row')}, {units.number(info['batch_size_per_worker'])} a worker   "
+            f"{rates}",
+        ),
         ("planned", f"total steps {total}   parameters {info['parameters']:,}"),
     ]
 

@@ -107,7 +107,8 @@ class StepExecutor(ABC):
     def without_gradients(self) -> Unsupported:
         """The error of whoever asks for gradients where there are none."""
         return Unsupported(
-            f"{type(self).__name__} moves parameters without gradients, and there is none to exchange: take a strategy that exchanges parameters or updates"
+            f"{type(self).__name__} has no gradients to exchange: use a strategy that exchanges parameters or updates, "
+            "such as local-sgd or diloco"
         )
 
 
@@ -326,7 +327,7 @@ def _optimizer(make: Callable[[nn.Module], torch.optim.Optimizer], model: nn.Mod
         raise BadInput(f"optimizer(model) must return a torch.optim.Optimizer, not {type(optimizer).__name__}")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise Unsupported(
-            "LBFGS evaluates the model several times a step, which no exchange can follow: take another optimizer"
+            "LBFGS evaluates the model several times a step, and manyhands exchanges once a step: use another optimizer"
         )
     if found := strangers(optimizer, model):
         raise BadInput(

@@ -50,8 +50,8 @@ def compare(worker: Worker, facts: Callable[[], Facts]) -> None:
     """A collective: BadInput on all workers where one's facts are not worker 0's."""
     if found := differences(worker, facts):
         raise BadInput(
-            f"{found}. All workers train one program on the same data: have the same files and versions on every host. What must be "
-            "another on a host comes from its environment, rows that only one host has from an iterable dataset"
+            f"{found}. Put the same files and versions on every host. Read settings that must differ from environment "
+            "variables, and rows that only one host has from an IterableDataset"
         )
 
 
@@ -66,14 +66,14 @@ def differences(worker: Worker, facts: Callable[[], Facts]) -> str:
     first, *others = worker.group.all_gather_json({"host": worker.host, "facts": facts()})
     for rank, other in enumerate(others, start=1):
         if found := _differing(first["facts"], other["facts"], f"worker 0 ({first['host']})"):
-            return f"worker {rank} on {other['host']} does not run what worker 0 runs: {'; '.join(found)}"
+            return f"worker {rank} on {other['host']} differs from worker 0: {'; '.join(found)}"
     return ""
 
 
 def _differing(facts: Facts, others: Facts, where: str) -> list[str]:
     """Those of worker 0's facts that are others there."""
     return [
-        f"{name} is {_shown(others[name])} there and {_shown(value)} on {where}"
+        f"{name} is {_shown(others[name])}, and on {where} it is {_shown(value)}"
         for name, value in facts.items()
         if name in others and not _alike(value, others[name])
     ]
@@ -93,7 +93,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 def _shown(value: Any) -> str:
     if isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
-        return "others (means " + ", ".join(f"{part['means'][0]:.4g}" for part in value[:4]) + ")"
+        return "rows with the means " + ", ".join(f"{part['means'][0]:.4g}" for part in value[:4])
     text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     return text if len(text) <= 60 else f"{text[:57]}…"
 
@@ -312,12 +312,16 @@ def compare_replicas(
     where = f"worker {rank} on {apart[rank]['host']}"
     if share <= ROUNDING and not found:
         if worker.rank == 0:
-            message = f"the parameters of {where} differ from worker 0's by rounding ({share:.1g} of their norm, at step {step}): are the machines or libraries others?"
+            message = (
+                f"the parameters of {where} differ from worker 0's by rounding ({share:.1g} of their norm, at step "
+                f"{step}): do the machines or library versions differ?"
+            )
             worker.emit("warning", step=step, kind="replicas", message=message)
         return
     raise ManyhandsError(
-        f"replicas that should be equal have drifted apart at step {step}: the parameters of {where} are {share:.2g} of their norm away from worker 0's"
-        f"{''.join(f'; {one}' for one in found)}. Is the code, a library, or something that changes parameters or rates another there?"
+        f"the workers' models must be equal, and differ at step {step}: the parameters of {where} are off worker 0's "
+        f"by {share:.2g} of their norm{''.join(f'; {one}' for one in found)}. Does the code, a library version, or "
+        "code that changes parameters or rates differ there?"
     )
 
 

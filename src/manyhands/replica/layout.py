@@ -94,9 +94,9 @@ class Layout:
         ]
         if moved:
             raise Unsupported(
-                f"{units.listed(moved, 5)} no longer lie where training put them: "
-                "load_state_dict(assign=True), model.to(...), .double() and replaced parameters must come before training "
-                "begins; load_state_dict without assign copies in place and may come at any time"
+                f"parameters were moved or replaced after training began: {units.listed(moved, 5)}. Call "
+                "model.to(...), .double() and load_state_dict(assign=True) before training begins; load_state_dict "
+                "without assign may be called at any time"
             )
 
 
@@ -111,7 +111,8 @@ def layouts_of(model: nn.Module) -> list[Layout]:
     lazy = [name for name, p in trainable.items() if isinstance(p, UninitializedParameter)]
     if lazy:
         raise BadInput(
-            f"{', '.join(lazy[:5])} are lazy and have no shape yet: run the model once on a batch in the function that builds it"
+            f"the shape of these parameters is not known yet (lazy modules): {', '.join(lazy[:5])}. Run the model once "
+            "on a batch in the function that builds it"
         )
     devices: dict[torch.device, list[str]] = {}
     for name, p in trainable.items():

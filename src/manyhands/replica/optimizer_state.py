@@ -81,8 +81,8 @@ class OptimizerState:
         if others:
             listing = ", ".join(f"{name} (of {self._layout.names[i]})" for name, i in sorted(others.items()))
             raise Unsupported(
-                f"{type(self._optimizer).__name__} keeps {listing}, which is neither like its parameter nor a number, and cannot be averaged: "
-                "take optimizer_state=kept or optimizer_state=reset"
+                f"{type(self._optimizer).__name__} keeps state that cannot be averaged, because it is neither a number "
+                f"nor shaped like its parameter: {listing}. Give optimizer_state=kept or optimizer_state=reset"
             )
 
     def _complete(self, name: str, parameters: list[int]) -> None:

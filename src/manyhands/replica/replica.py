@@ -328,7 +328,10 @@ class Replica:
     def _not_finite(self) -> ManyhandsError:
         names = [name for name, view in self.named(self.gradients).items() if not view.isfinite().all()]
         own = 'set clip_norm, look at the rows of this step, or pass nonfinite="skip" to leave such steps out'
-        users = "look at the rows of this step, or leave out step() on all workers where clip_grad_norm_ returns no finite norm"
+        users = (
+            "look at the rows of this step, or skip step() on all workers when the norm that clip_grad_norm_ returns "
+            "is not finite"
+        )
         return ManyhandsError(
             f"the gradient of step {self.step} is not finite in {units.listed(names, 5)}: lower the learning rate, "
             + (own if self.has_loss else users)

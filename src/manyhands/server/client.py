@@ -169,7 +169,7 @@ class ServedServer(FirstError, ServerClient):
     def capture(self) -> ServerState:
         if self._like is None:
             raise BadInput(
-                "server.capture comes after a vector: initialize, pull or center gives this worker its length"
+                "call initialize, pull or center before server.capture: they tell this worker the length of the vector"
             )
         with self._turn():
             for connection in self._connections:
@@ -469,10 +469,11 @@ class ShardConnection:
         operation, step, _ = self._asked
         if worker < 0:
             return ManyhandsError(
-                f"{self._peer} waited {seconds:.1f} s for a first center in server.{operation}: one worker has to offer its parameters"
+                f"{self._peer} waited {seconds:.1f} s in server.{operation} for its first parameters: one worker must "
+                "call server.initialize"
             )
         host = self._hosts[worker] if worker < len(self._hosts) else "its host"
-        why = f"did not do its part for {seconds:.1f} s"
+        why = f"made no progress for {seconds:.1f} s"
         return PeerLost(worker, host, f"server.{operation}", step, seconds, why)
 
     def _staging(self, like: Tensor) -> Tensor:
@@ -493,8 +494,8 @@ class ShardLost(PeerLost):
         super().__init__(-1 - shard, peer, operation, step, seconds, why)
         self.shard = shard
         self.args = (
-            f"{peer} {why}: waited {seconds:.1f} s for it in {operation} at step {step}. "
-            "Its own error, if it had one, is the first in the log.",
+            f"{peer} {why}. This worker waited {seconds:.1f} s for it in {operation} at step {step}. "
+            "If it raised an error, that error is the first in the log.",
         )
 
     def __reduce__(self) -> Any:

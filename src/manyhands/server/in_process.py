@@ -155,11 +155,11 @@ class StoreClient(ServerClient):
             self._like = sum(len(store.center) for store in self._stores), self._stores[0].center.dtype
         self._check_length(shape, what, self._like[0])
         if dtype not in (None, self._like[1]):
-            raise BadInput(f"{what} here is of {self._like[1]}; got {dtype}: convert it first")
+            raise BadInput(f"{what} must be of {self._like[1]} here; got {dtype}: convert it first")
 
     def _check_length(self, shape: Sequence[int], what: str, length: int) -> None:
         if len(shape) != 1 or shape[0] != length:
-            raise BadInput(f"{what} is a flat vector of {length} elements here; got the shape {list(shape)}")
+            raise BadInput(f"{what} must be a flat vector of {length} elements here; got the shape {list(shape)}")
 
 
 def captured(store: Store) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -228,5 +228,5 @@ class _Client(StoreClient):
         self.waited_s += seconds
         if not came:
             rank = 0 if store.slowest is None else store.slowest
-            why = f"did not do its part for {self._servers.timeout_s:g} s"
+            why = f"made no progress for {self._servers.timeout_s:g} s"
             raise PeerLost(rank, "localhost", f"server.{operation}", self.step, seconds, why)

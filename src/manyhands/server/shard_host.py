@@ -143,7 +143,8 @@ class _Host:
             missing = [rank for rank in range(self.workers) if rank not in self.connections]
             if missing and (listener is None or seconds > self.timeout_s):
                 raise ChannelTimeout(
-                    f"server shard {self.number} waits for workers {missing}, who did not come within {self.timeout_s:g} s"
+                    f"server shard {self.number} waited {self.timeout_s:g} s for the workers {missing}, and they did "
+                    "not connect: look for their errors in the log"
                 )
             return len(self.gone) < self.workers
 
@@ -446,7 +447,7 @@ class Connection:
         """[n] a decoded payload. BadInput for other codecs, before memory is taken where its length shows it."""
         codec, center = codec_for(self._shard.spec), self._shard.memory
         if frame.dtype != torch.uint8:
-            raise BadInput(f"a payload is a number of bytes (uint8); got {frame.elements} of {frame.dtype}")
+            raise BadInput(f"a payload must be a number of bytes (uint8); got {frame.elements} of {frame.dtype}")
         codec.check_length(frame.tensor_bytes, center.n, center.dtype)
         payload = torch.empty(frame.elements, dtype=torch.uint8)
         self.channel.receive_into(payload)

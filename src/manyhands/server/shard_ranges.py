@@ -19,14 +19,14 @@ from manyhands.server.store import Store
 def shards_of(spec: ServerSpec, shards: int) -> int:
     """How many shards a server of this spec has where `shards` are asked for."""
     if shards < 1:
-        raise BadInput(f"a server has at least one shard; got {shards}")
+        raise BadInput(f"a server must have at least one shard; got {shards}")
     return 1 if spec.one_shard else shards
 
 
 def make_stores(spec: ServerSpec, workers: int, shards: int = 1) -> list[Store]:
     """The stores of all shards, in order; BadInput where the spec names no rule, or options it does not take."""
     if workers < 1:
-        raise BadInput(f"a server has at least one worker; got {workers}")
+        raise BadInput(f"a server must have at least one worker; got {workers}")
     return [Store(make_rule(spec), workers, spec.bound) for _ in range(shards_of(spec, shards))]
 
 
@@ -65,7 +65,7 @@ def joined(captured: Sequence[tuple[dict[str, Tensor], dict[str, Any]]]) -> Serv
     names = [sorted(vectors) for vectors, _ in captured]
     if any(own != names[0] for own in names):
         raise ManyhandsError(
-            f"the server's shards captured different vectors ({names}): do all hosts run the same version of manyhands?"
+            f"the server's shards captured different vectors ({names}): use the same version of manyhands on all hosts"
         )
     vectors = captured[0][0]
     if len(captured) > 1:

@@ -244,8 +244,9 @@ class StalenessMonitor:
     def _warning(self, gain: float, stale: int) -> str:
         of_push = self._of_push(gain, stale)
         return (
-            f"the rate is too high for so much staleness: 9 of 10 pushes of worker {self._rank} are up to {stale} versions late, which converges "
-            f"while rate x largest curvature of a push stays below {limit(stale):.3g}; it is {of_push:.3g}, as its gradients show. {self._remedy(gain, stale)}"
+            f"the training may diverge: 9 of 10 pushes of worker {self._rank} are up to {stale} "
+            f"version{'' if stale == 1 else 's'} late, and then rate x curvature must stay below {limit(stale):.3g}; "
+            f"it is {of_push:.3g}. {self._remedy(gain, stale)}"
         )
 
     def _remedy(self, gain: float, stale: int) -> str:
@@ -254,12 +255,12 @@ class StalenessMonitor:
         ]
         most = max_stable_staleness(self._of_push(gain, stale)) + 1  # workers in turn see a staleness of workers - 1
         if 1 <= most < self._workers:
-            ways.append(f"take at most {most} worker{'' if most == 1 else 's'}")
+            ways.append(f"use at most {most} worker{'' if most == 1 else 's'}")
         if most >= 1:
             ways.append("set bound=0 (no staleness)")
         if not self._fades:
-            ways.append("let strategy dynsgd weigh late updates less")
-        return f"{', '.join(ways)}.".replace("lower", "Lower", 1)
+            ways.append("use strategy dynsgd, which weighs late updates less")
+        return f"{', or '.join(ways)}.".replace("lower", "Lower", 1)
 
     def _most(self, stale: int) -> float:
         """The gain of a step at which a push is at the limit."""

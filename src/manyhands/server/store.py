@@ -224,8 +224,8 @@ class Store:
         new = self.next_buffer() if self.initialized else torch.empty_like(center)
         if new.shape != center.shape or new.dtype != center.dtype:
             raise BadInput(
-                f"the snapshot's center has {len(center)} elements of {center.dtype}, this shard {len(new)} of {new.dtype}: "
-                "a run is resumed with the same model"
+                f"the checkpoint's center has {len(center)} elements of {center.dtype}, and this server shard has "
+                f"{len(new)} of {new.dtype}: resume with the model that the checkpoint is of"
             )
         self._center = new.copy_(center)
         self.version = numbers["version"]
@@ -238,7 +238,7 @@ class Store:
 
     def _checked(self, worker: int) -> _WorkerState:
         if not 0 <= worker < self.workers:
-            raise InvalidCall(f"a worker is a rank in range({self.workers}); got {worker}")
+            raise InvalidCall(f"a worker must be a rank from 0 to {self.workers - 1}; got {worker}")
         return self._states[worker]
 
     def _taking_part(self, worker: int, what: str) -> _WorkerState:

@@ -32,7 +32,7 @@ class VersionedBuffer:
     def __init__(self, n: int, dtype: torch.dtype, readers: int) -> None:
         if n * dtype.itemsize > MAX_TENSOR_BYTES:
             raise BadInput(
-                f"a shard holds at most {MAX_TENSOR_BYTES} bytes; got {n} elements of {dtype}: use more shards"
+                f"a shard can hold at most {MAX_TENSOR_BYTES:,} bytes; got {n:,} elements of {dtype}: use more shards"
             )
         self.n, self.dtype, self.slots = n, dtype, readers + 2
         self.stride = _pages(n * dtype.itemsize)
@@ -113,8 +113,8 @@ def _memory(name: str, length: int) -> int:
     except OSError as error:
         os.close(fd)
         raise ManyhandsError(
-            f"{length >> 20} MB of shared memory were expected for a server's {name}; the system reports: {error.strerror}. "
-            "Raise the limit on file sizes (ulimit -f), or use more shards."
+            f"cannot reserve {length >> 20} MB of shared memory for a server's {name}: {error.strerror}. "
+            "Raise the limit on file sizes (ulimit -f), or use more shards (servers=, --servers)."
         ) from error
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     return fd

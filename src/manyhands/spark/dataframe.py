@@ -136,7 +136,7 @@ def _is_whole(df: DataFrame, name: str) -> bool:
         return number in _WHOLE
     raise BadInput(
         f"column {name!r} holds {kind.simpleString()}, not numbers: encode it first (StringIndexer, OneHotEncoder), or "
-        "take columns of numbers, arrays or vectors"
+        "use columns of numbers, arrays or vectors"
     )
 
 
@@ -199,9 +199,9 @@ def files_of(df: DataFrame) -> tuple[str, ...]:
     relation = plan.relation() if _class(plan) in _READ else None
     if relation is None or _class(relation) not in _READ or _class(relation.fileFormat()) not in _READ:
         raise BadInput(
-            "input='files' takes a DataFrame that is nothing but a read of Parquet files, and this one has "
-            f"{plan.simpleString(_FIELDS)!r} in its plan, which would be lost: leave input out, or write the DataFrame and "
-            "give the path"
+            "input='files' needs a DataFrame that only reads Parquet files, and the plan of this one has "
+            f"{plan.simpleString(_FIELDS)!r}, which would be lost: leave input out, or write the DataFrame to files "
+            "and give their path"
         )
     files = tuple(sorted(unquote(url) for url in df.inputFiles()))
     for file in files:

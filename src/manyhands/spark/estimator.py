@@ -339,8 +339,8 @@ def _stored(spark: SparkSession, path: str, make: Any = None) -> Model:
 
 def _not_saved() -> nn.Module:
     raise BadInput(
-        "this Estimator was loaded, and a saved one holds only its Params: make a new one with its model (this one has "
-        "its Params)"
+        "a saved Estimator holds only its Params, so this loaded one has no model: make a new Estimator with the "
+        "model, and copy the Params to it"
     )
 
 

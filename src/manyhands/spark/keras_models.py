@@ -117,7 +117,10 @@ def _config(data: bytes, what: str) -> Any:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             if (size := archive.getinfo("config.json").file_size) > _MOST_CONFIG_BYTES:
-                raise BadInput(f"{what} describes its Keras model in {size} bytes, of at most {_MOST_CONFIG_BYTES}")
+                raise BadInput(
+                    f"the Keras configuration in {what} has {size:,} bytes, and at most {_MOST_CONFIG_BYTES:,} are "
+                    "read: save the model again"
+                )
             return json.loads(archive.read("config.json"))
     except BadInput:
         raise
@@ -156,7 +159,7 @@ def _check_known(one: dict[str, Any], named: Any, what: str) -> None:
         )
     if not known:
         raise BadInput(
-            f"{what} holds a Keras model that needs {printable(module)}.{printable(name)}, which is neither a part of "
-            "Keras's models nor named here: if you trust it, import the module that registers its own layers and losses "
-            "(keras.saving.register_keras_serializable), or give the model's class (Model.load(path, model=…))"
+            f"{what} needs {printable(module)}.{printable(name)}, which is neither part of Keras nor given here. If "
+            "you trust it, import the module that registers it (keras.saving.register_keras_serializable), or give the "
+            "model's class (Model.load(path, model=…))"
         )

@@ -43,9 +43,9 @@ def recipe_of(make: Make) -> dict[str, Any]:
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
     if module in ("", "__main__") or "<" in name or _found(module, name) is not function:
         raise BadInput(
-            f"a model is saved by the name of its class or function, and {name or function!r} has none that another "
-            "process could import: put a class or function into a module of yours, and give that (or a functools.partial "
-            "of it) as model"
+            "a model is saved by the name of its class or function, and another process cannot import "
+            f"{name or function!r}: put it into a module of your own, and give it (or a functools.partial of it) as "
+            "model"
         )
     _check_makes_modules(function)
     recipe = {"format": FORMAT, "module": module, "name": name, "args": list(args), "keywords": dict(keywords)}
@@ -65,7 +65,8 @@ def check(make: Make | None, model: nn.Module) -> None:
         return
     if make is None:
         raise BadInput(
-            "a model that was given as a module is not saved: give its class, or a function of a module, as model="
+            "a model that was given as a module object cannot be saved: give its class, or a function from a file, as "
+            "model="
         )
     recipe_of(make)
 
@@ -122,23 +123,29 @@ def load(path: str, make: Any = None) -> tuple[Make | None, nn.Module]:
     recipe = _read(folder / _RECIPE, json.loads)
     if not isinstance(recipe, dict) or recipe.get("format") != FORMAT:
         found = recipe.get("format") if isinstance(recipe, dict) else None
-        raise BadInput(f"{path} has format {found!r}, this version reads {FORMAT}")
+        raise BadInput(
+            f"{path} has format {found!r}, and this version of manyhands reads format {FORMAT}: save the model again "
+            "with it"
+        )
     if "keras" in recipe:
         return None, _read(folder / _KERAS, lambda data: from_bytes(data, path, make))
     if wrong := [name for name, kind in _RECIPE_FIELDS.items() if not isinstance(recipe.get(name), kind)]:
-        raise BadInput(f"{path} holds no recipe of a model: {', '.join(wrong)} is missing, or of another type")
+        raise BadInput(f"{path} is damaged: {', '.join(wrong)} is missing, or has the wrong type. Save the model again")
     tensors = _read(folder / _TENSORS, safetensors.torch.load)
     made_by = _maker(recipe, path, make)
     members = recipe["members"]
     if not 0 <= members <= len(tensors):
-        raise BadInput(f"{path} names {members} members, and holds {len(tensors)} tensors")
+        raise BadInput(
+            f"{path} is damaged (ensemble members that it names: {members}, tensors: {len(tensors)}). Save the model "
+            "again"
+        )
     try:
         model = AveragedOutputs([made_by() for _ in range(members)]) if members else made_by()
     except DAMAGE as error:
         arguments = f"{recipe['args']}, {recipe['keywords']}"
         raise BadInput(
-            f"{printable(recipe['name'])} makes no model of the arguments that {path} holds ({printable(arguments)}): "
-            f"{error}"
+            f"{printable(recipe['name'])} cannot build a model from the arguments in {path} ({printable(arguments)}): "
+            f"{error}. Was its code changed since?"
         ) from error
     _fill(model, tensors, path)
     return made_by, model
@@ -184,9 +191,9 @@ def _maker(recipe: dict[str, Any], path: str, make: Any) -> Make:
     if make is None:
         if name not in _registered:
             raise BadInput(
-                f"{path} names {printable(name)}, which nobody in this process named: code that a file names is not "
-                f"imported. If you trust it, give it (Model.load(path, model={printable(recipe['name'])})), or call "
-                "mh.spark.register_model with it before loading"
+                f"{path} names {printable(name)}, and manyhands does not import code that a file names. If you trust "
+                f"it, give it (Model.load(path, model={printable(recipe['name'])})), or call mh.spark.register_model "
+                "with it before loading"
             )
         function = _registered[name]
     else:
@@ -208,7 +215,8 @@ def _fill(model: nn.Module, tensors: dict[str, torch.Tensor], path: str) -> None
     own = _tensors(model)
     if own.keys() != tensors.keys():
         raise BadInput(
-            f"{path} has the tensors of another model: {sorted(own.keys() ^ tensors.keys())[:3]} are in only one of them"
+            f"{path} was saved from another model (tensors in only one of them: "
+            f"{sorted(own.keys() ^ tensors.keys())[:3]}): give the model that was saved"
         )
     if other := [name for name, tensor in own.items() if tensor.shape != tensors[name].shape]:
         name = other[0]

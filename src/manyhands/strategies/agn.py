@@ -38,7 +38,7 @@ class AGN(Windowed):
     summary: ClassVar[str] = "the mean step of each `window`"
     divides: ClassVar[bool] = True
     traits: ClassVar[Traits] = Traits(
-        period="window", behind=("it divides a window's update by its steps", "take window=1")
+        period="window", behind=("it divides a window's update by its steps", "use window=1")
     )
 
     @override

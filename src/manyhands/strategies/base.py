@@ -125,8 +125,8 @@ class Strategy(ABC):
             cls.name = cls.__name__.lower()
         if cls.before_backward is not Strategy.before_backward and not cls.needs.before_gradient:
             raise BadInput(
-                f"{cls.__name__} has a before_backward of its own, which a loop of one's own does not call: "
-                "declare it, needs = Needs(before_gradient=True)"
+                f"{cls.__name__} overrides before_backward, which mh.prepare does not call: "
+                "write needs = Needs(before_gradient=True) in the class"
             )
 
     def server(self) -> ServerSpec | None:

@@ -74,16 +74,18 @@ class CompressedState(State):
 def check(strategy: str, options: CompressOptions) -> None:
     """Raise BadInput, by name, for a codec that does not exist, or feedback that nothing asks for."""
     if not isinstance(options.compress, str):
-        raise BadInput(f"strategy {strategy}: compress is a text such as topk:0.01, or none; not {options.compress!r}")
+        raise BadInput(
+            f"strategy {strategy}: compress must be a string such as topk:0.01, or none; not {options.compress!r}"
+        )
     try:
         codec = codec_of(options.compress)
     except BadInput as error:
         raise type(error)(f"strategy {strategy}: compress={options.compress}: {error}") from None
     if options.feedback not in (None, True, False):
-        raise BadInput(f"strategy {strategy}: feedback is true, false or none; not {options.feedback!r}")
+        raise BadInput(f"strategy {strategy}: feedback must be true, false or none; not {options.feedback!r}")
     if codec is None and options.feedback is not None:
         raise BadInput(
-            f"strategy {strategy}: feedback={str(options.feedback).lower()} is about what compress leaves out, and compress is none: "
+            f"strategy {strategy}: feedback={str(options.feedback).lower()} needs compress, and compress is none: "
             "leave feedback out, or give compress"
         )
 
@@ -92,8 +94,8 @@ def refuse_own_loop(strategy: str, replica: Replica, options: CompressOptions) -
     """Raise Unsupported where `prepare` averages gradients after each backward, which is not compressed."""
     if codec_of(options.compress) is not None and not replica.has_loss:
         raise Unsupported(
-            f"strategy {strategy}: a loop of one's own averages right after backward, and compress={options.compress} is for "
-            "manyhands' own loop: leave compress out, or use mh.train"
+            f"strategy {strategy}: compress={options.compress} does not work with mh.prepare, which averages right "
+            "after backward(): leave compress out, or use mh.train"
         )
 
 

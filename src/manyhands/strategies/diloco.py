@@ -147,7 +147,8 @@ class DiLoCo(CompressOptions, Strategy):
             return streaming.begin(self._schedule(), replica, worker)
         if self.quorum is not None and self.quorum > worker.mesh.data.size > 1:
             raise BadInput(
-                f"strategy diloco: quorum={self.quorum} of {worker.mesh.data.size} workers never comes together: give at most {worker.mesh.data.size}"
+                f"strategy diloco: quorum={self.quorum} must not be more than workers={worker.mesh.data.size}: give at "
+                f"most {worker.mesh.data.size}"
             )
         return decoupled.begin(self, replica, worker)
 
@@ -212,7 +213,9 @@ class DiLoCo(CompressOptions, Strategy):
             self._refuse("without streaming all parameters are exchanged at once", "streaming=2", "overlap", "mixing")
             return
         if self.via == "server":
-            raise BadInput("strategy diloco: via=server has no streaming: leave it out, or take via=group")
+            raise BadInput(
+                "strategy diloco: streaming does not work with via=server: leave streaming out, or use via=group"
+            )
         if self.compress != "none":
             raise BadInput(
                 f"strategy diloco: streaming={self.streaming} sends fragments while workers go on, and compress={self.compress} "
@@ -220,15 +223,15 @@ class DiLoCo(CompressOptions, Strategy):
             )
         if self.streaming > self.period:
             raise BadInput(
-                f"strategy diloco: streaming={self.streaming} fragments do not each have a step in period={self.period}: "
-                f"give streaming={self.period} or less"
+                f"strategy diloco: streaming={self.streaming} needs a period of at least as many steps, and "
+                f"period={self.period}: give streaming={self.period} or less"
             )
         if self.overlap is not None:
             server_strategy.check_whole(self.name, 0, overlap=self.overlap)
         if self._schedule().overlap >= self.period:
             raise BadInput(
-                f"strategy diloco: overlap={self._schedule().overlap} is not over when the same fragment's next exchange begins: "
-                f"give less than period={self.period}"
+                f"strategy diloco: overlap={self._schedule().overlap} must be less than period={self.period}, because "
+                "a fragment's exchange must end before its next one begins: give a smaller overlap"
             )
         if self.mixing is not None:
             _check_number("mixing", self.mixing, "from 0 to below 1", lambda share: 0 <= share < 1)
@@ -247,7 +250,7 @@ class DiLoCo(CompressOptions, Strategy):
         """BadInput for options that mean nothing here."""
         given = [name for name in names if getattr(self, name) is not None]
         if given:
-            raise BadInput(f"strategy diloco: {why}, so {given[0]} means nothing: leave it out, or take {instead}")
+            raise BadInput(f"strategy diloco: {why}, so {given[0]} has no effect: leave it out, or give {instead}")
 
 
 def _check_number(name: str, value: object, wanted: str, fine: Callable[[float], bool]) -> None:

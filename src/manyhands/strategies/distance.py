@@ -43,7 +43,7 @@ class Distance(Windowed):
     summary: ClassVar[str] = "the mean step of each `window`, scaled per weight by distance from the stale center"
     divides: ClassVar[bool] = True
     traits: ClassVar[Traits] = Traits(
-        period="window", behind=("it divides a window's update by its steps", "take window=1")
+        period="window", behind=("it divides a window's update by its steps", "use window=1")
     )
 
     def __post_init__(self) -> None:

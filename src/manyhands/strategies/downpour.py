@@ -109,11 +109,12 @@ class Downpour(AsyncOptions, CompressOptions, Strategy):
             raise BadInput(f"strategy downpour: rule must be one of {', '.join(known)}; not {self.rule!r}")
         if self.rule == "add" and (self.outer_rate is not None or self.outer_momentum):
             raise BadInput(
-                "strategy downpour: rule add has no outer_rate and no outer_momentum: leave them out, or take rule=sgd"
+                "strategy downpour: rule add has no outer_rate and no outer_momentum: leave them out, or use rule=sgd"
             )
         if self.outer_momentum and self.rule not in ("sgd", "rmsprop"):
             raise BadInput(
-                f"strategy downpour: rule {self.rule} has no outer_momentum: leave it out, or take rule=sgd or rule=rmsprop"
+                f"strategy downpour: rule {self.rule} has no outer_momentum: leave it out, or use rule=sgd or "
+                "rule=rmsprop"
             )
 
     @override

@@ -39,7 +39,7 @@ class DynSGD(Windowed):
     summary: ClassVar[str] = "updates of each `window`, scaled by 1/(staleness + 1)"
     divides: ClassVar[bool] = False
     traits: ClassVar[Traits] = Traits(
-        period="window", behind=("it divides updates by how late they are", "take downpour"), behind_at_once=True
+        period="window", behind=("it divides updates by how late they are", "use downpour"), behind_at_once=True
     )
 
     @override

@@ -14,6 +14,7 @@ from manyhands.server.base import ServerSpec
 from manyhands.strategies import server_strategy
 from manyhands.strategies.base import Change, Leasing, Needs, State, StepResult, Strategy, Traits
 from manyhands.strategies.server_strategy import AsyncOptions
+from manyhands.units import count
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
@@ -68,7 +69,8 @@ class Elastic(AsyncOptions, Strategy):
             raise BadInput(f"strategy {self.name}: via must be server or group, not {self.via!r}")
         if self.via == "group" and (self.bound is not None or self.warmup):
             raise BadInput(
-                f"strategy {self.name}: via=group keeps all in step, so bound and warmup mean nothing: leave them out, or take via=server"
+                f"strategy {self.name}: bound and warmup have no effect with via=group, where all workers are in step: "
+                "leave them out, or give via=server"
             )
 
     @override
@@ -155,9 +157,14 @@ class Elastic(AsyncOptions, Strategy):
         limit = 2 / (worker.mesh.data.size + 1) if in_step else 1.0
         alpha = self._alpha(worker.mesh.data.size)
         if worker.mesh.data.rank == 0 and alpha > limit:
-            where = f"with {worker.mesh.data.size} workers in step" if in_step else "where each goes at its own pace"
+            where = (
+                f"with {count(worker.mesh.data.size, 'worker')} in step"
+                if in_step
+                else "with workers at their own pace"
+            )
             worker.emit(
                 "warning",
-                message=f"strategy {self.name}: alpha={alpha:g} is above {limit:.4g}, beyond which the center oscillates ever more "
-                f"{where}, whatever the rate: lower alpha, or leave it out for {BETA / worker.mesh.data.size:.4g}",
+                message=f"strategy {self.name}: alpha={alpha:g} is above {limit:.4g}, so the center is unstable "
+                f"{where} at any learning rate: lower alpha, or leave it out "
+                f"(then it is {BETA / worker.mesh.data.size:.4g})",
             )

@@ -115,15 +115,17 @@ class Gossip(Strategy):
         server_strategy.check_pace(self.name, self.bound, 0)
         if self.graph == "pairs" and self.weights == "push-sum":
             raise BadInput(
-                "strategy gossip: with graph=pairs both become their mean, so weights=push-sum means nothing: leave it out, or take graph=random"
+                "strategy gossip: weights=push-sum has no effect with graph=pairs: leave it out, or give graph=random"
             )
         if self.graph != "pairs" and self.bound is not None:
             raise BadInput(
-                f"strategy gossip: graph={self.graph} keeps all in step, so bound means nothing: leave it out, or take graph=pairs"
+                f"strategy gossip: bound has no effect with graph={self.graph}, where all workers are in step: leave "
+                "it out, or give graph=pairs"
             )
         if self.graph in ("exponential", "ring") and self.seed:
             raise BadInput(
-                f"strategy gossip: graph={self.graph} draws nothing, so seed means nothing: leave it out, or take graph=random"
+                f"strategy gossip: seed has no effect with graph={self.graph}, which is not random: leave it out, or "
+                "give graph=random"
             )
 
     @override

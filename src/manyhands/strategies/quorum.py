@@ -83,7 +83,8 @@ class Quorum(CompressOptions, Strategy):
     def start(self, replica: Replica, worker: Worker) -> QuorumState:
         if self.backups >= worker.mesh.data.size > 1:
             raise BadInput(
-                f"strategy quorum: backups={self.backups} of {worker.mesh.data.size} workers leaves none to wait for: give at most {worker.mesh.data.size - 1}"
+                f"strategy quorum: backups={self.backups} must be less than workers={worker.mesh.data.size}: give at "
+                f"most {worker.mesh.data.size - 1}"
             )
         return QuorumState(**compression.remembered(self, replica, worker))
 

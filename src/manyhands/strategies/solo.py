@@ -32,7 +32,8 @@ class Solo(Strategy):
     def start(self, replica: Replica, worker: Worker) -> State:
         if worker.mesh.data.size > 1:
             raise Unsupported(
-                f"strategy solo is one worker, and {worker.mesh.data.size} were asked for: take allreduce, which equals it, or workers=1"
+                f"strategy solo runs on one worker, and workers={worker.mesh.data.size}: use allreduce, which gives "
+                "the same result, or workers=1"
             )
         return State()
 

@@ -35,7 +35,8 @@ class BestModelPolicy:
         higher = mode == "max" if colon else higher_is_better(name)
         if higher is None:
             raise BadInput(
-                f"keep: whether more or less of {name!r} is better does not show in its name: write best:max:{name} or best:min:{name}"
+                f"keep: the name {name!r} does not tell whether a higher or a lower value is better: write "
+                f"best:max:{name} or best:min:{name}"
             )
         return cls(metric=name, higher=higher)
 
@@ -63,7 +64,7 @@ class BestModel:
         if not name:
             return False
         if name not in metrics:
-            raise BadInput(f"keep: no metric {name!r} among {', '.join(metrics)}")
+            raise BadInput(f"keep: validation reports no metric {name!r}: give one of {', '.join(metrics)}")
         best, value = self.metrics.get(name), metrics[name]
         better = value == value and (best is None or best != best or (value > best if higher else value < best))
         if better or self.parameters is None:

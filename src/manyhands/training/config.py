@@ -68,22 +68,25 @@ class TrainConfig:
     def _check_strategy(self, servers: int) -> None:
         if self.strategy.needs.one_worker and self.count > 1:
             raise Unsupported(
-                f"strategy {self.strategy.name} is one worker, and {self.count} were asked for: take allreduce, which equals it, or workers=1"
+                f"strategy {self.strategy.name} runs on one worker, and workers={self.count}: use allreduce, which "
+                "gives the same result, or workers=1"
             )
         spec = self.strategy.server()
         if spec is not None and spec.one_shard and servers > 1:
             raise Unsupported(
-                f"strategy {self.strategy.name} counts whole pushes, which several shards would count apart: leave servers out, or give servers=1"
+                f"strategy {self.strategy.name} needs a server with one shard, and servers={servers}: leave servers "
+                "out, or give servers=1"
             )
         if (spec is not None or self.strategy.leasing() is not None) and not self.engine.capabilities.serves:
             wants = "needs a parameter server" if spec is not None else "has workers that go at their own pace"
             raise Unsupported(
-                f"strategy {self.strategy.name} {wants}, which engine {self.engine.name} cannot give: take engine local or hosts, "
-                "and call train() outside of manyhands run and torchrun"
+                f"strategy {self.strategy.name} {wants}, and engine {self.engine.name} does not support that: use "
+                "engine local or hosts, and call train() outside of manyhands run and torchrun"
             )
         if self.strategy.needs.one_host and not self.engine.on_one_host(self.count):
             raise Unsupported(
-                f"strategy {self.strategy.name} works on one piece of memory, so all workers must be on one machine: take engine local"
+                f"strategy {self.strategy.name} shares memory between the workers, so all of them must be on one "
+                "machine: use engine local"
             )
 
     def _check_worker_callback(self) -> None:
@@ -144,7 +147,7 @@ def checks_of(steps: int | None, strategy: Strategy) -> int | None:
     if type(strategy).agreed is Strategy.agreed and not strategy.needs.mean_gradient:
         raise Unsupported(
             f"strategy {strategy.name} does not keep replicas equal, so there is nothing to compare: leave check_replicas_every out, "
-            "or take one that does (allreduce, local-sgd, diloco, quorum)"
+            "or use one that does (allreduce, local-sgd, diloco, quorum)"
         )
     return steps
 

@@ -86,13 +86,15 @@ class AsyncEpochs:
         self._answer: Lease | End | None = None  # the newest, of the driver
         if self._ticks is None and leasing.rank0_warmup_ticks:
             raise BadInput(
-                f"warmup={leasing.rank0_warmup_ticks} counts slices that are leased, and a stream has none: leave warmup out, or give data with a length"
+                f"warmup={leasing.rank0_warmup_ticks} needs data with a length, and a stream has none: leave warmup "
+                "out, or give data with a length"
             )
         for name in ("validate_every", "checkpoint_every"):
             every = getattr(loop.plan, name)
             if self._ticks is None and isinstance(every, int):
                 raise BadInput(
-                    f"{name}={every} counts global batches, which nobody knows on a stream whose workers go at their own pace: "
+                    f"{name}={every} counts global batches, and they cannot be counted on a stream with workers at "
+                    "their own pace: "
                     f'give {name}="epoch"'
                 )
 

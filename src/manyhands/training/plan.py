@@ -125,9 +125,10 @@ def check_executor(task: Task, shards: Sequence[ParameterShard]) -> None:
         known = {name: tuple(p.shape) for name, p in build_model(task).named_parameters() if p.requires_grad}
     found = {name: part.shape for shard in shards for name, part in shard.slices.items()}
     if wrong := [name for name, shape in found.items() if known.get(name) != shape]:
+        there = f"has the shape {list(known[wrong[0]])}" if wrong[0] in known else "does not exist"
         raise BadInput(
-            f"the executor's parameters must be those of the task's model, by name and shape, or slices of them: {wrong[0]} "
-            f"of shape {list(found[wrong[0]])} is none of {', '.join(f'{name} {list(shape)}' for name, shape in known.items())}"
+            f"the executor's parameters must be parameters of the task's model, or slices of them, and {wrong[0]} of "
+            f"shape {list(found[wrong[0]])} is not (in the model it {there}): give parameters of the same name and shape"
         )
 
 
@@ -136,6 +137,7 @@ def global_batch(task: Task, workers: int, own: int | None = None) -> int:
     size = task.batch_size or (task.batch_size_per_worker or 0) * workers or own or 64
     if size < workers:
         raise BadInput(
-            f"batch_size={size} is fewer than one row for each of {workers} workers: raise batch_size to at least {workers}, or take fewer workers"
+            f"batch_size={size} leaves some of the {workers} workers without a row: raise batch_size to at least "
+            f"{workers}, or use fewer workers"
         )
     return size

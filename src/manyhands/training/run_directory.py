@@ -148,11 +148,13 @@ def _check_kinds(directory: AnyPath) -> None:
     for name in (launch_lock.FILE, CONFIG_FILE, RESULT, FINAL, event_log.FILE):
         if os.path.lexists(path := directory / name) and not stat.S_ISREG(path.lstat().st_mode):
             raise BadInput(
-                f"{path} is a folder, a link or a device, where a run has a file: move it away, or give another run directory"
+                f"{path} must be a file, and it is a folder, a link or a device: move it away, or give another run "
+                "directory"
             )
     if os.path.lexists(path := directory / CHECKPOINTS) and not path.is_dir():
         raise BadInput(
-            f"{path} is no folder, and a run has its checkpoints there: move it away, or give another run directory"
+            f"{path} must be a folder for checkpoints, and it is not a folder: move it away, or give another run "
+            "directory"
         )
 
 
@@ -172,7 +174,7 @@ def _result_in(directory: AnyPath, warn: Callable[[str], None]) -> dict[str, Any
     except BadInput as problem:
         if not (directory / CHECKPOINTS).is_dir():
             raise
-        warn(f"{problem}. It is left out: the run goes on from its newest checkpoint, which makes it anew")
+        warn(f"{problem}. The run ignores it, continues from its newest checkpoint, and writes a new result")
         return None
 
 
@@ -193,7 +195,9 @@ def read_result(directory: AnyPath, others: Iterable[str] | None = None) -> dict
             f"the result of the run in {directory} is damaged ({type(problem).__name__}: {problem!s:.200})"
         ) from None
     if wrong:
-        raise BadInput(f"the result of the run in {directory} is damaged: {', '.join(wrong)} is not what was written")
+        raise BadInput(
+            f"the result of the run in {directory} is damaged (changed after it was written: {', '.join(wrong)})"
+        )
     return dict(saved)
 
 
@@ -271,13 +275,15 @@ def finished_run(config: TrainConfig, saved: dict[str, Any] | None = None) -> Ru
     was = saved["info"]["strategy"]
     if spec.parse(was)[0] != config.strategy.name:
         raise BadInput(
-            f"the finished run in {config.directory} is of strategy {was}, not {config.strategy.name}: give another run directory"
+            f"the finished run in {config.directory} used strategy {was}, not {config.strategy.name}: give another run "
+            "directory"
         )
     try:
         states = [checkpoints.SavedTensors(config.directory / name) for name in _models_among(saved["sha256"])]
     except (OSError, SafetensorError) as problem:
         raise BadInput(
-            f"the finished run in {config.directory} has lost its parameters ({problem}): start again in another run directory"
+            f"cannot read the parameters of the finished run in {config.directory} ({problem}): start again in another "
+            "run directory"
         ) from None
 
     models = _models_for(config.task, [state.shapes() for state in states], _saved)  # checked now

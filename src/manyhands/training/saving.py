@@ -115,8 +115,8 @@ class Saver:
                 f"{name} was {was.get(name)} and is {now[name]}" for name in now if was.get(name) != now[name]
             )
             self.warnings.append(
-                f"the checkpoint's run was another one: {differing}. What is given now is used from step {saved.tick} on. "
-                "To go on as before, give what it was"
+                f"these settings differ from the checkpoint's: {differing}. The new ones are used from step "
+                f"{saved.tick} on. To keep the old ones, give them again"
             )
         position = TrainingPosition(**values)
         if rank == 0 and self.plan.checkpoints is not None:
@@ -142,7 +142,7 @@ class Saver:
                 f"{key} was {was.get(key)} and is {now.get(key)}" for key in now if was.get(key) != now.get(key)
             )
             raise BadInput(
-                f"cannot resume from {saved.path}: {differing}. Give what it was, or start in another run directory"
+                f"cannot resume from {saved.path}: {differing}. Give the old values, or start in another run directory"
             )
 
     def _options(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from manyhands.data.dataframe_rows import DistributedFrame
 from manyhands.data.open_source import Once, is_function
 from manyhands.engines.base import Engine, LaunchSpec
 from manyhands.engines.cores import shared
-from manyhands.errors import BadInput, CallbackFailed, Preempted, Unsupported
+from manyhands.errors import BadInput, CallbackFailed, Preempted
 from manyhands.events import Event
 from manyhands.own_loop.rank_zero import mute_nonzero_ranks
 from manyhands.recording.recorder import Recorder
@@ -102,9 +102,7 @@ def train(
         directory=None if run_dir is None else path_of(run_dir),
     )
     if config.strategy.server() is None and servers != 1:
-        raise Unsupported(
-            f"strategy {config.strategy.name} has no parameter server: leave servers={servers} (--servers) out"
-        )
+        LOG.warning("servers=%s has no effect: strategy %s has no parameter server", servers, config.strategy.name)
     config.check(servers=servers, nonfinite=nonfinite, max_seconds=max_seconds, timeout_s=timeout_s, resume=resume)
     check_resources(device, threads_per_worker, config.engine)
     for callback in chosen:
@@ -383,8 +381,8 @@ def _agree(
     for rank, other in enumerate(others, start=1):
         if other["directory"] != first["directory"]:
             raise BadInput(
-                f"run_dir is {first['directory']} on worker 0 and {other['directory']} on worker {rank}: give all workers the same "
-                "(a name with the time in it is made before they start)"
+                f"run_dir is {first['directory']} on worker 0 and {other['directory']} on worker {rank}: give all "
+                "workers the same name, and if it contains the time, make it before they start"
             )
         if other["tick"] != first["tick"]:
             raise BadInput(

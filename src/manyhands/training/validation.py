@@ -68,8 +68,8 @@ class Validator:
             yield
             if not _same_vector(before, self.replica.parameters):
                 raise Unsupported(
-                    "a callback changed the model's parameters between two epochs, which no exchange would carry to the other workers: "
-                    "change them when training is over, or leave the callback out"
+                    "a callback changed the model's parameters between two epochs, and the other workers would not get "
+                    "the change: change them after training, or leave the callback out"
                 )
 
     def answer(

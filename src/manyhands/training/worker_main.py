@@ -20,7 +20,8 @@ def work(plan: WorkerPlan, worker: Worker) -> Outcome | None:
     """
     if worker.generation:
         raise Unsupported(
-            f"worker {worker.rank} was restarted, and nobody can join a training that goes on: let faults kill or pause it"
+            f"worker {worker.rank} was restarted, and a restarted worker cannot join a running training: use kill or "
+            "pause in faults"
         )
     if worker.shares_process:
         plan = plan.copy_for_thread()

@@ -17,7 +17,7 @@ def parse_address(text: str) -> tuple[str, int]:
     """(host, port) of "host:port"; an IPv6 address stands in brackets. BadInput for anything else."""
     match = _ADDRESS.fullmatch(text.strip())
     if match is None or not 0 < int(match["port"]) < 1 << 16:
-        raise BadInput(f"an address is host:port, as 10.0.0.1:7000 or [::1]:7000; got {text!r}")
+        raise BadInput(f"an address must be host:port, such as 10.0.0.1:7000 or [::1]:7000; got {text!r}")
     return match["six"] or match["host"], int(match["port"])
 
 
@@ -43,7 +43,7 @@ def bound(host: str, ports: tuple[int, int] | None) -> socket.socket:
         raise BadInput(f"cannot listen on {host!r}: {error.strerror}; give one of this machine's addresses") from error
     first, last = ports or (0, 0)
     if ports is not None and not 0 < first <= last < 1 << 16:
-        raise BadInput(f"a range of ports is FIRST-LAST within 1-65535; got {first}-{last}")
+        raise BadInput(f"a range of ports must be FIRST-LAST within 1-65535; got {first}-{last}")
     for port in range(first, last + 1):
         sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the last run's connections may linger on it

@@ -75,7 +75,7 @@ class Channel:
             with self._sending:
                 self._wire.send((head + frame.blob, body) if len(body) else (head + frame.blob,))
         except (Ended, Late) as error:
-            self._give_up(error, "taking a frame")
+            self._give_up(error, "receiving a message")
         finally:
             self._left()
         self.sent_bytes += len(body)
@@ -153,7 +153,7 @@ class Channel:
         finally:
             self._left()
         if not mark:
-            self._give_up(Ended("the end of the connection"), "sending descriptors")
+            self._give_up(Ended("the other side closed it"), "sending descriptors")
         fds = array.array("i")
         for level, kind, data in rights:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -228,7 +228,7 @@ class Channel:
         try:
             self._wire.receive(into)
         except (Ended, Late) as error:
-            self._give_up(error, "sending a frame", keep=beginning)
+            self._give_up(error, "sending a message", keep=beginning)
 
     def _give_up(self, error: Ended | Late, doing: str, keep: bool = False) -> NoReturn:
         """keep: a wait that ended before anything came leaves the channel open."""
@@ -239,7 +239,9 @@ class Channel:
             raise ChannelClosed(f"the connection to {self.peer} {why} while it was {doing}") from error
         if not keep or error.moved:
             self.close()
-        raise ChannelTimeout(f"{self.peer} moved no byte for {self.timeout_s:g} s while it was {doing}") from error
+        raise ChannelTimeout(
+            f"{self.peer} transferred nothing for {self.timeout_s:g} s while it was {doing}"
+        ) from error
 
     def _refuse(self, expected: str, frame: Frame | None) -> NoReturn:
         self.close()

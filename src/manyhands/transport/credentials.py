@@ -85,15 +85,22 @@ class Credentials:
         certificate = blocks.get(b"CERTIFICATE")
         if key is None or certificate is None:
             raise BadInput(
-                f"{path} does not hold a private key and a certificate in PEM: write it with Credentials.save"
+                f"{path} does not hold a private key and a certificate in PEM: copy the driver's file again, or name "
+                "another file"
             )
         credentials = cls(key, certificate)
         try:
             (own,) = credentials.client_context().get_ca_certs()
         except (ssl.SSLError, ValueError) as error:
-            raise BadInput(f"the key and certificate in {path} cannot be used: {error}") from error
+            raise BadInput(
+                f"cannot use the key and certificate in {path}: {error}. Copy the driver's file again, or name another "
+                "file"
+            ) from error
         if ssl.cert_time_to_seconds(str(own["notAfter"])) < time.time():
-            raise BadInput(f"the certificate in {path} ended on {own['notAfter']}: make new credentials")
+            raise BadInput(
+                f"the certificate in {path} expired on {own['notAfter']}: remove the file, and start the driver again, "
+                "which makes new credentials"
+            )
         return credentials
 
     @classmethod
@@ -151,12 +158,13 @@ def read_private(path: Path) -> bytes:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_uid not in (os.geteuid(), 0):
             raise BadInput(
-                f"credentials are a file of user {os.geteuid()}; {path} is of user {status.st_uid}, or no file"
+                f"{path} must be a file of user {os.geteuid()}, and it belongs to user {status.st_uid} or is not a "
+                "file: copy it as this user"
             )
         if status.st_mode & 0o077:
             raise BadInput(
-                f"{path} has mode {stat.S_IMODE(status.st_mode):04o}: others may read or change it. chmod 600 it, and "
-                "make new credentials if somebody may have"
+                f"{path} has mode {stat.S_IMODE(status.st_mode):04o}, so other users can read or change it: run chmod "
+                "600 on it, and make new credentials if somebody may have read them"
             )
         with open(fd, "rb", closefd=False) as file:
             return file.read(_MOST_BYTES)

@@ -68,11 +68,11 @@ def header(frame: Frame, dtype: torch.dtype, elements: int, generation: int) -> 
     number = _NUMBER.get(dtype)
     if number is None:
         names = ", ".join(str(known).removeprefix("torch.") for known in DTYPES)
-        raise BadInput(f"a frame carries tensors of {names}; got {dtype}: convert or view it as one of these first")
+        raise BadInput(f"a frame can carry tensors of {names}; got {dtype}: convert or view it as one of these first")
     size = len(frame.blob)
     if size > MAX_BLOB_BYTES or elements * _ITEMSIZE[number] > MAX_TENSOR_BYTES or not math.isfinite(frame.weight):
         raise BadInput(
-            f"a frame carries a blob of at most {MAX_BLOB_BYTES} bytes, a tensor of at most {MAX_TENSOR_BYTES} and a "
+            f"a frame can carry a blob of at most {MAX_BLOB_BYTES} bytes, a tensor of at most {MAX_TENSOR_BYTES} and a "
             f"finite weight; got {size} and {elements * _ITEMSIZE[number]} bytes, weight {frame.weight}"
         )
     try:
@@ -90,17 +90,19 @@ def unpack(header: bytes | bytearray | memoryview) -> tuple[Frame, int]:
     FrameError for a wrong magic or version, an unknown dtype, a length beyond its limit or a weight that is not finite.
     """
     if len(header) != HEADER_BYTES:
-        raise FrameError(f"a frame's header has {HEADER_BYTES} bytes; got {len(header)}")
+        raise FrameError(f"a frame's header must have {HEADER_BYTES} bytes; got {len(header)}")
     magic, version, kind, number, zero, size, zeros, *numbers = _HEADER.unpack(header)
     generation, sequence, elements, weight, a, b = numbers
     if magic != _MAGIC or version != _VERSION:
         raise FrameError(f"expected a frame of manyhands, version {_VERSION}; it began with {bytes(header[:5])!r}")
     if number >= len(DTYPES) or zero or zeros:
-        raise FrameError(f"a frame's header holds a dtype below {len(DTYPES)} and zeros; got {number}, {zero}, {zeros}")
+        raise FrameError(
+            f"a frame's header must hold a dtype below {len(DTYPES)} and zeros; got {number}, {zero}, {zeros}"
+        )
     if size > MAX_BLOB_BYTES or elements * _ITEMSIZE[number] > MAX_TENSOR_BYTES:
         raise FrameError(f"a frame of {size} bytes and {elements} {DTYPES[number]} is beyond the limits of a frame")
     if not math.isfinite(weight):
-        raise FrameError(f"a frame's weight is finite; got {weight}")
+        raise FrameError(f"a frame's weight must be finite; got {weight}")
     frame = Frame(
         kind=kind,
         dtype=DTYPES[number],
@@ -121,8 +123,8 @@ def bytes_of(tensor: Tensor) -> memoryview:
     """
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         raise BadInput(
-            f"a channel carries contiguous tensors on the CPU; got strides {tensor.stride()} on {tensor.device}: "
-            "give tensor.cpu().contiguous()"
+            f"a channel can carry only contiguous tensors on the CPU; got strides {tensor.stride()} on "
+            f"{tensor.device}: give tensor.cpu().contiguous()"
         )
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 

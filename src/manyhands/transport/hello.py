@@ -58,7 +58,8 @@ class Proof:
             )
         if self.token is not None and len(self.token) < LEAST_TOKEN_BYTES:
             raise BadInput(
-                f"a run's token has at least {LEAST_TOKEN_BYTES} bytes; got {len(self.token)}: secrets.token_bytes(32)"
+                f"a run's token must have at least {LEAST_TOKEN_BYTES} bytes; got {len(self.token)}: use "
+                "secrets.token_bytes(32)"
             )
 
     def context(self, *, listening: bool) -> ssl.SSLContext | None:
@@ -99,7 +100,7 @@ def listen_to(sock: socket.socket, proof: Proof, generation: int, check: Check) 
     if proof.token is not None:
         shown, own, blob = blob[:_PROOF_BYTES], blob[_PROOF_BYTES : 2 * _PROOF_BYTES], blob[2 * _PROOF_BYTES :]
         if not hmac.compare_digest(shown, _mac(proof.token, b"hello", challenge, own, blob)):
-            raise FrameError("a hello without a proof of this run's token")
+            raise FrameError("it does not have this run's token")
         answer = _mac(proof.token, b"welcome", challenge, own, blob)
     if frame.generation < generation:
         raise FrameError(f"a hello of generation {frame.generation}; this is generation {generation}")
@@ -107,7 +108,7 @@ def listen_to(sock: socket.socket, proof: Proof, generation: int, check: Check) 
     try:
         name = check(hello)
     except (KeyError, TypeError, ValueError) as error:
-        raise FrameError(f"a hello that lacks something or has it wrong: {error!r}") from error
+        raise FrameError(f"its first message is incomplete or wrong ({error!r})") from error
     yield from _send(sock.send, _WELCOME, frame.generation, answer)
     return Peer(name, hello, frame.generation)
 
@@ -139,7 +140,7 @@ def speak_to(sock: socket.socket, proof: Proof, generation: int, hello: bytes) -
     yield from _send(sock.send, _HELLO, generation, _mac(proof.token, b"hello", challenge, own, hello) + own + hello)
     answer = (yield from _receive(sock, _WELCOME)).blob
     if not hmac.compare_digest(answer, _mac(proof.token, b"welcome", challenge, own, hello)):
-        raise FrameError("who answers there does not hold this run's token")
+        raise FrameError("the other side does not have this run's token")
 
 
 def _mac(token: bytes, role: bytes, challenge: bytes, own: bytes, hello: bytes) -> bytes:
@@ -157,7 +158,7 @@ def _shake(sock: socket.socket, proof: Proof) -> Steps[None]:
     except ssl.SSLError as error:
         raise FrameError(f"expected TLS with this run's certificate; {error.reason or error}") from error
     if not proof.credentials.is_peer(sock):
-        raise FrameError("another certificate than this run's")
+        raise FrameError("the other side has another certificate than this run")
 
 
 def _send(send: Callable[[memoryview], int], what: int, generation: int, blob: bytes) -> Steps[None]:

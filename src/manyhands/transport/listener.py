@@ -88,8 +88,8 @@ class Listener:
         if credentials is None and not is_loopback(self.address[0]) and not plain_network:
             self._sock.close()
             raise BadInput(
-                f"{self.address[0]} can be reached from other machines, and without TLS whoever is on the way reads and "
-                "changes parameters: give credentials (MANYHANDS_CREDENTIALS), or say plain_network=True as well"
+                f"{self.address[0]} can be reached from other machines, and without TLS anybody on that network can "
+                "read and change parameters: give credentials (MANYHANDS_CREDENTIALS), or give plain_network=True too"
             )
         self.generation, self._timeout_s = generation, timeout_s
         self._selector = selectors.DefaultSelector()
@@ -237,7 +237,7 @@ def connect(
     """
     proof, blob = Proof(credentials, token), to_json(hello)
     if len(blob) > MAX_HELLO_BYTES:
-        raise BadInput(f"a hello has at most {MAX_HELLO_BYTES} bytes; got {len(blob)}")
+        raise BadInput(f"a hello can have at most {MAX_HELLO_BYTES} bytes; got {len(blob)}")
     context = proof.context(listening=False)
     where, deadline, pause_s = f"{peer} at {format_address(address)}", time.monotonic() + timeout_s, _PAUSE_S
     while True:
@@ -262,8 +262,8 @@ def connect(
         except OSError as error:  # nobody there yet, or it had too many visitors
             if time.monotonic() + pause_s >= deadline:
                 raise ChannelTimeout(
-                    f"no answer of {where} within {timeout_s:g} s: the last try ended with {error!r}. Is it started, and "
-                    "can its port be reached from here?"
+                    f"no answer from {where} within {timeout_s:g} s. The last try failed: "
+                    f"{str(error) or type(error).__name__}. Is it started, and can its port be reached from here?"
                 ) from error
         time.sleep(pause_s)
         pause_s = min(1.0, 1.5 * pause_s)
@@ -291,7 +291,10 @@ class RejectedPeers:
         if address in self._named or len(self._named) >= MOST_NAMED:
             return
         self._named.add(address)
-        more = "" if len(self._named) < MOST_NAMED else f" ({MOST_NAMED} addresses by now: no further one is named)"
+        more = "" if len(self._named) < MOST_NAMED else f" ({MOST_NAMED} addresses were reported, and no more will be)"
         LOG.warning(
-            "refused a connection from %s: %s. Others from there are not named%s", address, printable(why, 300), more
+            "refused a connection from %s: %s. More connections from this address are not reported%s",
+            address,
+            printable(why, 300),
+            more,
         )

@@ -128,7 +128,7 @@ class PlainWire(Wire):
             except OSError as error:
                 raise Ended(str(error)) from error
             if not count:
-                raise Ended("the end of the connection")
+                raise Ended("the other side closed it")
             got += count
 
     @override
@@ -162,7 +162,7 @@ class TlsWire(Wire):
         while got < size:
             count = self._turn(self._tls.recv_into, into[got:], got > 0)
             if not count:
-                raise Ended("the end of the connection")
+                raise Ended("the other side closed it")
             got += count
 
     def _turn(self, call: Callable[[memoryview], int], data: memoryview, moved: bool) -> int:

@@ -79,7 +79,7 @@ def test_payloads_of_another_length_are_refused(text):
     for wrong in (payload[:-1], torch.cat([payload, payload[:3]]), torch.zeros(100 * N, dtype=torch.uint8)):
         with pytest.raises(BadInput):
             codec.decode(wrong, N, torch.float64)
-    with pytest.raises(BadInput, match="got 100000000"):
+    with pytest.raises(BadInput, match="100000000 bytes arrived"):
         codec.check_length(100000000, N, torch.float64)
 
 
@@ -115,19 +115,19 @@ def test_codecs_are_named_by_texts():
     assert codec_of("none") is None
     assert [codec_of(text).form for text in TEXTS] == [codec.form for codec in CODECS.values()]
     assert codec_of("threshold:1e-3").clip == 5
-    with pytest.raises(UnknownName, match=r"no codec 'zip': known are none, topk:FRACTION, onebit, .*, int8"):
+    with pytest.raises(UnknownName, match=r"no codec 'zip': choose none .* topk:FRACTION, onebit, .*, int8"):
         codec_of("zip")
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("topk", "'topk' is not written so, but topk:FRACTION"),
-        ("onebit:3", "is not written so, but onebit"),
+        ("topk", "the codec 'topk': write it as topk:FRACTION"),
+        ("onebit:3", "write it as onebit"),
         ("topk:0", "takes a fraction above 0 and up to 1; got 0"),
         ("topk:nan", "takes a fraction above 0 and up to 1; got nan"),
-        ("topk:none", "is not written so, but topk:FRACTION"),
-        ("topk:a", "takes numbers behind its name, or none; got 'a'"),
+        ("topk:none", "write it as topk:FRACTION"),
+        ("topk:a", "followed by numbers, such as topk:0.01; got 'a'"),
         ("threshold:-1", "takes a number above 0; got -1"),
         ("threshold:1:0.5", "takes a clip of at least 1, or none; got 0.5"),
         ("powersgd:1.5", "takes a whole number of at least 1; got 1.5"),

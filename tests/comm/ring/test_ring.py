@@ -102,7 +102,7 @@ def test_memory_is_not_taken_for_whatever_a_peer_announces(make):
 def test_a_text_that_is_too_long_is_refused_before_anything_leaves(make, monkeypatch):
     monkeypatch.setattr("manyhands.comm.ring.group._MOST_TEXT", 100)
     group, peer = make()
-    with pytest.raises(BadInput, match="at most 100 bytes of bits or JSON travel with one all_gather_json; got 102"):
+    with pytest.raises(BadInput, match="all_gather_json can carry at most 100 bytes of JSON or bits; got 102"):
         group.all_gather_json("x" * 100)
     assert peer.header() is None
     _arrive(peer, "barrier")

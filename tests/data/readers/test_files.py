@@ -33,7 +33,7 @@ def test_npz_and_npy(tmp_path):
 
 def test_arrays_of_objects_are_never_unpickled(tmp_path):
     np.savez(tmp_path / "data.npz", x=np.array([{}, {}], dtype=object))
-    with pytest.raises(BadInput, match="without unpickling"):
+    with pytest.raises(BadInput, match="plain arrays without Python objects"):
         open_source(tmp_path / "data.npz")
 
 
@@ -71,7 +71,7 @@ def test_tfrecord_files_are_dicts_of_columns(tmp_path):
     assert batch["y"].tolist() == [7, -1]
     assert list(batch["name"]) == [b"a", b"b"]
     (tmp_path / "c.tfrecord").write_bytes(examples({"x": [1.0, 2.0], "y": [0.5], "name": [b"c"]}))
-    with pytest.raises(BadInput, match="are of several types or lengths"):
+    with pytest.raises(BadInput, match="differ in type or length"):
         open_source(tmp_path)
 
 
@@ -129,11 +129,11 @@ def test_what_cannot_be_read_is_refused(tmp_path):
         ("empty.txt", "has no rows"),
         ("empty.tfrecord", "has no rows"),
         ("empty", "holds no .parquet file"),
-        ("broken.npz", "cannot be read as .npz"),
-        ("broken.npy", "cannot be read as .npy"),
-        ("broken.parquet", "cannot be read as Parquet"),
+        ("broken.npz", "cannot read .*broken.npz"),
+        ("broken.npy", "cannot read .*broken.npy"),
+        ("broken.parquet", "cannot read .*broken.parquet as Parquet"),
     ]:
         with pytest.raises(BadInput, match=message):
             open_source(tmp_path / name)
-    with pytest.raises(BadInput, match="is not on this machine: copy it here"):
+    with pytest.raises(BadInput, match="cannot be read by URL: copy the file"):
         open_source("s3://bucket/x.npz")

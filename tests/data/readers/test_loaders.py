@@ -123,7 +123,7 @@ def test_a_batch_sampler_that_miscounts_is_refused():
         def __len__(self):
             return 3
 
-    with pytest.raises(BadInput, match=r"len\(\) = 3 batches and gave more"):
+    with pytest.raises(BadInput, match=r"batch sampler is 3, and it gave more"):
         list(Feed(open_loader(DataLoader(DATA, batch_sampler=Wrong()))).epoch(0))
 
 
@@ -172,8 +172,8 @@ def test_another_batch_size_recuts_a_plain_loader_and_conflicts_with_any_other()
             lambda: open_loader(DataLoader(DATA, sampler=DistributedSampler(DATA, num_replicas=2, rank=0))),
             "DistributedSampler",
         ),
-        (lambda: open_loader(DataLoader(DATA), collate=list), "pass collate_fn to the DataLoader"),
-        (lambda: Feed(open_loader(DataLoader(DATA)), order=lambda epoch: [0]), "order was given beside a DataLoader"),
+        (lambda: open_loader(DataLoader(DATA), collate=list), "give collate_fn to the DataLoader"),
+        (lambda: Feed(open_loader(DataLoader(DATA)), order=lambda epoch: [0]), "order was given with a DataLoader"),
         (lambda: open_loader(DataLoader(DATA, sampler=iter([1]), batch_size=2)), r"has no len\(\)"),
         (lambda: open_loader(DataLoader([], batch_size=2)), "has no rows"),
     ],

@@ -141,7 +141,7 @@ def test_types_are_those_of_the_first_file_that_has_any(memory: str) -> None:
     }
     parquet(f"{memory}/p.parquet", range(0))
     assert types_of(find([f"{memory}/p.parquet"]))["x"] == pa.int64()
-    with pytest.raises(BadInput, match="the files have no rows"):
+    with pytest.raises(BadInput, match="the data files have no rows"):
         types_of([f"{memory}/t/0.tfrecord"])
 
 
@@ -160,7 +160,7 @@ def test_what_cannot_be_found_is_refused(memory: str) -> None:
         (["*.orc"], "no file or folder"),
         (["text.csv"], "cannot read .*text.csv': expected .parquet"),
         (["no"], "holds no .parquet file and no .tfrecord file"),
-        (["a.parquet", "a.tfrecord"], "Parquet and TFRecord: give files of one kind"),
+        (["a.parquet", "a.tfrecord"], "mixes Parquet and TFRecord files"),
         (["a.parquet", "*.parquet"], "a.parquet is named twice"),
     ]:
         with pytest.raises(BadInput, match=message):
@@ -210,23 +210,23 @@ def test_storage_that_nobody_knows_or_whose_package_is_missing(monkeypatch: pyte
 def test_a_host_without_the_files_is_named(memory: str) -> None:
     for suffix in ("parquet", "tfrecord"):
         gone = f"{memory}/gone.{suffix}"
-        with pytest.raises(BadInput, match=r"gone.* is not there on .*: all hosts must see the files"):
+        with pytest.raises(BadInput, match=r"gone.* does not exist on .*, and all hosts must see it"):
             count([gone], 0, 1)
-        with pytest.raises(BadInput, match="all hosts must see the files"):
+        with pytest.raises(BadInput, match="all hosts must see it"):
             list(read([gone], [3], ["x"], 0, 1))
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "tfrecord"])
 def test_a_file_that_changed_since_it_was_counted(memory: str, suffix: str) -> None:
     WRITERS[suffix](f"{memory}/a.{suffix}", range(5))
-    with pytest.raises(BadInput, match="had 6 rows when they were counted"):
+    with pytest.raises(BadInput, match="rows when counted: 6"):
         list(read(find([memory]), [6], ["x"], 0, 1))
 
 
 def test_broken_files_and_missing_columns_are_named(memory: str) -> None:
     with fsspec.open(f"{memory}/broken.parquet", "wb") as file:
         file.write(b"no such format")
-    with pytest.raises(BadInput, match="broken.parquet cannot be read as Parquet"):
+    with pytest.raises(BadInput, match="cannot read .*broken.parquet as Parquet"):
         count([f"{memory}/broken.parquet"], 0, 1)
     parquet(f"{memory}/a.parquet", range(5))
     with pytest.raises(BadInput, match=r"a.parquet has no column 'z'; it has x, v, unused"):

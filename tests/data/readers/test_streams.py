@@ -116,14 +116,14 @@ def test_any_iterable_and_a_function_of_generators_can_be_read_again():
 def test_a_generator_gives_one_epoch_and_then_says_why():
     source = open_source(row for row in range(3))
     assert values(list(Feed(source).epoch(0))) == [[0, 1, 2]]
-    with pytest.raises(BadInput, match="give a function that makes one"):
+    with pytest.raises(BadInput, match="give a function that makes a new one"):
         list(Feed(source).epoch(1))
 
 
 def test_no_rows_and_an_order_are_refused():
     with pytest.raises(BadInput, match="the stream gave no rows"):
         read(iter([]))
-    with pytest.raises(BadInput, match="order was given for a stream"):
+    with pytest.raises(BadInput, match="order was given, and a stream has no row numbers"):
         Feed(Stream(lambda: [1]), order=lambda epoch: [0])
 
 

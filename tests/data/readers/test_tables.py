@@ -57,9 +57,9 @@ def test_arrow_slices_are_read_from_where_they_begin():
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        ([1, None], "1 missing values"),
+        ([1, None], "missing values .1."),
         ([[1], [2, 3]], "lists of 1 to 2 values"),
-        ([[1, None], [2, 3]], "1 missing values"),
+        ([[1, None], [2, 3]], "missing values .1."),
         ([], "has no rows"),
     ],
 )

@@ -127,7 +127,7 @@ def test_every_cut_of_an_example_is_found() -> None:
     ("file", "why"),
     [
         (records(b"\x0b"), "has the wire type 3"),
-        (records(b"foo"), "is no tf.train.Example"),
+        (records(b"foo"), "is not a tf.train.Example"),
         (records(b"\xff" * 11), "a number is cut off"),
         (records(b"\x0a\x0d\x0a\x0b\x0a\x01x\x12\x06\x1a\x04\x0a\x02\x01\xff"), "an int64_list is cut off"),
         (records(b"\x0a\x0e\x0a\x0c\x0a\x01x\x12\x07\x12\x05\x0a\x03\x01\x02\x03"), "a float_list is cut off"),
@@ -135,7 +135,7 @@ def test_every_cut_of_an_example_is_found() -> None:
         (records(b"\x0a\x05\x0a\x03\x0a\x01x"), "has no values in feature 'x'"),
         (records(b""), "has no features"),
         (examples({"x": [1]}, {"y": [1]}), "record 1 of a.tfrecord has no feature 'x'; it has y"),
-        (examples({"x": [1]}, {"x": [1.0]}), "has 'x' as float_list, and those before as int64_list"),
+        (examples({"x": [1]}, {"x": [1.0]}), "has 'x' as float_list, and earlier records have it as int64_list"),
     ],
 )
 def test_what_is_no_example_is_named(file: bytes, why: str) -> None:

@@ -286,7 +286,9 @@ def test_a_worker_without_heartbeats_is_called_silent_where_its_page_says_it_is(
     for process_index in (0, 2):
         run.say(process_index, "beat", phase="validation", step=7, idle_s=10.9, events=[])
     run.alpha.pages = {1: ("validation", 7)}
-    with pytest.raises(WorkerFailed, match=r"worker 1 on alpha is silent.* for 11\.0 s, in phase validation") as raised:
+    with pytest.raises(
+        WorkerFailed, match=r"worker 1 on alpha sent no heartbeat for 11\.0 s, in phase validation"
+    ) as raised:
         run.driver._finished()
     assert (raised.value.rank, raised.value.phase, raised.value.step) == (1, "validation", 7)
     assert "only slow" not in str(raised.value)
@@ -299,9 +301,7 @@ def test_a_silent_host_is_called_silent_and_not_asked_for_stacks() -> None:
     for process_index in (0, 1):
         run.say(process_index, "beat", phase="exchange", step=7, idle_s=10.9, events=[])
     run.beta.silence_s = 10.5
-    with pytest.raises(
-        WorkerFailed, match=r"host beta is silent: nothing came from it for 10\.5 s, and worker 2"
-    ) as raised:
+    with pytest.raises(WorkerFailed, match=r"nothing came from host beta for 10\.5 s, and worker 2") as raised:
         run.driver._finished()
     assert "only slow" not in str(raised.value)
     assert (run.alpha.did, run.beta.did) == (["stacks"], [])

@@ -40,12 +40,12 @@ def test_the_spec_string_makes_the_same_engine() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"local_workers": 0}, "local_workers must be at least 1"),
+        ({"local_workers": 0}, "local_workers must be a whole number of at least 1"),
         ({"wait_s": 0}, "wait_s must be a positive number"),
         ({"ports": "70-7"}, 'ports must be one port or a range such as "7000-7100"'),
         ({"ports": "0"}, "ports must be"),
         ({"ports": "7000-70000"}, "ports must be"),
-        ({"plain_network": True}, "plain_network is for tls off"),
+        ({"plain_network": True}, "plain_network works only with tls=off"),
     ],
 )
 def test_what_cannot_be_is_refused_at_construction(fields: dict[str, Any], words: str) -> None:
@@ -59,7 +59,7 @@ def test_no_workers_at_all() -> None:
 
 
 def test_more_here_than_there_are() -> None:
-    with pytest.raises(BadInput, match="local_workers=3 of 2 workers"):
+    with pytest.raises(BadInput, match="local_workers=3 is more than workers=2"):
         Hosts(local_workers=3).launch(lambda worker: None, LaunchSpec(workers=2))
 
 
@@ -92,7 +92,7 @@ def credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_whoever_does_not_come_is_missed(credentials: Path) -> None:
     engine, output = hosts(local_workers=1, wait_s=0.2)
     with pytest.raises(
-        ManyhandsError, match=r"after 0 s 1 of 3 workers are here: .* 1; 2 did not come: start `manyhands join`"
+        ManyhandsError, match=r"waited 0 s for the other hosts; .* 1 of 3 .*; start `manyhands join` .*missing: 2\)"
     ):
         engine.launch(lambda worker: None, LaunchSpec(workers=3))
     assert f"MANYHANDS_CREDENTIALS={credentials} manyhands join 127.0.0.1:" in output[0]
@@ -105,7 +105,7 @@ def test_the_command_can_be_pasted_whatever_the_paths_are(tmp_path: Path, monkey
     monkeypatch.setenv("MANYHANDS_CREDENTIALS", str(path))
     for listen in ("127.0.0.1", "0.0.0.0"):
         engine, output = hosts(local_workers=1, wait_s=0.1, listen=listen)
-        with pytest.raises(ManyhandsError, match="did not come"):
+        with pytest.raises(ManyhandsError, match="still missing: 1"):
             engine.launch(lambda worker: None, LaunchSpec(workers=2))
         *_, command = [line for line in output[0].splitlines() if "manyhands join" in line]
         name = str(path) if listen == "127.0.0.1" else path.name
@@ -128,7 +128,7 @@ def test_credentials_of_the_run_alone_are_gone_afterwards(tmp_path: Path, monkey
     seen: list[list[str]] = []
     engine, _ = hosts(local_workers=1, wait_s=0.2)
     engine.announcer.say = lambda text: seen.append([path.name for path in tmp_path.rglob("*.pem")])
-    with pytest.raises(ManyhandsError, match="did not come"):
+    with pytest.raises(ManyhandsError, match="still missing: 1"):
         engine.launch(lambda worker: None, LaunchSpec(workers=2))
     assert len(seen[0]) == 1
     assert list(tmp_path.iterdir()) == []
@@ -137,16 +137,16 @@ def test_credentials_of_the_run_alone_are_gone_afterwards(tmp_path: Path, monkey
 def test_without_tls_only_loopback_unless_said_twice(credentials: Path) -> None:
     for address in ("0.0.0.0", "10.0.0.1", "::", "somewhere", ""):
         with pytest.raises(
-            BadInput, match=r"without TLS whoever is on the way .*give --plain-network .plain_network=on."
+            BadInput, match=r"without TLS anybody on that network .*add --plain-network .plain_network=on."
         ):
             Hosts(listen=address, tls=False)
     for address in ("127.0.0.1", "::1", "localhost"):
         assert not Hosts(listen=address, tls=False).tls
     engine, output = hosts(listen="0.0.0.0", tls=False, plain_network=True, wait_s=0.1)
-    with pytest.raises(ManyhandsError, match="did not come"):
+    with pytest.raises(ManyhandsError, match="still missing: 1"):
         engine.launch(lambda worker: None, LaunchSpec(workers=2))
     assert "WITHOUT TLS" in output[0]
-    assert "put a program of their own in the place of the driver's" in output[0]
+    assert "can replace the program that joining hosts run" in output[0]
     assert "--no-tls --plain-network" in output[0]
 
 

@@ -22,5 +22,7 @@ def test_the_first_by_which_a_host_came(came_by: dict[str, str], expected: str) 
 
 @pytest.mark.parametrize("loopback", ["127.0.0.1", "::1"])
 def test_who_came_over_loopback_is_reached_by_nobody_else(loopback: str) -> None:
-    with pytest.raises(BadInput, match=r"^alpha \(2\) joined over loopback, .*: join by 10\.0\.0\.1 on this host too"):
+    with pytest.raises(
+        BadInput, match=r"^alpha \(2\) joined over loopback, .*: on that host, join with the address 10\.0\.0\.1 too"
+    ):
         _common_address({"alpha (2)": loopback, "beta": "10.0.0.1"})

@@ -94,7 +94,7 @@ def test_one_worker_a_host_and_unauthenticated_peers_at_the_door(tmp_path: Path)
     assert "torch 1.0" in reasons[1]
     assert "join with --workers 2" in reasons[2]
     assert [joiner.error for joiner in run.joined] == [None, None]
-    assert run.output[-1].startswith("3 of 3 workers are here")
+    assert run.output[-1].startswith("workers that are here: 3 of 3")
 
 
 def serve(worker: Any) -> list[float]:
@@ -212,5 +212,7 @@ class Odd:
 
 @pytest.mark.slow
 def test_a_value_that_does_not_travel() -> None:
-    with pytest.raises(BadInput, match="the value that worker 1 returned is a Odd, which does not travel"):
+    with pytest.raises(
+        BadInput, match="the value that worker 1 returned is a Odd, and workers on another host cannot return that"
+    ):
         Run(Hosts(local_workers=1), joined_by(1)).launch(lambda worker: Odd(), LaunchSpec(workers=2, timeout_s=30))

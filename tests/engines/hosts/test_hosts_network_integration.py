@@ -89,7 +89,7 @@ def test_the_printed_command_joins_from_another_host(
         ("beta", str(folders[1])),
     ]
     assert [value["mean"] for value in values] == pytest.approx([14 / 6] * 3, abs=1e-12)
-    assert "3 of 3 workers are here: alpha 2, beta 1" in output
+    assert "workers that are here: 3 of 3 (alpha 2, beta 1)" in output
     assert not Path(found[1]).parent.exists()
 
 
@@ -162,7 +162,7 @@ def test_hosts_joined_by_ssh_as_the_docs_show_it(hosts: TwoHosts, environment: d
     )
     output, _ = script.communicate(timeout=100)
     assert script.returncode == 0, output
-    assert "4 of 4 workers are here: alpha 2, beta 2" in output
+    assert "workers that are here: 4 of 4 (alpha 2, beta 2)" in output
     assert "Advice: " in output
 
 
@@ -180,7 +180,7 @@ def test_a_batch_script_of_slurm_as_the_docs_show_it(
     script = hosts.start(0, "bash", "-ec", shown("hosts.md")[1], env=known, cwd=tmp_path)
     output, _ = script.communicate(timeout=100)
     assert script.returncode == 0, output
-    assert "12 of 12 workers are here" in output
+    assert "workers that are here: 12 of 12" in output
     assert "Advice: " in output
 
 

@@ -104,7 +104,7 @@ def test_a_value_that_makes_no_sense_is_an_error(line: Line) -> None:
 )
 def test_a_malformed_message_names_its_host(line: Line, body: Any) -> None:
     line.agent.send({"type": "from_process", "process_index": 3, "body": body})
-    with pytest.raises(WorkerFailed, match="host beta sent what makes no sense: worker 3 sent ") as raised:
+    with pytest.raises(WorkerFailed, match="host beta sent a message that cannot be read: worker 3 sent ") as raised:
         line.received(1)
     assert (raised.value.rank, raised.value.host) == (3, "beta")
 
@@ -165,7 +165,7 @@ def test_a_host_that_is_gone_is_told_of_each_of_its_workers(line: Line) -> None:
     lost = line.received(3)[1:]
     assert [(process_index, body["type"]) for process_index, body in lost] == [(2, "lost"), (3, "lost")]
     assert [(body["phase"], body["step"]) for _, body in lost] == [("exchange", 9), ("start", 0)]
-    assert all(body["why"].startswith("the connection to its host ended (") for _, body in lost)
+    assert all(body["why"].startswith("its host is gone: ") for _, body in lost)
     assert line.host_processes.receive() == []
     line.host_processes.send(2, {"type": "stop", "reason": ""})  # passed over
     line.host_processes.end(0.0)

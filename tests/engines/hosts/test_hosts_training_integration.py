@@ -51,7 +51,7 @@ def test_in_step_over_two_hosts_it_is_what_it_is_on_one_and_without_tls_the_summ
     assert (there.parameters - here.parameters).abs().max() < 1e-12
     output = " ".join(there.summary().split())
     assert "WITHOUT TLS on 127.0.0.1" in output
-    assert "could read and change what was sent, the program included" in output
+    assert "could read and change all messages, and the program too" in output
     assert f"2 workers with {2 * cores} threads on" in output  # the one that joined is on this very machine
     assert there.info["machines"][0]["cores"] == cores
 

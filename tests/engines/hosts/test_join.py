@@ -157,7 +157,7 @@ def test_values_leave_as_json_and_tensors(driver: Driver) -> None:
     host_processes.say(3, {"type": "value", "value": {1}})
     body = driver.message().body["body"]
     assert (body["type"], body["family"], body["rank"]) == ("error", "BadInput", 3)
-    assert "returned is a set, which does not travel" in body["message"]
+    assert "returned is a set, and workers on another host cannot return that" in body["message"]
     driver.end("it failed")
     assert "failed: it failed" in str(driver.error)
 
@@ -177,7 +177,7 @@ def test_a_module_that_is_not_here_is_explained(driver: Driver) -> None:
         2, {"type": "error", "error": "ModuleNotFoundError", "phase": "start", "message": "No module named 'mine'"}
     )
     message = driver.message().body["body"]["message"]
-    assert message.startswith("No module named 'mine' (the driver's program needs it on this host too")
+    assert message.startswith("No module named 'mine' (this host needs it too")
     driver.end()
 
 
@@ -229,12 +229,12 @@ def test_a_run_that_was_asked_to_end_elsewhere_ends_here_with_75(driver: Driver,
     ("fields", "words"),
     [
         ({"workers": 0}, "workers must be a whole number"),
-        ({"address": "10.0.0.1"}, "an address is host:port"),
+        ({"address": "10.0.0.1"}, "an address must be host:port"),
         ({"ports": "x"}, "ports must be"),
         ({"wait_s": -1}, "wait_s must be"),
-        ({"address": "10.0.0.1:7000", "tls": False}, "10.0.0.1 can be reached .* give --plain-network"),
-        ({"address": "somewhere:7000", "tls": False}, "without TLS whoever is on the way"),
-        ({"listen": "10.0.0.2", "tls": False}, "10.0.0.2 can be reached .* give --plain-network"),
+        ({"address": "10.0.0.1:7000", "tls": False}, "10.0.0.1 can be reached .* add --plain-network"),
+        ({"address": "somewhere:7000", "tls": False}, "without TLS anybody on that network"),
+        ({"listen": "10.0.0.2", "tls": False}, "10.0.0.2 can be reached .* add --plain-network"),
     ],
 )
 def test_what_cannot_be_is_refused_at_construction(fields: Body, words: str) -> None:
@@ -252,5 +252,5 @@ def test_without_credentials_nobody_joins(monkeypatch: pytest.MonkeyPatch, tmp_p
     with pytest.raises(BadInput, match="set MANYHANDS_CREDENTIALS to its path"):
         join(Join(address="127.0.0.1:7000", workers=1))
     monkeypatch.setenv("MANYHANDS_CREDENTIALS", str(tmp_path / "run.pem"))
-    with pytest.raises(BadInput, match="did not appear within 0 s"):
+    with pytest.raises(BadInput, match="no such file appeared within 0 s"):
         join(Join(address="127.0.0.1:7000", workers=1, wait_s=0.1))

@@ -66,7 +66,7 @@ def test_a_killed_host_is_named_and_nothing_is_left(both: tuple[Script, Script, 
     code, _, err = driver.end(timeout_s=10)
     assert code == 1
     assert re.search(
-        r"WorkerFailed: worker 1 on \S+ \(2\) is lost in phase \w+ at step 0: the connection to its host", err
+        r"WorkerFailed: the driver lost worker 1 on \S+ \(2\) in phase \w+ at step 0: its host is gone", err
     )
     wait_until(lambda: not joiner.processes() and not driver.processes(), 5)
 

@@ -60,7 +60,7 @@ def test_who_does_not_come_ends_the_waiting_with_what_to_do(silent: Listener) ->
     roster = Roster(4, [Offer("alpha", 1)])
     with pytest.raises(ManyhandsError) as raised:
         JoinListener(silent, roster, joined(), print, late=lambda: f"start {roster.missing} more").wait(Observer(), 0.0)
-    assert str(raised.value) == "after 0 s 1 of 4 workers are here: alpha 1; start 3 more"
+    assert str(raised.value) == "waited 0 s for the other hosts; workers that are here: 1 of 4 (alpha 1); start 3 more"
 
 
 @pytest.mark.parametrize(("reason", "error"), [(PREEMPTED, Preempted), ("asked", ManyhandsError)])
@@ -91,7 +91,7 @@ def test_a_host_that_leaves_before_the_start_gives_its_place_back(silent: Listen
 
     with pytest.raises(BadInput, match="enough"):
         JoinListener(silent, roster, hosts, lines.append).wait(Observer(), 60.0, until_said)
-    assert lines == ["gone left again: 2 of 5 workers are here: driver 1, stays 1"]
+    assert lines == ["gone left before the run began; workers that are here: 2 of 5 (driver 1, stays 1)"]
     assert (gone.left, stays.left) == ([""], [])
     assert roster.missing == 3
 

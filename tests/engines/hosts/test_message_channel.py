@@ -122,7 +122,7 @@ def test_what_makes_no_sense_ends_the_connection(raw: tuple[MessageChannel, Chan
     post, other = raw
     other.send(frame)
     assert post.wait(5.0) == []
-    assert "makes no sense" in post.lost
+    assert "cannot be read" in post.lost
 
 
 def test_a_tensor_of_another_size_than_announced(raw: tuple[MessageChannel, Channel]) -> None:
@@ -142,7 +142,7 @@ def test_whatever_goes_wrong_while_a_letter_is_taken_in_both_ends_hear_of_it(err
     sender, receiver = MessageChannel(here), MessageChannel(there, memory)
     sender.send({"type": "launch"}, [torch.ones(1)])
     assert receiver.wait(5.0) == sender.wait(5.0) == []
-    assert receiver.lost == f"what came makes no sense, or does not fit ({str(error) or 'MemoryError'})"
+    assert receiver.lost == f"a message cannot be read, or does not fit into memory ({str(error) or 'MemoryError'})"
     assert sender.lost
     sender.close()
     receiver.close()
@@ -152,7 +152,7 @@ def test_json_too_deep_to_be_read(raw: tuple[MessageChannel, Channel]) -> None:
     post, other = raw
     other.send(Frame(kind=1, blob=b"[" * 500_000))
     assert post.wait(5.0) == []
-    assert "makes no sense, or does not fit" in post.lost
+    assert "cannot be read, or does not fit" in post.lost
 
 
 def test_an_empty_tensor_of_no_possible_shape(raw: tuple[MessageChannel, Channel]) -> None:
@@ -160,13 +160,13 @@ def test_an_empty_tensor_of_no_possible_shape(raw: tuple[MessageChannel, Channel
     other.send(Frame(kind=1, blob=b'{"type": "a", "tensors": [["uint8", [0, %d]]]}' % (1 << 70)))
     other.send(Frame(kind=3), torch.empty(0, dtype=torch.uint8))
     assert post.wait(5.0) == []
-    assert "makes no sense, or does not fit" in post.lost
+    assert "cannot be read, or does not fit" in post.lost
 
 
 def test_more_bytes_than_the_other_end_takes_are_not_sent(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("manyhands.engines.hosts.message_channel.MAX_TENSOR_BYTES", 8_000)
     here, there = ends
-    with pytest.raises(BadInput, match=r"12.0 KB of tensors .* at most 8.0 KB do"):
+    with pytest.raises(BadInput, match=r"12.0 KB of tensors, and at most 8.0 KB fit"):
         here.send({"type": "from_process"}, [torch.zeros(1000), torch.zeros(2000)])
     here.send({"type": "from_process"}, [torch.zeros(2000)])
     assert [tensor.shape for tensor in one(there).tensors] == [(2000,)]

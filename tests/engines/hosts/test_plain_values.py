@@ -35,7 +35,7 @@ class Odd:
     "part", [Odd(), {1: 2}, {1}, b"", lambda: 0, torch.eye(2).to_sparse(), torch.zeros(1, dtype=torch.complex64)]
 )
 def test_anything_else_is_refused_by_its_place(part: Any) -> None:
-    with pytest.raises(BadInput, match=r"the value\['a'\]\[1\] is a .* does not travel"):
+    with pytest.raises(BadInput, match=r"the value\['a'\]\[1\] is a .* cannot return that"):
         encode({"a": [0, part]}, "the value")
 
 

@@ -17,13 +17,15 @@ def test_whoever_has_the_same_versions_may_join() -> None:
 
 
 def test_too_many_workers() -> None:
-    assert "2 of 4 workers are missing, not 3: join with --workers 2" in roster().refusal(hello(3))
+    assert "this run needs 2 more of its 4 workers, and this host offers 3: join with --workers 2" in roster().refusal(
+        hello(3)
+    )
 
 
 def test_a_late_one() -> None:
     full = roster()
     full.offers.append(Offer("beta", 2))
-    assert full.refusal(hello(1)) == "all 4 workers are here already"
+    assert full.refusal(hello(1)).startswith("this run has all of its workers already (4)")
 
 
 @pytest.mark.parametrize("name", ["python", "torch", "manyhands"])
@@ -60,7 +62,7 @@ def test_ranks_are_contiguous_on_every_host() -> None:
 def test_hosts_of_one_name_are_told_apart() -> None:
     same = Roster(4, [Offer("alpha", 2), Offer("alpha", 1)])
     assert same.names() == ["alpha (1)", "alpha (2)"]
-    assert same.text() == "3 of 4 workers are here: alpha (1) 2, alpha (2) 1"
+    assert same.text() == "workers that are here: 3 of 4 (alpha (1) 2, alpha (2) 1)"
 
 
 def test_a_hosts_name_commands_no_terminal_and_forges_no_line() -> None:

@@ -29,7 +29,7 @@ def test_a_short_secret_is_none(tmp_path: Path) -> None:
     path = tmp_path / "run.pem"
     path.write_text("short")
     path.chmod(0o600)
-    with pytest.raises(BadInput, match="has 5 bytes, a run's secret has at least 32"):
+    with pytest.raises(BadInput, match="too short for a run's secret .5 bytes, and at least 32"):
         Secret.load(path, tls=False)
 
 
@@ -37,6 +37,6 @@ def test_without_a_folder_for_it_the_file_that_was_asked_for_is_named(tmp_path: 
     path = tmp_path / "not there" / "run.pem"
     for tls in (True, False):
         with pytest.raises(
-            BadInput, match=r"cannot write credentials to .*/not there/run\.pem: .* make the folder first"
+            BadInput, match=r"cannot write credentials to .*/not there/run\.pem: .* Make the folder first"
         ):
             Secret.create(path, tls=tls)

@@ -138,7 +138,7 @@ def test_all_know_their_seats_and_their_threads(forked: Forked, host_processes: 
 
 def test_a_dead_fork_server_is_named(forked: Forked, host_processes: LocalProcesses) -> None:
     forked.server.close()
-    with pytest.raises(WorkerFailed, match=r"fork server on alpha, .* was killed by signal 9 \(SIGKILL\)"):
+    with pytest.raises(WorkerFailed, match=r"starts the workers on alpha was killed by signal 9 \(SIGKILL\)"):
         host_processes.receive()
 
 

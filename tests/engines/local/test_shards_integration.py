@@ -168,7 +168,7 @@ def test_a_stopped_shard_is_a_hang_and_is_named(local: Local) -> None:
             os.kill(shard, signal.SIGSTOP)
         counts(worker, ticks=1_000_000)
 
-    with pytest.raises(WorkerFailed, match="server shard 0 on .* is silent") as raised:
+    with pytest.raises(WorkerFailed, match="server shard 0 on .* sent no heartbeat") as raised:
         local.launch(program, served(timeout_s=2.5))
     assert "server shard 0:\n(no stack: the process does not answer" in raised.value.detail
 

@@ -26,7 +26,7 @@ def test_times(text, seconds):
 
 @pytest.mark.parametrize("text", ["", "1m", "10MS", "-1", "1 0", "nan", "inf", "1min", "s", "1e", "1,5"])
 def test_what_is_no_time(text):
-    with pytest.raises(BadInput, match="latency is a time in seconds, such as"):
+    with pytest.raises(BadInput, match="latency must be a time in seconds, such as"):
         read_seconds(text, "latency")
 
 
@@ -52,7 +52,7 @@ def test_bandwidths(text, bandwidth):
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "1G", "100M", "nan", "Mbit", "1Xbit"])
 def test_what_is_no_bandwidth(text):
-    with pytest.raises(BadInput, match=r"bandwidth is in bit/s, above 0, such as 1e9.*; got '[^']*'$"):
+    with pytest.raises(BadInput, match=r"bandwidth must be a number of bit/s above 0, such as 1e9.*; got '[^']*'$"):
         read_bandwidth(text, "bandwidth")
 
 
@@ -65,7 +65,7 @@ def test_bytes_are_not_bits(text):
 def test_factors():
     assert [read_factor(text, "3") for text in ("5x", "0.5x", "2")] == [5.0, 0.5, 2.0]
     for text in ("0x", "-1x", "x", "5y", ""):
-        with pytest.raises(BadInput, match="3 is a factor above 0, such as 5x"):
+        with pytest.raises(BadInput, match="3 must be a factor above 0, such as 5x"):
             read_factor(text, "3")
 
 
@@ -74,18 +74,18 @@ def test_items():
     assert read_items("[a=1,b=2]", "network") == [("a", "1"), ("b", "2")]
     assert read_items("  ", "network") == []
     for text in ("a=", "=1", "a=1,,b=2"):
-        with pytest.raises(BadInput, match="network is a list of option=value"):
+        with pytest.raises(BadInput, match="network must be option=value"):
             read_items(text, "network")
 
 
 def test_numbers_of_dataclasses():
     expect_number(0, "row", least=0)
     for value in (math.nan, math.inf, True, "1", None):
-        with pytest.raises(BadInput, match="row is a finite number; got"):
+        with pytest.raises(BadInput, match="row must be a finite number; got"):
             expect_number(value, "row")
-    with pytest.raises(BadInput, match="row is at least 0; got -1"):
+    with pytest.raises(BadInput, match="row must be at least 0; got -1"):
         expect_number(-1, "row", least=0)
-    with pytest.raises(BadInput, match="row is above 0; got 0"):
+    with pytest.raises(BadInput, match="row must be above 0; got 0"):
         expect_number(0, "row", above=0)
 
 

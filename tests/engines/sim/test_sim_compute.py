@@ -55,23 +55,23 @@ def test_text_changes_only_what_it_names():
     ("text", "message"),
     [
         ("rows=1", "compute has no option 'rows'.*did you mean 'row'.*RANK=5x"),
-        ("row", "compute: row is a time"),
-        ("row=-1", "compute: row is a time in seconds"),
-        ("3=0x", "compute: 3 is a factor above 0"),
-        ("topk=15ns", "compute: topk is seconds to encode/to decode a number.*got '15ns'"),
-        ("topk=15ns/-1ns", "compute: topk is a time in seconds"),
+        ("row", "compute: row must be a time"),
+        ("row=-1", "compute: row must be a time in seconds"),
+        ("3=0x", "compute: 3 must be a factor above 0"),
+        ("topk=15ns", "compute: topk must be ENCODE/DECODE.*got '15ns'"),
+        ("topk=15ns/-1ns", "compute: topk must be a time in seconds"),
         ("topk:0.1=1/1", "compute has no option 'topk:0.1'.*did you mean 'topk'"),
-        ("jitter=normal:1", "jitter is one of none, lognormal:SIGMA.*got 'normal:1'.*write jitter=lognormal:0.2"),
-        ("jitter=none:1", "jitter is one of"),
-        ("jitter=lognormal", "jitter is one of.*with numbers of at least 0; got 'lognormal'"),
-        ("10-8=5x", "of a worker or of several.*got '10-8'"),
-        ("0-999999999999=5x", "of a worker or of several"),
-        (f"{'9' * 5000}=5x", "of a worker or of several"),
+        ("jitter=normal:1", "jitter must be one of none, lognormal:SIGMA.*got 'normal:1'.*jitter=lognormal:0.2"),
+        ("jitter=none:1", "jitter must be one of"),
+        ("jitter=lognormal", "jitter must be one of.*with numbers of at least 0; got 'lognormal'"),
+        ("10-8=5x", "for one worker .* or for several.*got '10-8'"),
+        ("0-999999999999=5x", "for one worker .* or for several"),
+        (f"{'9' * 5000}=5x", "for one worker .* or for several"),
         ("jitter=lognormal:-1", "with numbers of at least 0"),
-        ("jitter=uniform:1.5", "SHARE of jitter=uniform:SHARE is at most 1.*got 1.5"),
-        ("jitter=quantiles:1", "two or more numbers from the least to the greatest.*got 1"),
-        ("jitter=quantiles:2/1", "two or more numbers from the least to the greatest.*got 2/1"),
-        ("jitter=quantiles:0/0", "which is not 0; got 0/0"),
+        ("jitter=uniform:1.5", "SHARE in jitter=uniform:SHARE must be at most 1.*got 1.5"),
+        ("jitter=quantiles:1", "two or more numbers in ascending order.*got 1"),
+        ("jitter=quantiles:2/1", "two or more numbers in ascending order.*got 2/1"),
+        ("jitter=quantiles:0/0", "the last one above 0; got 0/0"),
     ],
 )
 def test_what_is_refused(text, message):
@@ -112,7 +112,7 @@ def test_every_codec_can_be_named(name):
 
 def test_a_factor_of_a_worker_that_is_not_there():
     Compute.parse("3=5x").check(4)
-    with pytest.raises(BadInput, match="worker 3 has a factor, and this run has workers 0 to 2"):
+    with pytest.raises(BadInput, match="worker 3 has a factor, and the last worker of this run is 2"):
         Compute.parse("3=5x,7=2x").check(3)
 
 
@@ -195,14 +195,12 @@ def test_seconds_a_byte_are_written_only_where_there_are_any():
 
 @pytest.mark.parametrize("text", ["1ns", "1ns/1ns/1ns", "1/2/3/4/5"])
 def test_two_or_four_times(text):
-    with pytest.raises(
-        BadInput, match=f"compute: topk is seconds to encode/to decode a number.*got '{text}': write 15ns/1ns"
-    ):
+    with pytest.raises(BadInput, match=f"compute: topk must be ENCODE/DECODE.*got '{text}': write 15ns/1ns"):
         Coding.parse(text, "compute: topk")
 
 
 def test_what_is_no_time():
-    with pytest.raises(BadInput, match="compute: topk is a time in seconds.*got 'fast'"):
+    with pytest.raises(BadInput, match="compute: topk must be a time in seconds.*got 'fast'"):
         Coding.parse("1ns/fast", "compute: topk")
     for wrong in (-1.0, math.nan, math.inf):
         with pytest.raises(BadInput, match="a codec's decode_byte"):

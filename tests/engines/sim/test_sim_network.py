@@ -72,16 +72,16 @@ def test_the_lower_host_comes_first():
         ("latncy=1", "network has no option 'latncy'.*did you mean 'latency'.*host3="),
         ("hosts=1", "network has no option 'hosts'"),
         ("ethernet", "'ethernet' is neither option=value nor a preset; presets are free, lan, datacenter, wan"),
-        ("latency=fast", "network: latency is a time in seconds"),
-        ("bandwidth=100MB", "network: bandwidth is in bit/s.*8Mbit"),
+        ("latency=fast", "network: latency must be a time in seconds"),
+        ("bandwidth=100MB", "network: bandwidth must be a number of bit/s.*8Mbit"),
         ("duplex=half", "network: duplex must be one of full, shared, not 'half'"),
         ("collective=star", "network: collective must be one of auto, cheapest, ring, tree, hierarchical, not 'star'"),
         ("servers=all", "network: servers must be one of own, spread"),
-        ("workers_per_host=0", "workers_per_host is a whole number of at least 1, or all; got 0"),
+        ("workers_per_host=0", "workers_per_host must be a whole number of at least 1, or all; got 0"),
         ("workers_per_host=1.5", "workers_per_host must be a whole number"),
-        ("host3=1Gbit", "host3 is latency:TIME, bandwidth:BITS or both.*got '1Gbit'.*write host3="),
-        ("host3=latency:x", "host3: latency is a time"),
-        ("link0-0=latency:1", "link0-0 is between two hosts; within a host it is local_latency"),
+        ("host3=1Gbit", "host3 must be latency:TIME, bandwidth:BITS or both.*got '1Gbit'.*write host3="),
+        ("host3=latency:x", "host3: latency must be a time"),
+        ("link0-0=latency:1", "link0-0 names the same host twice: .* local_latency"),
     ],
 )
 def test_what_is_refused(text, message):
@@ -134,7 +134,7 @@ def test_all_on_one_host():
 )
 def test_hosts_that_are_not_there(text, name):
     with pytest.raises(
-        BadInput, match=f"{name} is overridden, and 4 workers, 1 a host, are on host0 to host3 and shard0 to shard1"
+        BadInput, match=f"{name} does not exist here: the hosts are host0 to host3 and shard0 to shard1 .workers: 4, "
     ):
         wires(text, shards=2)
 

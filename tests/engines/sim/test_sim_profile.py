@@ -86,12 +86,12 @@ def test_a_person_can_read_it(path):
 
 @pytest.mark.parametrize("networks", [{}, {"sockets": SimNetworkSpec()}])
 def test_the_local_network_is_always_there(networks):
-    with pytest.raises(BadInput, match="a profile has a network 'local'"):
+    with pytest.raises(BadInput, match="a profile must have a network 'local'"):
         Profile(networks=networks, compute=Compute(), task="digits", workers=1)
 
 
 def test_an_error_that_is_no_number():
-    with pytest.raises(BadInput, match="a profile's prediction error of allreduce is a finite number; got nan"):
+    with pytest.raises(BadInput, match="a profile's prediction error of allreduce must be a finite number; got nan"):
         Profile(
             networks={"local": SimNetworkSpec()},
             compute=Compute(),
@@ -109,7 +109,7 @@ def test_no_file(tmp_path):
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"{}x"])
 def test_no_json(path, content):
     path.write_bytes(content)
-    with pytest.raises(BadInput, match="is no JSON.*write it again with"):
+    with pytest.raises(BadInput, match="is not JSON.*write it again with"):
         Profile.load(path)
 
 
@@ -122,7 +122,7 @@ def test_another_kind_of_file(path, content):
 
 def test_a_file_cut_short(path):
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(BadInput, match="is no JSON"):
+    with pytest.raises(BadInput, match="is not JSON"):
         Profile.load(path)
 
 
@@ -136,17 +136,17 @@ def test_another_schema(path, schema):
     ("changes", "message"),
     [
         ({"compute": None, "extra": 1}, "lacks compute, has extra, which is unknown"),
-        ({"compute": "row=fast"}, "is damaged: compute: row is a time"),
-        ({"compute": "topk=1ns/-1ns"}, "is damaged: compute: topk is a time"),
+        ({"compute": "row=fast"}, "is damaged: compute: row must be a time"),
+        ({"compute": "topk=1ns/-1ns"}, "is damaged: compute: topk must be a time"),
         ({"networks": {"local": "speed=1"}}, "is damaged: network has no option 'speed'"),
-        ({"networks": {"sockets": "lan"}}, "is damaged: a profile has a network 'local'"),
-        ({"networks": "lan"}, "is damaged: networks is of another type"),
-        ({"networks": {"local": 1}}, "is damaged: networks is of another type"),
-        ({"workers": "two"}, 'is damaged: workers is of another type: "two"'),
-        ({"workers": True}, "is damaged: workers is of another type"),
-        ({"workers": 0}, "is damaged: a profile was measured with at least 1 worker; got 0"),
-        ({"batch_sizes": [1.5]}, "is damaged: batch_sizes is of another type"),
-        ({"errors": {"allreduce": "small"}}, "is damaged: errors is of another type"),
+        ({"networks": {"sockets": "lan"}}, "is damaged: a profile must have a network 'local'"),
+        ({"networks": "lan"}, "is damaged: networks has the wrong type"),
+        ({"networks": {"local": 1}}, "is damaged: networks has the wrong type"),
+        ({"workers": "two"}, 'is damaged: workers has the wrong type: "two"'),
+        ({"workers": True}, "is damaged: workers has the wrong type"),
+        ({"workers": 0}, "is damaged: a profile must be of at least 1 worker; got 0"),
+        ({"batch_sizes": [1.5]}, "is damaged: batch_sizes has the wrong type"),
+        ({"errors": {"allreduce": "small"}}, "is damaged: errors has the wrong type"),
     ],
 )
 def test_a_damaged_file(path, changes, message):

@@ -87,7 +87,7 @@ def test_what_is_cancelled_does_not_happen_and_takes_no_time():
 def test_stuck_names_who_waits_for_what():
     timeline = Timeline()
     programs = [lambda: timeline.wait(timeline.cell(), "a letter"), lambda: timeline.sleep(2.0)]
-    with pytest.raises(Deadlock, match="at 2 s nothing is due, and 1 programs wait: 0 waits for a letter"):
+    with pytest.raises(Deadlock, match="stuck at 2 s, because everybody waits: 0 waits for a letter"):
         run(timeline, programs)
 
 

@@ -17,7 +17,7 @@ def output(run: RunMeasurements, kind: str) -> Advice | None:
     [
         (0.25, 0.75, {}, "(25 ms a step). --strategy local-sgd:period=3,optimizer_state=kept is about 1.2x as fast"),
         (0.4, 0.6, {}, "--strategy local-sgd:period=6,optimizer_state=kept is about 1.5x as fast"),
-        (0.4, 0.6, {"steps": 10}, "10 steps bear about 3, so it may cost accuracy."),
+        (0.4, 0.6, {"steps": 10}, "10 steps can bear about 3, so it may cost accuracy."),
         (4.0, 6.0, {"steps": 100}, "period=6,optimizer_state=kept is about 1.5x as fast; compare its accuracy."),
         (0.76, 0.24, {}, "period=29,"),
         (

@@ -142,7 +142,7 @@ def test_hosts_that_joined_from_one_machine_share_its_cores() -> None:
     found = all_advice(measured(**run, machines=[crowded, Machine(host="beta", workers=1, threads=2, cores=2)]))
     assert [one.kind for one in found] == ["threads"]
     assert "4 threads share 2 cores of alpha" in found[0].text
-    assert "take at most 1 worker there or --threads-per-worker 1." in found[0].text
+    assert "use at most 1 worker there or --threads-per-worker 1." in found[0].text
     reads_well(found[0].text)
     apart = [Machine(host=host, workers=1, threads=2, cores=2) for host in ("alpha", "beta", "gamma")]
     assert kinds(measured(**run, machines=apart)) == ["stragglers"]
@@ -152,9 +152,9 @@ def test_hosts_that_joined_from_one_machine_share_its_cores() -> None:
 @pytest.mark.parametrize(
     ("workers", "threads", "says"),
     [
-        (4, 1, "4 threads share 2 cores, so that some wait while others compute: take --workers 2."),
-        (2, 2, "take --workers 1 or --threads-per-worker 1."),
-        (1, 4, "4 threads share 2 cores, so that some wait while others compute: take --threads-per-worker 2."),
+        (4, 1, "4 threads share 2 cores, so that some wait while others compute: use --workers 2."),
+        (2, 2, "use --workers 1 or --threads-per-worker 1."),
+        (1, 4, "4 threads share 2 cores, so that some wait while others compute: use --threads-per-worker 2."),
     ],
 )
 def test_more_threads_than_cores_are_said_instead_of_stragglers(workers: int, threads: int, says: str) -> None:
@@ -186,7 +186,7 @@ def test_late_pushes_are_not_made_later() -> None:
     late = {"staleness": {3: 99}, "strategy": "downpour", "server": True, "push_gain": limit(3)}
     found = all_advice(measured(compute=0.4, exchange=0.3, wait=0.3, **late))
     assert [one.kind for one in found] == ["stragglers", "near-limit"]
-    assert "jitter: take fewer workers." in found[0].text
+    assert "jitter: use fewer workers." in found[0].text
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_few_rows_in_a_short_step(rows: float, compute: float, says: str) -> Non
 def test_rows_without_effect() -> None:
     assert kinds(measured(compute=1.0, unused=0.1)) == ["fine"]
     dropped, skipped = (advise(measured(compute=1.0, unused=0.11, strategy=name)) for name in ("quorum", "allreduce"))
-    assert "11 % of all were computed and came too late. Take fewer backups" in dropped.text
+    assert "11 % of all were computed and came too late. Use fewer backups" in dropped.text
     assert "not finite. Lower the rate" in skipped.text
     assert dropped.wins == 0.11
 

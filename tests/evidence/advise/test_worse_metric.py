@@ -23,7 +23,7 @@ def cause(
 @pytest.mark.parametrize(
     ("kind", "says", "given"),
     [
-        ("unused-rows", "11 % of its rows had no effect: take fewer backups.", {"strategy": "quorum", "unused": 0.11}),
+        ("unused-rows", "11 % of its rows had no effect: use fewer backups.", {"strategy": "quorum", "unused": 0.11}),
         ("unequal", "manyhands check", {"strategy": "quorum", "unused": 0.10}),
         (
             "batch",
@@ -46,11 +46,11 @@ def cause(
             "its outer steps go 7x as far along a steady way, which 14 rounds may not bear: outer_rate=0.7,outer_momentum=0.5",
             {"strategy": "diloco:period=50", "effective_rate": 0.7, "period": 50.0},
         ),
-        ("behind", "take window=1, or train longer.", {"strategy": "agn", "period": 4.0}),
-        ("behind", "take downpour, or train longer.", {"strategy": "dynsgd"}),
+        ("behind", "use window=1, or train longer.", {"strategy": "agn", "period": 4.0}),
+        ("behind", "use downpour, or train longer.", {"strategy": "dynsgd"}),
         (
             "behind",
-            "short runs are behind: train longer, or take",
+            "short runs are behind: train longer, or use",
             {"strategy": "easgd", "server": True, "period": 4.0},
         ),
         ("behind", "train longer.", {"strategy": "easgd", "server": True}),
@@ -66,7 +66,7 @@ def cause(
         ("unequal", "", {"strategy": "allreduce:compress=bf16"}),
         (
             "drift",
-            "for 50 steps, and 700 steps bear about 26: exchange every 25 steps.",
+            "for 50 steps, and 700 steps can bear about 26: exchange every 25 steps.",
             {"strategy": "local-sgd:period=50", "period": 50.0},
         ),
         ("drift", "drift apart for 8 steps: exchange every 4 steps.", {"strategy": "local-sgd", "period": 8.0}),

@@ -34,12 +34,12 @@ def test_one_worker_has_nothing_between_workers(workers: Any) -> None:
 
 @pytest.mark.parametrize("engine", ["sim", "hosts:listen=127.0.0.1"])
 def test_engines_elsewhere_are_refused(engine: str) -> None:
-    with pytest.raises(Unsupported, match=f"engine {engine.partition(':')[0]} does not do: take engine local"):
+    with pytest.raises(Unsupported, match=f"engine {engine.partition(':')[0]} cannot do that: use engine local"):
         calibrated(task(), engine=engine)
 
 
 def test_a_strategy_that_these_workers_cannot_run_is_refused() -> None:
-    with pytest.raises(Unsupported, match="strategy solo is one worker"):
+    with pytest.raises(Unsupported, match="strategy solo runs on one worker"):
         calibrated(task(), strategies=["solo"])
     with pytest.raises(UnknownName, match="allreduce"):
         calibrated(task(), strategies=["allredduce"])
@@ -48,7 +48,7 @@ def test_a_strategy_that_these_workers_cannot_run_is_refused() -> None:
 def test_too_few_steps_and_too_small_a_batch_are_refused() -> None:
     with pytest.raises(BadInput, match="steps must be a whole number of at least 16, not 3"):
         calibrated(task(), steps=3)
-    with pytest.raises(BadInput, match="fewer than one row for each of 4 workers"):
+    with pytest.raises(BadInput, match="leaves some of the 4 workers without a row"):
         calibrated(task(batch_size=3), workers=4)
 
 

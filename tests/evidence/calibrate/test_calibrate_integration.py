@@ -91,7 +91,7 @@ def test_the_command_writes_a_profile_that_sim_takes(task: str, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_period_that_the_steps_do_not_show_is_an_error(local: Local, task: str) -> None:
-    with pytest.raises(mh.BadInput, match=r"local-sgd:period=50 .* too few .*--steps"):
+    with pytest.raises(mh.BadInput, match=r"local-sgd:period=50 .* too rarely .*--steps"):
         calibrated(task, strategies=["local-sgd:period=50"], steps=16, quick=True, engine=local, batch_size=4)
 
 

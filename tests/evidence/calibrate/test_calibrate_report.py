@@ -40,8 +40,8 @@ FOUND = Calibration(
 
 def test_the_measurements_their_errors_and_how_to_use_the_profile() -> None:
     lines = text(FOUND, "chars:batch_size=32", Path("my profile.json")).splitlines()
-    assert lines[0] == "chars on 2 workers at the same time, 1 thread(s) each, 2 cores (41 s)"
-    assert "3.5 ms a row + 2 ms, jitter 4.0%; fitted +2% at 8 row(s), -1% at 16 row(s)" in lines[1]
+    assert lines[0] == "chars on 2 workers at the same time, 1 thread each, 2 cores (41 s)"
+    assert "3.5 ms a row + 2 ms, jitter 4.0%; fitted +2% at 8 rows, -1% at 16 rows" in lines[1]
     assert "4 µs latency, 80 Gbit/s; fitted within 30%" in lines[2]
     assert "100 µs latency, bytes cost nothing" in lines[3]
     assert "50 µs a request, 1.5 ms a pull, 2 ms a push (4,000 bytes), 60 µs a lease" in lines[4]

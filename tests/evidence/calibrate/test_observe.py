@@ -57,7 +57,7 @@ def test_a_block_is_whole_rounds() -> None:
 
 @pytest.mark.parametrize("period", [14, 50])
 def test_too_few_rounds_are_an_error_with_a_remedy(period: int) -> None:
-    with pytest.raises(BadInput, match=r"local-sgd.* in 26 steps.*--steps"):
+    with pytest.raises(BadInput, match=r"local-sgd.* steps: 26.*--steps"):
         block_of(rounds_every(period, 26), LocalSGD())
 
 

@@ -94,8 +94,8 @@ def test_a_function_that_gives_data_is_called_once_and_once_more_to_compare() ->
     [
         ({"workers": 1}, "workers must be a whole number of at least 2, not 1"),
         ({"steps": 0}, "steps must be a whole number of at least 1, not 0"),
-        ({"workers": 20}, "fewer than one row for each of 20 workers"),
-        ({"order": lambda epoch: [10**6]}, "row indices in range"),
+        ({"workers": 20}, "leaves some of the 20 workers without a row"),
+        ({"order": lambda epoch: [10**6]}, "row numbers from 0 to"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
@@ -106,7 +106,7 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> Non
 def test_unknown_fields_and_other_engines_are_refused() -> None:
     with pytest.raises(UnknownName, match="no field 'bath_size'"):
         check(planted.task(), bath_size=3)
-    with pytest.raises(Unsupported, match="engine hosts does not do"):
+    with pytest.raises(Unsupported, match="engine hosts cannot do that"):
         check(planted.task(), engine="hosts:listen=127.0.0.1")
 
 
@@ -171,7 +171,7 @@ def test_the_text_of_a_clean_task() -> None:
     assert sum(line.split()[:1] in (["1"], ["2"], ["3"]) for line in lines) == 6
     assert "  - every row of the order is handed out once an epoch (41; 23 of 41)" in lines
     assert lines[-1].startswith("PASS")
-    assert any("3 steps with 2 workers, 12 rows each" in line for line in progress)
+    assert any("training 2 workers (steps: 3, rows of each in a step: 12)" in line for line in progress)
 
 
 def test_the_text_of_a_finding() -> None:

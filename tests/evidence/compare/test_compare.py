@@ -62,7 +62,7 @@ def test_unknown_names_are_refused() -> None:
 
 def test_all_variants_that_cannot_be_are_in_one_message() -> None:
     with pytest.raises(
-        BadInput, match=r"hogwild on 2: .*one machine.* hogwild on 5: .* allreduce on 5: .*fewer than one row"
+        BadInput, match=r"hogwild on 2: .*one machine.* hogwild on 5: .* allreduce on 5: .*without a row"
     ):
         compare(task(), strategies=["hogwild", "allreduce"], workers=(2, 5), engine="sim")
 

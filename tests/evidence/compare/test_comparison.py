@@ -48,13 +48,13 @@ def test_it_is_valid_json_also_with_infinities() -> None:
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 99}', '{"format": 1}', '{"format": 1, "shapes": 3}'])
 def test_what_no_comparison_wrote_is_refused(text: str) -> None:
-    with pytest.raises(BadInput, match="no report.json of a comparison"):
+    with pytest.raises(BadInput, match="not the report.json of a comparison"):
         Comparison.from_json(text)
 
 
 def test_an_unknown_field_is_refused() -> None:
     output = json.loads(one().to_json())
-    with pytest.raises(BadInput, match="of another version"):
+    with pytest.raises(BadInput, match="another version of manyhands wrote it"):
         Comparison.from_json(json.dumps({**output, "surprise": 1}))
 
 

@@ -102,7 +102,7 @@ def test_the_default_metric(names: list[str], expected: tuple[str, bool]) -> Non
 def test_names_that_say_nothing_are_refused_with_what_to_give() -> None:
     with pytest.raises(BadInput, match='--target "test_reward>=0.9"'):
         metric.metric_of(["test_reward", "train_reward"], None)
-    with pytest.raises(BadInput, match="measures nothing"):
+    with pytest.raises(BadInput, match="returns no metrics"):
         metric.metric_of([], None)
 
 

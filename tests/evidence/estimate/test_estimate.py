@@ -203,7 +203,7 @@ def test_what_is_impossible_is_a_row_with_the_reason() -> None:
     found = estimate(task(), profile=profile(), workers=[2, 4], strategies=["solo", "allreduce", "hogwild"])
     refused = {(one.strategy, one.workers): one.refused for one in found.estimates}
     assert list(refused) == [(name, workers) for workers in (2, 4) for name in ("solo", "allreduce", "hogwild")]
-    assert "solo is one worker" in refused["solo", 2]
+    assert "solo runs on one worker" in refused["solo", 2]
     assert refused["allreduce", 2] == ""
     assert "one machine" in refused["hogwild", 2]
     only = next(one for one in found.estimates if one.refused)
@@ -227,11 +227,11 @@ def estimate_of_each(*workers: int) -> tuple[Estimate, ...]:
     ("strategy", "more", "why"),
     [
         ("allreduce:compress=threshold:0.1", {}, "only training shows"),
-        ("quorum", {"servers": 2}, "counts whole pushes"),
-        ("quorum:backups=4", {}, "leaves none to wait for"),
-        ("diloco:period=20", {"steps": 30}, "fewer than two exchanges happened in 34 steps"),
+        ("quorum", {"servers": 2}, "needs a server with one shard"),
+        ("quorum:backups=4", {}, "backups=4 must be less than workers="),
+        ("diloco:period=20", {"steps": 30}, "too few exchanges to measure a step .steps: 34"),
         ("allreduce", {"compute": "9=5x"}, "worker 9 has a factor"),
-        ("allreduce", {"network": "host9=latency:1ms"}, "host9 is overridden"),
+        ("allreduce", {"network": "host9=latency:1ms"}, "host9 does not exist"),
     ],
 )
 def test_further_reasons(strategy: str, more: dict[str, object], why: str) -> None:
@@ -277,7 +277,7 @@ def test_notes_say_what_a_number_does_not_rest_on() -> None:
 
 def test_notes_of_a_row() -> None:
     large = task(batch_size=480)
-    assert of("allreduce", given=large).notes == ("an epoch is one step: 240 rows are fewer than a batch of 480",)
+    assert of("allreduce", given=large).notes == ("an epoch is one step: it has 240 rows, and a batch 480",)
     assert of("local-sgd:period=4,warmup=30").notes == ("its warmup is left out",)
     assert (
         "known to"

@@ -116,14 +116,14 @@ def test_without_errors_there_is_no_rule_and_no_interval() -> None:
 
 
 def test_each_number_of_workers_has_a_table_and_common_notes_are_printed_once() -> None:
-    refused = [Estimate(strategy=name, workers=64, refused="fewer than one row") for name in ("allreduce", "downpour")]
+    refused = [Estimate(strategy=name, workers=64, refused="some without a row") for name in ("allreduce", "downpour")]
     printed = lines(replace(FOUND, estimates=(ROW, SERVED, *refused)))
     assert [line for line in printed if "worker" in line and line[0].isdigit()] == [
         "8 workers, 2,048 rows a step",
         "64 workers",
     ]
-    assert printed.count("  all: fewer than one row") == 1
-    assert "  allreduce: fewer than one row" in lines(replace(FOUND, estimates=(ROW, SERVED, refused[0])))
+    assert printed.count("  all: some without a row") == 1
+    assert "  allreduce: some without a row" in lines(replace(FOUND, estimates=(ROW, SERVED, refused[0])))
 
 
 def test_what_is_not_known_is_a_dash() -> None:

@@ -141,5 +141,5 @@ def test_it_leaves_the_version_that_others_read():
 
 @pytest.mark.parametrize("seed", [-1, 0.5, True])
 def test_options_out_of_range(seed):
-    with pytest.raises(BadInput, match="seed is a whole number"):
+    with pytest.raises(BadInput, match="seed must be a whole number"):
         PairsRule(seed=seed)

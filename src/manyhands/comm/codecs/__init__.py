@@ -37,11 +37,14 @@ def codec_of(text: str) -> Codec | None:
         return None
     kind = CODECS.get(name)
     if kind is None:
-        raise UnknownName(f"no codec {name!r}: known are none, {', '.join(codec.form for codec in CODECS.values())}")
+        raise UnknownName(
+            f"no codec {name!r}: choose none (no compression) or one of "
+            f"{', '.join(codec.form for codec in CODECS.values())}"
+        )
     try:
         return kind(*map(_number, numbers))
     except TypeError:  # too many numbers, too few, or none where one belongs
-        raise BadInput(f"codec {text!r} is not written so, but {kind.form}") from None
+        raise BadInput(f"cannot read the codec {text!r}: write it as {kind.form}") from None
 
 
 def _number(text: str) -> float | int | None:
@@ -50,4 +53,4 @@ def _number(text: str) -> float | int | None:
     for kind in (int, float):
         with suppress(ValueError):
             return kind(text)
-    raise BadInput(f"a codec takes numbers behind its name, or none; got {text!r}")
+    raise BadInput(f"a codec's name is followed by numbers, such as topk:0.01; got {text!r}")

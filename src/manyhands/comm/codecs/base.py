@@ -69,12 +69,12 @@ class Codec(ABC):
         """BadInput unless a payload of an [n] may have this length."""
         lengths = self.lengths(n, dtype)
         if length not in lengths:
-            expected = str(lengths[0])
+            expected = f"{lengths[0]} bytes"
             if len(lengths) > 1:
-                expected += f" to {lengths[-1]}, in steps of {lengths.step}"
+                expected = f"{lengths[0]} to {lengths[-1]} bytes, in steps of {lengths.step}"
             raise BadInput(
-                f"{self.form}: {n} elements of {dtype} make a payload of {expected} bytes; got {length}: "
-                "both sides use the same codec with the same numbers"
+                f"{self.form}: {n} elements of {dtype} must arrive as {expected}; {length} bytes arrived: use "
+                "the same codec with the same numbers, and the same version of manyhands, on all workers"
             )
 
 
@@ -92,7 +92,8 @@ def check_places_fit(form: str, n: int) -> None:
     """BadInput for a vector whose places are no 32-bit numbers."""
     if n >= 1 << 31:
         raise BadInput(
-            f"{form} says places as 32-bit numbers, and a vector of {n} elements has more: use more server shards, or another codec"
+            f"{form} can send at most {(1 << 31) - 1:,} elements at once, and this vector has {n:,}: use more server "
+            "shards (servers=), or another codec"
         )
 
 

@@ -42,7 +42,7 @@ class Int8(Codec):
         scale = computed(numbers_of(payload, 0, 1, dtype))
         codes = numbers_of(payload, dtype.itemsize, n, torch.int8)
         if n and int(codes.min()) < -_MOST:
-            raise BadInput(f"{self.form}: a payload's numbers are at least -{_MOST}; got {int(codes.min())}")
+            raise BadInput(f"{self.form}: a payload's numbers must be at least -{_MOST}; got {int(codes.min())}")
         return (codes.to(scale.dtype) * scale).to(dtype)
 
     @override

@@ -69,4 +69,4 @@ class TopK(Codec):
 def check_places(places: Tensor, n: int, form: str) -> None:
     """BadInput unless places are ascending, each once, in range(n)."""
     if len(places) and (int(places[0]) < 0 or int(places[-1]) >= n or not bool((places[1:] > places[:-1]).all())):
-        raise BadInput(f"{form}: a payload's places are ascending in range({n}), each once; got others")
+        raise BadInput(f"{form}: a payload's places must be ascending in range({n}), each once; got others")

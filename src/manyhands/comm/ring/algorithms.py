@@ -294,7 +294,7 @@ class Transfer:
                 raise self.links.fail(
                     ManyhandsError(
                         f"expected {len(view)} bytes at element {chunk[0]} of operation {self.sequence} from worker "
-                        f"{self.links.names[peer]}, got {frame}: do all workers run the same version of manyhands?"
+                        f"{self.links.names[peer]}, got {frame}: use the same version of manyhands on all hosts"
                     )
                 )
         self.links.fill(peer, view)

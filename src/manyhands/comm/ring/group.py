@@ -310,7 +310,7 @@ class RingGroup(Group):
         """Arrive at an operation with what goes first, and return when all have arrived: weight and text of each."""
         if len(text) > _MOST_TEXT:
             raise BadInput(
-                f"at most {_MOST_TEXT} bytes of bits or JSON travel with one {operation}; got {len(text)}: send them in "
+                f"{operation} can carry at most {_MOST_TEXT:,} bytes of JSON or bits; got {len(text):,}: send them in "
                 "parts, or as a tensor"
             )
         number = signature(operation, transfer.flat.dtype, source)
@@ -341,7 +341,7 @@ class RingGroup(Group):
             raise self._links.fail(
                 ManyhandsError(
                     f"worker {self._links.names[rank]} announced {frame.elements} bytes with {_called(frame)}; expected "
-                    f"{coming} and at most {_MOST_TEXT} of bits or JSON: do all workers run the same version of manyhands?"
+                    f"{coming} and at most {_MOST_TEXT} of bits or JSON: use the same version of manyhands on all hosts"
                 )
             )
         text = bytearray(frame.elements - coming)

@@ -156,7 +156,12 @@ class Links(FirstError):
             except LinkEnded:
                 self._lost(link.rank, "is gone", time.perf_counter() - since if since else 0.0)
             except FrameError as error:
-                raise self.fail(ManyhandsError(f"worker {self.names[link.rank]} sent rubbish: {error}")) from error
+                raise self.fail(
+                    ManyhandsError(
+                        f"worker {self.names[link.rank]} sent data that cannot be read ({error}): use the same version "
+                        "of manyhands on all hosts"
+                    )
+                ) from error
             if value is not None:
                 if since:
                     self._spinning.slept(time.perf_counter() - since)

@@ -199,7 +199,8 @@ class SharedMemoryGroup(Group):
         offset = self.all_gather_json(offset)[owner]
         if offset < 0:
             raise Unsupported(
-                f"only memory that allocate() gave can be shared, and a tensor on {tensor.device} is none: train on the CPU"
+                "workers can share only memory from allocate(), which is on the CPU, and this tensor (on "
+                f"{tensor.device}) is not such memory: train on the CPU (device='cpu')"
             )
         return self._arena.view(owner, offset, tensor.numel(), tensor.dtype)
 

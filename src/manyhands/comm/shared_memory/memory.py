@@ -52,7 +52,7 @@ class SharedMemory:
                         raise
                     if length <= _SMALLEST:
                         raise ManyhandsError(
-                            f"shared memory of {size} × {length >> 20} MB was expected; the system reports: {error.strerror}. "
+                            f"cannot reserve shared memory ({size} × {length >> 20} MB): {error.strerror}. "
                             "Raise the limit on file sizes (ulimit -f) or on memory."
                         ) from error
                 length //= 2  # less may do
@@ -104,8 +104,8 @@ class Arena:
         offset, end = self._next, self._next + length
         if end > self.length:
             raise BadInput(
-                f"{nbytes} bytes of shared memory were asked for; {self.length - offset} of {self.length} are free: "
-                "raise the limit on addresses or file sizes (ulimit -v, ulimit -f), or use fewer workers"
+                f"{nbytes:,} bytes of shared memory are needed, and {self.length - offset:,} of {self.length:,} are "
+                "free: raise the limit on addresses or file sizes (ulimit -v, ulimit -f), or use fewer workers"
             )
         self._next = end
         return offset
@@ -172,8 +172,8 @@ def mapped(fd: int, length: int, what: str, remedy: str, flags: int = mmap.MAP_S
         memory = mmap.mmap(fd, length, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     except OSError as error:
         raise ManyhandsError(
-            f"{length >> 20} MB of addresses were expected for {what}; the system reports: {error.strerror}. "
-            f"Raise the limit on addresses (ulimit -v), or use {remedy}."
+            f"cannot map {length >> 20} MB for {what}: {error.strerror}. Raise the limit on address space (ulimit -v), "
+            f"or use {remedy}."
         ) from error
     memory.madvise(mmap.MADV_DONTDUMP)  # else a core file would hold all tensors
     return memory

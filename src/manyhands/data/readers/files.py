@@ -40,10 +40,13 @@ def open_file(path: str | Path, collate: Collate | None = None) -> Source:
 
 def _here(path: str) -> Path:
     if "://" in path and not path.startswith("file://"):
-        raise BadInput(f"{path!r} is not on this machine: copy it here. By URL come {shared_files.KINDS}")
+        raise BadInput(
+            f"{path!r} cannot be read by URL: copy the file to this machine. By URL, manyhands reads "
+            f"{shared_files.KINDS}"
+        )
     local = Path(path.removeprefix("file://")).expanduser()
     if not local.exists():
-        raise BadInput(f"no file or folder {path!r} (looked from {Path.cwd()})")
+        raise BadInput(f"there is no file or folder {path!r} (the current folder is {Path.cwd()})")
     return local
 
 
@@ -56,7 +59,8 @@ def _numpy(path: Path) -> Any:
             return {name: arrays[name] for name in arrays.files}
     except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise BadInput(
-            f"{path} cannot be read as {path.suffix} without unpickling: {error}. Save plain arrays with numpy.savez"
+            f"cannot read {path}: {error}. It must hold plain arrays without Python objects: save it with numpy.save "
+            "or numpy.savez"
         ) from error
 
 

@@ -39,7 +39,8 @@ def open_loader(loader: DataLoader[Any], collate: Collate | None = None, process
     refuse_distributed(loader)
     if collate is not None:
         raise BadInput(
-            "collate was given beside a DataLoader, which has its own: pass collate_fn to the DataLoader, or give its dataset as the data"
+            "collate was given with a DataLoader, which has a collate_fn: give collate_fn to the DataLoader, or give "
+            "its dataset as the data"
         )
     return Loader(loader, processes) if is_indexed(loader) else LoadedStream(loader)
 
@@ -65,8 +66,8 @@ def refuse_distributed(loader: DataLoader[Any]) -> None:
     for sampler in samplers_of(loader):
         if isinstance(sampler, DistributedSampler):
             raise BadInput(
-                "the DataLoader has a DistributedSampler, which would share out each worker's share once more: leave it out (shuffle=True instead); "
-                "each worker gets its slice of every global batch from manyhands"
+                "the DataLoader has a DistributedSampler, and manyhands already gives each worker its part of every "
+                "batch: leave the sampler out, and use shuffle=True instead"
             )
 
 
@@ -102,7 +103,8 @@ class Loader(RowSource):
     def epoch_rows(self, reading: Reading) -> int:
         if reading.order is not None:
             raise BadInput(
-                "order was given beside a DataLoader, whose sampler decides: give the DataLoader a sampler, or its dataset as the data"
+                "order was given with a DataLoader, whose sampler sets the order: give the DataLoader another sampler, "
+                "or give its dataset as the data"
             )
         return self._count(reading.batch_size)
 
@@ -131,9 +133,9 @@ class Loader(RowSource):
                 return [order[i * size : (i + 1) * size] for i in range(self._recut_ticks(size))]
             batches = list(islice(self._sampler, self._batches + 1))
         if len(batches) != self._batches:
-            more = "more" if len(batches) > self._batches else str(len(batches))
+            more = "more" if len(batches) > self._batches else f"only {len(batches)}"
             raise BadInput(
-                f"the DataLoader's batch sampler says len() = {self._batches} batches and gave {more}: every worker counts on that number"
+                f"len() of the DataLoader's batch sampler is {self._batches}, and it gave {more}: make both equal"
             )
         return batches
 
@@ -144,7 +146,8 @@ class Loader(RowSource):
         if type(self._sampler) is BatchSampler:
             return False
         raise BadInput(
-            f"batch_size={reading.batch_size} was given, and the DataLoader's own batch sampler makes batches of {self.batch_size}: give one of them"
+            f"batch_size={reading.batch_size} was given, and the DataLoader's own batch sampler makes batches of "
+            f"{self.batch_size}: leave batch_size out, or change the sampler"
         )
 
     def _recut_ticks(self, size: int) -> int:
@@ -206,7 +209,8 @@ def length_of(sampler: Any) -> int:
         return len(sampler)
     except TypeError as error:
         raise BadInput(
-            f"the DataLoader's {type(sampler).__name__} has no len(): give it __len__, so that all workers count the same ticks"
+            f"the DataLoader's {type(sampler).__name__} has no len(): give it a __len__, so that all workers know how "
+            "many steps an epoch has"
         ) from error
 
 

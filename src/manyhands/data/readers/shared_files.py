@@ -66,7 +66,7 @@ def find(paths: Sequence[str | Path], kinds: str = KINDS) -> tuple[str, ...]:
     if twice := [file for file, n in Counter(files).items() if n > 1]:
         raise BadInput(f"{twice[0]} is named twice: its rows would count twice")
     if len({type(table_file(file, kinds)) for file in files}) > 1:
-        raise BadInput(f"{paths[0]} and what comes with it are Parquet and TFRecord: give files of one kind")
+        raise BadInput(f"the data mixes Parquet and TFRecord files ({paths[0]} and others): give files of one kind")
     return tuple(files)
 
 
@@ -75,7 +75,7 @@ def types_of(files: Sequence[str]) -> dict[str, pa.DataType]:
     for file in files:
         if types := table_file(file).types():
             return types
-    raise BadInput(f"the files have no rows: expected at least one; looked into {units.listed(files, 3)}")
+    raise BadInput(f"the data files have no rows, and at least one is needed: check {units.listed(files, 3)}")
 
 
 def count(files: Sequence[str], part: int, parts: int) -> list[int]:
@@ -124,7 +124,10 @@ def read(
                 seen += batch.num_rows
                 yield batch
         if seen != stop - start:
-            raise BadInput(f"{files[i]} had {rows[i]} rows when they were counted, and has fewer: it changed meanwhile")
+            raise BadInput(
+                f"{files[i]} changed while the run read it (rows when counted: {rows[i]}, and now fewer): start again, "
+                "and do not change it during a run"
+            )
 
 
 @contextmanager
@@ -133,8 +136,8 @@ def _seen_here(file: str) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise BadInput(
-            f"{file} is not there on {socket.gethostname()}: all hosts must see the files. Put them on shared storage, or have "
-            "Spark read them (input='stream')"
+            f"{file} does not exist on {socket.gethostname()}, and all hosts must see it: put it on shared storage, or "
+            "let Spark read the rows (input='stream')"
         ) from error
 
 
@@ -152,13 +155,17 @@ def columns_of(files: Sequence[str], what: str) -> dict[str, np.ndarray[Any, Any
             dataset = ds.dataset([place for _, place in places], filesystem=places[0][0], format="parquet")
             return arrow_columns(dataset.to_table(), what)
         except (pa.ArrowInvalid, OSError) as error:
-            raise BadInput(f"{what} cannot be read as Parquet: {error}") from error
+            raise BadInput(
+                f"cannot read {what} as Parquet: {error}. Check that it is a complete Parquet file"
+            ) from error
     batches = [batch for file in files for batch in table_file(file).read(0, None, None)]
     nonempty(len(batches), what)
     try:
         return arrow_columns(pa.Table.from_batches(batches), what)
     except pa.ArrowInvalid as error:
-        raise BadInput(f"the features of {what} are of several types or lengths: {error}") from error
+        raise BadInput(
+            f"the features of {what} differ in type or length: {error}. Write every row with the same types and lengths"
+        ) from error
 
 
 def filesystem(url: str) -> tuple[Any, str]:
@@ -191,7 +198,9 @@ def _found(path: str, kinds: str) -> list[str]:
     named = fs.exists(place)
     places = [place] if named else sorted(fs.glob(place)) if glob.has_magic(place) else []
     if not places:
-        raise BadInput(f"no file or folder {path!r}" + ("" if "://" in path else f" (looked from {Path.cwd()})"))
+        raise BadInput(
+            f"there is no file or folder {path!r}" + ("" if "://" in path else f" (the current folder is {Path.cwd()})")
+        )
     files, folders = [], set()
     for one in places:
         if fs.isdir(one):
@@ -224,8 +233,8 @@ def _refuse_log(folder: str, names: Iterable[str]) -> None:
     for kind, log in _LOGS.items():
         if any(log.search(name) for name in names):
             raise BadInput(
-                f"{folder!r} is part of {kind}: beside current files lie others, whose rows were removed or replaced, and only a log records "
-                "which. Let Spark read it, or name the current files one by one"
+                f"{folder!r} is part of {kind}, and some of its files may hold rows that were removed, replaced or "
+                "never committed: let Spark read it, or give the current files one by one"
             )
 
 
@@ -310,7 +319,9 @@ class Parquet(TableFile):
         except FileNotFoundError:
             raise
         except (pa.ArrowException, OSError) as error:
-            raise BadInput(f"{self.url} cannot be read as Parquet: {error}") from error
+            raise BadInput(
+                f"cannot read {self.url} as Parquet: {error}. Check that it is a complete Parquet file"
+            ) from error
 
 
 def _of_group(

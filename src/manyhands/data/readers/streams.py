@@ -25,7 +25,8 @@ class Unsized(Source):
     def epoch_rows(self, reading: Reading) -> None:
         if reading.order is not None:
             raise BadInput(
-                "order was given for a stream, which has no row numbers: shuffle inside the stream, or give data with a length"
+                "order was given, and a stream has no row numbers: shuffle inside the stream, or give data with a "
+                "length"
             )
 
     @override
@@ -98,7 +99,8 @@ class LoadedStream(Unsized):
         super().epoch_rows(reading)
         if self.batch_size is not None and reading.batch_size != self.batch_size:
             raise BadInput(
-                f"batch_size={reading.batch_size} was given, and the DataLoader makes batches of {self.batch_size} from a stream: give one of them"
+                f"batch_size={reading.batch_size} was given, and the DataLoader makes batches of {self.batch_size}: "
+                "leave batch_size out, or change the DataLoader"
             )
 
     @override
@@ -144,8 +146,8 @@ def _chunks(stream: Iterable[Any], size: int, own: RngScope, may_be_empty: bool 
 def _refuse_empty(batches: int) -> None:
     if batches == 0:
         raise BadInput(
-            "the stream gave no rows: expected at least one each epoch. A generator can be read once only: give a function that makes one "
-            "(train_data=lambda: read(...)), which is called anew each epoch"
+            "the stream gave no rows, and each epoch needs at least one. A generator can be read only once: give a "
+            "function that makes a new one (train_data=lambda: read(...))"
         )
 
 

@@ -46,7 +46,7 @@ def arrow_array(column: Any, what: str) -> np.ndarray[Any, Any]:
     import pyarrow as pa
 
     if column.null_count:
-        raise BadInput(f"{what} has {column.null_count} missing values: fill or drop them before training")
+        raise BadInput(f"{what} has missing values ({column.null_count}): fill or drop them before training")
     kind = column.type
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
         return np.asarray(column.to_numpy(zero_copy_only=False))

@@ -105,7 +105,7 @@ class _Records:
             yield
         except _Broken as error:
             raise BadInput(
-                f"record {self.number} of {self._what} {error}. Write the file anew, or leave it out"
+                f"record {self.number} of {self._what} {error}. Write the file again, or leave it out"
             ) from error
 
     def skip(self) -> bool:
@@ -139,7 +139,9 @@ class _Records:
         if len(head) < _HEADER.size:
             raise _Broken("is cut off")
         if not _is_header(head):
-            raise _Broken("is damaged, or this is no TFRecord file: the checksum of its length differs")
+            raise _Broken(
+                "is damaged, or the file is not a TFRecord file (the checksum of the record's length is wrong)"
+            )
         return int(_HEADER.unpack(head)[0])
 
     def _bytes(self, many: int, after: int = 0) -> bytes:
@@ -180,7 +182,7 @@ def _example(data: bytes) -> dict[str, bytes]:
             try:
                 found[parts.get(1, b"").decode()] = parts.get(2, b"")
             except UnicodeDecodeError as error:
-                raise _Broken(f"is no tf.train.Example: the name of a feature is not UTF-8 ({error})") from error
+                raise _Broken(f"is not a tf.train.Example: the name of a feature is not UTF-8 ({error})") from error
     return found
 
 
@@ -192,9 +194,9 @@ def _feature(data: bytes) -> Feature:
             kind = number
             values += [value for n, w, value in _fields(inner) if n == 1 and w in (_LENGTH, _WIRES[kind])]
     if kind == _FLOAT and any(len(value) % 4 for value in values):
-        raise _Broken("is no tf.train.Example: a float_list is cut off")
+        raise _Broken("is not a tf.train.Example: a float_list is cut off")
     if kind == _INT64 and any(_ENDLESS.search(value) for value in values):
-        raise _Broken("is no tf.train.Example: an int64_list is cut off")
+        raise _Broken("is not a tf.train.Example: an int64_list is cut off")
     return kind, values
 
 
@@ -216,9 +218,9 @@ def _fields(data: bytes) -> Iterator[tuple[int, int, bytes]]:
         elif wire in _FIXED_BYTES:
             end = at + _FIXED_BYTES[wire]
         else:
-            raise _Broken(f"is no tf.train.Example: a field has the wire type {wire}")
+            raise _Broken(f"is not a tf.train.Example: a field has the wire type {wire}")
         if end > len(data):
-            raise _Broken("is no tf.train.Example: a field is cut off")
+            raise _Broken("is not a tf.train.Example: a field is cut off")
         yield tag >> 3, wire, data[at:end]
         at = end
 
@@ -232,7 +234,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
         value |= (byte & 127) << 7 * i
         if byte < 128:
             return value, at + i + 1
-    raise _Broken("is no tf.train.Example: a number is cut off")
+    raise _Broken("is not a tf.train.Example: a number is cut off")
 
 
 def _chosen(row: dict[str, bytes], names: Sequence[str], first: dict[str, Feature] | None) -> dict[str, Feature]:
@@ -247,7 +249,7 @@ def _chosen(row: dict[str, bytes], names: Sequence[str], first: dict[str, Featur
         if not any(values) and (kind != _BYTES or not values):
             raise _Broken(f"has no values in feature {name!r}")
         if first is not None and kind != first[name][0]:
-            raise _Broken(f"has {name!r} as {_KINDS[kind]}, and those before as {_KINDS[first[name][0]]}")
+            raise _Broken(f"has {name!r} as {_KINDS[kind]}, and earlier records have it as {_KINDS[first[name][0]]}")
     return chosen
 
 

@@ -169,7 +169,7 @@ class Driver:
                 self.monitor.raised(Failure(**fields), now)
             case "lost":
                 phase, step = body["phase"], body["step"]
-                message = f"{self._who(process_index)} is lost in phase {phase} at step {step}: {body['why']}"
+                message = f"the driver lost {self._who(process_index)} in phase {phase} at step {step}: {body['why']}"
                 self.monitor.raised(Failure(rank=process_index, phase=phase, step=step, message=message), now)
             case other:
                 raise ManyhandsError(f"{self._who(process_index)} sent a message of unknown type {other!r}")
@@ -192,7 +192,10 @@ class Driver:
             return self._busy(partial(deliver, event))
         except FrameError as error:
             rank = -1 if event.rank is None else event.rank
-            message = f"{self._who(rank)} sent an event that makes no sense: {error}. Does it run the same version of manyhands?"
+            message = (
+                f"{self._who(rank)} sent an event that cannot be read: {error}. Use the same version of manyhands on "
+                "all hosts"
+            )
             raise self._failed(Failure(rank=rank, phase="", step=event.step, message=message)) from error
 
     def _busy(self, call: Callable[[], T]) -> T:
@@ -215,7 +218,7 @@ class Driver:
 
     def _out_of_turn(self, process_index: int, what: str) -> WorkerFailed:
         known = self.monitor.processes[process_index]
-        message = f"{self._who(process_index)} {what}: do all hosts run the same version of manyhands?"
+        message = f"{self._who(process_index)} {what}: use the same version of manyhands on all hosts"
         return self._failed(Failure(rank=process_index, phase=known.phase, step=known.step, message=message))
 
     def _release(self) -> None:
@@ -286,9 +289,12 @@ class Driver:
         again = self.monitor.verdict(now)
         verdict = again if isinstance(again, Hung) else verdict
         status, host_processes = self.monitor.processes[verdict.culprit], self._host_of[verdict.culprit]
-        message = f"{self._how_it_hangs(verdict, host_processes, status)} (timeout_s={self.spec.timeout_s:g}). Where every worker is follows"
+        message = (
+            f"{self._how_it_hangs(verdict, host_processes, status)}. The table below shows where every worker is "
+            f"(timeout_s={self.spec.timeout_s:g})"
+        )
         if not verdict.silent_s:
-            message += "; if the work is only slow, give a longer timeout_s"
+            message += ". If the work is only slow, give a longer timeout_s (--timeout)"
         rank, detail = status.number, f"{self.monitor.table(now)}\n\n{stacks}"
         return self._failed(
             Failure(rank=rank, phase=status.phase, step=status.step, message=f"{message}.", detail=detail)
@@ -300,12 +306,12 @@ class Driver:
             return f"{name} made no progress for {verdict.seconds:.1f} s, {place}"
         if self.monitor.is_silent(silent_s := host_processes.silent_s()):
             return (
-                f"host {host_processes.host} is silent: nothing came from it for {silent_s:.1f} s, and {name} was last seen {place}. "
-                "Look whether that machine is up, and whether the network between is"
+                f"nothing came from host {host_processes.host} for {silent_s:.1f} s, and {name} was last seen {place}. "
+                "Check that this machine and the network to it work"
             )
         return (
-            f"{name} is silent: it sent no heartbeat for {verdict.silent_s:.1f} s, {place}. Its process was stopped, or native "
-            "code there holds Python's lock"
+            f"{name} sent no heartbeat for {verdict.silent_s:.1f} s, {place}. Its process was stopped, or native code "
+            "in it does not release Python's global lock (GIL)"
         )
 
     def _stacks(self) -> str:

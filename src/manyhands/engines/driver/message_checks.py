@@ -43,7 +43,7 @@ def order(body: Any) -> dict[str, Any]:
 def _of_kinds(kinds: dict[str, dict[str, Check]], body: Any) -> dict[str, Any]:
     kind = body.get("type") if isinstance(body, dict) else None
     if not isinstance(kind, str) or kind not in kinds:
-        raise FrameError(f"a message of type {printable(kind, 40)!r}, which is none of {', '.join(kinds)}")
+        raise FrameError(f"a message of type {printable(kind, 40)!r}, which is not one of {', '.join(kinds)}")
     message: dict[str, Any] = {"type": kind}
     for name, check in kinds[kind].items():
         if name not in body:

@@ -244,7 +244,7 @@ def _at_work(processes: list[ProcessStatus]) -> list[ProcessStatus]:
 def how_it_ended(status: int) -> str:
     """An exit status in words: "was killed by signal 9 (SIGKILL; …)"."""
     if status >= 0:
-        return f"ended its process with exit code {status} before it returned (os._exit?)"
+        return f"ended with exit code {status} before it returned (did it call os._exit?)"
     try:
         name = signal.Signals(-status).name
     except ValueError:

@@ -87,11 +87,12 @@ class Hosts(Engine):
     def __post_init__(self) -> None:
         if self.local_workers is not None and not is_whole(self.local_workers):
             raise BadInput(
-                f"local_workers must be at least 1, not {self.local_workers!r}: worker 0 and the driver are on one host"
+                f"local_workers must be a whole number of at least 1, not {self.local_workers!r}: worker 0 runs on the "
+                "driver's host"
             )
         check_seconds("wait_s", self.wait_s)
         if self.tls and self.plain_network:
-            raise BadInput("plain_network is for tls off: leave it out, or say tls=off too")
+            raise BadInput("plain_network works only with tls=off: leave plain_network out, or give tls=off too")
         check_way(self.listen, tls=self.tls, plain_network=self.plain_network)
         ports_of(self.ports)
 
@@ -109,7 +110,7 @@ class Hosts(Engine):
         local_workers = math.ceil(spec.workers / 2) if self.local_workers is None else self.local_workers
         if local_workers > spec.workers:
             raise BadInput(
-                f"local_workers={local_workers} of {spec.workers} workers: give at most as many as there are in all"
+                f"local_workers={local_workers} is more than workers={spec.workers}: give at most {spec.workers}"
             )
         if sys.platform != "linux":
             raise Unsupported(f"engine hosts needs Linux, this is {sys.platform}: on Windows use WSL2")
@@ -132,8 +133,8 @@ class Hosts(Engine):
             here = [*network.hosts[0], *process_indices_of(0, spec.shards)]
             own = LocalProcesses(spawner, here, spec.timeout_s, host=network.names[0], network=network.to_json())
             warning = (
-                f"engine hosts ran WITHOUT TLS on {self.listen}: whoever was on the way between its processes could read "
-                "and change what was sent, the program included"
+                f"engine hosts ran WITHOUT TLS on {self.listen}: anybody on the network between the hosts could read "
+                "and change all messages, and the program too. Leave TLS on unless you trust this network"
             )
             observer = Listening(spec.observer, joined.hosts, "" if self.tls else warning)
             joined.stopped = observer.stopping  # a host that was asked to end stops the others, too
@@ -145,7 +146,10 @@ class Hosts(Engine):
         ports, plain = ports_of(self.ports), self.plain_network
 
         def late() -> str:
-            return f"{roster.missing} did not come: start `manyhands join` on the other hosts, or give a longer wait_s"
+            return (
+                f"start `manyhands join` on the other hosts (workers still missing: {roster.missing}), or give a "
+                "longer wait_s (--wait)"
+            )
 
         with self._secret(folder) as (secret, path):
             listener = Listener(self.listen, **secret.proof, ports=ports, plain_network=plain, timeout_s=SILENCE_S)
@@ -196,8 +200,8 @@ class Hosts(Engine):
             copy, name = f"  scp -p {shlex.quote(there)} .\n", path.name
         risk = "" if self.tls else f"\n{PLAIN_RISK}.\n"
         return (
-            f"On {'the other hosts' if copy else 'this host'} run (whoever has the file belongs to the run; "
-            f"several may share the workers){'' if self.tls else ', WITHOUT TLS'}:\n\n"
+            f"On {'the other hosts' if copy else 'this host'}, run this{'' if self.tls else ', WITHOUT TLS'} (several "
+            "hosts may share the workers; keep the file private, because whoever has it can join):\n\n"
             f"{copy}  {VARIABLE}={shlex.quote(name)} manyhands join {address} --workers {roster.missing}{plain}\n{risk}"
         )
 
@@ -211,7 +215,7 @@ def _common_address(came_by: dict[str, str]) -> str:
     far = [address for address in came_by.values() if not is_loopback(address)]
     if near and far:
         raise BadInput(
-            f"{', '.join(near)} joined over loopback, where other hosts do not reach its workers: join by {far[0]} on this "
-            "host too, or listen on that address alone"
+            f"{', '.join(near)} joined over loopback, and other hosts cannot reach workers there: on that host, join "
+            f"with the address {far[0]} too, or listen on {far[0]} only"
         )
     return (far or list(came_by.values()))[0]

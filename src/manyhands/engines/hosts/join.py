@@ -103,7 +103,8 @@ def _secret(offer: Join) -> Secret:
     while not path.exists():
         if time.monotonic() >= deadline:
             raise BadInput(
-                f"{VARIABLE} names {path}, which did not appear within {offer.wait_s:.0f} s: copy the driver's file there"
+                f"{VARIABLE} names {path}, and no such file appeared within {offer.wait_s:.0f} s: copy the driver's "
+                "credentials file to it"
             )
         time.sleep(_POLL_S)
     return Secret.load(path, tls=offer.tls)
@@ -127,7 +128,8 @@ def _connected(offer: Join, secret: Secret) -> Channel:
         except ChannelTimeout as error:
             if time.monotonic() >= deadline:
                 raise JoinError(
-                    f"no run took this host's workers within {offer.wait_s:.0f} s: {error}; or has the run begun without them?"
+                    f"no run took this host's workers within {offer.wait_s:.0f} s: {error} Or did the run begin "
+                    "without this host?"
                 ) from error
 
 
@@ -165,7 +167,8 @@ class Agent:
         if not self.offer.tls:
             self.say(PLAIN_RISK)
         self.say(
-            f"joined the run at {self.offer.address} with {count(self.offer.workers, 'worker')}; it begins when all are there"
+            f"joined the run at {self.offer.address} with {count(self.offer.workers, 'worker')}. The run begins when "
+            "all workers have joined"
         )
         try:
             with sigterm_to(self._ask_to_end):
@@ -233,7 +236,7 @@ class Agent:
                     self._order(self._processes, body)
         except FrameError as error:
             raise ManyhandsError(
-                f"the driver at {self.offer.address} sent {error}: does it run the same version of manyhands?"
+                f"the driver at {self.offer.address} sent {error}: use the same version of manyhands on all hosts"
             ) from error
 
     def _order(self, host_processes: LocalProcesses, body: dict[str, Any]) -> None:
@@ -259,7 +262,8 @@ class Agent:
         process_indices = shared["process_indices"]
         ranks = [process_index for process_index in process_indices if process_index >= 0]
         self.say(
-            f"the run begins: of {shared['size']} workers, {', '.join(map(str, ranks))} {'is' if len(ranks) == 1 else 'are'} here"
+            f"the run begins. Its workers on this host (by rank, of 0 to {shared['size'] - 1}): "
+            f"{', '.join(map(str, ranks)) or 'none'}"
         )
         network = Network(  # the driver's view of who is where, with this host's own address and key
             hosts=shared["network"]["hosts"],
@@ -303,7 +307,10 @@ class Agent:
                 )
                 body = {"type": "error", **vars(failure)}
         elif body["type"] == "error" and body["error"] in _IMPORTS and body["phase"] == "start":
-            hint = f"the driver's program needs it on this host too: install it, or join in a folder that has it (now {os.getcwd()})"
+            hint = (
+                "this host needs it too: install it, or start `manyhands join` in the folder that has it, not in "
+                f"{os.getcwd()}"
+            )
             body = {**body, "message": f"{body['message']} ({hint})"}
         self._send({"type": "from_process", "process_index": process_index, "body": body})
 

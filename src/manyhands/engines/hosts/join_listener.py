@@ -78,7 +78,9 @@ class JoinListener:
                 raise Preempted(message) if reason == PREEMPTED else ManyhandsError(message)
             check()
             if time.monotonic() >= deadline:
-                raise ManyhandsError(f"after {wait_s:.0f} s {self.roster.text()}; {self.late()}")
+                raise ManyhandsError(
+                    f"waited {wait_s:.0f} s for {self.waiting_for}; {self.roster.text()}; {self.late()}"
+                )
             self._drop_departed()
             if poll.poll(_POLL_S * 1000):
                 self._let_in()
@@ -109,7 +111,7 @@ class JoinListener:
         for i in reversed([i for i, host_processes in enumerate(hosts) if not host_processes.here()]):
             host_processes, offer = hosts.pop(i), offers.pop(own + i)
             host_processes.leave("")
-            self.say(f"{offer.host} left again: {self.roster.text()}")
+            self.say(f"{offer.host} left before the run began; {self.roster.text()}")
 
 
 @dataclass

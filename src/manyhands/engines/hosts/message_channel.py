@@ -108,8 +108,8 @@ class MessageChannel:
         """
         if (nbytes := sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors)) > MAX_TENSOR_BYTES:
             raise BadInput(
-                f"{size(nbytes)} of tensors were to go to another host at once; at most {size(MAX_TENSOR_BYTES)} do: let the "
-                "program read its data from files there, and return less"
+                f"a message to another host has {size(nbytes)} of tensors, and at most {size(MAX_TENSOR_BYTES)} fit: "
+                "let the program read its data from files on that host, and return less"
             )
         flat = [as_uint8(tensor) for tensor in tensors]
         if tensors:
@@ -175,7 +175,7 @@ class MessageChannel:
             self._ring(str(error) or "the connection was closed")
         except Exception as error:  # noqa: BLE001 - else this thread would end, and nobody notice that the other host is gone
             self.channel.close()
-            self._ring(f"what came makes no sense, or does not fit ({str(error) or type(error).__name__})")
+            self._ring(f"a message cannot be read, or does not fit into memory ({str(error) or type(error).__name__})")
 
     def _stay_alive(self) -> None:
         with contextlib.suppress(ChannelClosed, ChannelTimeout, OSError):  # the other thread says that it is gone
@@ -224,7 +224,7 @@ def _checked(entry: Any) -> tuple[torch.dtype, list[int]]:
         raise FrameError("expected [dtype, shape]")
     name, shape = entry
     if len(shape) > MAX_DIMENSIONS:
-        raise FrameError(f"a tensor has at most {MAX_DIMENSIONS} dimensions, not {len(shape)}")
+        raise FrameError(f"a tensor can have at most {MAX_DIMENSIONS} dimensions, not {len(shape)}")
     if not isinstance(name, str) or name not in _DTYPES or any(not isinstance(n, int) or n < 0 for n in shape):
         raise FrameError(f"no tensor of {name!r} and {shape!r} can come")
     return _DTYPES[name], shape

@@ -58,8 +58,8 @@ class Network:
 
 
 PLAIN_RISK = (
-    "WITHOUT TLS: whoever is on the way between these hosts can read parameters, gradients and events, change them, and put a "
-    "program of their own in the place of the driver's, which a joining host then runs"
+    "WITHOUT TLS: anybody on the network between these hosts can read and change parameters, gradients and events, and "
+    "can replace the program that joining hosts run"
 )
 """Said where a run, or a host that joins one, does without TLS."""
 
@@ -68,8 +68,9 @@ def check_way(host: str, *, tls: bool, plain_network: bool) -> None:
     """BadInput where traffic of this address may leave the machine neither encrypted nor explicitly allowed."""
     if not (tls or plain_network or is_loopback(host)):
         raise BadInput(
-            f"{host} can be reached from other machines, and without TLS whoever is on the way reads and changes what is "
-            "sent, the program included: leave TLS on, or give --plain-network (plain_network=on) too if you trust that network"
+            f"{host} can be reached from other machines, and without TLS anybody on that network can read and change "
+            "all messages, and the program too: leave TLS on, or add --plain-network (plain_network=on) if you trust "
+            "the network"
         )
 
 

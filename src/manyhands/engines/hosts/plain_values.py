@@ -34,8 +34,8 @@ def _encoded(value: Any, path: str, tensors: list[Tensor]) -> Any:
         tensors.append(value)
         return {_TENSOR: len(tensors) - 1}
     raise BadInput(
-        f"{path} is a {type(value).__qualname__}, which does not travel from another host: there workers return None, "
-        "numbers, strings, lists, tuples, dicts with strings as keys, and dense tensors"
+        f"{path} is a {type(value).__qualname__}, and workers on another host cannot return that: return None, "
+        "numbers, strings, lists, tuples, dicts with strings as keys, or dense tensors"
     )
 
 

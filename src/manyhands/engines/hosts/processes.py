@@ -74,7 +74,7 @@ class RemoteProcesses(HostProcesses):
             self._take(message)
         if self._post.lost and not self._gone and not self._ended:
             self._gone = True
-            why = f"the connection to its host ended ({self._post.lost}); {self._log}"
+            why = f"its host is gone: {self._post.lost}; {self._log}"
             for process_index in self.process_indices:
                 phase, step = self._where.get(process_index, ("start", 0))
                 self._received.append((process_index, {"type": "lost", "why": why, "phase": phase, "step": step}))
@@ -91,8 +91,8 @@ class RemoteProcesses(HostProcesses):
             except (FrameError, ManyhandsError) as error:
                 phase, step = self._where.get(process_index, ("start", 0))
                 raise WorkerFailed(
-                    f"host {self.host} sent what makes no sense: {name_of(process_index)} sent {error}. "
-                    f"Does it run the same version of manyhands? {self._log}",
+                    f"host {self.host} sent a message that cannot be read: {name_of(process_index)} sent {error}. "
+                    f"Use the same version of manyhands on all hosts; {self._log}",
                     rank=process_index,
                     host=self.host,
                     phase=phase,
@@ -152,7 +152,8 @@ class RemoteProcesses(HostProcesses):
         self._send({"type": "end", "grace_s": grace_s})
         if self._wait_for("idle", grace_s + _END_S) is None:
             LOG.warning(
-                "host %s did not say that its workers ended (%s): they end as soon as it finds that the driver is gone",
+                "host %s did not confirm that its workers ended (%s). They end when that host notices that the driver "
+                "is gone",
                 self.host,
                 self._post.lost or f"nothing came for {self.silent_s():.0f} s",
             )

@@ -64,19 +64,22 @@ class Roster:
     def refusal(self, fields: dict[str, Any]) -> str:
         """Why whoever says this hello cannot join, or "" """
         if fields.get("purpose") != JOIN or not isinstance(fields.get("host"), str) or not fields["host"]:
-            return "this is the driver of a run, which takes hosts that join: start `manyhands join`"
+            return "this is the driver of a run, and only `manyhands join` can connect to it"
         if not is_whole(fields.get("workers")):
-            return f"a host joins with at least one worker, not {fields.get('workers')!r}"
+            return f"a host must join with at least one worker, not {fields.get('workers')!r}"
         if not is_whole(fields.get("order"), least=0):
-            return f"a host's place in the order is a whole number, not {fields.get('order')!r}"
+            return f"a host's place in the order must be a whole number, not {fields.get('order')!r}"
         if fields.get("versions") != versions():
-            return f"versions differ: the driver has {listed(versions())}, this host {listed(fields.get('versions'))}; install the same"
+            return (
+                f"versions differ: the driver has {listed(versions())}, and this host has "
+                f"{listed(fields.get('versions'))}. Install the same versions"
+            )
         if not self.missing:
-            return f"all {self.workers} workers are here already"
+            return f"this run has all of its workers already ({self.workers}), so no more hosts can join"
         if fields["workers"] > self.missing:
             return (
-                f"{self.missing} of {self.workers} workers {'is' if self.missing == 1 else 'are'} missing, "
-                f"not {fields['workers']}: join with --workers {self.missing}"
+                f"this run needs {self.missing} more of its {self.workers} workers, and this host offers "
+                f"{fields['workers']}: join with --workers {self.missing}"
             )
         return ""
 
@@ -94,13 +97,13 @@ class Roster:
         return [name if own.count(name) == 1 else f"{name} ({i + 1})" for i, name in enumerate(own)]
 
     def text(self) -> str:
-        """`2 of 4 workers are here: alpha 2`"""
+        """`workers that are here: 2 of 4 (alpha 2)`"""
         who = ", ".join(f"{name} {offer.workers}" for name, offer in zip(self.names(), self.offers, strict=True))
-        return f"{self.workers - self.missing} of {self.workers} workers are here{': ' if who else ''}{who}"
+        return f"workers that are here: {self.workers - self.missing} of {self.workers}{f' ({who})' if who else ''}"
 
 
 def listed(found: Any) -> str:
     """Versions, as messages name them; of what somebody else says the first letters."""
     if not isinstance(found, dict):
-        return "none that it says"
+        return "unknown versions"
     return ", ".join(f"{printable(name, 20)} {printable(value, 20)}" for name, value in found.items())

@@ -40,7 +40,10 @@ class Secret:
             return cls(credentials=Credentials.load(path))
         data = read_private(path)
         if len(data) < _LEAST_BYTES:
-            raise BadInput(f"{path} has {len(data)} bytes, a run's secret has at least {_LEAST_BYTES}: make another")
+            raise BadInput(
+                f"{path} is too short for a run's secret ({len(data)} bytes, and at least {_LEAST_BYTES} are needed): "
+                "remove it, and start the driver again, which makes a new one"
+            )
         return cls(token=hashlib.sha256(data).digest())
 
     @classmethod
@@ -52,8 +55,8 @@ class Secret:
         folder = path.parent
         if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
             raise BadInput(
-                f"cannot write credentials to {path}: {folder} is no folder that this user may write to; make the folder first, "
-                "or name another file"
+                f"cannot write credentials to {path}: this user cannot write to the folder {folder}. Make the folder "
+                "first, or name another file"
             )
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
         if tls:

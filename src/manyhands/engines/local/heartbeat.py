@@ -110,7 +110,8 @@ class ProcessDriverClient(DriverClient):
             end_this_group()
         except TimeoutError:
             raise ManyhandsError(
-                f"the driver did not answer {what} within {self._timeout_s:.0f} s: is a callback stuck? Else give a longer timeout_s"
+                f"the driver did not answer {what} within {self._timeout_s:.0f} s. Check whether a callback is stuck; "
+                "if it is only slow, give a longer timeout_s (--timeout)"
             ) from None
         finally:
             self._asking, self._seen_at = False, time.monotonic()
@@ -170,7 +171,10 @@ class ProcessDriverClient(DriverClient):
             except (BrokenPipeError, ConnectionResetError):
                 end_this_group()
             except TimeoutError:
-                sys.stderr.write(f"manyhands: the driver read nothing for {self._timeout_s:.0f} s; this worker ends\n")
+                sys.stderr.write(
+                    f"manyhands: the driver read no message for {self._timeout_s:.0f} s, so this worker ends. If a "
+                    "callback is slow, give a longer timeout_s\n"
+                )
                 end_this_group()
 
 

@@ -221,7 +221,9 @@ class LocalProcesses(HostProcesses):
         how = f"ended with exit code {status}"
         if status < 0:
             how = f"was killed by signal {-status} ({signal.Signals(-status).name})"
-        message = f"the fork server on {self.host}, the parent of all workers, {how}; its own message, if any, is above"
+        message = (
+            f"the process that starts the workers on {self.host} {how}. If it printed an error, the error is above"
+        )
         return WorkerFailed(message, rank=-1, host=self.host, phase="start", step=0)
 
 

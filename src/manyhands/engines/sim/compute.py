@@ -43,7 +43,9 @@ class Compute:
             expect_number(getattr(self, name), f"compute: {name} (seconds)", least=0)
         for rank, factor in self.factors.items():
             if not is_whole(rank, least=0):
-                raise BadInput(f"compute: factors are by rank, a whole number of at least 0; got {rank!r}")
+                raise BadInput(
+                    f"compute: a factor is given by rank, a whole number of at least 0, such as 3=5x; got {rank!r}"
+                )
             expect_number(factor, f"compute: the factor of worker {rank}", above=0)
         for name in self.codecs:
             if name not in CODECS:
@@ -69,7 +71,8 @@ class Compute:
                 first, last = whole_of(found[1]), whole_of(found[2] or found[1])
                 if first is None or last is None or not first <= last < _MOST_WORKERS:
                     raise BadInput(
-                        f"compute: factors are of a worker or of several, as 3=5x or 8-15=2x, below {_MOST_WORKERS:,}; got {name!r}"
+                        "compute: give a factor for one worker (3=5x) or for several (8-15=2x), with ranks below "
+                        f"{_MOST_WORKERS:,}; got {name!r}"
                     )
                 factors.update(dict.fromkeys(range(first, last + 1), read_factor(value, f"compute: {name}")))
             elif name in _SECONDS:
@@ -95,8 +98,8 @@ class Compute:
         beyond = [rank for rank in self.factors if rank >= workers]
         if beyond:
             raise BadInput(
-                f"compute: worker {min(beyond)} has a factor, and this run has workers 0 to {workers - 1}: "
-                "name one of those, or leave it out"
+                f"compute: worker {min(beyond)} has a factor, and the last worker of this run is {workers - 1}: "
+                "name a worker that exists, or leave the factor out"
             )
 
     def coding(self, codec: str, node: int) -> Coding:
@@ -138,12 +141,13 @@ def _draw(jitter: str) -> Callable[[random.Random], float] | None:
             share = _number(jitter, text)
             if share > 1:
                 raise BadInput(
-                    f"compute: the SHARE of jitter=uniform:SHARE is at most 1, which is from 0 to twice; got {share:g}"
+                    "compute: SHARE in jitter=uniform:SHARE must be at most 1 (then a step takes 0 to 2 times its "
+                    f"time); got {share:g}"
                 )
             return lambda generator: 1 + share * (2 * generator.random() - 1)
         case "quantiles":
             return _quantiles([_number(jitter, part) for part in text.split("/")])
-    raise BadInput(f"compute: jitter is one of {_JITTERS}; got {jitter!r}: write jitter=lognormal:0.2")
+    raise BadInput(f"compute: jitter must be one of {_JITTERS}; got {jitter!r}: write for example jitter=lognormal:0.2")
 
 
 def _number(jitter: str, text: str) -> float:
@@ -152,7 +156,7 @@ def _number(jitter: str, text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value < math.inf:
-        raise BadInput(f"compute: jitter is one of {_JITTERS}, with numbers of at least 0; got {jitter!r}")
+        raise BadInput(f"compute: jitter must be one of {_JITTERS}, with numbers of at least 0; got {jitter!r}")
     return value
 
 
@@ -160,7 +164,7 @@ def _quantiles(values: list[float]) -> Callable[[random.Random], float]:
     """Straight lines between the quantiles, scaled to a mean of 1."""
     if len(values) < 2 or sorted(values) != values or not values[-1]:
         raise BadInput(
-            "compute: jitter=quantiles:A/B/… takes two or more numbers from the least to the greatest, which is not 0; "
+            "compute: jitter=quantiles:A/B/… needs two or more numbers in ascending order, the last one above 0; "
             f"got {'/'.join(map(shown, values))}"
         )
     pieces = len(values) - 1
@@ -197,8 +201,8 @@ class Coding:
         parts = text.split("/")
         if len(parts) not in (2, 4):
             raise BadInput(
-                f"{what} is seconds to encode/to decode a number, and, with two more, a byte of what is sent; got {text!r}: "
-                "write 15ns/1ns, or 1ns/0.1ns/12ns/7ns"
+                f"{what} must be ENCODE/DECODE (time for one number), or four times, the last two for one byte sent; "
+                f"got {text!r}: write 15ns/1ns, or 1ns/0.1ns/12ns/7ns"
             )
         return cls(*(read_seconds(part, what) for part in parts))
 

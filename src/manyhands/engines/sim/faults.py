@@ -9,6 +9,7 @@ from typing import Any, Literal, Self, get_args
 
 from manyhands.engines.sim.quantities import NUMBER, TIME, expect_number, read_items, read_seconds, shown, unknown
 from manyhands.errors import BadInput, Unsupported, is_whole
+from manyhands.units import count
 
 What = Literal["kill", "pause", "restart"]
 
@@ -31,14 +32,15 @@ class Fault:
 
     def __post_init__(self) -> None:
         if self.what not in get_args(What):
-            raise BadInput(f"faults: kill, pause or restart; got {self.what!r}")
+            raise BadInput(f"faults: a fault must be kill, pause or restart; got {self.what!r}")
         if (self.step is None) == (self.time is None):
-            raise BadInput(f"faults: {self.what} is at a step or at a time; got step {self.step}, time {self.time}")
+            raise BadInput(f"faults: {self.what} needs either a step or a time; got step {self.step}, time {self.time}")
         if self.step is not None and not is_whole(self.step, least=0):
-            raise BadInput(f"faults: a step is a whole number of at least 0; got {self.step!r}")
+            raise BadInput(f"faults: a step must be a whole number of at least 0; got {self.step!r}")
         if self.node < 0 and self.step is not None:
             raise BadInput(
-                f"faults: {self} of a server shard, which makes no steps: give a time, as in {self.what}=shard0@2.5s"
+                f"faults: {self} gives a step, and a server shard makes no steps: give a time, as in "
+                f"{self.what}=shard0@2.5s"
             )
         if self.time is not None:
             expect_number(self.time, f"faults: the time of a {self.what} (seconds)", least=0)
@@ -47,7 +49,8 @@ class Fault:
             raise BadInput(f"faults: {self} does not say for how long: write {self}+3 for 3 seconds")
         if self.what == "kill" and self.seconds:
             raise BadInput(
-                f"faults: {self} would come back; that is restart: write {str(self).replace('kill', 'restart')}"
+                f"faults: {self} gives a time to come back, and kill has none: write "
+                f"{str(self).replace('kill', 'restart')}"
             )
 
     def __str__(self) -> str:
@@ -76,7 +79,7 @@ class Faults:
         for name in _PROBABILITIES:
             value = getattr(self, name)
             if isinstance(value, bool) or not 0 <= value < 1:
-                raise BadInput(f"faults: {name} is a probability of at least 0 and below 1; got {value!r}")
+                raise BadInput(f"faults: {name} must be a probability of at least 0 and below 1; got {value!r}")
         expect_number(self.delay_s, "faults: the mean delay (seconds)", least=0)
         expect_number(self.retry_s, "faults: retry (seconds)", above=0)
         expect_number(self.notice_s, "faults: notice (seconds)", least=0)
@@ -104,7 +107,7 @@ class Faults:
                 if not re.fullmatch(rf"-?{NUMBER}", probability) or (colon and name != "delay"):
                     by_name = f"a number, as in {name}=0.01"
                     shape = "PROBABILITY:SECONDS, as in delay=0.1:0.5" if name == "delay" else by_name
-                    raise BadInput(f"faults: {name} is {shape}; got {value!r}")
+                    raise BadInput(f"faults: {name} must be {shape}; got {value!r}")
                 changes[name] = float(probability)
                 if colon:
                     changes["delay_s"] = read_seconds(mean, "faults: the mean delay")
@@ -130,19 +133,23 @@ class Faults:
         """BadInput or Unsupported for faults that such a run cannot have. rejoins: a restarted worker can take part."""
         for fault in self.planned:
             if fault.node >= workers or -1 - fault.node >= shards:
-                there = f"workers 0 to {workers - 1}" if fault.node >= 0 else f"{shards} shards of a server"
+                there = (
+                    f"the last worker of this run is {workers - 1}"
+                    if fault.node >= 0
+                    else f"this run has {count(shards, 'server shard')}"
+                )
                 name = f"worker {fault.node}" if fault.node >= 0 else f"shard {-1 - fault.node}"
-                raise BadInput(f"faults: {fault.what} of {name}, and this run has {there}: name one of those")
+                raise BadInput(f"faults: {fault.what} names {name}, and {there}: name one that exists")
             if fault.what == "restart" and fault.node >= 0 and not rejoins:
                 raise Unsupported(
-                    f"faults: {fault} of a worker, and nobody can join a training that goes on: let it be killed or paused, "
-                    "or restart a server shard"
+                    f"faults: {fault} is not possible, because a restarted worker cannot join a running training: use "
+                    "kill or pause, or restart a server shard"
                 )
         named = [name for name in _PROBABILITIES if getattr(self, name)]
         if named and not shards:
             raise Unsupported(
-                f"faults: {', '.join(named)} {'are' if len(named) > 1 else 'is'} of messages to and from a parameter server, and this run has none: "
-                "take a strategy with one, such as downpour, or leave it out"
+                f"faults: only messages to and from a parameter server can have {', '.join(named)}, and this run has "
+                "no server: use a strategy with one, such as downpour, or leave this out"
             )
 
     def messages(self, seed: int) -> Messages | None:
@@ -179,8 +186,8 @@ def _read_fault(what: Any, text: str) -> Fault:
     found = re.fullmatch(_PLANNED, text)
     if found is None:
         raise BadInput(
-            f"faults: {what} is WHO@WHEN or WHO@WHEN+SECONDS, WHO a rank or shard0, WHEN step:100 or 2.5s; got {text!r}: "
-            f"write {what}={'2@step:100' if what == 'kill' else '2@step:100+3'}"
+            f"faults: {what} must be WHO@WHEN or WHO@WHEN+SECONDS (WHO: a rank or shard0; WHEN: step:100 or 2.5s); got "
+            f"{text!r}: write for example {what}={'2@step:100' if what == 'kill' else '2@step:100+3'}"
         )
     number = int(found["number"])
     return Fault(

@@ -78,11 +78,13 @@ class SimNetworkSpec:
             convert(f"network: {name}", str(getattr(self, name)), choices)
         if not is_whole(self.workers_per_host):
             raise BadInput(
-                f"network: workers_per_host is a whole number of at least 1, or all; got {self.workers_per_host!r}"
+                f"network: workers_per_host must be a whole number of at least 1, or all; got {self.workers_per_host!r}"
             )
         for one, other in self.links:
             if one >= other:
-                raise BadInput(f"network: a link is between two hosts, the lower first; got {(one, other)}")
+                raise BadInput(
+                    f"network: a link must name two different hosts, the lower number first; got {(one, other)}"
+                )
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -113,7 +115,8 @@ class SimNetworkSpec:
                 one, other = sorted((_host(found[1]), _host(found[2])))
                 if one == other:
                     raise BadInput(
-                        f"network: {name} is between two hosts; within a host it is local_latency, local_bandwidth"
+                        f"network: {name} names the same host twice: for the link inside a host, set local_latency and "
+                        "local_bandwidth"
                     )
                 links[one, other] = _read_link(name, value, links.get((one, other)))
             else:
@@ -174,8 +177,9 @@ class NetworkState:
             if host not in there:
                 last = f" and shard0 to shard{shards_apart - 1}" if shards_apart else ""
                 raise BadInput(
-                    f"network: {_name(host)} is overridden, and {workers} workers, {network.workers_per_host} a "
-                    f"host, are on host0 to host{self.hosts - 1}{last}: name one of those, or leave it out"
+                    f"network: {_name(host)} does not exist here: the hosts are host0 to host{self.hosts - 1}{last} "
+                    f"(workers: {workers}, on each host: {network.workers_per_host}). Name one of those, or leave it "
+                    "out"
                 )
         self._out: dict[int, float] = {}  # by host: when its card is free
         self._in = self._out if network.duplex == "shared" else {}
@@ -256,7 +260,7 @@ def _read_link(name: str, text: str, before: SimLink | None) -> SimLink:
             link = replace(link, bandwidth=read_bandwidth(value, f"network: {name}: bandwidth"))
         else:
             raise BadInput(
-                f"network: {name} is latency:TIME, bandwidth:BITS or both with / between them; got {text!r}: "
+                f"network: {name} must be latency:TIME, bandwidth:BITS or both with / between them; got {text!r}: "
                 f"write {name}=latency:1ms/bandwidth:100Mbit"
             )
     return link

@@ -41,9 +41,9 @@ class Profile:
 
     def __post_init__(self) -> None:
         if _LOCAL not in self.networks:
-            raise BadInput(f"a profile has a network {_LOCAL!r}; got {', '.join(self.networks) or 'none'}")
+            raise BadInput(f"a profile must have a network {_LOCAL!r}; got {', '.join(self.networks) or 'none'}")
         if not self.workers >= 1:
-            raise BadInput(f"a profile was measured with at least 1 worker; got {self.workers}")
+            raise BadInput(f"a profile must be of at least 1 worker; got {self.workers}")
         for strategy, error in self.errors.items():
             expect_number(error, f"a profile's prediction error of {strategy}")
 
@@ -75,7 +75,7 @@ class Profile:
                 f"profile {path} cannot be read ({error.strerror}): give the path of one, or {_AGAIN}"
             ) from error
         except ValueError as error:
-            raise BadInput(f"profile {path} is no JSON ({error}): {_AGAIN}") from error
+            raise BadInput(f"profile {path} is not JSON ({error}): {_AGAIN}") from error
         if not isinstance(content, dict) or content.pop("kind", None) != _KIND:
             raise BadInput(f"{path} is not a profile of manyhands: {_AGAIN}")
         schema = content.pop("schema", None)
@@ -111,7 +111,7 @@ def _values(content: Mapping[str, Any]) -> dict[str, Any]:
         outer, inner = _TYPES[name]
         parts = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
         if not isinstance(value, outer) or not all(isinstance(p, inner) and not isinstance(p, bool) for p in parts):
-            raise BadInput(f"{name} is of another type: {json.dumps(value)[:80]}")
+            raise BadInput(f"{name} has the wrong type: {json.dumps(value)[:80]}")
     return {
         **content,
         "networks": {name: SimNetworkSpec.parse(text) for name, text in content["networks"].items()},

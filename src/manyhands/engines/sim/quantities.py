@@ -20,7 +20,7 @@ def read_seconds(text: str, what: str) -> float:
     """`2s`, `10ms`, `50us`, `5ns`, or a number, which is seconds; BadInput otherwise. `what` names it in messages."""
     found = re.fullmatch(rf"({NUMBER})\s*([mµun]?s)?", text.strip())
     if found is None:
-        raise BadInput(f"{what} is a time in seconds, such as 0.01, 10ms, 50us or 2s; got {text!r}")
+        raise BadInput(f"{what} must be a time in seconds, such as 0.01, 10ms, 50us or 2s; got {text!r}")
     return float(found[1]) / _PER_SECOND[found[2] or ""]
 
 
@@ -32,7 +32,9 @@ def read_bandwidth(text: str, what: str) -> float:
     found = re.fullmatch(rf"({NUMBER})\s*(?:([kKmMgGtT]?)(?:[bB]it(?:/s)?|bps))?", text)
     if found is None or not float(found[1]):
         bytes_too = ": bytes are not bits, 1 MB/s is 8Mbit" if re.search(r"B(?!it)|[bB]yte", text) else ""
-        raise BadInput(f"{what} is in bit/s, above 0, such as 1e9, 100Mbit, 1Gbit or inf; got {text!r}{bytes_too}")
+        raise BadInput(
+            f"{what} must be a number of bit/s above 0, such as 1e9, 100Mbit, 1Gbit or inf; got {text!r}{bytes_too}"
+        )
     return float(found[1]) * _BITS[(found[2] or "").lower()]
 
 
@@ -40,7 +42,7 @@ def read_factor(text: str, what: str) -> float:
     """`5x`, `0.5x`, or a number above 0; BadInput otherwise."""
     found = re.fullmatch(rf"({NUMBER})x?", text.strip())
     if found is None or not float(found[1]):
-        raise BadInput(f"{what} is a factor above 0, such as 5x (5 times as long) or 0.5x; got {text!r}")
+        raise BadInput(f"{what} must be a factor above 0, such as 5x (5 times as long) or 0.5x; got {text!r}")
     return float(found[1])
 
 
@@ -56,7 +58,7 @@ def read_items(text: str, what: str) -> list[tuple[str, str]]:
     for item in split_commas(text) if text.strip() else []:
         name, equals, value = (part.strip() for part in item.partition("="))
         if not name or (equals and not value):
-            raise BadInput(f"{what} is a list of option=value with commas between them; got {item!r} in {text!r}")
+            raise BadInput(f"{what} must be option=value, with commas between several; got {item!r} in {text!r}")
         items.append((name, value.strip("\"'")))
     return items
 
@@ -71,9 +73,11 @@ def unknown(name: str, what: str, valid: Iterable[str]) -> UnknownName:
 def expect_number(value: float, what: str, *, above: float = -math.inf, least: float = -math.inf) -> None:
     """BadInput unless a finite number above `above` and of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise BadInput(f"{what} is a finite number; got {value!r}")
+        raise BadInput(f"{what} must be a finite number; got {value!r}")
     if value <= above or value < least:
-        raise BadInput(f"{what} is {f'above {above:g}' if value <= above else f'at least {least:g}'}; got {value!r}")
+        raise BadInput(
+            f"{what} must be {f'above {above:g}' if value <= above else f'at least {least:g}'}; got {value!r}"
+        )
 
 
 def shown(value: float) -> str:

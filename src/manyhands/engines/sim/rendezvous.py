@@ -277,5 +277,9 @@ class SimRendezvous:
             self._watch(oldest.since)
             return
         first, *others = oldest.lacks()
-        nor = f", nor did workers {', '.join(map(str, others[:5]))}{' …' if others[5:] else ''}" if others else ""
+        nor = (
+            f" (others that did not come: {', '.join(map(str, others[:5]))}{' …' if others[5:] else ''})"
+            if others
+            else ""
+        )
         self._fail(self._lost(first, f"did not come for {self.timeout_s:g} s{nor}"))

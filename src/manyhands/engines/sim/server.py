@@ -202,9 +202,10 @@ class SimServers:
         worker = shard.slowest if shard.store.initialized else self.giver
         if worker is None:
             return ManyhandsError(
-                f"worker {call.worker} waited {seconds:g} s for a first center in server.{call.operation}: one worker has to offer its parameters"
+                f"worker {call.worker} waited {seconds:g} s in server.{call.operation} for the server's first "
+                "parameters: one worker must call server.initialize"
             )
-        why = f"did not do its part for {self.timeout_s:g} s"
+        why = f"made no progress for {self.timeout_s:g} s"
         return PeerLost(worker, self._host(worker), f"server.{call.operation}", call.step, seconds, why)
 
     # -- words -------------------------------------------------------------------------------------------------------

@@ -176,9 +176,7 @@ class Timeline:
                     waiting = [program for program in self.programs if not program.ended]
                     listing = "; ".join(f"{program.name} waits for {program.waits_for}" for program in waiting[:5])
                     more = " …" if len(waiting) > 5 else ""
-                    raise Deadlock(
-                        f"at {self.now:g} s nothing is due, and {len(waiting)} programs wait: {listing}{more}"
-                    )
+                    raise Deadlock(f"the run is stuck at {self.now:g} s, because everybody waits: {listing}{more}")
         finally:
             self.on_end = lambda program: None
             try:

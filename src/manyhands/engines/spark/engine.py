@@ -85,11 +85,11 @@ class Spark(Engine):
             listener, stage = self._opened(session.addresses(spark), spec)
             with contextlib.closing(listener):
                 job = stack.enter_context(Job(spark, stage, spec.workers))
-                joined = stack.enter_context(JoinedHosts("see the executor's log in Spark's own pages"))
+                joined = stack.enter_context(JoinedHosts("see the executor's log in the Spark web UI"))
                 roster = Roster(spec.workers)
                 late = (
-                    "the cluster is busy with other jobs, or reads the rows still (Spark's own pages show the job manyhands); "
-                    "give a longer wait_s"
+                    "the cluster may be busy with other jobs, or may still read the rows (the Spark web UI shows the "
+                    "job manyhands): give a longer wait_s (--wait)"
                 )
                 entrance = JoinListener(listener, roster, joined, LOG.info, "the executors", lambda: late)
                 entrance.wait(spec.observer, self.wait_s, job.check)

@@ -56,7 +56,7 @@ class Job:
                 self._cancel()  # what is still being planned begins only now, and is cancelled the next time
             self._thread.join(_AGAIN_S)
         if self._thread.is_alive():
-            LOG.warning("the Spark job %s does not end: look for it in Spark's own pages", self._tag)
+            LOG.warning("the Spark job %s has not ended: cancel it in the Spark web UI", self._tag)
         if error is not None and reason:
             error.add_note(f"Spark says: {reason}")
 
@@ -82,7 +82,11 @@ class Job:
         if not self._reports:
             raise BadInput("the DataFrame has no rows: expected at least one. Is the filter or split the right one?")
         reasons = [report["refused"] for report in self._reports if report.get("refused")]
-        raise BadInput(reasons[0] if reasons else "the Spark job of the run ended before it began")
+        raise BadInput(
+            reasons[0]
+            if reasons
+            else "the Spark job ended before the run began: look for its error in the Spark web UI"
+        )
 
     def _cancel(self) -> None:
         if is_connect(self._spark):
@@ -97,7 +101,7 @@ def check_executors(spark: SparkSession, workers: int) -> None:
     try:
         reason = [json.loads(row[REPORT]) for row in table.mapInArrow(report_versions, SCHEMA).collect()]
     except Exception as error:
-        raise ManyhandsError(f"the executors cannot work for a run: {why(error)}") from error
+        raise ManyhandsError(f"the Spark executors cannot run manyhands: {why(error)}") from error
     for host, found in reason:
         check_versions(host, found, versions())
 
@@ -106,9 +110,12 @@ def why(error: BaseException) -> str:
     """The line of a Spark error that says what happened."""
     text = str(error)
     if missing := re.search("No module named '(manyhands|torch)'", text):
-        return f"the executors' Python has no {missing[1]}: install it there as here, or name that Python in PYSPARK_PYTHON"
+        return (
+            f"the executors' Python has no {missing[1]}: install the same version there, or set PYSPARK_PYTHON to a "
+            "Python that has it"
+        )
     if "PYTHON_VERSION_MISMATCH" in text:
-        return "the executors' Python is of another version than this one: name the right one in PYSPARK_PYTHON"
+        return "the executors have another version of Python: set PYSPARK_PYTHON to a Python of this process's version"
     lines = [line.strip() for line in text.splitlines()]
     reason = [line for line in lines if _SAYS_WHY.match(line)]
     own = [line for line in reason if not line.startswith(("org.apache.", "py4j.", "java."))]

@@ -96,11 +96,11 @@ def check(spark: SparkSession, workers: int, roles: Roles | None = None) -> None
 def _too_few(spark: SparkSession, asked: str, workers: int, slots: int) -> str:
     if slots == 0:
         return (
-            f"{asked} need {workers} Spark task slots at once, and no executor has come within {_FIRST_S:.0f} s: do others hold the cluster, "
-            f"or do executors ask for more than a node has (spark.executor.memory is {spark.conf.get('spark.executor.memory', '1g')})?"
+            f"{asked} need {workers} Spark task slots at once, and no executor started within {_FIRST_S:.0f} s: does another job hold the cluster, "
+            f"or is spark.executor.memory ({spark.conf.get('spark.executor.memory', '1g')}) more than a node has?"
         )
     return (
-        f"{asked} need {workers} Spark task slots at once, and the cluster has {slots}: give fewer workers, more "
+        f"{asked} need {workers} Spark task slots at once, and the cluster has {slots}: use fewer workers, more "
         f"executors or cores, or a smaller spark.task.cpus (now {spark.conf.get('spark.task.cpus', '1')})"
     )
 

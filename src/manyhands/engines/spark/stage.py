@@ -178,8 +178,8 @@ def check_versions(host: str, found: dict[str, str], wanted: dict[str, str]) -> 
     """BadInput for an executor that has other versions than the driver."""
     if found != wanted:
         raise BadInput(
-            f"the executor on {host} has {listed(found)}, the driver {listed(wanted)}; install the same, or name the right Python in "
-            "PYSPARK_PYTHON"
+            f"the executor on {host} has {listed(found)}, and the driver has {listed(wanted)}: install the same "
+            "versions, or set PYSPARK_PYTHON to the right Python"
         )
 
 
@@ -234,8 +234,8 @@ class Neighbours:
         for i, host in enumerate(self.hosts):
             if spaces[i] != spaces[self.hosts.index(host)]:
                 return (
-                    f"executors at {host} have one address and no processes in common, as containers in the host's network have: give each an "
-                    "address of its own"
+                    f"executors share the address {host}, and cannot see each other's processes (they are probably "
+                    "containers): give each executor an address of its own"
                 )
         return ""
 

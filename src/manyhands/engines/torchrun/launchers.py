@@ -27,7 +27,10 @@ TORCHRUN = Launcher(
     names={RANK: RANK, SIZE: SIZE, LOCAL_RANK: LOCAL_RANK, LOCAL_SIZE: LOCAL_SIZE},
 )
 OPEN_MPI = Launcher(
-    start="start with mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=PORT python script.py, HOST being rank 0's and PORT free there",
+    start=(
+        "start with mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=PORT python script.py (HOST: the host of rank 0; "
+        "PORT: a free port there)"
+    ),
     names={
         RANK: "OMPI_COMM_WORLD_RANK",
         SIZE: "OMPI_COMM_WORLD_SIZE",
@@ -36,11 +39,17 @@ OPEN_MPI = Launcher(
     },
 )
 MPICH = Launcher(
-    start="start with mpirun -genv MASTER_ADDR HOST -genv MASTER_PORT PORT python script.py, HOST being rank 0's and PORT free there",
+    start=(
+        "start with mpirun -genv MASTER_ADDR HOST -genv MASTER_PORT PORT python script.py (HOST: the host of rank 0; "
+        "PORT: a free port there)"
+    ),
     names={RANK: "PMI_RANK", SIZE: "PMI_SIZE", LOCAL_RANK: "MPI_LOCALRANKID", LOCAL_SIZE: "MPI_LOCALNRANKS"},
 )
 SLURM = Launcher(
-    start="start with MASTER_ADDR=HOST MASTER_PORT=PORT srun python script.py, HOST being rank 0's and PORT free there",
+    start=(
+        "start with MASTER_ADDR=HOST MASTER_PORT=PORT srun python script.py (HOST: the host of rank 0; "
+        "PORT: a free port there)"
+    ),
     names={
         RANK: "SLURM_PROCID",
         SIZE: "SLURM_STEP_NUM_TASKS",

@@ -50,7 +50,7 @@ def exchange_bound(m: RunMeasurements) -> Advice | None:
 
 def _rarer(m: RunMeasurements, period: int, faster: float) -> str:
     if period <= round(m.period):
-        return "Rounds are as rare as can be: take fewer workers, or a faster link."
+        return "Rounds are as rare as can be: use fewer workers, or a faster link."
     if m.traits.period:
         way = f"Raising {m.traits.period} from {m.period:.0f} to {period}"
     elif period < DILOCO_FROM:
@@ -68,7 +68,9 @@ def _price(m: RunMeasurements, period: int) -> str:
         return f"that is {count(-(-m.steps // period), 'round')}, and few may cost accuracy"
     bears = bearable_period(m.steps)
     return (
-        f"{m.steps:,} steps bear about {bears}, so it may cost accuracy" if period > bears else "compare its accuracy"
+        f"{count(m.steps, 'step')} can bear about {bears}, so it may cost accuracy"
+        if period > bears
+        else "compare its accuracy"
     )
 
 

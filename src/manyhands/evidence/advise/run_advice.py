@@ -136,8 +136,8 @@ def _threads(m: RunMeasurements) -> Advice | None:
         ways.append(f"--threads-per-worker {max(1, crowded.cores // crowded.workers)}")
     where = f" of {crowded.host}" if crowded.workers < m.workers else ""
     text = (
-        f"{count(crowded.threads, 'thread')} share {count(crowded.cores, 'core')}{where}, so that some wait while others compute: take "
-        f"{' or '.join(ways)}."
+        f"{count(crowded.threads, 'thread')} share {count(crowded.cores, 'core')}{where}, so that some wait while "
+        f"others compute: use {' or '.join(ways)}."
     )
     wins = m.share(m.wait_s) if m.workers > 1 else 0.0
     return Advice(kind="threads", text=text, numbers={"threads": crowded.threads, "cores": crowded.cores}, wins=wins)
@@ -171,7 +171,7 @@ def _why_uneven(m: RunMeasurements, numbers: dict[str, Any]) -> str:
 def _wait_less(m: RunMeasurements) -> str:
     """By the strategy's options: without a bound nobody is held back, and workers wait only where all meet."""
     if m.near_limit:
-        return "take fewer workers"
+        return "use fewer workers"
     if m.options.get("bound") is not None:
         return "raise bound"
     if "backups" in m.options:
@@ -192,7 +192,7 @@ def _few_rows(m: RunMeasurements) -> Advice | None:
         return None
     text = (
         f"few rows: {m.rows_per_step:.2g} a worker and step, where each tends to take longer than among many. Raise "
-        f"--batch-size to {8 * m.workers}, or take fewer workers."
+        f"--batch-size to {8 * m.workers}, or use fewer workers."
     )
     return Advice(kind="few-rows", text=text, numbers={"rows_per_step": m.rows_per_step})
 
@@ -205,7 +205,7 @@ def _unused_rows(m: RunMeasurements) -> Advice | None:
     """
     if m.unused <= UNUSED_SHARE:
         return None
-    why = "were computed and came too late. Take fewer backups, or free the late workers."
+    why = "were computed and came too late. Use fewer backups, or free the late workers."
     if not m.traits.drops:
         clip = "clip to less" if m.clipped else "clip with --clip-norm 1"
         why = f"were skipped, because their gradient was not finite. Lower the rate, or {clip}."

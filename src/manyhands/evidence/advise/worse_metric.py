@@ -26,7 +26,7 @@ def _dropped(one: Contestant, base: Contestant) -> Advice | None:
     if share <= UNUSED_SHARE:
         return None
     remedy = (
-        "take fewer backups"
+        "use fewer backups"
         if one.measured.traits.drops
         else f"lower the rate, or clip the gradients{' to less' if one.measured.clipped else ''}"
     )
@@ -84,7 +84,7 @@ def _behind(one: Contestant, base: Contestant) -> Advice | None:
     if m.traits.follows and m.server:
         text = (
             "its answer follows the workers at a distance, so short runs are behind: train longer"
-            f"{', or take period=1' if m.period > 1 else ''}."
+            f"{', or use period=1' if m.period > 1 else ''}."
         )
         return _advice(one, "behind", text, far=far)
     if m.traits.behind is None or (m.period <= 1 and not m.traits.behind_at_once):
@@ -121,7 +121,7 @@ def _codec(one: Contestant, base: Contestant) -> Advice | None:
     codec = one.measured.codec
     if codec in ("none", "bf16"):
         return None
-    text = f"what compress={codec} leaves out of each exchange costs accuracy: let it send more, or take compress=bf16."
+    text = f"what compress={codec} leaves out of each exchange costs accuracy: let it send more, or use compress=bf16."
     return _advice(one, "codec-loses", text, codec=codec)
 
 
@@ -137,7 +137,7 @@ def _drift(one: Contestant, base: Contestant) -> Advice | None:
     bears = bearable_period(m.steps)
     shorter = max(1, min(round(m.period) // 2, bears))
     found = f"replicas drift apart for {m.period:.0f} steps"
-    bound = f", and {m.steps:,} steps bear about {bears}" if m.period > bears else ""
+    bound = f", and {count(m.steps, 'step')} can bear about {bears}" if m.period > bears else ""
     return _advice(one, "drift", f"{found}{bound}: exchange every {count(shorter, 'step')}.", period=shorter)
 
 

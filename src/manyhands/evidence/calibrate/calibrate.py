@@ -135,8 +135,8 @@ def calibrated(
     local = engines.engine_of(engine)
     if not isinstance(local, Local):
         raise Unsupported(
-            f"calibrate measures this machine by workers that it starts here, which engine {local.name} does not do: take "
-            "engine local, outside of manyhands run and torchrun"
+            f"calibrate measures this machine by workers that it starts here, and engine {local.name} cannot do that: "
+            "use engine local, outside of manyhands run and torchrun"
         )
     _check(own, chosen, local, workers, steps, timeout_s)
     check_resources(device, threads_per_worker, local)
@@ -178,11 +178,11 @@ class _Calibrator:
 
     def run(self) -> Calibration:
         start = time.monotonic()
-        self.say("the group in shared memory, the group over sockets")
+        self.say("measuring exchanges in shared memory and over sockets")
         memory, sockets = measure.time_groups(self.setup, self.task)
-        self.say("the parameter server and its leases")
+        self.say("measuring the parameter server")
         server = measure.time_server(self.setup, self.task)
-        self.say("what codecs compute")
+        self.say("measuring the codecs")
         codecs = time_codecs(self.setup, self.task, _QUICK_CODEC_TICKS if self.quick else _CODEC_TICKS)
         own_batch = sum(event.values["rows"] for event in observe(self.setup, self.task, Ensemble(), 1))
         others = [size for size in (own_batch // 2, own_batch + own_batch // 2) if size >= self.setup.workers]

@@ -118,8 +118,8 @@ def block_of(events: Sequence[Event], strategy: Strategy) -> int:
     complete = [tick for tick in rounds if tick != max(ticks)]  # the last step closes an open round
     if len(complete) == 1 or (rounds and not complete):
         raise BadInput(
-            f"{spec_of(strategy)} made {len(rounds)} exchange(s) in {len(ticks)} steps, too few to know what a step takes: "
-            "give steps (--steps) of at least three periods"
+            f"{spec_of(strategy)} exchanged too rarely to measure a step (exchanges: {len(rounds)}, steps: "
+            f"{len(ticks)}): give more steps (--steps), at least three periods"
         )
     gaps = [later - earlier for earlier, later in pairwise(complete)]
     gap = round(statistics.median(gaps)) if gaps else 1

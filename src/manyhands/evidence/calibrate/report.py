@@ -11,7 +11,7 @@ from manyhands.evidence.calibrate.coding import CodecTimes
 from manyhands.evidence.calibrate.fit import Terms
 from manyhands.evidence.calibrate.measure import bandwidth_of
 from manyhands.evidence.text_table import text_table
-from manyhands.units import duration, short
+from manyhands.units import count, duration, short
 
 WIDTH = 120
 GOOD = 0.15  # the text points out predictions with a larger error
@@ -27,18 +27,19 @@ def _measured(calibration: Calibration) -> list[str]:
     profile, compute, server = calibration.profile, calibration.compute, calibration.server
     machine = profile.machine
     head = (
-        f"{profile.task} on {profile.workers} workers at the same time, {machine['threads_per_worker']} "
-        f"thread(s) each, {machine['cores']} cores ({calibration.seconds:.0f} s)"
+        f"{profile.task} on {count(profile.workers, 'worker')} at the same time, "
+        f"{count(int(machine['threads_per_worker']), 'thread')} each, {count(int(machine['cores']), 'core')} "
+        f"({calibration.seconds:.0f} s)"
     )
     speed = f"{duration(compute.row)} a row + {duration(compute.step)}, jitter {compute.jitter:.1%}"
-    fitted = ", ".join(f"{error:+.0%} at {rows} row(s)" for rows, error in sorted(compute.residuals.items()))
+    fitted = ", ".join(f"{error:+.0%} at {count(rows, 'row')}" for rows, error in sorted(compute.residuals.items()))
     request = f"{duration(server.request)} a request, {duration(server.pull)} a pull, {duration(server.push)} a push"
     busy = f"{duration(profile.compute.request)} more a request, {duration(profile.compute.lease)} a lease"
     rows = [
         ("step", f"{speed}; fitted {fitted}"),
         ("shared memory", _link(calibration.memory)),
         ("sockets", _link(calibration.sockets)),
-        ("server", f"{request} ({server.bytes:,} bytes), {duration(server.lease)} a lease"),
+        ("server", f"{request} ({count(server.bytes, 'byte')}), {duration(server.lease)} a lease"),
         ("while computing", busy),
     ]
     width = max(len(name) for name, _ in rows)

@@ -90,8 +90,8 @@ def check(
     own, found_engine = task_from(task, task_fields), engines.engine_of(engine)
     if not (found_engine.capabilities.one_host or found_engine.capabilities.simulated):
         raise Unsupported(
-            f"check runs its workers on this machine, which engine {found_engine.name} does not do: take engine local or "
-            "sim, outside of manyhands run and torchrun"
+            f"check runs its workers on this machine, and engine {found_engine.name} cannot do that: use engine local "
+            "or sim, outside of manyhands run and torchrun"
         )
     if own.executor is not None:
         raise Unsupported(
@@ -194,7 +194,7 @@ class Proofs:
         own = self.trials.copies.fresh()
         with errors_located("opening the data or building the model"):
             even = self._within_memory(replace(even_batches(own, self.trials.workers, steps), record_rows=True))
-        self.say(f"{even.steps} steps with one worker, in float64")
+        self.say(f"training one worker in float64 (steps: {even.steps})")
         solo, even = self._run_solo(even)
         sums = [loss + float(gradient.sum()) for loss, gradient in zip(solo.losses, solo.gradients, strict=True)]
         last = next((step for step, total in enumerate(sums, start=1) if not abs(total) < float("inf")), None)
@@ -248,7 +248,7 @@ class Proofs:
     def _prove(self, config: TrialConfig, solo: Trace) -> None:
         """Run the same steps with N workers and compare."""
         rows = max(solo.rows)
-        self.say(f"{config.steps} steps with {self.trials.workers} workers, {rows} rows each")
+        self.say(f"training {self.trials.workers} workers (steps: {config.steps}, rows of each in a step: {rows})")
         ranks: Sequence[Trace] = ()
         failure = ""
         try:

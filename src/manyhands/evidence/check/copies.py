@@ -76,8 +76,8 @@ class Copies:
             return copy.deepcopy(self._task)
         except Exception as error:  # user classes raise what they like
             raise BadInput(
-                f"the task can be neither sent nor copied ({type(error).__name__}: {error}), so it cannot be checked "
-                "without changing it"
+                f"check needs a copy of the task, and it can be neither sent nor copied ({type(error).__name__}: "
+                f"{error}): build the model and open the data inside functions (model=lambda: …)"
             ) from error
 
     def built(self) -> tuple[Task, nn.Module]:

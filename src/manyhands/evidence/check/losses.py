@@ -54,10 +54,10 @@ _COUPLED = (
     "dimension."
 )
 _METRIC = (
-    "evaluate's {name} is no mean: for a batch it is {whole:.6g}, and the weighted mean of its parts differs from that "
-    "by {off:.1e}{how}. Workers evaluate their slices, and weighted means are reported, so N workers report another "
-    "number than one. Return a mean over rows, or (mean, weight); compute metrics that are no means, such as F1 or "
-    "AUC, from run.predict()."
+    "evaluate's {name} is not a mean: for a batch it is {whole:.6g}, and the weighted mean of its parts differs from "
+    "that by {off:.1e}{how}. Workers evaluate their slices, and weighted means are reported, so N workers report "
+    "another number than one. Return a mean over rows, or (mean, weight); compute metrics that are not means, such as "
+    "F1 or AUC, from run.predict()."
 )
 
 

@@ -199,7 +199,8 @@ def _histogram(comparison: Comparison, variant: Variant, histogram: Mapping[int,
         "width": 0.9 * width,
         "marker": {"color": drawing.styles_of(comparison)[variant.name].colour, "line": {"width": 0}},
         "hovertext": [
-            f"<b>{drawing.text(variant.name)}</b><br>{units.percent(share)} of the pushes are {span} versions late"
+            f"<b>{drawing.text(variant.name)}</b><br>{units.percent(share)} of the pushes are {span} "
+            f"version{'' if span == '1' else 's'} late"
             for span, share in zip(spans, bins.values(), strict=True)
         ],
         "hoverinfo": "text",

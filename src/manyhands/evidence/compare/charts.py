@@ -97,9 +97,9 @@ def left_out(comparison: Comparison) -> str:
     parts = []
     if missing:
         by = f"soonest at {comparison.target}" if comparison.target else f"best in {comparison.metric}"
-        parts.append(
-            f"The charts show solo and the {sum(not one.solo for one in shown)} others that were {by}, not {units.named(missing)}; the table has all."
-        )
+        others = sum(not one.solo for one in shown)
+        best = "one that was" if others == 1 else f"{others} others that were"
+        parts.append(f"The charts show solo and the {best} {by}, not {units.named(missing)}; the table has all.")
     most = max((len(measures.times_of_workers(comparison, one.name)) for one in shown), default=0)
     if most > bars.room(len(shown)):
         parts.append(

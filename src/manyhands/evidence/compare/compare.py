@@ -89,7 +89,8 @@ def compare(
     check_resources(device, threads_per_worker, place)
     if place.capabilities.spmd:
         raise Unsupported(
-            f"compare starts each trial's workers itself, which engine {place.name} does not let it: call it outside of manyhands run and torchrun"
+            f"compare starts the workers of each trial itself, and engine {place.name} does not allow that: call "
+            "compare outside of manyhands run and torchrun"
         )
     setting = TrialSetup(
         task=own,
@@ -178,7 +179,7 @@ def _possible(
     refused = refusals(entries, setting, engine)
     if refused and not is_default:
         raise BadInput(
-            "not all of this can be compared. " + " ".join(f"{name}: {why}." for name, why in refused.items())
+            "some variants cannot be compared. " + " ".join(f"{name}: {why}." for name, why in refused.items())
         )
     for name, why in refused.items():
         say(f"left out: {name}: {why}")

@@ -231,7 +231,10 @@ class Comparison:
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Raises BadInput for what no `to_json` of this version wrote."""
-        unknown = f"this is no {NUMBERS} of a comparison, or one of another version: compare again"
+        unknown = (
+            f"this is not the {NUMBERS} of a comparison, or another version of manyhands wrote it: run manyhands "
+            "compare again"
+        )
         try:
             values = events.from_json(text)
         except ValueError:

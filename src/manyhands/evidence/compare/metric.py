@@ -28,7 +28,8 @@ def target_of(given: Target | str | None) -> Target | None:
     higher = higher_is_better(name) if sign == "=" else sign in (">=", "≥")
     if higher is None:
         raise BadInput(
-            f'target: whether more or less of {name!r} is better does not show in its name: write "{name}>={value:g}" or "{name}<={value:g}"'
+            f"target: the name {name!r} does not tell whether a higher or a lower value is better: write "
+            f'"{name}>={value:g}" or "{name}<={value:g}"'
         )
     if not name.startswith((TEST, VALIDATION)):
         raise BadInput(
@@ -99,7 +100,8 @@ def metric_of(names: list[str], target: Target | None) -> tuple[str, bool]:
                 return name, higher
         if own:
             raise BadInput(
-                f"whether more or less is better does not show in the names {', '.join(own)}: say by which to judge, and how, with "
-                f'target (--target "{own[0]}>=0.9" or "{own[0]}<=0.1")'
+                f"compare cannot tell whether higher or lower is better for {', '.join(own)}: choose the metric to "
+                "judge by with "
+                f'target= (--target "{own[0]}>=0.9" or "{own[0]}<=0.1")'
             )
-    raise BadInput("the task measures nothing to judge by: its evaluate gives no metrics")
+    raise BadInput("the task's evaluate returns no metrics, and compare needs one to judge by: return at least one")

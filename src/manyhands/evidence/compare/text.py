@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Sequence
 
 from manyhands import units
+from manyhands.errors import is_whole
 from manyhands.evidence.compare.comparison import Comparison, Variant
 from manyhands.evidence.compare.report import machine, notes
 from manyhands.evidence.compare.table import COST, NOTHING, TableCell, TableColumn, columns
@@ -45,14 +46,14 @@ def text(comparison: Comparison, width: int = WIDTH) -> str:
 
 def _headline(comparison: Comparison, repeats: str) -> str:
     machine = comparison.machine
-    place = (
-        f"engine {machine.get('engine', 'local')}, {machine.get('device', 'cpu')}, {machine.get('cores', '?')} cores"
-    )
+    cores = machine.get("cores")
+    cores = units.count(cores, "core") if is_whole(cores) else "? cores"
+    place = f"engine {machine.get('engine', 'local')}, {machine.get('device', 'cpu')}, {cores}"
     simulated = "; all seconds are virtual" if comparison.simulated else ""
     ended = "" if comparison.complete else ", interrupted"
     return (
-        f"{comparison.task}: {len(comparison.variants)} variants, {repeats}{ended} in {units.duration(comparison.seconds)} "
-        f"({place}{simulated})"
+        f"{comparison.task}: {units.count(len(comparison.variants), 'variant')}, {repeats}{ended} in "
+        f"{units.duration(comparison.seconds)} ({place}{simulated})"
     )
 
 

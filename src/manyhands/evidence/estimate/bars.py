@@ -68,8 +68,7 @@ def bars_of(profile: Profile, strategy: str, workers: int, rows: float, besides:
 def _factor(strategy: str, error: float) -> float:
     if error <= -1:
         raise BadInput(
-            f"the profile's prediction error of {strategy} is {error:g}, and errors of predictions are above -1: "
-            "calibrate again"
+            f"the profile's prediction error of {strategy} is {error:g}, and it must be above -1: calibrate again"
         )
     return max(1 + error, 1 / (1 + error))
 

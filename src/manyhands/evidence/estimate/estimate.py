@@ -239,8 +239,8 @@ class _Estimator:
         measured = observer.measured()
         if measured is None:
             raise BadInput(
-                f"fewer than two exchanges happened in {observer.steps} steps, too few to measure a step: give --steps, at "
-                "least two periods; it takes a while"
+                f"too few exchanges to measure a step (steps: {observer.steps}, exchanges: fewer than two): give more "
+                "--steps, at least two periods of the strategy, which takes longer"
             )
         return measured
 
@@ -285,9 +285,9 @@ class _Estimator:
             getattr(self.network, name) == getattr(profile.network, name) for name in described
         ):
             notes.append(
-                f"Between its hosts of {self.network.workers_per_host} workers the network has the latency and bandwidth "
-                "of sockets on the one machine that was measured, which no network beats: describe yours with --network "
-                "latency=…,bandwidth=…"
+                f"Between its hosts of {units.count(self.network.workers_per_host, 'worker')} the network has the "
+                "latency and bandwidth of sockets on the one machine that was measured, which no network beats: "
+                "describe yours with --network latency=…,bandwidth=…"
             )
         if not profile.errors:
             notes.append(
@@ -300,13 +300,16 @@ def _notes(strategy: Strategy, workers: int, reading: ReadingPlan, measured: Ste
     """Notes on one row."""
     notes = []
     if reading.rows is not None and reading.rows < reading.batch_size:
-        notes.append(f"an epoch is one step: {reading.rows:,} rows are fewer than a batch of {reading.batch_size:,}")
+        notes.append(
+            f"an epoch is one step: it has {units.count(reading.rows, 'row')}, and a batch {reading.batch_size:,}"
+        )
     if getattr(strategy, "warmup", 0):
         notes.append("its warmup is left out")
     if measured.spread > ENOUGH:
         notes.append(
-            f"after {measured.steps} steps the mean of a step is known to {measured.spread:.0%} only: give --steps"
+            f"after {units.count(measured.steps, 'step')} the mean of a step is known to {measured.spread:.0%} only: "
+            "give --steps"
         )
     if workers > 1 and not measured.rounds and strategy.needs.one_model:
-        notes.append(f"no exchange was due in {measured.simulated} steps, so none is in the prediction")
+        notes.append(f"no exchange was due in {units.count(measured.simulated, 'step')}, so none is in the prediction")
     return notes

@@ -152,8 +152,8 @@ def payload_bytes(codec: Codec, shape: Shape, low: int, high: int) -> int:
     if len(lengths) > 1:
         raise Unsupported(
             f"the messages of compress={codec.name} have lengths that depend on the gradients' values, so only training "
-            "shows them: train with it on engine sim and this profile, on fewer workers, or take a codec of fixed length "
-            "such as topk:0.01"
+            "shows them: train with it on engine sim and this profile, on fewer workers, or use a codec of fixed "
+            "length such as topk:0.01"
         )
     return lengths[0]
 

@@ -19,9 +19,9 @@ _NOT_TRIED = "*"
 def text(found: Estimates, width: int = WIDTH) -> str:
     """A block of plain text, `width` columns at most: a table that is wider is cut into several."""
     width = max(NARROWEST, min(width, WIDTH))
-    rows = "a stream" if found.rows is None else f"{found.rows:,} rows an epoch"
+    rows = "a stream" if found.rows is None else f"{units.count(found.rows, 'row')} an epoch"
     lines = [
-        f"{found.task}: {found.parameters:,} parameters, {rows}; "
+        f"{found.task}: {units.count(found.parameters, 'parameter')}, {rows}; "
         f"one worker of the profile makes {units.short(found.solo_rows_per_s)} rows/s",
         f"network {_short(found.network)}",
         f"compute {_short(found.compute)}",
@@ -91,9 +91,9 @@ def _rule(profile: Profile, estimates: Iterable[Estimate]) -> list[str]:
         return []
     tried = ", ".join(f"{name} {error:+.1%}" for name, error in profile.errors.items())
     line = (
-        f"low to high: on {profile.workers} workers calibration's own predictions were off by {tried} in the run that "
-        f"differs most. By that factor, at least {FLOOR:.0%}, and by it again for each doubling of workers, or of rows, "
-        "away from what was measured."
+        f"low to high: on {units.count(profile.workers, 'worker')} calibration's own predictions were off by {tried} "
+        f"in the run that differs most. By that factor, at least {FLOOR:.0%}, and by it again for each doubling of "
+        "workers, or of rows, away from what was measured."
     )
     if any(one.bars is not None and not one.bars.tried for one in estimates):
         line += (

@@ -171,7 +171,10 @@ def _run(plan: WorkerPlan, stores: Stores, workers: int, threads: int, progress:
         try:
             timeline.run()
         except Deadlock as error:
-            raise Deadlock(f"the journal does not fit this program: {error}") from error
+            raise Deadlock(
+                f"this program does not repeat the recorded run: {error}. Replay with the code, data and task of that "
+                "run"
+            ) from error
     outcome: Outcome = programs[0].value
     return outcome
 
@@ -198,7 +201,7 @@ def _built_in(settings: dict[str, Any], folder: AnyPath, what: str, catalogue: M
     if parse(str(given))[0] not in catalogue:
         raise BadInput(
             f"the run in {folder} names {what} {printable(given)}, and code that a run directory names is not imported. If "
-            f"you trust that file, name it: manyhands replay {shlex.quote(str(folder))} --{what} "
+            f"you trust that file, give it: manyhands replay {shlex.quote(str(folder))} --{what} "
             f"{shlex.quote(printable(given))}, or mh.replay(directory, {what}=…)"
         )
     return str(given)

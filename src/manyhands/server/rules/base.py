@@ -100,4 +100,4 @@ def weighted_mean(pushes: Sequence[Push]) -> Tensor:
 def check_positive(name: str, value: object) -> None:
     """BadInput unless `value` is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise BadInput(f"{name} is a finite number above 0; got {value!r}")
+        raise BadInput(f"{name} must be a finite number above 0; got {value!r}")

@@ -56,7 +56,8 @@ class OuterRule(Rule):
         check_positive("rate", self.rate)
         if self.optimizer not in ELEMENTWISE:
             raise BadInput(
-                f"an outer optimizer treats every weight by itself: {', '.join(ELEMENTWISE)}; got {self.optimizer!r}"
+                f"the outer optimizer must be one of {', '.join(ELEMENTWISE)}, which update each weight by itself; got "
+                f"{self.optimizer!r}"
             )
         self._make(torch.zeros(1))  # wrong options raise now
 

@@ -45,7 +45,7 @@ class PairsRule(Rule):
 
     def __post_init__(self) -> None:
         if not is_whole(self.seed, 0):
-            raise BadInput(f"seed is a whole number of at least 0; got {self.seed!r}")
+            raise BadInput(f"seed must be a whole number of at least 0; got {self.seed!r}")
 
     @override
     def expect(self, workers: Collection[int]) -> None:

@@ -32,7 +32,7 @@ class QuorumRule(Rule):
 
     def __post_init__(self) -> None:
         if not is_whole(self.backups, 0):
-            raise BadInput(f"backups is a whole number of at least 0; got {self.backups!r}")
+            raise BadInput(f"backups must be a whole number of at least 0; got {self.backups!r}")
 
     @override
     def policy(self, workers: int, bound: int | None) -> MergePolicy:

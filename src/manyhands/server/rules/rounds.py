@@ -57,12 +57,12 @@ class RoundsRule(Rule):
     def __post_init__(self) -> None:
         number = isinstance(self.momentum, int | float) and not isinstance(self.momentum, bool)
         if not number or not 0 <= self.momentum < 1:
-            raise BadInput(f"momentum is a number from 0 to below 1; got {self.momentum!r}")
+            raise BadInput(f"momentum must be a number from 0 to below 1; got {self.momentum!r}")
         self._outer = OuterRule(rate=self.rate, momentum=self.momentum, nesterov=self.momentum > 0)
         if self.quorum is not None and not is_whole(self.quorum, 1):
-            raise BadInput(f"quorum is a whole number of at least 1, or none; got {self.quorum!r}")
+            raise BadInput(f"quorum must be a whole number of at least 1, or none; got {self.quorum!r}")
         if not is_whole(self.grace, 0):
-            raise BadInput(f"grace is a whole number of at least 0; got {self.grace!r}")
+            raise BadInput(f"grace must be a whole number of at least 0; got {self.grace!r}")
 
     @override
     def start(self, center: Tensor) -> None:
