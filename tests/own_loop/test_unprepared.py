@@ -33,7 +33,7 @@ def warned(worker: Worker, steps: int = 5, prepared: Any = None, sent: int = 0) 
 
 def test_a_program_that_never_prepares_is_named_once() -> None:
     (message,) = warned(Worker(size=2, group=SoloGroup()))
-    assert "without exchanging anything" in message
+    assert "2 workers took 3 optimizer steps without exchanging anything" in message
     assert "mh.prepare(model, optimizer, loader)" in message
 
 

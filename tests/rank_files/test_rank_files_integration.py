@@ -231,7 +231,9 @@ def test_who_writes_in_c_is_named_once(local: Local, folder: Path, capfd: pytest
         sqlite3.connect(f"{worker.rank}.db").close()
     """
     assert run(local, folder, script) == 0
-    assert capfd.readouterr().err.count("with sqlite3, so") == 1
+    output = capfd.readouterr().err
+    assert output.count("with sqlite3, so") == 1
+    assert "workers 0 and 1 both write" in output
 
 
 def test_a_worker_that_is_killed_leaves_no_folder_and_loses_no_file(
