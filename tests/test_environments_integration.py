@@ -332,7 +332,8 @@ def test_a_users_file_in_a_folder_of_many_odd_characters_and_resumed(place: Plac
     assert " ".join(str(folder.relative_to(place.work)).split()) in " ".join(out.split())
     assert len(events(folder, "step")) == 2 * 8
     code, out, err = place.run(*words, "--resume", "--epochs", "3")
-    assert (code, err) == (0, "")
+    assert code == 0
+    assert re.fullmatch(r"resume: the run in .* goes on from step \d+\n", err), err
     assert ticks(folder) == [(tick, rank) for tick in range(12) for rank in (0, 1)]
     assert json.loads((folder / "result.json").read_text())["steps"] == 12
 
@@ -412,7 +413,9 @@ def test_ctrl_c(place: Place) -> None:
     process = started(place, place.work / "run")
     began = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)
-    assert end(process) == (130, "", "manyhands: interrupted\n")
+    code, out, err = end(process)
+    assert (code, out, err.count("\n")) == (130, "", 1)
+    assert err.startswith("manyhands: interrupted; there is no checkpoint in ")
     wait_until(lambda: not place.processes(), timeout_s=began + 5 - time.monotonic())
     assert {name.split("/")[1] for name in place.left()} == {"run"}
 
@@ -433,7 +436,8 @@ def test_sigterm_and_resume(place: Place) -> None:
     tick = json.loads((saved / "manifest.json").read_text())["tick"]
     words = ["train", "digits", "--workers", "2", "--epochs", "10000", "--max-steps", str(tick + 2)]
     code, out, err = place.run(*COMMAND, *words, "--run-dir", folder, "--resume")
-    assert (code, err) == (0, "")
+    assert code == 0
+    assert re.fullmatch(r"resume: the run in .* goes on from step \d+\n", err), err
     assert ticks(folder) == [(number, rank) for number in range(tick + 2) for rank in (0, 1)]
 
 

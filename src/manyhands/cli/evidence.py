@@ -156,7 +156,7 @@ def estimate(
     """Predict time, efficiency and bytes of each strategy on more workers than you have, by the calibrated simulator.
 
     [bold]manyhands calibrate my.py:task --output profile.json[/bold]
-    [bold]manyhands estimate my.py:task --profile profile.json --workers 8,64,512[/bold]
+    [bold]manyhands estimate my.py:task --profile profile.json --workers 8,64 --batch-size-per-worker 16[/bold]
     [bold]manyhands estimate my.py:task --profile profile.json --network latency=1ms,workers_per_host=8[/bold]
 
     The bars are how far calibration's own predictions were off; docs/estimate.md has the rule.
