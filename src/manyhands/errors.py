@@ -59,15 +59,18 @@ def traceback_of(error: BaseException) -> str:
     while trace is not None and not is_users(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     if isinstance(error, PeerLost) and trace is not None:
-        lines = [line for line in traceback.extract_tb(trace) if is_users(line.filename)]
-        return "".join(["Traceback (most recent call last):\n", *traceback.format_list(lines)])
+        return "".join(["Traceback (most recent call last):\n", *traceback.format_list(_users_lines(error))])
     return "".join(traceback.format_exception(type(error), error, trace or start))
 
 
 def users_line(error: BaseException) -> str:
     """`train.py, line 12`: the innermost line of the user's program in an error's traceback; "" without one."""
-    lines = [line for line in traceback.extract_tb(error.__traceback__) if is_users(line.filename)]
+    lines = _users_lines(error)
     return f"{Path(lines[-1].filename).name}, line {lines[-1].lineno}" if lines else ""
+
+
+def _users_lines(error: BaseException) -> list[traceback.FrameSummary]:
+    return [line for line in traceback.extract_tb(error.__traceback__) if is_users(line.filename)]
 
 
 def is_users(file: str) -> bool:

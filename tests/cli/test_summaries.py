@@ -50,7 +50,7 @@ def test_a_finished_run_is_told_again_with_its_curves(finished: tuple[Path, mh.R
 
 def test_curves_are_what_was_recorded(finished: tuple[Path, mh.Run]) -> None:
     folder, run = finished
-    found = summaries.curves(folder)
+    _, found = summaries.read(folder)
     assert found["loss"] == [(row["step"], row["loss"]) for row in run.history]
     assert [step for step, _ in found["validation_loss"]] == [8, 16, 24]
     assert found["validation_loss"][-1][1] == run.metrics["validation_loss"]

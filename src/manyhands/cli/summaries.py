@@ -35,24 +35,28 @@ def text_of_directory(directory: AnyPath, width: int = WIDTH) -> str:
         raise BadInput(
             f"{directory} {what}: give the directory of a run (events.jsonl is in it) or of a comparison ({NUMBERS} is in it)"
         )
-    found = curves(directory)
+    start, found = read(directory)
     drawn = [line for name, curve in found.items() for line in _drawn(name, curve, max(map(len, found)), width)]
-    told = _finished(directory) if (directory / RESULT).exists() else _unfinished(directory, found)
+    told = _finished(directory) if (directory / RESULT).exists() else _unfinished(directory, start, found)
     return "\n".join([told, *([""] if drawn else []), *drawn])
 
 
-def curves(directory: AnyPath) -> dict[str, Curve]:
-    """{"loss": [(step, value), …], "validation_loss": …} of the run in a directory; what is not finite is left out."""
+def read(directory: AnyPath) -> tuple[dict[str, Any], dict[str, Curve]]:
+    """(the values of the newest launch's start, {"loss": [(step, value), …], "validation_loss": …}) of the run in a
+    directory; what is not finite is left out."""
+    start: dict[str, Any] = {}
     found: dict[str, dict[int, float]] = {"loss": {}}
     for row in read_history(directory):
         if row["loss"] is not None:
             found["loss"][row["step"]] = row["loss"]
     for event in event_log.read(event_log.files_in(directory)[0], lambda message: None):
-        if event.type == "validation":
+        if event.type == "start":
+            start = event.values
+        elif event.type == "validation":
             for name, value in event.values["metrics"].items():
                 found.setdefault(name, {})[event.step] = value
     finite = {name: [(s, v) for s, v in sorted(curve.items()) if math.isfinite(v)] for name, curve in found.items()}
-    return {name: curve for name, curve in finite.items() if curve}
+    return start, {name: curve for name, curve in finite.items() if curve}
 
 
 def _drawn(name: str, curve: Curve, longest: int, width: int) -> Iterator[str]:
@@ -78,8 +82,7 @@ def _finished(directory: AnyPath) -> str:
     return Run.from_json(read_result(directory, others=()), directory=directory, answer=answer).summary()
 
 
-def _unfinished(directory: AnyPath, found: dict[str, Curve]) -> str:
-    facts = _start(directory)
+def _unfinished(directory: AnyPath, facts: dict[str, Any], found: dict[str, Curve]) -> str:
     step = max((curve[-1][0] for curve in found.values()), default=0)
     total = f" of {facts['total_steps']:,}" if facts.get("total_steps") else ""
     newest = None
@@ -91,16 +94,6 @@ def _unfinished(directory: AnyPath, found: dict[str, Curve]) -> str:
         f"{directory}: not finished, at step {step:,}{total} on {workers}\n"
         f"  {kept}; if no process works on it any more, go on with manyhands train ... --run-dir {directory} --resume"
     )
-
-
-def _start(directory: AnyPath) -> dict[str, Any]:
-    """The values of the newest launch's start."""
-    starts = [
-        event.values
-        for event in event_log.read(event_log.files_in(directory)[0], lambda message: None)
-        if event.type == "start"
-    ]
-    return starts[-1] if starts else {}
 
 
 def _comparison(directory: Path, width: int) -> str:

@@ -20,7 +20,6 @@ from manyhands.worker import Worker
 STEPS = 3
 """So many steps are looked at, at most: in the first one that every rank has a gradient for, the answer is known."""
 
-SLOT = "_manyhands_stepper"  # the attribute of a prepared optimizer
 _ALIKE = (
     "all {size} workers computed the same gradient in step {step}, so they train on the same rows. Iterate the loader "
     "that mh.prepare returns: model, optimizer, loader = mh.prepare(model, optimizer, loader). Without a loader, see "
@@ -127,9 +126,10 @@ def warning_if_unprepared(worker: Worker) -> Iterator[None]:
         nonlocal steps
         steps += 1
         joined = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if worker.prepared is not None and worker.prepared.prepared and not joined and SLOT not in vars(optimizer):
+        own = getattr(optimizer, "manyhands_trains", False)
+        if worker.prepared is not None and worker.prepared.prepared and not joined and not own:
             each[id(optimizer)] += 1
-            if each[id(optimizer)] == STEPS and not getattr(optimizer, "manyhands_trains", False):
+            if each[id(optimizer)] == STEPS:
                 warnings.warn(_ONE_APART.format(kind=type(optimizer).__name__, steps=STEPS), stacklevel=3)
         if steps != STEPS:
             return

@@ -10,6 +10,7 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
@@ -315,7 +316,7 @@ def _plan_of(loader: DataLoader[Any]) -> tuple[list[list[Any]], _Drawn]:
 def _known_rows(dataset: Any) -> str | None:
     """A digest of which rows a dataset has, as far as that is seen without running code of the user's; None: not known."""
     if isinstance(dataset, Subset):
-        indices = hashlib.sha256(repr(list(map(int, dataset.indices))).encode()).hexdigest()
+        indices = hashlib.sha256(np.asarray(dataset.indices).tobytes()).hexdigest()
         return f"{indices} of {_known_rows(dataset.dataset)}"
     if isinstance(dataset, TensorDataset):
         rows = len(dataset)

@@ -27,11 +27,13 @@ from manyhands.own_loop.argument_checks import (
     late_parameters,
     root_of,
 )
-from manyhands.own_loop.first_step_checks import SLOT, FirstLosses, FirstSteps
+from manyhands.own_loop.first_step_checks import FirstLosses, FirstSteps
 from manyhands.replica import evaluation, fingerprint
 from manyhands.replica.replica import Replica
 from manyhands.strategies.base import Change, Strategy
 from manyhands.worker import Worker
+
+_SLOT = "_manyhands_stepper"
 
 
 class Iteration:
@@ -444,7 +446,7 @@ class Stepper:
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> Stepper:
         """The one that the optimizer has, if it was prepared before, else a new one that waits to be bound."""
-        found = vars(optimizer).get(SLOT)
+        found = vars(optimizer).get(_SLOT)
         return found if isinstance(found, Stepper) else cls(optimizer)
 
     def bind(self, optimizer: torch.optim.Optimizer, pair: Pair) -> None:
@@ -454,9 +456,9 @@ class Stepper:
         sets what the wrapper would set, so that a scheduler may be built before or after.
         """
         self.pair = pair
-        if SLOT in vars(optimizer):
+        if _SLOT in vars(optimizer):
             return
-        vars(optimizer)[SLOT] = self
+        vars(optimizer)[_SLOT] = self
 
         def step(optimizer: torch.optim.Optimizer, closure: Any = None) -> Any:
             value = self._step(closure)

@@ -167,7 +167,7 @@ class AutogradExecutor(StepExecutor):
                 self._grads[number] = view  # what `.grad` is after a gather
         given = self._make_optimizer
         self.optimizer = given if isinstance(given, torch.optim.Optimizer) else _optimizer(given, self.model)
-        self.optimizer.manyhands_trains = True  # type: ignore[attr-defined]  # nobody needs to prepare it
+        self.optimizer.manyhands_trains = True  # type: ignore[attr-defined]  # prepared, or a task's
 
     @override
     def begin_tick(self) -> None:
