@@ -92,7 +92,7 @@ def test_what_is_no_run(place: str, tmp_path: Path) -> None:
     done = invoke("summary", str(tmp_path / place))
     assert (done.exit_code, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1
-    assert "give the directory of a run" in done.stderr
+    assert "give the directory of a run (events.jsonl is in it) or of a comparison" in done.stderr
 
 
 def test_lines_fit_the_terminal(finished: tuple[Path, mh.Run]) -> None:

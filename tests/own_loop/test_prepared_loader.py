@@ -164,6 +164,7 @@ def test_a_pass_that_is_left_early_leaves_the_users_generator_where_one_process_
             batches = [batch for _, batch in zip(range(last), loader, strict=False)]  # asks for one more than it takes
             found.append((batches, generator.get_state()))
         held = iter(loader)
+        found.append(([], generator.get_state()))  # a pass that has begun, and gave nothing yet
         found.append(([next(held)], generator.get_state()))
         return found
 
