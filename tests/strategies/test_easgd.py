@@ -51,21 +51,45 @@ def test_both_ways_follow_the_papers_formulas_step_by_step() -> None:
                 assert path[rank][tick] == pytest.approx((xs[rank], c), abs=1e-14)
 
 
-def test_alone_at_its_own_pace_the_exchange_comes_every_period_and_at_the_end() -> None:
-    """A constant gradient of -1, η=.1, α=.5, period 3: x is .2 at the third gradient, so both move by .1; x: .1, .2, .3 - .1."""
+@pytest.mark.parametrize("where", ["bound=none", "bound=0", "via=group"])
+def test_it_exchanges_at_steps_0_tau_and_2_tau(where: str) -> None:
+    """Algorithm 1 by hand, τ=4, α=.3, 12 steps: (x - 5)² / 2 from 2. One step earlier, the center would be 2.9184."""
 
     def program(hand: Hand) -> list[tuple[float, float]]:
         path = []
-        for _ in range(4):
+        for _ in range(12):
             hand.tick()
             path.append((float(hand.x), float(hand.center)))
-        for _ in range(2):
-            hand.worker.server.activate()
-            hand.finish()
-            path.append((float(hand.x), float(hand.center)))
+        hand.finish()
+        return [*path, (float(hand.x), float(hand.center))]
+
+    (path,) = hands(f"easgd:period=4,alpha=.3,{where}", [quadratic([1.0], [5.0])], program, start=[2.0])
+    x = center = 2.0
+    for step in range(12):
+        force = 0.3 * (x - center) if step % 4 == 0 else 0.0
+        x, center = x - 0.1 * (x - 5) - force, center + force
+        assert path[step] == pytest.approx((x, center), abs=1e-14)
+    assert path[-1] == path[-2]
+    assert path[-1][1] == pytest.approx(2.6615, abs=5e-5)
+
+
+def test_alone_at_its_own_pace_a_window_cut_short_is_closed_without_a_gradient() -> None:
+    """A constant gradient of -1, η=.1, α=.5, period 3: at step 3 x is .3, so both move by .15; steps count from the end."""
+
+    def program(hand: Hand) -> list[tuple[float, float]]:
+        path = []
+        for ticks in (4, 4):
+            for _ in range(ticks):
+                hand.tick()
+                path.append((float(hand.x), float(hand.center)))
+            for _ in range(2):
+                hand.finish()
+                path.append((float(hand.x), float(hand.center)))
+                hand.worker.server.activate()
         return path
 
-    expected = [(0.1, 0), (0.2, 0), (0.2, 0.1), (0.3, 0.1), (0.2, 0.2), (0.2, 0.2)]
+    expected = [(0.1, 0), (0.2, 0), (0.3, 0), (0.25, 0.15), (0.2, 0.2), (0.2, 0.2)]
+    expected += [(0.3, 0.2), (0.4, 0.2), (0.5, 0.2), (0.45, 0.35), (0.4, 0.4), (0.4, 0.4)]
     for got, wanted in zip(hands("easgd:period=3,alpha=.5", [slope(-1.0)], program)[0], expected, strict=True):
         assert got == pytest.approx(wanted, abs=1e-15)
 

@@ -33,7 +33,8 @@ class EAMSGD(Elastic):
 
     1. The gradient g is taken ahead of the worker's own parameters x: at x + momentum·v.
     2. v becomes momentum·v - (the optimizer's step for g).
-    3. Every `period` steps, the elastic difference alpha·(x - center) is taken at x, and the center moves by it.
+    3. At a worker's steps 0, `period`, 2·`period`, …, the elastic difference alpha·(x - center) is taken at x, and the
+    center moves by it.
     4. x becomes x + v - the difference.
 
     As with `easgd`, the center is the answer. With momentum the worker moves 1 / (1 - momentum) times as far for each
@@ -71,7 +72,7 @@ class EAMSGD(Elastic):
 
     @override
     def exchange(self, replica: Replica, worker: Worker, state: MomentumState) -> StepResult:
-        difference = self.tick(replica, worker, state, state.before)
+        difference, exchanged = self.exchange_at(state.before, replica, worker, state)
         applied = replica.apply()
         if applied:
             state.velocity.copy_(replica.parameters).sub_(state.before)
@@ -79,4 +80,4 @@ class EAMSGD(Elastic):
             replica.parameters.copy_(state.before)
         if difference is not None:
             replica.parameters.sub_(difference)
-        return self.result(replica, worker, state, applied)
+        return self.result(replica, worker, applied, exchanged)

@@ -22,16 +22,20 @@ class EASGD(Elastic):
     Source: Deep learning with Elastic Averaging SGD, Sixin Zhang, Anna Choromanska, Yann LeCun, 2015.
 
     1. The gradient g is taken at the worker's own parameters x.
-    2. Every `period` steps, the elastic difference alpha·(x - center) is taken at that same x, and the center moves by
-    it. 3. x becomes x - (the optimizer's step) - the difference.
+    2. At a worker's steps 0, `period`, 2·`period`, …, counted from 0, the elastic difference alpha·(x - center) is
+    taken at that same x, and the center moves by it.
+    3. x becomes x - (the optimizer's step) - the difference.
 
     The center is the answer: workers never take it over, they are drawn to it. On a server each worker meets the center
     when it comes there (the paper's asynchronous form); with bound=0 or via=group, all differences are taken from one
     center and added up (the synchronous form), and both ways are the same algorithm.
 
-    Deviations: any optimizer instead of plain SGD. The paper exchanges at steps 0, τ, 2τ, …, here at τ, 2τ, … (the
-    first would be of nothing); a window that an epoch's end cuts short is closed by an exchange too, without a
-    gradient. A worker without rows in a window takes no part in its exchange.
+    At step 0 a worker stands at the center, so that nothing is sent. The steps after a run's last exchange are in no
+    center, as in the paper.
+
+    Deviations: any optimizer instead of plain SGD. A window of fewer than `period` steps at an epoch's end is closed by
+    an exchange without a gradient, from which steps are then counted: otherwise short epochs would not reach the
+    center. A worker takes part in an exchange only with rows in that step and in the window before it.
     """
 
     name: ClassVar[str] = "easgd"
@@ -48,8 +52,8 @@ class EASGD(Elastic):
 
     @override
     def exchange(self, replica: Replica, worker: Worker, state: ElasticState) -> StepResult:
-        difference = self.tick(replica, worker, state, replica.parameters)
+        difference, exchanged = self.exchange_at(replica.parameters, replica, worker, state)
         applied = replica.apply()
         if difference is not None:
             replica.parameters.sub_(difference)
-        return self.result(replica, worker, state, applied)
+        return self.result(replica, worker, applied, exchanged)

@@ -25,11 +25,11 @@ BETA = 0.9  # the paper's β = N·α: the share of its distance from the workers
 
 @dataclass(kw_only=True)
 class ElasticState(State):
-    """The window since the last exchange; and the center, where the group keeps it."""
+    """The steps since the last exchange; and the center, where the group keeps it."""
 
     center: FlatVector  # via group, the same on all ranks; [0] via server
     ticks: int = 0
-    weight: float = 0.0
+    steps: int = 0  # of this worker, with rows, since it last took part
     inside: bool = False  # this worker has begun, at the center as it was then
     memory: list[FlatVector] = field(default_factory=list)  # one that the group sums in
 
@@ -38,7 +38,7 @@ class ElasticState(State):
         """With another number of ranks, a new window: via server from the center, via group from the mean."""
         if len(others) == size:
             return replace(others[rank], memory=self.memory)
-        return replace(others[0], ticks=0, weight=0.0, inside=False, memory=self.memory)
+        return replace(others[0], ticks=0, steps=0, inside=False, memory=self.memory)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,52 +101,67 @@ class Elastic(AsyncOptions, Strategy):
             server_strategy.pull(replica, worker)
         state.inside = True
 
-    def tick(self, replica: Replica, worker: Worker, state: ElasticState, x: FlatVector) -> FlatVector | None:
-        """Count a tick; every `period`-th, exchange: the elastic difference of x, which the caller subtracts."""
-        state.ticks += 1
-        state.weight += replica.weight
-        return self._difference(replica, worker, state, x) if state.ticks == self.period else None
+    def exchange_at(
+        self, x: FlatVector, replica: Replica, worker: Worker, state: ElasticState
+    ) -> tuple[FlatVector | None, bool]:
+        """At a step that is `period` steps after the last exchange: (the elastic difference of x, which the caller
+        subtracts; whether an exchange was made). x: the parameters as the step found them."""
+        difference, exchanged = None, False
+        if state.ticks >= self.period:
+            takes_part = replica.weight > 0 and state.steps > 0
+            difference, exchanged = self._difference(x, takes_part, replica, worker, state)
+        state.ticks = 1 if exchanged else state.ticks + 1
+        state.steps += replica.weight > 0
+        return difference, exchanged
 
-    def result(self, replica: Replica, worker: Worker, state: ElasticState, applied: bool) -> StepResult:
+    def result(self, replica: Replica, worker: Worker, applied: bool, exchanged: bool) -> StepResult:
         """What `exchange` returns."""
         if self.via == "server":
             return StepResult(applied=applied)
-        exchanged = state.ticks == 0
         return StepResult(applied=applied, rows_left=replica.control.rows_left(worker, exchanged))
 
     @override
     def finish(self, replica: Replica, worker: Worker, state: ElasticState) -> None:
-        if state.ticks:
-            difference = self._difference(replica, worker, state, replica.parameters)
+        """Close a window that was cut short. The exchange of a whole one comes with the next step."""
+        if not state.ticks:
+            return
+        whole = state.steps >= self.period
+        if self.via == "group":
+            whole = replica.sum_weights(worker.mesh.data, float(whole)) > 0
+        if not whole:
+            difference, _ = self._difference(replica.parameters, state.steps > 0, replica, worker, state)
             if difference is not None:
                 replica.parameters.sub_(difference)
+        state.ticks = self.period if whole else 0
 
     @override
     def consensus(self, replica: Replica, worker: Worker, state: ElasticState) -> FlatVector:
         return server_strategy.center(replica, worker) if self.via == "server" else state.center
 
-    def _difference(self, replica: Replica, worker: Worker, state: ElasticState, x: FlatVector) -> FlatVector | None:
-        """alpha·(x - center), by which the center moved; None for a worker without rows in this window."""
-        alpha, weight = self._alpha(worker.mesh.data.size), state.weight
-        state.ticks, state.weight = 0, 0.0
+    def _difference(
+        self, x: FlatVector, takes_part: bool, replica: Replica, worker: Worker, state: ElasticState
+    ) -> tuple[FlatVector | None, bool]:
+        """(alpha·(x - center), by which the center moved, or None where this worker takes no part; whether any did)."""
+        alpha = self._alpha(worker.mesh.data.size)
+        if takes_part:
+            state.steps = 0
         if self.via == "group":
-            return self._sum(replica, worker, state, alpha * (x - state.center) if weight else None, weight)
-        if not weight:
-            return None
+            mine = alpha * (x - state.center) if takes_part else None
+            return mine, self._add_to_center(mine, replica, worker, state)
+        if not takes_part:
+            return None, False
         replica.rounds += 1
-        return server_strategy.answer_of(server_strategy.push(replica, worker, x, alpha), replica)
+        return server_strategy.answer_of(server_strategy.push(replica, worker, x, alpha), replica), True
 
-    def _sum(
-        self, replica: Replica, worker: Worker, state: ElasticState, mine: FlatVector | None, weight: float
-    ) -> FlatVector | None:
-        """Move every rank's center by the sum of all differences."""
-        if not replica.sum_weights(worker.mesh.data, weight):
-            return None  # nobody had rows
+    def _add_to_center(self, mine: FlatVector | None, replica: Replica, worker: Worker, state: ElasticState) -> bool:
+        """Move every rank's center by the sum of all differences. False: no rank has one."""
+        if not replica.sum_weights(worker.mesh.data, float(mine is not None)):
+            return False
         everyone = state.memory[0]
         everyone.copy_(mine) if mine is not None else everyone.zero_()
         everyone.all_reduce_(worker.mesh.data)
         state.center.add_(everyone)
-        return mine
+        return True
 
     def _alpha(self, workers: int) -> float:
         return BETA / workers if self.alpha is None else self.alpha
