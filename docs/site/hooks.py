@@ -1,0 +1,67 @@
+"""What the site adds to docs/: the pages at the repository's root, and every command's options.
+
+Links are written as they work in the repository. In the site a page of the root is a page beside the others, and a file
+that is no page (source, tests) is named without a link.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from posixpath import normpath
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "SECURITY.md": "security-policy.md"}
+PAGES["README.md"] = "index.md"
+COMMANDS = "<!-- every command and its options: the site adds them here -->"
+_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s#]+)(#[^)\s]+)?\)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages of the root."""
+    for name, page in PAGES.items():
+        if page != "index.md":
+            files.append(File.generated(config, page, content=(ROOT / name).read_text()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Turn links of the repository into links of the site."""
+    origin = {page: name for name, page in PAGES.items() if page != "index.md"}.get(page.file.src_uri)
+    folder = "" if origin else f"docs/{page.file.src_uri}".rpartition("/")[0]
+    up = "../" * page.file.src_uri.count("/")
+
+    def link(match: re.Match[str]) -> str:
+        text, target, anchor = match[1], match[2], match[3] or ""
+        if "://" in target or target.startswith("mailto:"):
+            return match[0]
+        path = normpath(f"{folder}/{target}" if folder else target)
+        page = PAGES.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
+        if page is not None and files.get_file_from_path(page) is not None:
+            return f"[{text}]({up}{page}{anchor})"
+        return text if (ROOT / path).exists() else match[0]  # mkdocs names what is not there
+
+    markdown = _outside_fences(markdown, lambda part: _LINK.sub(link, part))
+    return markdown.replace(COMMANDS, _commands()) if COMMANDS in markdown else markdown
+
+
+def _outside_fences(markdown: str, change: Any) -> str:
+    """The page with its text changed and its code blocks as they are."""
+    parts = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)
+    return "".join(part if part.startswith("```") else change(part) for part in parts)
+
+
+def _commands() -> str:
+    """Each command's help as Markdown, by typer, two headings down."""
+    from typer.cli import get_docs_for_click
+    from typer.main import get_command
+
+    from manyhands.cli.commands import app
+
+    command = get_command(app)
+    with command.make_context("manyhands", [], resilient_parsing=True) as context:
+        text = get_docs_for_click(obj=command, ctx=context, name="manyhands")
+    return re.sub(r"^#", "##", text, flags=re.MULTILINE)
