@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
     *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 HERE, NOWHERE, SLOW, TWO_HOSTS = "", "not run", "run in make test-all", "run on two hosts"
 FRAMEWORKS = "run with "
@@ -78,13 +78,18 @@ class Snippet:
 
     @property
     def where(self) -> str:
-        return f"{self.page.name}:{self.line}"
+        return f"{title(self.page)}:{self.line}"
 
     @property
     def libraries(self) -> list[str]:
         """That it is run with; none where it is run otherwise."""
         named = self.how.startswith(FRAMEWORKS) and self.how != SLOW
         return self.how.removeprefix(FRAMEWORKS).split(", ") if named else []
+
+
+def title(page: Path) -> str:
+    """A page's path from the root: names alone are not unique."""
+    return page.relative_to(ROOT).as_posix()
 
 
 def snippets(page: Path) -> Iterator[Snippet]:
@@ -95,7 +100,7 @@ def snippets(page: Path) -> Iterator[Snippet]:
         if line.startswith("```") and fence is None:
             mark = _MARK.fullmatch(lines[i - 1])
             assert mark or not lines[i - 1].startswith(("<!-- run", "<!-- not")), (
-                f"{page.name}:{i}: no such mark: {lines[i - 1]}"
+                f"{title(page)}:{i}: no such mark: {lines[i - 1]}"
             )
             how, why = (mark[1], mark[2] or "") if mark else (HERE, "")
             fence = line.removeprefix("```"), i + 1, how, why
@@ -103,7 +108,7 @@ def snippets(page: Path) -> Iterator[Snippet]:
             language, start, how, why = fence
             yield Snippet(page, start + 1, language, "\n".join(lines[start:i]) + "\n", how, why)
             fence = None
-    assert fence is None, f"{page.name}: the block from line {fence and fence[1]} is never closed"
+    assert fence is None, f"{title(page)}: the block from line {fence and fence[1]} is never closed"
 
 
 def of(language: str, *how: str) -> list[Snippet]:

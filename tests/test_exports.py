@@ -105,23 +105,6 @@ def test_hints_lead_somewhere() -> None:
     assert not engines.CATALOGUE.keys() & engines.HINTS.keys()
 
 
-def test_each_strategy_has_its_row_and_its_options_in_the_docs() -> None:
-    text = (ROOT / "docs/strategies.md").read_text()
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| `")
-    ]
-    described = {row[0].strip("`") for row in rows if len(row) == 6 and not row[1].startswith("`")}
-    options = {(row[0].strip("`"), row[1].strip("`")) for row in rows if row[1].startswith("`")}
-    assert described == strategies.CATALOGUE.keys()
-    assert options == {(name, option) for name in strategies.CATALOGUE for option in _options(name)}
-
-
-def _options(name: str) -> list[str]:
-    from manyhands import spec
-
-    return list(spec.options_of(spec.find(name, strategies.CATALOGUE, "strategy")))
-
-
 def test_one_version() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert mh.__version__ == project["version"]

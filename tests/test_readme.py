@@ -7,6 +7,7 @@ script before and after: its new side is saved as train.py for the shell lines o
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import runpy
@@ -22,11 +23,13 @@ from typer.testing import CliRunner, Result
 
 from manyhands import spec
 from manyhands.cli.commands import app
+from manyhands.comm.codecs import CODECS
 from manyhands.engines.base import LaunchSpec
 from manyhands.engines.local.engine import Local
+from manyhands.server.rules import RULES
 from manyhands.strategies import CATALOGUE
 from manyhands.worker import Worker
-from pages import HERE, NOWHERE, PAGES, ROOT, SLOW, commands, of, script, snippets, write_scripts
+from pages import HERE, NOWHERE, PAGES, ROOT, SLOW, commands, of, script, snippets, title, write_scripts
 
 SCRIPT_S = 60.0
 ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
@@ -63,7 +66,7 @@ def warm(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm")
-@pytest.mark.parametrize("page", pages_with("python"), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", pages_with("python"), ids=title)
 def test_python_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Functions of a snippet belong to `__main__`, as those of a script or a notebook do."""
     monkeypatch.chdir(tmp_path)
@@ -78,7 +81,7 @@ def test_python_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=[pytest.mark.slow] * (page.stem in ("README", "check")), id=page.name)
+        pytest.param(page, marks=[pytest.mark.slow] * (title(page) in ("README.md", "docs/check.md")), id=title(page))
         for page in pages_with("bash")
     ],
 )
@@ -94,7 +97,7 @@ def test_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm")
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("page", pages_with("bash", SLOW), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", pages_with("bash", SLOW), ids=title)
 def test_slow_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_scripts(tmp_path)
@@ -165,15 +168,17 @@ def test_only_known_programs_are_shown() -> None:
     assert {library for part in parts for library in part.libraries} <= {"spark", "tensorflow", "jax"}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=title)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         path, _, anchor = target.partition("#")
         if path.startswith("http"):
             continue
         file = (page.parent / path) if path else page
-        assert file.exists(), f"{page.name} links to {target}, which is not there"
-        assert not anchor or anchor in anchors(file), f"{page.name} links to {target}: {file.name} has no such heading"
+        assert file.exists(), f"{title(page)} links to {target}, which is not there"
+        assert not anchor or anchor in anchors(file), (
+            f"{title(page)} links to {target}: {file.name} has no such heading"
+        )
 
 
 def anchors(page: Path) -> set[str]:
@@ -182,9 +187,21 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
-def test_every_page_is_in_the_index() -> None:
-    index = (ROOT / "docs" / "index.md").read_text()
-    assert [page.name for page in PAGES if f"{page.name})" not in index and page.name != "index.md"] == []
+def test_every_page_can_be_found() -> None:
+    """From docs/strategies.md those in docs/strategies/; others from there, the index or mkdocs' table of contents."""
+    docs, contents = ROOT / "docs", ROOT / "mkdocs.yml"
+    of_strategies = linked(docs / "strategies.md")
+    found = of_strategies | linked(docs / "index.md") | {docs / "index.md"}
+    if contents.exists():
+        found |= {docs / name for name in re.findall(r"[\w./-]+\.md", contents.read_text())}
+    places = {docs / "strategies": of_strategies}
+    assert [title(page) for page in PAGES if page not in places.get(page.parent, found)] == []
+
+
+def linked(page: Path) -> set[Path]:
+    """The files that a page links to."""
+    targets = re.findall(r"\]\(([^)#\s]+)", page.read_text())
+    return {(page.parent / target).resolve() for target in targets if not target.startswith("http")}
 
 
 @pytest.mark.parametrize(
@@ -203,10 +220,30 @@ def test_the_tests_that_pages_name_exist(page: str, least: int) -> None:
     assert [f"{file}::{name}" for file, name in named if (file, name) not in there] == []
 
 
+STRATEGIES = ROOT / "docs" / "strategies.md"
+
+
 def test_the_table_of_strategies_is_the_catalogue() -> None:
-    rows = table(ROOT / "docs" / "strategies.md", "| strategy | exchanges |")
-    shown = [(row[0].strip("`"), row[2], row[-1]) for row in rows]
+    rows = table(STRATEGIES, "| strategy | exchanges |")
+    shown = [(named(row[0])[0], row[2], row[-1]) for row in rows]
     assert shown == [(name, maker.consistency, maker.source) for name, maker in makers().items()]
+
+
+def pages_of_strategies() -> dict[Path, list[str]]:
+    """{page: the strategies that it is of}, by the links of the catalogue's table."""
+    pages: dict[Path, list[str]] = {}
+    for row in table(STRATEGIES, "| strategy | exchanges |"):
+        (target,) = re.findall(r"\]\((.+)\)", row[0])
+        pages.setdefault(STRATEGIES.parent / target, []).extend(named(row[0]))
+    return pages
+
+
+def test_the_options_on_each_page_are_what_its_strategies_have() -> None:
+    """In their order; what two of a page have alike is said once."""
+    for page, names in pages_of_strategies().items():
+        fields = [field for name in names for field in spec.option_fields(makers()[name])]
+        shown = [(row[0].strip("`"), row[2].strip("`")) for row in table(page, "| option |")] if fields else []
+        assert shown == list(dict.fromkeys((field.name, _text(field.default)) for field in fields)), title(page)
 
 
 def _text(default: object) -> str:
@@ -214,11 +251,30 @@ def _text(default: object) -> str:
     return str(default).lower() if default is None or isinstance(default, bool) else str(default)
 
 
-def test_the_table_of_options_is_what_strategies_have() -> None:
-    rows = table(ROOT / "docs" / "strategies.md", "| strategy | option |")
-    shown = [(row[0].strip("`"), row[1].strip("`"), row[3].strip("`")) for row in rows]
-    there = [(name, field) for name, maker in makers().items() for field in spec.option_fields(maker)]
-    assert shown == [(name, field.name, _text(field.default)) for name, field in there]
+def test_the_tables_of_codecs_and_rules_are_what_there_is() -> None:
+    codecs = table(ROOT / "docs" / "strategies" / "compression.md", "| codec | bytes |")
+    assert [(row[0].strip("`"), row[-1]) for row in codecs] == [(kind.form, kind.source) for kind in CODECS.values()]
+    rules = table(ROOT / "docs" / "strategies" / "server.md", "| rule |")
+    assert {row[0].strip("`") for row in rules} == RULES.keys()
+
+
+def test_the_deviations_that_docstrings_list_have_rows() -> None:
+    """Each module that lists some has one, and no other."""
+    package = Path(spec.__file__).parent
+    shown = {module_of(name) for row in table(ROOT / "docs" / "deviations.md", "| of |") for name in named(row[0])}
+    listed = {path for path in package.rglob("*.py") if re.search(r"\bDeviations?:", path.read_text())}
+    assert shown == listed
+
+
+def module_of(name: str) -> Path:
+    """Where a strategy or a codec is; else the module of this path."""
+    kind = makers().get(name) or CODECS.get(name)
+    return Path(inspect.getfile(kind)) if kind else Path(spec.__file__).parent / name
+
+
+def named(cell: str) -> list[str]:
+    """What stands between backticks."""
+    return re.findall(r"`([^`]+)`", cell)
 
 
 def makers() -> dict[str, Any]:

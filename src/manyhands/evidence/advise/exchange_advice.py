@@ -79,7 +79,7 @@ def compress(m: RunMeasurements) -> Advice | None:
 
     Seconds a number: bf16 37 ns, powersgd:2 18 ns, topk:0.01 81 ns (benchmarks/slow_links.py), so that no link above
     0.5 GB/s gains. A round of less than 1 MB a worker is mostly delay (benchmarks/ring.py). Sources of the codecs:
-    docs/strategies.md.
+    docs/strategies/compression.md.
     """
     if not (m.worth_sharing and m.codec == "none" and m.parameters and takes_codec(m.strategy)):
         return None

@@ -117,7 +117,7 @@ def _late(one: Contestant, base: Contestant) -> Advice | None:
 
 
 def _codec(one: Contestant, base: Contestant) -> Advice | None:
-    """What it sends is not all: codecs and their sources are in docs/strategies.md. bf16 just rounds."""
+    """What it sends is not all: codecs and their sources are in docs/strategies/compression.md. bf16 just rounds."""
     codec = one.measured.codec
     if codec in ("none", "bf16"):
         return None
