@@ -167,7 +167,7 @@ class Elastic(AsyncOptions, Strategy):
         return BETA / workers if self.alpha is None else self.alpha
 
     def _warn(self, worker: Worker) -> None:
-        """The stability limits for small steps; a curvature λ lowers both, see docs/strategies.md."""
+        """The stability limits for small steps; a curvature λ lowers both, see docs/strategies/easgd.md."""
         in_step = self.leasing() is None
         limit = 2 / (worker.mesh.data.size + 1) if in_step else 1.0
         alpha = self._alpha(worker.mesh.data.size)
