@@ -126,7 +126,7 @@ def commands(page: Path, *how: str) -> list[list[str]]:
 
 
 def script(new: bool) -> str:
-    """README's diff as the script before or after it."""
+    """The script of docs/start/pytorch.md, before or after its diff."""
     (diff,) = of("diff")
     lines = [line for line in diff.text.splitlines() if line[:1] != ("-" if new else "+")]
     return "\n".join(line[1:] for line in lines) + "\n"

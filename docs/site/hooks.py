@@ -1,7 +1,7 @@
-"""What the site adds to docs/: the pages at the repository's root, and every command's options.
+"""What the site adds to docs/: the pages outside of it, and every command's options.
 
-Links are written as they work in the repository. In the site a page of the root is a page beside the others, and a file
-that is no page (source, tests) is named without a link.
+Links are written as they work in the repository. In the site these pages stand beside the others, and a file that is no
+page (source, tests) is named without a link.
 """
 
 from __future__ import annotations
@@ -14,24 +14,27 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "SECURITY.md": "security-policy.md"}
-PAGES["README.md"] = "index.md"
+PAGES = {
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security-policy.md",
+    "examples/README.md": "start/examples.md",
+}
 COMMANDS = "<!-- every command and its options: the site adds them here -->"
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s#]+)(#[^)\s]+)?\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages of the root."""
+    """Add the pages outside of docs/."""
     for name, page in PAGES.items():
-        if page != "index.md":
-            files.append(File.generated(config, page, content=(ROOT / name).read_text()))
+        files.append(File.generated(config, page, content=(ROOT / name).read_text()))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Turn links of the repository into links of the site."""
-    origin = {page: name for name, page in PAGES.items() if page != "index.md"}.get(page.file.src_uri)
-    folder = "" if origin else f"docs/{page.file.src_uri}".rpartition("/")[0]
+    origin = {page: name for name, page in PAGES.items()}.get(page.file.src_uri, f"docs/{page.file.src_uri}")
+    folder = origin.rpartition("/")[0]
     up = "../" * page.file.src_uri.count("/")
 
     def link(match: re.Match[str]) -> str:
