@@ -76,7 +76,7 @@ def rows(page: Path) -> list[Row]:
 
 
 def resolve(code: str) -> None:
-    """Raise AssertionError unless this is something of ours, or of a library that is named; train what is a strategy."""
+    """Raise AssertionError unless this is something of ours, or of a library; train what is a strategy."""
     if code.partition(":")[0] in CATALOGUE:
         train_briefly(filled_in(code))
     elif code.split()[0] == "manyhands":

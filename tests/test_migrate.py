@@ -91,8 +91,7 @@ def test_the_program_of_elephas_has_the_strategy_of_its_frequency() -> None:
 
 
 def test_elephas_synchronous_is_one_average_at_the_end(tmp_path: Path) -> None:
-    spec = next(row.named[0] for row in ROWS if 'mode="synchronous"' in row.there).partition("=")[2].strip('"')
-    events = steps_of(spec, tmp_path)
+    events = steps_of(here("Elephas", 'mode="synchronous"'), tmp_path)
     rounds = [event for event in events if event["values"].get("round")]
     assert {event["rank"] for event in rounds} == {0, 1, 2}
     assert {event["values"]["epoch"] for event in rounds} == {1}
@@ -151,7 +150,7 @@ def test_horovods_compression_is_for_a_task_and_refused_in_a_loop_of_ones_own() 
         mh.launch(own_loop, False, workers=2, engine="sim", strategy=spec)
 
 
-# -- TensorFlowOnSpark, TorchDistributor --------------------------------------------------------------------------------
+# -- TensorFlowOnSpark, TorchDistributor -------------------------------------------------------------------------------
 
 
 def test_inference_answers_every_row_once() -> None:

@@ -28,16 +28,20 @@ CATALOGUE = {
 }
 
 _TRAVELS = "how numbers travel (shared memory, a ring, nccl) is the engine's choice; what is averaged so is `allreduce`"
-_SPLIT = "one model over several workers is not built yet: under `allreduce` each holds the whole model; torch's FSDP splits it"
+_SPLIT = (
+    "one model over several workers is not built yet: under `allreduce` each holds it whole; torch's FSDP splits it"
+)
 _OPTIMIZER = "an optimizer, which the task's `optimizer` makes; its gradients are averaged by `allreduce`"
-_SOFTSYNC = "`dynsgd` is the nearest: an update enters alone, divided by its staleness + 1; n-softsync collects N/n of them first"
+_SOFTSYNC = (
+    "`dynsgd` is the nearest: an update enters alone, divided by its staleness + 1; n-softsync collects N/n first"
+)
 
 ELSEWHERE = {  # what other systems call them: a spec of ours; or, where nothing here is the same, a sentence
     **dict.fromkeys(("ddp", "all-reduce", "horovod", "data-parallel", "sync", "synchronous", "mirrored"), "allreduce"),
     **dict.fromkeys(("bsp", "hardsync", "dist-sync", "bigdl", "byteps"), "allreduce"),
     **dict.fromkeys(("mirroredstrategy", "multiworkermirrored", "multiworkermirroredstrategy"), "allreduce"),
     **dict.fromkeys(("ring", "ring-allreduce", "hierarchical", "mpi", "nccl", "gloo"), _TRAVELS),
-    "bytescheduler": "tensors have no priorities here; `allreduce:overlap=true` sends gradients while backward computes",
+    "bytescheduler": "`allreduce:overlap=true` sends gradients while backward computes, without priorities",
     "adasum": "Adasum is not here: `allreduce` averages gradients by weight",
     **dict.fromkeys(("1bit", "1-bit", "one-bit", "onebit"), "allreduce:compress=onebit"),
     **dict.fromkeys(("topk", "top-k"), "allreduce:compress=topk:0.01"),
