@@ -67,4 +67,5 @@ def _commands() -> str:
     command = get_command(app)
     with command.make_context("manyhands", [], resilient_parsing=True) as context:
         text = get_docs_for_click(obj=command, ctx=context, name="manyhands")
-    return re.sub(r"^#", "##", text, flags=re.MULTILINE)
+    text = re.sub(r"(^\[bold\].*\[/bold\]\n)+", lambda lines: f"```console\n{lines[0]}```\n", text, flags=re.MULTILINE)
+    return re.sub(r"^#", "##", re.sub(r"\[/?bold\]", "", text), flags=re.MULTILINE)

@@ -201,13 +201,18 @@ def _required(maker: Callable[..., Any]) -> list[str]:
 
 
 def find(name: str, catalogue: Mapping[str, str], kind: str, hints: Mapping[str, str] | None = None) -> Any:
-    """What a catalogue ({name: "module:attribute"}) or a user's file (`path.py:Name`) holds under this name."""
+    """What a catalogue ({name: "module:attribute"}) or a user's file (`path.py:Name`) holds under this name.
+
+    hints: {what others call it: a spec of ours, or a sentence that says what there is instead}.
+    """
     if ".py:" in name:
         path, _, attribute = name.partition(":")
         return _attribute(load_file(Path(path)), attribute, path)
     if name not in catalogue:
         hint = (hints or {}).get(name.lower().replace("_", "-"))
-        tail = f" (what others call {name} is {hint!r} here)" if hint else did_you_mean(name, list(catalogue))
+        if hint and " " not in hint:
+            hint = f"what others call {name} is {hint!r} here"
+        tail = f" ({hint})" if hint else did_you_mean(name, list(catalogue))
         raise UnknownName(
             f"no {kind} {name!r}{tail}: choose from {', '.join(catalogue)}, or give your own as file.py:Name"
         )

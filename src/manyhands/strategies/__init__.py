@@ -27,42 +27,61 @@ CATALOGUE = {
     "hogwild": "manyhands.strategies.hogwild:Hogwild",
 }
 
-ELSEWHERE = {  # what other systems call them
-    "ddp": "allreduce",
-    "all-reduce": "allreduce",
-    "horovod": "allreduce",
-    "data-parallel": "allreduce",
-    "sync": "allreduce",
-    "mirrored": "allreduce",
-    "fedavg": "local-sgd",
-    "localsgd": "local-sgd",
-    "local": "local-sgd",
-    "parameter-averaging": "local-sgd",
+_TRAVELS = "how numbers travel (shared memory, a ring, nccl) is the engine's choice; what is averaged so is `allreduce`"
+_SPLIT = (
+    "one model over several workers is not built yet: under `allreduce` each holds it whole; torch's FSDP splits it"
+)
+_OPTIMIZER = "an optimizer, which the task's `optimizer` makes; its gradients are averaged by `allreduce`"
+_SOFTSYNC = (
+    "`dynsgd` is the nearest: an update enters alone, divided by its staleness + 1; n-softsync collects N/n first"
+)
+
+ELSEWHERE = {  # what other systems call them: a spec of ours; or, where nothing here is the same, a sentence
+    **dict.fromkeys(("ddp", "all-reduce", "horovod", "data-parallel", "sync", "synchronous", "mirrored"), "allreduce"),
+    **dict.fromkeys(("bsp", "hardsync", "dist-sync", "bigdl", "byteps"), "allreduce"),
+    **dict.fromkeys(("mirroredstrategy", "multiworkermirrored", "multiworkermirroredstrategy"), "allreduce"),
+    **dict.fromkeys(("ring", "ring-allreduce", "hierarchical", "mpi", "nccl", "gloo"), _TRAVELS),
+    "bytescheduler": "`allreduce:overlap=true` sends gradients while backward computes, without priorities",
+    "adasum": "Adasum is not here: `allreduce` averages gradients by weight",
+    **dict.fromkeys(("1bit", "1-bit", "one-bit", "onebit"), "allreduce:compress=onebit"),
+    **dict.fromkeys(("topk", "top-k"), "allreduce:compress=topk:0.01"),
+    "dgc": "`allreduce:compress=topk:0.001` is deep gradient compression without its momentum correction",
+    "powersgd": "allreduce:compress=powersgd:2",
+    "qsgd": "allreduce:compress=qsgd:4",
+    **dict.fromkeys(("fp16", "bf16"), "allreduce:compress=bf16"),
+    **dict.fromkeys(("fedavg", "localsgd", "local", "parameter-averaging", "model-averaging"), "local-sgd"),
+    "federated": "rows that must stay where they are, and clients that drop out, are not here; FedAvg is `local-sgd`",
     "averaging": "local-sgd:period=end",
     "post-local-sgd": "local-sgd:warmup=100",
-    "opendiloco": "diloco",
+    "swap": "local-sgd:period=end,warmup=100",  # stochastic weight averaging in parallel
+    **dict.fromkeys(("opendiloco", "fedopt", "bmuf", "slowmo"), "diloco"),
     "streaming-diloco": "diloco:streaming=4",
     "decoupled-diloco": "diloco:via=server",
-    "fedopt": "diloco",
-    "single": "solo",
-    "none": "solo",
+    **dict.fromkeys(("single", "none"), "solo"),
     "adag": "agn",  # dist-keras' name for what its author's thesis calls accumulated gradient normalisation
     "experimental": "distance",
-    "async": "downpour",
-    "asgd": "downpour",
-    "aeasgd": "easgd",
+    **dict.fromkeys(("async", "asynchronous", "asgd", "asp", "delayed", "distbelief", "dist-async"), "downpour"),
+    **dict.fromkeys(("parameter-server", "parameterserver", "ps", "parameterserverstrategy"), "downpour"),
+    **dict.fromkeys(("ssp", "essp", "stale", "stale-synchronous", "petuum", "bosen"), "downpour:bound=3"),
+    **dict.fromkeys(("gradient-sharing", "shared-training", "strom"), "downpour:compress=threshold:0.001"),
+    **dict.fromkeys(("softsync", "n-softsync", "staleness-aware"), _SOFTSYNC),
+    "dc-asgd": "delay compensation is not here; `dynsgd` divides an update by its staleness + 1",
+    "adaptive": "a server with adaptive rates is `downpour:rule=adagrad`; a period that adapts is not here",
+    "sandblaster": "Sandblaster L-BFGS is not built yet; DistBelief's other algorithm is `downpour`",
+    **dict.fromkeys(("aeasgd", "elastic-averaging"), "easgd"),
+    "elastic": "elastic averaging is `easgd`; workers that come and go during a run are not built yet",
     "aeamsgd": "eamsgd",
-    "ssp": "downpour:bound=3",
-    "d-psgd": "gossip:graph=ring",
-    "dpsgd": "gossip:graph=ring",
-    "decentralized": "gossip",
-    "decentralised": "gossip",
-    "bluefog": "gossip",
-    "sgp": "gossip:weights=push-sum",
-    "push-sum": "gossip:weights=push-sum",
-    "ad-psgd": "gossip:graph=pairs",
-    "adpsgd": "gossip:graph=pairs",
+    **dict.fromkeys(("d-psgd", "dpsgd"), "gossip:graph=ring"),
+    **dict.fromkeys(("decentralized", "decentralised", "bluefog"), "gossip"),
+    **dict.fromkeys(("sgp", "push-sum"), "gossip:weights=push-sum"),
+    **dict.fromkeys(("ad-psgd", "adpsgd"), "gossip:graph=pairs"),
+    "swarm": "gossip:graph=pairs,period=4",
     "backup-workers": "quorum:backups=1",
+    **dict.fromkeys(("hogwild!", "lock-free", "lockfree"), "hogwild"),
+    **dict.fromkeys(("lars", "lamb"), _OPTIMIZER),
+    "gradient-accumulation": "no strategy: with any, `micro_batch_size` says how many rows a forward takes",
+    **dict.fromkeys(("zero", "fsdp", "deepspeed", "megatron", "model-parallel", "tensor-parallel"), _SPLIT),
+    **dict.fromkeys(("pipeline", "pipeline-parallel", "gpipe"), _SPLIT),
 }
 
 

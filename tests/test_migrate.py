@@ -1,0 +1,170 @@
+"""docs/migrate.md: what each row names is there, and does what the row says."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import manyhands as mh
+import plain
+import tables
+from manyhands.comm.codecs import codec_of
+from manyhands.comm.codecs.threshold import Threshold
+from manyhands.engines.cluster import Cluster
+from manyhands.engines.sim.engine import Sim
+from manyhands.strategies import strategy_of
+from manyhands.strategies.compression import has_feedback
+from pages import ROOT
+from tables import Row
+
+ROWS = tables.rows(ROOT / "docs" / "migrate.md")
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.key)
+def test_what_a_row_names_is_there(row: Row) -> None:
+    """A row that names nothing of ours says so, and what it is about is no option here."""
+    for code in row.named:
+        tables.resolve(code)
+    assert row.named or tables.is_nothing(row), f"nothing here can be checked: {row}"
+    if tables.is_nothing(row):
+        assert [word for word in tables.codes(row.there) if tables.is_option(word)] == []
+
+
+def test_every_system_has_rows() -> None:
+    page = (ROOT / "docs" / "migrate.md").read_text()
+    assert {row.section for row in ROWS} == {line[3:] for line in page.splitlines() if line.startswith("## ")}
+
+
+def here(section: str, there: str) -> str:
+    """The first thing that the row of this option names."""
+    (row,) = [row for row in ROWS if row.section == section and there in row.there]
+    return tables.filled_in(row.named[0]) if ":" in row.named[0] else row.named[0]
+
+
+def steps_of(strategy: str, folder: Path, **options: Any) -> list[dict[str, Any]]:
+    """The events of what three workers did in two epochs, the first of them three times slower."""
+    task = plain.task(train_data=plain.rows(120), optimizer=plain.OPTIMIZERS["sgd"])
+    mh.train(task, strategy=strategy, engine=Sim(compute="0=3x"), workers=3, run_dir=folder / "run", **options)
+    events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
+    return [event for event in events if event["type"] in ("step", "closing")]
+
+
+def counted(events: list[dict[str, Any]], what: str) -> Counter[tuple[int, int]]:
+    """{(worker, epoch): how many}"""
+    found: Counter[tuple[int, int]] = Counter()
+    for event in events:
+        found[event["rank"], event["values"]["epoch"]] += len(event["values"].get(what, []))
+    return found
+
+
+# -- Elephas -----------------------------------------------------------------------------------------------------------
+
+EVERYONE = {(rank, epoch) for rank in range(3) for epoch in range(2)}
+
+
+def test_elephas_frequency_epoch_pulls_and_pushes_once_an_epoch(tmp_path: Path) -> None:
+    """Also where a fast worker trains more batches than a slow one."""
+    events = steps_of(here("Elephas", 'frequency="epoch"'), tmp_path)
+    batches = Counter((event["rank"], event["values"]["epoch"]) for event in events)
+    assert batches[0, 0] < batches[1, 0]
+    assert counted(events, "pushes") == counted(events, "pulls") == dict.fromkeys(EVERYONE, 1)
+
+
+def test_elephas_frequency_batch_pulls_and_pushes_at_each_batch(tmp_path: Path) -> None:
+    events = steps_of(here("Elephas", 'frequency="batch"'), tmp_path)
+    batches = Counter((event["rank"], event["values"]["epoch"]) for event in events)
+    assert counted(events, "pushes") == counted(events, "pulls") == batches
+
+
+def test_the_program_of_elephas_has_the_strategy_of_its_frequency() -> None:
+    page = (ROOT / "docs" / "migrate.md").read_text()
+    block = page[page.index('frequency="epoch", mode="asynchronous"') :].partition("```")[0]
+    spec = here("Elephas", 'frequency="epoch"')
+    assert f'strategy="{spec}"' in block
+
+
+def test_elephas_synchronous_is_one_average_at_the_end(tmp_path: Path) -> None:
+    events = steps_of(here("Elephas", 'mode="synchronous"'), tmp_path)
+    rounds = [event for event in events if event["values"].get("round")]
+    assert {event["rank"] for event in rounds} == {0, 1, 2}
+    assert {event["values"]["epoch"] for event in rounds} == {1}
+    assert len(rounds) == 3
+
+
+# -- Deeplearning4j ----------------------------------------------------------------------------------------------------
+
+
+def test_gradient_sharing_of_deeplearning4j_is_asynchronous_and_keeps_residuals() -> None:
+    strategy = strategy_of(here("Deeplearning4j", "SharedTrainingMaster"))
+    assert isinstance(strategy, mh.Downpour)
+    assert strategy.leasing() is not None
+    assert isinstance(codec_of(strategy.compress), Threshold)
+    assert has_feedback(strategy)
+
+
+def test_its_clipping_of_residuals_is_the_default_here() -> None:
+    clipped = strategy_of(here("Deeplearning4j", "ResidualClipping"))
+    assert isinstance(clipped, mh.Downpour)
+    assert codec_of(clipped.compress) == codec_of("threshold:0.001")
+
+
+# -- Horovod -----------------------------------------------------------------------------------------------------------
+
+
+def own_loop(total: bool) -> float:
+    """The gradient at the first batch of four rows, of which each of two workers has two."""
+    model = nn.Linear(1, 1, bias=False)
+    x = torch.tensor([[1.0], [2.0], [3.0], [6.0]])
+    model, optimizer, loader = mh.prepare(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=4),
+    )
+    for (rows,) in loader:
+        if total:
+            mh.weight("sum")
+        model(rows).mean().backward()
+        optimizer.step()
+    return float(model.weight.grad)
+
+
+@pytest.mark.parametrize(("total", "gradient"), [(False, 3.0), (True, 6.0)])
+def test_horovods_average_and_sum(total: bool, gradient: float) -> None:
+    """The workers' means are 1.5 and 4.5."""
+    assert mh.launch(own_loop, total, workers=2, engine="sim") == pytest.approx([gradient] * 2)
+
+
+def test_horovods_compression_is_for_a_task_and_refused_in_a_loop_of_ones_own() -> None:
+    spec = here("Horovod", "Compression.fp16")
+    strategy = strategy_of(spec)
+    assert isinstance(strategy, mh.AllReduce)
+    assert strategy.compress == "bf16"
+    with pytest.raises(mh.Unsupported, match="does not work with mh.prepare"):
+        mh.launch(own_loop, False, workers=2, engine="sim", strategy=spec)
+
+
+# -- TensorFlowOnSpark, TorchDistributor -------------------------------------------------------------------------------
+
+
+def test_inference_answers_every_row_once() -> None:
+    """Whichever process computes it. The page's own program of it runs with its other blocks."""
+    assert here("TensorFlowOnSpark", "cluster.inference(rdd)") == "cluster.rows(batch_size, shuffle=False)"
+    addresses = {"worker": ("a:1", "b:2", "c:3")}
+    data = np.arange(41.0), np.arange(41)
+    answers = []
+    for index in range(3):
+        process = Cluster(role="worker", index=index, addresses=addresses, data=data)
+        for x, numbers in process.rows(16, shuffle=False):
+            answers += zip(numbers.tolist(), (2 * x).tolist(), strict=True)
+    assert sorted(answers) == [(i, 2.0 * i) for i in range(41)]
+
+
+def test_launch_returns_what_all_ranks_return() -> None:
+    assert mh.launch(lambda: mh.worker().rank, workers=3, engine="sim") == [0, 1, 2]
