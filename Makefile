@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all lint bench results clean
+.PHONY: demo test test-all lint docs bench results clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "manyhands needs Python 3.11 or newer, this is " + sys.version + "; say which: make PYTHON=python3.12 demo"'
@@ -36,6 +36,9 @@ lint: .venv/installed-dev  ## format, lint, types, layers
 	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: .venv/installed-dev  ## the site, in build/site; a dead link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: .venv/installed  ## the measured claims, each beside its peer
 	$(BIN)/python benchmarks/all_reduce.py

@@ -1,0 +1,67 @@
+"""The documentation as a site: it builds without a dead link, and its pages hold what people look for."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import manyhands as mh
+from pages import ROOT
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the built site."""
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(site: Path) -> dict[str, dict[str, Any]]:
+    """{address: section} of the site's search."""
+    return {part["location"]: part for part in json.loads((site / "search" / "search_index.json").read_text())["docs"]}
+
+
+def test_every_public_name_has_its_place(found: dict[str, Any]) -> None:
+    described = {location.rpartition("#")[2] for location in found if location.startswith("api/")}
+    missing = {name for name in mh.__all__ if not name.startswith("_") and f"manyhands.{name}" not in described}
+    assert missing <= {"callbacks", "keras", "spark"}  # modules, whose names have places of their own
+
+
+def test_parameters_of_a_function_are_a_list(site: Path) -> None:
+    page = (site / "api" / "training" / "index.html").read_text()
+    assert re.search(r"<li>\s*<p?>?<strong><code>timeout_s</code></strong>", page)
+
+
+@pytest.mark.parametrize("command", ["train", "compare", "join", "estimate"])
+def test_commands_are_shown_with_their_options(site: Path, command: str) -> None:
+    page = (site / "command-line" / "index.html").read_text()
+    assert f"<code>manyhands {command}</code>" in page
+    assert "[bold]" not in page
+
+
+def test_pages_outside_of_docs_are_pages_of_the_site(found: dict[str, Any], site: Path) -> None:
+    assert {"contributing/", "changelog/", "security-policy/", "start/examples/"} <= found.keys()
+    assert 'href="../strategies/"' in (site / "contributing" / "index.html").read_text()
+
+
+def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
+    """No font, script, style or picture of another server."""
+    for page in site.rglob("*.html"):
+        assert not re.findall(r'<(?:script|img|link)[^>]+(?:src|href)="https?://[^"]+"', page.read_text()), page
