@@ -1,0 +1,106 @@
+"""docs/updates.md shows what was recorded, what it says of the records holds, and its table has all strategies."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import shlex
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from manyhands.strategies import CATALOGUE
+from pages import ROOT, commands
+
+UPDATES = SimpleNamespace(**runpy.run_path(str(ROOT / "benchmarks" / "updates.py")))
+PAGE = ROOT / "docs" / "updates.md"
+RUNS: dict[str, list[dict[str, Any]]] = json.loads((ROOT / "docs" / "updates.json").read_text())
+RANKS = range(UPDATES.WORKERS)
+
+
+def spans(way: str, what: str, rank: int | None = None) -> list[dict[str, Any]]:
+    return [span for span in RUNS[way] if span["what"] == what and rank in (None, span["worker"])]
+
+
+@pytest.mark.parametrize("way", UPDATES.WAYS, ids=lambda way: way.name)
+def test_the_record_is_what_a_run_gives(way: Any) -> None:
+    assert UPDATES.record(way) == RUNS[way.name]
+
+
+def test_the_page_has_the_numbers_the_commands_and_the_pictures_of_the_records() -> None:
+    text = PAGE.read_text()
+    assert UPDATES.table(RUNS) in text
+    assert commands(PAGE) == [shlex.split(way.command) for way in UPDATES.WAYS]
+    assert re.findall(r"plots/updates-([\w-]+)\.svg", text) == [way.name for way in UPDATES.WAYS]
+
+
+def test_the_table_has_every_strategy_once() -> None:
+    text = PAGE.read_text()
+    rows = re.findall(r"^\| `([\w-]+)` \|.*$", text[text.index("## All strategies") :], re.MULTILINE)
+    assert sorted(rows) == sorted(CATALOGUE)
+
+
+def test_synchronous_steps_come_together_and_nobody_computes_meanwhile() -> None:
+    steps = [[span["end"] for span in spans("synchronous", "step", rank)] for rank in RANKS]
+    assert steps[0] == steps[1] == steps[2]
+    for mean in spans("synchronous", "mean"):
+        last = mean["start"] + mean["waited"]
+        assert not [
+            span for span in spans("synchronous", "compute") if span["start"] < mean["end"] and span["end"] > last
+        ]
+
+
+def test_periodic_workers_average_after_three_steps() -> None:
+    for rank in RANKS:
+        order = [
+            span["what"] for span in RUNS["periodic"] if span["worker"] == rank and span["what"] in ("step", "mean")
+        ]
+        assert order == ["step", "step", "step", "mean"] * 2
+
+
+def computed_at(way: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each worker's pulls, and the push of what was computed there."""
+    for rank in RANKS:
+        yield from zip(spans(way, "pull", rank), spans(way, "push", rank), strict=True)
+
+
+@pytest.mark.parametrize("way", ["stale-synchronous", "asynchronous"])
+def test_versions_and_staleness_are_what_the_times_say(way: str) -> None:
+    pushes = spans(way, "push")
+    assert sorted(push["version"] for push in pushes) == list(range(1, len(pushes) + 1))
+    for pull, push in computed_at(way):
+        merged = [other for other in pushes if other["version"] <= pull["version"]]
+        assert all(other["at"] <= pull["at"] for other in merged)
+        between = [other for other in pushes if pull["version"] < other["version"] < push["version"]]
+        assert all(pull["at"] <= other["at"] <= push["at"] for other in between)
+        assert len(between) == push["staleness"]
+
+
+def test_stale_synchronous_workers_wait_for_the_slowest_and_are_never_further_ahead() -> None:
+    bound, way = 1, "stale-synchronous"
+    finished = [[span["at"] for span in spans(way, "gate", rank)] for rank in RANKS]
+    for span in spans(way, "compute"):
+        done = [sum(at <= span["start"] for at in of_one) for of_one in finished]
+        assert done[span["worker"]] - min(done) <= bound
+    waits = [sum(span["waited"] for span in spans(way, "gate", rank)) for rank in RANKS]
+    assert min(waits[:2]) > waits[2] == 0
+    for pull, push in computed_at(way):
+        for rank in {*RANKS} - {push["worker"]}:
+            assert sum(pull["at"] < other["at"] < push["at"] for other in spans(way, "push", rank)) <= 2 * bound + 1
+
+
+def test_asynchronous_workers_never_wait_and_the_slow_one_is_the_most_stale() -> None:
+    assert not any(span.get("waited") for span in RUNS["asynchronous"])
+    stale = [max(span["staleness"] for span in spans("asynchronous", "push", rank)) for rank in RANKS]
+    assert max(stale) == stale[2] > len(RANKS) - 1
+
+
+def test_lock_free_workers_only_compute_and_step() -> None:
+    assert {span["what"] for span in RUNS["lock-free"]} == {"compute", "step"}
+    for rank in RANKS:
+        computing = spans("lock-free", "compute", rank)
+        assert [span["start"] for span in computing[1:]] == [span["end"] for span in computing[:-1]]
+        assert [span["end"] for span in computing] == [span["end"] for span in spans("lock-free", "step", rank)]
