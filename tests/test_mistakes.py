@@ -358,12 +358,12 @@ def test_a_debugger_of_the_users_choice_is_left_alone(monkeypatch: pytest.Monkey
     assert mh.launch(lambda: breakpoint(), workers=2) == [None, None]
 
 
-def test_who_calls_sys_exit_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_who_calls_sys_exit_is_named(local: Local, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import sys, manyhands as mh\nif mh.worker().rank == 1: sys.exit(3)\nmh.worker().group.barrier()\n"
     )
-    assert run_script(script, workers=2, engine="local") == 3
+    assert run_script(script, workers=2, engine=local) == 3
     assert "manyhands: worker 1 called sys.exit(3)" in capfd.readouterr().err
 
 
@@ -671,12 +671,12 @@ def test_items_that_may_be_rows_are_named() -> None:
     assert "batch_size=None" in text
 
 
-def test_an_error_of_prepare_names_the_scripts_line(tmp_path: Path) -> None:
+def test_an_error_of_prepare_names_the_scripts_line(local: Local, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import manyhands as mh\n\nmh.prepare(1, 2)\n")
     for workers in (1, 2):
         with pytest.raises(mh.BadInput, match=r"^script.py, line 3: prepare takes \(model, optimizer, \*loaders\)"):
-            run_script(script, workers=workers, engine="local")
+            run_script(script, workers=workers, engine=local)
 
 
 def test_a_models_dtype_changes_after_prepare() -> None:
@@ -770,10 +770,12 @@ def test_mean_of_a_number_over_the_workers() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["downpour", "eamsgd", "diloco:via=server"])
-def test_a_strategy_that_a_loop_cannot_run_is_refused_before_the_script_begins(strategy: str, tmp_path: Path) -> None:
+def test_a_strategy_that_a_loop_cannot_run_is_refused_before_the_script_begins(
+    local: Local, strategy: str, tmp_path: Path
+) -> None:
     script = tmp_path / "script.py"
     script.write_text("raise SystemExit('it ran')\n")
     one_line(
         "use mh.train, or a strategy that exchanges through the group: allreduce",
-        lambda: run_script(script, workers=2, strategy=strategy, engine="local"),
+        lambda: run_script(script, workers=2, strategy=strategy, engine=local),
     )

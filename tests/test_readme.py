@@ -197,7 +197,7 @@ def test_every_page_can_be_found() -> None:
     """From docs/strategies.md those in docs/strategies/; others from there, the index or mkdocs' table of contents."""
     docs, contents = ROOT / "docs", ROOT / "mkdocs.yml"
     of_strategies = linked(docs / "strategies.md")
-    found = of_strategies | linked(docs / "index.md") | {docs / "index.md"}
+    found = of_strategies | linked(docs / "index.md") | {docs / "index.md", ROOT / "README.md"}
     if contents.exists():
         found |= {docs / name for name in re.findall(r"[\w./-]+\.md", contents.read_text())}
     places = {docs / "strategies": of_strategies}
