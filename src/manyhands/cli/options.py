@@ -112,6 +112,10 @@ Device = Annotated[str, _run("--device", help="auto, cpu or cuda.")]
 Threads = Annotated[int | None, _run("--threads-per-worker", help="Default: usable cores / workers.", min=1)]
 Timeout = Annotated[float, _run("--timeout", help="Seconds without progress that end a run.")]
 Listen = Annotated[str | None, _hosts("--listen", help="Engine hosts: an address of this host that the others reach.")]
+Advertise = Annotated[
+    str | None,
+    _hosts("--advertise", help="Where others reach this host, if not at --listen: published ports of a container."),
+]
 LocalWorkers = Annotated[
     int | None, _hosts("--local-workers", help="Engine hosts: so many workers on this host; default: half.", min=1)
 ]
