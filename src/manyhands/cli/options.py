@@ -182,7 +182,16 @@ AsJson = Annotated[bool, _watch("--json", help="Print JSON instead of a table.")
 EstimateProfile = Annotated[
     Path | None, _run("--profile", "-p", help="What `manyhands calibrate` wrote, on such a machine as the cluster has.")
 ]
-EstimatedWorkers = Annotated[str, _run("--workers", "-n", help="With commas between them.")]
+EstimatedWorkers = Annotated[
+    str | None,
+    _run("--workers", "-n", help="With commas between them; default: 8,64,512. Engine spark: one number, 8."),
+]
+EstimatedEngine = Annotated[
+    str, _run("--engine", help="sim: time, by a profile. spark, spark:memory_mb=64: memory of its executors.")
+]
+WorkersPerExecutor = Annotated[
+    int | None, _run("--workers-per-executor", help="Engine spark: workers in an executor; default: 4.", min=1)
+]
 EstimatedSteps = Annotated[int | None, _run("--steps", help="To simulate of each; default: until the mean is steady.")]
 Quick = Annotated[bool, _run("--quick", help="Each run once instead of three times.")]
 Output = Annotated[Path, _run("--output", "-o", help="Where the profile goes.")]
