@@ -61,7 +61,7 @@ def options(words: Sequence[str]) -> argparse.Namespace:
 
 def run(asked: argparse.Namespace) -> int:
     with ExitStack() as stack:
-        root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="docker-", dir="/var/tmp")))
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="docker-")))
         stack.enter_context(filesystem(root, asked))
         start = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", _ENTER, str(root)]
         if asked.network == "bridge":
@@ -71,7 +71,8 @@ def run(asked: argparse.Namespace) -> int:
             start = ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(group), *start]
         uid, gid = asked.user.split(":")
         user = ["unshare", "--user", f"--map-user={uid}", f"--map-group={gid}"]
-        process = subprocess.Popen([*start, *user, *program(asked)])
+        mortal = ["setpriv", "--pdeathsig", "KILL"]  # the container ends with this process, however that ends
+        process = subprocess.Popen([*mortal, *start, *user, *program(asked)])
         for number in (signal.SIGTERM, signal.SIGINT):  # as docker stop, and docker run in the foreground
             signal.signal(number, lambda number, frame: to_first(process.pid, number))
         code = process.wait()

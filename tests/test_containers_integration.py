@@ -73,9 +73,26 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return known
 
 
+STARTED: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_lives_on() -> Iterator[None]:
+    """Also where a test failed."""
+    yield
+    while STARTED:
+        process = STARTED.pop()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        for pipe in filter(None, (process.stdout, process.stderr)):
+            pipe.close()
+        process.wait(10)
+
+
 def docker(environment: dict[str, str], folder: Path, *words: str) -> subprocess.Popen[str]:
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(["docker", *words], env=environment, cwd=folder, **pipes)
+    STARTED.append(subprocess.Popen(["docker", *words], env=environment, cwd=folder, start_new_session=True, **pipes))
+    return STARTED[-1]
 
 
 @pytest.fixture
@@ -176,7 +193,8 @@ def test_containers_of_two_hosts_meet_at_published_ports(
 
     def begun(host: int, block: str, folder: Path) -> subprocess.Popen[str]:
         own = block.replace("10.0.0.1", ADDRESSES[0]).replace("10.0.0.2", ADDRESSES[1])
-        return hosts.start(host, "bash", "-ec", own, env=environment, cwd=folder)
+        STARTED.append(hosts.start(host, "bash", "-ec", own, env=environment, cwd=folder, start_new_session=True))
+        return STARTED[-1]
 
     driver = begun(0, first, project)
     wait_until(lambda: driver.poll() is not None or (project / "run.pem").exists())
