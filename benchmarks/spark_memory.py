@@ -58,8 +58,14 @@ def one(task: mh.Task, strategy: str) -> dict[str, Any]:
         task, workers=WORKERS, workers_per_executor=WORKERS, strategy=strategy, engine="spark:memory_mb=4"
     )
     left_out = ("margin", "JVM beyond its heap")
-    with Watch() as watch:
-        run = mh.train(task, engine="spark:memory_mb=4", workers=WORKERS, strategy=strategy, threads_per_worker=1)
+    with tempfile.TemporaryDirectory(prefix="spark-memory-") as folder, Watch() as watch:
+        there = {
+            "engine": "spark:memory_mb=4",
+            "workers": WORKERS,
+            "threads_per_worker": 1,
+            "run_dir": Path(folder, "run"),
+        }
+        run = mh.train(task, strategy=strategy, **there)
     return {
         "strategy": strategy,
         "worker estimated": expected.worker_bytes / 1e6,

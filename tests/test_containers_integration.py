@@ -65,7 +65,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
         docker=f'exec {shlex.join([sys.executable, str(STAND_IN)])} "$@"',
         id="echo 1000",
     )
-    known = {**os.environ, "PATH": path}
+    known = {**os.environ, "PATH": path, "TMPDIR": str(tmp_path)}
     tried = docker(known, tmp_path, "run", *LIMITS, "--cpus", "1", "--entrypoint", "python", "manyhands", "-c", "")
     if tried.wait(DEADLINE_S):
         pytest.skip(f"containers cannot be made here: {tried.communicate()[1].strip()}")

@@ -38,7 +38,7 @@ def test_vectors_are_counted(measured: MeasuredWorker, vectors: int, shards: int
     assert measured.strategy == vectors * VECTOR
     held = measured.parameters + measured.gradients + measured.optimizer + measured.strategy
     assert measured.peak > measured.base + held
-    assert measured.rest < 12 * VECTOR
+    assert measured.peak < measured.base + 32 * VECTOR  # a checkpoint is copied twice while it is written
     assert measured.base > 50e6
     assert bool(measured.shards) == bool(shards)
     assert measured.shards >= shards * measured.center
