@@ -6,6 +6,7 @@ A mark above a fence says how its block is run: without one, by test_readme.py, 
 - `<!-- run with spark, tensorflow -->`: by test_readme_frameworks_integration.py, where these are installed, in `make test-all`.
 - `<!-- run in make test-all: why -->`: by test_readme.py, among the slow tests.
 - `<!-- run on two hosts -->`: by test_hosts_network_integration.py, where network namespaces are allowed.
+- `<!-- run in containers -->`, and on the first or second of two hosts: by test_containers_integration.py, where namespaces are.
 """
 
 from __future__ import annotations
@@ -22,8 +23,13 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 HERE, NOWHERE, SLOW, TWO_HOSTS = "", "not run", "run in make test-all", "run on two hosts"
+CONTAINERS = "run in containers"
+FIRST_HOST, SECOND_HOST = (f"{CONTAINERS} on the {place} of two hosts" for place in ("first", "second"))
 FRAMEWORKS = "run with "
-_MARK = re.compile(r"<!-- (not run|run with [^:]+|run in make test-all|run on two hosts)(?:: (.+))? -->")
+_MARK = re.compile(
+    r"<!-- (not run|run with [^:]+|run in make test-all|run on two hosts|"
+    r"run in containers(?: on the (?:first|second) of two hosts)?)(?:: (.+))? -->"
+)
 
 TASK = """
 import torch
@@ -73,7 +79,7 @@ class Snippet:
     line: int  # of its first line of content, from 1
     language: str
     text: str
-    how: str  # it is run: HERE, NOWHERE, SLOW, TWO_HOSTS, or "run with LIBRARY, LIBRARY"
+    how: str  # it is run: HERE, NOWHERE, SLOW, TWO_HOSTS, CONTAINERS, …, or "run with LIBRARY, LIBRARY"
     why: str  # it is not run here; "" where the mark does not say
 
     @property

@@ -28,6 +28,7 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 import manyhands as mh
+from control_groups import limited
 from manyhands.cli import commands
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
@@ -262,38 +263,12 @@ def test_nothing_is_written_where_nothing_can_be(place: Place) -> None:
 
 @pytest.fixture
 def one_core() -> Iterator[Path]:
-    """A control group that may use one core; removed again."""
+    """A control group that may use one core."""
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("one core only: a quota of one changes nothing")
-    group = _groups_folder() / f"manyhands-test-{uuid.uuid4().hex[:8]}"
     try:
-        group.mkdir()
-    except OSError as error:
-        pytest.skip(f"no control group can be made here: {error}")
-    try:
-        _limit(group)
-        yield group
-    finally:
-        group.rmdir()
-
-
-def _groups_folder() -> Path:
-    """Where this process's control groups for CPU are: version 1's, else version 2's."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if "cpu" in controllers.split(","):
-            return Path("/sys/fs/cgroup/cpu") / path.lstrip("/")
-        if controllers == "":
-            unified = Path("/sys/fs/cgroup") / path.lstrip("/")
-    return unified
-
-
-def _limit(group: Path) -> None:
-    try:
-        if (group / "cpu.cfs_quota_us").exists():
-            (group / "cpu.cfs_quota_us").write_text((group / "cpu.cfs_period_us").read_text())
-        else:
-            (group / "cpu.max").write_text("100000 100000")
+        with limited(1) as group:
+            yield group
     except OSError as error:
         pytest.skip(f"no CPU quota can be set here: {error}")
 

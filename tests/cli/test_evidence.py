@@ -143,3 +143,36 @@ def test_estimate_asks_for_a_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     done = invoke("estimate", "digits", "--profile", str(tmp_path / "p.json"), "--workers", "8,64", "--json")
     assert (done.exit_code, done.stdout) == (0, "{}\n")
     assert (asked["profile"], asked["workers"]) == (tmp_path / "p.json", [8, 64])
+
+
+def test_estimate_for_spark(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def executor_memory(task: str, **options: Any) -> Any:
+        asked.update(options, task=task)
+        return SimpleNamespace(to_json=lambda: "{}")
+
+    monkeypatch.setattr("manyhands.evidence.estimate.executor_memory.executor_memory", executor_memory)
+    spark = ["estimate", "digits", "--engine", "spark:memory_mb=64", "--json"]
+    assert invoke(*spark).stdout == "{}\n"
+    assert (asked["workers"], asked["workers_per_executor"], asked["strategy"]) == (8, 4, "allreduce")
+    done = invoke(*spark, "-n", "6", "--workers-per-executor", "2", "-s", "dynsgd", "--batch-size", "60")
+    assert done.exit_code == 0, done.output
+    assert (asked["workers"], asked["workers_per_executor"], asked["strategy"]) == (6, 2, "dynsgd")
+    assert (asked["engine"], asked["batch_size"]) == ("spark:memory_mb=64", 60)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--engine", "hosts"], "estimate knows --engine sim (the default: time, by a profile) and --engine spark"),
+        (["--engine", "spark", "--steps", "9"], "--steps is of estimates of time"),
+        (["--engine", "spark", "--workers", "2,4"], "give one number of workers and one strategy"),
+        (["--engine", "spark", "--strategies", "solo,diloco"], "give one number of workers and one strategy"),
+        (["--workers-per-executor", "2"], "--workers-per-executor is of executors: give --engine spark"),
+    ],
+)
+def test_estimates_that_do_not_go_together(words: list[str], reason: str, nothing_starts: None) -> None:
+    done = invoke("estimate", "digits", *words)
+    assert done.exit_code == 2
+    assert reason in done.stderr

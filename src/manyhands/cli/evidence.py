@@ -139,8 +139,10 @@ def check(
 def estimate(
     ctx: typer.Context,
     task: options.TaskSpec,
+    engine: options.EstimatedEngine = "sim",
     profile: options.EstimateProfile = None,
-    workers: options.EstimatedWorkers = "8,64,512",
+    workers: options.EstimatedWorkers = None,
+    workers_per_executor: options.WorkersPerExecutor = None,
     strategies: options.ComparedStrategies = None,
     steps: options.EstimatedSteps = None,
     network: options.Network = None,
@@ -158,9 +160,25 @@ def estimate(
     [bold]manyhands calibrate my.py:task --output profile.json[/bold]
     [bold]manyhands estimate my.py:task --profile profile.json --workers 8,64 --batch-size-per-worker 16[/bold]
     [bold]manyhands estimate my.py:task --profile profile.json --network latency=1ms,workers_per_host=8[/bold]
+    [bold]manyhands estimate my.py:task --engine spark --workers 8 --workers-per-executor 4[/bold]
 
     The bars are how far calibration's own predictions were off; docs/estimate.md has the rule.
+    With --engine spark it is the memory that Spark's executors need, and the
+    settings that give it: a few steps are trained here on two workers.
     """
+    if (name := engine.partition(":")[0]) not in ("sim", "spark"):
+        raise BadInput(
+            f"estimate knows --engine sim (the default: time, by a profile) and --engine spark (memory), not {name!r}"
+        )
+    if name == "spark":
+        known = {"--profile": profile, "--steps": steps, "--network": network, "--compute": compute}
+        if given := [option for option, value in known.items() if value is not None]:
+            raise BadInput(f"{given[0]} is of estimates of time: leave it out, or leave --engine spark out")
+        count, strategy = "8" if workers is None else workers, strategies or "allreduce"
+        _executor_memory(ctx, task, engine, count, workers_per_executor or 4, strategy, servers)
+        return
+    if workers_per_executor is not None:
+        raise BadInput("--workers-per-executor is of executors: give --engine spark, too")
     if profile is None:
         raise BadInput(
             f"estimate needs the profile of a machine: make one with `manyhands calibrate {task}`, then give --profile profile.json"
@@ -173,7 +191,7 @@ def estimate(
     found = estimate_task(
         task,
         profile=profile,
-        workers=_counts(workers),
+        workers=_counts("8,64,512" if workers is None else workers),
         strategies=DEFAULT if strategies is None else spec.split_list(strategies),
         steps=steps,
         network=network,
@@ -183,6 +201,31 @@ def estimate(
         **task_fields(ctx.params),
     )
     typer.echo(found.to_json() if as_json else text(found, *tables.width()))
+
+
+def _executor_memory(
+    ctx: typer.Context, task: str, engine: str, workers: str, workers_per_executor: int, strategies: str, servers: int
+) -> None:
+    from manyhands import spec
+    from manyhands.evidence.estimate.executor_memory import executor_memory
+    from manyhands.evidence.estimate.memory_table import text
+
+    counts, chosen = _counts(workers), spec.split_list(strategies)
+    if len(counts) > 1 or len(chosen) > 1:
+        raise BadInput(
+            f"the settings of executors are for one run: give one number of workers and one strategy, not {workers} and {strategies}"
+        )
+    found = executor_memory(
+        task,
+        workers=counts[0],
+        workers_per_executor=workers_per_executor,
+        strategy=chosen[0],
+        servers=servers,
+        engine=engine,
+        say=_say,
+        **task_fields(ctx.params),
+    )
+    typer.echo(found.to_json() if ctx.params["as_json"] else text(found, *tables.width()))
 
 
 def calibrate(

@@ -112,6 +112,10 @@ Device = Annotated[str, _run("--device", help="auto, cpu or cuda.")]
 Threads = Annotated[int | None, _run("--threads-per-worker", help="Default: usable cores / workers.", min=1)]
 Timeout = Annotated[float, _run("--timeout", help="Seconds without progress that end a run.")]
 Listen = Annotated[str | None, _hosts("--listen", help="Engine hosts: an address of this host that the others reach.")]
+Advertise = Annotated[
+    str | None,
+    _hosts("--advertise", help="Where others reach this host, if not at --listen: published ports of a container."),
+]
 LocalWorkers = Annotated[
     int | None, _hosts("--local-workers", help="Engine hosts: so many workers on this host; default: half.", min=1)
 ]
@@ -178,7 +182,16 @@ AsJson = Annotated[bool, _watch("--json", help="Print JSON instead of a table.")
 EstimateProfile = Annotated[
     Path | None, _run("--profile", "-p", help="What `manyhands calibrate` wrote, on such a machine as the cluster has.")
 ]
-EstimatedWorkers = Annotated[str, _run("--workers", "-n", help="With commas between them.")]
+EstimatedWorkers = Annotated[
+    str | None,
+    _run("--workers", "-n", help="With commas between them; default: 8,64,512. Engine spark: one number, 8."),
+]
+EstimatedEngine = Annotated[
+    str, _run("--engine", help="sim: time, by a profile. spark, spark:memory_mb=64: memory of its executors.")
+]
+WorkersPerExecutor = Annotated[
+    int | None, _run("--workers-per-executor", help="Engine spark: workers in an executor; default: 4.", min=1)
+]
 EstimatedSteps = Annotated[int | None, _run("--steps", help="To simulate of each; default: until the mean is steady.")]
 Quick = Annotated[bool, _run("--quick", help="Each run once instead of three times.")]
 Output = Annotated[Path, _run("--output", "-o", help="Where the profile goes.")]

@@ -178,7 +178,7 @@ def _ring(topology: Topology, ranks: list[int], purpose: str, meet: Meet, networ
     # Each connects to the lower ranks: the higher ones give up first, their error says whose port is shut.
     patience_s = topology.connect_s * (1.5 - 0.5 * (place + 1) / len(ranks))
     with closing(network.listener(topology.timeout_s)) as listener:
-        found = meet(purpose, ranks, list(listener.address))
+        found = meet(purpose, ranks, network.address_of(listener))
         addresses, proof = [(str(host), int(port)) for host, port in found], network.secret.proof
         channels = connect_all(
             place, listener, addresses, **proof, hosts=hosts, names=ranks, purpose=purpose, timeout_s=patience_s

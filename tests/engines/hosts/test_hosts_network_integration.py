@@ -6,12 +6,11 @@ import json
 import os
 import re
 import shlex
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from two_hosts import ADDRESSES, CABLE, TwoHosts, source, two_hosts
+from two_hosts import ADDRESSES, CABLE, TwoHosts, programs, source, two_hosts
 
 from pages import PAGES, TWO_HOSTS, snippets, write_scripts
 
@@ -125,15 +124,6 @@ def shown(page: str) -> list[str]:
     parts = [part for path in PAGES for part in snippets(path) if path.name == page and part.how == TWO_HOSTS]
     assert [part.language for part in parts] == ["bash"] * len(parts)
     return [part.text.replace("10.0.0.1", ADDRESSES[0]) for part in parts]
-
-
-def programs(folder: Path, **scripts: str) -> str:
-    """PATH with these shell scripts and this environment's programs before others."""
-    folder.mkdir()
-    for name, text in scripts.items():
-        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
-        (folder / name).chmod(0o755)
-    return os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
 def test_the_blocks_are_those_that_are_followed_here() -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,14 @@ NETWORK = Network(
 
 def test_who_is_where() -> None:
     assert NETWORK.host_names == ["alpha", "alpha", "beta"]
+
+
+def test_others_are_told_the_advertised_address() -> None:
+    """Of published ports: the container listens on an address of its own, under the same number."""
+    with closing(replace(NETWORK, listen="127.0.0.1", ports=None).listener(1.0)) as listener:
+        own, port = listener.address
+        assert NETWORK.address_of(listener) == [own, port]
+        assert replace(NETWORK, advertise="10.0.0.9").address_of(listener) == ["10.0.0.9", port]
 
 
 def test_there_and_back_as_json(tmp_path: Path) -> None:

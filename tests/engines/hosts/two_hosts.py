@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -85,3 +86,12 @@ def _run(command: list[str]) -> None:
 def source() -> str:
     """For PYTHONPATH."""
     return str(Path(__file__).resolve().parents[3] / "src")
+
+
+def programs(folder: Path, **scripts: str) -> str:
+    """PATH with these shell scripts and this environment's programs before others."""
+    folder.mkdir()
+    for name, text in scripts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    return os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])

@@ -68,6 +68,9 @@ class Hosts(Engine):
     capabilities: ClassVar[Capabilities] = Capabilities(serves=True)
     listen: str = "127.0.0.1"
     """An address of this host that the others reach. Other than loopback it needs TLS."""
+    advertise: str = ""
+    """The address at which the others reach this host, where it is not one of its own, as with the published ports of a
+    container: they are the same numbers outside as inside (`ports`). Without it, `listen`."""
     local_workers: int | None = None
     """So many workers this host gives itself, at least one (worker 0 is here); `none`: half of them, rounded up."""
     tls: bool = True
@@ -159,7 +162,7 @@ class Hosts(Engine):
                 JoinListener(listener, roster, joined, self.announcer.say, late=late).wait(spec.observer, self.wait_s)
                 address = listener.address[0]
         names = roster.names()
-        if address in _ANYWHERE and joined.hosts:
+        if address in _ANYWHERE and joined.hosts and not self.advertise:
             came_by = [host_processes.local_address for host_processes in joined.hosts]
             address = _common_address(dict(zip(names[1:], came_by, strict=True)))
         joined.assign(roster)
@@ -167,6 +170,7 @@ class Hosts(Engine):
             hosts=roster.process_indices(),
             names=names,
             listen=address,
+            advertise=self.advertise,
             ports=ports,
             plain_network=plain,
             secret=secret,
@@ -190,7 +194,7 @@ class Hosts(Engine):
             shutil.rmtree(folder)
 
     def _how_to_join(self, listener: Listener, roster: Roster, path: Path) -> str:
-        host, port = listener.address
+        host, port = self.advertise or listener.address[0], listener.address[1]
         address = format_address((socket.gethostname() if host in _ANYWHERE else host, port))
         plain = "" if self.tls else " --no-tls"
         copy, name = "", str(path)

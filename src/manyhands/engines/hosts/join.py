@@ -54,6 +54,7 @@ class Join:
     address: str  # the driver's, HOST:PORT
     workers: int
     listen: str = ""  # where other hosts reach this one's workers; "": where this host reaches the driver from
+    advertise: str = ""  # where they reach it, if that is no address of this host; "": listen
     ports: str = ""  # to listen on, "7000-7100"; "": any that is free
     tls: bool = True
     plain_network: bool = False  # without TLS also over addresses other than loopback
@@ -269,6 +270,7 @@ class Agent:
             hosts=shared["network"]["hosts"],
             names=shared["network"]["names"],
             listen=self.offer.listen or self._post.local_address,
+            advertise=self.offer.advertise,
             ports=ports_of(self.offer.ports),
             plain_network=self.offer.plain_network,
             secret=self.secret,

@@ -28,7 +28,8 @@ class Network:
 
     hosts: list[list[int]]  # ranks by host, the driver's first
     names: list[str]  # of the hosts
-    listen: str  # the address of this host at which others reach its processes
+    listen: str  # the address of this host at which its processes listen
+    advertise: str = ""  # at which others reach them, where it is another: published ports of a container; "": listen
     ports: tuple[int, int] | None = None  # (first, last) to listen on; None: any that is free
     plain_network: bool = False  # without TLS also on addresses other than loopback
     secret: Secret  # has no repr
@@ -45,6 +46,10 @@ class Network:
     def host_names(self) -> list[str]:
         """By rank."""
         return [name for name, ranks in zip(self.names, self.hosts, strict=True) for _ in ranks]
+
+    def address_of(self, listener: Listener) -> list[Any]:
+        """[host, port] by which others reach it."""
+        return [self.advertise or listener.address[0], listener.address[1]]
 
     def listener(self, timeout_s: float) -> Listener:
         """Of this host; timeout_s is of the channels that it gives."""
@@ -93,8 +98,9 @@ def shard_listener(place: ProcessPlace, driver: ProcessDriverClient) -> Listener
     remote = _remote(place)
     if not remote:
         return None
-    listener = network_of(place).listener(last_resort_s(place))
-    driver.rendezvous(name_of(place.process_index), [place.process_index, *remote], list(listener.address))
+    network = network_of(place)
+    listener = network.listener(last_resort_s(place))
+    driver.rendezvous(name_of(place.process_index), [place.process_index, *remote], network.address_of(listener))
     return listener
 
 

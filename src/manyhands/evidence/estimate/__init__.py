@@ -7,4 +7,5 @@ scaled_task.py      the stand-in task, and its simulation at the real costs
 steady_state.py     stops the simulation when the mean of a step is known
 bars.py             error bars
 table.py            the estimates as text
+executor_memory.py  another entry: the memory of Spark's executors, and the settings that give it
 """
