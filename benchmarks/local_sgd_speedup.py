@@ -6,7 +6,7 @@
 
 Every run is strategy `local-sgd` on engine `sim`: real gradients, and virtual time in which a mean over the workers
 takes as long as the gradients of 25 rows. A run ends once f - f* is at most 0.005. For each K, H and batch size the
-constant rate is tuned on one seed, in powers of two, and then measured on others. Writes docs/local-sgd-figure.json, the
+constant rate is tuned on one seed, in powers of two, and measured on others. Writes docs/local-sgd-figure.json, the
 plot in docs/plots/, and the tables between the marks in docs/local-sgd-figure.md.
 """
 
