@@ -1,0 +1,95 @@
+"""benchmarks/local_sgd_speedup.py and its page: the data, the tables, and the claim on a small problem."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import util
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pages import ROOT
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    found = util.spec_from_file_location("local_sgd_speedup", ROOT / "benchmarks" / "local_sgd_speedup.py")
+    assert found is not None
+    assert found.loader is not None
+    module = util.module_from_spec(found)
+    sys.modules[found.name] = module  # dataclasses look there
+    found.loader.exec_module(module)
+    yield module
+    del sys.modules[found.name]
+
+
+def test_the_tables_of_the_page_are_those_of_the_data(script: Any) -> None:
+    found = json.loads(script.DATA.read_text())
+    between = script.PAGE.read_text().partition(script.BEGIN)[2].partition(script.END)[0]
+    assert between.strip() == script.tables(found["results"])
+    assert found["spec"] == vars(script.Spec())
+    grid = script.Grid()
+    assert len(found["results"]) == len(grid.batch_sizes) * (1 + len(grid.periods) * (len(grid.workers) - 1))
+    assert script.PLOT.is_file()
+
+
+def test_two_workers_need_half_the_steps_of_one(script: Any) -> None:
+    one = script.run(script.QUICK, script.Point(workers=1, period=1, batch_size=4, rate=0.5, seed=2), 2000)
+    two = script.run(script.QUICK, script.Point(workers=2, period=1, batch_size=4, rate=1.0, seed=2), 2000)
+    assert 0.4 < two.steps / one.steps < 0.6
+    assert one.seconds == pytest.approx(4e-6 * one.steps)  # a row takes 1 us
+    assert two.seconds == pytest.approx((4 + 25) * 1e-6 * two.steps, rel=0.01)
+
+
+@pytest.mark.slow
+def test_the_quick_grid_tunes_rates_and_measures_speedups(script: Any) -> None:
+    found = script.measure(script.QUICK, script.QUICK_GRID)
+    assert [(row["workers"], row["period"]) for row in found["results"]] == [(1, 1), (2, 1), (2, 4)]
+    free = script.speedups(found["results"], lambda workers: 0)
+    assert 1.7 < min(free[4, 1, 2]) <= max(free[4, 1, 2]) < 2.3
+    assert max(free[4, 4, 2]) < 2.3
+    assert [trial["steps"] for trial in found["decaying"]] == [None] * len(script.DECAYS)
+    assert "| 4 | 1 |" in script.tables(found["results"])
+
+
+@pytest.mark.parametrize(
+    ("network", "cost"),
+    [
+        ("workers_per_host=all,local_latency=12.5us", "an average costs 25 gradients"),
+        ("latency=25us,collective=ring", "an average costs 2(K - 1)·25 gradients"),
+    ],
+)
+def test_costs_of_an_average_are_the_simulated_networks(
+    script: Any, network: str, cost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "ENGINE", f"sim:compute='row=1us',network='{network}'")
+    hit = script.run(script.QUICK, script.Point(workers=4, period=2, batch_size=4, rate=1.0, seed=1), 200)
+    assert hit.steps >= 10
+    exchange = script.COSTS[cost](4)
+    more = 1e6 * hit.seconds - (4 + exchange / 2) * hit.steps
+    assert 0 <= more <= 2 * exchange  # control bits are exchanged alone after the first step
+
+
+def test_a_run_is_local_sgd_as_a_plain_loop_does_it(script: Any) -> None:
+    """The same draws, in float64: the target is reached at the same average."""
+    workers, period, batch_size, rate, most = 2, 4, 4, 1.0, 1000
+    point = script.Point(workers=workers, period=period, batch_size=batch_size, rate=rate, seed=1)
+    data = script.problem(script.QUICK)
+    a, rows = data.a.double().numpy(), len(data.a)
+    draws = np.random.default_rng(1).integers(0, rows, (most, workers, batch_size))
+    w, means, weights, step, gap = np.zeros((workers, a.shape[1])), np.zeros((a.shape[1], 3)), np.zeros(3), 0, 1.0
+    while gap > script.TARGET:
+        batch = a[draws[step]]  # [workers, batch_size, D]
+        slope = 1 / (1 + np.exp(np.einsum("kbd,kd->kb", batch, w)))
+        w += rate * (np.einsum("kb,kbd->kd", slope, batch) / batch_size - w / rows)
+        step += 1
+        if step % period == 0:
+            w[:] = w.mean(0)
+            weights += (weight := float(step) ** np.arange(3))
+            means += (w[0][:, None] - means) * weight / weights
+            points = np.concatenate([w[0][:, None], means], axis=1)
+            gap = float(data.gap(torch.from_numpy(points)).min())
+    assert script.run(script.QUICK, point, most).steps == pytest.approx(step, rel=0.02)
