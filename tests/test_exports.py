@@ -6,7 +6,6 @@ import ast
 import importlib
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -120,8 +119,3 @@ def _options(name: str) -> list[str]:
     from manyhands import spec
 
     return list(spec.options_of(spec.find(name, strategies.CATALOGUE, "strategy")))
-
-
-def test_one_version() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert mh.__version__ == project["version"]
