@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all lint docs bench results clean
+.PHONY: demo test test-all lint docs bench results wheel clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "manyhands needs Python 3.11 or newer, this is " + sys.version + "; say which: make PYTHON=python3.12 demo"'
@@ -52,6 +52,12 @@ bench: .venv/installed  ## the measured claims, each beside its peer
 
 results: .venv/installed-dev  ## docs/results.md, from real runs of this machine (about ten minutes, which it should have for itself)
 	$(BIN)/python benchmarks/results.py
+
+wheel:  ## the wheel and the sdist, into dist/
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check build
+	rm -rf dist
+	$(BIN)/python -m build
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build dist

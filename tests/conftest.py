@@ -30,6 +30,7 @@ GROUPS = {  # of a folder or file: its tests share what takes seconds to start
     "keras_": "keras",
     "test_report_integration.py": "browser",
     "test_compare_integration.py": "compare",
+    "test_release_integration.py": "release",
 }
 
 

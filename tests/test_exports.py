@@ -6,7 +6,6 @@ import ast
 import importlib
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -101,8 +100,3 @@ def test_hints_lead_somewhere() -> None:
     assert not strategies.CATALOGUE.keys() & strategies.ELSEWHERE.keys()  # where these lead: test_names.py
     assert set(engines.HINTS.values()) <= engines.CATALOGUE.keys()
     assert not engines.CATALOGUE.keys() & engines.HINTS.keys()
-
-
-def test_one_version() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert mh.__version__ == project["version"]

@@ -82,7 +82,7 @@ def test_help_teaches_by_example_and_does_not_import_torch() -> None:
 
 
 def test_version() -> None:
-    assert re.fullmatch(r"manyhands \S+.*, Python 3\.\S+, torch \S+\n", invoke("--version").stdout)
+    assert re.fullmatch(rf"manyhands {mh.__version__}, Python 3\.\S+, torch \S+\n", invoke("--version").stdout)
 
 
 def test_without_options_the_tasks_own_fields_stand(asked: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """A run's key and certificate: files that are the owner's alone, and TLS with nobody else."""
 
+import contextlib
 import os
 import ssl
 import sys
@@ -145,7 +146,8 @@ def _shake(client: ssl.SSLContext, server: ssl.SSLContext) -> tuple[ssl.SSLSocke
         other = aside(lambda: server.wrap_socket(far, server_side=True))
         near = client.wrap_socket(near)
         try:
-            near.sendall(b"x")  # a TLS 1.3 client believes in the connection before it was judged
+            with contextlib.suppress(ConnectionError):  # it may be refused, and closed, already
+                near.sendall(b"x")  # a TLS 1.3 client believes in the connection before it was judged
             return near, other.result(5)
         finally:
             near.close()

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from manyhands import spec
+from manyhands import __version__, spec
 
 NamedStrategy = Annotated[str | None, typer.Argument(metavar="[NAME]", help="Explain this one.")]
 NamedTask = Annotated[str | None, typer.Argument(metavar="[NAME]", help="Explain this one.")]
@@ -23,8 +23,8 @@ NamedEngine = Annotated[str | None, typer.Argument(metavar="[NAME]", help="Expla
 
 
 def version_line() -> str:
-    """`manyhands 0.1.0, Python 3.11.9, torch 2.13.0`; torch is not imported for it."""
-    return f"manyhands {_version('manyhands')}, Python {platform.python_version()}, torch {_version('torch')}"
+    """`manyhands X.Y.Z, Python 3.11.9, torch 2.13.0`; torch is not imported for it."""
+    return f"manyhands {__version__}, Python {platform.python_version()}, torch {_version('torch')}"
 
 
 def strategies(name: NamedStrategy = None) -> None:

@@ -9,6 +9,7 @@ alone knows (made by `tempfile`), caches, devices, pipes, sockets, descriptors a
 from __future__ import annotations
 
 import getpass
+import glob
 import io
 import os
 import shutil
@@ -432,6 +433,10 @@ def _replace(replaced: dict[int, tuple[Any, Any]]) -> None:
         for key, value in list(names.items()):
             if id(value) in replaced and replaced[id(value)][0] is value:
                 names[key] = replaced[id(value)][1]
+    globber = getattr(glob, "_StringGlobber", None)  # of Python 3.13: by which pathlib globs
+    for key, value in list(vars(globber).items()) if globber else ():
+        if isinstance(value, staticmethod) and id(value.__func__) in replaced:
+            setattr(globber, key, staticmethod(replaced[id(value.__func__)][1]))
 
 
 class _Entry:

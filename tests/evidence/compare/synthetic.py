@@ -72,7 +72,7 @@ def comparison(
             "engine": "local",
             "device": "cpu",
             "when": "2031-05-04 12:31 UTC",
-            "versions": {"python": "3.11.9", "torch": "2.13.0", "manyhands": "0.1.0"},
+            "versions": {"python": "3.11.9", "torch": "2.13.0", "manyhands": "1.2.3"},
             "command": "manyhands compare digits --strategies allreduce,local-sgd:period=8 --workers 2,4 --target test_accuracy=0.95",
         },
         seconds=94.2,

@@ -69,7 +69,7 @@ def test_the_whole_text() -> None:
         "**Advice:** downpour:push\\_every=4 on 4 spends 31 % of its time exchanging: push\\_every=16 would send a quarter.",
         "",
         "Machine: cores 4, processor AMD EPYC 7B13, engine local, device cpu, when 2031-05-04 12:31 UTC, "
-        "versions python 3.11.9, torch 2.13.0, manyhands 0.1.0, took 1.57 min.",
+        "versions python 3.11.9, torch 2.13.0, manyhands 1.2.3, took 1.57 min.",
         "",
         "`manyhands compare digits --strategies allreduce,local-sgd:period=8 --workers 2,4 --target test_accuracy=0.95`",
     ]

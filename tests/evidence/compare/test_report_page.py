@@ -70,7 +70,7 @@ def test_it_says_verdict_advice_table_method_machine_and_trials_in_this_order() 
         "What it looks like",
         "How it was measured",
         "AMD EPYC 7B13",
-        "python 3.11.9, torch 2.13.0, manyhands 0.1.0",
+        "python 3.11.9, torch 2.13.0, manyhands 1.2.3",
         str(made.machine["command"]),
         "All 30 trials, in the order in which they ran",
     ]
